@@ -1,0 +1,37 @@
+"""Composed config in, validated config out: frozen pydantic models, all errors at once.
+
+Imports no Hydra and no torch. `validate` is the only door; `cli` composes the mapping that it takes.
+"""
+
+from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
+from mmrl.config.root import EvalCommandConfig, RootConfig, TrainCommandConfig
+from mmrl.config.schema import (
+    EngineConfig,
+    EvalConfig,
+    HardwareConfig,
+    LoraConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from mmrl.config.task import DataConfig, RetrieverConfig, TaskConfig
+from mmrl.config.validate import validate
+
+__all__ = [
+    "ALGO_SCHEMAS",
+    "AlgoConfig",
+    "DataConfig",
+    "EngineConfig",
+    "EvalCommandConfig",
+    "EvalConfig",
+    "HardwareConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "RetrieverConfig",
+    "RootConfig",
+    "RunConfig",
+    "TaskConfig",
+    "TrainCommandConfig",
+    "TrainConfig",
+    "validate",
+]

@@ -1,0 +1,100 @@
+"""Everything but `task.*` and `algo.*`: model, hardware, engine, training, evaluation, run directory."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from mmrl.config.base import Section
+
+
+class LoraConfig(Section):
+    """A LoRA adapter (peft)."""
+
+    r: int = Field(16, ge=1)
+    alpha: int = Field(64, ge=1)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj")
+
+
+class ModelConfig(Section):
+    """The policy's weights."""
+
+    name: str
+    path: str = Field(description="`tiny` (shipped), a folder, or a hub id")
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: bfloat16 where the device computes in it, else float32"
+    )
+    lora: LoraConfig | None = Field(None, description="null: all parameters are trained")
+    gradient_checkpointing: bool = False
+    chat_template: str | None = Field(None, description="a Jinja file; null: the tokenizer's own")
+    thinking: bool = Field(False, description="the chat template's thinking mode, where it has one")
+
+
+class HardwareConfig(Section):
+    """Devices and processes."""
+
+    name: str
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    processes: int = Field(1, ge=1)
+    engine: str = Field("transformers", description="engine used when engine=auto")
+    threads: int | None = Field(
+        None, ge=1, description="torch threads; null: the cores of this machine, stored in the run"
+    )
+
+
+class EngineConfig(Section):
+    """Generation."""
+
+    name: Literal["auto", "transformers"] = "auto"
+    schedule: Literal["deterministic", "greedy"] = Field(
+        "deterministic", description="deterministic: a batch starts when every live program has asked or ended"
+    )
+    batch_tokens: int = Field(65536, ge=64, description="prompt tokens (padded) generated for at once")
+
+
+class TrainConfig(Section):
+    """Optimization: how long, how much at once, how fast."""
+
+    steps: int = Field(100, ge=1, description="batches of rollouts")
+    batch_size: int = Field(32, ge=1, description="examples per step")
+    lr: float = Field(1e-6, ge=0)
+    schedule: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps")
+    grad_clip: float = Field(1.0, gt=0)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    microbatch_tokens: int = Field(16384, ge=64, description="padded tokens forwarded at once in the update")
+    old_logprobs: Literal["sampler", "recompute"] = Field(
+        "sampler", description="where the ratio's denominator comes from"
+    )
+    max_failed_share: float = Field(0.5, ge=0, le=1, description="stop when more of a step failed from outside causes")
+    save_every: int = Field(20, ge=1, description="steps between checkpoints; the last step is always saved")
+    keep: int = Field(2, ge=1, description="checkpoints kept")
+
+
+class EvalConfig(Section):
+    """Evaluation before, during and after training."""
+
+    split: Literal["train", "dev", "test"] = "dev"
+    every: int = Field(20, ge=0, description="steps between evaluations; 0: only before and after")
+    items: int | None = Field(None, ge=1, description="first N items of the split; null: all")
+    samples: int = Field(1, ge=1, description="rollouts per item, each with its own seed")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    parse_retries: int = Field(3, ge=0, le=10)
+    bootstrap: int = Field(1000, ge=100, description="resamples of the 95 % interval")
+
+
+class RunConfig(Section):
+    """Where a run is kept and who hears of it."""
+
+    dir: str | None = Field(None, description="null: outputs/<task>/<algo>/<date_time>_s<seed>")
+    name: str | None = Field(None, description="shown in reports; null: <algo>-<task>-s<seed>")
+    report_to: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    wandb_project: str = "mmrl"
+    progress: bool | None = Field(None, description="live display; null: only in a terminal")

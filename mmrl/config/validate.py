@@ -1,0 +1,99 @@
+"""The one door to a validated config: mapping in, frozen models out, all problems at once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from mmrl.config.algo import ALGO_SCHEMAS
+from mmrl.config.root import RootConfig
+from mmrl.errors import ConfigError, nearest, unknown
+
+ConfigT = TypeVar("ConfigT", bound=RootConfig)
+
+
+def validate(schema: type[ConfigT], raw: Mapping[str, Any]) -> ConfigT:
+    """Validate a composed mapping against `schema` (`TrainCommandConfig` or `EvalCommandConfig`).
+
+    Raises:
+        ConfigError: every problem in one go, each starting with the path that the user would type.
+    """
+    problems: list[str] = []
+    values = dict(raw)
+    if "algo" in schema.model_fields:
+        values["algo"] = algo_section(values.get("algo"), problems)
+    try:
+        config = schema.model_validate(values)
+    except ValidationError as error:
+        problems += explain(schema, error, already=("algo",) if problems else ())
+        raise ConfigError(problems) from None
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def algo_section(raw: Any, problems: list[str]) -> Any:
+    """Validate `algo` with its own schema; appends to `problems`."""
+    name = raw.get("name") if isinstance(raw, Mapping) else None
+    if name not in ALGO_SCHEMAS:
+        problems.append(unknown("algo", name, ALGO_SCHEMAS))
+        return raw
+    algo_schema = ALGO_SCHEMAS[str(name)]
+    try:
+        return algo_schema.model_validate(dict(raw))
+    except ValidationError as error:
+        problems += explain(algo_schema, error, prefix=("algo",))
+        return raw
+
+
+def explain(
+    schema: type[BaseModel], error: ValidationError, prefix: tuple[str, ...] = (), already: Collection[str] = ()
+) -> list[str]:
+    """One sentence per pydantic error, in the words of the command line."""
+    sentences = []
+    for item in error.errors():
+        location = [str(part) for part in item["loc"]]
+        if location and location[0] in already:
+            continue
+        path = ".".join([*prefix, *location])
+        kind = item["type"]
+        if kind == "extra_forbidden":
+            sentences.append(_unknown_key(schema, prefix, location, path))
+        elif kind == "missing":
+            sentences.append(f"{path}: missing, a value is required")
+        elif kind == "value_error":
+            message = str(item["msg"]).removeprefix("Value error, ")
+            sentences.append(f"{'.'.join(prefix) + '.' if prefix else ''}{message}")
+        else:
+            expected = item["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+            sentences.append(f"{path}: got {item['input']!r}, expected {expected}")
+    return sentences
+
+
+def _unknown_key(schema: type[BaseModel], prefix: tuple[str, ...], location: list[str], path: str) -> str:
+    fields = _fields_at(schema, location[:-1])
+    if prefix == ("algo",):
+        users = [
+            name
+            for name, other in sorted(ALGO_SCHEMAS.items())
+            if location[-1] in other.model_fields and len(location) == 1
+        ]
+        if users:
+            return f"{path}: has no effect with this algorithm; it is an option of {', '.join(users)}"
+    return f"{path}: unknown key{nearest(location[-1], fields)} (valid here: {', '.join(sorted(fields))})"
+
+
+def _fields_at(schema: type[BaseModel], location: list[str]) -> list[str]:
+    """Field names of the section at `location` below `schema`."""
+    for part in location:
+        field = schema.model_fields.get(part)
+        if field is None:
+            return []
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not models:
+            return []
+        schema = models[0]
+    return list(schema.model_fields)

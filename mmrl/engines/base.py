@@ -1,0 +1,88 @@
+"""What an engine is: prompt token ids and sampling settings in, token ids and log-probabilities out.
+
+Engines know nothing of programs or rewards. Programs run concurrently and reach an engine through `rollout.context`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Sampling settings of one request."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy; log-probabilities are then those of temperature 1."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the completion; the tokens that complete the string are kept."""
+    seed: int = 0
+    """128-bit counter-based key of this request: equal seeds and prompts give equal completions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One generation asked for."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    module: str = ""
+    """Names the adapter when modules have their own weights."""
+    order: tuple[int | str, ...] = ()
+    """Deterministic sort key of the request within a batch, whatever order requests arrived in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One generation made."""
+
+    ids: tuple[int, ...]
+    """Sampled ids, the end-of-turn token included when it was sampled; length T >= 1."""
+    logprobs: tuple[float, ...]
+    """log-softmax(logits / T) over the full vocabulary, before top-p and top-k; length T."""
+    finish: str
+    """`eos`, `stop` or `length`."""
+    policy_version: int = 0
+
+
+class Engine(Protocol):
+    """Async generation with continuous batching.
+
+    `live()` tells how many programs are running, so that a deterministic schedule knows when all have asked:
+    every program enters it when it starts (`enter`) and leaves it when it ends (`leave`).
+    """
+
+    policy_version: int
+
+    async def generate(self, request: Request) -> Completion:
+        """Raises `EngineFailure`."""
+        ...
+
+    def enter(self) -> None:
+        """A program starts (or is about to: siblings are entered before a fork point's own request)."""
+        ...
+
+    def leave(self) -> None:
+        """A program has ended."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds (processes, memory)."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that mmrl uses."""
+
+    eos_token_id: int
+
+    def apply_chat_template(self, conversation: object, **kwargs: object) -> object: ...
+
+    def decode(self, token_ids: object, **kwargs: object) -> str: ...
+
+    def encode(self, text: str, **kwargs: object) -> list[int]: ...

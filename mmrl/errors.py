@@ -1,0 +1,153 @@
+"""Every failure that mmrl knows by name, one type per boundary.
+
+Bottom of the import order: everything may raise these, nothing here imports mmrl.
+
+The error model in four points:
+
+1. What the user typed is wrong  -> `ConfigError` (all problems at once), exit code 2, no traceback.
+2. One rollout failed            -> a `RolloutError`; the rollout becomes data: typed, journalled, counted.
+   *Model-caused* failures are trained with the task's failure rule; *outside-caused* ones are never credited.
+3. Too many rollouts failed      -> `TooManyFailures`: the run stops with its state saved, exit code 1.
+4. Anything else is a bug        -> a traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class MmrlError(Exception):
+    """Base of all errors with a message meant for the user; `exit_code` is what the command returns."""
+
+    exit_code = 1
+
+
+class ConfigError(MmrlError, ValueError):
+    """Bad input, found before any model loads.
+
+    Args:
+        problems: one sentence each, starting with the path that the user would type
+            (`algo.group_size: got 1, expected at least 2`).
+    """
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Iterable[str]):
+        self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class DataError(ConfigError):
+    """A data file, corpus or forest file is missing or malformed; names file and line or record id."""
+
+
+class CheckpointError(MmrlError):
+    """A run directory or checkpoint cannot be used as asked."""
+
+    exit_code = 2
+
+
+class TooManyFailures(MmrlError):
+    """More than `train.max_failed_share` of a step's rollouts failed from outside causes."""
+
+
+class RolloutError(MmrlError):
+    """A failure that ends one rollout.
+
+    Class attributes:
+        kind: the type written to the journal and counted in metrics.
+        model_caused: True if the policy's own output is to blame (trained with the failure rule).
+    """
+
+    kind = "program"
+    model_caused = False
+
+
+class ParseFailure(RolloutError):
+    """A completion that the program could not parse.
+
+    Args:
+        message: what was expected.
+        present: output fields found.
+        expected: output fields required (0 when unknown: scored as the full format failure).
+    """
+
+    kind = "parse"
+    model_caused = True
+
+    def __init__(self, message: str, present: int = 0, expected: int = 0):
+        super().__init__(message)
+        self.present = present
+        self.expected = expected
+
+
+class LengthFailure(RolloutError):
+    """The context of a call grew past the model's or the task's limit."""
+
+    kind = "length"
+    model_caused = True
+
+
+class LimitFailure(RolloutError):
+    """The program reached a limit on turns, calls or searches without an answer."""
+
+    kind = "limit"
+    model_caused = True
+
+
+class ToolFailure(RolloutError):
+    """A tool (retriever, external model) failed."""
+
+    kind = "tool"
+
+
+class EngineFailure(RolloutError):
+    """The generation engine failed on a request."""
+
+    kind = "engine"
+
+
+class JudgeFailure(RolloutError):
+    """A judge could not be asked, or gave no usable reply within its retries."""
+
+    kind = "judge"
+
+
+class RolloutTimeout(RolloutError):
+    """The rollout took longer than `task.timeout_s`."""
+
+    kind = "timeout"
+
+
+class RewardFailure(RolloutError):
+    """A reward function raised, or returned NaN or infinity."""
+
+    kind = "reward"
+
+
+class ProgramFailure(RolloutError):
+    """The program's own code raised."""
+
+    kind = "program"
+
+
+class ReplayDivergence(RolloutError):
+    """A program, run again on its own tape, asked for something else than it did the first time."""
+
+    kind = "replay"
+
+
+MODEL_CAUSED = frozenset({ParseFailure.kind, LengthFailure.kind, LimitFailure.kind})
+
+
+def nearest(name: str, choices: Sequence[str]) -> str:
+    """`"; did you mean 'x'?"` for the closest of `choices`, or an empty string."""
+    match = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=0.6)
+    return f"; did you mean '{match[0]}'?" if match else ""
+
+
+def unknown(path: str, got: object, choices: Iterable[str]) -> str:
+    """The one sentence for a name that is not among the valid choices."""
+    valid = sorted(choices)
+    return f"{path}: got '{got}', expected one of {', '.join(valid)}{nearest(str(got), valid)}"

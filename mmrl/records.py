@@ -1,0 +1,161 @@
+"""The records of one training step: example, call, rollout, forest. Immutable, no torch.
+
+Made by `rollout`, completed by the task's rewards, read by `credit`, written to the journal.
+
+Worked example. One question, FoF with group size 2 on the program rewriter -> answerer:
+
+    calls     q1/0#0 rewriter  parent -        completion "### a; b ###"   (branch 0)
+              q1/0#1 answerer  parent q1/0#0   completion "Lisbon"
+              q1/1#0 rewriter  parent -        completion "### a ###"      (branch 1, same prompt)
+              q1/1#1 answerer  parent q1/1#0   completion "Porto"
+    rollouts  q1/0  leaf q1/0#1  reward 1.0
+              q1/1  leaf q1/1#1  reward 0.0
+
+With a fork at the answerer instead there is one `q1/0#0`, and both `q1/0#1` and `q1/1#1` have it as parent:
+a shared prefix is one call, never a copy per rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One record of a task's data set."""
+
+    id: str
+    """Unique within its split."""
+    inputs: Mapping[str, Any]
+    """What the program may see."""
+    metadata: Mapping[str, Any] = EMPTY
+    """What only the reward may see (gold answers, titles)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One generation by one module: prompt tokens in, completion tokens out.
+
+    Per-token tuples have length `completion_tokens` (T), aligned with `completion_ids`; an end-of-turn token
+    that was sampled is part of the completion and is trained.
+    """
+
+    id: str
+    """Unique within the forest."""
+    example: str
+    """Id of the example."""
+    parent: str | None
+    """Id of the call before it on the path; None for the first."""
+    module: str
+    """Module name, as listed in `Forest.modules`."""
+    invocation: int = 0
+    """How many earlier calls of the same module are on its path (0-based)."""
+    turn: int = 0
+    """Turn within its context (0-based); 0 for calls with a context of their own."""
+    completion_tokens: int
+    """T, the number of trained tokens."""
+    prompt_tokens: int | None = None
+    """P; None when the forest was read from a file that does not say."""
+    prompt_ids: tuple[int, ...] = ()
+    """The exact prompt, length P; empty when unknown."""
+    completion_ids: tuple[int, ...] = ()
+    """The sampled ids, length T; empty when unknown."""
+    logprobs: tuple[float, ...] | None = None
+    """Sampling log-probabilities: log-softmax(logits / temperature) over the full vocabulary. Length T."""
+    ref_logprobs: tuple[float, ...] | None = None
+    """Log-probabilities under the reference policy, when the algorithm asks for them. Length T."""
+    values: tuple[float, ...] | None = None
+    """Critic values, when there is a critic: length T, or T + observation_tokens with `algo.obs=all`."""
+    text: str = ""
+    """The completion decoded, without special tokens; for people and parsers, never trained on."""
+    prompt_text: str = ""
+    """The prompt decoded; for people only."""
+    finish: str = "stop"
+    """Why generation ended: `stop` (stop string), `eos`, `length`."""
+    observation_tokens: int = 0
+    """Tool tokens that follow inside the same context; never trained."""
+    ok: bool = True
+    """False for the call whose completion could not be parsed."""
+    present_fields: int = 0
+    """Output fields parsed, for the format-failure reward of a failing call."""
+    expected_fields: int = 0
+    """Output fields required."""
+    penalty: float = 0.0
+    """Module-specific reward R_spe (<= 0 in MHGPO)."""
+    turn_reward: float | None = None
+    """Intermediate reward of this turn; None on the last call of a rollout and where a task has none."""
+    teacher: str | None = None
+    """Name of the teacher program that made the rollout; None for the student."""
+    policy_version: int | None = None
+    """Version of the weights that sampled it."""
+    attempts: int = 1
+    """Generations made for it, parse retries included; only the last one is recorded."""
+    facts: Mapping[str, Any] = EMPTY
+    """Behaviour facts from the program or the task (numbers of queries, documents, validity)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One execution of the program on an example: a root-to-leaf path of calls with its reward."""
+
+    id: str
+    """`<example>/<path>`, unique within the forest."""
+    example: str
+    leaf: str | None
+    """Id of the last call; None if the rollout failed before its first call."""
+    reward: float | None
+    """Outcome reward; None when it failed from an outside cause, and is then never credited."""
+    error: str | None = None
+    """`RolloutError.kind`, or None. With a reward it was model-caused, without one outside-caused."""
+    error_message: str = ""
+    fork: str | None = None
+    """Module at which the tree of this rollout forked (None: independent)."""
+    teacher: str | None = None
+    prediction: Any = None
+    """What the program returned; JSON-serialisable."""
+    metrics: Mapping[str, float] = EMPTY
+    """Task metrics of this rollout (em, f1, accuracy, ...)."""
+    parts: Mapping[str, float] = EMPTY
+    """Components of the reward, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forest:
+    """All calls and rollouts of one step. Calls are in a topological order: parents come first."""
+
+    calls: Mapping[str, Call]
+    rollouts: tuple[Rollout, ...]
+    modules: tuple[str, ...]
+    """Module names in program order."""
+    step: int = 0
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def children(self) -> Mapping[str, tuple[str, ...]]:
+        """Call id -> ids of its direct successors, in order."""
+        found: dict[str, list[str]] = {call_id: [] for call_id in self.calls}
+        for call in self.calls.values():
+            if call.parent is not None:
+                found[call.parent].append(call.id)
+        return {call_id: tuple(ids) for call_id, ids in found.items()}
+
+    @cached_property
+    def examples(self) -> tuple[str, ...]:
+        """Example ids in order of first appearance among the rollouts."""
+        return tuple(dict.fromkeys(rollout.example for rollout in self.rollouts))
+
+    def path(self, rollout: Rollout) -> tuple[Call, ...]:
+        """Calls of `rollout`, root first; empty if it failed before its first call."""
+        return tuple(reversed(list(self._up(rollout.leaf))))
+
+    def _up(self, call_id: str | None) -> Iterator[Call]:
+        while call_id is not None:
+            call = self.calls[call_id]
+            yield call
+            call_id = call.parent

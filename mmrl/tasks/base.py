@@ -1,0 +1,137 @@
+"""What a task is: data, program, tools, reward. The contract between `tasks` and everything above.
+
+A program is ordinary async Python. It never sees metadata, rewards, groups or engines; it only awaits `ctx`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from mmrl.records import EMPTY, Call, Example
+
+Message = Mapping[str, str]
+"""`{"role": "system" | "user" | "assistant", "content": text}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What `ctx.call` returns to a program."""
+
+    text: str
+    """The completion without special tokens."""
+    parsed: Any
+    """Result of the `parse` function given to `ctx.call`; None without one."""
+    finish: str
+    """`stop`, `eos` or `length`."""
+
+
+class Context(Protocol):
+    """What a program may do. Implemented by `mmrl.rollout.context` (record, replay, retries)."""
+
+    async def call(
+        self,
+        module: str,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        parse: Callable[[str], Any] | None = None,
+        facts: Mapping[str, Any] = EMPTY,
+    ) -> Reply:
+        """One generation by `module` on `messages` (rendered with the model's chat template).
+
+        Args:
+            max_tokens: limit on the completion; None takes `task.max_tokens`.
+            stop: strings that end the completion; kept in its text.
+            parse: turns the text into a value, or raises `ParseFailure`; retried up to the allowed number of times,
+                then the failure ends the rollout. Only the last attempt is recorded.
+            facts: numbers that the module's penalty and behaviour metrics need (e.g. `{"documents": 10}`).
+        """
+        ...
+
+    async def tool(self, name: str, **arguments: Any) -> Any:
+        """Run a tool of the task; its result is recorded on the tape, so it must be JSON-serialisable."""
+        ...
+
+
+class Program(Protocol):
+    """A language-model program. Stateless: `run` may be called many times at once."""
+
+    modules: tuple[str, ...]
+    """Names that it passes to `ctx.call`, in program order."""
+
+    async def run(self, example: Example, ctx: Context) -> Any:
+        """Execute on `example.inputs`; returns a JSON-serialisable prediction."""
+        ...
+
+
+Tool = Callable[..., Any]
+"""`tool(**arguments)`, sync or async."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What a task says of one finished rollout."""
+
+    reward: float
+    """Outcome reward of the chosen reward set."""
+    metrics: Mapping[str, float] = EMPTY
+    """Reported numbers of the rollout (em, f1, accuracy, ...)."""
+    parts: Mapping[str, float] = EMPTY
+    """Components of the reward."""
+    turn_rewards: Mapping[str, float] = EMPTY
+    """Call id -> intermediate reward; only for reward sets with turn rewards, never for the last call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleScore:
+    """What a task says of one call on its own."""
+
+    penalty: float = 0.0
+    """R_spe of the module."""
+    facts: Mapping[str, float] = EMPTY
+    """Behaviour metrics of the call, averaged per module in the step's metrics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """One supervised example for the warm start: a prompt and the completion wanted from a module."""
+
+    module: str
+    messages: Sequence[Message]
+    completion: str
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Data, program, tools, reward. Built by the factory in `mmrl.tasks.TASKS`."""
+
+    name: str
+    program: Program
+    tools: Mapping[str, Tool]
+    reward_sets: tuple[str, ...]
+    """Names of the reward sets it offers; the first is its default outcome set."""
+    main_metric: str
+    """The metric shown in progress and summaries."""
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """All examples of `train`, `dev` or `test`, in a stable order."""
+        ...
+
+    def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+        """Score a finished rollout (may be async: then it is awaited)."""
+        ...
+
+    def score_call(self, call: Call) -> ModuleScore:
+        """Penalty and behaviour facts of one call, from its text and its facts."""
+        ...
+
+    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
+        """Supervised examples for the warm start; empty where a task cannot make any."""
+        ...
+
+    def describe(self) -> Mapping[str, Any]:
+        """Facts for the run's summary: data sources, sizes, corpus, 'mini world' or 'partial corpus' labels."""
+        ...
