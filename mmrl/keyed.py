@@ -26,5 +26,5 @@ def rng(*key: int | str | None) -> random.Random:
 
 
 def uniforms(seed: int, count: int) -> np.ndarray:
-    """`count` float64 uniforms in [0, 1) for one call, from its 128-bit `seed`; a longer draw has the shorter as prefix."""
+    """`count` float64 uniforms in [0, 1) from a 128-bit `seed`; a longer draw has the shorter one as its prefix."""
     return np.random.Generator(np.random.Philox(key=seed)).random(count)

@@ -69,12 +69,11 @@ class MhgpoRrConfig(MhgpoConfig):
 
     @model_validator(mode="after")
     def _probs(self) -> MhgpoRrConfig:
-        if self.fork_probs is not None:
-            if any(p < 0 for p in self.fork_probs) or abs(sum(self.fork_probs) - 1) > 1e-6:
-                raise ValueError(
-                    f"fork_probs: got {list(self.fork_probs)} (sum {sum(self.fork_probs):g}), "
-                    "expected non-negative numbers that sum to 1"
-                )
+        probs = self.fork_probs
+        if probs is not None and (any(p < 0 for p in probs) or abs(sum(probs) - 1) > 1e-6):
+            raise ValueError(
+                f"fork_probs: got {list(probs)} (sum {sum(probs):g}), expected non-negative numbers that sum to 1"
+            )
         return self
 
 

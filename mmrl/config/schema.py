@@ -40,9 +40,7 @@ class HardwareConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     processes: int = Field(1, ge=1)
     engine: str = Field("transformers", description="engine used when engine=auto")
-    threads: int | None = Field(
-        None, ge=1, description="torch threads; null: the cores of this machine, stored in the run"
-    )
+    threads: int | None = Field(None, ge=1, description="torch threads; null: all cores, stored in the run")
 
 
 class EngineConfig(Section):

@@ -1,0 +1,1 @@
+"""Rewards to groups to advantages and weights: plain numbers in, plain numbers out."""

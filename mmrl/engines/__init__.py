@@ -1,0 +1,1 @@
+"""Engines: prompt token ids in, sampled token ids and log-probabilities out."""

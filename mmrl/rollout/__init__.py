@@ -1,0 +1,1 @@
+"""Running programs: contexts that record and replay, plans that fork."""

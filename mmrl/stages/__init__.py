@@ -1,0 +1,1 @@
+"""Stages: each maps a policy to a better one."""

@@ -1,0 +1,1 @@
+"""Tasks: data, program, tools, reward."""

@@ -1,0 +1,1 @@
+"""The update: one objective over the sampled tokens, on top of TRL."""
