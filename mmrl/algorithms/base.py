@@ -6,30 +6,14 @@ Pure: no torch, no engine. `plan` says who is sampled how; `credit` turns a fore
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mmrl.config import AlgoConfig
 from mmrl.credit.entries import Credit
 from mmrl.records import Forest
+from mmrl.rollout.plans import Fork, Tree
 
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """Sample `width` continuations at the first call of `module` on a path (None: the path's very first call)."""
-
-    module: str | None
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """One tree of rollouts of an example: its forks, outermost first. No forks: a single independent rollout."""
-
-    forks: tuple[Fork, ...] = ()
-    fork_name: str | None = None
-    """Recorded as `Rollout.fork` (the module at which an RR or IS tree forked)."""
-    teacher: str | None = None
+__all__ = ["Algorithm", "Fork", "Tree"]
 
 
 class Algorithm(Protocol):

@@ -113,6 +113,8 @@ class Task(Protocol):
     tools: Mapping[str, Tool]
     reward_sets: tuple[str, ...]
     """Names of the reward sets it offers; the first is its default outcome set."""
+    failure_score: float
+    """Reward of a rollout that failed by the model's own doing."""
     main_metric: str
     """The metric shown in progress and summaries."""
 

@@ -1,0 +1,293 @@
+"""The `ctx` of a program: record, replay, parse retries, limits, typed failures.
+
+Sits between a program (above it, blind to engines) and an engine (below it, blind to programs). Each live call becomes
+a `Call`; each call and tool result goes onto the tape, in the order in which the program asked. A context made with a
+tape replays it first and is live from there, which is how every plan forks (design: Forking by replay).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mmrl import keyed
+from mmrl.engines.base import Completion, Engine, Request, Sampling
+from mmrl.errors import (
+    EngineFailure,
+    LengthFailure,
+    ParseFailure,
+    ProgramFailure,
+    ReplayDivergence,
+    RolloutError,
+    ToolFailure,
+)
+from mmrl.records import EMPTY, Call, Example
+from mmrl.tasks.base import Message, Reply, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSettings:
+    """How calls are sampled in one phase (training or evaluation)."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    parse_retries: int
+    max_tokens: int
+    max_context: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Environment:
+    """What all rollouts of one step share."""
+
+    task: Task
+    engine: Engine
+    render: Callable[[Sequence[Message]], tuple[int, ...]]
+    """Messages -> prompt token ids, generation prompt included; special tokens in contents are plain text."""
+    decode: Callable[[Sequence[int]], str]
+    """Token ids -> text without special tokens."""
+    settings: SamplingSettings
+    key: keyed.Key
+    """(run seed, step): with the example and the path, the source of every sampling seed."""
+    timeout_s: float = 600.0
+    retrieve_s: float = 0.0
+    """Seconds spent in tools, summed."""
+
+
+@dataclass(slots=True)
+class Event:
+    """One thing on the tape, in the order of asking."""
+
+    kind: str
+    """`call` or `tool`."""
+    name: str
+    """Module or tool."""
+    asked: Any
+    """Prompt ids of a call, arguments of a tool: compared on replay."""
+    outcome: asyncio.Future[Any]
+    """Reply of a call, result of a tool."""
+    call: Call | None = None
+    """Set when a call is recorded."""
+
+
+ForkHook = Callable[["RolloutContext", str], None]
+
+
+@dataclass(slots=True)
+class RolloutContext:
+    """Implements `mmrl.tasks.base.Context` for one rollout."""
+
+    env: Environment
+    example: Example
+    path: str
+    """Path id within the example's trees: `<tree>` or `<tree>.<branch>...`; extended when the rollout forks."""
+    replay: Sequence[Event] = ()
+    on_live_call: ForkHook | None = None
+    """Told before each live call; may start siblings that replay `events` so far."""
+    events: list[Event] = field(default_factory=list)
+    in_flight: int = 0
+
+    async def call(
+        self,
+        module: str,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        parse: Callable[[str], Any] | None = None,
+        facts: Mapping[str, Any] = EMPTY,
+    ) -> Reply:
+        """See `mmrl.tasks.base.Context.call`."""
+        if module not in self.env.task.program.modules:
+            raise ProgramFailure(
+                f"the program called module '{module}', its modules are {list(self.env.task.program.modules)}"
+            )
+        prompt_ids = self.env.render(messages)
+        recorded = self._recorded("call", module, prompt_ids)
+        if recorded is not None:
+            return await self._await_replayed(recorded)
+        if self.on_live_call is not None:
+            self.on_live_call(self, module)
+        event = self._record("call", module, prompt_ids)
+        position = len(self.events) - 1
+        try:
+            reply = await self._generate(event, position, prompt_ids, max_tokens, tuple(stop), parse, facts)
+        except BaseException as error:
+            _settle(event.outcome, error)
+            raise
+        event.outcome.set_result(reply)
+        return reply
+
+    async def tool(self, name: str, **arguments: Any) -> Any:
+        """See `mmrl.tasks.base.Context.tool`."""
+        recorded = self._recorded("tool", name, arguments)
+        if recorded is not None:
+            return await self._await_replayed(recorded)
+        event = self._record("tool", name, arguments)
+        started = time.perf_counter()
+        try:
+            if name not in self.env.task.tools:
+                raise ProgramFailure(f"the program used tool '{name}', the task has {sorted(self.env.task.tools)}")
+            result = self.env.task.tools[name](**arguments)
+            if inspect.isawaitable(result):
+                result = await result
+        except RolloutError as error:
+            _settle(event.outcome, error)
+            raise
+        except asyncio.CancelledError as error:
+            _settle(event.outcome, error)
+            raise
+        except Exception as error:
+            failure = ToolFailure(f"tool '{name}' raised {type(error).__name__}: {error}")
+            _settle(event.outcome, failure)
+            raise failure from error
+        finally:
+            self.env.retrieve_s += time.perf_counter() - started
+        event.outcome.set_result(result)
+        return result
+
+    @property
+    def calls(self) -> list[Call]:
+        """Recorded calls of this rollout in order, replayed ones included."""
+        return [event.call for event in self.events if event.call is not None]
+
+    def _recorded(self, kind: str, name: str, asked: Any) -> Event | None:
+        """The tape's event for what is asked now, or None when the tape is played out."""
+        position = len(self.events)
+        if position >= len(self.replay):
+            return None
+        event = self.replay[position]
+        if (event.kind, event.name, event.asked) != (kind, name, asked):
+            raise ReplayDivergence(
+                f"at position {position} of its tape the program asked for {kind} '{name}' "
+                f"where it had asked for {event.kind} '{event.name}'"
+                + (" with other input" if (event.kind, event.name) == (kind, name) else "")
+                + "; a program must depend only on its example and on what ctx returned"
+            )
+        self.events.append(event)
+        return event
+
+    async def _await_replayed(self, event: Event) -> Any:
+        if event.outcome.done():
+            return event.outcome.result()
+        # Someone else's request is still under way (a program with concurrent calls): step out of the engine's count
+        # of live programs meanwhile, or a deterministic batch would wait for this one for ever.
+        self.env.engine.leave()
+        try:
+            return await asyncio.shield(event.outcome)
+        finally:
+            self.env.engine.enter()
+
+    def _record(self, kind: str, name: str, asked: Any) -> Event:
+        event = Event(kind, name, asked, asyncio.get_running_loop().create_future())
+        # A failed event may have no sibling that replays it; its exception is raised in the program itself.
+        event.outcome.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self.events.append(event)
+        return event
+
+    async def _generate(
+        self,
+        event: Event,
+        position: int,
+        prompt_ids: tuple[int, ...],
+        max_tokens: int | None,
+        stop: tuple[str, ...],
+        parse: Callable[[str], Any] | None,
+        facts: Mapping[str, Any],
+    ) -> Reply:
+        """Sample until the text parses or the attempts are used up; the last attempt is recorded either way."""
+        settings = self.env.settings
+        earlier = [e for e in self.events[:position] if e.kind == "call"]
+        call_id = f"{self.example.id}/{self.path}#{len(earlier)}"
+        limit = max_tokens or settings.max_tokens
+        self._check_context(prompt_ids, settings)
+        failure: ParseFailure | None = None
+        for attempt in range(settings.parse_retries + 1):
+            completion = await self._ask(event.name, prompt_ids, limit, stop, call_id, attempt)
+            text = self.env.decode(completion.ids)
+            parsed, failure = _parse(parse, text)
+            if failure is None:
+                break
+        call = Call(
+            id=call_id,
+            example=self.example.id,
+            parent=earlier[-1].call.id if earlier and earlier[-1].call else None,
+            module=event.name,
+            invocation=sum(e.name == event.name for e in earlier),
+            completion_tokens=len(completion.ids),
+            prompt_tokens=len(prompt_ids),
+            prompt_ids=prompt_ids,
+            completion_ids=completion.ids,
+            logprobs=completion.logprobs,
+            text=text,
+            finish=completion.finish,
+            ok=failure is None,
+            present_fields=failure.present if failure else 0,
+            expected_fields=failure.expected if failure else 0,
+            policy_version=completion.policy_version,
+            attempts=attempt + 1,
+            facts=dict(facts),
+        )
+        if failure is None:
+            own = self.env.task.score_call(call)
+            call = replace(call, penalty=own.penalty, facts={**facts, **own.facts})
+        event.call = call
+        if failure is not None:
+            raise failure
+        return Reply(text=text, parsed=parsed, finish=completion.finish)
+
+    async def _ask(
+        self, module: str, prompt_ids: tuple[int, ...], limit: int, stop: tuple[str, ...], call_id: str, attempt: int
+    ) -> Completion:
+        settings = self.env.settings
+        sampling = Sampling(
+            max_tokens=limit,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            stop=stop,
+            seed=keyed.digest(*self.env.key, "sample", call_id, attempt),
+        )
+        request = Request(prompt_ids=prompt_ids, sampling=sampling, module=module, order=(call_id, attempt))
+        self.in_flight += 1
+        concurrent = self.in_flight > 1
+        if concurrent:  # a second request of the same program is one more strand that the schedule must wait for
+            self.env.engine.enter()
+        try:
+            return await self.env.engine.generate(request)
+        except (RolloutError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise EngineFailure(f"{type(error).__name__}: {error}") from error
+        finally:
+            self.in_flight -= 1
+            if concurrent:
+                self.env.engine.leave()
+
+    def _check_context(self, prompt_ids: Sequence[int], settings: SamplingSettings) -> None:
+        if settings.max_context is not None and len(prompt_ids) >= settings.max_context:
+            raise LengthFailure(
+                f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {settings.max_context}"
+            )
+
+
+def _parse(parse: Callable[[str], Any] | None, text: str) -> tuple[Any, ParseFailure | None]:
+    if parse is None:
+        return None, None
+    try:
+        return parse(text), None
+    except ParseFailure as failure:
+        return None, failure
+
+
+def _settle(outcome: asyncio.Future[Any], error: BaseException) -> None:
+    if not outcome.done():
+        if isinstance(error, asyncio.CancelledError):
+            outcome.cancel()
+        else:
+            outcome.set_exception(error)

@@ -1,0 +1,58 @@
+"""Who is sampled how: trees of forks, built by the named plans of the three papers.
+
+A plan is a tuple of trees for one example; `rollout.sample` runs them. An algorithm chooses its plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mmrl import keyed
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Sample `width` continuations at the first call of `module` on a path (None: the path's very first call)."""
+
+    module: str | None
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """One tree of rollouts of an example: its forks, outermost first. No forks: a single independent rollout."""
+
+    forks: tuple[Fork, ...] = ()
+    fork_name: str | None = None
+    """Recorded as `Rollout.fork` (the module at which an RR or IS tree forked)."""
+    teacher: str | None = None
+
+
+def independent(count: int) -> tuple[Tree, ...]:
+    """`count` rollouts that share nothing."""
+    return tuple(Tree() for _ in range(count))
+
+
+def fork_on(module: str, width: int) -> tuple[Tree, ...]:
+    """One tree: modules before `module` run once, `module` is sampled `width` times (MHGPO Alg. 5)."""
+    return (Tree((Fork(module, width),), fork_name=module),)
+
+
+def fork_on_first(modules: Sequence[str], width: int, last_width: int = 1) -> tuple[Tree, ...]:
+    """Fork at the first module; with `last_width` > 1 the last module is over-sampled on each branch (FoF(os))."""
+    forks = [Fork(None, width)]
+    if last_width > 1:
+        forks.append(Fork(modules[-1], last_width))
+    return (Tree(tuple(forks), fork_name=modules[0]),)
+
+
+def round_robin(modules: Sequence[str], width: int, probs: Sequence[float], key: keyed.Key) -> tuple[Tree, ...]:
+    """One tree forking at a module drawn with `probs`; the draw is a function of `key` (MHGPO Alg. 3)."""
+    module = keyed.rng(*key, "fork").choices(list(modules), weights=list(probs))[0]
+    return fork_on(module, width)
+
+
+def independent_sampling(modules: Sequence[str], width: int) -> tuple[Tree, ...]:
+    """One tree per module, each forking there afresh (MHGPO-IS)."""
+    return tuple(tree for module in modules for tree in fork_on(module, width))

@@ -1,0 +1,167 @@
+"""Sampling one step: examples × trees of forks -> a forest. All rollouts run at once, with no barrier per module.
+
+Called by `stages.weights` and by evaluation. A failed rollout becomes data here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mmrl.errors import ProgramFailure, RewardFailure, RolloutError, RolloutTimeout
+from mmrl.records import EMPTY, Call, Example, Forest, Rollout
+from mmrl.rollout.context import Environment, Event, RolloutContext
+from mmrl.rollout.plans import Fork, Tree
+from mmrl.tasks.base import Score
+
+
+@dataclass(slots=True)
+class _Tree:
+    """One tree under way: where its branches put what they made."""
+
+    env: Environment
+    example: Example
+    plan: Tree
+    reward_set: str
+    rollouts: list[tuple[tuple[int, ...], Rollout, list[Call]]] = field(default_factory=list)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def start(self, path: tuple[int, ...], replayed: Sequence[Event], forks: Sequence[Fork]) -> None:
+        """Begin one branch; it counts as live at once, so that no deterministic batch starts without it."""
+        self.env.engine.enter()
+        task = asyncio.create_task(self._branch(path, replayed, forks))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _branch(self, path: tuple[int, ...], replayed: Sequence[Event], forks: Sequence[Fork]) -> None:
+        remaining = list(forks)
+        own = list(path)
+
+        def fork(ctx: RolloutContext, module: str) -> None:
+            while remaining and remaining[0].module in (None, module):
+                width = remaining.pop(0).width
+                tape = tuple(ctx.events)
+                for branch in range(1, width):
+                    self.start((*own, branch), tape, tuple(remaining))
+                own.append(0)
+                ctx.path = _name(own)
+
+        ctx = RolloutContext(self.env, self.example, _name(own), replayed, fork)
+        try:
+            rollout = await self._execute(ctx)
+            self.rollouts.append((tuple(own), rollout, ctx.calls))
+        finally:
+            self.env.engine.leave()
+
+    async def _execute(self, ctx: RolloutContext) -> Rollout:
+        """Run the program and score it; every failure comes back as a typed rollout."""
+        prediction: Any = None
+        try:
+            try:
+                async with asyncio.timeout(self.env.timeout_s):
+                    prediction = await self.env.task.program.run(self.example, ctx)
+            except TimeoutError as error:
+                raise RolloutTimeout(f"took longer than task.timeout_s={self.env.timeout_s:g}") from error
+            except RolloutError:
+                raise
+            except Exception as error:
+                raise ProgramFailure(f"{type(error).__name__}: {error}") from error
+            score = await self._score(ctx, prediction)
+        except RolloutError as failure:
+            return self._failed(ctx, failure)
+        return self._rollout(
+            ctx, reward=score.reward, prediction=prediction, metrics=dict(score.metrics), parts=dict(score.parts)
+        )
+
+    async def _score(self, ctx: RolloutContext, prediction: Any) -> Score:
+        try:
+            score = self.env.task.score(self.example, prediction, ctx.calls, self.reward_set)
+            if inspect.isawaitable(score):
+                score = await score
+        except RolloutError:
+            raise
+        except Exception as error:
+            raise RewardFailure(f"{type(error).__name__}: {error}") from error
+        _check_finite(score)
+        for event in ctx.events:
+            if event.call is not None and event.call.id in score.turn_rewards:
+                event.call = replace(event.call, turn_reward=float(score.turn_rewards[event.call.id]))
+        return score
+
+    def _failed(self, ctx: RolloutContext, failure: RolloutError) -> Rollout:
+        reward = self.env.task.failure_score if failure.model_caused else None
+        return self._rollout(ctx, reward=reward, error=failure.kind, error_message=str(failure))
+
+    def _rollout(self, ctx: RolloutContext, **fields: Any) -> Rollout:
+        calls = ctx.calls
+        return Rollout(
+            id=f"{self.example.id}/{ctx.path}",
+            example=self.example.id,
+            leaf=calls[-1].id if calls else None,
+            fork=self.plan.fork_name,
+            teacher=self.plan.teacher,
+            **fields,
+        )
+
+
+async def sample(
+    env: Environment,
+    plans: Sequence[tuple[Example, Sequence[Tree]]],
+    reward_set: str,
+    step: int = 0,
+    meta: Mapping[str, Any] = EMPTY,
+) -> Forest:
+    """Run every tree of every example concurrently and gather the forest.
+
+    Args:
+        plans: each example with the trees to sample for it.
+        reward_set: which of the task's reward sets scores the rollouts.
+
+    Returns:
+        A forest whose calls and rollouts are ordered by (example, tree, branch), whatever order they finished in.
+    """
+    trees: list[tuple[int, _Tree]] = []
+    for example, planned in plans:
+        for index, plan in enumerate(planned):
+            trees.append((index, _Tree(env, example, plan, reward_set)))
+    for index, tree in trees:
+        tree.start((index,), (), tree.plan.forks)
+    try:
+        for _, tree in trees:
+            while tree.tasks:
+                done, _ = await asyncio.wait(tree.tasks, return_when=asyncio.FIRST_EXCEPTION)
+                for task in done:
+                    task.result()
+    finally:
+        for _, tree in trees:
+            for task in tree.tasks:
+                task.cancel()
+    return _forest(env, [tree for _, tree in trees], step, meta)
+
+
+def _forest(env: Environment, trees: Sequence[_Tree], step: int, meta: Mapping[str, Any]) -> Forest:
+    calls: dict[str, Call] = {}
+    rollouts: list[Rollout] = []
+    for tree in trees:
+        for _, rollout, path in sorted(tree.rollouts, key=lambda item: item[0]):
+            rollouts.append(rollout)
+            for call in path:
+                calls.setdefault(call.id, call)
+    return Forest(
+        calls=calls, rollouts=tuple(rollouts), modules=tuple(env.task.program.modules), step=step, meta=dict(meta)
+    )
+
+
+def _name(path: Sequence[int]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _check_finite(score: Score) -> None:
+    numbers = {"reward": score.reward, **score.turn_rewards}
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise RewardFailure(f"the reward function returned {value} for {name}, expected a finite number")
