@@ -1,0 +1,235 @@
+"""Weights and tokenizer from a `model.*` section, and messages to prompt ids.
+
+Used by engines, trainer, stages and run, so that all of them load the same weights in the same way and render a prompt
+to the same ids. Nothing here imports torch or transformers until it is called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+from mmrl.config import ModelConfig
+from mmrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+TINY = Path(__file__).parent / "assets" / "tiny"
+"""The model shipped with the package; `model.path=tiny`."""
+
+Messages = Sequence[Mapping[str, str]]
+
+
+def model_path(model: ModelConfig) -> str:
+    """Where the weights are: the packaged folder for `tiny`, else `model.path` as typed."""
+    return str(TINY) if model.path == "tiny" else str(Path(model.path).expanduser())
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model`, with the chat template and thinking mode that the config asks for.
+
+    Raises:
+        ConfigError: `model.path` cannot be loaded, or there is no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    source = _source(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=model.revision)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(_unloadable(model, "tokenizer", error)) from error
+    if model.chat_template is not None:
+        tokenizer.chat_template = _read_template(model.chat_template)
+    if not isinstance(tokenizer.chat_template, str):
+        raise ConfigError(
+            f"model.chat_template: the tokenizer of '{model.path}' has no chat template, expected a Jinja file here"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"model.path: the tokenizer of '{model.path}' has no end-of-turn (eos) token")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = _with_thinking(tokenizer.chat_template, model)
+    return tokenizer
+
+
+def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedModel:
+    """The causal language model of `model` on `device`, in training shape: all dropout off, SDPA attention.
+
+    Raises:
+        ConfigError: `model.path` cannot be loaded.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    source = _source(model)
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            source, revision=model.revision, dtype=_dtype(model, torch.device(device)), attn_implementation="sdpa"
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(_unloadable(model, "model", error)) from error
+    _switch_dropout_off(loaded)
+    loaded.to(torch.device(device))  # type: ignore[arg-type]  # transformers wraps `to` without its signature
+    return loaded
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[int, ...]:
+    """Prompt token ids of `messages`, generation prompt included.
+
+    Equal to `tokenizer.apply_chat_template(messages, add_generation_prompt=True)`, except that text in a message's
+    content which looks like a special token (`<|im_end|>`) stays text: only the template writes special tokens.
+    """
+    renderer = _RENDERERS.get(tokenizer)
+    if renderer is None:
+        renderer = _RENDERERS[tokenizer] = _Renderer(tokenizer)
+    return renderer(messages)
+
+
+def decode_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Text of completion `ids` without special tokens, byte for byte as the tokens spell it."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+class _Renderer:
+    """Renders for one tokenizer; remembers the ids of recent prompts, which groups and evaluations repeat.
+
+    A prompt is rendered to text with every special-looking piece of content masked, cut at the special tokens that
+    are then left (the template's own), unmasked, and each ordinary piece is encoded with special tokens off. A fast
+    tokenizer cuts at special tokens before anything else, so the ids are those of the whole text.
+    """
+
+    LIMIT = 65536
+    """Prompts remembered; the oldest are dropped first."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        # A value must not refer to its weak key, or neither would ever be freed.
+        self.tokenizer = ref(tokenizer)
+        self.template: object = None
+        self.cache: OrderedDict[tuple[tuple[str, str], ...], tuple[int, ...]] = OrderedDict()
+        # Only tokens flagged special can end a turn or start a role; others (<think>) are a model's ordinary words.
+        self.special = {
+            added.content: (token_id, added)
+            for token_id, added in tokenizer.added_tokens_decoder.items()
+            if added.special
+        }
+        longest_first = sorted(self.special, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.markers = longest_first
+        self.order = {marker: index for index, marker in enumerate(longest_first)}
+
+    def __call__(self, messages: Messages) -> tuple[int, ...]:
+        tokenizer = self.tokenizer()
+        assert tokenizer is not None  # the caller holds it
+        if tokenizer.chat_template != self.template:
+            self.template = tokenizer.chat_template
+            self.cache.clear()
+        key = tuple((message["role"], message["content"]) for message in messages)
+        ids = self.cache.get(key)
+        if ids is None:
+            ids = self.cache[key] = self._render(tokenizer, key)
+            if len(self.cache) > self.LIMIT:
+                self.cache.popitem(last=False)
+        return ids
+
+    def _render(self, tokenizer: PreTrainedTokenizerBase, key: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
+        mask = _unused_character(content for _, content in key)
+        messages = [
+            {"role": role, "content": self.pattern.sub(lambda found: f"{mask}{self.order[found[0]]}{mask}", content)}
+            for role, content in key
+        ]
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        ids: list[int] = []
+        position = 0
+        strip_left = False
+        for found in [*self.pattern.finditer(text), None]:
+            piece = text[position : found.start() if found else len(text)]
+            piece = re.sub(f"{mask}([0-9]+){mask}", lambda masked: self.markers[int(masked[1])], piece)
+            token = self.special[found[0]] if found else None
+            piece = piece.lstrip() if strip_left else piece
+            piece = piece.rstrip() if token and token[1].lstrip else piece
+            ids += encode_text(tokenizer, piece) if piece else []
+            if found and token:
+                ids.append(token[0])
+                position, strip_left = found.end(), token[1].rstrip
+        return tuple(ids)
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of plain text: nothing added, and no piece of it becomes a special token."""
+    return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+
+_RENDERERS: WeakKeyDictionary[PreTrainedTokenizerBase, _Renderer] = WeakKeyDictionary()
+
+
+def _unused_character(contents: Any) -> str:
+    """A private-use character that no content contains."""
+    used = set("".join(contents))
+    return next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in used)
+
+
+def _source(model: ModelConfig) -> str:
+    """`model_path`, after a check of what can be checked without the network."""
+    source = model_path(model)
+    looks_local = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1
+    folder = Path(source)
+    if folder.is_file():
+        raise ConfigError(f"model.path: '{model.path}' is a file, expected a folder or a hub id (owner/name)")
+    if not folder.exists() and looks_local:
+        raise ConfigError(f"model.path: no folder '{model.path}', expected `tiny`, a folder or a hub id (owner/name)")
+    if folder.is_dir() and not (folder / "config.json").exists():
+        raise ConfigError(f"model.path: '{model.path}' has no config.json, expected the folder of a saved model")
+    return source
+
+
+def _unloadable(model: ModelConfig, what: str, error: Exception) -> str:
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    where = "folder" if Path(model_path(model)).is_dir() else "hub id (no such folder here)"
+    at = f" at revision '{model.revision}'" if model.revision else ""
+    return f"model.path: cannot load the {what} of '{model.path}'{at}, read as a {where}: {reason}"
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.chat_template: cannot read '{path}': {error}") from error
+
+
+def _with_thinking(template: str, model: ModelConfig) -> str:
+    """The template with its thinking mode fixed, so that every user of the tokenizer renders the same prompt."""
+    if "enable_thinking" in template:
+        return f"{{%- set enable_thinking = {str(model.thinking).lower()} -%}}{template}"
+    if model.thinking:
+        raise ConfigError(f"model.thinking: the chat template of '{model.path}' has no thinking mode, expected false")
+    return template
+
+
+def _dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
+    import torch
+
+    if model.dtype == "auto":
+        computes = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if computes else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[model.dtype]
+
+
+def _switch_dropout_off(model: PreTrainedModel) -> None:
+    """The ratio of the loss compares log-probabilities of one policy, so the forward must be deterministic."""
+    import torch
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "dropout_p"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    for name, value in vars(model.config).items():
+        if isinstance(value, float) and (name.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate"))):
+            setattr(model.config, name, 0.0)
