@@ -1,0 +1,124 @@
+"""The `mmrl` command: reads the command line, composes the config, hands over to `run`.
+
+Imports here stay light (`mmrl --help` loads neither torch nor Hydra); Hydra is imported in `cli.compose` alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from mmrl import __version__
+from mmrl.errors import MmrlError, nearest
+
+HELP = """\
+mmrl {version}: train language-model programs by reinforcement learning.
+
+Usage:
+  mmrl train [key=value ...]          train; ends with a table before/after and a report
+  mmrl train -m [key=a,b ...]         a sweep: one run for every combination
+  mmrl train resume=RUN_DIR           continue a stopped or killed run to the same numbers
+  mmrl eval policy=P [key=value ...]  evaluate a run, checkpoint, adapter, model folder or hub id
+  mmrl show RUN_DIR [example=ID] [step=N]
+                                      a run's curves, and the tree of calls of an example
+  mmrl credit algo=A[,B] rollouts=FILE [--json]
+                                      rewards, groups, advantages and weights of recorded rollouts
+
+Compose a run from:
+  task=       {task}
+  algo=       {algo}
+  model=      {model}
+  hardware=   {hardware}
+  engine=     {engine}
+  experiment= {experiment}
+
+Any other key of the config can be set too: `mmrl train --cfg job` prints them all, docs/configuration.md explains them.
+`mmrl train` alone does the main job: algo=mhgpo_rr task=hotpotqa model=tiny, in minutes on two cores.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit code: 0 done, 1 stopped, 2 bad input, 130 interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except MmrlError as error:
+        print_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; continue with: mmrl train resume=RUN_DIR", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe (`mmrl show RUN | head`) has seen enough
+        sys.stderr.close()
+        return 0
+
+
+def print_error(error: MmrlError) -> None:
+    """One line per problem on stderr."""
+    lines = getattr(error, "problems", None) or [str(error)]
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help(), end="")
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"mmrl {__version__}")
+        return 0
+    if arguments[0] in ("-sc", "--shell-completion"):
+        from mmrl.cli.compose import complete
+
+        return complete(arguments)
+    command, rest = arguments[0], arguments[1:]
+    if command not in COMMANDS:
+        hint = nearest(command, list(COMMANDS))
+        print(f"error: unknown command '{command}'{hint} (commands: {', '.join(COMMANDS)})", file=sys.stderr)
+        return 2
+    if rest and rest[0] in ("-h", "--help"):
+        print(_help(), end="")
+        return 0
+    return COMMANDS[command](rest)
+
+
+def _help() -> str:
+    from mmrl.cli.options import GROUPS, options
+
+    return HELP.format(version=__version__, **{group: " ".join(options(group)) or "-" for group in GROUPS})
+
+
+def _train(arguments: list[str]) -> int:
+    from mmrl.cli.commands import train_command
+
+    return train_command(arguments)
+
+
+def _eval(arguments: list[str]) -> int:
+    from mmrl.cli.commands import eval_command
+
+    return eval_command(arguments)
+
+
+def _show(arguments: list[str]) -> int:
+    from mmrl.cli.commands import show_command
+
+    return show_command(arguments)
+
+
+def _credit(arguments: list[str]) -> int:
+    from mmrl.cli.commands import credit_command
+
+    return credit_command(arguments)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "eval": _eval,
+    "show": _show,
+    "credit": _credit,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""One function per command: compose, validate, check, then hand over to `run` (which may import torch)."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmrl.cli import print_error
+from mmrl.cli.compose import CommandLine, composed, expand, parse_arguments, take, through_hydra
+from mmrl.config import EvalCommandConfig, TrainCommandConfig, validate
+from mmrl.config.validate import algo_section
+from mmrl.errors import ConfigError, MmrlError, unknown
+
+
+def train_command(arguments: Sequence[str]) -> int:
+    """`mmrl train`."""
+    line = parse_arguments(arguments)
+    resume = take(line.overrides, "resume")
+    if resume is not None:
+        return _resume(resume, line)
+    if line.prints_only:
+        expand(line)
+        through_hydra("train", line, lambda raw: None)
+        return 0
+    configs = _validated("train", TrainCommandConfig, line)
+    from mmrl import run
+
+    run.check_all(configs)
+    if not line.multirun:
+        return run.train(configs[0], command=["mmrl", "train", *arguments])
+    return _sweep(line, arguments, len(configs))
+
+
+def eval_command(arguments: Sequence[str]) -> int:
+    """`mmrl eval`."""
+    line = parse_arguments(arguments)
+    if line.prints_only:
+        expand(line)
+        through_hydra("eval", line, lambda raw: None)
+        return 0
+    if line.multirun:
+        raise ConfigError("-m: mmrl eval takes one policy at a time")
+    (config,) = _validated("eval", EvalCommandConfig, line)
+    from mmrl import run
+
+    run.check_all([config])
+    return run.evaluate_policy(config, command=["mmrl", "eval", *arguments])
+
+
+def show_command(arguments: Sequence[str]) -> int:
+    """`mmrl show RUN_DIR [example=ID] [step=N]`."""
+    positional = [a for a in arguments if "=" not in a]
+    values = dict(a.split("=", 1) for a in arguments if "=" in a)
+    problems = [unknown("mmrl show", key, ("example", "step")) for key in values if key not in ("example", "step")]
+    if len(positional) != 1:
+        problems.append(f"mmrl show: got {len(positional)} run directories, expected one: mmrl show RUN_DIR")
+    if not values.get("step", "0").isdigit():
+        problems.append(f"step: got '{values['step']}', expected a step number")
+    if problems:
+        raise ConfigError(problems)
+    from mmrl.report.show import show
+
+    step = int(values["step"]) if "step" in values else None
+    print(show(Path(positional[0]), example=values.get("example"), step=step))
+    return 0
+
+
+def credit_command(arguments: Sequence[str]) -> int:
+    """`mmrl credit algo=A[,B] [algo.key=value] rollouts=FILE [seed=N] [--json]`: no task, no model, no torch."""
+    as_json = "--json" in arguments
+    line = parse_arguments([a for a in arguments if a != "--json"])
+    path = take(line.overrides, "rollouts")
+    names = take(line.overrides, "algo")
+    problems = [] if path else ["rollouts: missing, expected a forest file or a journal step (rollouts=FILE)"]
+    problems += [] if names else ["algo: missing, expected one or more algorithms (algo=A or algo=A,B)"]
+    if problems:
+        raise ConfigError(problems)
+    assert path is not None and names is not None
+    _plugins(line)
+    algos, seed = [], 0
+    for name in names.split(","):
+        job = CommandLine(overrides=[f"algo={name}", *line.overrides], config_dir=line.config_dir)
+        (overrides,) = expand(job)
+        raw = composed("train", overrides, line.config_dir)
+        algos.append(algo_section(raw.get("algo"), problems))
+        seed = raw.get("seed", 0)
+        allowed = {"algo", "seed", "plugins"}
+        typed = {o.lstrip("+~").partition("=")[0].partition(".")[0] for o in overrides} - allowed
+        problems += [f"{key}: has no effect on mmrl credit, which composes algo= alone" for key in sorted(typed)]
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        problems.append(f"seed: got {seed!r}, expected a whole number")
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    from mmrl.algorithms.report import credit_report, load_rollouts
+
+    print(credit_report(algos, load_rollouts(Path(path)), seed=seed, as_json=as_json))
+    return 0
+
+
+def _validated(name: str, schema: Any, line: CommandLine) -> list[Any]:
+    """Every job's config, validated; the problems of all jobs together, each once."""
+    jobs = expand(line)
+    _plugins(line)
+    configs, problems = [], []
+    for overrides in jobs:
+        try:
+            configs.append(validate(schema, composed(name, overrides, line.config_dir)))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    return configs
+
+
+def _plugins(line: CommandLine) -> None:
+    """Import `plugins=[pkg]` before validation, so that their names are known to it."""
+    for override in line.overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key != "plugins":
+            continue
+        for package in filter(None, value.strip("[]").split(",")):
+            try:
+                importlib.import_module(package.strip())
+            except ImportError as error:
+                raise ConfigError(f"plugins: cannot import '{package.strip()}' ({error})") from error
+
+
+def _resume(folder: str, line: CommandLine) -> int:
+    if line.overrides or line.multirun or line.flags:
+        given = ", ".join([*line.overrides, *line.flags, *(["-m"] if line.multirun else [])])
+        raise ConfigError(f"resume: a run continues with the config it was started with; remove {given}")
+    from mmrl import run
+
+    return run.resume(Path(folder))
+
+
+def _sweep(line: CommandLine, arguments: Sequence[str], jobs: int) -> int:
+    """Run the jobs through Hydra's sweeper and launcher; a job that stops does not stop the others."""
+    codes: list[int] = []
+
+    def job(raw: Mapping[str, Any]) -> None:
+        from mmrl import run
+
+        name = f"algo={raw['algo']['name']} task={raw['task']['name']} seed={raw['seed']}"
+        print(f"-- job {len(codes) + 1} of {jobs}: {name}")
+        try:
+            codes.append(run.train(validate(TrainCommandConfig, raw), command=["mmrl", "train", *arguments]))
+        except MmrlError as error:
+            print_error(error)
+            codes.append(error.exit_code)
+
+    through_hydra("train", line, job)
+    failed = sum(code != 0 for code in codes)
+    print(f"sweep: {len(codes) - failed} of {jobs} runs finished", file=sys.stderr if failed else sys.stdout)
+    return max(codes, default=1)
