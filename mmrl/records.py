@@ -24,7 +24,7 @@ from typing import Any
 
 
 class _Empty(Mapping[str, Any]):
-    """The empty mapping that nobody can fill; hashable, since Python 3.11 refuses other defaults of dataclass fields."""
+    """The empty mapping that nobody can fill; hashable, or Python 3.11 refuses it as default of a dataclass field."""
 
     def __getitem__(self, key: str) -> Any:
         raise KeyError(key)

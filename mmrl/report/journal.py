@@ -1,0 +1,128 @@
+"""The journal: every rollout of a step with its calls and their credit, written once, read back exactly.
+
+Part of `report`. One gzip-compressed JSON-lines file per step (or evaluation), replaced whole; the first field of each
+line says what it is: `forest`, `prompt` (each distinct prompt once, calls refer to it by number), `call`, `rollout`,
+`entry`. Fields at their default value are left out. Values come back as JSON has them: lists for tuples inside
+`facts`, `meta` and predictions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmrl.errors import CheckpointError
+from mmrl.records import Call, Forest, Rollout
+from mmrl.report.files import atomic_write, dumps
+from mmrl.report.rundir import RunDir
+
+TUPLES = ("prompt_ids", "completion_ids", "logprobs", "ref_logprobs", "values")
+_PROMPT = ("prompt_ids", "prompt_text")
+
+Json = dict[str, Any]
+
+
+def write_step(
+    run: RunDir, forest: Forest, entries: Sequence[Any] = (), *, evaluation: str | None = None, step: int | None = None
+) -> None:
+    """Write one step's forest and credit.
+
+    Args:
+        entries: credit entries, as dataclasses or mappings (fields of `mmrl.credit.entries.Entry`).
+        evaluation: name of the split, for the journal of an evaluation.
+        step: step number; None takes `forest.step`.
+    """
+    lines = encode(forest, entries)
+    text = "".join(dumps(line) + "\n" for line in lines)
+    # The fastest level and no time stamp: a journal costs little and equal steps give equal files.
+    data = gzip.compress(text.encode(), compresslevel=1, mtime=0)
+    atomic_write(run.journal_path(forest.step if step is None else step, evaluation), data)
+
+
+def read_step(run: RunDir, step: int, *, evaluation: str | None = None) -> tuple[Forest, list[Json]]:
+    """The forest and the credit entries of one step, as they were written.
+
+    Raises:
+        CheckpointError: there is no such journal, or its file is damaged.
+    """
+    path = run.journal_path(step, evaluation)
+    if not path.is_file():
+        raise CheckpointError(f"{run.path}: no journal of step {step}; {_available(run, evaluation)}")
+    try:
+        lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).split(b"\n") if line]
+        return decode(lines)
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(f"{path}: damaged journal ({type(error).__name__}: {error})") from None
+
+
+def encode(forest: Forest, entries: Sequence[Any]) -> list[Json]:
+    """A forest and its credit as JSON-ready lines."""
+    head = {"line": "forest", "step": forest.step, "modules": forest.modules, "meta": dict(forest.meta)}
+    lines: list[Json] = [head]
+    prompts: dict[tuple[Any, ...], int] = {}
+    for call in forest.calls.values():
+        prompt = (call.prompt_ids, call.prompt_text)
+        if prompt not in prompts:
+            prompts[prompt] = len(prompts)
+            lines.append({"line": "prompt", "ids": call.prompt_ids, "text": call.prompt_text})
+        lines.append({"line": "call", "prompt": prompts[prompt], **_fields(call, leave_out=_PROMPT)})
+    lines += [{"line": "rollout", **_fields(rollout)} for rollout in forest.rollouts]
+    lines += [{"line": "entry", **_fields(entry)} for entry in entries]
+    return lines
+
+
+def decode(lines: Sequence[Json]) -> tuple[Forest, list[Json]]:
+    """The inverse of `encode`."""
+    head: Json | None = None
+    prompts: list[Json] = []
+    calls: dict[str, Call] = {}
+    rollouts: list[Rollout] = []
+    entries: list[Json] = []
+    for line in lines:
+        fields = dict(line)
+        kind = fields.pop("line")
+        if kind == "forest":
+            head = fields
+        elif kind == "prompt":
+            prompts.append({"prompt_ids": tuple(fields["ids"]), "prompt_text": fields["text"]})
+        elif kind == "call":
+            fields |= prompts[fields.pop("prompt")]
+            call = Call(**{key: _tuple(value) if key in TUPLES else value for key, value in fields.items()})
+            calls[call.id] = call
+        elif kind == "rollout":
+            rollouts.append(Rollout(**fields))
+        elif kind == "entry":
+            entries.append({key: _tuple(value) for key, value in fields.items()})
+        else:
+            raise ValueError(f"unknown kind of line '{kind}'")
+    if head is None:
+        raise ValueError("no forest line")
+    forest = Forest(
+        calls=calls, rollouts=tuple(rollouts), modules=tuple(head["modules"]), step=head["step"], meta=head["meta"]
+    )
+    return forest, entries
+
+
+def _fields(record: Any, leave_out: Sequence[str] = ()) -> Json:
+    """Fields of a dataclass or mapping, without those that equal their default."""
+    if isinstance(record, Mapping):
+        return dict(record)
+    found = {}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if field.name not in leave_out and (field.default is dataclasses.MISSING or value != field.default):
+            found[field.name] = value
+    return found
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _available(run: RunDir, evaluation: str | None) -> str:
+    steps = run.journal_steps(evaluation)
+    return f"journals exist for steps {steps[0]} to {steps[-1]}" if steps else "the run has no journals yet"

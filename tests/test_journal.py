@@ -1,0 +1,179 @@
+"""The journal reads back exactly what was written, whatever a step holds."""
+
+import gzip
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mmrl.errors import CheckpointError
+from mmrl.records import Call, Forest, Rollout
+from mmrl.report.journal import decode, encode, read_step, write_step
+from mmrl.report.rundir import RunDir
+
+floats = st.floats(allow_nan=False)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | floats | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+objects = st.dictionaries(st.text(), json_values, max_size=3)
+ids = st.lists(st.integers(0, 200_000), max_size=6).map(tuple)
+
+
+@st.composite
+def forests(draw):
+    calls = {}
+    for number in range(draw(st.integers(0, 6))):
+        completion = draw(ids)
+        per_token = st.none() | st.lists(floats, min_size=len(completion), max_size=len(completion)).map(tuple)
+        parent = draw(st.sampled_from([None, *calls])) if calls else None
+        calls[f"q/{number}#0"] = Call(
+            id=f"q/{number}#0",
+            example=draw(st.text()),
+            parent=parent,
+            module=draw(st.sampled_from(["rewriter", "answerer"])),
+            invocation=draw(st.integers(0, 3)),
+            turn=draw(st.integers(0, 3)),
+            completion_tokens=len(completion),
+            prompt_tokens=draw(st.none() | st.integers(0, 9)),
+            prompt_ids=draw(ids),
+            completion_ids=completion,
+            logprobs=draw(per_token),
+            ref_logprobs=draw(per_token),
+            values=draw(per_token),
+            text=draw(st.text()),
+            prompt_text=draw(st.text()),
+            finish=draw(st.sampled_from(["stop", "eos", "length"])),
+            ok=draw(st.booleans()),
+            penalty=draw(floats),
+            turn_reward=draw(st.none() | floats),
+            teacher=draw(st.none() | st.text()),
+            policy_version=draw(st.none() | st.integers(0, 9)),
+            attempts=draw(st.integers(1, 3)),
+            facts=draw(objects),
+        )
+    rollouts = [
+        Rollout(
+            id=f"q/{number}",
+            example="q",
+            leaf=leaf,
+            reward=draw(st.none() | floats),
+            error=draw(st.none() | st.sampled_from(["parse", "tool"])),
+            error_message=draw(st.text()),
+            prediction=draw(json_values),
+            metrics=draw(st.dictionaries(st.text(), floats, max_size=2)),
+            parts=draw(st.dictionaries(st.text(), floats, max_size=2)),
+        )
+        for number, leaf in enumerate([None, *calls])
+    ]
+    return Forest(
+        calls=calls,
+        rollouts=tuple(rollouts),
+        modules=("rewriter", "answerer"),
+        step=draw(st.integers(0, 999)),
+        meta=draw(objects),
+    )
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(forests(), st.lists(objects, max_size=3))
+def test_any_forest_survives_json(forest, extra):
+    entries = [{"call": "c", "advantages": (0.1, -2.0), "parts": part} for part in extra]
+    text = "\n".join(json.dumps(line) for line in json.loads(json.dumps(encode(forest, entries), default=dict)))
+    got, got_entries = decode([json.loads(line) for line in text.split("\n")])
+    assert got == forest
+    assert list(got.calls) == list(forest.calls)
+    assert got_entries == entries
+
+
+def small_forest(step=3):
+    shared = tuple(range(50))
+    calls = {
+        f"q/{number}#0": Call(
+            id=f"q/{number}#0",
+            example="q",
+            parent=None,
+            module="answerer",
+            completion_tokens=2,
+            prompt_tokens=50,
+            prompt_ids=shared,
+            prompt_text="who? \ud800",
+            completion_ids=(7, number),
+            logprobs=(-0.1, -1 / 3),
+            text="Líndā",
+        )
+        for number in range(3)
+    }
+    rollouts = tuple(Rollout(id=f"q/{n}", example="q", leaf=f"q/{n}#0", reward=n / 3) for n in range(3))
+    return Forest(calls=calls, rollouts=rollouts, modules=("answerer",), step=step)
+
+
+@pytest.fixture
+def run(tmp_path):
+    with RunDir.create(tmp_path / "run", {"seed": 1}, ["mmrl"]) as run:
+        yield run
+
+
+def test_a_step_is_written_and_read(run):
+    entries = [{"call": "q/0#0", "reward": 0.1 + 0.2, "advantages": (1.5, 1.5), "weights": (0.25, 0.25)}]
+    write_step(run, small_forest(), entries)
+    forest, got = read_step(run, 3)
+    assert forest == small_forest()
+    assert got == entries
+    assert run.journal_steps() == [3]
+
+
+def test_dataclass_entries_with_a_read_only_mapping_are_accepted(run):
+    from mmrl.credit.entries import Entry  # the caller's type; `report` itself must not know it
+
+    write_step(run, small_forest(), [Entry(call="q/0#0", reward=1.0, advantages=(1.0,), weights=(0.5,))])
+    assert read_step(run, 3)[1] == [{"call": "q/0#0", "reward": 1.0, "advantages": (1.0,), "weights": (0.5,)}]
+
+
+def test_a_shared_prompt_is_stored_once(run):
+    write_step(run, small_forest())
+    lines = gzip.decompress(run.journal_path(3).read_bytes()).decode().splitlines()
+    assert [json.loads(line)["line"] for line in lines].count("prompt") == 1
+
+
+def test_equal_steps_give_equal_files_and_no_leftovers(run):
+    write_step(run, small_forest())
+    first = run.journal_path(3).read_bytes()
+    write_step(run, small_forest())
+    assert run.journal_path(3).read_bytes() == first
+    assert [path.name for path in run.journal_path(3).parent.iterdir()] == ["step-000003.jsonl.gz"]
+
+
+def test_an_evaluation_has_its_own_journal(run):
+    write_step(run, small_forest(), evaluation="dev", step=20)
+    assert run.journal_steps() == []
+    assert run.journal_steps("dev") == [20]
+    assert read_step(run, 20, evaluation="dev")[0].calls == small_forest().calls
+
+
+def test_a_missing_step_names_those_that_exist(run):
+    with pytest.raises(CheckpointError, match="no journal of step 9; the run has no journals yet"):
+        read_step(run, 9)
+    write_step(run, small_forest())
+    with pytest.raises(CheckpointError, match="journals exist for steps 3 to 3"):
+        read_step(run, 9)
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeroed", "unknown", "headless"])
+def test_a_damaged_journal_is_one_clear_error(run, damage):
+    write_step(run, small_forest())
+    path = run.journal_path(3)
+    data = path.read_bytes()
+    lines = gzip.decompress(data).splitlines(keepends=True)
+    path.write_bytes(
+        {
+            "cut": data[:-20],
+            "zeroed": data[:20] + bytes(len(data) - 20),
+            "unknown": gzip.compress(b"".join(lines) + b'{"line":"other"}\n'),
+            "headless": gzip.compress(b"".join(lines[1:])),
+        }[damage]
+    )
+    with pytest.raises(CheckpointError, match="damaged journal"):
+        read_step(run, 3)
