@@ -1,0 +1,35 @@
+"""What a retriever is: queries in, scored documents out. Used by the tools of tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One passage of a corpus."""
+
+    id: str
+    """Unique within its corpus."""
+    title: str
+    text: str
+    score: float = 0.0
+    """What the retriever gave it for a query; higher is better; 0 outside a search."""
+
+
+class Retriever(Protocol):
+    """Finds documents of one corpus."""
+
+    def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
+        """The best documents for each query.
+
+        Args:
+            queries: any text, also empty.
+            top_k: how many documents to return at most, one number for each query.
+
+        Returns:
+            One list for each query, best first, ties in corpus order. Shorter than asked when fewer documents match.
+        """
+        ...

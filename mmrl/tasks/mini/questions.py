@@ -1,0 +1,203 @@
+"""Multi-hop questions about the mini world, in the style of HotpotQA: bridge and comparison.
+
+A bridge question names a subject and asks for a fact of something that only the subject's document identifies (the
+director of a film). The bridge's document names the subject too, so both can be found from the question. A comparison
+asks for a fact of two named things. Splits follow the parts of the world (see `world`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mmrl.tasks.mini.names import Draws
+from mmrl.tasks.mini.world import WORLD_SEED, Entity, World, make_world
+
+SIZES: Mapping[str, int] = {"train": 2400, "dev": 400, "test": 400}
+COMPARISON_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One step of the reasoning."""
+
+    query: str
+    """A self-contained sub-question."""
+    title: str
+    """Title of the document that answers it."""
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question with all that a demonstration or a reward may use."""
+
+    id: str
+    text: str
+    answer: str
+    kind: str
+    """`bridge` or `comparison`, as in HotpotQA."""
+    form: str
+    """Which template family: `film.director.birth_city`, `person.birth_year`, ..."""
+    hops: tuple[Hop, ...]
+    entities: tuple[str, ...]
+    """Ids of subjects and bridges."""
+
+
+ROLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    # subject kind.relation -> (sub-question of the first hop, noun phrases for the bridge)
+    "film.director": (
+        "Who directed the film {x}",
+        ("the director of the film {x}", "the person who directed {x}", "the film director of {x}"),
+    ),
+    "film.star": (
+        "Who is the star of the film {x}",
+        ("the star of the film {x}", "the person who starred in {x}", "the star of {x}"),
+    ),
+    "book.writer": (
+        "Who wrote the book {x}",
+        ("the writer of the book {x}", "the person who wrote {x}", "the writer of {x}"),
+    ),
+    "book.illustrator": (
+        "Who illustrated the book {x}",
+        ("the illustrator of the book {x}", "the person who illustrated {x}", "the illustrator of {x}"),
+    ),
+    "company.founder": ("Who founded {x}", ("the founder of {x}", "the person who founded the company {x}")),
+    "company.head": ("Who leads {x}", ("the head of {x}", "the person who leads the company {x}")),
+    "company.city": ("In which city is {x} based", ("the city where {x} is based", "the home city of {x}")),
+    "product.designer": ("Who designed the {x}", ("the designer of the {x}", "the person who designed the {x}")),
+    "product.maker": ("Which company makes the {x}", ("the company that makes the {x}", "the maker of the {x}")),
+    "person.birth_city": ("In which city was {x} born", ("the city where {x} was born", "the birth city of {x}")),
+}
+
+ASKS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    # kind.relation -> (sub-question, phrasings of the question); {x} is a name or a noun phrase
+    "person.birth_city": (
+        "In which city was {x} born",
+        ("In which city was {x} born?", "Where was {x} born?", "What is the birth city of {x}?"),
+    ),
+    "person.birth_year": ("When was {x} born", ("When was {x} born?", "In which year was {x} born?")),
+    "person.instrument": (
+        "Which instrument does {x} play",
+        ("Which instrument does {x} play?", "What instrument is played by {x}?"),
+    ),
+    "company.city": ("In which city is {x} based", ("In which city is {x} based?", "Where is {x} based?")),
+    "company.founded": ("When was {x} founded", ("When was {x} founded?", "In which year was {x} founded?")),
+    "company.founder": ("Who founded {x}", ("Who founded {x}?", "Who is the founder of {x}?")),
+    "city.country": ("In which country is {x}", ("In which country is {x}?", "To which country does {x} belong?")),
+    "city.river": ("On which river is {x}", ("On which river is {x}?", "Which river flows through {x}?")),
+    "film.year": ("When was the film {x} made", ()),
+    "film.genre": ("What genre is the film {x}", ()),
+    "book.year": ("When was the book {x} published", ()),
+}
+
+BRIDGES: Mapping[str, tuple[str, ...]] = {
+    # relation that leads to the bridge -> kind.relation asked of the bridge
+    "film.director": ("person.birth_city", "person.birth_year", "person.instrument"),
+    "film.star": ("person.birth_city", "person.birth_year", "person.instrument"),
+    "book.writer": ("person.birth_city", "person.birth_year", "person.instrument"),
+    "book.illustrator": ("person.birth_city", "person.birth_year", "person.instrument"),
+    "company.founder": ("person.birth_city", "person.birth_year", "person.instrument"),
+    "company.head": ("person.birth_city", "person.birth_year", "person.instrument"),
+    "product.designer": ("person.birth_city", "person.birth_year", "person.instrument"),
+    "product.maker": ("company.city", "company.founded", "company.founder"),
+    "company.city": ("city.country", "city.river"),
+    "person.birth_city": ("city.country", "city.river"),
+}
+
+EARLIER: Mapping[str, tuple[str, ...]] = {
+    "film.year": ("Which film is older, {x} or {y}?", "Which film came out first, {x} or {y}?"),
+    "book.year": ("Which book is older, {x} or {y}?", "Which book was published first, {x} or {y}?"),
+    "company.founded": ("Which company is older, {x} or {y}?", "Which company was founded first, {x} or {y}?"),
+    "person.birth_year": ("Who is older, {x} or {y}?", "Who was born first, {x} or {y}?"),
+}
+SAME: Mapping[str, tuple[str, ...]] = {
+    "person.birth_city": ("Were {x} and {y} born in the same city?", "Do {x} and {y} come from the same city?"),
+    "person.instrument": ("Do {x} and {y} play the same instrument?", "Is the instrument of {x} also that of {y}?"),
+    "film.genre": ("Are the films {x} and {y} of the same genre?", "Do {x} and {y} have the same film genre?"),
+    "city.country": ("Are {x} and {y} in the same country?", "Do {x} and {y} lie in one country?"),
+}
+
+
+@lru_cache(maxsize=8)
+def make_questions(split: str, seed: int = WORLD_SEED) -> tuple[Question, ...]:
+    """The questions of one split of the world of `seed`, in a fixed order; cached in the process."""
+    world = make_world(seed)
+    draws = Draws(seed, "questions", split)
+    bridges = _bridges(world, split, draws)
+    draws.shuffle(bridges)
+    comparisons = round(SIZES[split] * COMPARISON_SHARE)
+    questions = bridges[: SIZES[split] - comparisons] + _comparisons(world, split, draws, comparisons)
+    draws.shuffle(questions)
+    return tuple(
+        Question(f"mini-{split}-{number:04d}", q.text, q.answer, q.kind, q.form, q.hops, q.entities)
+        for number, q in enumerate(questions)
+    )
+
+
+def _bridges(world: World, part: str, draws: Draws) -> list[Question]:
+    """Every (subject, role, fact) of the part once, in one drawn phrasing."""
+    questions = []
+    for role, asks in BRIDGES.items():
+        kind, relation = role.split(".")
+        first_query, phrases = ROLES[role]
+        for subject in world.of(kind, part):
+            bridge = world.entities[subject.facts[relation]]
+            if subject.id not in bridge.mentions:
+                continue
+            for ask in asks:
+                second_query, forms = ASKS[ask]
+                answer = world.value(bridge.id, ask.split(".")[1])
+                text = draws.pick(forms).format(x=draws.pick(phrases).format(x=subject.name))
+                hops = (
+                    Hop(first_query.format(x=subject.name), subject.name, bridge.name),
+                    Hop(second_query.format(x=phrases[0].format(x=subject.name)), bridge.name, answer),
+                )
+                form = f"{role}.{ask.split('.')[1]}"
+                questions.append(Question("", text, answer, "bridge", form, hops, (subject.id, bridge.id)))
+    return questions
+
+
+def _comparisons(world: World, part: str, draws: Draws, count: int) -> list[Question]:
+    """`count` different comparisons: six of ten which-is-earlier, the others yes/no in equal shares."""
+    questions: dict[str, Question] = {}
+    while len(questions) < count:
+        number = len(questions)
+        if number % 10 < 6:
+            question = _earlier(world, part, draws)
+        else:
+            question = _same(world, part, draws, wanted="yes" if number % 2 else "no")
+        if question is not None:
+            questions.setdefault(question.text, question)
+    return list(questions.values())
+
+
+def _earlier(world: World, part: str, draws: Draws) -> Question | None:
+    form = draws.pick(list(EARLIER))
+    kind, relation = form.split(".")
+    entities = world.of(kind, part)
+    x, y = draws.pick(entities), draws.pick(entities)
+    years = [int(entity.facts[relation]) for entity in (x, y)]
+    if years[0] == years[1]:
+        return None
+    return _compare(world, form, draws.pick(EARLIER[form]), x, y, (x if years[0] < years[1] else y).name)
+
+
+def _same(world: World, part: str, draws: Draws, wanted: str) -> Question | None:
+    form = draws.pick(list(SAME))
+    kind, relation = form.split(".")
+    entities = world.of(kind, part)
+    x, y = draws.pick(entities), draws.pick(entities)
+    answer = "yes" if x.facts[relation] == y.facts[relation] else "no"
+    if x.id == y.id or answer != wanted:
+        return None
+    return _compare(world, form, draws.pick(SAME[form]), x, y, answer)
+
+
+def _compare(world: World, form: str, template: str, x: Entity, y: Entity, answer: str) -> Question:
+    query, relation = ASKS[form][0], form.split(".")[1]
+    hops = tuple(Hop(query.format(x=entity.name), entity.name, world.value(entity.id, relation)) for entity in (x, y))
+    return Question(
+        "", template.format(x=x.name, y=y.name), answer, "comparison", f"compare.{form}", hops, (x.id, y.id)
+    )

@@ -1,0 +1,291 @@
+"""The mini world: invented entities, the facts that hold of them, and one short document for each.
+
+Everything that asks something about the world (`questions`; later claims, support queries, private requests) reads
+entities and facts here and never the other way round.
+
+Every entity but the countries belongs to one of three *parts* (train, dev, test), and facts link entities of one part
+only. Questions of a split are about its part alone, so the splits share no person, work, company, product or city:
+neither as subject, nor as bridge, nor as answer. They share the countries and the values of closed lists (years,
+genres, instruments, rivers), the words of which names are made, and the corpus, which is one for all (open book).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import islice
+
+from mmrl.retrieval.base import Document
+from mmrl.tasks.mini.names import Draws, invent_words
+
+WORLD_SEED = 0
+"""Seed of the world that the shipped tiny model was warmed up on; a run's seed does not change it."""
+
+PARTS: Mapping[str, float] = {"train": 0.64, "dev": 0.18, "test": 0.18}
+COUNTS: Mapping[str, int] = {"city": 100, "film": 220, "book": 110, "company": 100, "product": 140, "person": 500}
+COUNTRIES = 12
+RIVERS = 24
+CAPITALS_PART = "train"
+"""The part in which every country has a city: its capital."""
+CITY_YEARS, BIRTH_YEARS, WORK_YEARS = (1100, 1799), (1900, 1954), (1972, 2024)
+
+GENRES = ("drama", "comedy", "crime", "horror", "war", "music", "family", "mystery")
+INDUSTRIES = ("clock", "paper", "glass", "wool", "steel", "toy", "tea", "radio")
+INSTRUMENTS = ("cello", "flute", "piano", "violin", "harp", "drum", "guitar", "horn")
+COLOURS = ("red", "blue", "green", "white", "black", "grey")
+FILM_WORDS = ("Silent", "Golden", "Lost", "Last", "Broken", "Winter", "Hidden", "Second", "Distant", "Crimson")
+BOOK_WORDS = ("Songs", "Letters", "Shadows", "Gardens", "Roads", "Children", "Winds", "Stones")
+COMPANY_WORDS = ("Works", "Group", "Brothers", "Trading", "Mills")
+PRODUCT_WORDS = ("Kettle", "Lamp", "Radio", "Watch", "Camera", "Heater", "Fan", "Drill")
+
+
+@dataclass(frozen=True, slots=True)
+class Entity:
+    """One thing of the world."""
+
+    id: str
+    """`<kind>-<number>`."""
+    kind: str
+    """`country`, `city`, `person`, `film`, `book`, `company` or `product`."""
+    name: str
+    """Unique in the world; the title of its document."""
+    part: str
+    """`train`, `dev`, `test`; `all` for countries."""
+    facts: Mapping[str, str]
+    """Relation -> id of an entity, or a literal (years, genres): see `World.value`."""
+    mentions: tuple[str, ...] = ()
+    """Ids of entities that its document names although no fact of its own says so (works of a person, ...)."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All entities with their documents."""
+
+    seed: int
+    entities: Mapping[str, Entity]
+    documents: tuple[Document, ...] = field(repr=False)
+
+    def value(self, entity: str, relation: str) -> str:
+        """The fact as it is written in documents: a name or a literal."""
+        fact = self.entities[entity].facts[relation]
+        return self.entities[fact].name if fact in self.entities else fact
+
+    def of(self, kind: str, part: str) -> list[Entity]:
+        """Entities of a kind and part, in a fixed order."""
+        return [entity for entity in self.entities.values() if entity.kind == kind and entity.part == part]
+
+
+@lru_cache(maxsize=2)
+def make_world(seed: int = WORLD_SEED) -> World:
+    """Draw the world of `seed`: equal on every machine, cached in the process."""
+    builder = _Builder(seed)
+    builder.countries()
+    for part in PARTS:
+        builder.populate(part)
+    entities = builder.finish()
+    documents = tuple(_document(entities, entity, Draws(seed, "document", entity.id)) for entity in entities.values())
+    return World(seed, entities, documents)
+
+
+class _Builder:
+    """Draws names first, then the facts of one part at a time."""
+
+    def __init__(self, seed: int):
+        self.draws = Draws(seed, "facts")
+        sizes = (COUNTRIES, COUNTRIES, RIVERS, COUNTS["city"], 60, 120, 120, 50, 60)
+        words = iter(invent_words(Draws(seed, "words"), sum(sizes)))
+        pools = [list(islice(words, size)) for size in sizes]
+        self.country_names, self.languages, self.rivers, city_names, firsts, lasts, titles, makers, brands = pools
+        self.city_names = iter(city_names)
+        self.names = {
+            "person": self._combine("{} {}", firsts, lasts),
+            "film": self._combine("{} {}", FILM_WORDS, titles),
+            "book": self._combine("{} of {}", BOOK_WORDS, titles),
+            "company": self._combine("{1} {0}", COMPANY_WORDS, makers),
+            "product": self._combine("{1} {0}", PRODUCT_WORDS, brands),
+        }
+        self.facts: dict[str, dict[str, str]] = {}
+        self.named: dict[str, str] = {}
+        self.parts: dict[str, str] = {}
+        self.mentions: dict[str, list[str]] = {}
+
+    def _combine(self, pattern: str, left: tuple[str, ...] | list[str], right: list[str]) -> list[str]:
+        names = [pattern.format(a, b) for a in left for b in right]
+        self.draws.shuffle(names)
+        return names
+
+    def add(self, kind: str, part: str, name: str, **facts: str) -> str:
+        entity = f"{kind}-{sum(other.startswith(kind) for other in self.facts)}"
+        self.facts[entity], self.named[entity], self.parts[entity] = facts, name, part
+        self.mentions[entity] = []
+        return entity
+
+    def countries(self) -> None:
+        for name, language in zip(self.country_names, self.languages, strict=True):
+            self.add("country", "all", name, language=language)
+
+    def populate(self, part: str) -> None:
+        """Cities, people and what people made, all linked inside `part`."""
+        draws, size = self.draws, {kind: round(count * PARTS[part]) for kind, count in COUNTS.items()}
+        countries = [entity for entity in self.facts if entity.startswith("country")]
+        cities = [
+            self.add(
+                "city",
+                part,
+                next(self.city_names),
+                country=countries[number] if part == CAPITALS_PART and number < COUNTRIES else draws.pick(countries),
+                river=draws.pick(self.rivers),
+                founded=str(draws.between(*CITY_YEARS)),
+            )
+            for number in range(size["city"])
+        ]
+        people = [
+            self.add(
+                "person",
+                part,
+                self.names["person"].pop(),
+                birth_city=draws.pick(cities),
+                birth_year=str(draws.between(*BIRTH_YEARS)),
+                instrument=draws.pick(INSTRUMENTS),
+            )
+            for _ in range(size["person"])
+        ]
+        self._works(part, size, _Turns(people, draws), cities)
+        for person in people:
+            natives = self.mentions[self.facts[person]["birth_city"]]
+            if sum(other.startswith("person") for other in natives) < 2:
+                natives.append(person)
+
+    def _works(self, part: str, size: Mapping[str, int], people: _Turns, cities: list[str]) -> None:
+        draws = self.draws
+        for kind, relations in (("film", ("director", "star")), ("book", ("writer", "illustrator"))):
+            for _ in range(size[kind]):
+                made_by = dict(zip(relations, people.take(2), strict=True))
+                year = str(draws.between(*WORK_YEARS))
+                name = self.names[kind].pop()
+                work = self.add(kind, part, name, year=year, genre=draws.pick(GENRES), **made_by)
+                self._mention(work, *made_by.values())
+        companies = []
+        for _ in range(size["company"]):
+            founder, head = people.take(2)
+            company = self.add(
+                "company",
+                part,
+                self.names["company"].pop(),
+                industry=draws.pick(INDUSTRIES),
+                founder=founder,
+                head=head,
+                city=draws.pick(cities),
+                founded=str(draws.between(*WORK_YEARS)),
+            )
+            companies.append(company)
+            self._mention(company, founder, head)
+            if not any(other.startswith("company") for other in self.mentions[self.facts[company]["city"]]):
+                self._mention(company, self.facts[company]["city"])
+        makers = _Turns(companies, draws)
+        for _ in range(size["product"]):
+            (designer,), (maker,) = people.take(1), makers.take(1)
+            year, colour = str(draws.between(*WORK_YEARS)), draws.pick(COLOURS)
+            name = self.names["product"].pop()
+            product = self.add("product", part, name, designer=designer, maker=maker, year=year, colour=colour)
+            self._mention(product, designer, maker)
+
+    def _mention(self, what: str, *where: str) -> None:
+        for entity in where:
+            self.mentions[entity].append(what)
+
+    def finish(self) -> dict[str, Entity]:
+        """All entities; a country's capital is the first city that lies in it."""
+        for city, facts in self.facts.items():
+            if city.startswith("city"):
+                self.facts[facts["country"]].setdefault("capital", city)
+        return {
+            entity: Entity(
+                entity,
+                entity.split("-")[0],
+                self.named[entity],
+                self.parts[entity],
+                facts,
+                tuple(self.mentions[entity]),
+            )
+            for entity, facts in self.facts.items()
+        }
+
+
+class _Turns:
+    """Hands out entities in turn, in a new order each round, so that work is spread evenly."""
+
+    def __init__(self, entities: list[str], draws: Draws):
+        self.entities, self.draws = list(entities), draws
+        self.left: list[str] = []
+
+    def take(self, count: int) -> list[str]:
+        taken: list[str] = []
+        while len(taken) < count:
+            if not self.left:
+                self.left = list(self.entities)
+                self.draws.shuffle(self.left)
+            entity = self.left.pop()
+            if entity not in taken:
+                taken.append(entity)
+        return taken
+
+
+TEXTS: Mapping[str, tuple[str, ...]] = {
+    "country": (
+        "{name} is a country. Its capital is {capital} and its people speak {language}.",
+        "{name} is a country where people speak {language}. The capital is {capital}.",
+    ),
+    "city": (
+        "{name} is a city in {country} on the river {river}. It was founded in {founded}.{mentions}",
+        "{name}, founded in {founded}, is a city in {country}. It lies on the river {river}.{mentions}",
+        "The city of {name} in {country} was founded in {founded} on the river {river}.{mentions}",
+    ),
+    "person": (
+        "{name} was born in {birth_city} in {birth_year} and plays the {instrument}. Known for {mentions}.",
+        "{name}, born in {birth_year} in {birth_city}, is known for {mentions} and plays the {instrument}.",
+        "{name} is known for {mentions}. Born in {birth_city} in {birth_year}, {name} plays the {instrument}.",
+    ),
+    "film": (
+        "{name} is a {year} {genre} film directed by {director}. It stars {star}.",
+        "{name} is a {genre} film from {year}. It stars {star} and was directed by {director}.",
+        "The {genre} film {name} was directed by {director} in {year}, with {star} as its star.",
+    ),
+    "book": (
+        "{name} is a {genre} book of {year}. It was written by {writer} and illustrated by {illustrator}.",
+        "The {genre} book {name} was illustrated by {illustrator} and written by {writer} in {year}.",
+        "{name}, published in {year}, is a {genre} book written by {writer}, with pictures by {illustrator}.",
+    ),
+    "company": (
+        "{name} is a {industry} company based in {city}. Founded in {founded} by {founder}, led by {head}.{mentions}",
+        "The {industry} company {name} of {city}, led by {head}, was founded by {founder} in {founded}.{mentions}",
+        "{name}, led by {head}, is a {industry} company in {city} that {founder} founded in {founded}.{mentions}",
+    ),
+    "product": (
+        "The {name} is made by {maker} in {colour}. It was designed by {designer} and went on sale in {year}.",
+        "Designed by {designer}, the {colour} {name} has been made by {maker} since {year}.",
+        "{maker} has made the {name} since {year}. It is {colour} and was designed by {designer}.",
+    ),
+}
+"""Kind -> ways to write its document; `{mentions}` is filled by `_mentions`."""
+
+
+def _document(entities: Mapping[str, Entity], entity: Entity, draws: Draws) -> Document:
+    values = {key: entities[fact].name if fact in entities else fact for key, fact in entity.facts.items()}
+    text = draws.pick(TEXTS[entity.kind]).format(name=entity.name, mentions=_mentions(entities, entity), **values)
+    return Document(id=entity.id, title=entity.name, text=text)
+
+
+def _mentions(entities: Mapping[str, Entity], entity: Entity) -> str:
+    """The part of a document that names what other documents say of this entity."""
+    named = [entities[other] for other in entity.mentions]
+    if entity.kind == "person":
+        return " and ".join(f"the {other.kind} {other.name}" for other in named) or "nothing yet"
+    if entity.kind == "city":
+        people = [other.name for other in named if other.kind == "person"]
+        born = f" {' and '.join(people)} {'was' if len(people) == 1 else 'were'} born there." if people else ""
+        return born + "".join(f" {other.name} is based there." for other in named if other.kind == "company")
+    if entity.kind == "company":
+        return f" Maker of the {' and the '.join(other.name for other in named)}." if named else ""
+    return ""
