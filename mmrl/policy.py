@@ -37,7 +37,7 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
     if text == "tiny" or not (folder.exists() or text.startswith((".", "/", "~")) or text.count("/") != 1):
         return Policy(base=text, prompts=prompts)
     if not folder.is_dir():
-        raise ConfigError(f"policy: got '{text}', expected a run directory, checkpoint, adapter, model folder or hub id")
+        raise ConfigError(f"policy: got '{text}', expected a run, checkpoint, adapter, model folder or hub id")
     if (folder / "config.yaml").is_file():
         checkpoints = sorted(
             (path for path in (folder / "checkpoints").glob("checkpoint-*") if path.name.split("-")[1].isdigit()),

@@ -116,7 +116,8 @@ class RolloutContext:
         event = self._record("call", module, prompt_ids)
         position = len(self.events) - 1
         try:
-            reply = await self._generate(event, position, prompt_ids, max_tokens, tuple(stop), parse, facts)
+            shown = "\n".join(f"[{message['role']}] {message['content']}" for message in messages)
+            reply = await self._generate(event, position, prompt_ids, max_tokens, tuple(stop), parse, facts, shown)
         except BaseException as error:
             _settle(event.outcome, error)
             raise
@@ -153,8 +154,16 @@ class RolloutContext:
 
     @property
     def calls(self) -> list[Call]:
-        """Recorded calls of this rollout in order, replayed ones included."""
-        return [event.call for event in self.events if event.call is not None]
+        """Recorded calls of this rollout in order, replayed ones included; each has the one before it as parent.
+
+        The order is that of asking. Parents are set here, since with concurrent calls the one asked first may end last.
+        """
+        chain: list[Call] = []
+        for event in self.events:
+            if event.call is not None:
+                parent = chain[-1].id if chain else None
+                chain.append(event.call if event.call.parent == parent else replace(event.call, parent=parent))
+        return chain
 
     def _recorded(self, kind: str, name: str, asked: Any) -> Event | None:
         """The tape's event for what is asked now, or None when the tape is played out."""
@@ -199,6 +208,7 @@ class RolloutContext:
         stop: tuple[str, ...],
         parse: Callable[[str], Any] | None,
         facts: Mapping[str, Any],
+        prompt_text: str,
     ) -> Reply:
         """Sample until the text parses or the attempts are used up; the last attempt is recorded either way."""
         settings = self.env.settings
@@ -216,7 +226,7 @@ class RolloutContext:
         call = Call(
             id=call_id,
             example=self.example.id,
-            parent=earlier[-1].call.id if earlier and earlier[-1].call else None,
+            parent=None,
             module=event.name,
             invocation=sum(e.name == event.name for e in earlier),
             completion_tokens=len(completion.ids),
@@ -225,6 +235,7 @@ class RolloutContext:
             completion_ids=completion.ids,
             logprobs=completion.logprobs,
             text=text,
+            prompt_text=prompt_text,
             finish=completion.finish,
             ok=failure is None,
             present_fields=failure.present if failure else 0,

@@ -1,0 +1,115 @@
+"""Evaluation of a policy on a split: independent rollouts, per-item results, bootstrap intervals; resumable.
+
+Used before, during and after training, and by `mmrl eval`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from mmrl.config import EvalConfig
+from mmrl.records import Example, Forest
+from mmrl.report.files import append_jsonl, read_jsonl, repair_jsonl
+from mmrl.report.tables import bootstrap_interval
+from mmrl.rollout.context import Environment
+from mmrl.rollout.plans import independent
+from mmrl.rollout.sample import sample
+from mmrl.stages.metrics import failed_share, module_metrics
+
+CHUNK = 256
+"""Items evaluated at once: enough for full batches, few enough that a killed evaluation loses little."""
+
+Item = dict[str, Any]
+
+
+def evaluate(
+    env_for: Callable[[tuple[Any, ...]], Environment],
+    examples: Sequence[Example],
+    settings: EvalConfig,
+    seed: int,
+    reward_set: str,
+    results: Path | None = None,
+    on_forest: Callable[[int, Forest], None] | None = None,
+) -> list[Item]:
+    """Evaluate on `examples` (the first `settings.items` of them).
+
+    Args:
+        env_for: environment for a key; sampling depends on (seed, item, sample) alone, never on the chunk.
+        results: JSONL of per-item results; items already there are not run again.
+        on_forest: told each chunk's forest, for the journal.
+
+    Returns:
+        One item per example: id, means over samples of reward and metrics, errors. Failed rollouts score 0.
+    """
+    wanted = list(examples[: settings.items] if settings.items else examples)
+    done: dict[str, Item] = {}
+    if results:
+        repair_jsonl(results)  # a line torn by a kill must not swallow the next one
+        done = {item["id"]: item for item in read_jsonl(results)}
+    for index, chunk in enumerate(chunks([e for e in wanted if e.id not in done])):
+        env = env_for((seed, "eval"))
+        plans = [(example, independent(settings.samples)) for example in chunk]
+        forest = asyncio.run(sample(env, plans, reward_set))
+        found = item_results(forest)
+        if results:
+            append_jsonl(results, found)
+        done |= {item["id"]: item for item in found}
+        if on_forest:
+            on_forest(index, forest)
+    return [done[example.id] for example in wanted]
+
+
+def chunks(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
+    """Consecutive chunks of `CHUNK` examples."""
+    for start in range(0, len(examples), CHUNK):
+        yield examples[start : start + CHUNK]
+
+
+def item_results(forest: Forest) -> list[Item]:
+    """Per-item results of an evaluated forest, in its order."""
+    names = sorted({name for r in forest.rollouts for name in r.metrics})
+    behaviour: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for call in forest.calls.values():
+        for name, value in module_metrics([call]).items():
+            behaviour[call.example][f"{call.module}/{name}"].append(value)
+    items = []
+    for example in forest.examples:
+        rollouts = [r for r in forest.rollouts if r.example == example]
+        metrics = {name: fmean(r.metrics.get(name, 0.0) for r in rollouts) for name in names}
+        metrics["reward"] = fmean(r.reward or 0.0 for r in rollouts)
+        items.append(
+            {
+                "id": example,
+                "metrics": metrics,
+                "modules": {name: fmean(values) for name, values in behaviour[example].items()},
+                "predictions": [r.prediction for r in rollouts],
+                "errors": [r.error for r in rollouts if r.error],
+                "failed_share": failed_share(rollouts),
+            }
+        )
+    return items
+
+
+def evaluation_metrics(items: Sequence[Item], settings: EvalConfig, seed: int) -> dict[str, float]:
+    """Means over items with 95 % bootstrap intervals (`<name>_low`, `<name>_high`)."""
+    metrics: dict[str, float] = {"n": float(len(items))}
+    names = sorted({name for item in items for name in item["metrics"]})
+    for name in names:
+        values = [item["metrics"].get(name, 0.0) for item in items]
+        low, high = bootstrap_interval(values, (seed, "eval", name), settings.bootstrap)
+        metrics |= {name: fmean(values), f"{name}_low": low, f"{name}_high": high}
+    modules: Mapping[str, list[float]] = defaultdict(list)
+    for item in items:
+        for name, value in item["modules"].items():
+            modules[name].append(value)
+    metrics |= {
+        f"module/{name}": fmean(values) for name, values in sorted(modules.items()) if not name.endswith("calls")
+    }
+    metrics["failed_share"] = fmean(item["failed_share"] for item in items) if items else 0.0
+    metrics["model_failed"] = float(sum(len(item["errors"]) for item in items))
+    return metrics

@@ -1,0 +1,106 @@
+"""A step's numbers from its forest and its credit: means per task, module and group, as docs/metrics.md names them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from statistics import fmean, pstdev
+
+from mmrl.credit.entries import Entry
+from mmrl.errors import MODEL_CAUSED
+from mmrl.records import Call, Forest, Rollout
+from mmrl.tasks.metrics import f1_score
+
+SIMILARITY_PAIRS = 6
+"""Pairs compared per group; more change the mean little and cost quadratically."""
+
+
+def forest_metrics(forest: Forest) -> dict[str, float]:
+    """Rewards, failures, task metrics and per-module behaviour of one step."""
+    metrics = rollout_metrics(forest.rollouts)
+    metrics["rollouts/calls"] = float(len(forest.calls))
+    metrics["rollouts/tokens"] = float(sum(call.completion_tokens for call in forest.calls.values()))
+    for module, calls in by_module(forest).items():
+        metrics |= {f"module/{module}/{name}": value for name, value in module_metrics(calls).items()}
+    return metrics
+
+
+def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Rewards over credited rollouts; task metrics over all, a failed rollout counting 0 in each."""
+    rewards = [r.reward for r in rollouts if r.reward is not None]
+    metrics = {"rollouts/count": float(len(rollouts)), "rollouts/failed_share": failed_share(rollouts)}
+    for kind, count in sorted(Counter(r.error for r in rollouts if r.error is not None).items()):
+        metrics[f"rollouts/failed/{kind}"] = float(count)
+    if rewards:
+        metrics |= {
+            "reward/mean": fmean(rewards),
+            "reward/std": pstdev(rewards),
+            "reward/min": min(rewards),
+            "reward/max": max(rewards),
+        }
+    names = dict.fromkeys(name for r in rollouts for name in r.metrics)
+    for name in names:
+        metrics[f"task/{name}"] = fmean(r.metrics.get(name, 0.0) for r in rollouts)
+    return metrics
+
+
+def failed_share(rollouts: Sequence[Rollout]) -> float:
+    """Share that failed from outside causes (tool, engine, judge, timeout, exception)."""
+    outside = sum(r.error is not None and r.error not in MODEL_CAUSED for r in rollouts)
+    return outside / len(rollouts) if rollouts else 0.0
+
+
+def by_module(forest: Forest) -> dict[str, list[Call]]:
+    """Calls of each module, modules in program order; modules never called are left out."""
+    found: dict[str, list[Call]] = defaultdict(list)
+    for call in forest.calls.values():
+        found[call.module].append(call)
+    return {module: found[module] for module in forest.modules if module in found}
+
+
+def module_metrics(calls: Sequence[Call]) -> dict[str, float]:
+    """Behaviour of one module over a step."""
+    metrics = {
+        "calls": float(len(calls)),
+        "penalty": fmean(c.penalty for c in calls),
+        "length": fmean(c.completion_tokens for c in calls),
+        "finish_length_share": fmean(c.finish == "length" for c in calls),
+        "format_rate": fmean(c.ok for c in calls),
+    }
+    names = dict.fromkeys(n for c in calls for n, v in c.facts.items() if isinstance(v, int | float))
+    for name in names:
+        values = [float(c.facts[name]) for c in calls if isinstance(c.facts.get(name), int | float)]
+        metrics[name] = fmean(values)
+    sampled = [-x for c in calls if c.logprobs for x in c.logprobs]
+    if sampled:
+        # The mean negative log-probability of sampled tokens: an unbiased estimate of entropy at temperature 1.
+        metrics["surprise"] = fmean(sampled)
+    return metrics
+
+
+def credit_metrics(forest: Forest, entries: Iterable[Entry]) -> dict[str, float]:
+    """Group statistics: how many groups, how many without any signal, how alike their members are."""
+    groups: dict[str, list[Entry]] = defaultdict(list)
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for entry in entries:
+        rewards[forest.calls[entry.call].module].append(entry.reward)
+        if entry.group is not None:
+            groups[entry.group].append(entry)
+    metrics = {f"module/{module}/reward": fmean(values) for module, values in rewards.items()}
+    if groups:
+        flat = [len({e.reward for e in members}) == 1 for members in groups.values()]
+        metrics |= {"credit/groups": float(len(groups)), "reward/zero_variance_share": fmean(flat)}
+    return metrics | similarity(forest, groups)
+
+
+def similarity(forest: Forest, groups: Mapping[str, Sequence[Entry]]) -> dict[str, float]:
+    """Intra-group similarity per module: token F1 between output texts of a group, mean over pairs, then groups."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for members in groups.values():
+        calls = [forest.calls[call] for call in dict.fromkeys(e.call for e in members)]
+        if len({c.module for c in calls}) != 1 or len(calls) < 2:
+            continue
+        pairs = list(combinations(calls, 2))[:SIMILARITY_PAIRS]
+        found[calls[0].module].append(fmean(f1_score(a.text, b.text) for a, b in pairs))
+    return {f"similarity/{module}": fmean(values) for module, values in sorted(found.items())}

@@ -1,0 +1,235 @@
+"""The weight stage: sample -> credit -> update -> sync, on one screen.
+
+Reads a config, a task and an algorithm; drives an engine and a trainer; writes journal, metrics and evaluations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mmrl import keyed
+from mmrl.algorithms import ALGORITHMS
+from mmrl.config import EvalConfig, RootConfig, TrainCommandConfig
+from mmrl.credit.entries import Credit
+from mmrl.engines.base import Engine
+from mmrl.errors import TooManyFailures
+from mmrl.models import decode_text, render_prompt
+from mmrl.records import Example, Forest
+from mmrl.report.journal import write_step
+from mmrl.report.progress import Progress
+from mmrl.report.rundir import RunDir
+from mmrl.rollout.context import Environment, SamplingSettings
+from mmrl.rollout.sample import sample
+from mmrl.stages.evaluate import Item, evaluate, evaluation_metrics
+from mmrl.stages.metrics import credit_metrics, failed_share, forest_metrics
+from mmrl.tasks.base import Task
+from mmrl.trainer.objective import TrainCall, TrainEntry
+from mmrl.trainer.trl_trainer import MmrlTrainer, StepBatch, build_trainer
+
+
+def make_environment(
+    config: RootConfig, task: Task, engine: Engine, tokenizer: Any, settings: SamplingSettings, key: keyed.Key
+) -> Environment:
+    """The environment that rollouts of one step or evaluation share."""
+    return Environment(
+        task=task,
+        engine=engine,
+        render=lambda messages: render_prompt(tokenizer, messages),
+        decode=lambda ids: decode_text(tokenizer, ids),
+        settings=settings,
+        key=key,
+        timeout_s=config.task.timeout_s,
+    )
+
+
+def eval_settings(config: RootConfig, settings: EvalConfig) -> SamplingSettings:
+    """Sampling in evaluation."""
+    return SamplingSettings(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        parse_retries=settings.parse_retries,
+        max_tokens=config.task.max_tokens,
+        max_context=config.task.max_context,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class WeightStage:
+    """One training run of a policy's weights."""
+
+    config: TrainCommandConfig
+    task: Task
+    engine: Any
+    tokenizer: Any
+    rundir: RunDir
+    progress: Progress
+    train: Sequence[Example] = ()
+    dev: Sequence[Example] = ()
+    reward_set: str = "outcome"
+    times: dict[str, float] = field(default_factory=dict)
+    step_started: float = 0.0
+    pending: dict[str, float] = field(default_factory=dict)
+    """Metrics of the step under way, from sampling and credit."""
+
+    def trainer(self, model: Any, resume_from: Any = None) -> MmrlTrainer:
+        """The TRL trainer that calls back into this stage."""
+        return build_trainer(
+            model=model,
+            tokenizer=self.tokenizer,
+            train=self.config.train,
+            algo=self.config.algo,
+            model_config=self.config.model,
+            seed=self.config.seed,
+            output_dir=self.rundir.checkpoints,
+            next_batch=self.next_batch,
+            on_step_end=self.on_step_end,
+            resume_from=resume_from,
+        )
+
+    def next_batch(self, step: int) -> StepBatch:
+        """Sample and credit step number `step` (from 1).
+
+        Raises:
+            TooManyFailures: a larger share than `train.max_failed_share` failed from outside causes.
+        """
+        self.step_started = time.perf_counter()
+        examples = batch_of(self.train, self.config.train.batch_size, step, self.config.seed)
+        forest = self._sample(examples, step)
+        share = failed_share(forest.rollouts)
+        if share > self.config.train.max_failed_share:
+            first = next(r for r in forest.rollouts if r.reward is None)
+            raise TooManyFailures(
+                f"step {step}: {share:.0%} of the rollouts failed from outside causes, more than "
+                f"train.max_failed_share={self.config.train.max_failed_share:.0%}; the first: "
+                f"{first.error} in {first.id}: {first.error_message}"
+            )
+        started = time.perf_counter()
+        minibatch = minibatches(examples, self.config.algo.minibatches)
+        algorithm = ALGORITHMS[self.config.algo.name]
+        credit = algorithm.credit(forest, self.config.algo, self.config.seed, minibatch)
+        self.times["credit"] = time.perf_counter() - started
+        self.pending = forest_metrics(forest) | credit_metrics(forest, credit.entries) | dict(credit.metrics)
+        write_step(self.rundir, forest, [asdict(entry) for entry in credit.entries])
+        calls = train_calls(forest, credit, minibatch)
+        return StepBatch(step=step, calls=calls, minibatches=self.config.algo.minibatches, metrics={})
+
+    def _sample(self, examples: Sequence[Example], step: int) -> Forest:
+        algo, seed = self.config.algo, self.config.seed
+        algorithm = ALGORITHMS[algo.name]
+        settings = SamplingSettings(
+            temperature=algo.temperature,
+            top_p=algo.top_p,
+            top_k=algo.top_k,
+            parse_retries=algo.parse_retries,
+            max_tokens=self.config.task.max_tokens,
+            max_context=self.config.task.max_context,
+        )
+        env = make_environment(self.config, self.task, self.engine, self.tokenizer, settings, (seed, step))
+        modules = self.task.program.modules
+        plans = [(example, algorithm.plan(algo, modules, (seed, step, example.id))) for example in examples]
+        started, busy = time.perf_counter(), self.engine.busy_s
+        forest = asyncio.run(sample(env, plans, self.reward_set, step))
+        self.times["generate"] = self.engine.busy_s - busy
+        self.times["retrieve"] = env.retrieve_s
+        self.times["rollout"] = time.perf_counter() - started
+        return forest
+
+    def on_step_end(self, step: int, update: dict[str, float]) -> None:
+        """After the last optimizer step of `step`: sync the engine, log, evaluate when due."""
+        self.engine.set_version(step)
+        spent = time.perf_counter() - self.step_started
+        update_s = update.pop("time/update", 0.0)
+        known = self.times["generate"] + self.times["retrieve"] + update_s
+        generated = self.pending.get("rollouts/tokens", 0.0)
+        metrics = self.pending | update
+        metrics |= {f"time/{name}": seconds for name, seconds in self.times.items()}
+        metrics |= {
+            "time/update": update_s,
+            "time/step": spent,
+            "time/overhead": spent - known,
+            "rate/tokens_per_s": generated / spent,
+            "memory/rss_mb": resident_mb(),
+        }
+        every = self.config.eval.every
+        if every and step % every == 0 and step < self.config.train.steps:
+            metrics |= self.evaluate(step)
+        self.rundir.append_metrics(step, metrics)
+        self.progress.step(step, metrics)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate on `eval.split` after `step` steps; per-item results stay in the run directory."""
+        started = time.perf_counter()
+        items = self.items(step)
+        split = self.config.eval.split
+        found = evaluation_metrics(items, self.config.eval, self.config.seed)
+        metrics = {f"eval/{split}/{name}": value for name, value in found.items()}
+        metrics["time/eval"] = time.perf_counter() - started
+        self.progress.evaluation(step, split, metrics)
+        return metrics
+
+    def items(self, step: int) -> list[Item]:
+        """Per-item results after `step` steps, evaluated now or read back."""
+        settings = eval_settings(self.config, self.config.eval)
+        return evaluate(
+            lambda key: make_environment(self.config, self.task, self.engine, self.tokenizer, settings, key),
+            self.dev,
+            self.config.eval,
+            self.config.seed,
+            self.reward_set,
+            self.rundir.eval_path(step, self.config.eval.split),
+        )
+
+
+def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> list[Example]:
+    """Examples of step number `step` (from 1): ids are shuffled each epoch and walked in batches; the last one is topped up.
+
+    A batch never holds an example twice. Requires `size` <= number of examples.
+    """
+    batches = -(-len(examples) // size)
+    epoch, index = divmod(step - 1, batches)
+    order = list(range(len(examples)))
+    keyed.rng(seed, "order", epoch).shuffle(order)
+    chosen = order[index * size : (index + 1) * size]
+    chosen += order[: size - len(chosen)]
+    return [examples[i] for i in chosen]
+
+
+def minibatches(examples: Sequence[Example], count: int) -> dict[str, int]:
+    """Example id -> mini-batch: consecutive examples, sizes differing by at most one."""
+    return {example.id: index * count // len(examples) for index, example in enumerate(examples)}
+
+
+def train_calls(forest: Forest, credit: Credit, minibatch: dict[str, int]) -> list[TrainCall]:
+    """What the trainer sees: each credited call once, with its entries."""
+    entries: dict[str, list[TrainEntry]] = {}
+    for entry in credit.entries:
+        entries.setdefault(entry.call, []).append(TrainEntry(advantages=entry.advantages, weights=entry.weights))
+    calls = []
+    for call_id, found in entries.items():
+        call = forest.calls[call_id]
+        calls.append(
+            TrainCall(
+                id=call.id,
+                module=call.module,
+                prompt_ids=call.prompt_ids,
+                completion_ids=call.completion_ids,
+                old_logprobs=call.logprobs,
+                entries=tuple(found),
+                minibatch=minibatch[call.example],
+            )
+        )
+    return calls
+
+
+def resident_mb() -> float:
+    """Resident memory of this process in MB (0 where the platform does not say)."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * 4096 / 1e6
+    except OSError:
+        return 0.0
