@@ -1,0 +1,279 @@
+"""One batcher under all concurrent programs: async requests in, batches for a decoder out. Knows no torch.
+
+Sits between `rollout.context`, whose programs await `Batcher.generate`, and a `Decoder` that owns the model.
+
+Schedules:
+
+- `deterministic`: rows are admitted, and decoded further, only when every live program is waiting or in flight, and in
+  the order of `Request.order`; so the composition of each batch, and with it the last bits of each logit, is a pure
+  function of what the programs ask, never of when they ask it.
+- `greedy`: whatever waits is admitted at the next decode boundary; decoding runs in a worker thread, so that tools and
+  timeouts go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mmrl.engines.base import Completion, Request
+from mmrl.errors import EngineFailure, RolloutError
+
+SETTLE_ROUNDS = 8
+"""Turns of the event loop without any change after which all programs count as having had their say."""
+YIELD_S = 0.02
+"""Longest time for which a deterministic decode keeps the event loop from its timers."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request, from its asking to its outcome."""
+
+    request: Request
+    future: asyncio.Future[Completion]
+    sort_key: tuple[tuple[int, int | str], ...]
+    outcome: Completion | RolloutError | None = None
+    """Set by the decoder when the job is done."""
+    state: Any = field(default=None)
+    """The decoder's own."""
+
+
+class Decoder(Protocol):
+    """What makes tokens: synchronous, one decode boundary at a time."""
+
+    refills: bool
+    """Whether rows can join while others are in flight."""
+
+    def start(self) -> None:
+        """The first row of a burst is about to come: look at the weights afresh."""
+        ...
+
+    def room(self, jobs: Sequence[Job], active: int) -> int:
+        """How many of the first `jobs` may be admitted next to `active` rows; at least one when `active` is 0."""
+        ...
+
+    def admit(self, jobs: Sequence[Job]) -> None:
+        """Prefill `jobs` and sample the first token of each."""
+        ...
+
+    def step(self) -> None:
+        """Sample one more token of each row in flight."""
+        ...
+
+    def drop(self, jobs: Sequence[Job]) -> None:
+        """Forget rows that are done or no longer wanted."""
+        ...
+
+    def stop(self) -> None:
+        """The burst is over, well or badly: forget all rows and put the model back as it was."""
+        ...
+
+
+class Batcher:
+    """Collects the requests of all programs and drives one decoder.
+
+    Nothing bound to an event loop outlives that loop: after a cancelled or crashed `asyncio.run` the next one starts
+    clean.
+    """
+
+    def __init__(self, decoder: Decoder, schedule: str = "deterministic"):
+        if schedule not in ("deterministic", "greedy"):
+            raise ValueError(f"engine.schedule: got '{schedule}', expected deterministic or greedy")
+        self.decoder = decoder
+        self.schedule = schedule
+        self._reset(None)
+
+    def _reset(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        self._loop = loop
+        self.live = 0
+        self.waiting: list[Job] = []
+        self.active: list[Job] = []
+        self._driver: asyncio.Task[None] | None = None
+        self._changed: asyncio.Event | None = None
+        self._stamp = 0
+        self._interrupt = False
+
+    def _bind(self) -> None:
+        """Start afresh in a new event loop; counts made before any loop ran belong to the first one."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if self._loop is not None and self._loop is not loop:
+            self._reset(loop)
+        self._loop = loop
+
+    def _wake(self) -> None:
+        self._stamp += 1
+        if self._changed is not None:
+            self._changed.set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a row is in flight now."""
+        return bool(self.active)
+
+    def enter(self) -> None:
+        """A program starts."""
+        self._bind()
+        self.live += 1
+        self._wake()
+
+    def leave(self) -> None:
+        """A program has ended. One that outlived its event loop is no longer counted."""
+        self._bind()
+        self.live = max(0, self.live - 1)
+        self._wake()
+
+    async def generate(self, request: Request) -> Completion:
+        """Wait for a place in a batch and for the completion.
+
+        Raises:
+            EngineFailure: the decoder failed on this request or on its whole batch.
+        """
+        self._bind()
+        loop = asyncio.get_running_loop()
+        job = Job(request, loop.create_future(), _sort_key(request))
+        self.waiting.append(job)
+        self._interrupt = self.decoder.refills
+        if self._driver is None or self._driver.done():
+            self._changed = asyncio.Event()
+            self._driver = loop.create_task(self._drive())
+        self._wake()
+        try:
+            return await job.future
+        finally:
+            if job.outcome is None:  # cancelled, or the driver died
+                if job in self.waiting:
+                    self.waiting.remove(job)
+                self._interrupt = True
+                self._wake()
+
+    async def _drive(self) -> None:
+        """Serve until nothing waits and nothing is in flight."""
+        started = False
+        pool = ThreadPoolExecutor(1, "mmrl-decode") if self.schedule == "greedy" else None
+        try:
+            while True:
+                await self._settle()
+                if not self.waiting and not self.active:
+                    return
+                try:
+                    if not started:
+                        self.decoder.start()
+                        started = True
+                    await self._burst(pool)
+                except Exception as error:
+                    started, must_stop = False, started
+                    self._fail(error)
+                    if must_stop:
+                        self.decoder.stop()
+        finally:
+            self._interrupt = True
+            if pool is not None:  # the worker looks at _interrupt between tokens
+                pool.shutdown(wait=True)
+            if started:
+                self.decoder.stop()
+            for job in (*self.active, *self.waiting):
+                job.future.cancel()
+            self.active, self.waiting = [], []
+
+    async def _settle(self) -> None:
+        """Let programs run until nothing changes any more and, if deterministic, all have asked that can ask."""
+        assert self._changed is not None
+        while True:
+            while self._missing():
+                self._changed.clear()
+                await self._changed.wait()
+            stamp = self._stamp
+            for _ in range(SETTLE_ROUNDS):
+                await asyncio.sleep(0)
+                if self._stamp != stamp:
+                    break
+            else:
+                if not self._missing():
+                    return
+
+    def _missing(self) -> bool:
+        """Whether the next batch must still wait for a live program."""
+        if self.schedule == "greedy" or not (self.waiting or self.active):
+            return False
+        if self.active and not self.decoder.refills:
+            return False  # nobody can join this batch anyway
+        wanted = sum(not job.future.done() for job in (*self.active, *self.waiting))
+        return wanted < self.live
+
+    async def _burst(self, pool: ThreadPoolExecutor | None) -> None:
+        """Admit what may join now, then decode until a row is done or someone asks for the decoder's attention."""
+        self._drop_unwanted()
+        admitted: list[Job] = []
+        if self.waiting and (self.decoder.refills or not self.active):
+            self.waiting.sort(key=lambda job: job.sort_key)
+            count = max(self.decoder.room(self.waiting, len(self.active)), 0 if self.active else 1)
+            admitted, self.waiting = self.waiting[:count], self.waiting[count:]
+            self.active += admitted
+        if not self.active:
+            return
+        self._interrupt = False
+        if pool is None:
+            self._decode(admitted, time.monotonic() + YIELD_S)
+        else:
+            await asyncio.get_running_loop().run_in_executor(pool, self._decode, admitted, None)
+        self._deliver()
+
+    def _decode(self, admitted: Sequence[Job], until: float | None) -> None:
+        """Blocking part of `_burst`: runs in the event loop's thread (deterministic) or in a worker (greedy)."""
+        if admitted:
+            self.decoder.admit(admitted)
+        while not any(job.outcome is not None for job in self.active):
+            if self._interrupt or (until is not None and time.monotonic() > until):
+                return
+            self.decoder.step()
+
+    def _drop_unwanted(self) -> None:
+        self.waiting = [job for job in self.waiting if not job.future.done()]
+        gone = [job for job in self.active if job.future.done()]
+        if gone:
+            self.decoder.drop(gone)
+            self.active = [job for job in self.active if not job.future.done()]
+
+    def _deliver(self) -> None:
+        done = [job for job in self.active if job.outcome is not None]
+        if not done:
+            return
+        self.decoder.drop(done)
+        self.active = [job for job in self.active if job.outcome is None]
+        for job in done:
+            if job.future.done():  # cancelled meanwhile
+                continue
+            if isinstance(job.outcome, Completion):
+                job.future.set_result(job.outcome)
+            elif job.outcome is not None:
+                job.future.set_exception(job.outcome)
+
+    def _fail(self, error: Exception) -> None:
+        """The decoder raised: every row in flight fails with it; who waits is served by a fresh start.
+
+        With nothing in flight the start itself failed, and would fail again: then who waits fails too.
+        """
+        failed = self.active or self.waiting
+        for job in failed:
+            failure = EngineFailure(f"{type(error).__name__}: {error}")
+            failure.__cause__ = error
+            job.outcome = failure
+            if not job.future.done():
+                job.future.set_exception(failure)
+        if self.active:
+            self.active = []
+        else:
+            self.waiting = []
+
+
+def _sort_key(request: Request) -> tuple[tuple[int, int | str], ...]:
+    """Order numbers before text, so that keys of mixed types compare; the seed decides between equals."""
+    parts: tuple[int | str, ...] = (*request.order, request.sampling.seed)
+    return tuple((1, part) if isinstance(part, str) else (0, part) for part in parts)

@@ -1,0 +1,82 @@
+"""The embedded engine: generation in process, from the very module that the trainer trains.
+
+Programs reach it through `rollout.context`; `stages.weights` tells it the policy version after each update.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mmrl.config import EngineConfig
+from mmrl.engines.base import Completion, Request, Tokenizer
+from mmrl.engines.batcher import Batcher
+from mmrl.engines.decoder import RowDecoder
+from mmrl.engines.hf_loop import HFLoop
+from mmrl.engines.rows import Rules, eos_ids
+
+
+class TransformersEngine:
+    """Implements `mmrl.engines.base.Engine`.
+
+    Args:
+        model: a Hugging Face causal LM, wrapped by peft or not, on the CPU or one GPU. It is shared with the trainer,
+            so its weights are always the newest; nothing is copied between updates.
+        tokenizer: decodes for stop strings and names the end-of-turn token.
+        config: `engine.*`.
+        max_context: most tokens of prompt and completion together; None: the model's own limit.
+        threads: torch threads of heavy work (`hardware.threads`); None: as torch is set now.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        *,
+        max_context: int | None = None,
+        threads: int | None = None,
+    ):
+        settings: Any = model.config
+        limit = max_context or getattr(settings, "max_position_embeddings", None)
+        rules = Rules(
+            tokenizer, eos_ids(tokenizer, getattr(model, "generation_config", None)), settings.vocab_size, limit
+        )
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._decoder = RowDecoder(
+            HFLoop(model), rules, config.batch_tokens, threads or torch.get_num_threads(), parameters
+        )
+        self._batcher = Batcher(self._decoder, config.schedule)
+        self.policy_version = 0
+
+    def set_version(self, version: int) -> None:
+        """The weights have changed and are policy `version` now.
+
+        Raises:
+            RuntimeError: rows are in flight; their tokens would come from two policies.
+        """
+        if self._batcher.busy:
+            raise RuntimeError("the policy changed while the engine was generating")
+        self.policy_version = self._decoder.policy_version = version
+
+    def enter(self) -> None:
+        """See `Engine.enter`."""
+        self._batcher.enter()
+
+    def leave(self) -> None:
+        """See `Engine.leave`."""
+        self._batcher.leave()
+
+    async def generate(self, request: Request) -> Completion:
+        """See `Engine.generate`.
+
+        Raises:
+            LengthFailure: the prompt alone fills the context.
+            EngineFailure: the request is impossible, or the forward failed.
+        """
+        self._decoder.rules.check(request)
+        return await self._batcher.generate(request)
+
+    def close(self) -> None:
+        """Nothing is held but the model, which the caller owns."""
