@@ -1,1 +1,1 @@
-"""Retrievers: queries in, ranked documents out."""
+"""Retrieval: a corpus and queries in, scored documents out. No torch at import time; used by the tools of tasks."""

@@ -18,7 +18,8 @@ VOWELS = ("a", "e", "i", "o", "u")
 CODAS = ("n", "r", "l", "s", "k")
 _REAL = """benin canada dakar gabon havana japan kabul kenan korea kosovo malawi manila milan monaco nepal nevada niger
 panama paris rabat romania sahara saudi sudan tahiti tunis turin vegas venus human woman solar polar lunar rural honor
-razor roman salon satan semen demon lemon melon novel panel level rebel fatal vital legal naval hotel model nasal viral"""
+razor roman salon satan semen demon lemon melon novel panel level rebel fatal vital legal naval hotel model
+nasal viral"""
 REAL_WORDS = frozenset(_REAL.split())
 """Words that the syllables can make and that would mislead a reader."""
 

@@ -1,0 +1,139 @@
+"""BM25 over a corpus held in memory, its index built once by bm25s and kept on disk. Used by tasks' search tools.
+
+Lucene's variant of BM25 (idf = ln(1 + (N - df + 0.5) / (df + 0.5))), over title and text, lower-cased words, Lucene's
+English stop words, no stemming. A document that shares no indexed word with a query is never returned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.retrieval.base import Document
+from mmrl.retrieval.cache import load_or_build
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bm25s import BM25
+
+WORD = re.compile(r"\w+")
+LARGE_CORPUS = 50_000
+"""Documents from which on building shows a progress bar in a terminal."""
+FORMAT = 1
+"""Part of the cache key: raise it when tokenisation or files change."""
+
+
+class Bm25Retriever:
+    """Exact BM25 search; safe to use from several threads.
+
+    Args:
+        documents: the corpus, in the order that breaks ties.
+        k1: saturation of term frequency.
+        b: weight of length normalisation.
+        cache: folder for indexes; None builds in memory.
+    """
+
+    def __init__(self, documents: Sequence[Document], *, k1: float = 0.9, b: float = 0.4, cache: Path | None = None):
+        self.documents = documents
+        self._stop = _stop_words()
+
+        def build() -> BM25:
+            return _build(documents, k1, b, self._stop)
+
+        if cache is None:
+            self._index = build()
+        else:
+            folder = cache / "bm25" / _key(documents, k1, b)
+            self._index = load_or_build(folder, build, _save, _load)
+
+    def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
+        """See `mmrl.retrieval.base.Retriever.search`."""
+        return [self._search(query, k) for query, k in zip(queries, top_k, strict=True)]
+
+    def _search(self, query: str, k: int) -> list[Document]:
+        vocabulary = self._index.vocab_dict
+        ids = [vocabulary[word] for word in tokenize(query, self._stop) if word in vocabulary]
+        if not ids or k < 1:
+            return []
+        scores = self._index.get_scores_from_ids(ids)
+        return [replace(self.documents[i], score=float(scores[i])) for i in top_indices(scores, k)]
+
+
+def tokenize(text: str, stop: frozenset[str]) -> list[str]:
+    """Lower-cased words without stop words."""
+    return [word for word in WORD.findall(text.lower()) if word not in stop]
+
+
+def top_indices(scores: np.ndarray, k: int) -> list[int]:
+    """Indices of the k highest positive scores, best first; equal scores in index order. Shape of scores: (n,)."""
+    if k < len(scores):
+        threshold = np.partition(scores, len(scores) - k)[len(scores) - k]
+        found = np.flatnonzero(scores >= threshold) if threshold > 0 else np.flatnonzero(scores > 0)
+    else:
+        found = np.flatnonzero(scores > 0)
+    order = np.argsort(-scores[found], kind="stable")[:k]
+    return [int(index) for index in found[order]]
+
+
+def _build(documents: Sequence[Document], k1: float, b: float, stop: frozenset[str]) -> BM25:
+    from bm25s import BM25
+
+    vocabulary: dict[str, int] = {}
+    corpus_ids: list[list[int]] = []
+    with _progress(len(documents)) as shown:
+        for document in shown(documents):
+            words = tokenize(f"{document.title} {document.text}", stop)
+            corpus_ids.append([vocabulary.setdefault(word, len(vocabulary)) for word in words])
+    if not vocabulary:  # a corpus of stop words only; bm25s needs one column
+        vocabulary[""] = 0
+    index = BM25(k1=k1, b=b, method="lucene", backend="numpy", csc_backend="numpy")
+    index.index((corpus_ids, vocabulary), create_empty_token=False, show_progress=False)
+    return index
+
+
+def _save(index: BM25, folder: Path) -> None:
+    index.save(folder, show_progress=False)
+
+
+def _load(folder: Path) -> BM25:
+    from bm25s import BM25
+
+    return BM25.load(folder, mmap=True, load_corpus=False, show_progress=False)
+
+
+def _key(documents: Sequence[Document], k1: float, b: float) -> str:
+    """Hash of all that the index depends on: corpus in order, settings, bm25s' version."""
+    from bm25s import __version__
+
+    state = hashlib.blake2b(f"{FORMAT} {k1!r} {b!r} {__version__}".encode(), digest_size=16)
+    for document in documents:
+        state.update(f"\x1e{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass"))
+    return state.hexdigest()
+
+
+def _stop_words() -> frozenset[str]:
+    from bm25s.stopwords import STOPWORDS_EN
+
+    return frozenset(STOPWORDS_EN)
+
+
+@contextmanager
+def _progress(count: int) -> Iterator[Callable[[Iterable[Any]], Iterable[Any]]]:
+    """A progress bar for large corpora in a terminal, else nothing."""
+    if count < LARGE_CORPUS or not sys.stderr.isatty():
+        yield lambda items: items
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        yield lambda items: progress.track(items, total=count, description="BM25 index")
