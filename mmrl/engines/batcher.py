@@ -85,6 +85,8 @@ class Batcher:
             raise ValueError(f"engine.schedule: got '{schedule}', expected deterministic or greedy")
         self.decoder = decoder
         self.schedule = schedule
+        self.busy_s = 0.0
+        """Seconds spent decoding, for the share of generation in a step."""
         self._reset(None)
 
     def _reset(self, loop: asyncio.AbstractEventLoop | None) -> None:
@@ -227,12 +229,16 @@ class Batcher:
 
     def _decode(self, admitted: Sequence[Job], until: float | None) -> None:
         """Blocking part of `_burst`: runs in the event loop's thread (deterministic) or in a worker (greedy)."""
-        if admitted:
-            self.decoder.admit(admitted)
-        while not any(job.outcome is not None for job in self.active):
-            if self._interrupt or (until is not None and time.monotonic() > until):
-                return
-            self.decoder.step()
+        started = time.perf_counter()
+        try:
+            if admitted:
+                self.decoder.admit(admitted)
+            while not any(job.outcome is not None for job in self.active):
+                if self._interrupt or (until is not None and time.monotonic() > until):
+                    return
+                self.decoder.step()
+        finally:
+            self.busy_s += time.perf_counter() - started
 
     def _drop_unwanted(self) -> None:
         self.waiting = [job for job in self.waiting if not job.future.done()]

@@ -50,6 +50,11 @@ class TransformersEngine:
         self._batcher = Batcher(self._decoder, config.schedule)
         self.policy_version = 0
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent decoding so far."""
+        return self._batcher.busy_s
+
     def set_version(self, version: int) -> None:
         """The weights have changed and are policy `version` now.
 
