@@ -1,0 +1,262 @@
+"""Named alarms for the known ways in which a run goes wrong: a pure function of the metric history.
+
+Part of `report`; read by the live display and the HTML report. An alarm never stops a run. Every rule looks at
+trailing means over `window` steps, so that one odd batch does not ring; thresholds are fields of `Thresholds`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mmrl.report.series import History, modules_in, series, short, trailing_mean
+
+VALIDITY_FACTS = ("valid", "valid_share", "format", "format_ok", "format_rate", "ok")
+"""Behaviour facts (last part of a `module/<m>/…` key) that are shares of well-formed completions."""
+MUST_BE_FINITE = ("train/loss", "train/grad_norm", "train/kl", "reward/mean")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """When alarms ring."""
+
+    window: int = 5
+    """Steps of the trailing mean; nothing rings before that many steps."""
+    reward_drop: float = 0.5
+    """`reward_collapse`: share of the best trailing reward that is lost..."""
+    reward_drop_least: float = 0.1
+    """... and at least this much in absolute terms."""
+    entropy_left: float = 0.05
+    """`entropy_collapse`: share of the first trailing entropy that is left."""
+    zero_variance: float = 0.95
+    """`zero_variance`: share of groups whose rewards are all equal."""
+    logprob_gap: float = 0.05
+    """`logprob_gap`: mean |trainer - sampler| log-probability per token, in nats."""
+    kl: float = 1.0
+    """`kl_explosion`: KL to the reference in nats per token..."""
+    kl_growth: float = 5.0
+    """... and this many times its median so far (10 times `kl` rings without growth)."""
+    validity_drop: float = 0.2
+    """`format_falling`: fall of a share of valid completions below its best."""
+    failed_share: float = 0.2
+    """`failures`: share of rollouts that failed."""
+    length_growth: float = 3.0
+    """`length_runaway`: growth of the mean completion length..."""
+    cut_rise: float = 0.3
+    """... or rise of the share of completions cut at the limit, to at least one half."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """One stretch of steps during which a rule held."""
+
+    name: str
+    key: str
+    """The metric that rang."""
+    step: int
+    """First step."""
+    until: int | None
+    """Last step; None: still on."""
+    message: str
+    """What was seen and what to try."""
+
+
+def alarms(history: History, thresholds: Thresholds | None = None) -> list[Alarm]:
+    """All alarms of a run in order of their first step; those still on have `until=None`."""
+    limits = thresholds or Thresholds()
+    found: list[Alarm] = []
+    for rule in (_reward, _entropy, _zero_variance, _gap, _kl, _validity, _failures, _length, _finite):
+        for name, key, steps, on, say in rule(history, limits):
+            found += _stretches(name, key, steps, on, say)
+    return sorted(found, key=lambda alarm: (alarm.step, alarm.name, alarm.key))
+
+
+def current(history: History, thresholds: Thresholds | None = None) -> list[Alarm]:
+    """Alarms that are on at the last step."""
+    return [alarm for alarm in alarms(history, thresholds) if alarm.until is None]
+
+
+Finding = tuple[str, str, np.ndarray, np.ndarray, Any]
+"""(alarm name, key, steps, where it rings, message of a place)."""
+
+
+def _smooth(history: History, key: str, limits: Thresholds) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and trailing means of `key`, from the first full window on; empty when there is none."""
+    steps, values = series(history, key)
+    means = trailing_mean(values, limits.window)
+    return steps[limits.window - 1 :], means[limits.window - 1 :]
+
+
+def _reward(history: History, limits: Thresholds) -> Iterator[Finding]:
+    steps, means = _smooth(history, "reward/mean", limits)
+    best = np.maximum.accumulate(means) if len(means) else means
+    on = best - means > np.maximum(limits.reward_drop * np.abs(best), limits.reward_drop_least)
+    yield (
+        "reward_collapse",
+        "reward/mean",
+        steps,
+        on,
+        lambda at: (
+            f"reward fell to {short(means[at])} from its best of {short(best[at])}; "
+            "go back to an earlier checkpoint, with a lower train.lr or a higher algo.beta"
+        ),
+    )
+
+
+def _entropy(history: History, limits: Thresholds) -> Iterator[Finding]:
+    for key in _module_keys(history, ("entropy",)):
+        steps, means = _smooth(history, key, limits)
+        if len(means) and means[0] > 0:
+            yield (
+                "entropy_collapse",
+                key,
+                steps,
+                means < limits.entropy_left * means[0],
+                lambda at, means=means: (
+                    f"entropy is {short(means[at])}, {means[at] / means[0]:.0%} of what it was at first: nearly all "
+                    "samples agree; if reward has stopped rising, raise algo.temperature or lower train.lr"
+                ),
+            )
+
+
+def _zero_variance(history: History, limits: Thresholds) -> Iterator[Finding]:
+    key = "reward/zero_variance_share"
+    steps, means = _smooth(history, key, limits)
+    yield (
+        "zero_variance",
+        key,
+        steps,
+        means >= limits.zero_variance,
+        lambda at: (
+            f"{means[at]:.0%} of the groups have equal rewards, so almost nothing is learned; "
+            "data too easy or too hard, algo.group_size too small, or a reward that is always the same"
+        ),
+    )
+
+
+def _gap(history: History, limits: Thresholds) -> Iterator[Finding]:
+    key = "train/logprob_gap_mean"
+    steps, means = _smooth(history, key, limits)
+    yield (
+        "logprob_gap",
+        key,
+        steps,
+        means > limits.logprob_gap,
+        lambda at: (
+            f"sampler and trainer disagree by {short(means[at])} nats per token; weights out of step, or another "
+            "precision or temperature on one side; train.old_logprobs=recompute hides it from the ratio"
+        ),
+    )
+
+
+def _kl(history: History, limits: Thresholds) -> Iterator[Finding]:
+    steps, means = _smooth(history, "train/kl", limits)
+    medians = np.array([np.median(means[: at + 1]) for at in range(len(means))])
+    on = (means > limits.kl) & ((means > limits.kl_growth * medians) | (means > 10 * limits.kl))
+    yield (
+        "kl_explosion",
+        "train/kl",
+        steps,
+        on,
+        lambda at: (
+            f"KL to the reference is {short(means[at])} nats per token (median so far {short(medians[at])}); "
+            "lower train.lr or raise algo.beta"
+        ),
+    )
+
+
+def _validity(history: History, limits: Thresholds) -> Iterator[Finding]:
+    for key in _module_keys(history, VALIDITY_FACTS):
+        steps, means = _smooth(history, key, limits)
+        best = np.maximum.accumulate(means) if len(means) else means
+        yield (
+            "format_falling",
+            key,
+            steps,
+            best - means > limits.validity_drop,
+            lambda at, means=means, best=best: (
+                f"valid share fell to {means[at]:.0%} from {best[at]:.0%}; look at completions with mmrl show"
+            ),
+        )
+
+
+def _failures(history: History, limits: Thresholds) -> Iterator[Finding]:
+    key = "rollouts/failed_share"
+    steps, means = _smooth(history, key, limits)
+    yield (
+        "failures",
+        key,
+        steps,
+        means > limits.failed_share,
+        lambda at: f"{means[at]:.0%} of the rollouts fail; rollouts/failed/<kind> says why",
+    )
+
+
+def _length(history: History, limits: Thresholds) -> Iterator[Finding]:
+    for key in _module_keys(history, ("length",)):
+        steps, means = _smooth(history, key, limits)
+        if len(means) and means[0] > 0:
+            yield (
+                "length_runaway",
+                key,
+                steps,
+                means > limits.length_growth * means[0],
+                lambda at, means=means: (
+                    f"completions grew from {short(means[0])} to {short(means[at])} tokens; "
+                    "length may be what earns reward"
+                ),
+            )
+    for key in _module_keys(history, ("finish_length_share",)):
+        steps, means = _smooth(history, key, limits)
+        if len(means):
+            yield (
+                "length_runaway",
+                key,
+                steps,
+                (means >= 0.5) & (means - means[0] > limits.cut_rise),
+                lambda at, means=means: (
+                    f"{means[at]:.0%} of the completions are cut at the limit (first {means[0]:.0%}); "
+                    "raise task.max_tokens, or look for a missing end of turn"
+                ),
+            )
+
+
+def _finite(history: History, limits: Thresholds) -> Iterator[Finding]:
+    for key in MUST_BE_FINITE:
+        places = [record for record in history if isinstance(record.get(key), float)]
+        yield (
+            "not_finite",
+            key,
+            np.array([record["step"] for record in places], dtype=np.int64),
+            np.array([not math.isfinite(record[key]) for record in places], dtype=bool),
+            lambda at, places=places, key=key: f"{key} is {places[at][key]}; lower train.lr, check model.dtype",
+        )
+
+
+def _module_keys(history: History, facts: tuple[str, ...]) -> list[str]:
+    present = {key for record in history for key in record if key.startswith("module/")}
+    keys = [f"module/{module}/{fact}" for module in modules_in(history) for fact in facts]
+    return [key for key in keys if key in present]
+
+
+def _stretches(name: str, key: str, steps: np.ndarray, on: np.ndarray, say: Any) -> list[Alarm]:
+    """One alarm per maximal run of True in `on`."""
+    if not len(on) or not on.any():
+        return []
+    padded = np.concatenate([[False], on, [False]]).astype(np.int8)
+    starts = np.flatnonzero(np.diff(padded) == 1)
+    ends = np.flatnonzero(np.diff(padded) == -1) - 1
+    return [
+        Alarm(
+            name=name,
+            key=key,
+            step=int(steps[start]),
+            until=None if end == len(on) - 1 else int(steps[end]),
+            message=say(int(start if end < len(on) - 1 else end)),
+        )
+        for start, end in zip(starts, ends, strict=True)
+    ]

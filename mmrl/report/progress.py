@@ -1,0 +1,338 @@
+"""What a person sees while a run trains: a live display in a terminal, plain lines elsewhere.
+
+Part of `report`; fed with the metrics of each step. Writes to standard error, so that standard output holds results
+only. A display must never end a run: whatever goes wrong in here switches the display off, once, with one sentence.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from mmrl.config import RootConfig, TrainCommandConfig
+from mmrl.report.alarms import current
+from mmrl.report.series import duration, modules_in, number, series, short, sparkline
+
+Arguments = ParamSpec("Arguments")
+
+
+def run_name(config: RootConfig) -> str:
+    """What a run is called in reports: `run.name`, else `<algo>-<task>-s<seed>`."""
+    if config.run.name:
+        return config.run.name
+    kind = config.algo.name if isinstance(config, TrainCommandConfig) else "eval"
+    return f"{kind}-{config.task.name}-s{config.seed}"
+
+
+HISTORY = 400
+"""Steps kept for sparklines and alarms."""
+PLAIN_LINES = 30
+"""About this many plain lines for a whole run..."""
+PLAIN_SECONDS = 60.0
+"""... and one at least this often."""
+SHARED_FACTS = ("calls", "reward", "penalty", "length", "entropy", "kl", "clip_share", "finish_length_share")
+"""Facts of a module that every program has; others are the task's behaviour metrics."""
+
+
+def _harmless(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    @functools.wraps(method)
+    def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        progress: Any = args[0]
+        if progress.off:
+            return
+        try:
+            method(*args, **kwargs)
+        except Exception as error:  # a display must not end a run
+            progress.switch_off(error)
+
+    return guarded
+
+
+class Progress:
+    """Progress of one run, as a context manager.
+
+    Args:
+        config: gives title and `run.progress` (false: plain lines also in a terminal).
+        total: number of training steps.
+        title: name of the run, where there is no config.
+        main_metric: metric shown first (`task.main_metric`).
+        first_step: steps done before (a resumed run).
+        console: where to draw; None: standard error.
+    """
+
+    def __init__(
+        self,
+        config: RootConfig | None = None,
+        *,
+        total: int,
+        title: str = "",
+        main_metric: str = "em",
+        first_step: int = 0,
+        console: Console | None = None,
+    ):
+        self.off = False
+        self._total = total
+        self._title = title if config is None else run_name(config)
+        self._main = main_metric
+        self._done = first_step
+        self._console = console or Console(file=sys.stderr, highlight=False)
+        wanted = config is None or config.run.progress is not False
+        self._is_live = wanted and self._console.is_terminal and not self._console.is_dumb_terminal
+        self._ascii = not (self._console.encoding or "").lower().startswith("utf")
+        self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
+        self._evaluations: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+        self._clock: deque[tuple[int, float]] = deque([(first_step, time.monotonic())], maxlen=21)
+        self._last_line = (first_step, time.monotonic())
+        self._status = ""
+        self._live: Live | None = None
+        self._rung: set[tuple[str, str]] = set()
+
+    # --- what the run calls
+
+    def __enter__(self) -> Progress:
+        self._start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._stop(kind is not None)
+
+    @_harmless
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Step number `step` is done; `metrics` as logged."""
+        self._done = step
+        self._history.append({**metrics, "step": step})
+        self._clock.append((self._done, time.monotonic()))
+        self._status = ""
+        self._draw()
+        for alarm in current(list(self._history)):
+            if (alarm.name, alarm.key) not in self._rung:
+                self._rung.add((alarm.name, alarm.key))
+                self._say(f"alarm {alarm.name} at step {self._done} ({alarm.key}): {alarm.message}", style="yellow")
+        if not self._is_live and self._line_is_due():
+            self._say(self._line())
+
+    @_harmless
+    def evaluation(self, step: int, split: str, metrics: Mapping[str, Any]) -> None:
+        """An evaluation after `step` steps is done; keys with or without the prefix `eval/<split>/`."""
+        metrics = {key.removeprefix(f"eval/{split}/"): value for key, value in metrics.items()}
+        self._evaluations.setdefault(split, []).append((step, metrics))
+        self._status = ""
+        self._draw()
+        if not self._is_live:
+            shown = "  ".join(f"{key} {_with_interval(metrics, key)}" for key in self._metric_names(metrics))
+            items = f"  n {int(metrics['n'])}" if number(metrics.get("n")) is not None else ""
+            self._say(f"evaluation on {split} at step {step}: {shown}{items}")
+
+    @_harmless
+    def status(self, text: str) -> None:
+        """What is being done now ("evaluating dev 40/200"); in the live display only."""
+        self._status = text
+        self._draw()
+
+    @_harmless
+    def note(self, text: str) -> None:
+        """One line that stays."""
+        self._say(text)
+
+    # --- drawing
+
+    @_harmless
+    def _start(self) -> None:
+        if self._is_live:
+            self._live = Live(console=self._console, get_renderable=self._safe_render, refresh_per_second=1)
+            self._live.start()
+        elif self._title:
+            self._say(f"{self._title}: {self._total - self._done} steps to go")
+
+    @_harmless
+    def _stop(self, failed: bool) -> None:
+        if self._live is not None:
+            self._status = "stopped" if failed else ""
+            self._live.refresh()
+            self._live.stop()
+            self._live = None
+
+    def switch_off(self, error: Exception) -> None:
+        """End the display for good; the run goes on."""
+        self.off = True
+        live, self._live = self._live, None
+        try:
+            if live is not None:
+                live.stop()
+            print(f"progress display switched off: {type(error).__name__}: {error}", file=sys.stderr)
+        except Exception:  # standard error itself may be gone
+            return
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._console.print(Text(self._plain(text), style=style), soft_wrap=True)
+
+    def _draw(self) -> None:
+        if self._live is not None:
+            self._live.refresh()
+
+    def _safe_render(self) -> RenderableType:
+        # Called from rich's own thread, where an exception would surface as a traceback on the screen.
+        try:
+            return self.render(self._console.width)
+        except Exception as error:
+            return Text(f"(display: {type(error).__name__}: {error})")
+
+    def render(self, width: int) -> RenderableType:
+        """The whole display for a terminal of `width` columns."""
+        rows: list[RenderableType] = [self._bar(width)]
+        rows += self._curves(width)
+        if self._history:
+            rows.append(self._speed())
+            if modules_in([self._history[-1]]):
+                rows.append(self._modules(width))
+            for alarm in current(list(self._history)):
+                rows.append(Text(self._plain(f"! {alarm.name}  {alarm.key}: {alarm.message}"), style="yellow"))
+        if self._status:
+            rows.append(Text(self._plain(self._status), style="dim", no_wrap=True, overflow="ellipsis"))
+        return Group(*rows)
+
+    def _bar(self, width: int) -> Text:
+        share = min(max(self._done / self._total, 0.0), 1.0) if self._total else 1.0
+        head = f"step {self._done}/{self._total} "
+        tail = f" {share:4.0%}  {self._pace()}"
+        length = max(min(width - len(head) - len(tail) - 1, 40), 0)
+        full = round(share * length)
+        marks = ("=", "-") if self._ascii else ("━", "─")
+        text = Text(no_wrap=True, overflow="ellipsis")
+        if self._title and len(head) + length + len(tail) + len(self._title) + 2 < width:
+            text.append(self._plain(self._title) + "  ", style="bold")
+        text.append(head, style="bold")
+        text.append(marks[0] * full, style="green")
+        text.append(marks[1] * (length - full), style="dim")
+        text.append(tail)
+        return text
+
+    def _curves(self, width: int) -> list[RenderableType]:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="bold", no_wrap=True, min_width=min(14, width // 3))
+        grid.add_column(no_wrap=True, min_width=6)
+        grid.add_column(no_wrap=True, overflow="ellipsis")
+        room = max(min(width - 52, 40), 6)
+        _, rewards = series(list(self._history), "reward/mean")
+        if len(rewards):
+            spread = self._history[-1].get("reward/zero_variance_share")
+            note = f"best {short(rewards.max())}" + ("" if spread is None else f"  equal groups {_percent(spread)}")
+            grid.add_row("reward", short(rewards[-1]), f"{self._spark(list(rewards), room)}  {note}")
+        for split, seen in self._evaluations.items():
+            for key in self._metric_names(seen[-1][1]):
+                values = [float(value) for _, found in seen if (value := number(found.get(key))) is not None]
+                if not values:
+                    continue
+                rest = [_with_interval(seen[-1][1], key).partition(" ")[2]]
+                if len(values) > 1:
+                    rest = [self._spark(values, min(room, 16)), *rest, f"from {short(values[0])}"]
+                rest.append(f"at step {seen[-1][0]}")
+                grid.add_row(f"{split} {key}", short(values[-1]), "  ".join(part for part in rest if part))
+        return [grid] if grid.row_count else []
+
+    def _speed(self) -> Text:
+        last = self._history[-1]
+        parts = []
+        for key, unit in (("rate/tokens_per_s", "tokens/s"), ("rate/calls_per_s", "calls/s")):
+            if number(last.get(key)) is not None:
+                parts.append(f"{short(last[key])} {unit}")
+        total = number(last.get("time/step"))
+        if total:
+            shares = [(name, number(last.get(f"time/{name}"))) for name in ("generate", "retrieve", "update")]
+            parts += [f"{name} {value / total:.0%}" for name, value in shares if value is not None]
+        memory = number(last.get("memory/rss_mb"))
+        if memory is not None:
+            parts.append(f"{memory / 1024:.1f} GB")
+        failed = number(last.get("rollouts/failed_share"))
+        if failed:
+            parts.append(f"failed {_percent(failed)}")
+        return Text(self._plain(" · ".join(parts)), style="dim", no_wrap=True, overflow="ellipsis")
+
+    def _modules(self, width: int) -> Table:
+        last = self._history[-1]
+        table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
+        names = modules_in([last])
+        facts = [fact for fact in SHARED_FACTS if any(f"module/{name}/{fact}" in last for name in names)]
+        extra = sorted(
+            {key.rsplit("/", 1)[1] for key in last if key.startswith("module/")} - set(SHARED_FACTS), key=str.lower
+        )
+        wanted: list[str] = [fact for fact in ("reward", "penalty", "entropy", "length") if fact in facts]
+        wanted += [fact for fact in ("kl", "clip_share") if fact in facts and width >= 100]
+        name_width = max(len("module"), *(len(name) for name in names))
+        room = max(width - name_width - sum(max(len(fact), 7) + 2 for fact in wanted), 0)
+        for fact in extra:
+            room -= max(len(fact), 7) + 2
+            if room < 0:
+                break
+            wanted.append(fact)
+        table.add_column("module", no_wrap=True, overflow="ellipsis", max_width=max(width // 3, 8))
+        for fact in wanted:
+            table.add_column(fact.replace("_share", ""), justify="right", no_wrap=True)
+        for name in names:
+            table.add_row(self._plain(name), *(short(last.get(f"module/{name}/{fact}")) for fact in wanted))
+        return table
+
+    # --- words
+
+    def _metric_names(self, metrics: Mapping[str, Any]) -> list[str]:
+        """The main metric first, then the others that are worth a line."""
+        offered = [
+            key for key in (self._main, "em", "f1", "accuracy", "reward") if number(metrics.get(key)) is not None
+        ]
+        return list(dict.fromkeys(offered))[:3]
+
+    def _line_is_due(self) -> bool:
+        every = max(1, self._total // PLAIN_LINES)
+        step, at = self._last_line
+        now = time.monotonic()
+        due = self._done - step >= every or self._done >= self._total or len(self._history) == 1
+        if due or now - at >= PLAIN_SECONDS:
+            self._last_line = (self._done, now)
+            return True
+        return False
+
+    def _line(self) -> str:
+        last = self._history[-1]
+        parts = [f"step {self._done}/{self._total}", f"reward {short(last.get('reward/mean'))}"]
+        for key in dict.fromkeys((self._main, "f1")):
+            if number(last.get(f"task/{key}")) is not None:
+                parts.append(f"{key} {short(last[f'task/{key}'])}")
+        if number(last.get("rate/tokens_per_s")) is not None:
+            parts.append(f"{short(last['rate/tokens_per_s'])} tokens/s")
+        return "  ".join([*parts, self._pace()])
+
+    def _pace(self) -> str:
+        """Seconds per step over the last steps, evaluations included, and the time left at that pace."""
+        (first, since), (last, at) = self._clock[0], self._clock[-1]
+        if last <= first:
+            return ""
+        pace = (at - since) / (last - first)
+        left = (self._total - last) * pace
+        return f"{duration(pace)}/step" + (f"  {duration(left)} left" if last < self._total else "  done")
+
+    def _spark(self, values: list[float], width: int) -> str:
+        return sparkline(values, width, ascii_only=self._ascii)
+
+    def _plain(self, text: str) -> str:
+        """`text` as the terminal's encoding can show it."""
+        return text.encode("ascii", "replace").decode() if self._ascii else text
+
+
+def _percent(value: Any) -> str:
+    found = number(value)
+    return "-" if found is None else f"{found:.0%}"
+
+
+def _with_interval(metrics: Mapping[str, Any], key: str) -> str:
+    low, high = number(metrics.get(f"{key}_low")), number(metrics.get(f"{key}_high"))
+    interval = "" if low is None or high is None else f" [{short(low)}, {short(high)}]"
+    return short(metrics.get(key)) + interval
