@@ -50,6 +50,9 @@ class EngineConfig(Section):
     schedule: Literal["deterministic", "greedy"] = Field(
         "deterministic", description="deterministic: a batch starts when every live program has asked or ended"
     )
+    loop: Literal["auto", "own", "hf"] = Field(
+        "auto", description="decode loop of transformers: own (fast, Llama and Qwen families), hf (any model)"
+    )
     batch_tokens: int = Field(65536, ge=64, description="prompt tokens (padded) generated for at once")
 
 
