@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -21,10 +21,22 @@ class AlgoConfig(Section):
     clip_high: float | None = Field(None, gt=0, description="upper epsilon (clip-higher); null: the same as clip")
     beta: float = Field(0.001, ge=0, description="weight of the KL term against the reference policy")
     loss_mean: Literal["seq", "token", "constant"] = Field("seq", description="how token losses are averaged")
+    loss_length: int | None = Field(
+        None, ge=1, description="L_max that loss_mean=constant divides by; null: the longest sequence of the batch"
+    )
     temperature: float = Field(1.0, gt=0, description="sampling temperature of training rollouts")
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     parse_retries: int = Field(0, ge=0, le=10, description="extra attempts after a parse failure in training rollouts")
+
+    @model_validator(mode="after")
+    def _length(self) -> Self:
+        if self.loss_length is not None and self.loss_mean != "constant":
+            raise ValueError(
+                f"loss_length: got {self.loss_length}, which has no effect with loss_mean={self.loss_mean}; "
+                "set loss_mean=constant or leave it out"
+            )
+        return self
 
 
 class GroupConfig(AlgoConfig):
@@ -34,6 +46,17 @@ class GroupConfig(AlgoConfig):
     eps: float = Field(1e-6, ge=0, description="added to the standard deviation")
     ddof: Literal[0, 1] = 1
     scale: bool = Field(True, description="divide by the standard deviation (false: Dr.GRPO)")
+    std_over: Literal["group", "batch"] = Field("group", description="rewards whose standard deviation is divided by")
+    baseline: Literal["mean", "leave_one_out"] = Field("mean", description="leave_one_out: RLOO")
+    zero_variance: Literal["keep", "drop"] = Field("keep", description="what becomes of groups with equal rewards")
+
+    @model_validator(mode="after")
+    def _std(self) -> Self:
+        if not self.scale and self.std_over == "batch":
+            raise ValueError(
+                "std_over: got batch, which has no effect with scale=false; set scale=true or leave it out"
+            )
+        return self
 
 
 class MhgpoConfig(GroupConfig):
