@@ -9,6 +9,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from mmrl.errors import ConfigError
 
 
@@ -54,8 +56,16 @@ def _checkpoint(folder: Path, prompts: str | None) -> Policy:
     number = int(step) if step.isdigit() else None
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
-        base = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base = _run_base(folder) or json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
         return Policy(base=base, adapter=str(folder), prompts=prompts, step=number)
     if (folder / "config.json").is_file():
         return Policy(base=str(folder), prompts=prompts, step=number)
     raise ConfigError(f"policy: {folder} holds neither adapter_config.json nor config.json, so no weights")
+
+
+def _run_base(folder: Path) -> str | None:
+    """`model.path` of the run that `folder` is a checkpoint of; None outside a run."""
+    config = folder.parent.parent / "config.yaml"
+    if not config.is_file():
+        return None
+    return str(yaml.safe_load(config.read_text(encoding="utf-8"))["model"]["path"])

@@ -6,17 +6,19 @@ Called by `cli`; everything that the user typed wrong is found in `check_all`, b
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import EvalCommandConfig, RootConfig, TaskConfig, TrainCommandConfig, validate
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, unknown
 from mmrl.policy import Policy, resolve
+from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir, allocate
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mmrl.stages.weights import WeightStage
+
+ConfigT = TypeVar("ConfigT", bound=RootConfig)
 
 _TASKS: dict[tuple[str, int], Task] = {}
 
@@ -77,7 +81,8 @@ def check(config: RootConfig) -> list[str]:
         problems.append(f"train.batch_size: got {config.train.batch_size}, the train split has {available} examples")
     if config.algo.minibatches > config.train.batch_size:
         problems.append(
-            f"algo.minibatches: got {config.algo.minibatches}, expected at most train.batch_size={config.train.batch_size}"
+            f"algo.minibatches: got {config.algo.minibatches}, "
+            f"expected at most train.batch_size={config.train.batch_size}"
         )
     if not task.examples(config.eval.split):
         problems.append(f"eval.split: the {config.eval.split} split has no examples")
@@ -138,7 +143,7 @@ def as_tuples(value: Any) -> Any:
     return tuple(as_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def settle(config: TrainCommandConfig) -> TrainCommandConfig:
+def settle(config: ConfigT) -> ConfigT:
     """Fix what depends on this machine (device, threads, engine), so that a resume repeats it."""
     import os
 
@@ -162,56 +167,78 @@ def settle(config: TrainCommandConfig) -> TrainCommandConfig:
 
 def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None) -> int:
     """Evaluate, train, evaluate, report."""
+    from mmrl.report.progress import Progress
+    from mmrl.report.trackers import open_trackers
+
     started = time.perf_counter()
     task = build_task(config.task, config.seed)
-    from mmrl.report.progress import Progress
-    from mmrl.report.trackers import trackers
-
-    with Progress(config, total=config.train.steps) as progress, stoppable(), trackers(config, rundir) as tracked:
-        stage, model = build_stage(config, task, rundir, progress)
+    done = step_number(checkpoint) if checkpoint else 0
+    progress = Progress(
+        config.train.steps,
+        title=run_name(config),
+        main_metric=task.main_metric,
+        live=config.run.progress,
+        first_step=done,
+    )
+    trackers = open_trackers(
+        config.run.report_to,
+        rundir.path,
+        name=run_name(config),
+        config=config.model_dump(mode="json"),
+        project=config.run.wandb_project,
+    )
+    with progress, stoppable():
         progress.note(describe_start(config, task, rundir, checkpoint))
-        before = stage.items(0)
-        stage.tracked = tracked
-        stage.baseline(before)
-        trainer = stage.trainer(model, checkpoint)
+        stage, trainer = build_stage(config, task, rundir, progress, trackers, checkpoint)
         try:
+            before = stage.baseline()
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            after = stage.items(config.train.steps)
         except (MmrlError, KeyboardInterrupt):
-            progress.note(f"continue with: mmrl train resume={rundir.path}")
+            progress.note(f"stopped; continue with: mmrl train resume={rundir.path}")
             raise
-        after = stage.items(config.train.steps)
-        stage.final(after)
-    from mmrl.report.finish import finish
-
-    print(finish(rundir, config, task.describe(), before, after, seconds=time.perf_counter() - started))
+        finally:
+            trackers.finish()
+    print(finish(config, task, rundir, before, after, time.perf_counter() - started))
     return 0
 
 
-def build_stage(config: TrainCommandConfig, task: Task, rundir: RunDir, progress: Any) -> tuple[WeightStage, Any]:
-    """Model, tokenizer, engine and stage of a run."""
+def run_name(config: TrainCommandConfig) -> str:
+    """Name of a run in displays and reports."""
+    return config.run.name or f"{config.algo.name}-{config.task.name}-s{config.seed}"
+
+
+def build_stage(
+    config: TrainCommandConfig, task: Task, rundir: RunDir, progress: Any, trackers: Any, checkpoint: Path | None
+) -> tuple[WeightStage, Any]:
+    """Tokenizer, model, trainer, engine and the stage that ties them together."""
     import torch
 
-    from mmrl.engines import ENGINES
+    from mmrl.engines import engine_class
     from mmrl.models import load_model, load_tokenizer
     from mmrl.stages.weights import WeightStage
 
     hardware = config.hardware
     torch.set_num_threads(hardware.threads or 1)
     tokenizer = load_tokenizer(config.model)
-    model = load_model(config.model, hardware.device)
-    engine = ENGINES[config.engine.name](model, tokenizer, config.engine, max_context=config.task.max_context)
     stage = WeightStage(
         config=config,
         task=task,
-        engine=engine,
         tokenizer=tokenizer,
         rundir=rundir,
         progress=progress,
+        trackers=trackers,
         train=task.examples("train"),
-        dev=task.examples(config.eval.split),
+        heldout=task.examples(config.eval.split),
         reward_set=reward_set(config, task),
     )
-    return stage, model
+    trainer = stage.trainer(load_model(config.model, hardware.device), checkpoint)
+    # The engine samples from the very module that is trained (wrapped by peft where there is an adapter).
+    stage.engine = engine_class(config.engine.name)(
+        trainer.model, tokenizer, config.engine, max_context=config.task.max_context, threads=hardware.threads
+    )
+    stage.engine.set_version(step_number(checkpoint) if checkpoint else 0)
+    return stage, trainer
 
 
 def describe_start(config: TrainCommandConfig, task: Task, rundir: RunDir, checkpoint: Path | None) -> str:
@@ -244,10 +271,70 @@ def stoppable() -> Iterator[None]:
 
 
 def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
-    """`mmrl eval`."""
-    raise NotImplementedError
+    """`mmrl eval`: evaluate any policy on any task's split; per-item results are kept, so a stopped one continues."""
+    if config.run.dir is None:
+        stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        path = allocate(Path("outputs") / config.task.name / "eval", stamp)
+        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(path)})})
+    config = settle(config)
+    assert config.run.dir is not None
+    with RunDir.create(config.run.dir, config.model_dump(mode="json"), command) as rundir:
+        return _evaluate(config, rundir)
 
 
-def load_policy(policy: Policy, config: RootConfig, device: str) -> tuple[Any, Any]:
-    """Model and tokenizer of a policy."""
-    raise NotImplementedError
+def resume_evaluation(folder: Path) -> int:
+    """Continue a stopped `mmrl eval`: items already evaluated are kept."""
+    with RunDir.open(folder, command=["mmrl", "eval", f"resume={folder}"]) as rundir:
+        config = validate(EvalCommandConfig, as_tuples(rundir.config))
+        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})
+        check_all([config.model_copy(update={"run": config.run.model_copy(update={"dir": None})})])
+        return _evaluate(config, rundir)
+
+
+def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
+    import torch
+
+    from mmrl.engines import engine_class
+    from mmrl.stages.evaluate import evaluate, evaluation_metrics
+    from mmrl.stages.weights import eval_settings, make_environment
+
+    hardware = config.hardware
+    torch.set_num_threads(hardware.threads or 1)
+    task = build_task(config.task, config.seed)
+    policy = resolve(config.policy)
+    model, tokenizer = load_policy(policy, config)
+    engine = engine_class(config.engine.name)(
+        model, tokenizer, config.engine, max_context=config.task.max_context, threads=hardware.threads
+    )
+    settings = eval_settings(config, config.eval)
+    with stoppable():
+        try:
+            items = evaluate(
+                lambda key: make_environment(config, task, engine, tokenizer, settings, key),
+                task.examples(config.split),
+                config.eval,
+                config.seed,
+                reward_set(config, task),
+                rundir.eval_path(policy.step or 0, config.split),
+                lambda chunk, forest: write_step(rundir, forest, evaluation=config.split, step=chunk),
+            )
+        except KeyboardInterrupt:
+            print(f"stopped; continue with: mmrl eval resume={rundir.path}", file=sys.stderr)
+            raise
+    metrics = evaluation_metrics(items, config.eval, config.seed)
+    rundir.write_summary({"policy": config.policy, "task": task.name, "split": config.split, "metrics": metrics})
+    print(evaluation_table(config, task.describe(), metrics, rundir.path))
+    return 0
+
+
+def load_policy(policy: Policy, config: RootConfig) -> tuple[Any, Any]:
+    """Model (with its adapter) and tokenizer of a policy, on the device of the config."""
+    from mmrl.models import load_model, load_tokenizer
+
+    weights = config.model.model_copy(update={"path": policy.base})
+    model: Any = load_model(weights, config.hardware.device)
+    if policy.adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, policy.adapter)
+    return model, load_tokenizer(weights)

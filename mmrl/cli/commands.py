@@ -22,7 +22,7 @@ def train_command(arguments: Sequence[str]) -> int:
     if resume is not None:
         return _resume(resume, line)
     if line.prints_only:
-        expand(line)
+        _refuse_unknown_choices(line)
         through_hydra("train", line, lambda raw: None)
         return 0
     configs = _validated("train", TrainCommandConfig, line)
@@ -37,8 +37,14 @@ def train_command(arguments: Sequence[str]) -> int:
 def eval_command(arguments: Sequence[str]) -> int:
     """`mmrl eval`."""
     line = parse_arguments(arguments)
+    resume = take(line.overrides, "resume")
+    if resume is not None:
+        _nothing_else(line)
+        from mmrl import run
+
+        return run.resume_evaluation(Path(resume))
     if line.prints_only:
-        expand(line)
+        _refuse_unknown_choices(line)
         through_hydra("eval", line, lambda raw: None)
         return 0
     if line.multirun:
@@ -83,7 +89,7 @@ def credit_command(arguments: Sequence[str]) -> int:
     algos, seed = [], 0
     for name in names.split(","):
         job = CommandLine(overrides=[f"algo={name}", *line.overrides], config_dir=line.config_dir)
-        (overrides,) = expand(job)
+        (overrides,) = expand(job, problems)
         raw = composed("train", overrides, line.config_dir)
         algos.append(algo_section(raw.get("algo"), problems))
         seed = raw.get("seed", 0)
@@ -102,17 +108,27 @@ def credit_command(arguments: Sequence[str]) -> int:
 
 def _validated(name: str, schema: Any, line: CommandLine) -> list[Any]:
     """Every job's config, validated; the problems of all jobs together, each once."""
-    jobs = expand(line)
+    problems: list[str] = []
+    jobs = expand(line, problems)
+    # Keys of a group whose choice is unknown cannot be judged: they belong to another schema.
+    unjudged = tuple(f"{problem.partition(':')[0]}." for problem in problems)
     _plugins(line)
-    configs, problems = [], []
+    configs = []
     for overrides in jobs:
         try:
             configs.append(validate(schema, composed(name, overrides, line.config_dir)))
         except ConfigError as error:
-            problems += error.problems
+            problems += [problem for problem in error.problems if not problem.startswith(unjudged)]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return configs
+
+
+def _refuse_unknown_choices(line: CommandLine) -> None:
+    problems: list[str] = []
+    expand(line, problems)
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
 
 
 def _plugins(line: CommandLine) -> None:
@@ -129,12 +145,17 @@ def _plugins(line: CommandLine) -> None:
 
 
 def _resume(folder: str, line: CommandLine) -> int:
-    if line.overrides or line.multirun or line.flags:
-        given = ", ".join([*line.overrides, *line.flags, *(["-m"] if line.multirun else [])])
-        raise ConfigError(f"resume: a run continues with the config it was started with; remove {given}")
+    _nothing_else(line)
     from mmrl import run
 
     return run.resume(Path(folder))
+
+
+def _nothing_else(line: CommandLine) -> None:
+    """Refuse anything beside `resume=`."""
+    if line.overrides or line.multirun or line.flags:
+        given = ", ".join([*line.overrides, *line.flags, *(["-m"] if line.multirun else [])])
+        raise ConfigError(f"resume: a run continues with the config it was started with; remove {given}")
 
 
 def _sweep(line: CommandLine, arguments: Sequence[str], jobs: int) -> int:

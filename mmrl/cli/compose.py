@@ -88,33 +88,27 @@ def take(overrides: list[str], key: str) -> str | None:
     return None
 
 
-def expand(line: CommandLine) -> list[list[str]]:
+def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
     """The overrides of each job: one without `-m`, else the cross product as Hydra's basic sweeper makes it.
 
+    A group that is given a choice it does not have is added to `problems` and left at its default, so that the rest
+    of the command line can still be judged.
+
     Raises:
-        ConfigError: overrides that Hydra cannot parse, a sweep without `-m`, a group given a choice it does not have.
+        ConfigError: overrides that Hydra cannot parse, or a sweep without `-m`.
     """
     parsed = _parse(line.overrides)
-    problems = []
     if not line.multirun:
-        for override in parsed:
-            if override.is_sweep_override():
-                problems.append(
-                    f"{override.get_key_element()}: got several values ({override.get_value_element_as_str()}); "
-                    f'run a sweep with -m, or quote a list as "{override.get_key_element()}=[a,b]"'
-                )
-    if problems:
-        raise ConfigError(problems)
+        swept = [override.get_key_element() for override in parsed if override.is_sweep_override()]
+        if swept:
+            raise ConfigError(
+                f'{key}: got several values; run a sweep with -m, or quote a list: "{key}=[a,b]"' for key in swept
+            )
     try:
         jobs = BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
     except HydraException as error:
         raise ConfigError(str(error)) from None
-    for job in jobs:
-        for override in job:
-            problems += _check_group(override, line.config_dir)
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
-    return [[forced(override) for override in job] for job in jobs]
+    return [[forced(o) for o in job if not _unknown_choice(o, line.config_dir, problems)] for job in jobs]
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
@@ -129,13 +123,16 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     return parsed
 
 
-def _check_group(override: str, config_dir: str | None) -> list[str]:
+def _unknown_choice(override: str, config_dir: str | None, problems: list[str]) -> bool:
     key, _, value = override.lstrip("+~").partition("=")
     value = value.strip("'\"")
     if key not in GROUPS or value in ("", "null"):
-        return []
+        return False
     choices = options(key, config_dir)
-    return [] if value in choices else [unknown(key, value, choices)]
+    if value in choices:
+        return False
+    problems.append(unknown(key, value, choices))
+    return True
 
 
 def forced(override: str) -> str:

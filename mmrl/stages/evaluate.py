@@ -51,16 +51,16 @@ def evaluate(
     if results:
         repair_jsonl(results)  # a line torn by a kill must not swallow the next one
         done = {item["id"]: item for item in read_jsonl(results)}
-    for index, chunk in enumerate(chunks([e for e in wanted if e.id not in done])):
+    for chunk in chunks([e for e in wanted if e.id not in done]):
         env = env_for((seed, "eval"))
         plans = [(example, independent(settings.samples)) for example in chunk]
         forest = asyncio.run(sample(env, plans, reward_set))
         found = item_results(forest)
+        if on_forest:
+            on_forest(len(done) // CHUNK, forest)
         if results:
             append_jsonl(results, found)
         done |= {item["id"]: item for item in found}
-        if on_forest:
-            on_forest(index, forest)
     return [done[example.id] for example in wanted]
 
 

@@ -22,6 +22,7 @@ from mmrl.records import Example, Forest
 from mmrl.report.journal import write_step
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
+from mmrl.report.trackers import Trackers
 from mmrl.rollout.context import Environment, SamplingSettings
 from mmrl.rollout.sample import sample
 from mmrl.stages.evaluate import Item, evaluate, evaluation_metrics
@@ -64,13 +65,16 @@ class WeightStage:
 
     config: TrainCommandConfig
     task: Task
-    engine: Any
     tokenizer: Any
     rundir: RunDir
     progress: Progress
-    train: Sequence[Example] = ()
-    dev: Sequence[Example] = ()
-    reward_set: str = "outcome"
+    trackers: Trackers
+    train: Sequence[Example]
+    heldout: Sequence[Example]
+    """The split that is evaluated."""
+    reward_set: str
+    engine: Any = None
+    """Set once the trainer has the model."""
     times: dict[str, float] = field(default_factory=dict)
     step_started: float = 0.0
     pending: dict[str, float] = field(default_factory=dict)
@@ -156,28 +160,42 @@ class WeightStage:
             "memory/rss_mb": resident_mb(),
         }
         every = self.config.eval.every
-        if every and step % every == 0 and step < self.config.train.steps:
+        if step == self.config.train.steps or (every and step % every == 0):
             metrics |= self.evaluate(step)
+        self._log(step, metrics)
+
+    def baseline(self) -> list[Item]:
+        """Evaluate before training; on a resumed run, read back what was found then."""
+        logged = any(record["step"] == 0 for record in self.rundir.history())
+        if logged:
+            return self.items(0)
+        metrics = self.evaluate(0)
+        self._log(0, metrics)
+        return self.items(0)
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.rundir.append_metrics(step, metrics)
-        self.progress.step(step, metrics)
+        self.trackers.log(step, metrics)
+        if step:
+            self.progress.step({"step": step, **metrics})
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate on `eval.split` after `step` steps; per-item results stay in the run directory."""
         started = time.perf_counter()
-        items = self.items(step)
         split = self.config.eval.split
-        found = evaluation_metrics(items, self.config.eval, self.config.seed)
-        metrics = {f"eval/{split}/{name}": value for name, value in found.items()}
-        metrics["time/eval"] = time.perf_counter() - started
-        self.progress.evaluation(step, split, metrics)
-        return metrics
+        self.progress.status(f"evaluating {split}")
+        found = evaluation_metrics(self.items(step), self.config.eval, self.config.seed)
+        self.progress.evaluation(split, found)
+        return {f"eval/{split}/{name}": value for name, value in found.items()} | {
+            "time/eval": time.perf_counter() - started
+        }
 
     def items(self, step: int) -> list[Item]:
         """Per-item results after `step` steps, evaluated now or read back."""
         settings = eval_settings(self.config, self.config.eval)
         return evaluate(
             lambda key: make_environment(self.config, self.task, self.engine, self.tokenizer, settings, key),
-            self.dev,
+            self.heldout,
             self.config.eval,
             self.config.seed,
             self.reward_set,
@@ -186,7 +204,7 @@ class WeightStage:
 
 
 def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> list[Example]:
-    """Examples of step number `step` (from 1): ids are shuffled each epoch and walked in batches; the last one is topped up.
+    """Examples of step number `step` (from 1): shuffled each epoch, walked in batches, the last one topped up.
 
     A batch never holds an example twice. Requires `size` <= number of examples.
     """

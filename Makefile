@@ -1,0 +1,45 @@
+# Two commands on a fresh machine: `make train` does the main job, `make test` passes the tests.
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: help setup train test check format tiny clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv with everything the other targets need
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("mmrl needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.11 ...") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (about 2 minutes; PyTorch is the largest part)"
+	$(BIN)/python -m pip install -q -c constraints.txt 'torch>=2.9,<2.14'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+train: $(STAMP) ## train the default run (MHGPO-RR, three-agent search, mini world); ARGS='algo=mhgpo_fof seed=1'
+	$(BIN)/mmrl train $(ARGS)
+
+test: $(STAMP) ## run the tests
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+	@echo "all tests passed; next: make train (the main job), make check (lint, types, import contract)"
+
+check: $(STAMP) ## format, lint, types and import contract, without changing anything
+	$(BIN)/ruff format --check mmrl tests scripts
+	$(BIN)/ruff check mmrl tests scripts
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(STAMP) ## format and fix what can be fixed
+	$(BIN)/ruff format mmrl tests scripts
+	$(BIN)/ruff check --fix mmrl tests scripts
+
+tiny: $(STAMP) ## rebuild the shipped tiny model (resumable, under an hour)
+	$(BIN)/python scripts/build_tiny_model.py $(ARGS)
+
+clean: ## remove .venv and caches (never outputs/)
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info
