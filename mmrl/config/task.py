@@ -42,6 +42,9 @@ class TaskConfig(Section):
     retriever: RetrieverConfig = RetrieverConfig()
     reward: str | None = Field(None, description="a named reward set of the task; null: the algorithm's own")
     prompts: str | None = Field(None, description="YAML file that replaces prompts, by module and role")
+    punctuation: Literal["delete", "space"] = Field(
+        "delete", description="answer normalisation: as in SQuAD and HotpotQA, or punctuation to spaces (MMOA-RAG)"
+    )
     failure_score: float = Field(0.0, description="reward of a rollout that failed by the model's own doing")
     max_tokens: int = Field(100, ge=1, description="completion limit of a call")
     max_context: int | None = Field(None, ge=16, description="prompt + completion limit; null: the model's")

@@ -1,0 +1,180 @@
+"""Multi-hop question answering data: official record layouts to examples and paragraphs. Used by `multihop_qa`.
+
+A *layout* says how one data set writes a record. Files hold the official JSON; the hub's copies hold the same fields
+in columns; both come through the same reader.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmrl import keyed
+from mmrl.errors import DataError
+from mmrl.records import Example
+from mmrl.retrieval.base import Document
+from mmrl.tasks.files import Row, Source
+
+log = logging.getLogger("mmrl.data")
+
+Paragraph = tuple[str, str]
+"""Title and text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What every layout is read into."""
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    titles: tuple[str, ...]
+    """Titles of the gold paragraphs, without repetition."""
+    kind: str
+    paragraphs: tuple[Paragraph, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a data set writes its records."""
+
+    columns: tuple[str, ...]
+    """Columns of its hub copy."""
+    read: Callable[[Mapping[str, Any]], Record]
+    """May raise `KeyError` (missing field), `TypeError` or `ValueError` (wrong shape)."""
+
+
+def _hotpot(values: Mapping[str, Any]) -> Record:
+    """HotpotQA (distractor and fullwiki) and 2WikiMultihopQA."""
+    context, facts = values["context"], values["supporting_facts"]
+    if isinstance(context, Mapping):  # the hub's columns
+        context = list(zip(context["title"], context["sentences"], strict=True))
+    if isinstance(facts, Mapping):
+        facts = list(zip(facts["title"], facts["sent_id"], strict=True))
+    return Record(
+        id=_text(values.get("_id") or values["id"], "id"),
+        question=_text(values["question"], "question"),
+        answers=(_text(values["answer"], "answer"),),
+        titles=tuple(dict.fromkeys(str(title) for title, _ in facts)),
+        kind=str(values.get("type", "")),
+        paragraphs=tuple((str(title), "".join(sentences)) for title, sentences in context),
+    )
+
+
+def _musique(values: Mapping[str, Any]) -> Record:
+    """MuSiQue-Ans."""
+    paragraphs = values["paragraphs"]
+    return Record(
+        id=_text(values["id"], "id"),
+        question=_text(values["question"], "question"),
+        answers=(_text(values["answer"], "answer"), *(str(alias) for alias in values.get("answer_aliases") or ())),
+        titles=tuple(dict.fromkeys(p["title"] for p in paragraphs if p["is_supporting"])),
+        kind=f"{str(values['id']).split('hop')[0]}hop",
+        paragraphs=tuple((str(p["title"]), str(p["paragraph_text"])) for p in paragraphs),
+    )
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "hotpotqa": Layout(("id", "question", "answer", "type", "level", "supporting_facts", "context"), _hotpot),
+    "2wiki": Layout(("id", "question", "answer", "type", "supporting_facts", "context"), _hotpot),
+    "musique": Layout(("id", "question", "answer", "paragraphs"), _musique),
+}
+"""`task.dataset` -> layout."""
+
+
+def load_records(source: Source, split: str, layout: Layout) -> list[Record]:
+    """All records of a source.
+
+    Raises:
+        DataError: a missing or malformed file, a record without a field or with an empty answer, or duplicate ids.
+    """
+    records: dict[str, Record] = {}
+    for row in source.rows(split, layout.columns):
+        record = _record(source, row, layout)
+        if record.id in records:
+            raise DataError(f"{source.key}: {row.where}: duplicate id '{record.id}'")
+        records[record.id] = record
+    return list(records.values())
+
+
+def _record(source: Source, row: Row, layout: Layout) -> Record:
+    values = row.values
+    if not isinstance(values, Mapping):
+        raise DataError(f"{source.key}: {row.where}: got {type(values).__name__}, expected a record (a JSON object)")
+    name = values.get("_id") or values.get("id")
+    where = f"{source.key}: {row.where}" + (f" (id '{name}')" if name else "")
+    try:
+        record = layout.read(values)
+    except KeyError as error:
+        raise DataError(f"{where}: misses the field {error}; it has {', '.join(map(str, values))}") from None
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: {error}") from None
+    return record
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise TypeError(f"{field}: got {type(value).__name__}, expected text")
+    if not str(value).strip():
+        raise ValueError(f"{field}: is empty")
+    return str(value)
+
+
+def to_example(record: Record, corpus: str) -> Example:
+    """A record as an example that searches the corpus of that name."""
+    return Example(
+        id=record.id,
+        inputs={"question": record.question, "corpus": corpus},
+        metadata={"answers": list(record.answers), "titles": list(record.titles), "type": record.kind},
+    )
+
+
+def paragraphs_of(records: Iterable[Record]) -> list[Document]:
+    """The union of the records' paragraphs, in order of first appearance, without repetition of (title, text)."""
+    union = dict.fromkeys(paragraph for record in records for paragraph in record.paragraphs)
+    return [Document(id=str(number), title=title, text=text) for number, (title, text) in enumerate(union)]
+
+
+def load_corpus(key: str, spec: str) -> list[Document]:
+    """A corpus from a file or the hub: records with `title` and `text`, or `[title, text or list of sentences]`.
+
+    Raises:
+        DataError: a missing or malformed file, or a document without a field.
+    """
+    source = Source(key, spec)
+    return [_passage(source, row, number) for number, row in enumerate(source.rows("train", ("title", "text")))]
+
+
+def _passage(source: Source, row: Row, number: int) -> Document:
+    values = row.values
+    if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == 2:
+        title, text = values
+        values = {"title": title, "text": "".join(text) if isinstance(text, list) else text}
+    if not isinstance(values, Mapping):
+        raise DataError(
+            f"{source.key}: {row.where}: got {type(values).__name__}, expected a document with title and text"
+        )
+    for field in ("title", "text"):
+        if not isinstance(values.get(field), str):
+            got = f"got {type(values[field]).__name__}, expected text" if field in values else "is missing"
+            raise DataError(f"{source.key}: {row.where}: {field} {got} (fields: {', '.join(map(str, values))})")
+    return Document(id=str(values.get("id", number)), title=values["title"], text=values["text"])
+
+
+def subset(examples: Sequence[Example], items: int | None, *key: int | str) -> list[Example]:
+    """The first `items` after a shuffle keyed by `key`; all, in their own order, without a limit."""
+    if items is None or items >= len(examples):
+        return list(examples)
+    order = sorted(examples, key=lambda example: (keyed.digest("subset", *key, example.id), example.id))
+    return order[:items]
+
+
+def gold_share(examples: Sequence[Example], corpora: Mapping[str, Sequence[Document]]) -> float | None:
+    """Share of the examples whose gold titles are all in their corpus; None when no example names titles."""
+    titles = {name: {document.title for document in documents} for name, documents in corpora.items()}
+    told = [example for example in examples if example.metadata.get("titles")]
+    if not told:
+        return None
+    return sum(set(e.metadata["titles"]) <= titles[e.inputs["corpus"]] for e in told) / len(told)

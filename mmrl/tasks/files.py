@@ -1,0 +1,164 @@
+"""Rows from data files and from the hub: plain dictionaries, each with a name for error messages. Used by loaders.
+
+A source is a path (`.json`, `.jsonl`, `.tsv`, `.parquet`) or a hub id `owner/name[:config[:split]]`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import DataError
+
+FORMATS = (".json", ".jsonl", ".tsv", ".parquet")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
+HUB_SPLITS: Mapping[str, str] = {"train": "train", "dev": "validation", "test": "test"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One record of a source."""
+
+    where: str
+    """File and line, or file and number, for messages."""
+    values: Any
+    """The record as it was read; usually a mapping."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A place to read rows from.
+
+    Args:
+        key: the config key that named it (`task.data.train`).
+        spec: what the user wrote.
+    """
+
+    key: str
+    spec: str
+
+    @property
+    def path(self) -> Path | None:
+        """The file, or None for a hub id.
+
+        Raises:
+            DataError: neither a file nor a hub id.
+        """
+        path = Path(self.spec).expanduser()
+        if path.is_file():
+            if path.suffix.lower() not in FORMATS:
+                raise DataError(f"{self.key}: {self.spec}: expected a {', '.join(FORMATS)} file")
+            return path
+        looks_like_file = path.suffix.lower() in FORMATS or not HUB_ID.fullmatch(self.spec)
+        if looks_like_file:
+            what = "is a folder" if path.is_dir() else "no such file"
+            raise DataError(
+                f"{self.key}: '{self.spec}': {what}; expected mini, a {', '.join(FORMATS)} file, "
+                "or a hub id owner/name[:config[:split]]"
+            )
+        return None
+
+    def rows(self, split: str, columns: Sequence[str] = ()) -> list[Row]:
+        """All rows.
+
+        Args:
+            split: `train`, `dev` or `test`; names the hub split where the id does not.
+            columns: columns that a hub data set must have.
+
+        Raises:
+            DataError: unreadable, malformed or empty.
+        """
+        path = self.path
+        rows = list(self._hub(split, columns) if path is None else self._file(path))
+        if not rows:
+            raise DataError(f"{self.key}: {self.spec}: has no records")
+        return rows
+
+    def _file(self, path: Path) -> Iterator[Row]:
+        read = {".json": _json, ".jsonl": _jsonl, ".tsv": _tsv, ".parquet": _parquet}[path.suffix.lower()]
+        try:
+            yield from read(path)
+        except OSError as error:
+            raise DataError(f"{self.key}: cannot read {path}: {error.strerror or error}") from None
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.key}: {path} is not UTF-8 (byte {error.start})") from None
+        except ValueError as error:
+            raise DataError(f"{self.key}: {error}") from None
+
+    def _hub(self, split: str, columns: Sequence[str]) -> Iterator[Row]:
+        from datasets import load_dataset
+
+        name, _, rest = self.spec.partition(":")
+        config, _, hub_split = rest.partition(":")
+        chosen = hub_split or HUB_SPLITS[split]
+        try:
+            table = load_dataset(name, config or None, split=chosen)
+        except Exception as error:
+            # `datasets` raises many types here: no network, no such repository, config or split
+            raise DataError(
+                f"{self.key}: cannot load '{self.spec}' (split {chosen}) from the hub: "
+                f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            ) from None
+        missing = [column for column in columns if column not in table.column_names]
+        if missing:
+            raise DataError(
+                f"{self.key}: {self.spec}: misses the columns {', '.join(missing)}; "
+                f"it has {', '.join(table.column_names)}"
+            )
+        for number, values in enumerate(table):
+            yield Row(f"{self.spec} row {number}", values)
+
+
+def _json(path: Path) -> Iterator[Row]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} line {error.lineno}: not JSON ({error.msg})") from None
+    if not isinstance(content, list):
+        raise ValueError(f"{path}: got {type(content).__name__}, expected a JSON list of records")
+    for number, values in enumerate(content):
+        yield Row(f"{path} record {number}", values)
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path} line {number}: not JSON ({error.msg})") from None
+            yield Row(f"{path} line {number}", values)
+
+
+def _tsv(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.reader(lines, delimiter="\t")
+        header = next(reader, [])
+        for cells in reader:
+            if len(cells) != len(header):
+                raise ValueError(
+                    f"{path} line {reader.line_num}: got {len(cells)} cells, "
+                    f"the header has {len(header)} ({', '.join(header)})"
+                )
+            yield Row(f"{path} line {reader.line_num}", dict(zip(header, cells, strict=True)))
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path} is not a parquet file: {error}") from None
+    number = 0
+    for batch in table.iter_batches():
+        for values in batch.to_pylist():
+            yield Row(f"{path} row {number}", values)
+            number += 1

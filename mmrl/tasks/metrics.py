@@ -1,0 +1,75 @@
+"""Answer metrics of question answering: exact match, token F1, accuracy. Pure functions of strings.
+
+The rules are those of the SQuAD and HotpotQA evaluation scripts (normalise, then compare); accuracy is the "answer
+hit" of semantics §2.7. Training rewards use `f1` plainly; evaluation adds the yes/no rule (`closed=True`).
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+Punctuation = Literal["delete", "space"]
+"""What becomes of a punctuation mark in normalisation: `delete` (SQuAD, HotpotQA) or `space` (MMOA-RAG)."""
+
+CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_DELETE = str.maketrans("", "", string.punctuation)
+_SPACE = str.maketrans(string.punctuation, " " * len(string.punctuation))
+
+
+def normalize(text: str, punctuation: Punctuation = "delete") -> str:
+    """Lower case, no ASCII punctuation, no articles, single spaces. Other scripts' punctuation is left alone."""
+    text = text.lower().translate(_DELETE if punctuation == "delete" else _SPACE)
+    return " ".join(_ARTICLES.sub(" ", text).split())
+
+
+def exact_match(prediction: str, gold: str, punctuation: Punctuation = "delete") -> float:
+    """1.0 if both are equal after normalisation, else 0.0."""
+    return float(normalize(prediction, punctuation) == normalize(gold, punctuation))
+
+
+def f1(prediction: str, gold: str, *, closed: bool = False, punctuation: Punctuation = "delete") -> float:
+    """Harmonic mean of precision and recall over the multisets of normalised tokens.
+
+    Args:
+        closed: HotpotQA's evaluation rule: 0 when one side is yes, no or noanswer and the other is not the same.
+
+    Returns:
+        A number in [0, 1]; 0 when no token is shared, so also when both sides are empty (as the official script).
+    """
+    predicted, wanted = normalize(prediction, punctuation), normalize(gold, punctuation)
+    if closed and _closed_mismatch(predicted, wanted):
+        return 0.0
+    predicted_tokens, wanted_tokens = predicted.split(), wanted.split()
+    shared = sum((Counter(predicted_tokens) & Counter(wanted_tokens)).values())
+    if shared == 0:
+        return 0.0
+    precision, recall = shared / len(predicted_tokens), shared / len(wanted_tokens)
+    return 2 * precision * recall / (precision + recall)
+
+
+def accuracy(prediction: str, gold: str, *, closed: bool = True, punctuation: Punctuation = "delete") -> float:
+    """1.0 if the normalised gold answer is a substring of the normalised prediction, else 0.0.
+
+    Args:
+        closed: as in `f1`; without it every prediction that contains the letters "no" would hit the gold answer "no".
+
+    A gold answer that normalises to nothing is hit by an equally empty prediction only.
+    """
+    predicted, wanted = normalize(prediction, punctuation), normalize(gold, punctuation)
+    if closed and _closed_mismatch(predicted, wanted):
+        return 0.0
+    return float(wanted in predicted if wanted else not predicted)
+
+
+def best(metric: Callable[..., float], prediction: str, golds: Sequence[str], **options: object) -> float:
+    """The highest value of `metric` over several accepted answers; 0.0 without any."""
+    return max((metric(prediction, gold, **options) for gold in golds), default=0.0)
+
+
+def _closed_mismatch(predicted: str, wanted: str) -> bool:
+    return predicted != wanted and not CLOSED_ANSWERS.isdisjoint((predicted, wanted))

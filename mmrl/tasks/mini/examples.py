@@ -1,0 +1,32 @@
+"""Mini-world questions as examples, and its documents as a corpus: what the task loaders ask for under `mini`."""
+
+from __future__ import annotations
+
+from mmrl.records import Example
+from mmrl.retrieval.base import Document
+from mmrl.tasks.mini.questions import Question, make_questions
+from mmrl.tasks.mini.world import make_world
+
+
+def mini_corpus() -> tuple[Document, ...]:
+    """One document for each entity of the world."""
+    return make_world().documents
+
+
+def mini_multihop(split: str, corpus: str = "mini") -> list[Example]:
+    """The multi-hop questions of a split; `metadata["hops"]` has the reasoning that demonstrations are made from."""
+    return [_example(question, corpus) for question in make_questions(split)]
+
+
+def _example(question: Question, corpus: str) -> Example:
+    return Example(
+        id=question.id,
+        inputs={"question": question.text, "corpus": corpus},
+        metadata={
+            "answers": [question.answer],
+            "titles": [hop.title for hop in question.hops],
+            "type": question.kind,
+            "form": question.form,
+            "hops": [{"query": hop.query, "title": hop.title, "answer": hop.answer} for hop in question.hops],
+        },
+    )
