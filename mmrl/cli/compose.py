@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,16 @@ def composed(config_name: str, overrides: Sequence[str], config_dir: str | None 
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(" ".join(str(error).split("\n")[0].split())) from None
     assert isinstance(raw, dict)
-    return {str(key): _plain(value) for key, value in raw.items() if key != "experiment"}
+    return _sections(config_name, raw, overrides)
+
+
+def _sections(config_name: str, raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The sections that the command knows. A `model=` sets `train.*` too, which is no mistake in an evaluation."""
+    left_out = {"experiment", "hydra"}
+    if config_name == "eval":
+        typed = {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in overrides}
+        left_out |= {"train", "algo"} - typed
+    return {str(key): _plain(value) for key, value in raw.items() if key not in left_out}
 
 
 def _plain(value: Any) -> Any:
@@ -193,7 +202,7 @@ def through_hydra(
     def call(config: Any) -> None:
         raw = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
         assert isinstance(raw, dict)
-        job({str(key): _plain(value) for key, value in raw.items() if key not in ("experiment", "hydra")})
+        job(_sections(config_name, raw, line.overrides))
 
     arguments = [*line.flags, *(["-m"] if line.multirun else []), *(forced(o) for o in line.overrides)]
     saved, sys.argv = sys.argv, [program, *arguments]
