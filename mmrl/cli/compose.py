@@ -167,7 +167,8 @@ def _sections(config_name: str, raw: Mapping[str, Any], overrides: Sequence[str]
     if config_name == "eval":
         typed = {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in overrides}
         left_out |= {"train", "algo"} - typed
-    return {str(key): _plain(value) for key, value in raw.items() if key not in left_out}
+    sections: dict[str, Any] = _plain({key: value for key, value in raw.items() if key not in left_out})
+    return sections
 
 
 def _plain(value: Any) -> Any:
