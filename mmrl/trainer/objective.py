@@ -1,0 +1,129 @@
+"""What the trainer receives, and the one objective over it.
+
+Part of `trainer`; made by `stages.weights` from a forest and its credit. Blind to algorithms: every paper's rewards,
+groups and normalisation have become an advantage and a weight per token before they come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from mmrl.errors import MmrlError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainEntry:
+    """One place that a call takes in the loss. Both tuples have the call's completion length T."""
+
+    advantages: tuple[float, ...]
+    weights: tuple[float, ...]
+    """All normalisation included: the loss is the weighted sum over the tokens of an optimizer step."""
+
+    def active(self, beta: float) -> bool:
+        """Whether the entry can move the weights at all, given the weight `beta` of the KL term."""
+        return any(
+            weight != 0 and (beta > 0 or advantage != 0)
+            for weight, advantage in zip(self.weights, self.advantages, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainCall:
+    """One generation to train on: forwarded once, entered into the loss once per entry."""
+
+    id: str
+    module: str
+    prompt_ids: tuple[int, ...]
+    """Length P >= 1."""
+    completion_ids: tuple[int, ...]
+    """The sampled ids, length T >= 1; nothing else is ever trained."""
+    old_logprobs: tuple[float, ...] | None = None
+    """The sampler's log-probabilities, length T; None: recomputed before the first update of the step."""
+    entries: tuple[TrainEntry, ...] = ()
+    minibatch: int = 0
+    """Which optimizer step of an epoch it belongs to."""
+    ref_logprobs: tuple[float, ...] | None = None
+    """Reference log-probabilities when they are known already, length T; None: computed when the KL term needs them."""
+
+    def __post_init__(self) -> None:
+        tokens = len(self.completion_ids)
+        if not self.prompt_ids or not tokens:
+            raise MmrlError(
+                f"call {self.id}: got {len(self.prompt_ids)} prompt and {tokens} completion tokens, expected some"
+            )
+        per_token = [("old_logprobs", self.old_logprobs), ("ref_logprobs", self.ref_logprobs)]
+        for number, entry in enumerate(self.entries):
+            per_token += [
+                (f"entries[{number}].advantages", entry.advantages),
+                (f"entries[{number}].weights", entry.weights),
+            ]
+        for name, values in per_token:
+            if values is not None and len(values) != tokens:
+                raise MmrlError(f"call {self.id}: {name} has {len(values)} values for {tokens} completion tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """Everything that one step trains on."""
+
+    step: int
+    """Step number, from 1."""
+    calls: list[TrainCall]
+    minibatches: int = 1
+    """Optimizer steps of one epoch; every `TrainCall.minibatch` is below it."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Passed through to `on_step_end` unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """The objective of some tokens (E of them, one per token of each entry) and what it is made of."""
+
+    loss: torch.Tensor
+    """Scalar, to be minimised."""
+    ratio: torch.Tensor
+    """exp(logprobs - old), (E,), detached like all that follows."""
+    clipped: torch.Tensor
+    """Where the clipped branch is the active one, so that the policy term has no gradient: (E,) bool."""
+    kl: torch.Tensor | None
+    """k3 estimate of KL(policy || reference) in nats, (E,); None without a reference."""
+
+
+def token_loss(
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    ref: torch.Tensor | None,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    clip: float,
+    clip_high: float | None,
+    beta: float,
+) -> TokenLoss:
+    """Sum of w_t * (-min(r_t A_t, clip(r_t, 1 - clip, 1 + clip_high) A_t) + beta * k3_t), r_t = exp(logprobs - old).
+
+    k3 = exp(ref - logprobs) - (ref - logprobs) - 1 (Schulman's estimator, as in GRPO, arXiv 2402.03300, Eq. 4). The
+    clipped term is PPO's (arXiv 1707.06347, Eq. 7). Every tensor has shape (E,).
+
+    Args:
+        logprobs: of the policy in training, with gradient.
+        old: of the policy that sampled.
+        ref: of the reference policy; needed when `beta` > 0.
+        weights: normalisation included; packs leave out tokens of weight 0.
+        clip_high: upper epsilon; None: `clip`.
+    """
+    high = clip if clip_high is None else clip_high
+    ratio = torch.exp(logprobs - old)
+    bounded = ratio.clamp(1 - clip, 1 + high)
+    per_token = -torch.minimum(ratio * advantages, bounded * advantages)
+    kl = None
+    if ref is not None:
+        gap = ref - logprobs
+        kl = torch.exp(gap) - gap - 1
+        if beta > 0:
+            per_token = per_token + beta * kl
+    with torch.no_grad():
+        clipped = ((ratio < 1 - clip) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
+    return TokenLoss((weights * per_token).sum(), ratio.detach(), clipped, None if kl is None else kl.detach())

@@ -1,0 +1,167 @@
+"""Calls to packs: the tensors of one forward, and where in it which token is scored.
+
+Part of `trainer`. Whoever forwards a `Pack` sees rows of ids and a list of (position, target); how calls share rows is
+decided here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from mmrl.trainer.objective import TrainCall
+
+MAX_SCORED = 4096
+"""Scored positions per pack: logits take vocabulary size × 4 bytes each (0.6 MB at 152k), so they are bounded too."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Pack:
+    """One forward. R rows of width W, N scored positions, E entry tokens.
+
+    Rows are padded on the right: with causal attention no real token sees padding, so no mask is needed.
+    """
+
+    calls: tuple[TrainCall, ...]
+    input_ids: torch.Tensor
+    """(R, W) int64."""
+    positions: torch.Tensor
+    """(N,) int64: index into the R * W hidden states; position t predicts the token at t + 1."""
+    targets: torch.Tensor
+    """(N,) int64: the sampled token ids. Several scored positions may be equal, with different targets."""
+    sampled: torch.Tensor
+    """(N,) log-probabilities as sampled; NaN where they are not known."""
+    known_ref: torch.Tensor
+    """(N,) reference log-probabilities as handed in; NaN where they are not known."""
+    entry_index: torch.Tensor
+    """(E,) int64 into N: the scored position of each entry token."""
+    advantages: torch.Tensor
+    """(E,)"""
+    weights: torch.Tensor
+    """(E,)"""
+    modules: torch.Tensor
+    """(N,) int64: index of the call's module in the list that `make_packs` was given."""
+    tokens: int
+    """Real tokens forwarded."""
+    old: torch.Tensor | None = field(default=None)
+    """(N,) the ratio's denominator, filled in before the first update of a step that has several."""
+    ref: torch.Tensor | None = field(default=None)
+    """(N,) reference log-probabilities, filled in when the KL term needs them."""
+
+    @property
+    def forwarded(self) -> int:
+        """Tokens forwarded, padding included."""
+        return self.input_ids.numel()
+
+    def to(self, device: torch.device) -> Pack:
+        """The same pack with its tensors on `device` (in place)."""
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, torch.Tensor):
+                setattr(self, name, value.to(device, non_blocking=True))
+        return self
+
+
+def make_packs(
+    calls: Sequence[TrainCall],
+    budget: int,
+    *,
+    beta: float,
+    modules: Sequence[str],
+    dtype: torch.dtype = torch.float32,
+    score_all: bool = False,
+) -> list[Pack]:
+    """Split `calls` into packs of at most `budget` padded tokens; a longer call gets a pack of its own.
+
+    Longest first, so that a budget that does not fit in memory fails at once; ties keep the order of `calls`. The
+    result depends on the arguments only.
+
+    Args:
+        beta: weight of the KL term: with 0, tokens without advantage are left out.
+        modules: module names; `Pack.modules` indexes into it.
+        dtype: of the per-token numbers.
+        score_all: score every completion token, whatever its entries (to compute log-probabilities).
+    """
+    rows = [_Row.of(call, beta, score_all) for call in calls]
+    rows = sorted((row for row in rows if row.scored), key=lambda row: -row.length)
+    packs: list[Pack] = []
+    group: list[_Row] = []
+    for row in rows:
+        scored = sum(len(other.scored) for other in group) + len(row.scored)
+        if group and ((len(group) + 1) * group[0].length > budget or scored > MAX_SCORED):
+            packs.append(_pack(group, modules, dtype))
+            group = []
+        group.append(row)
+    return [*packs, _pack(group, modules, dtype)] if group else packs
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One call, its active entries, and which of its completion tokens are scored."""
+
+    call: TrainCall
+    entries: tuple[tuple[tuple[int, ...], int], ...]
+    """(completion tokens, entry number) of each active entry."""
+    scored: tuple[int, ...]
+
+    @classmethod
+    def of(cls, call: TrainCall, beta: float, score_all: bool) -> _Row:
+        entries = tuple(
+            (tuple(t for t, weight in enumerate(entry.weights) if weight != 0), number)
+            for number, entry in enumerate(call.entries)
+            if entry.active(beta)
+        )
+        needed = {t for tokens, _ in entries for t in tokens}
+        return cls(call, entries, tuple(range(len(call.completion_ids)) if score_all else sorted(needed)))
+
+    @property
+    def length(self) -> int:
+        """Tokens to forward: nothing follows the last scored one, and that one is only predicted."""
+        return len(self.call.prompt_ids) + self.scored[-1]
+
+
+def _pack(rows: Sequence[_Row], modules: Sequence[str], dtype: torch.dtype) -> Pack:
+    width = max(row.length for row in rows)
+    input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    positions: list[int] = []
+    targets: list[int] = []
+    sampled: list[float] = []
+    known_ref: list[float] = []
+    module: list[int] = []
+    entry_index: list[int] = []
+    advantages: list[float] = []
+    weights: list[float] = []
+    for number, row in enumerate(rows):
+        call = row.call
+        ids = (call.prompt_ids + call.completion_ids)[: row.length]
+        input_ids[number, : row.length] = torch.tensor(ids)
+        at = {t: len(positions) + offset for offset, t in enumerate(row.scored)}
+        start = number * width + len(call.prompt_ids) - 1
+        positions += [start + t for t in row.scored]
+        targets += [call.completion_ids[t] for t in row.scored]
+        sampled += _known(call.old_logprobs, row.scored)
+        known_ref += _known(call.ref_logprobs, row.scored)
+        module += [modules.index(call.module)] * len(row.scored)
+        for tokens, entry in row.entries:
+            entry_index += [at[t] for t in tokens]
+            advantages += [call.entries[entry].advantages[t] for t in tokens]
+            weights += [call.entries[entry].weights[t] for t in tokens]
+    return Pack(
+        calls=tuple(row.call for row in rows),
+        input_ids=input_ids,
+        positions=torch.tensor(positions),
+        targets=torch.tensor(targets),
+        sampled=torch.tensor(sampled, dtype=dtype),
+        known_ref=torch.tensor(known_ref, dtype=dtype),
+        entry_index=torch.tensor(entry_index, dtype=torch.int64),
+        advantages=torch.tensor(advantages, dtype=dtype),
+        weights=torch.tensor(weights, dtype=dtype),
+        modules=torch.tensor(module),
+        tokens=sum(row.length for row in rows),
+    )
+
+
+def _known(values: tuple[float, ...] | None, tokens: Sequence[int]) -> list[float]:
+    return [float("nan") if values is None else values[t] for t in tokens]

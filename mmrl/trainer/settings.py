@@ -1,0 +1,109 @@
+"""From mmrl's config sections to what Hugging Face's Trainer takes; refuses what would have no effect.
+
+Part of `trainer`; no TRL here, so that a config can be checked without loading it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
+from mmrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The config sections that the trainer reads."""
+
+    train: TrainConfig
+    algo: AlgoConfig
+    model: ModelConfig
+    seed: int
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of one step."""
+        return self.algo.epochs * self.algo.minibatches
+
+    def problems(self) -> list[str]:
+        """What the trainer cannot do as asked, one sentence each."""
+        train, found = self.train, []
+        if train.warmup_steps and train.schedule == "constant":
+            found.append(
+                f"train.warmup_steps: got {train.warmup_steps}, which has no effect with train.schedule=constant; "
+                "use train.schedule=constant_with_warmup"
+            )
+        if train.warmup_steps >= train.steps * self.updates and train.warmup_steps:
+            found.append(
+                f"train.warmup_steps: got {train.warmup_steps}, expected less than the run's "
+                f"{train.steps * self.updates} optimizer steps"
+            )
+        if self.model.dtype == "float16":
+            found.append("model.dtype: float16 cannot be trained safely, expected bfloat16, float32 or auto")
+        return found
+
+    def check(self) -> None:
+        """Raises `ConfigError` with every problem."""
+        if found := self.problems():
+            raise ConfigError(found)
+
+    def lora(self) -> Any:
+        """peft's `LoraConfig`, or None when all parameters are trained."""
+        from peft import LoraConfig
+
+        lora = self.model.lora
+        if lora is None:
+            return None
+        return LoraConfig(
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=list(lora.targets),
+            task_type="CAUSAL_LM",
+        )
+
+    def arguments(self, folder: Path, *, on_cpu: bool, autocast: bool) -> dict[str, Any]:
+        """Arguments of TRL's `GRPOConfig`.
+
+        Whatever belongs to TRL's own sampling, rewards, logging and saving is off or inert; one optimizer step is one
+        `training_step`, so nothing divides the loss.
+        """
+        train = self.train
+        return {
+            "output_dir": str(folder),
+            "max_steps": train.steps * self.updates,
+            "learning_rate": train.lr,
+            "lr_scheduler_type": train.schedule,
+            "warmup_steps": train.warmup_steps,
+            "max_grad_norm": train.grad_clip,
+            "adam_beta1": train.adam_beta1,
+            "adam_beta2": train.adam_beta2,
+            "weight_decay": train.weight_decay,
+            "optim": "adamw_torch",
+            "seed": self.seed % 2**32,
+            "data_seed": self.seed % 2**32,
+            "bf16": autocast,
+            "fp16": False,
+            "use_cpu": on_cpu,
+            "gradient_checkpointing": self.model.gradient_checkpointing,
+            "gradient_accumulation_steps": 1,
+            "per_device_train_batch_size": 2,
+            "num_generations": 2,
+            "temperature": self.algo.temperature,
+            # The reference policy is ours: TRL would load it again by name, without what a stage before has trained.
+            "beta": 0.0,
+            "loss_type": "grpo",
+            "remove_unused_columns": False,
+            "average_tokens_across_devices": False,
+            # A resumed run starts its own data stream at the right step; there is nothing to skip.
+            "ignore_data_skip": True,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "log_level": "error",
+            "logging_strategy": "no",
+            "save_strategy": "no",
+            "eval_strategy": "no",
+            "push_to_hub": False,
+        }

@@ -1,0 +1,398 @@
+"""The seam to TRL: where batches come from, how one optimizer step runs, when and how the state is saved.
+
+Part of `trainer`, and the only place that imports TRL. Model and adapter loading, optimizer, schedules, mixed
+precision, accelerate and checkpoint formats are TRL's and transformers'. Overridden: `get_train_dataloader` (one item
+is one optimizer step's packs), `training_step` (a varying number of micro-batches, one backward each),
+`_clip_grad_norm` (reads the norm), `_save_checkpoint` (atomic), `floating_point_ops` and `_send_telemetry` (nothing).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from transformers import PrinterCallback
+from transformers.utils import logging as hf_logging
+from trl import GRPOConfig, GRPOTrainer
+
+from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
+from mmrl.errors import CheckpointError, MmrlError, TooManyFailures
+from mmrl.trainer import checkpoint
+from mmrl.trainer.logprobs import Scores, score
+from mmrl.trainer.objective import StepBatch, TrainCall, token_loss
+from mmrl.trainer.packing import Pack, make_packs
+from mmrl.trainer.settings import Settings
+from mmrl.trainer.stream import StepEnd, Update, UpdateStream
+from mmrl.trainer.totals import StepTotals
+
+__all__ = ["MmrlTrainer", "StepBatch", "build_trainer"]
+
+OnStepEnd = Callable[[int, dict[str, float]], None]
+
+
+def build_trainer(
+    model: Any,
+    tokenizer: Any,
+    *,
+    train: TrainConfig,
+    algo: AlgoConfig,
+    model_config: ModelConfig,
+    seed: int,
+    output_dir: Path | str,
+    next_batch: Callable[[int], StepBatch],
+    on_step_end: OnStepEnd,
+    resume_from: Path | None = None,
+    extra: Callable[[int], Mapping[str, Any]] | None = None,
+) -> MmrlTrainer:
+    """The trainer of one run; `train()` runs it from its start, or on from `resume_from`.
+
+    For step 1, 2, … `train.steps`: `next_batch(step)` with the model in evaluation mode, then `algo.epochs` ×
+    `algo.minibatches` optimizer steps, then `on_step_end(step, metrics)`, then a checkpoint where one is due.
+
+    Args:
+        model: the base model on its device (`mmrl.models.load_model`); with `model_config.lora` it is wrapped in place.
+            Its weights at this point are the reference policy.
+        output_dir: where checkpoints go.
+        resume_from: a complete checkpoint of the same config.
+        extra: given the step, what to store in the checkpoint's `extra.json`.
+
+    Raises:
+        ConfigError: settings that have no effect or cannot work, all at once.
+        CheckpointError: `resume_from` is not complete.
+    """
+    settings = Settings(train=train, algo=algo, model=model_config, seed=seed)
+    settings.check()
+    if resume_from is not None:
+        checkpoint.require(Path(resume_from))
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint.sweep(folder)
+    return MmrlTrainer(
+        model,
+        tokenizer,
+        settings=settings,
+        folder=folder,
+        next_batch=next_batch,
+        on_step_end=on_step_end,
+        resume_from=resume_from,
+        extra=extra or (lambda step: {}),
+    )
+
+
+class MmrlTrainer(GRPOTrainer):
+    """See `build_trainer`, which makes it."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        settings: Settings,
+        folder: Path,
+        next_batch: Callable[[int], StepBatch],
+        on_step_end: OnStepEnd,
+        resume_from: Path | None,
+        extra: Callable[[int], Mapping[str, Any]],
+    ):
+        self.settings = settings
+        self.folder = folder
+        self.next_batch = next_batch
+        self.on_step_end = on_step_end
+        self.resume_from = resume_from
+        self.extra = extra
+        needs_copy = settings.algo.beta > 0 and settings.model.lora is None and not isinstance(model, PeftModel)
+        reference = copy.deepcopy(model).eval().requires_grad_(False) if needs_copy else None
+        on_cpu, autocast = model.device.type == "cpu", model.dtype == torch.bfloat16
+        super().__init__(
+            model=model,
+            reward_funcs=_no_reward,
+            args=_one_device(GRPOConfig(**settings.arguments(folder, on_cpu=on_cpu, autocast=autocast))),
+            train_dataset=Dataset.from_dict({"prompt": ["mmrl brings its own batches"] * 2}),
+            processing_class=tokenizer,
+            callbacks=[StepEnd(self)],
+            peft_config=settings.lora(),
+        )
+        self.remove_callback(PrinterCallback)
+        for parameter in self.policy.parameters():
+            # An AdamW update of 1e-6 is below bfloat16's resolution and would round to nothing.
+            if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.float()
+        self.beta = settings.algo.beta
+        if reference is not None:
+            self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+        self.totals = StepTotals((), self.args.device)
+        self.batch_metrics: dict[str, float] = {}
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Any:
+        """The model in training, unwrapped: what an engine in the same process samples from."""
+        return self.model
+
+    @property
+    def steps_done(self) -> int:
+        """Steps whose optimizer steps are all done."""
+        return int(self.state.global_step) // self.settings.updates
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Run to `train.steps`, from `resume_from_checkpoint`, else from `resume_from`, else from the start."""
+        source = resume_from_checkpoint or self.resume_from
+        if not source:
+            return super().train(None, *args, **kwargs)
+        checkpoint.require(Path(str(source)))
+        return super().train(str(source), *args, **kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        """The optimizer steps that are left; sampling happens as they are asked for."""
+        return UpdateStream(self)
+
+    def updates(self) -> Iterator[dict[str, Update]]:
+        """One item per optimizer step, from the first step that is not done."""
+        for step in range(self.steps_done + 1, self.settings.train.steps + 1):
+            self.policy.eval()
+            batch = self._next_batch(step)
+            started = time.perf_counter()
+            minibatches = self._packs(batch)
+            count = self.settings.updates
+            if count > 1:
+                self._freeze_old([pack for packs in minibatches for pack in packs])
+            self.totals.seconds += time.perf_counter() - started
+            for number in range(count):
+                packs = minibatches[number % len(minibatches)]
+                yield {"update": Update(step, packs, first=number == 0, last=number == count - 1)}
+
+    def _next_batch(self, step: int) -> StepBatch:
+        try:
+            return self.next_batch(step)
+        except TooManyFailures:
+            if self.steps_done:
+                self.save()
+            raise
+
+    def _packs(self, batch: StepBatch) -> list[list[Pack]]:
+        """This process's packs of each mini-batch; starts the step's totals."""
+        algo, train = self.settings.algo, self.settings.train
+        if batch.minibatches != algo.minibatches or any(not 0 <= c.minibatch < algo.minibatches for c in batch.calls):
+            raise MmrlError(f"step {batch.step}: mini-batches must be 0 to {algo.minibatches - 1} (algo.minibatches)")
+        modules = list(dict.fromkeys(call.module for call in batch.calls))
+        self.totals = StepTotals(modules, self.args.device)
+        self.batch_metrics = dict(batch.metrics)
+        found = []
+        for index in range(algo.minibatches):
+            calls = [call for call in batch.calls if call.minibatch == index]
+            packs = make_packs(
+                calls, train.microbatch_tokens, beta=algo.beta, modules=modules, dtype=self._number_type()
+            )
+            found.append([pack.to(self.args.device) for pack in self._share(packs)])
+        trained = {call.id for packs in found for pack in packs for call in pack.calls}
+        self.batch_metrics["train/calls_skipped"] = float(sum(call.id not in trained for call in batch.calls))
+        return found
+
+    def _share(self, packs: list[Pack]) -> list[Pack]:
+        """Every `num_processes`-th pack; short processes repeat the last pack with weight 0, so that all do as many
+        forwards (FSDP waits for all)."""
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        missing = -len(packs) % world
+        if missing:
+            filler = copy.copy(packs[-1])
+            filler.weights = torch.zeros_like(filler.weights)
+            packs = [*packs, *[filler] * missing]
+        return packs[rank::world]
+
+    # -- one optimizer step ----------------------------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of every pack; gradients are synchronised between processes once."""
+        started = time.perf_counter()
+        update: Update = inputs["update"]
+        model.train()
+        total = torch.zeros((), dtype=torch.float64, device=self.args.device)
+        for number, pack in enumerate(update.packs, start=1):
+            last = number == len(update.packs)
+            with nullcontext() if last else self.accelerator.no_sync(model):
+                total += self._train_on(model, pack, first=update.first)
+        loss = float(self.reduce(total, "sum"))
+        if not math.isfinite(loss):
+            raise MmrlError(f"step {update.step}: the loss is {loss}; lower train.lr, or resume an earlier checkpoint")
+        self.totals.losses.append(loss)
+        self.totals.lr = float(self._get_learning_rate())
+        self.totals.seconds += time.perf_counter() - started
+        self._step += 1
+        return torch.tensor(loss, device=self.args.device)
+
+    def _train_on(self, model: Any, pack: Pack, first: bool) -> torch.Tensor:
+        algo = self.settings.algo
+        if algo.beta > 0 and pack.ref is None:
+            pack.ref = self._reference(pack)
+        model.train()
+        with self.compute_loss_context_manager():
+            scores = self._score(model, pack, entropy=True)
+        if first:
+            self.totals.add_gap(pack, scores.logprobs)
+        at = pack.entry_index
+        result = token_loss(
+            scores.logprobs[at],
+            self._old(pack, scores.logprobs.detach())[at],
+            None if pack.ref is None else pack.ref[at],
+            pack.advantages,
+            pack.weights,
+            algo.clip,
+            algo.clip_high,
+            algo.beta,
+        )
+        # Processes' gradients are averaged, and this loss is a sum.
+        self.accelerator.backward(result.loss * self.accelerator.num_processes)
+        self.totals.add(pack, scores, result)
+        return result.loss.detach().double()
+
+    def _old(self, pack: Pack, current: torch.Tensor) -> torch.Tensor:
+        """Denominator of the ratio. Of a single update, recomputing would give `current` itself."""
+        if pack.old is not None:
+            return pack.old
+        if self.settings.train.old_logprobs == "recompute":
+            return current
+        return torch.where(pack.sampled.isnan(), current, pack.sampled)
+
+    def _freeze_old(self, packs: Sequence[Pack]) -> None:
+        """Before the first of several updates: the denominators that need a forward of the sampling weights."""
+        recompute = self.settings.train.old_logprobs == "recompute"
+        for pack in packs:
+            # Processes must agree on whether to forward, and each sees only its own packs.
+            missing = torch.tensor(float(recompute or bool(pack.sampled.isnan().any())), device=self.args.device)
+            if float(self.reduce(missing, "max")):
+                pack.old = self._old(pack, self._no_grad(self.model_wrapped, pack))
+            else:
+                pack.old = pack.sampled
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        norm = super()._clip_grad_norm(model)
+        value = float(norm) if norm is not None else 0.0
+        if not math.isfinite(value):
+            step = self.steps_done + 1
+            raise MmrlError(
+                f"step {step}: the gradient norm is {value}; lower train.lr, or resume an earlier checkpoint"
+            )
+        self.totals.grad_norms.append(value)
+        return norm
+
+    # -- log-probabilities -----------------------------------------------------------------------------------------
+
+    def policy_logprobs(self, calls: Sequence[TrainCall], *, reference: bool = False) -> list[tuple[float, ...]]:
+        """Log-probability of every completion token under the policy (or the reference) as it is now, dropout off.
+
+        Returns one tuple of length T per call, in the order of `calls`.
+        """
+        modules = list(dict.fromkeys(call.module for call in calls))
+        packs = make_packs(
+            calls, self.settings.train.microbatch_tokens, beta=0.0, modules=modules, dtype=self._number_type(),
+            score_all=True,
+        )  # fmt: skip
+        found: dict[int, tuple[float, ...]] = {}
+        for pack in packs:
+            pack.to(self.args.device)
+            values = (self._reference(pack) if reference else self._no_grad(self.model_wrapped, pack)).tolist()
+            for call in pack.calls:
+                count = len(call.completion_ids)
+                found[id(call)], values = tuple(values[:count]), values[count:]
+        return [found[id(call)] for call in calls]
+
+    def _reference(self, pack: Pack) -> torch.Tensor:
+        """Reference log-probabilities, (N,): as handed in, else adapters off, else the frozen copy."""
+        if not pack.known_ref.isnan().any():
+            return pack.known_ref
+        if isinstance(self.model, PeftModel):
+            with self.model.disable_adapter():
+                return self._no_grad(self.model_wrapped, pack)
+        if self.ref_model is None:
+            raise MmrlError("algo.beta: got 0, so there is no reference policy to compare with; expected more than 0")
+        return self._no_grad(self.ref_model, pack)
+
+    @torch.no_grad()
+    def _no_grad(self, model: Any, pack: Pack) -> torch.Tensor:
+        model.eval()
+        with self.compute_loss_context_manager():
+            return self._score(model, pack).logprobs
+
+    def _score(self, model: Any, pack: Pack, *, entropy: bool = False) -> Scores:
+        head = self.accelerator.unwrap_model(model).get_output_embeddings()
+        return score(model, head, pack, self.settings.algo.temperature, entropy=entropy)
+
+    def _number_type(self) -> torch.dtype:
+        return torch.float64 if self.policy.dtype == torch.float64 else torch.float32
+
+    def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        """Join the processes' tensors: `sum`, or `max` of scalars."""
+        if self.accelerator.num_processes == 1:
+            return tensor
+        if reduction == "max":
+            return self.accelerator.gather(tensor.reshape(1)).max()
+        return self.accelerator.reduce(tensor, reduction=reduction)
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def save(self) -> Path:
+        """Save the state after the last finished step, if that is not saved yet; between steps only."""
+        target = self.folder / f"checkpoint-{self.steps_done}"
+        if not checkpoint.complete(target):
+            self._save_checkpoint(self.model, None)
+        return target
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.state.global_step % self.settings.updates:
+            raise CheckpointError("a checkpoint can only be saved between steps")
+        folder, step, main = self.folder, self.steps_done, self.accelerator.is_main_process
+        temporary = checkpoint.begin(folder, step) if main else checkpoint.temporary(folder, step)
+        try:
+            self.accelerator.wait_for_everyone()
+            with _no_progress_bars():
+                self.save_model(str(temporary), _internal_call=True)
+            self._save_optimizer_and_scheduler(str(temporary))
+            self._save_scaler(str(temporary))
+            self._save_rng_state(str(temporary))
+            self.accelerator.wait_for_everyone()
+            if main:
+                self.state.save_to_json(str(temporary / "trainer_state.json"))
+                checkpoint.commit(folder, step, self.extra(step))
+                checkpoint.prune(folder, self.settings.train.keep)
+        except OSError as error:
+            raise CheckpointError(f"{folder}/checkpoint-{step}: cannot be saved: {error.strerror or error}") from error
+        self.accelerator.wait_for_everyone()
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not estimated: Hugging Face's formula needs its own batch format."""
+        return 0
+
+    def _send_telemetry(self) -> None:
+        """A run tells nobody about itself."""
+
+
+def _no_reward(*args: Any, **kwargs: Any) -> list[float | None]:
+    raise RuntimeError("rewards come from mmrl.credit; TRL's own reward path must never run")
+
+
+def _one_device(args: GRPOConfig) -> GRPOConfig:
+    """One process trains on one device, however many are visible (`Trainer` would wrap in DataParallel)."""
+    if args.n_gpu > 1:
+        args._n_gpu = 1
+    return args
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Saving shows a bar per shard, in the middle of mmrl's own display."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()

@@ -1,0 +1,121 @@
+"""Tiny random models, calls and trainers for the trainer's tests."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from mmrl.config import AlgoConfig, LoraConfig, ModelConfig, TrainConfig
+from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
+from mmrl.trainer.trl_trainer import MmrlTrainer, build_trainer
+
+torch.set_num_threads(1)
+logging.getLogger("transformers").setLevel(logging.ERROR)
+VOCAB = 40
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+LORA = LoraConfig(r=4, alpha=8)
+
+
+def tiny_model(kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(seed)
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).to(dtype).eval()
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)).to(dtype).eval()
+
+
+def tiny_tokenizer() -> Any:
+    words = {"[PAD]": 0, "[EOS]": 1, **{f"w{i}": i for i in range(2, VOCAB)}}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="[EOS]")), pad_token="[PAD]", eos_token="[EOS]"
+    )
+
+
+def make_calls(
+    count: int = 6, seed: int = 0, minibatches: int = 1, modules: tuple[str, ...] = ("a", "b"), noise: float = 0.3
+) -> list[TrainCall]:
+    """Calls of many lengths, seq-mean weights within each mini-batch, old log-probabilities around log(1/VOCAB)."""
+    draw = random.Random(seed)
+    shapes = [(draw.randint(2, 12), draw.randint(1, 9)) for _ in range(count)]
+    calls = []
+    for number, (prompt, tokens) in enumerate(shapes):
+        size = len([n for n in range(count) if n % minibatches == number % minibatches])
+        advantage = draw.uniform(-2, 2)
+        calls.append(
+            TrainCall(
+                id=f"c{number}",
+                module=modules[number % len(modules)],
+                prompt_ids=tuple(draw.randrange(2, VOCAB) for _ in range(prompt)),
+                completion_ids=tuple(draw.randrange(2, VOCAB) for _ in range(tokens)),
+                old_logprobs=tuple(-3.7 + draw.uniform(-noise, noise) for _ in range(tokens)),
+                entries=(TrainEntry(advantages=(advantage,) * tokens, weights=(1 / (size * tokens),) * tokens),),
+                minibatch=number % minibatches,
+            )
+        )
+    return calls
+
+
+def make_trainer(
+    folder: Path,
+    model: Any = None,
+    *,
+    calls: Any = None,
+    on_step_end: Any = None,
+    lora: LoraConfig | None = None,
+    algo: dict[str, Any] | None = None,
+    seed: int = 0,
+    resume_from: Path | None = None,
+    extra: Any = None,
+    next_batch: Any = None,
+    **train: Any,
+) -> MmrlTrainer:
+    """A trainer whose step s trains on `calls(s)` (or always on the list `calls`)."""
+    algo_config = AlgoConfig(name="test", **{"beta": 0.0, **(algo or {})})
+    chosen = calls if callable(calls) else (lambda step: calls or make_calls(minibatches=algo_config.minibatches))
+    return build_trainer(
+        tiny_model() if model is None else model,
+        tiny_tokenizer(),
+        train=TrainConfig(**{"steps": 1, "lr": 1e-3, "save_every": 100, **train}),
+        algo=algo_config,
+        model_config=ModelConfig(name="test", path="tiny", lora=lora),
+        seed=seed,
+        output_dir=folder,
+        next_batch=next_batch
+        or (lambda step: StepBatch(step=step, calls=chosen(step), minibatches=algo_config.minibatches)),
+        on_step_end=on_step_end or (lambda step, metrics: None),
+        resume_from=resume_from,
+        extra=extra,
+    )
+
+
+def gradients(trainer: MmrlTrainer, calls: list[TrainCall], budget: int | None = None) -> tuple[float, dict[str, Any]]:
+    """Loss and gradients of one optimizer step over `calls`, without taking it."""
+    from mmrl.trainer.stream import Update
+
+    if budget is not None:
+        train = trainer.settings.train.model_copy(update={"microbatch_tokens": budget})
+        trainer.settings = type(trainer.settings)(
+            train=train, algo=trainer.settings.algo, model=trainer.settings.model, seed=trainer.settings.seed
+        )
+    trainer.model.zero_grad()
+    if getattr(trainer, "optimizer", None) is None:
+        trainer.create_optimizer_and_scheduler(1)
+    packs = trainer._packs(StepBatch(step=1, calls=calls))[0]
+    loss = trainer.training_step(trainer.model, {"update": Update(1, packs, first=True, last=True)})
+    found = {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+    return trainer.totals.losses[-1] if trainer.totals.losses else float(loss), found
