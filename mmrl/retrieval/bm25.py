@@ -7,6 +7,7 @@ English stop words, no stemming. A document that shares no indexed word with a q
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -87,14 +88,16 @@ def top_indices(scores: np.ndarray, k: int) -> list[int]:
 def _build(documents: Sequence[Document], k1: float, b: float, stop: frozenset[str]) -> BM25:
     from bm25s import BM25
 
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
     vocabulary: dict[str, int] = {}
     corpus_ids: list[list[int]] = []
     with _progress(len(documents)) as shown:
         for document in shown(documents):
             words = tokenize(f"{document.title} {document.text}", stop)
             corpus_ids.append([vocabulary.setdefault(word, len(vocabulary)) for word in words])
-    if not vocabulary:  # a corpus of stop words only; bm25s needs one column
+    if not vocabulary:  # a corpus of stop words only; bm25s needs one column, which no query can name
         vocabulary[""] = 0
+        corpus_ids[0] = [0]
     index = BM25(k1=k1, b=b, method="lucene", backend="numpy", csc_backend="numpy")
     index.index((corpus_ids, vocabulary), create_empty_token=False, show_progress=False)
     return index

@@ -48,11 +48,10 @@ class Layout:
 
 def _hotpot(values: Mapping[str, Any]) -> Record:
     """HotpotQA (distractor and fullwiki) and 2WikiMultihopQA."""
-    context, facts = values["context"], values["supporting_facts"]
-    if isinstance(context, Mapping):  # the hub's columns
-        context = list(zip(context["title"], context["sentences"], strict=True))
-    if isinstance(facts, Mapping):
-        facts = list(zip(facts["title"], facts["sent_id"], strict=True))
+    context = _pairs(values["context"], "context", ("title", "sentences"))
+    facts = _pairs(values["supporting_facts"], "supporting_facts", ("title", "sent_id"))
+    if not all(isinstance(sentences, list) for _, sentences in context):
+        raise TypeError("context: expected a list of sentences for each title")
     return Record(
         id=_text(values.get("_id") or values["id"], "id"),
         question=_text(values["question"], "question"),
@@ -63,9 +62,20 @@ def _hotpot(values: Mapping[str, Any]) -> Record:
     )
 
 
+def _pairs(value: Any, field: str, columns: tuple[str, str]) -> list[tuple[Any, Any]]:
+    """Pairs in the files' form `[[a, b], ...]` or in the hub's, two columns."""
+    if isinstance(value, Mapping):
+        return list(zip(value[columns[0]], value[columns[1]], strict=True))
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        raise TypeError(f"{field}: expected a list of [{', '.join(columns)}] pairs")
+    return [(first, second) for first, second in value]
+
+
 def _musique(values: Mapping[str, Any]) -> Record:
     """MuSiQue-Ans."""
     paragraphs = values["paragraphs"]
+    if not isinstance(paragraphs, list) or not all(isinstance(paragraph, Mapping) for paragraph in paragraphs):
+        raise TypeError("paragraphs: expected a list of objects")
     return Record(
         id=_text(values["id"], "id"),
         question=_text(values["question"], "question"),
@@ -141,10 +151,16 @@ def load_corpus(key: str, spec: str) -> list[Document]:
     """A corpus from a file or the hub: records with `title` and `text`, or `[title, text or list of sentences]`.
 
     Raises:
-        DataError: a missing or malformed file, or a document without a field.
+        DataError: a missing or malformed file, a document without a field, or duplicate ids.
     """
     source = Source(key, spec)
-    return [_passage(source, row, number) for number, row in enumerate(source.rows("train", ("title", "text")))]
+    documents: dict[str, Document] = {}
+    for number, row in enumerate(source.rows("train", ("title", "text"))):
+        document = _passage(source, row, number)
+        if document.id in documents:
+            raise DataError(f"{key}: {row.where}: duplicate id '{document.id}'")
+        documents[document.id] = document
+    return list(documents.values())
 
 
 def _passage(source: Source, row: Row, number: int) -> Document:
