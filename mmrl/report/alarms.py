@@ -108,7 +108,8 @@ def _reward(history: History, limits: Thresholds) -> Iterator[Finding]:
 
 
 def _entropy(history: History, limits: Thresholds) -> Iterator[Finding]:
-    for key in _module_keys(history, ("entropy",)):
+    # A trainer that computes no entropy leaves the sampler's estimate of it, `surprise`.
+    for key in _module_keys(history, ("entropy",)) or _module_keys(history, ("surprise",)):
         steps, means = _smooth(history, key, limits)
         if len(means) and means[0] > 0:
             yield (

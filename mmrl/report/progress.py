@@ -39,7 +39,10 @@ PLAIN_LINES = 30
 """About this many plain lines for a whole run..."""
 PLAIN_SECONDS = 60.0
 """... and one at least this often."""
-SHARED_FACTS = ("calls", "reward", "penalty", "length", "entropy", "kl", "clip_share", "finish_length_share")
+SHARED_FACTS = frozenset(
+    {"calls", "reward", "penalty", "format_rate", "length", "entropy", "surprise", "kl", "clip_share", "attempts"}
+    | {"finish_length_share"}
+)
 """Facts of a module that every program has; others are the task's behaviour metrics."""
 
 
@@ -263,9 +266,11 @@ class Progress:
         names = modules_in([last])
         facts = [fact for fact in SHARED_FACTS if any(f"module/{name}/{fact}" in last for name in names)]
         extra = sorted(
-            {key.rsplit("/", 1)[1] for key in last if key.startswith("module/")} - set(SHARED_FACTS), key=str.lower
+            {key.rsplit("/", 1)[1] for key in last if key.startswith("module/")} - SHARED_FACTS, key=str.lower
         )
-        wanted: list[str] = [fact for fact in ("reward", "penalty", "entropy", "length") if fact in facts]
+        wanted: list[str] = [
+            fact for fact in ("reward", "penalty", "format_rate", "entropy", "length") if fact in facts
+        ]
         wanted += [fact for fact in ("kl", "clip_share") if fact in facts and width >= 100]
         name_width = max(len("module"), *(len(name) for name in names))
         room = max(width - name_width - sum(max(len(fact), 7) + 2 for fact in wanted), 0)
@@ -276,7 +281,7 @@ class Progress:
             wanted.append(fact)
         table.add_column("module", no_wrap=True, overflow="ellipsis", max_width=max(width // 3, 8))
         for fact in wanted:
-            table.add_column(fact.replace("_share", ""), justify="right", no_wrap=True)
+            table.add_column(fact.replace("_share", "").replace("_rate", ""), justify="right", no_wrap=True)
         for name in names:
             table.add_row(self._plain(name), *(short(last.get(f"module/{name}/{fact}")) for fact in wanted))
         return table

@@ -226,6 +226,21 @@ class RunDir:
         os.write(descriptor, f"{os.getpid()}\n".encode())
         self._lock = descriptor
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a process is writing here now."""
+        try:
+            descriptor = os.open(self.path / LOCK, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
     def close(self) -> None:
         """Release the lock; the file stays (deleting it would let two processes hold two locks)."""
         if self._lock is not None:

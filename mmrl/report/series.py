@@ -81,6 +81,8 @@ def short(value: Any, digits: int = 3) -> str:
     finite = number(value)
     if finite is None:
         return "-"
+    if isinstance(value, int) and abs(value) < 10_000:
+        return str(value)
     size = abs(finite)
     if size >= 1e6:
         return f"{finite / 1e6:.1f}M"

@@ -1,0 +1,91 @@
+"""The end of a run: `summary.json`, `report.html`, and the text that a person reads last.
+
+Top of `report`; called by `run` once training and the last evaluation are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from mmrl.report.html import write_report
+from mmrl.report.overview import Item, Overview
+from mmrl.report.rundir import RunDir
+from mmrl.report.series import duration, series, short, sparkline, trailing_mean
+from mmrl.report.show import alarm_text
+from mmrl.report.tables import before_after_table, compare_items, facts_table
+
+
+def finish(
+    run: RunDir,
+    config: Any,
+    facts: Mapping[str, Any],
+    before: Sequence[Item],
+    after: Sequence[Item],
+    *,
+    seconds: float,
+    main_metric: str | None = None,
+) -> str:
+    """Write summary and report; returns the text to print.
+
+    Args:
+        config: the validated config (`TrainCommandConfig`).
+        facts: `Task.describe()`.
+        before, after: per-item results on `eval.split`, with `id` and `metrics`.
+        seconds: wall-clock time of this process's part of the run.
+        main_metric: `Task.main_metric`.
+    """
+    differences = compare_items(before, after, config.seed, config.eval.bootstrap, main_metric)
+    seen = Overview.of(run)
+    _, rewards = series(seen.training, "reward/mean")
+    smooth = trailing_mean(rewards, 5)
+    summary = {
+        "name": seen.name,
+        "algo": seen.get("algo.name"),
+        "task": seen.get("task.name"),
+        "model": seen.get("model.name"),
+        "seed": config.seed,
+        "steps": seen.done,
+        "seconds": seconds,
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "split": config.eval.split,
+        "main_metric": main_metric,
+        "comparison": {name: asdict(found) | {"certain": found.certain} for name, found in differences.items()},
+        "reward": {"first": smooth[0], "last": smooth[-1], "best": smooth.max()} if len(smooth) else {},
+        "alarms": [asdict(alarm) for alarm in seen.alarms],
+        "facts": dict(facts),
+        "what": seen.kind,
+    }
+    run.write_summary(summary)
+    seen = Overview.of(run)
+    trouble = ""
+    try:
+        write_report(seen)
+    except Exception as error:  # the run is done and its numbers are safe: a drawing problem must not lose the summary
+        trouble = f"report not written ({type(error).__name__}: {error})"
+    parts = [
+        f"{seen.name}: {seen.done} steps of {seen.what} in {duration(seconds)}",
+        "\n".join(seen.kind) + ("\n" + facts_table(facts) if facts else ""),
+        before_after_table(differences, config.eval.split),
+    ]
+    if len(rewards):
+        first, last, best = (short(value) for value in (smooth[0], smooth[-1], smooth.max()))
+        parts.append(
+            f"training reward  {first} → {last} (best {best}, means of 5 steps)\n  {sparkline(rewards.tolist(), 60)}"
+        )
+    parts.append(alarm_text(seen.alarms))
+    parts.append(further(run, seen, trouble))
+    return "\n\n".join(part for part in parts if part)
+
+
+def further(run: RunDir, seen: Overview, trouble: str = "") -> str:
+    """Where everything is, and the commands to look further."""
+    rows = {"run directory": str(run.path), "report": trouble or str(run.report_path)}
+    rows |= {"look further": f"mmrl show {run.path}"}
+    steps = run.journal_steps()
+    if steps:
+        rows[""] = f"mmrl show {run.path} step={steps[-1]}"
+    rows["evaluate"] = f"mmrl eval policy={run.path} task={seen.get('task.name')} split=test"
+    return facts_table(rows, indent="")

@@ -1,0 +1,164 @@
+"""One reading of a run directory, shared by `mmrl show`, the summary and the HTML report.
+
+Part of `report`; reads only, also while the run is going on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from mmrl.report.alarms import Alarm, alarms
+from mmrl.report.files import read_jsonl
+from mmrl.report.rundir import RunDir, step_of
+from mmrl.report.series import modules_in, number
+from mmrl.report.tables import Difference, compare_items
+
+Item = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Overview:
+    """What is known of a run."""
+
+    run: RunDir
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    history: Sequence[Mapping[str, Any]]
+    items: Mapping[str, Mapping[int, Sequence[Item]]] = field(default_factory=dict)
+    """Split -> step -> per-item results."""
+
+    @classmethod
+    def of(cls, run: RunDir) -> Overview:
+        """Read everything but the journals.
+
+        Raises:
+            DataError: a metrics or evaluation file is damaged.
+        """
+        items: dict[str, dict[int, Sequence[Item]]] = {}
+        for path in sorted((run.path / "eval").glob("step-*-*.jsonl")):
+            step = step_of(path)
+            if step is not None:
+                items.setdefault(path.stem.split("-", 2)[2], {})[step] = read_jsonl(path)
+        return cls(run, run.config, run.environment, run.summary, run.history(), items)
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """A config value by the path that the user would type; `default` where there is none."""
+        value: Any = self.config
+        for part in path.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+    @property
+    def name(self) -> str:
+        """`run.name`, else `<algo>-<task>-s<seed>`."""
+        given = self.get("run.name")
+        return given or f"{self.get('algo.name', 'eval')}-{self.get('task.name', '?')}-s{self.get('seed', 0)}"
+
+    @property
+    def what(self) -> str:
+        """Algorithm, task and model in a few words."""
+        names = (self.get(f"{section}.name", "?") for section in ("algo", "task", "model"))
+        return "{} on {} with {}".format(*names)
+
+    @property
+    def state(self) -> str:
+        """`finished`, `running`, or how to continue it."""
+        if self.run.in_use:
+            return "running"
+        return "finished" if self.summary else f"stopped; continue with: mmrl train resume={self.run.path}"
+
+    @property
+    def split(self) -> str:
+        """The split that the run evaluates on."""
+        return str(self.get("eval.split", "dev"))
+
+    @property
+    def training(self) -> list[Mapping[str, Any]]:
+        """Steps that were trained."""
+        return [record for record in self.history if record["step"] > 0]
+
+    @property
+    def done(self) -> int:
+        """Steps done."""
+        return max((record["step"] for record in self.history), default=0)
+
+    @property
+    def total(self) -> int | None:
+        """Steps asked for."""
+        return self.get("train.steps")
+
+    @cached_property
+    def alarms(self) -> list[Alarm]:
+        """All that rang."""
+        return alarms(self.training)
+
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        """Modules with metrics."""
+        return modules_in(self.training)
+
+    @property
+    def main_metric(self) -> str | None:
+        """The evaluation metric shown first."""
+        wanted = (self.summary.get("main_metric"), "em", "accuracy", "f1", "reward")
+        found = self.metric_names(self.split)
+        return next((str(name) for name in wanted if name in found), found[0] if found else None)
+
+    def metric_names(self, split: str) -> list[str]:
+        """Evaluation metrics with an interval, in the order logged."""
+        prefix = f"eval/{split}/"
+        keys = dict.fromkeys(key for record in self.history for key in record if key.startswith(prefix))
+        names = [key.removeprefix(prefix) for key in keys]
+        return [name for name in names if f"{name}_low" in names]
+
+    def evaluations(self, split: str, metric: str) -> list[tuple[int, float, float | None, float | None]]:
+        """(step, value, low, high) of every evaluation."""
+        found = []
+        for record in self.history:
+            value = number(record.get(f"eval/{split}/{metric}"))
+            if value is not None:
+                low, high = (number(record.get(f"eval/{split}/{metric}_{end}")) for end in ("low", "high"))
+                found.append((int(record["step"]), value, low, high))
+        return found
+
+    @cached_property
+    def differences(self) -> dict[str, Difference]:
+        """Metric -> last evaluation against the first, on the items that both have; empty before a second one."""
+        steps = sorted(self.items.get(self.split, {}))
+        if len(steps) < 2:
+            return {}
+        evaluated = self.items[self.split]
+        resamples = int(self.get("eval.bootstrap", 1000))
+        return compare_items(
+            evaluated[steps[0]], evaluated[steps[-1]], int(self.get("seed", 0)), resamples, self.main_metric
+        )
+
+    @cached_property
+    def kind(self) -> list[str]:
+        """What this run was and was not, in sentences for people."""
+        sentences = []
+        sources = self.get("task.data", {}) or {}
+        splits = ("train", str(self.split))
+        mini = [split for split in splits if sources.get(split) == "mini"]
+        if mini:
+            sentences.append(
+                "Data: the embedded mini world, an invented world made by a seeded generator. Its scores say whether "
+                "training works; they are not scores on the public data set of the same name. "
+                "Real data: task.data.train=… task.data.dev=… (a file or a hub id)."
+            )
+        else:
+            sentences.append(f"Data: train {sources.get('train')}, {self.split} {sources.get(self.split)}.")
+        if self.get("model.path") == "tiny":
+            sentences.append(
+                "Model: the shipped tiny model, trained on the mini world only; on real text it scores near zero. "
+                "A real model: model=… (a name from `mmrl train --help`) or model.path=… (a folder or hub id)."
+            )
+        else:
+            sentences.append(f"Model: {self.get('model.path')}.")
+        return sentences

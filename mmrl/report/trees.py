@@ -1,0 +1,190 @@
+"""A step's calls as trees for people: what each module was asked, said, earned, and what it was compared with.
+
+Part of `report`; pure. Credit entries are the mappings that the journal returns (fields of `Entry`).
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from mmrl.errors import ConfigError, nearest
+from mmrl.records import Call, Forest, Rollout
+from mmrl.report.series import number, short
+
+PROMPT_HEAD, PROMPT_TAIL = 80, 320
+"""Characters of a prompt that are shown: its start, and its end where the example is."""
+
+Entry = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A call in its tree."""
+
+    call: Call
+    entries: tuple[Entry, ...]
+    rollouts: tuple[Rollout, ...]
+    """Rollouts that end here."""
+    children: tuple[Node, ...]
+
+
+def trees(forest: Forest, entries: Sequence[Entry], example: str) -> list[Node]:
+    """The trees of one example, in forest order."""
+    by_call: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_call.setdefault(str(entry["call"]), []).append(entry)
+    ends: dict[str, list[Rollout]] = {}
+    for rollout in forest.rollouts:
+        if rollout.leaf is not None:
+            ends.setdefault(rollout.leaf, []).append(rollout)
+
+    def node(call: Call) -> Node:
+        below = tuple(node(forest.calls[child]) for child in forest.children[call.id])
+        return Node(call, tuple(by_call.get(call.id, ())), tuple(ends.get(call.id, ())), below)
+
+    return [node(call) for call in forest.calls.values() if call.example == example and call.parent is None]
+
+
+def check_example(forest: Forest, example: str) -> None:
+    """Refuse an example that the step does not have.
+
+    Raises:
+        ConfigError: names the nearest.
+    """
+    if example not in forest.examples:
+        raise ConfigError(
+            f"example: got '{example}', expected one of the {len(forest.examples)} examples of step {forest.step}"
+            f"{nearest(example, forest.examples)} (first: {', '.join(forest.examples[:3])})"
+        )
+
+
+def clean(text: Any) -> str:
+    """Text that cannot move the cursor: line ends become ⏎, other control characters are made visible."""
+    shown = str(text).replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ")
+    return "".join(mark if mark.isprintable() else f"\\x{ord(mark):02x}" for mark in shown)
+
+
+def abridged(text: str, head: int = PROMPT_HEAD, tail: int = PROMPT_TAIL) -> str:
+    """Start and end of a long text, with the number of characters left out between them."""
+    if len(text) <= head + tail + 30:
+        return text
+    return f"{text[:head]} […{len(text) - head - tail} characters…] {text[-tail:]}"
+
+
+def advantage_of(entry: Entry) -> str:
+    """The advantage of an entry: one number, or its range where it differs between tokens."""
+    values = [value for value in entry.get("advantages", ()) if number(value) is not None]
+    if not values:
+        return "-"
+    low, high = min(values), max(values)
+    return f"{low:+.3f}" if low == high else f"{low:+.3f} … {high:+.3f} (mean {fmean(values):+.3f})"
+
+
+def credit_line(entry: Entry) -> str:
+    """What one entry says: reward with its parts, group, advantage, weight."""
+    parts = entry.get("parts") or {}
+    made_of = " = " + " + ".join(f"{name} {short(value)}" for name, value in parts.items()) if parts else ""
+    line = f"reward {short(entry.get('reward'))}{made_of}"
+    group = entry.get("group")
+    if group is not None:
+        line += f" · group {group} (n {entry.get('group_size', 0)}"
+        if entry.get("mean") is not None:
+            line += f", mean {short(entry['mean'])}, std {short(entry.get('std'))}"
+        line += ")"
+    line += f" · advantage {advantage_of(entry)}"
+    weights = entry.get("weights", ())
+    if weights and not any(weights):
+        line += " · left out of the loss"
+    if entry.get("filler_of"):
+        line += " · repeated to fill its group"
+    return line
+
+
+def rollout_line(rollout: Rollout) -> str:
+    """The outcome of one rollout."""
+    if rollout.error is not None and rollout.reward is None:
+        return f"{rollout.id} failed ({rollout.error}): {clean(rollout.error_message)}; not credited"
+    line = f"{rollout.id} reward {short(rollout.reward)}"
+    if rollout.parts:
+        line += " = " + " + ".join(f"{name} {short(value)}" for name, value in rollout.parts.items())
+    if rollout.error is not None:
+        line += f" · {rollout.error} failure: {clean(rollout.error_message)}"
+    for name, value in rollout.metrics.items():
+        line += f" · {name} {short(value)}"
+    if rollout.fork:
+        line += f" · forked at {rollout.fork}"
+    return line + f" · prediction {abridged(clean(rollout.prediction), 100, 60)}"
+
+
+def render_example(forest: Forest, entries: Sequence[Entry], example: str, width: int = 100) -> str:
+    """The trees of one example as text.
+
+    Raises:
+        ConfigError: the step has no such example.
+    """
+    check_example(forest, example)
+    rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
+    lines = [f"example {example} · step {forest.step} · {len(rollouts)} rollouts"]
+    for root in trees(forest, entries, example):
+        lines += [""]
+        _render(root, "", "", None, width, lines)
+    lost = [rollout for rollout in rollouts if rollout.leaf is None]
+    if lost:
+        lines += ["", "without any call:"] + [f"  {rollout_line(rollout)}" for rollout in lost]
+    return "\n".join(lines)
+
+
+def _render(node: Node, first: str, rest: str, asked: tuple[Any, ...] | None, width: int, lines: list[str]) -> None:
+    """Append the text of a node: `first` before its first line, `rest` before all others.
+
+    Args:
+        asked: prompt of the sibling before, so that a shared prompt is printed once.
+    """
+    call = node.call
+    head = (
+        f"{call.module}"
+        + (f" #{call.invocation}" if call.invocation else "")
+        + (f" turn {call.turn}" * (call.turn > 0))
+    )
+    head += f" · {call.completion_tokens} tokens, {call.finish}"
+    if not call.ok:
+        head += " · could not be parsed"
+    if call.attempts > 1:
+        head += f" · attempt {call.attempts}"
+    lines.append(f"{first}{head}  [{call.id}]")
+    inner = rest + ("│ " if node.children else "  ")
+    if (call.prompt_ids, call.prompt_text) == asked:
+        lines.append(f"{inner}asked: as above")
+    elif call.prompt_text:
+        _wrap(f"asked: {abridged(clean(call.prompt_text))}", inner, width, lines)
+    _wrap(f"said:  {abridged(clean(call.text), 300, 100) or '(nothing)'}", inner, width, lines)
+    facts = {name: value for name, value in call.facts.items() if isinstance(value, int | float | str)}
+    if call.penalty or facts:
+        shown = [f"penalty {short(call.penalty)}"] if call.penalty else []
+        shown += [
+            f"{name} {short(value) if number(value) is not None else clean(value)}" for name, value in facts.items()
+        ]
+        _wrap("facts: " + " · ".join(shown), inner, width, lines)
+    if call.turn_reward is not None:
+        lines.append(f"{inner}turn reward {short(call.turn_reward)}")
+    for entry in node.entries:
+        _wrap(credit_line(entry), inner, width, lines)
+    if not node.entries:
+        lines.append(f"{inner}no credit")
+    for rollout in node.rollouts:
+        _wrap(f"⇒ {rollout_line(rollout)}", inner, width, lines)
+    before: tuple[Any, ...] | None = None
+    for index, child in enumerate(node.children):
+        last = index == len(node.children) - 1
+        _render(child, rest + ("└─ " if last else "├─ "), rest + ("   " if last else "│  "), before, width, lines)
+        before = (child.call.prompt_ids, child.call.prompt_text)
+
+
+def _wrap(text: str, indent: str, width: int, lines: list[str]) -> None:
+    room = max(width - len(indent), 30)
+    wrapped = textwrap.wrap(text, room, subsequent_indent="       ", break_on_hyphens=False) or [""]
+    lines += [indent + line for line in wrapped]
