@@ -16,7 +16,7 @@ from typing import Any
 from mmrl.algorithms.options import module_problems, section
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MhgpoConfig, MhgpoFofOsConfig, MhgpoRrConfig
-from mmrl.credit.assemble import compare, entry, group_metrics, left_out, reward_metrics
+from mmrl.credit.assemble import compare, entry, group_metrics, left_out
 from mmrl.credit.entries import Credit, Entry
 from mmrl.credit.groups import ForkView, Group, by_parent, by_slot, regroup_singles
 from mmrl.credit.rewards import Reward, backward
@@ -81,8 +81,7 @@ class Mhgpo:
             for (item, index, member), weight in zip(places, weights, strict=True)
         }
         ordered = [entries.get(call_id) or left_out(forest.calls[call_id], rewards[call_id]) for call_id in rewards]
-        metrics = {**group_metrics(forest, compared), **reward_metrics(forest, rewards)}
-        return Credit(algo=self.name, entries=tuple(ordered), metrics=metrics)
+        return Credit(algo=self.name, entries=tuple(ordered), metrics=group_metrics(forest, compared))
 
 
 class MhgpoIs(Mhgpo):

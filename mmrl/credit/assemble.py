@@ -5,8 +5,7 @@ What the group-relative algorithms over calls (mmGRPO, MHGPO) share; each says o
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mmrl.config.algo import GroupConfig
@@ -87,32 +86,11 @@ def group_metrics(forest: Forest, compared: Sequence[Compared]) -> dict[str, flo
         "credit/groups": float(len(sized)),
         "credit/groups_of_one": float(len(compared) - len(sized)),
         "credit/zero_variance_share": _share([item.result.constant for item in sized]),
-        **failure_metrics(forest),
     }
     for module in forest.modules:
         own = [item for item in sized if any(member.call.module == module for member in item.group.members)]
         if own:
             metrics[f"credit/{module}/zero_variance_share"] = _share([item.result.constant for item in own])
-    return metrics
-
-
-def failure_metrics(forest: Forest) -> dict[str, float]:
-    """Share of rollouts that failed, by who was to blame."""
-    return {
-        "credit/uncredited_share": _share([rollout.reward is None for rollout in forest.rollouts]),
-        "credit/failed_share": _share([rollout.error is not None for rollout in forest.rollouts]),
-    }
-
-
-def reward_metrics(forest: Forest, rewards: Mapping[str, Reward]) -> dict[str, float]:
-    """Mean reward of each module's calls, and of each part of it."""
-    metrics: dict[str, float] = {}
-    for module in forest.modules:
-        own = [reward for call_id, reward in rewards.items() if forest.calls[call_id].module == module]
-        if own:
-            metrics[f"credit/{module}/reward"] = math.fsum(reward.total for reward in own) / len(own)
-            for part in own[0].parts:
-                metrics[f"credit/{module}/{part}"] = math.fsum(reward.parts[part] for reward in own) / len(own)
     return metrics
 
 

@@ -1,0 +1,115 @@
+"""`mmrl credit` without its command line: files in, table or JSON out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mmrl.algorithms import ALGORITHMS
+from mmrl.algorithms.report import credit_report, load_rollouts
+from mmrl.config import ALGO_SCHEMAS
+from mmrl.credit.forest_json import dump_forest
+from mmrl.errors import ConfigError, DataError
+from mmrl.report.files import dumps
+from mmrl.report.journal import encode
+from tests.forests import Grow
+
+
+def section(name, **options):
+    return ALGO_SCHEMAS[name].model_validate({"name": name, **options})
+
+
+@pytest.fixture
+def forest():
+    grow = Grow(("a", "b"))
+    for branch, outcome in enumerate((1.0, 0.0, None)):
+        grow.chain(f"q/{branch}", "ab", outcome, 2, error=None if outcome is not None else "tool", fork="a")
+    return grow.forest
+
+
+def test_json_of_one_algorithm(forest):
+    algo = section("mhgpo_fof", group_size=2)
+    found = json.loads(credit_report([algo], forest, seed=0, as_json=True))
+    assert found["version"] == 1 and found["algo"] == "mhgpo_fof"
+    assert [call["id"] for call in found["calls"]] == ["q/0#0", "q/0#1", "q/1#0", "q/1#1"]
+    first = found["calls"][0]
+    assert first["reward"] == 1.0 and first["parts"] == {"shared": 1.0, "penalty": 0.0}
+    assert first["group_size"] == 2 and first["mean"] == 0.5 and first["std"] == pytest.approx(0.5**0.5)
+    assert first["advantages"] == pytest.approx([0.707106] * 2, abs=5e-7)
+    assert first["weights"] == pytest.approx([1 / 8] * 2)
+    assert first["returns"] is None and first["filler_of"] is None
+    assert "raw_advantages" not in first
+
+
+def test_several_algorithms_stand_side_by_side(forest):
+    algos = [section("mhgpo_fof", group_size=2), section("mhgpo_is", group_size=2)]
+    found = json.loads(credit_report(algos, forest, seed=0, as_json=True))
+    assert [item["algo"] for item in found] == ["mhgpo_fof", "mhgpo_is"]
+    lines = credit_report(algos, forest, seed=0, as_json=False).splitlines()
+    assert "mhgpo_fof" in lines[0] and "mhgpo_is" in lines[0]
+    assert lines[1].split().count("advantage") == 2
+    assert lines[2].startswith("q/0#0") and lines[2].count("0.707106 x2") == 2
+    assert lines[-1] == "never credited (no scored rollout below): q/2#0, q/2#1"
+
+
+def test_table_of_one_algorithm(forest):
+    text = credit_report([section("mhgpo_fof", group_size=2)], forest, seed=0, as_json=False)
+    assert text.splitlines()[0] == "mhgpo_fof: 4 entries"
+    assert "q:a:0" in text and "0.125 x2" in text
+
+
+def test_problems_with_the_forests_modules_are_config_errors(forest):
+    algo = section("mhgpo_fof", train_modules=("answerer",))
+    with pytest.raises(ConfigError, match=r"algo\.train_modules: got 'answerer'"):
+        credit_report([algo], forest, seed=0, as_json=True)
+
+
+def test_reads_the_json_form_and_the_journal(forest, tmp_path):
+    plain = tmp_path / "forest.json"
+    plain.write_text(json.dumps(dump_forest(forest)))
+    journal = tmp_path / "step-000001.jsonl.gz"
+    journal.write_bytes(gzip.compress("".join(dumps(line) + "\n" for line in encode(forest, ())).encode()))
+    algo = section("mhgpo_rr", group_size=2)
+    reports = {credit_report([algo], load_rollouts(path), seed=0, as_json=True) for path in (plain, journal)}
+    assert len(reports) == 1
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(DataError, match="cannot be read"):
+        load_rollouts(tmp_path / "none")
+    with pytest.raises(DataError, match="a journal is a file in"):
+        load_rollouts(tmp_path)
+    bad = tmp_path / "bad"
+    bad.write_bytes(b"\xff\xff")
+    with pytest.raises(DataError, match="not UTF-8"):
+        load_rollouts(bad)
+    bad.write_text("{}")
+    with pytest.raises(DataError, match="version: missing"):
+        load_rollouts(bad)
+    bad.write_bytes(gzip.compress(b'{"line": "call"}'))
+    with pytest.raises(DataError, match="damaged journal"):
+        load_rollouts(bad)
+    bad.write_bytes(gzip.compress(b"{}")[:-4])
+    with pytest.raises(DataError, match="damaged journal"):
+        load_rollouts(bad)
+
+
+def test_an_empty_forest_prints_a_head_only():
+    assert credit_report([section("mhgpo_fof")], Grow(("a",)).forest, seed=0, as_json=False).startswith(
+        "mhgpo_fof: 0 entries"
+    )
+
+
+def test_every_schema_has_its_algorithm():
+    assert set(ALGORITHMS) == set(ALGO_SCHEMAS)
+    assert all(ALGORITHMS[name].name == name for name in ALGORITHMS)
+
+
+def test_imports_neither_torch_nor_hydra():
+    code = "import sys, mmrl.algorithms.report; print({'torch', 'transformers', 'hydra', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
