@@ -24,7 +24,7 @@ from mmrl.report.plots import evaluation_curve, lines_over_steps, reward_curve
 from mmrl.report.rundir import RunDir
 from mmrl.report.series import duration, number, series, short
 from mmrl.report.tables import Difference
-from mmrl.report.trees import Node, abridged, clean, credit_line, rollout_line, trees
+from mmrl.report.trees import Node, abridged, call_name, clean, credit_line, rollout_line, trees
 
 EXAMPLES = 3
 """Examples shown of a step."""
@@ -122,11 +122,11 @@ def _comparison(differences: Mapping[str, Difference], split: str) -> str:
             f"<div class=big>{found.before:.3f} → {found.after:.3f}</div>"
             f"<div class={tone}>{found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]{sure}</div></div>"
         )
-    rows = [
-        [name, found.n, f"{found.before:.3f}", f"{found.after:.3f}", f"{found.difference:+.3f}"]
-        + [f"{found.low:+.3f} to {found.high:+.3f}"]
-        for name, found in differences.items()
-    ]
+    rows = []
+    for name, found in differences.items():
+        interval = f"{found.low:+.3f} to {found.high:+.3f}"
+        numbers = (f"{found.before:.3f}", f"{found.after:.3f}", f"{found.difference:+.3f}")
+        rows.append([name, found.n, *numbers, interval])
     head = ["metric", "items", "before", "after", "difference", "95 % interval"]
     rest = f"<details><summary>all metrics</summary>{_table(head, rows)}</details>" if len(rows) > 3 else ""
     note = (
@@ -297,9 +297,7 @@ def _node(node: Node, left: list[int]) -> str:
     if left[0] < 0 and not any(below):
         return ""
     call = node.call
-    name = (
-        call.module + (f" #{call.invocation}" if call.invocation else "") + (f" turn {call.turn}" if call.turn else "")
-    )
+    name = call_name(call)
     facts = [f"{call.completion_tokens} tokens", call.finish]
     facts += [f"penalty {short(call.penalty)}"] if call.penalty else []
     facts += [f"{key} {short(value)}" for key, value in call.facts.items() if number(value) is not None]
