@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -20,8 +20,10 @@ from mmrl.errors import CheckpointError, ConfigError, MmrlError, unknown
 from mmrl.policy import Policy, resolve
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir, allocate
+from mmrl.report.tables import align, facts_table
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
+from mmrl.trainer.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,6 +77,7 @@ def check(config: RootConfig) -> list[str]:
         resolve(config.policy)
         return problems
     assert isinstance(config, TrainCommandConfig)
+    problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += ALGORITHMS[config.algo.name].check(config.algo, task.program.modules, task.reward_sets)
     available = len(task.examples("train"))
     if config.train.batch_size > available:
@@ -167,29 +170,20 @@ def settle(config: ConfigT) -> ConfigT:
 
 def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None) -> int:
     """Evaluate, train, evaluate, report."""
+    from mmrl.report.finish import finish
     from mmrl.report.progress import Progress
-    from mmrl.report.trackers import open_trackers
+    from mmrl.report.trackers import trackers
 
     started = time.perf_counter()
     task = build_task(config.task, config.seed)
     done = step_number(checkpoint) if checkpoint else 0
-    progress = Progress(
-        config.train.steps,
-        title=run_name(config),
-        main_metric=task.main_metric,
-        live=config.run.progress,
-        first_step=done,
-    )
-    trackers = open_trackers(
-        config.run.report_to,
-        rundir.path,
-        name=run_name(config),
-        config=config.model_dump(mode="json"),
-        project=config.run.wandb_project,
-    )
-    with progress, stoppable():
+    with (
+        Progress(config, total=config.train.steps, main_metric=task.main_metric, first_step=done) as progress,
+        stoppable(),
+        trackers(config, rundir, progress.note) as opened,
+    ):
         progress.note(describe_start(config, task, rundir, checkpoint))
-        stage, trainer = build_stage(config, task, rundir, progress, trackers, checkpoint)
+        stage, trainer = build_stage(config, task, rundir, progress, opened, checkpoint)
         try:
             before = stage.baseline()
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -197,15 +191,17 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None) ->
         except (MmrlError, KeyboardInterrupt):
             progress.note(f"stopped; continue with: mmrl train resume={rundir.path}")
             raise
-        finally:
-            trackers.finish()
-    print(finish(config, task, rundir, before, after, time.perf_counter() - started))
+        text = finish(
+            rundir,
+            config,
+            task.describe(),
+            before,
+            after,
+            seconds=time.perf_counter() - started,
+            main_metric=task.main_metric,
+        )
+    print(text)
     return 0
-
-
-def run_name(config: TrainCommandConfig) -> str:
-    """Name of a run in displays and reports."""
-    return config.run.name or f"{config.algo.name}-{config.task.name}-s{config.seed}"
 
 
 def build_stage(
@@ -323,7 +319,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
             raise
     metrics = evaluation_metrics(items, config.eval, config.seed)
     rundir.write_summary({"policy": config.policy, "task": task.name, "split": config.split, "metrics": metrics})
-    print(evaluation_table(config, task.describe(), metrics, rundir.path))
+    print(evaluation_text(config, task.describe(), metrics, rundir.path))
     return 0
 
 
@@ -338,3 +334,25 @@ def load_policy(policy: Policy, config: RootConfig) -> tuple[Any, Any]:
 
         model = PeftModel.from_pretrained(model, policy.adapter)
     return model, load_tokenizer(weights)
+
+
+def evaluation_text(
+    config: EvalCommandConfig, facts: Mapping[str, Any], metrics: Mapping[str, float], path: Path
+) -> str:
+    """What `mmrl eval` prints: each metric with its 95 % interval, and what was evaluated on what."""
+    rows = [["", "mean", "95 % interval"]]
+    for name in metrics:
+        if f"{name}_low" in metrics:
+            interval = f"[{metrics[f'{name}_low']:.4f}, {metrics[f'{name}_high']:.4f}]"
+            rows.append([name, f"{metrics[name]:.4f}", interval])
+    behaviour = {name: value for name, value in metrics.items() if name.startswith("module/")}
+    failed = f"{metrics['failed_share']:.1%} of the rollouts failed from outside causes"
+    return "\n\n".join(
+        [
+            f"{config.policy} on {config.task.name}, {config.split} ({metrics['n']:.0f} items, seed {config.seed})",
+            align(rows),
+            facts_table(behaviour),
+            facts_table(facts),
+            f"{failed}, {metrics['model_failed']:.0f} by the model's own doing\nper item: {path}",
+        ]
+    )

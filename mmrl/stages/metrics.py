@@ -10,7 +10,7 @@ from statistics import fmean, pstdev
 from mmrl.credit.entries import Entry
 from mmrl.errors import MODEL_CAUSED
 from mmrl.records import Call, Forest, Rollout
-from mmrl.tasks.metrics import f1_score
+from mmrl.tasks.metrics import f1
 
 SIMILARITY_PAIRS = 6
 """Pairs compared per group; more change the mean little and cost quadratically."""
@@ -102,5 +102,5 @@ def similarity(forest: Forest, groups: Mapping[str, Sequence[Entry]]) -> dict[st
         if len({c.module for c in calls}) != 1 or len(calls) < 2:
             continue
         pairs = list(combinations(calls, 2))[:SIMILARITY_PAIRS]
-        found[calls[0].module].append(fmean(f1_score(a.text, b.text) for a, b in pairs))
+        found[calls[0].module].append(fmean(f1(a.text, b.text) for a, b in pairs))
     return {f"similarity/{module}": fmean(values) for module, values in sorted(found.items())}

@@ -177,7 +177,7 @@ class WeightStage:
         self.rundir.append_metrics(step, metrics)
         self.trackers.log(step, metrics)
         if step:
-            self.progress.step({"step": step, **metrics})
+            self.progress.step(step, metrics)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate on `eval.split` after `step` steps; per-item results stay in the run directory."""
@@ -185,7 +185,7 @@ class WeightStage:
         split = self.config.eval.split
         self.progress.status(f"evaluating {split}")
         found = evaluation_metrics(self.items(step), self.config.eval, self.config.seed)
-        self.progress.evaluation(split, found)
+        self.progress.evaluation(step, split, found)
         return {f"eval/{split}/{name}": value for name, value in found.items()} | {
             "time/eval": time.perf_counter() - started
         }
