@@ -6,6 +6,7 @@ that `_themed` replaces by the page's CSS variables, because an SVG from matplot
 
 from __future__ import annotations
 
+import html
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +50,7 @@ def evaluation_curve(curves: Mapping[str, Band], split: str) -> str:
     with _axes("step", f"score on {split}") as (axes, result):
         for color, (name, points) in zip(LINES, shown.items(), strict=False):
             steps = [point[0] for point in points]
-            axes.plot(steps, [point[1] for point in points], color=color, marker="o", markersize=4, label=name)
+            axes.plot(steps, [point[1] for point in points], color=color, marker="o", markersize=4, label=_label(name))
             if color == LINES[0]:
                 sure = [(step, low, high) for step, _, low, high in points if low is not None and high is not None]
                 if sure:
@@ -74,7 +75,7 @@ def lines_over_steps(history: History, keys: Mapping[str, str], label: str, wind
         for index, (name, (steps, values)) in enumerate(found.items()):
             style = ("-", "--", ":")[index // len(LINES) % 3]
             mean = trailing_mean(values, window)
-            axes.plot(*_thin(steps, mean), color=LINES[index % len(LINES)], linestyle=style, label=name)
+            axes.plot(*_thin(steps, mean), color=LINES[index % len(LINES)], linestyle=style, label=_label(name))
         if len(found) > 1:
             _legend(axes)
     return result[0]
@@ -85,7 +86,8 @@ def _axes(xlabel: str, ylabel: str) -> Iterator[tuple[Any, list[str]]]:
     """Axes to draw on, and a list that holds the finished SVG afterwards."""
     import matplotlib
 
-    settings = {
+    settings: Any = {
+        "text.parse_math": False,
         "svg.fonttype": "none",
         "svg.hashsalt": "mmrl",
         "font.family": "sans-serif",
@@ -122,6 +124,11 @@ def _legend(axes: Any) -> None:
     axes.legend(frameon=False, fontsize=10, loc="best", handlelength=1.4)
 
 
+def _label(name: str) -> str:
+    # matplotlib leaves labels that start with an underscore out of the legend.
+    return f"\u200a{name}" if name.startswith("_") else name
+
+
 def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if len(values) <= POINTS:
         return steps, values
@@ -137,7 +144,7 @@ def _themed(svg: str, title: str) -> str:
     used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', svg))
     svg = re.sub(r' id="([^"]+)"', lambda found: found.group(0) if found.group(1) in used else "", svg)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]+" height="[^"]+"', r"\1", svg, count=1)
-    svg = svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
     svg = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font-size: \1", svg)
     for placeholder, variable in THEME.items():
         svg = svg.replace(placeholder, variable)

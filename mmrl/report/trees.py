@@ -62,6 +62,12 @@ def check_example(forest: Forest, example: str) -> None:
         )
 
 
+def call_name(call: Call) -> str:
+    """Module, and where it has more than one, invocation and turn."""
+    invocation = f" #{call.invocation}" if call.invocation else ""
+    return call.module + invocation + (f" turn {call.turn}" if call.turn else "")
+
+
 def clean(text: Any) -> str:
     """Text that cannot move the cursor: line ends become ⏎, other control characters are made visible."""
     shown = str(text).replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ")
@@ -145,12 +151,7 @@ def _render(node: Node, first: str, rest: str, asked: tuple[Any, ...] | None, wi
         asked: prompt of the sibling before, so that a shared prompt is printed once.
     """
     call = node.call
-    head = (
-        f"{call.module}"
-        + (f" #{call.invocation}" if call.invocation else "")
-        + (f" turn {call.turn}" * (call.turn > 0))
-    )
-    head += f" · {call.completion_tokens} tokens, {call.finish}"
+    head = f"{call_name(call)} · {call.completion_tokens} tokens, {call.finish}"
     if not call.ok:
         head += " · could not be parsed"
     if call.attempts > 1:
