@@ -16,7 +16,7 @@ from mmrl.engines.transformers import TransformersEngine
 from mmrl.errors import ConfigError, EngineFailure, LengthFailure
 from tests.engine_fixtures import EOS, VOCABULARY, generate, model, request, tokenizer
 
-LOOPS = ["hf"]
+LOOPS = ["own", "hf"]
 
 
 @pytest.fixture(autouse=True)

@@ -45,8 +45,10 @@ class Job:
 class Decoder(Protocol):
     """What makes tokens: synchronous, one decode boundary at a time."""
 
-    refills: bool
-    """Whether rows can join while others are in flight."""
+    @property
+    def refills(self) -> bool:
+        """Whether rows can join while others are in flight."""
+        ...
 
     def start(self) -> None:
         """The first row of a burst is about to come: look at the weights afresh."""

@@ -23,7 +23,10 @@ ONE_THREAD_WORK = 20_000_000
 class Loop(Protocol):
     """Turns rows into logits; rows in flight have an order, and logits come in that order."""
 
-    refills: bool
+    @property
+    def refills(self) -> bool:
+        """Whether `prefill` may come while rows are in flight."""
+        ...
 
     def start(self) -> None:
         """A burst begins: no rows yet, weights may have changed."""
@@ -37,8 +40,8 @@ class Loop(Protocol):
         """Extend the rows in flight by one token each; returns (B, V) logits."""
         ...
 
-    def keep(self, indices: Sequence[int]) -> None:
-        """Forget all rows but these, ascending."""
+    def keep(self, indices: Sequence[int]) -> list[int]:
+        """Forget all rows but these (ascending); returns them in the order in which they are in flight from now on."""
         ...
 
     def stop(self) -> None:
@@ -60,7 +63,6 @@ class RowDecoder:
 
     def __init__(self, loop: Loop, rules: Rules, batch_tokens: int, threads: int, parameters: int):
         self.loop = loop
-        self.refills = loop.refills
         self.rules = rules
         self.batch_tokens = batch_tokens
         self.threads = threads
@@ -68,6 +70,11 @@ class RowDecoder:
         self.policy_version = 0
         self._jobs: list[Job] = []
         self._version = 0
+
+    @property
+    def refills(self) -> bool:
+        """See `Decoder.refills`."""
+        return self.loop.refills
 
     def start(self) -> None:
         """See `Decoder.start`; the burst's completions carry the policy version of this moment."""
@@ -110,7 +117,7 @@ class RowDecoder:
         indices = [index for index, job in enumerate(self._jobs) if id(job) not in gone]
         if len(indices) < len(self._jobs):
             with torch.no_grad():
-                self.loop.keep(indices)
+                indices = self.loop.keep(indices)
             self._jobs = [self._jobs[index] for index in indices]
 
     def stop(self) -> None:

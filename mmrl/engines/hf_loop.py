@@ -66,15 +66,16 @@ class HFLoop:
         ids = torch.tensor(tokens, device=self._mask.device).unsqueeze(1)
         return self._forward(ids, torch.cat([self._mask, torch.ones_like(ids)], dim=1))
 
-    def keep(self, indices: Sequence[int]) -> None:
+    def keep(self, indices: Sequence[int]) -> list[int]:
         """See `Loop.keep`."""
         assert self._mask is not None
         if not indices:
             self._cache = self._mask = None
-            return
+            return []
         chosen = torch.tensor(indices, device=self._mask.device)
         self._mask = self._mask[chosen]
         self._cache.batch_select_indices(chosen)
+        return list(indices)
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         self._mask = mask

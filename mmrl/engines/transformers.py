@@ -13,8 +13,8 @@ from mmrl.config import EngineConfig
 from mmrl.engines.base import Completion, Request, Tokenizer
 from mmrl.engines.batcher import Batcher
 from mmrl.engines.decoder import RowDecoder
-from mmrl.engines.hf_loop import HFLoop
 from mmrl.engines.rows import Rules, eos_ids
+from mmrl.engines.select import choose
 
 
 class TransformersEngine:
@@ -45,7 +45,7 @@ class TransformersEngine:
         )
         parameters = sum(parameter.numel() for parameter in model.parameters())
         self._decoder = RowDecoder(
-            HFLoop(model), rules, config.batch_tokens, threads or torch.get_num_threads(), parameters
+            choose(model, config.loop), rules, config.batch_tokens, threads or torch.get_num_threads(), parameters
         )
         self._batcher = Batcher(self._decoder, config.schedule)
         self.policy_version = 0

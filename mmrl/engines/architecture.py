@@ -1,0 +1,293 @@
+"""What the own decode loop must know of a model: which architectures it serves, and their weights in fused form.
+
+Between a Hugging Face module, which the trainer changes in place, and `decode`, which multiplies. `Weights.refresh`
+reads every weight anew; it runs at the start of each burst, so that nothing stale can be served however the weights
+were changed (an in-place step, `.data`, a new tensor, a merged or switched-off adapter).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""RoPE kinds whose angles depend on the position alone."""
+
+
+def causal_lm(model: nn.Module) -> nn.Module:
+    """The causal LM inside a peft wrapper."""
+    inner: Any = model
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+def why_not(model: nn.Module) -> str | None:
+    """The reason why the own loop cannot serve this model, or None."""
+    causal: Any = causal_lm(model)
+    name = type(causal).__name__
+    if name not in FAMILIES:
+        return f"{name} is not one of {', '.join(FAMILIES)}"
+    if causal is not model and type(getattr(model, "base_model", None)).__name__ != "LoraModel":
+        return "its adapter is not LoRA"
+    config = causal.config
+    layer_types = getattr(config, "layer_types", None)
+    if any(kind != "full_attention" for kind in layer_types or ()):
+        return "some of its layers do not attend to the whole context"
+    if layer_types is None and getattr(config, "sliding_window", None) is not None:
+        return "its attention is limited to a sliding window"
+    if config.rope_parameters.get("rope_type") not in STATIC_ROPE:
+        return f"its position encoding '{config.rope_parameters.get('rope_type')}' depends on the length"
+    if config.hidden_act != "silu":
+        return f"its activation is '{config.hidden_act}'"
+    if type(causal.model.embed_tokens) is not nn.Embedding:
+        return "its embedding is not a plain one"
+    parameters = dict(causal.named_parameters())
+    devices = {str(parameter.device) for parameter in parameters.values()}
+    if len(devices) > 1:
+        return f"its weights lie on several devices ({', '.join(sorted(devices))})"
+    types = {str(parameter.dtype) for name, parameter in parameters.items() if "lora_" not in name}
+    if len(types) > 1:
+        return f"its weights are of several types ({', '.join(sorted(types))})"
+    odd = [reason for module in _linears(causal) if (reason := _odd(module)) is not None]
+    return odd[0] if odd else None
+
+
+def _linears(causal: Any) -> list[nn.Module]:
+    found = [causal.lm_head]
+    for layer in causal.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        found += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        found += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return found
+
+
+def _odd(module: Any) -> str | None:
+    """Why a projection is neither a plain linear layer nor one with plain LoRA, or None."""
+    if type(module) is nn.Linear:
+        return None
+    if not type(module).__module__.startswith("peft.tuners.lora") or type(module).__name__ != "Linear":
+        return f"it has a {type(module).__module__}.{type(module).__name__} layer"
+    if type(module.base_layer) is not nn.Linear:
+        return f"its LoRA wraps a {type(module.base_layer).__name__} layer"
+    if module.lora_variant or any(module.lora_bias.values()) or getattr(module, "fan_in_fan_out", False):
+        return "its LoRA is a variant (DoRA or the like)"
+    return None
+
+
+class Linear:
+    """One matrix product in place of several projections of the same input, their LoRA updates included.
+
+    In float32 the updates are added into a private copy of the weights; in half precision they are applied beside
+    them, since a small update would be lost in the rounding of the sum.
+
+    Args:
+        sources: the projections, in the order of the output's columns.
+        scale_by: the norm before them, whose weight can be folded into the columns (float32 only).
+    """
+
+    def __init__(self, sources: list[Any], scale_by: Any = None):
+        self.sources = sources
+        self.scale_by = scale_by
+        self.folded = False
+        self.weight: Tensor = torch.empty(0)
+        self.transposed: Tensor = self.weight
+        self.bias: Tensor | None = None
+        self.low: Tensor | None = None
+        self.high: Tensor | None = None
+        self._buffer: Tensor | None = None
+
+    def refresh(self) -> None:
+        """Read the sources anew."""
+        bases = [getattr(source, "base_layer", source) for source in self.sources]
+        updates = [_updates(source) for source in self.sources]
+        full = bases[0].weight.dtype == torch.float32
+        self.folded = full and self.scale_by is not None
+        own = len(bases) > 1 or self.folded or (full and any(updates))
+        self.weight = self._copy([base.weight for base in bases]) if own else bases[0].weight.detach()
+        self.low = self.high = None
+        if any(updates):
+            if full:
+                start = 0
+                for base, pairs in zip(bases, updates, strict=True):
+                    part = self.weight[start : start + base.out_features]
+                    for low, high, scaling in pairs:
+                        part.addmm_(high, low, alpha=scaling)
+                    start += base.out_features
+            else:
+                self._beside(bases, updates)
+        if self.folded:
+            self.weight.mul_(self.scale_by.weight)
+        self.transposed = self.weight.t()
+        biases = [base.bias for base in bases]
+        if all(bias is None for bias in biases):
+            self.bias = None
+        else:
+            self.bias = torch.cat(
+                [
+                    torch.zeros_like(base.weight[:, 0]) if bias is None else bias
+                    for base, bias in zip(bases, biases, strict=True)
+                ]
+            )
+
+    def _copy(self, weights: list[Tensor]) -> Tensor:
+        shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
+        old = self._buffer
+        if old is None or old.shape != shape or old.dtype != weights[0].dtype or old.device != weights[0].device:
+            self._buffer = torch.empty(shape, dtype=weights[0].dtype, device=weights[0].device)
+        assert self._buffer is not None
+        torch.cat(weights, out=self._buffer)
+        return self._buffer
+
+    def _beside(self, bases: list[Any], updates: list[list[tuple[Tensor, Tensor, float]]]) -> None:
+        """All updates as one pair of matrices: (ranks, in) and (out, ranks), the latter block by block."""
+        pairs = [pair for several in updates for pair in several]
+        self.low = torch.cat([low for low, _, _ in pairs])
+        self.high = torch.zeros(self.weight.shape[0], self.low.shape[0], dtype=self.low.dtype, device=self.low.device)
+        start = column = 0
+        for base, several in zip(bases, updates, strict=True):
+            for low, high, scaling in several:
+                end = column + low.shape[0]
+                self.high[start : start + base.out_features, column:end] = high * scaling
+                column = end
+            start += base.out_features
+
+    def __call__(self, x: Tensor, rows: slice | None = None) -> Tensor:
+        """(N, in) -> (N, out), or only the output columns `rows`."""
+        weight, bias, high = self.weight, self.bias, self.high
+        if rows is not None:
+            weight = weight[rows]
+            bias = None if bias is None else bias[rows]
+            high = None if high is None else high[rows]
+        y = F.linear(x, weight, bias)
+        if self.low is not None and high is not None:
+            y = (y + F.linear(F.linear(x.to(self.low.dtype), self.low), high)).to(y.dtype)
+        return y
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + self(x)."""
+        if self.bias is None and self.low is None:
+            return torch.addmm(residual, x, self.transposed)
+        return residual + self(x)
+
+
+def _updates(source: Any) -> list[tuple[Tensor, Tensor, float]]:
+    """(A, B, scaling) of the LoRA updates that a forward of this layer would add now."""
+    if not hasattr(source, "base_layer") or source.disable_adapters or source.merged:
+        return []
+    return [
+        (source.lora_A[name].weight.detach(), source.lora_B[name].weight.detach(), source.scaling[name])
+        for name in source.active_adapters
+        if name in source.lora_A
+    ]
+
+
+class Norm:
+    """x / rms(x), times the weight unless that is folded into the product that follows."""
+
+    def __init__(self, module: Any, then: Linear | None = None):
+        self.module = module
+        self.then = then
+        self.eps = float(module.variance_epsilon)
+        self.weight: Tensor | None = None
+        self._eps_like = torch.empty(0)
+
+    def refresh(self) -> None:
+        """Read the weight anew."""
+        weight = self.module.weight.detach()
+        self.weight = None if self.then is not None and self.then.folded else weight
+        self._eps_like = torch.tensor(self.eps, device=weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., H) -> (..., H); computed in float32 as the model does."""
+        if x.dtype != torch.float32:
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return scaled(x, self._eps_like) if self.weight is None else scaled(x, self._eps_like) * self.weight
+
+
+def scaled(x: Tensor, eps: Tensor) -> Tensor:
+    """x / sqrt(mean(x²) + eps) over the last axis, in three small operations."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+
+@dataclass(slots=True)
+class Layer:
+    """One decoder layer in fused form."""
+
+    before_attention: Norm
+    qkv: Linear
+    out: Linear
+    before_mlp: Norm
+    gate_up: Linear
+    down: Linear
+    qk_norms: tuple[Any, Any] | None
+    """q_norm and k_norm, where the model has them."""
+    qk_weight: Tensor | None = None
+    """(heads + kv heads, head_dim): their weights, head by head."""
+    qk_eps: Tensor | None = None
+
+
+class Weights:
+    """A model's weights for the own loop. `why_not(model)` must be None."""
+
+    def __init__(self, model: nn.Module):
+        causal: Any = causal_lm(model)
+        config = causal.config
+        self.causal = causal
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.hidden: int = config.hidden_size
+        self.layers = [_layer(module) for module in causal.model.layers]
+        self.head_dim: int = causal.model.layers[0].self_attn.head_dim
+        self.norm = Norm(causal.model.norm)
+        self.head = Linear([causal.lm_head])
+        self.embedding: Tensor = torch.empty(0)
+        self.angles: tuple[Tensor, Tensor] | None = None
+
+    def refresh(self) -> None:
+        """Read all weights anew."""
+        self.embedding = self.causal.model.embed_tokens.weight.detach()
+        for layer in self.layers:
+            for part in (layer.qkv, layer.out, layer.gate_up, layer.down, layer.before_attention, layer.before_mlp):
+                part.refresh()
+            if layer.qk_norms is not None:
+                q_norm, k_norm = layer.qk_norms
+                layer.qk_weight = torch.cat(
+                    [
+                        q_norm.weight.detach().expand(self.heads, -1),
+                        k_norm.weight.detach().expand(self.kv_heads, -1),
+                    ]
+                )
+                layer.qk_eps = torch.tensor(q_norm.variance_epsilon, device=self.embedding.device)
+        self.norm.refresh()
+        self.head.refresh()
+        if self.angles is not None and self.angles[0].device != self.embedding.device:
+            self.angles = None
+
+    def rope(self, length: int) -> tuple[Tensor, Tensor]:
+        """(T, head_dim) cos and signed sin for at least `length` positions: rotated x = x·cos + roll(x, half)·sin."""
+        if self.angles is None or self.angles[0].shape[0] < length:
+            positions = torch.arange(max(256, 1 << (length - 1).bit_length()), device=self.embedding.device)
+            cos, sin = self.causal.model.rotary_emb(self.embedding[:1], positions.unsqueeze(0))
+            half = self.head_dim // 2
+            self.angles = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+        return self.angles
+
+
+def _layer(module: Any) -> Layer:
+    attention, mlp = module.self_attn, module.mlp
+    qkv = Linear([attention.q_proj, attention.k_proj, attention.v_proj], module.input_layernorm)
+    gate_up = Linear([mlp.gate_proj, mlp.up_proj], module.post_attention_layernorm)
+    return Layer(
+        before_attention=Norm(module.input_layernorm, qkv),
+        qkv=qkv,
+        out=Linear([attention.o_proj]),
+        before_mlp=Norm(module.post_attention_layernorm, gate_up),
+        gate_up=gate_up,
+        down=Linear([mlp.down_proj]),
+        qk_norms=(attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None,
+    )
