@@ -16,7 +16,7 @@ from typing import Any
 from mmrl.errors import DataError
 
 FORMATS = (".json", ".jsonl", ".tsv", ".parquet")
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+){0,2}")
 HUB_SPLITS: Mapping[str, str] = {"train": "train", "dev": "validation", "test": "test"}
 
 

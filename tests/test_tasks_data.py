@@ -1,0 +1,316 @@
+import json
+import logging
+import os
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from mmrl.config import DataConfig, RetrieverConfig, TaskConfig
+from mmrl.errors import ConfigError, DataError
+from mmrl.tasks import TASKS
+from mmrl.tasks.data import LAYOUTS, load_corpus, load_records, subset, to_example
+from mmrl.tasks.files import Source
+
+FOLDER = Path(os.environ.get("MMRL_DATA") or Path(__file__).parents[2] / "shared" / "data")
+needs_data = pytest.mark.skipif(not (FOLDER / "hotpotqa").is_dir(), reason="no public data: set MMRL_DATA")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("MMRL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def record(number=0, **changes):
+    base = {
+        "_id": f"r{number}",
+        "question": f"Who made thing {number}?",
+        "answer": "Ada",
+        "type": "bridge",
+        "level": "hard",
+        "supporting_facts": [["Thing", 0], ["Thing", 1], ["Ada", 0]],
+        "context": [["Thing", ["Made by Ada.", " In Porto."]], ["Ada", ["Ada lives."]], ["Other", ["Else."]]],
+    }
+    return {key: value for key, value in {**base, **changes}.items() if value is not ...}
+
+
+def hub_columns(row):
+    """A record as the hub's `hotpotqa/hotpot_qa` writes it."""
+    titles, sentences = zip(*row["context"], strict=True)
+    names, numbers = zip(*row["supporting_facts"], strict=True)
+    return {
+        "id": row["_id"],
+        **{key: row[key] for key in ("question", "answer", "type", "level")},
+        "supporting_facts": {"title": list(names), "sent_id": list(numbers)},
+        "context": {"title": list(titles), "sentences": [list(s) for s in sentences]},
+    }
+
+
+def saved(tmp_path, rows, name="data.json"):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n\n" for row in rows), encoding="utf-8")
+    else:
+        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return str(path)
+
+
+def load(spec, layout="hotpotqa", split="dev"):
+    return load_records(Source(f"task.data.{split}", spec), split, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.parquet"])
+def test_official_records(tmp_path, name):
+    rows = [record(0), record(1)]
+    found = load(saved(tmp_path, rows if name != "a.parquet" else [hub_columns(row) for row in rows], name))
+    assert [r.id for r in found] == ["r0", "r1"]
+    assert found[0].titles == ("Thing", "Ada")
+    assert found[0].answers == ("Ada",)
+    assert found[0].paragraphs[0] == ("Thing", "Made by Ada. In Porto.")
+    example = to_example(found[0], "c")
+    assert example.inputs == {"question": "Who made thing 0?", "corpus": "c"}
+    assert example.metadata == {"answers": ["Ada"], "titles": ["Thing", "Ada"], "type": "bridge"}
+
+
+def test_musique_records(tmp_path):
+    row = {
+        "id": "2hop__1_2",
+        "question": "Q?",
+        "answer": "Ada",
+        "answer_aliases": ["Ada L."],
+        "paragraphs": [
+            {"idx": 0, "title": "T", "paragraph_text": "x", "is_supporting": True},
+            {"idx": 1, "title": "U", "paragraph_text": "y", "is_supporting": False},
+        ],
+    }
+    found = load(saved(tmp_path, [row], "m.jsonl"), "musique")[0]
+    assert (found.answers, found.titles, found.kind) == (("Ada", "Ada L."), ("T",), "2hop")
+    assert found.paragraphs == (("T", "x"), ("U", "y"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([record(0), record(1, answer=...)], "record 1 (id 'r1'): misses the field 'answer'"),
+        ([record(0, context=...)], "record 0 (id 'r0'): misses the field 'context'"),
+        ([record(0, _id=...)], "record 0: misses the field 'id'"),
+        ([record(0), record(0, question="other")], "record 1: duplicate id 'r0'"),
+        ([record(0, answer=" ")], "(id 'r0'): answer: is empty"),
+        ([record(0, question="")], "(id 'r0'): question: is empty"),
+        ([record(0, answer=["Ada"])], "(id 'r0'): answer: got list, expected text"),
+        ([record(0, context=None)], "(id 'r0'): context: expected a list of [title, sentences] pairs"),
+        ([record(0, context=[["T", "text"]])], "(id 'r0'): context: expected a list of sentences"),
+        ([record(0, supporting_facts=["T"])], "(id 'r0'): supporting_facts: expected a list"),
+        ([["not", "a", "record"]], "record 0: got list, expected a record"),
+        ([], "has no records"),
+        ({"data": []}, "got dict, expected a JSON list"),
+    ],
+)
+def test_bad_records_name_file_and_record(tmp_path, rows, expected):
+    path = saved(tmp_path, rows)
+    with pytest.raises(DataError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert message.startswith("task.data.dev: ")
+    assert path in message
+    assert expected in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.json", b'[\n{"a": 1},\n{"b" 2}]', "a.json line 3: not JSON"),
+        ("a.json", b"", "a.json line 1: not JSON"),
+        ("a.jsonl", b'{"a": 1}\n\n{oops}\n', "a.jsonl line 3: not JSON"),
+        ("a.jsonl", b"\n \n", "has no records"),
+        ("a.json", b'["\xff"]', "is not UTF-8"),
+        ("a.parquet", b"PAR1 not", "a.parquet is not a parquet file"),
+        ("a.csv", b"x", "expected a .json, .jsonl, .tsv, .parquet file"),
+    ],
+)
+def test_malformed_files_name_the_line(tmp_path, name, content, expected):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        load(str(tmp_path / name))
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", ["nothing.json", "./nothing", "/no/such/dir/file", "minni", "a/b/c"])
+def test_neither_file_nor_hub_id(spec):
+    with pytest.raises(DataError, match=r"task\.data\.dev: .*: no such file; expected mini"):
+        load(spec)
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(DataError, match="is a folder"):
+        load(str(tmp_path))
+
+
+def test_hub_data_set_through_local_parquet_of_the_same_schema(tmp_path, monkeypatch):
+    # `datasets` takes a local folder by the same call as a hub id; nothing is fetched
+    for split, rows in (("train", [record(0), record(1)]), ("validation", [record(2)])):
+        saved(tmp_path, [hub_columns(row) for row in rows], f"hotpotqa/hotpot_qa/{split}.parquet")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    assert [r.id for r in load("hotpotqa/hotpot_qa", split="train")] == ["r0", "r1"]
+    assert load("hotpotqa/hotpot_qa", split="dev")[0] == load(saved(tmp_path, [record(2)]))[0]
+    assert [r.id for r in load("hotpotqa/hotpot_qa:default:train", split="dev")] == ["r0", "r1"]
+    with pytest.raises(DataError, match=r"split test\) from the hub"):
+        load("hotpotqa/hotpot_qa", split="test")
+    with pytest.raises(DataError, match="misses the columns paragraphs"):
+        load("hotpotqa/hotpot_qa", "musique")
+
+
+def test_an_unreachable_hub_id_is_one_clear_error(monkeypatch):
+    import datasets
+
+    def refuse(*_args, **_options):
+        raise ConnectionError("Couldn't\nreach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(DataError) as caught:
+        load("hotpotqa/hotpot_qa:distractor")
+    assert str(caught.value) == (
+        "task.data.dev: cannot load 'hotpotqa/hotpot_qa:distractor' (split validation) from the hub: "
+        "ConnectionError: Couldn't reach the Hub"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("c.jsonl", '{"id": "x", "title": "A", "text": "one two"}\n{"id": "y", "title": "B", "text": "three"}\n'),
+        ("c.json", '[{"title": "A", "text": "one two"}, {"title": "B", "text": "three"}]'),
+        ("c.json", '[["A", ["one", " two"]], ["B", "three"]]'),
+        ("c.tsv", "id\ttext\ttitle\nx\tone two\tA\ny\tthree\tB\n"),
+    ],
+)
+def test_corpus_forms(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    found = load_corpus("task.corpus", str(tmp_path / name))
+    assert [(d.title, d.text) for d in found] == [("A", "one two"), ("B", "three")]
+    assert len({d.id for d in found}) == 2
+
+
+def test_corpus_parquet(tmp_path):
+    path = saved(tmp_path, [{"title": "A", "text": "one"}], "c.parquet")
+    assert load_corpus("task.corpus", path)[0].title == "A"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("c.jsonl", '{"title": "A", "text": "x"}\n{"title": "B"}\n', "line 2: text is missing (fields: title)"),
+        ("c.jsonl", '{"title": 3, "text": "x"}\n', "line 1: title got int, expected text"),
+        ("c.jsonl", '"text"\n', "line 1: got str, expected a document"),
+        ("c.jsonl", '{"id": 1, "title": "A", "text": "x"}\n' * 2, "line 2: duplicate id '1'"),
+        ("c.tsv", "id\ttext\n1\tx\n", "line 2: title is missing (fields: id, text)"),
+        ("c.tsv", "title\ttext\nA\tx\ty\n", "line 2: got 3 cells, the header has 2"),
+        ("c.json", "[]", "has no records"),
+    ],
+)
+def test_bad_corpora(tmp_path, name, content, expected):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError) as caught:
+        load_corpus("task.corpus", str(tmp_path / name))
+    assert str(caught.value).startswith("task.corpus: ")
+    assert expected in str(caught.value)
+
+
+def make(**options):
+    return TASKS["hotpotqa"](TaskConfig(name="hotpotqa", **options), 0)
+
+
+def test_the_corpus_is_the_union_of_the_paragraphs_of_the_files(tmp_path):
+    first = saved(tmp_path, [record(0)], "a.json")
+    second = saved(tmp_path, [record(1, context=[["Thing", ["Made by Ada.", " In Porto."]], ["New", ["n"]]])], "b.json")
+    task = make(data=DataConfig(train=first, dev=second))
+    corpus = task.examples("dev")[0].inputs["corpus"]
+    assert corpus == task.examples("train")[0].inputs["corpus"] != task.examples("test")[0].inputs["corpus"]
+    assert [d.title for d in task.corpora[corpus]] == ["Thing", "Ada", "Other", "New"]
+    assert task.search(["porto"], corpus)[0]["title"] == "Thing"
+    assert task.search(["porto"], task.examples("test")[0].inputs["corpus"]) == []
+    assert not task.demonstrations(task.examples("train")[0])
+    assert task.demonstrations(task.examples("test")[0])
+
+
+def test_same_title_with_other_text_is_kept(tmp_path):
+    path = saved(tmp_path, [record(0), record(1, context=[["Thing", ["Something else."]]])])
+    task = make(data=DataConfig(train=path, dev=path, test=path))
+    (documents,) = task.corpora.values()
+    assert [d.title for d in documents].count("Thing") == 2
+    assert len({d.id for d in documents}) == len(documents)
+
+
+def test_a_given_corpus_serves_every_split(tmp_path):
+    corpus = saved(tmp_path, [{"title": "Ada", "text": "Ada of Porto"}], "c.json")
+    task = make(data=DataConfig(dev=saved(tmp_path, [record(0)])), corpus=corpus)
+    assert {example.inputs["corpus"] for split in ("train", "dev") for example in task.examples(split)} == {"given"}
+    assert task.search(["porto"], "given")[0]["title"] == "Ada"
+    assert make(corpus="mini").examples("dev")[0].inputs["corpus"] == "mini"
+
+
+def test_missing_gold_titles_warn_with_the_share(tmp_path, caplog):
+    rows = [record(0), record(1), record(2, supporting_facts=[["Thing", 0], ["Nowhere", 0]])]
+    with caplog.at_level(logging.WARNING):
+        task = make(data=DataConfig(dev=saved(tmp_path, rows)))
+    assert "task.data.dev: only 66.7 % of the questions" in caplog.text
+    assert "dev 66.7%" in task.describe()["partial corpus"]
+    assert task.gold_shares["train"] == 1
+
+
+def test_bad_corpus_and_bad_data_are_config_errors(tmp_path):
+    for options in ({"corpus": "no.jsonl"}, {"data": DataConfig(test=saved(tmp_path, [record(0, answer="")]))}):
+        with pytest.raises(ConfigError):
+            make(**options)
+
+
+def test_subset_is_stable_and_seeded():
+    examples = make().examples("train")[:50]
+    chosen = subset(examples, 10, "train", 1)
+    assert chosen == subset(list(reversed(examples)), 10, "train", 1)
+    assert chosen != subset(examples, 10, "train", 2)
+    assert subset(examples, 20, "train", 1)[:10] == chosen
+    assert subset(examples, None, "train", 1) == examples
+
+
+@pytest.mark.data
+@needs_data
+@pytest.mark.parametrize(
+    ("dataset", "file", "count", "share"),
+    [
+        ("hotpotqa", "hotpotqa/hotpot_train_sample.json", 800, 1.0),
+        ("hotpotqa", "hotpotqa/hotpot_dev_distractor_sample.json", 565, 1.0),
+        ("hotpotqa", "hotpotqa/hotpot_dev_fullwiki_sample.json", 916, 0.2),
+        ("2wiki", "2wikimultihopqa/dev_sample.json", 657, 1.0),
+        ("musique", "musique/dev_sample.jsonl", 200, 1.0),
+    ],
+)
+def test_official_files(dataset, file, count, share):
+    task = make(dataset=dataset, data=DataConfig(dev=str(FOLDER / file)), retriever=RetrieverConfig(top_k=10))
+    examples = task.examples("dev")
+    assert len(examples) == count
+    assert task.gold_shares["dev"] >= share
+    example = examples[0]
+    assert (
+        task.score(
+            example,
+            {"answer": example.metadata["answers"][0], "candidates": [], "selected": []},
+            (),
+            "outcome",
+        ).metrics["em"]
+        == 1
+    )
+    assert len(task.search([example.inputs["question"]], example.inputs["corpus"])) == 10
+
+
+@pytest.mark.data
+@needs_data
+def test_passage_collection_as_corpus():
+    path = FOLDER / "2wikimultihopqa" / "2wikimultihopqa_corpus.json"
+    assert len(load_corpus("task.corpus", str(path))) == 6119
