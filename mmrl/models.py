@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 from mmrl.config import ModelConfig
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
     source = _source(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=model.revision)
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=model.revision, local_files_only=_offline(source))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(_unloadable(model, "tokenizer", error)) from error
     if model.chat_template is not None:
@@ -65,12 +66,19 @@ def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedMode
         ConfigError: `model.path` cannot be loaded.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     source = _source(model)
+    known = {"revision": model.revision, "local_files_only": _offline(source)}
     try:
+        # The config first: the model's loader asks the hub for an adapter even when told to stay offline.
+        config = AutoConfig.from_pretrained(source, **known)
         loaded = AutoModelForCausalLM.from_pretrained(
-            source, revision=model.revision, dtype=_dtype(model, torch.device(device)), attn_implementation="sdpa"
+            source,
+            config=config,
+            **known,
+            dtype=_dtype(model, torch.device(device)),
+            attn_implementation="sdpa",
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(_unloadable(model, "model", error)) from error
@@ -188,11 +196,39 @@ def _source(model: ModelConfig) -> str:
     return source
 
 
+@lru_cache(maxsize=1)
+def _hub_answers() -> bool:
+    """Whether the hub (or the mirror in HF_ENDPOINT) answers at all; asked once per process.
+
+    Without this question the hub's client tries for a minute per file before it gives up.
+    """
+    import urllib.error
+    import urllib.request
+
+    from huggingface_hub import constants
+
+    try:
+        urllib.request.urlopen(constants.ENDPOINT, timeout=5).close()
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _offline(source: str) -> bool:
+    """Whether to load only what is on this machine: a folder, or a hub id while the hub is away."""
+    return Path(source).is_dir() or not _hub_answers()
+
+
 def _unloadable(model: ModelConfig, what: str, error: Exception) -> str:
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    where = "folder" if Path(model_path(model)).is_dir() else "hub id (no such folder here)"
     at = f" at revision '{model.revision}'" if model.revision else ""
-    return f"model.path: cannot load the {what} of '{model.path}'{at}, read as a {where}: {reason}"
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if not Path(model_path(model)).is_dir():
+        if not _hub_answers():
+            reason = "no such folder, and the hub does not answer (nor is it in the local cache)"
+        reason += nearest(model.path, ["tiny"])
+    return f"model.path: cannot load the {what} of '{model.path}'{at}: {reason}"
 
 
 def _read_template(path: str) -> str:

@@ -1,0 +1,281 @@
+"""Supervised warm start: TRL's SFT on demonstrations that a task can make. A stage before reinforcement learning.
+
+A demonstration is rendered to exactly the ids that a rollout would send (`mmrl.models.render_prompt`), followed by its
+completion and the end-of-turn token; only these last two are trained. Batches are cut by length and token budget, so
+that a CPU spends its time on words and not on padding, and which demonstration comes when is a pure function of the
+seed. A stage that was killed continues from its last checkpoint with the same batches.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+from mmrl import keyed
+from mmrl.errors import CheckpointError, ConfigError, DataError
+from mmrl.models import encode_text, render_prompt
+from mmrl.tasks.base import Demonstration
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+
+IGNORED = -100
+"""Label of a position that is not trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStartSettings:
+    """How long, how much at once, how fast."""
+
+    steps: int
+    """Optimizer steps; demonstrations are gone through as often as that takes."""
+    batch_tokens: int = 8192
+    """Padded tokens of one step (a single longer demonstration is a step of its own)."""
+    lr: float = 1e-3
+    schedule: str = "cosine"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    adam_beta2: float = 0.999
+    grad_clip: float = 1.0
+    mix: Mapping[str, float] = field(default_factory=dict)
+    """Module -> how often each of its demonstrations is seen per pass, relative to 1 for modules not named."""
+    seed: int = 0
+    save_every: int = 200
+    """Steps between checkpoints; the last step is always saved."""
+    keep: int = 2
+    log_every: int = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One demonstration as token ids."""
+
+    module: str
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    """The end-of-turn token is its last."""
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+
+def warm_start(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    demonstrations: Sequence[Demonstration],
+    settings: WarmStartSettings,
+    output_dir: str | Path,
+    *,
+    resume: bool = False,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> PreTrainedModel:
+    """Train `model` in place on `demonstrations` and return it.
+
+    Args:
+        model: trained as it comes, whether all its parameters or those of an adapter are trainable.
+        output_dir: checkpoints go to `output_dir/checkpoint-<step>`.
+        resume: continue from the last checkpoint there is (start anew when there is none).
+        callbacks: transformers callbacks, for progress or an early stop.
+
+    Raises:
+        ConfigError: there are no demonstrations.
+        DataError: a demonstration is longer than the model's context.
+        CheckpointError: the checkpoints in `output_dir` belong to other demonstrations or settings.
+    """
+    output = Path(output_dir)
+    encoded = encode(tokenizer, demonstrations, _context_length(model))
+    batches = plan_batches(encoded, settings)
+    checkpoint = _last_checkpoint(output) if resume else None
+    _check_fingerprint(output, encoded, settings, resuming=checkpoint is not None)
+    trainer = _WarmStartTrainer(
+        model=model,
+        args=_arguments(output, settings, str(model.device)),
+        train_dataset=Dataset.from_dict({"rows": batches}),
+        data_collator=_Collator(encoded, int(tokenizer.pad_token_id)),
+        processing_class=tokenizer,
+        callbacks=list(callbacks),
+    )
+    model.config.use_cache = False
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    model.config.use_cache = True
+    return model
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, demonstrations: Sequence[Demonstration], limit: int | None = None
+) -> list[Encoded]:
+    """Token ids of demonstrations, as a rollout would send and sample them.
+
+    Raises:
+        ConfigError: there are none.
+        DataError: one is longer than `limit` tokens.
+    """
+    if not demonstrations:
+        raise ConfigError("task: it makes no demonstrations, so there is nothing to warm up on; choose another stage")
+    end = int(tokenizer.eos_token_id)
+    encoded = []
+    for index, demonstration in enumerate(demonstrations):
+        prompt_ids = render_prompt(tokenizer, demonstration.messages)
+        item = Encoded(demonstration.module, prompt_ids, (*encode_text(tokenizer, demonstration.completion), end))
+        if limit is not None and len(item) > limit:
+            raise DataError(
+                f"demonstration {index} (module '{item.module}'): {len(item)} tokens, "
+                f"expected at most {limit}, the model's context"
+            )
+        encoded.append(item)
+    return encoded
+
+
+def plan_batches(encoded: Sequence[Encoded], settings: WarmStartSettings) -> list[list[int]]:
+    """Indices into `encoded` for each of `settings.steps` steps.
+
+    Each pass sees the demonstrations in a new order: drawn lengths of near equal size are neighbours, batches of
+    neighbours are cut by the token budget, and the batches are shuffled.
+    """
+    batches: list[list[int]] = []
+    passes = 0
+    while len(batches) < settings.steps:
+        draws = keyed.rng(settings.seed, "warmup", passes)
+        rows = [index for index, item in enumerate(encoded) for _ in range(_times(item, settings, draws.random()))]
+        if not rows:
+            raise ConfigError(f"warmup.mix: got {dict(settings.mix)}, expected a positive share for some module")
+        # A little noise on the length, so that a pass does not always join the same neighbours.
+        keys = {row: len(encoded[row]) * (1 + 0.1 * draws.random()) for row in set(rows)}
+        rows.sort(key=keys.__getitem__)
+        cut = _cut(rows, encoded, settings.batch_tokens)
+        draws.shuffle(cut)
+        batches += cut
+        passes += 1
+    return batches[: settings.steps]
+
+
+def _times(item: Encoded, settings: WarmStartSettings, uniform: float) -> int:
+    """How often a pass sees a demonstration: its share, rounded up or down at random."""
+    share = settings.mix.get(item.module, 1.0)
+    return int(share) + (uniform < share - int(share))
+
+
+def _cut(rows: Sequence[int], encoded: Sequence[Encoded], budget: int) -> list[list[int]]:
+    batches: list[list[int]] = []
+    longest = 0
+    for row in rows:
+        longest = max(longest, len(encoded[row]))
+        if not batches or (len(batches[-1]) + 1) * longest > budget:
+            batches.append([])
+            longest = len(encoded[row])
+        batches[-1].append(row)
+    return batches
+
+
+class _Collator:
+    """One planned batch of row numbers to padded tensors.
+
+    Padding is on the right and there is no attention mask: in a causal model a position never sees what is right of
+    it, and SDPA is faster without a mask.
+    """
+
+    def __init__(self, encoded: Sequence[Encoded], pad_id: int):
+        self.encoded, self.pad_id = encoded, pad_id
+
+    def __call__(self, planned: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        items = [self.encoded[row] for batch in planned for row in batch["rows"]]
+        input_ids = torch.full((len(items), max(map(len, items))), self.pad_id)
+        labels = torch.full_like(input_ids, IGNORED)
+        for row, item in enumerate(items):
+            start, end = len(item.prompt_ids), len(item)
+            input_ids[row, :end] = torch.tensor(item.prompt_ids + item.completion_ids)
+            labels[row, start:end] = torch.tensor(item.completion_ids)
+        return {"input_ids": input_ids, "labels": labels}
+
+
+class _WarmStartTrainer(SFTTrainer):
+    """SFTTrainer whose head scores only the end of a batch, where the completions are.
+
+    TRL's fused head scores every position on a CPU, which costs a tiny model a third of its time.
+    """
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Mean negative log-likelihood of the trained tokens of the step."""
+        if return_outputs:
+            raise NotImplementedError("the warm start trains only; evaluate with the program")
+        labels = inputs["labels"]
+        trained = labels != IGNORED
+        first = int(trained.any(dim=0).nonzero()[0])
+        outputs = model(input_ids=inputs["input_ids"], logits_to_keep=labels.shape[1] - first + 1, use_cache=False)
+        mask = trained[:, first:]
+        logits, targets = outputs.logits[:, :-1][mask].float(), labels[:, first:][mask]
+        nll = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+        with torch.no_grad():
+            correct = (logits.argmax(dim=-1) == targets).float().mean()
+        self._metrics["train"]["mean_token_accuracy"].append(correct.item())
+        return nll / (mask.sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def _arguments(output: Path, settings: WarmStartSettings, device: str) -> SFTConfig:
+    return SFTConfig(
+        output_dir=str(output),
+        max_steps=settings.steps,
+        per_device_train_batch_size=1,  # one row of the data set is one planned batch
+        learning_rate=settings.lr,
+        lr_scheduler_type=settings.schedule,
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        adam_beta2=settings.adam_beta2,
+        max_grad_norm=settings.grad_clip,
+        seed=settings.seed,
+        train_sampling_strategy="sequential",
+        dataset_kwargs={"skip_prepare_dataset": True},
+        remove_unused_columns=False,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=device.startswith("cpu"),
+        dataloader_pin_memory=False,
+        save_strategy="steps",
+        save_steps=settings.save_every,
+        save_total_limit=settings.keep,
+        logging_steps=settings.log_every,
+        disable_tqdm=True,
+        report_to=[],
+    )
+
+
+def _context_length(model: PreTrainedModel) -> int | None:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _last_checkpoint(output: Path) -> Path | None:
+    """The newest complete checkpoint: its trainer state is written last."""
+    found = [path for path in output.glob("checkpoint-*") if (path / "trainer_state.json").exists()]
+    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def _check_fingerprint(
+    output: Path, encoded: Sequence[Encoded], settings: WarmStartSettings, *, resuming: bool
+) -> None:
+    """Checkpoints may only be continued with the data and settings that made them."""
+    wanted = asdict(settings) | {"mix": dict(settings.mix)}
+    wanted["data"] = f"{keyed.digest(*(str((e.prompt_ids, e.completion_ids)) for e in encoded)):032x}"
+    path = output / "warmup.json"
+    if resuming and path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        changed = sorted(key for key in wanted if found.get(key) != wanted[key])
+        if changed:
+            raise CheckpointError(
+                f"{output}: its checkpoints were made with other {', '.join(changed)}; "
+                "continue with the same, or start in an empty folder"
+            )
+    output.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(wanted, indent=1, sort_keys=True) + "\n", encoding="utf-8")
