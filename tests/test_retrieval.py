@@ -191,3 +191,14 @@ def test_import_brings_no_heavy_library():
         "assert not {'torch', 'bm25s', 'datasets', 'jax', 'numba'} & set(sys.modules), 'heavy import'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_progress_shows_for_large_corpora_in_a_terminal_only(monkeypatch, capfd):
+    Bm25Retriever(corpus())
+    monkeypatch.setattr("mmrl.retrieval.bm25.LARGE_CORPUS", 2)
+    Bm25Retriever(corpus())
+    assert capfd.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the captured stream for a terminal
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert len(Bm25Retriever(corpus()).search(["lamp"], [5])[0]) == 2
+    assert "BM25 index" in capfd.readouterr().err
