@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmrl.errors import MmrlError
+from mmrl.trainer.objective import TrainCall, TrainEntry, token_loss
+
+# semantics.md §5.1: one group, three sequences of 2, 1 and 3 tokens.
+LP = torch.tensor([-1, -0.5, -2, -0.3, -0.7, -0.2], dtype=torch.float64)
+OLD = torch.tensor([-1.3, -0.5, -1.9, -0.3, -0.6, -0.5], dtype=torch.float64)
+REF = torch.tensor([-1.1, -0.4, -2, -0.5, -0.7, -0.2], dtype=torch.float64)
+ADVANTAGES = torch.tensor([1, 1, -0.5, -0.5, -0.5, -0.5], dtype=torch.float64)
+SEQ = torch.tensor([1 / 6, 1 / 6, 1 / 3, 1 / 9, 1 / 9, 1 / 9], dtype=torch.float64)
+
+
+def worked(weights: torch.Tensor, ref: torch.Tensor | None = REF, beta: float = 0.04) -> float:
+    return float(token_loss(LP, OLD, ref, ADVANTAGES, weights, 0.2, None, beta).loss)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [(SEQ, -0.034894), (torch.full_like(SEQ, 1 / 6), -0.019847), (torch.full_like(SEQ, 1 / 12), -0.009924)],
+    ids=["seq", "token", "constant"],
+)
+def test_worked_losses(weights: torch.Tensor, expected: float) -> None:
+    assert worked(weights) == pytest.approx(expected, abs=5e-7)
+
+
+def test_worked_token_losses() -> None:
+    expected = [-1.199807, -0.999793, 0.452419, 0.500749, 0.452419, 0.674929]
+    found = [worked(torch.eye(6, dtype=torch.float64)[i]) for i in range(6)]
+    assert found == pytest.approx(expected, abs=5e-7)
+
+
+def test_loss_is_a_weighted_sum_over_tokens() -> None:
+    assert worked(SEQ) + worked(2 * SEQ) == pytest.approx(worked(3 * SEQ), abs=1e-14)
+
+
+def test_without_beta_the_reference_only_reports() -> None:
+    result = token_loss(LP, OLD, REF, ADVANTAGES, SEQ, 0.2, None, 0.0)
+    assert float(result.loss) == worked(SEQ, ref=None, beta=0.0)
+    assert result.kl is not None
+    assert result.kl.tolist() == pytest.approx([0.00483742, 0.00517092, 0, 0.01873075, 0, 0], abs=1e-8)
+
+
+def test_gradient_stops_where_the_clipped_branch_is_active() -> None:
+    ratio = torch.tensor([1.3, 1.3, 0.7, 0.7, 1.0, 1.1], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 1.0], dtype=torch.float64)
+    logprobs = ratio.log().requires_grad_()
+    result = token_loss(logprobs, torch.zeros(6), None, advantages, torch.ones(6, dtype=torch.float64), 0.2, None, 0.0)
+    result.loss.backward()
+    assert result.clipped.tolist() == [True, False, False, True, False, False]
+    # d/dlp of -r A is -r A where the unclipped branch is active.
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([0, 1.3, -0.7, 0, -1.0, -1.1])
+
+
+def test_clip_high_moves_the_upper_bound_alone() -> None:
+    logprobs = torch.tensor([1.3, 0.7]).log()
+    advantages = torch.tensor([1.0, -1.0])
+    result = token_loss(logprobs, torch.zeros(2), None, advantages, torch.ones(2), 0.2, 0.35, 0.0)
+    assert result.clipped.tolist() == [False, True]
+    assert float(result.loss) == pytest.approx(-1.3 + 0.8)
+
+
+@pytest.mark.parametrize(
+    ("advantages", "weights", "beta", "active"),
+    [
+        ((0.0, 0.0), (0.5, 0.5), 0.0, False),
+        ((0.0, 0.0), (0.5, 0.5), 0.01, True),
+        ((1.0, 1.0), (0.0, 0.0), 0.01, False),
+        ((0.0, 1.0), (0.5, 0.0), 0.0, False),
+        ((0.0, 1.0), (0.0, 0.5), 0.0, True),
+    ],
+)
+def test_entries_that_cannot_move_anything_are_known(
+    advantages: tuple[float, ...], weights: tuple[float, ...], beta: float, active: bool
+) -> None:
+    assert TrainEntry(advantages=advantages, weights=weights).active(beta) is active
+
+
+def test_calls_whose_lengths_disagree_are_refused_by_id() -> None:
+    def call(**changes: object) -> TrainCall:
+        return TrainCall(**{"id": "q1/0#0", "module": "m", "prompt_ids": (1,), "completion_ids": (2, 3), **changes})  # type: ignore[arg-type]
+
+    with pytest.raises(MmrlError, match=r"call q1/0#0: old_logprobs has 1 values for 2 completion tokens"):
+        call(old_logprobs=(-1.0,))
+    with pytest.raises(MmrlError, match=r"call q1/0#0: entries\[0\].weights has 3 values for 2"):
+        call(entries=(TrainEntry(advantages=(1.0, 1.0), weights=(1.0, 1.0, 1.0)),))
+    with pytest.raises(MmrlError, match=r"got 0 prompt and 2 completion tokens"):
+        call(prompt_ids=())
+    with pytest.raises(MmrlError, match=r"got 1 prompt and 0 completion tokens"):
+        call(completion_ids=())

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmrl.trainer.objective import TrainCall, TrainEntry
+from mmrl.trainer.packing import MAX_SCORED, Pack, make_packs
+
+numbers = st.sampled_from([0.0, 0.25, -1.5, 2.0])
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> list[TrainCall]:
+    found = []
+    for index in range(draw(st.integers(1, 7))):
+        tokens = draw(st.integers(1, 6))
+        per_token = st.lists(numbers, min_size=tokens, max_size=tokens).map(tuple)
+        entries = draw(st.lists(st.builds(TrainEntry, advantages=per_token, weights=per_token), max_size=3))
+        found.append(
+            TrainCall(
+                id=str(index),
+                module=draw(st.sampled_from("ab")),
+                prompt_ids=tuple(range(100, 100 + draw(st.integers(1, 8)))),
+                completion_ids=tuple(1000 * (index + 1) + t for t in range(tokens)),
+                old_logprobs=draw(st.sampled_from([None, tuple(-float(t) for t in range(tokens))])),
+                entries=tuple(entries),
+            )
+        )
+    return found
+
+
+def entry_tokens(packs: list[Pack]) -> Counter[tuple[int, float, float]]:
+    """(token id, advantage, weight) of everything that enters the loss."""
+    return Counter(
+        (int(pack.targets[at]), float(advantage), float(weight))
+        for pack in packs
+        for at, advantage, weight in zip(pack.entry_index, pack.advantages, pack.weights, strict=True)
+    )
+
+
+@settings(deadline=None)
+@given(calls(), st.integers(1, 60), st.sampled_from([0.0, 0.1]))
+def test_every_active_token_enters_once_per_entry_whatever_the_budget(
+    calls: list[TrainCall], budget: int, beta: float
+) -> None:
+    packs = make_packs(calls, budget, beta=beta, modules=["a", "b"])
+    expected = Counter(
+        (token, advantage, weight)
+        for call in calls
+        for entry in call.entries
+        if any(w and (beta or a) for a, w in zip(entry.advantages, entry.weights, strict=True))
+        for token, advantage, weight in zip(call.completion_ids, entry.advantages, entry.weights, strict=True)
+        if weight
+    )
+    assert entry_tokens(packs) == expected
+    assert all(pack.forwarded <= budget or len(pack.calls) == 1 for pack in packs)
+
+
+@settings(deadline=None)
+@given(calls(), st.integers(1, 60))
+def test_scored_positions_come_right_before_their_targets(calls: list[TrainCall], budget: int) -> None:
+    for pack in make_packs(calls, budget, beta=0.1, modules=["a", "b"]):
+        for position, target, module in zip(
+            pack.positions.tolist(), pack.targets.tolist(), pack.modules.tolist(), strict=True
+        ):
+            row, column = divmod(position, pack.input_ids.shape[1])
+            call = pack.calls[row]
+            ids = call.prompt_ids + call.completion_ids
+            assert pack.input_ids[row, : column + 1].tolist() == list(ids[: column + 1])
+            assert ids[column + 1] == target
+            assert call.module == "ab"[module]
+
+
+@settings(deadline=None)
+@given(calls(), st.integers(1, 60))
+def test_a_token_is_scored_once_however_many_entries_it_has(calls: list[TrainCall], budget: int) -> None:
+    scored = [token for pack in make_packs(calls, budget, beta=0.1, modules=["a", "b"]) for token in pack.targets]
+    assert len(scored) == len({int(token) for token in scored})
+
+
+def make(prompt: int, tokens: int, index: int = 0, weight: float = 1.0) -> TrainCall:
+    entry = TrainEntry(advantages=(1.0,) * tokens, weights=(weight,) * tokens)
+    return TrainCall(
+        id=str(index), module="a", prompt_ids=(1,) * prompt, completion_ids=(2,) * tokens, entries=(entry,)
+    )
+
+
+def test_calls_of_like_length_share_a_pack() -> None:
+    packs = make_packs([make(2, 2), make(50, 2), make(3, 2), make(49, 2)], 110, beta=0.0, modules=["a"])
+    assert [[len(call.prompt_ids) for call in pack.calls] for pack in packs] == [[50, 49], [3, 2]]
+
+
+def test_unsampled_tail_and_last_token_are_not_forwarded() -> None:
+    entry = TrainEntry(advantages=(1.0, 1.0, 1.0), weights=(1.0, 1.0, 0.0))
+    call = TrainCall(id="0", module="a", prompt_ids=(1, 2), completion_ids=(3, 4, 5), entries=(entry,))
+    (pack,) = make_packs([call], 100, beta=0.0, modules=["a"])
+    assert pack.input_ids.tolist() == [[1, 2, 3]]
+    assert pack.targets.tolist() == [3, 4]
+
+
+def test_unknown_sampling_logprobs_are_nan_not_zero() -> None:
+    (pack,) = make_packs([make(2, 3)], 100, beta=0.0, modules=["a"])
+    assert torch.isnan(pack.sampled).all()
+    assert torch.isnan(pack.known_ref).all()
+
+
+def test_nothing_to_train_gives_no_pack() -> None:
+    assert make_packs([make(2, 3, weight=0.0)], 100, beta=0.1, modules=["a"]) == []
+    assert make_packs([], 100, beta=0.1, modules=[]) == []
+
+
+def test_scoring_everything_ignores_entries() -> None:
+    (pack,) = make_packs([make(2, 3, weight=0.0)], 100, beta=0.0, modules=["a"], score_all=True)
+    assert len(pack.targets) == 3
+    assert pack.entry_index.numel() == 0
+
+
+def test_logits_are_bounded_as_well_as_tokens() -> None:
+    packs = make_packs([make(1, 3000, index) for index in range(2)], 10**6, beta=0.0, modules=["a"])
+    assert [len(pack.calls) for pack in packs] == [1, 1]
+    assert 3000 < MAX_SCORED < 6000
