@@ -1,0 +1,336 @@
+"""Build the tiny model that ships with mmrl: tokenizer, architecture, supervised warm start, facts about the build.
+
+    python scripts/build_tiny_model.py                      # a killed build continues where it stopped
+    python scripts/build_tiny_model.py --tasks hotpotqa --steps 2000 --out outputs/tiny_model
+
+It learns from worlds with other seeds than the one that runs use, so nothing of the runs' train, dev or test splits is
+seen, and names are read rather than remembered. The warm start ends early on purpose: every program gets a policy that
+knows the formats and leaves room for reinforcement learning. A new program joins by being listed in `TASKS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback  # noqa: E402
+from transformers.utils.logging import disable_progress_bar  # noqa: E402
+
+from mmrl.config import EngineConfig, TaskConfig  # noqa: E402
+from mmrl.engines.transformers import TransformersEngine  # noqa: E402
+from mmrl.models import TINY, decode_text, render_prompt  # noqa: E402
+from mmrl.rollout.context import Environment, SamplingSettings  # noqa: E402
+from mmrl.rollout.plans import independent  # noqa: E402
+from mmrl.rollout.sample import sample  # noqa: E402
+from mmrl.stages.warmup import Encoded, WarmStartSettings, encode, warm_start  # noqa: E402
+from mmrl.tasks import TASKS as FACTORIES  # noqa: E402
+from mmrl.tasks.base import Demonstration, Task  # noqa: E402
+from mmrl.tasks.mini.questions import make_questions  # noqa: E402
+from mmrl.tasks.mini.world import WORLD_SEED, make_world  # noqa: E402
+
+TASKS = ("hotpotqa",)
+"""Programs that the shipped model can play."""
+MIX = {"rewriter": 1.0, "reranker": 0.4, "answerer": 1.0}
+"""Share of a module's demonstrations that a pass sees: the reranker's is low so that it starts weak."""
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+PIECES = r" ?(?!\p{Lu})\p{L}+(?: (?!\p{Lu})\p{L}+)* ?|\p{Lu}\p{L}*|\p{N}| ?[^\s\p{L}\p{N}]+ ?|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""Where merges may not cross: a run of small words is one piece (stock phrases become single tokens, which halves
+prompts), a capitalised word is one without its space (a name is the same tokens wherever it stands), a digit is one."""
+
+
+def main() -> None:
+    """Tokenizer, warm start, evaluation, shipped files."""
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    disable_progress_bar()
+    work = Path(args.work)
+    work.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    worlds = [WORLD_SEED + 1 + number for number in range(args.worlds)]
+    demonstrations = [
+        d for seed in worlds for task in build_tasks(args.tasks, seed) for d in demonstrate(task, "train")
+    ]
+    say(f"{len(demonstrations)} demonstrations from {args.worlds} worlds in {time.monotonic() - started:.0f} s")
+    tokenizer = load_or_train_tokenizer(work / "tokenizer", demonstrations, worlds, args.vocab)
+    model = new_model(tokenizer, args)
+    own = build_tasks(args.tasks, WORLD_SEED)
+    dev = encode(tokenizer, [d for task in own for d in demonstrate(task, "dev", args.dev_items)])
+    say(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}; {lengths(dev)}")
+    watcher = Watcher(tokenizer, own, dev, args)
+    settings = WarmStartSettings(
+        steps=args.steps,
+        batch_tokens=args.batch_tokens,
+        lr=args.lr,
+        warmup_steps=min(100, args.steps // 10),
+        adam_beta2=0.99,
+        mix=args.mix,
+        seed=args.seed,
+        save_every=args.save_every,
+    )
+    model = warm_start(model, tokenizer, demonstrations, settings, work / "warmup", resume=True, callbacks=[watcher])
+    model.eval()
+    facts = build_facts(args, model, tokenizer, watcher.check(model, args.steps, items=None), started)
+    ship(model, tokenizer, facts, Path(args.out))
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=lambda text: tuple(text.split(",")), default=TASKS, help="comma-separated")
+    parser.add_argument("--out", default=str(TINY), help="folder of the shipped files")
+    parser.add_argument("--work", default="outputs/tiny_build", help="tokenizer and checkpoints; delete to start anew")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--minutes", type=float, default=60.0, help="stop training after this long, whatever --steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--worlds", type=int, default=6, help="worlds to learn from")
+    parser.add_argument("--vocab", type=int, default=2048)
+    parser.add_argument("--hidden", type=int, default=96)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--mix", type=json.loads, default=MIX, help='JSON, e.g. {"reranker": 0.3}')
+    parser.add_argument("--save-every", type=int, default=200)
+    parser.add_argument("--dev-items", type=int, default=100, help="dev questions of the checks while training")
+    args = parser.parse_args()
+    unknown = sorted(set(args.tasks) - set(FACTORIES))
+    if unknown:
+        parser.error(f"--tasks: got {', '.join(unknown)}, expected some of {', '.join(FACTORIES)}")
+    return args
+
+
+@contextmanager
+def world(seed: int) -> Iterator[None]:
+    """Tasks built inside live in the mini world of `seed`."""
+    where = "mmrl.tasks.mini.examples"
+    with (
+        patch(f"{where}.make_world", partial(make_world, seed)),
+        patch(f"{where}.make_questions", lambda split: make_questions(split, seed)),
+    ):
+        yield
+
+
+def build_tasks(names: Sequence[str], seed: int) -> list[Task]:
+    """The tasks in the world of `seed`."""
+    with world(seed):
+        return [FACTORIES[name](TaskConfig(name=name), 0) for name in names]
+
+
+def demonstrate(task: Task, split: str, items: int | None = None) -> list[Demonstration]:
+    """All demonstrations of a split's first `items`."""
+    return [found for example in task.examples(split)[:items] for found in task.demonstrations(example)]
+
+
+def load_or_train_tokenizer(
+    folder: Path, demonstrations: Sequence[Demonstration], worlds: Sequence[int], size: int
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over documents and one in ten demonstrations; any text can be encoded."""
+    if (folder / "tokenizer.json").exists():
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    texts = [text for seed in worlds for d in make_world(seed).documents for text in (d.title, d.text)]
+    for demonstration in demonstrations[::10]:
+        texts += [message["content"] for message in demonstration.messages] + [demonstration.completion]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=SPECIAL[0],
+        eos_token=SPECIAL[2],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=4096,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> Qwen3ForCausalLM:
+    """A Qwen3 of tiny size with fresh weights: GPU-free, and of a family that every engine serves."""
+    torch.manual_seed(args.seed)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=args.hidden,
+            intermediate_size=args.hidden * 8 // 3,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.hidden // 32,
+            num_key_value_heads=args.hidden // 32,
+            head_dim=32,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+class Watcher(TrainerCallback):
+    """Checks on dev at each checkpoint, prints, and stops when the time is up."""
+
+    def __init__(self, tokenizer: Any, tasks: Sequence[Task], dev: Sequence[Encoded], args: argparse.Namespace):
+        self.tokenizer, self.tasks, self.dev, self.args = tokenizer, tasks, dev, args
+        self.started = time.monotonic()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A checkpoint has been written."""
+        self.check(kwargs["model"], state.global_step, self.args.dev_items)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop and save when `--minutes` are over."""
+        if time.monotonic() - self.started > 60 * self.args.minutes:
+            control.should_training_stop = control.should_save = True
+
+    def check(self, model: Any, step: int, items: int | None) -> dict[str, float]:
+        """Exact greedy completions per module on dev, and the whole programs on `items` dev questions."""
+        training = model.training
+        model.eval()
+        found = {f"{module}_exact": value for module, value in exact_shares(model, self.dev).items()}
+        for task in self.tasks:
+            found |= {f"{task.name}_{name}": v for name, v in play(model, self.tokenizer, task, items).items()}
+        model.train(training)
+        shown = "  ".join(f"{name} {value:.3f}" for name, value in found.items())
+        say(f"step {step}  {(time.monotonic() - self.started) / 60:.1f} min  {shown}")
+        return found
+
+
+@torch.no_grad()
+def exact_shares(model: Any, encoded: Sequence[Encoded]) -> dict[str, float]:
+    """Module -> share of completions that greedy decoding would give exactly (every token is the argmax)."""
+    hits: dict[str, list[float]] = defaultdict(list)
+    for item in encoded:
+        ids = torch.tensor([item.prompt_ids + item.completion_ids])
+        count = len(item.completion_ids)
+        guessed = model(input_ids=ids, logits_to_keep=count + 1).logits[0, :-1].argmax(-1)
+        hits[item.module].append(float(torch.equal(guessed, ids[0, -count:])))
+    return {module: fmean(values) for module, values in hits.items()}
+
+
+def play(model: Any, tokenizer: Any, task: Task, items: int | None) -> dict[str, float]:
+    """Metrics of the whole program, greedy, on the first dev questions, and each module's penalised share."""
+    engine = TransformersEngine(model, tokenizer, EngineConfig())
+    settings = SamplingSettings(temperature=0.0, top_p=1.0, top_k=0, parse_retries=0, max_tokens=100)
+    env = Environment(
+        task=task,
+        engine=engine,
+        render=partial(render_prompt, tokenizer),
+        decode=partial(decode_text, tokenizer),
+        settings=settings,
+        key=(0, "build"),
+    )
+    plans = [(example, independent(1)) for example in task.examples("dev")[:items]]
+    forest = asyncio.run(sample(env, plans, task.reward_sets[0]))
+    found = {"reward": fmean(rollout.reward or 0.0 for rollout in forest.rollouts)}
+    for name in forest.rollouts[0].metrics:
+        found[name] = fmean(rollout.metrics.get(name, 0.0) for rollout in forest.rollouts)
+    for module in forest.modules:
+        calls = [call for call in forest.calls.values() if call.module == module]
+        found[f"{module}_penalised"] = fmean(call.penalty < 0 for call in calls) if calls else 0.0
+    return found
+
+
+def lengths(encoded: Sequence[Encoded]) -> str:
+    """Mean prompt + completion tokens per module."""
+    by_module: dict[str, list[Encoded]] = defaultdict(list)
+    for item in encoded:
+        by_module[item.module].append(item)
+    return "  ".join(
+        f"{module} {fmean(len(i.prompt_ids) for i in items):.0f}+{fmean(len(i.completion_ids) for i in items):.1f}"
+        for module, items in by_module.items()
+    )
+
+
+def build_facts(args: argparse.Namespace, model: Any, tokenizer: Any, checks: dict[str, float], started: float) -> Any:
+    """What the shipped files are, for people and for later builds."""
+    state = json.loads((Path(args.work) / "warmup" / "warmup.json").read_text(encoding="utf-8"))
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return {
+        "tasks": list(args.tasks),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "vocabulary": len(tokenizer),
+        "world_seed_of_runs": WORLD_SEED,
+        "worlds_learnt_from": [WORLD_SEED + 1 + number for number in range(args.worlds)],
+        "warm_start": {key: value for key, value in state.items() if key not in ("keep", "log_every")},
+        "minutes_of_this_process": round((time.monotonic() - started) / 60, 1),
+        "threads": args.threads,
+        "commit": commit.stdout.strip() or None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "dev": {name: round(value, 4) for name, value in checks.items()},
+    }
+
+
+def ship(model: Any, tokenizer: Any, facts: dict[str, Any], out: Path) -> None:
+    """Write the files in one go: a build that is killed leaves the old ones."""
+    fresh = out.with_name(out.name + ".new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    model.save_pretrained(fresh)
+    tokenizer.save_pretrained(fresh)
+    (fresh / "build.json").write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    (fresh / "README.md").write_text(readme(facts), encoding="utf-8")
+    shutil.rmtree(out, ignore_errors=True)
+    fresh.rename(out)
+    size = sum(path.stat().st_size for path in out.iterdir()) / 1e6
+    say(f"wrote {out} ({size:.1f} MB)")
+
+
+def readme(facts: dict[str, Any]) -> str:
+    """The model card."""
+    rows = "\n".join(f"| {name} | {value:.3f} |" for name, value in facts["dev"].items())
+    return (
+        "# The tiny model\n\n"
+        f"Made by `scripts/build_tiny_model.py`, not by hand; do not edit. {facts['parameters']:,} parameters (Qwen3 "
+        f"architecture, float32), own byte-level BPE tokenizer with {facts['vocabulary']} tokens, warmed up by "
+        f"supervised learning ({facts['warm_start']['steps']} steps) on demonstrations of {', '.join(facts['tasks'])} "
+        f"from mini worlds {facts['worlds_learnt_from']}. Runs use world {facts['world_seed_of_runs']}, of which it "
+        "has seen nothing. It knows the formats and is mediocre on purpose; it cannot read real text.\n\n"
+        "`build.json` has every setting. On the dev split of the runs' world, greedy (`exact`: share of "
+        "demonstrations completed word for word; `penalised`: share of a module's outputs that break its format):\n\n"
+        f"| check | value |\n|---|---|\n{rows}\n"
+    )
+
+
+def say(text: str) -> None:
+    """Progress, seen at once also in a pipe."""
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
