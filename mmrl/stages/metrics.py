@@ -80,7 +80,7 @@ def module_metrics(calls: Sequence[Call]) -> dict[str, float]:
 
 
 def credit_metrics(forest: Forest, entries: Iterable[Entry]) -> dict[str, float]:
-    """Group statistics: how many groups, how many without any signal, how alike their members are."""
+    """Mean reward per module as credited, and how alike the members of a group are."""
     groups: dict[str, list[Entry]] = defaultdict(list)
     rewards: dict[str, list[float]] = defaultdict(list)
     for entry in entries:
@@ -88,9 +88,6 @@ def credit_metrics(forest: Forest, entries: Iterable[Entry]) -> dict[str, float]
         if entry.group is not None:
             groups[entry.group].append(entry)
     metrics = {f"module/{module}/reward": fmean(values) for module, values in rewards.items()}
-    if groups:
-        flat = [len({e.reward for e in members}) == 1 for members in groups.values()]
-        metrics |= {"credit/groups": float(len(groups)), "reward/zero_variance_share": fmean(flat)}
     return metrics | similarity(forest, groups)
 
 

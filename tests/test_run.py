@@ -1,0 +1,182 @@
+"""Whole runs through the command line, with a really small random model: the line from config to report."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mmrl.cli import main
+from mmrl.report.journal import read_step
+from mmrl.report.rundir import RunDir, comparable
+
+SMALL = [
+    "hardware=cpu",
+    "hardware.threads=1",
+    "train.batch_size=2",
+    "algo.group_size=2",
+    "task.max_tokens=6",
+    "task.retriever.top_k=2",
+    "eval.items=4",
+    "eval.bootstrap=100",
+    "eval.every=2",
+    "train.save_every=2",
+    "train.lr=0.01",
+]
+
+
+def command(random_model, run_dir, *overrides):
+    return ["train", f"model.path={random_model}", f"run.dir={run_dir}", *SMALL, *overrides]
+
+
+def numbers(run_dir):
+    return [comparable(record) for record in RunDir.read(run_dir).history()]
+
+
+@pytest.mark.parametrize("algo", ["mhgpo_is", "mhgpo_fof", "mhgpo_rr", "mhgpo_fof_os"])
+def test_a_run_ends_with_a_table_and_a_report(algo, random_model, tmp_path, capsys):
+    assert main(command(random_model, tmp_path / "run", f"algo={algo}", "train.steps=2")) == 0
+    out = capsys.readouterr().out
+    assert "before" in out and "after" in out
+    assert f"mmrl show {tmp_path / 'run'}" in out
+    run = RunDir.read(tmp_path / "run")
+    assert [record["step"] for record in run.history()] == [0, 1, 2]
+    assert run.report_path.stat().st_size > 1000
+    assert run.summary["algo"] == algo
+    assert {"eval/dev/f1", "eval/dev/em", "eval/dev/f1_low"} <= set(run.history()[-1])
+    for record in run.history()[1:]:
+        assert record["train/logprob_gap_max"] < 1e-4
+        assert record["rollouts/failed_share"] == 0
+
+
+def test_show_prints_the_curve_and_the_tree_of_an_example(random_model, tmp_path, capsys):
+    assert main(command(random_model, tmp_path / "run", "algo=mhgpo_fof", "train.steps=1")) == 0
+    capsys.readouterr()
+    assert main(["show", str(tmp_path / "run")]) == 0
+    assert "reward" in capsys.readouterr().out
+    example = json.loads((tmp_path / "run" / "eval" / "step-000000-dev.jsonl").read_text().splitlines()[0])["id"]
+    assert main(["show", str(tmp_path / "run"), f"example={example}"]) == 2, "dev items are not in the training journal"
+    assert example in capsys.readouterr().err
+    trained = next(iter(read_step(RunDir.read(tmp_path / "run"), 1)[0].examples))
+    assert main(["show", str(tmp_path / "run"), f"example={trained}", "step=1"]) == 0
+    shown = capsys.readouterr().out
+    assert all(module in shown for module in ("rewriter", "reranker", "answerer"))
+    assert "advantage" in shown
+
+
+def test_the_same_command_gives_the_same_numbers(random_model, tmp_path):
+    for name in ("a", "b"):
+        assert main(command(random_model, tmp_path / name, "train.steps=3")) == 0
+    assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
+    assert main(command(random_model, tmp_path / "c", "train.steps=3", "seed=1")) == 0
+    assert numbers(tmp_path / "a") != numbers(tmp_path / "c")
+
+
+def start(arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "mmrl", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [["algo=mhgpo_rr"], ["algo=mhgpo_fof", "algo.epochs=2", "algo.minibatches=2"]])
+def test_killed_at_random_instants_and_resumed_a_run_gives_bit_equal_numbers(extra, random_model, tmp_path):
+    steps = ["train.steps=8", *extra]
+    whole = start(command(random_model, tmp_path / "whole", *steps))
+    assert whole.wait() == 0, whole.stderr.read()
+
+    instants = random.Random(os.getpid())
+    killed, arguments = tmp_path / "killed", command(random_model, tmp_path / "killed", *steps)
+    kills = 0
+    for _ in range(30):
+        process = start(arguments)
+        if kills < 3:
+            wait_for_progress(process, killed)
+            time.sleep(instants.random() * 1.5)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+            if (killed / "summary.json").exists():
+                break
+            arguments = ["train", f"resume={killed}"] if (killed / "config.yaml").exists() else arguments
+        else:
+            assert process.wait() == 0, process.stderr.read()
+            break
+    assert numbers(tmp_path / "whole") == numbers(killed)
+
+
+def wait_for_progress(process, run_dir):
+    """Until the run has trained at least one step more, or ended."""
+    metrics = run_dir / "metrics.jsonl"
+    seen = metrics.read_bytes() if metrics.exists() else b""
+    while process.poll() is None:
+        if metrics.exists() and len(metrics.read_bytes()) > len(seen):
+            return
+        time.sleep(0.02)
+
+
+def test_a_finished_run_is_not_continued(random_model, tmp_path, capsys):
+    assert main(command(random_model, tmp_path / "run", "train.steps=1")) == 0
+    assert main(["train", f"resume={tmp_path / 'run'}"]) == 2
+    assert "finished" in capsys.readouterr().err
+
+
+def test_eval_of_a_run_agrees_with_the_runs_own_last_evaluation(random_model, tmp_path, capsys):
+    assert main(command(random_model, tmp_path / "run", "train.steps=2")) == 0
+    after = RunDir.read(tmp_path / "run").history()[-1]
+    arguments = ["eval.items=4", "task.max_tokens=6", "task.retriever.top_k=2", "hardware=cpu", "hardware.threads=1"]
+    assert main(["eval", f"policy={tmp_path / 'run'}", f"run.dir={tmp_path / 'eval'}", *arguments]) == 0
+    metrics = RunDir.read(tmp_path / "eval").summary["metrics"]
+    for name in ("em", "f1", "accuracy"):
+        assert metrics[name] == after[f"eval/dev/{name}"]
+    assert "95 % interval" in capsys.readouterr().out
+
+
+def test_lora_trains_the_adapter_and_evaluates_from_it(random_model, tmp_path):
+    lora = ["model.lora.r=4", "model.lora.alpha=8", "model.lora.dropout=0.0", "model.lora.targets=[q_proj,v_proj]"]
+    assert main(command(random_model, tmp_path / "run", "train.steps=2", *lora)) == 0
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("checkpoint-*")
+    assert (checkpoint / "adapter_config.json").exists()
+    arguments = ["eval.items=2", "task.max_tokens=6", "hardware=cpu", f"run.dir={tmp_path / 'eval'}"]
+    assert main(["eval", f"policy={tmp_path / 'run'}", *arguments]) == 0
+
+
+def test_too_many_outside_failures_stop_the_run_with_its_state_saved(random_model, tmp_path, capsys, monkeypatch):
+    from mmrl.tasks.multihop_qa import MultihopQaTask
+
+    searches = {"n": 0}
+    works = MultihopQaTask.search
+
+    def breaks(self, queries, corpus):
+        searches["n"] += 1
+        if searches["n"] > 30:
+            raise OSError("retriever down")
+        return works(self, queries, corpus)
+
+    monkeypatch.setattr("mmrl.run._TASKS", {})
+    monkeypatch.setattr(MultihopQaTask, "search", breaks)
+    code = main(command(random_model, tmp_path / "run", "algo=mhgpo_fof", "train.steps=50", "eval.every=0"))
+    captured = capsys.readouterr()
+    assert code == 1
+    assert "retriever down" in captured.err
+    assert f"resume={tmp_path / 'run'}" in captured.err
+    assert list((tmp_path / "run" / "checkpoints").glob("checkpoint-*"))
+
+
+def test_a_sweep_runs_every_job_in_a_directory_of_its_own(random_model, tmp_path):
+    model = [f"model.path={random_model}"]
+    done = subprocess.run(
+        [sys.executable, *"-m mmrl train -m algo=mhgpo_fof,mhgpo_rr seed=1,2 train.steps=1".split(), *model, *SMALL],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    runs = sorted(path.parent.relative_to(tmp_path).parts[:3] for path in tmp_path.rglob("summary.json"))
+    assert [run[:2] for run in runs] == [("outputs", "hotpotqa")] * 4
+    assert [run[2] for run in runs] == ["mhgpo_fof", "mhgpo_fof", "mhgpo_rr", "mhgpo_rr"]
