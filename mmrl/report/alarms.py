@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mmrl.report.series import History, modules_in, series, short, trailing_mean
+from mmrl.report.series import History, keys_in, series, short, trailing_mean
 
 VALIDITY_FACTS = ("valid", "valid_share", "format", "format_ok", "format_rate", "ok")
 """Behaviour facts (last part of a `module/<m>/…` key) that are shares of well-formed completions."""
@@ -39,7 +39,7 @@ class Thresholds:
     kl: float = 1.0
     """`kl_explosion`: KL to the reference in nats per token..."""
     kl_growth: float = 5.0
-    """... and this many times its median so far (10 times `kl` rings without growth)."""
+    """... and this many times what it was two windows before (10 times `kl` rings without growth)."""
     validity_drop: float = 0.2
     """`format_falling`: fall of a share of valid completions below its best."""
     failed_share: float = 0.2
@@ -156,15 +156,19 @@ def _gap(history: History, limits: Thresholds) -> Iterator[Finding]:
 
 def _kl(history: History, limits: Thresholds) -> Iterator[Finding]:
     steps, means = _smooth(history, "train/kl", limits)
-    medians = np.array([np.median(means[: at + 1]) for at in range(len(means))])
-    on = (means > limits.kl) & ((means > limits.kl_growth * medians) | (means > 10 * limits.kl))
+    lag = 2 * limits.window
+    before = np.concatenate([np.full(min(lag, len(means)), np.inf), means])[: len(means)]
+    starts = (means > limits.kl_growth * before) | (means > 10 * limits.kl)
+    on = np.zeros(len(means), dtype=bool)
+    for at, mean in enumerate(means):  # once it has exploded it stays on until KL is down again
+        on[at] = mean > limits.kl and bool(starts[at] or (at > 0 and on[at - 1]))
     yield (
         "kl_explosion",
         "train/kl",
         steps,
         on,
         lambda at: (
-            f"KL to the reference is {short(means[at])} nats per token (median so far {short(medians[at])}); "
+            f"KL to the reference is {short(means[at])} nats per token, after {short(means[0])} at first; "
             "lower train.lr or raise algo.beta"
         ),
     )
@@ -239,9 +243,7 @@ def _finite(history: History, limits: Thresholds) -> Iterator[Finding]:
 
 
 def _module_keys(history: History, facts: tuple[str, ...]) -> list[str]:
-    present = {key for record in history for key in record if key.startswith("module/")}
-    keys = [f"module/{module}/{fact}" for module in modules_in(history) for fact in facts]
-    return [key for key in keys if key in present]
+    return [key for key in keys_in(history) if key.startswith("module/") and key.rsplit("/", 1)[1] in facts]
 
 
 def _stretches(name: str, key: str, steps: np.ndarray, on: np.ndarray, say: Any) -> list[Alarm]:

@@ -175,7 +175,7 @@ def _module_figures(seen: Overview) -> dict[str, str]:
         moving = any(len(set(series(seen.training, key)[1].tolist())) > 1 for key in keys.values())
         if moving:
             label = MODULE_LABELS.get(fact, fact)
-            figures[label[0].upper() + label[1:]] = lines_over_steps(seen.training, keys, fact)
+            figures[label[0].upper() + label[1:]] = lines_over_steps(seen.training, keys, label)
     return figures
 
 
@@ -184,7 +184,7 @@ def _health_figures(seen: Overview) -> dict[str, str]:
     for key, label in HEALTH.items():
         _, values = series(seen.training, key)
         if len(set(values.tolist())) > 1:
-            figures[label[0].upper() + label[1:]] = lines_over_steps(seen.training, {key: key}, key)
+            figures[label[0].upper() + label[1:]] = lines_over_steps(seen.training, {key: key}, label)
     return figures
 
 

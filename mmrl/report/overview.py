@@ -157,7 +157,7 @@ class Overview:
         if self.get("model.path") == "tiny":
             sentences.append(
                 "Model: the shipped tiny model, trained on the mini world only; on real text it scores near zero. "
-                "A real model: model=… (a name from `mmrl train --help`) or model.path=… (a folder or hub id)."
+                "A real model: model=… (a name of conf/model) or model.path=… (a folder or hub id)."
             )
         else:
             sentences.append(f"Model: {self.get('model.path')}.")

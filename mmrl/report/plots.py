@@ -65,13 +65,13 @@ def lines_over_steps(history: History, keys: Mapping[str, str], label: str, wind
 
     Args:
         keys: name of the line -> metric key.
-        label: of the vertical axis.
+        label: what is drawn, for readers who hear the page (the caption says it to the others).
     """
     found = {name: series(history, key) for name, key in keys.items()}
     found = {name: (steps, values) for name, (steps, values) in found.items() if len(values)}
     if not found:
         return ""
-    with _axes("step", label) as (axes, result):
+    with _axes("step", "", label) as (axes, result):
         for index, (name, (steps, values)) in enumerate(found.items()):
             style = ("-", "--", ":")[index // len(LINES) % 3]
             mean = trailing_mean(values, window)
@@ -82,7 +82,7 @@ def lines_over_steps(history: History, keys: Mapping[str, str], label: str, wind
 
 
 @contextmanager
-def _axes(xlabel: str, ylabel: str) -> Iterator[tuple[Any, list[str]]]:
+def _axes(xlabel: str, ylabel: str, title: str | None = None) -> Iterator[tuple[Any, list[str]]]:
     """Axes to draw on, and a list that holds the finished SVG afterwards."""
     import matplotlib
 
@@ -117,7 +117,7 @@ def _axes(xlabel: str, ylabel: str) -> Iterator[tuple[Any, list[str]]]:
         yield axes, result
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-        result.append(_themed(buffer.getvalue(), f"{ylabel} by {xlabel}"))
+        result.append(_themed(buffer.getvalue(), title or f"{ylabel} by {xlabel}"))
 
 
 def _legend(axes: Any) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, ParamSpec
 
 from rich.console import Console, Group, RenderableType
@@ -19,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mmrl.config import RootConfig, TrainCommandConfig
-from mmrl.report.alarms import current
+from mmrl.report.alarms import Alarm, current
 from mmrl.report.series import duration, modules_in, number, series, short, sparkline
 
 Arguments = ParamSpec("Arguments")
@@ -34,7 +35,10 @@ def run_name(config: RootConfig) -> str:
 
 
 HISTORY = 400
-"""Steps kept for sparklines and alarms."""
+"""Steps kept for sparklines."""
+ALARM_FIRST, ALARM_LAST = 20, 100
+"""Steps that the display's alarms look at, from the start and the end of the run; reports look at all."""
+FIRST_FACTS = ("reward", "penalty", "format_rate", "entropy", "length")
 PLAIN_LINES = 30
 """About this many plain lines for a whole run..."""
 PLAIN_SECONDS = 60.0
@@ -97,7 +101,10 @@ class Progress:
         self._last_line = (first_step, time.monotonic())
         self._status = ""
         self._live: Live | None = None
+        self._first: list[dict[str, Any]] = []
+        self._alarms: list[Alarm] = []
         self._rung: set[tuple[str, str]] = set()
+        self._streams = (sys.stdout, sys.stderr)
 
     # --- what the run calls
 
@@ -113,10 +120,13 @@ class Progress:
         """Step number `step` is done; `metrics` as logged."""
         self._done = step
         self._history.append({**metrics, "step": step})
+        if len(self._first) < ALARM_FIRST:
+            self._first.append(self._history[-1])
+        self._alarms = current(self._for_alarms())
         self._clock.append((self._done, time.monotonic()))
         self._status = ""
         self._draw()
-        for alarm in current(list(self._history)):
+        for alarm in self._alarms:
             if (alarm.name, alarm.key) not in self._rung:
                 self._rung.add((alarm.name, alarm.key))
                 self._say(f"alarm {alarm.name} at step {self._done} ({alarm.key}): {alarm.message}", style="yellow")
@@ -168,12 +178,18 @@ class Progress:
         """End the display for good; the run goes on."""
         self.off = True
         live, self._live = self._live, None
-        try:
-            if live is not None:
+        if live is not None:
+            with suppress(Exception):
                 live.stop()
+            # A display that could not stop may still hold both streams.
+            sys.stdout, sys.stderr = self._streams
+        with suppress(Exception):  # standard error itself may be gone
             print(f"progress display switched off: {type(error).__name__}: {error}", file=sys.stderr)
-        except Exception:  # standard error itself may be gone
-            return
+
+    def _for_alarms(self) -> list[dict[str, Any]]:
+        """The first and the last steps: what alarms compare, at a cost that does not grow with the run."""
+        last = list(self._history)[-ALARM_LAST:]
+        return [record for record in self._first if record["step"] < last[0]["step"]] + last
 
     def _say(self, text: str, style: str = "") -> None:
         self._console.print(Text(self._plain(text), style=style), soft_wrap=True)
@@ -197,7 +213,7 @@ class Progress:
             rows.append(self._speed())
             if modules_in([self._history[-1]]):
                 rows.append(self._modules(width))
-            for alarm in current(list(self._history)):
+            for alarm in self._alarms:
                 rows.append(Text(self._plain(f"! {alarm.name}  {alarm.key}: {alarm.message}"), style="yellow"))
         if self._status:
             rows.append(Text(self._plain(self._status), style="dim", no_wrap=True, overflow="ellipsis"))
@@ -220,27 +236,28 @@ class Progress:
         return text
 
     def _curves(self, width: int) -> list[RenderableType]:
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="bold", no_wrap=True, min_width=min(14, width // 3))
-        grid.add_column(no_wrap=True, min_width=6)
-        grid.add_column(no_wrap=True, overflow="ellipsis")
+        rows: list[tuple[str, str, str]] = []
         room = max(min(width - 52, 40), 6)
         _, rewards = series(list(self._history), "reward/mean")
         if len(rewards):
             spread = self._history[-1].get("reward/zero_variance_share")
             note = f"best {short(rewards.max())}" + ("" if spread is None else f"  equal groups {_percent(spread)}")
-            grid.add_row("reward", short(rewards[-1]), f"{self._spark(list(rewards), room)}  {note}")
+            rows.append(("reward", short(rewards[-1]), f"{self._spark(list(rewards), room)}  {note}"))
         for split, seen in self._evaluations.items():
             for key in self._metric_names(seen[-1][1]):
                 values = [float(value) for _, found in seen if (value := number(found.get(key))) is not None]
-                if not values:
-                    continue
                 rest = [_with_interval(seen[-1][1], key).partition(" ")[2]]
                 if len(values) > 1:
                     rest = [self._spark(values, min(room, 16)), *rest, f"from {short(values[0])}"]
                 rest.append(f"at step {seen[-1][0]}")
-                grid.add_row(f"{split} {key}", short(values[-1]), "  ".join(part for part in rest if part))
-        return [grid] if grid.row_count else []
+                rows.append((f"{split} {key}", short(values[-1]), "  ".join(part for part in rest if part)))
+        left = max((len(name) for name, _, _ in rows), default=0)
+        lines: list[RenderableType] = []
+        for name, shown, rest_of_line in rows:
+            text = Text(no_wrap=True, overflow="ellipsis")
+            text.append(self._plain(name).ljust(left), style="bold").append(f" {shown:>6}  {rest_of_line}")
+            lines.append(text)
+        return lines
 
     def _speed(self) -> Text:
         last = self._history[-1]
@@ -261,27 +278,23 @@ class Progress:
         return Text(self._plain(" · ".join(parts)), style="dim", no_wrap=True, overflow="ellipsis")
 
     def _modules(self, width: int) -> Table:
+        """One line per module with as many facts as fit, the most telling first."""
         last = self._history[-1]
-        table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
         names = modules_in([last])
-        facts = [fact for fact in SHARED_FACTS if any(f"module/{name}/{fact}" in last for name in names)]
-        extra = sorted(
-            {key.rsplit("/", 1)[1] for key in last if key.startswith("module/")} - SHARED_FACTS, key=str.lower
-        )
-        wanted: list[str] = [
-            fact for fact in ("reward", "penalty", "format_rate", "entropy", "length") if fact in facts
-        ]
-        wanted += [fact for fact in ("kl", "clip_share") if fact in facts and width >= 100]
-        name_width = max(len("module"), *(len(name) for name in names))
-        room = max(width - name_width - sum(max(len(fact), 7) + 2 for fact in wanted), 0)
-        for fact in extra:
-            room -= max(len(fact), 7) + 2
-            if room < 0:
-                break
-            wanted.append(fact)
+        present = dict.fromkeys(key.rsplit("/", 1)[1] for key in last if key.startswith("module/"))
+        behaviour = [fact for fact in present if fact not in SHARED_FACTS]
+        room = width - min(max(len("module"), *(len(name) for name in names)), width // 3)
+        table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
         table.add_column("module", no_wrap=True, overflow="ellipsis", max_width=max(width // 3, 8))
-        for fact in wanted:
-            table.add_column(fact.replace("_share", "").replace("_rate", ""), justify="right", no_wrap=True)
+        wanted = []
+        for fact in (*FIRST_FACTS, *behaviour, "kl", "clip_share"):
+            label = fact.replace("_share", "").replace("_rate", "")
+            room -= max(len(label), 7) + 2
+            if fact in present and room >= 0:
+                wanted.append(fact)
+                table.add_column(label, justify="right", no_wrap=True)
+            elif fact not in present:
+                room += max(len(label), 7) + 2
         for name in names:
             table.add_row(self._plain(name), *(short(last.get(f"module/{name}/{fact}")) for fact in wanted))
         return table

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -41,19 +42,20 @@ def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
     return (total[ends] - total[starts]) / (ends - starts)
 
 
+def keys_in(history: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """All metric keys, in order of first appearance."""
+    return tuple(dict.fromkeys(chain.from_iterable(history)))
+
+
 def modules_in(history: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """Module names that occur in keys `module/<name>/…`, in order of first appearance."""
-    names: dict[str, None] = {}
-    for record in history:
-        for key in record:
-            if key.startswith("module/") and key.count("/") >= 2:
-                names.setdefault(key.split("/", 1)[1].rsplit("/", 1)[0])
-    return tuple(names)
+    module_keys = (key for key in keys_in(history) if key.startswith("module/") and key.count("/") >= 2)
+    return tuple(dict.fromkeys(key.split("/", 1)[1].rsplit("/", 1)[0] for key in module_keys))
 
 
 def splits_in(history: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """Split names that occur in keys `eval/<split>/…`, in order of first appearance."""
-    return tuple(dict.fromkeys(key.split("/")[1] for record in history for key in record if key.startswith("eval/")))
+    return tuple(dict.fromkeys(key.split("/")[1] for key in keys_in(history) if key.startswith("eval/")))
 
 
 def binned(values: Sequence[float], width: int) -> list[float]:

@@ -1,0 +1,93 @@
+"""Each alarm rings for its illness, and a healthy run is silent."""
+
+import math
+
+import pytest
+
+from mmrl.report.alarms import Thresholds, alarms, current
+
+
+def history(steps=40, **curves):
+    """A healthy run; `curves` replace metrics (`__` for `/`) by functions of the step."""
+    healthy = {
+        "reward/mean": lambda s: 0.3 + 0.5 * s / steps + 0.05 * (-1) ** s,
+        "reward/zero_variance_share": lambda s: 0.2 + 0.6 * s / steps,
+        "train/kl": lambda s: 0.2 * s / steps,
+        "train/loss": lambda s: -0.01,
+        "train/grad_norm": lambda s: 1.0,
+        "train/logprob_gap_mean": lambda s: 1e-5,
+        "rollouts/failed_share": lambda s: 0.01,
+        "module/m/entropy": lambda s: 0.5 - 0.4 * s / steps,
+        "module/m/format_rate": lambda s: 0.8 + 0.2 * s / steps,
+        "module/m/length": lambda s: 20.0 + s / steps,
+        "module/m/finish_length_share": lambda s: 0.1,
+    }
+    made = healthy | {key.replace("__", "/"): curve for key, curve in curves.items()}
+    return [{"step": s} | {key: curve(s) for key, curve in made.items()} for s in range(1, steps + 1)]
+
+
+def test_a_healthy_run_is_silent():
+    assert alarms(history()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "curve"),
+    [
+        ("reward_collapse", "reward/mean", lambda s: 0.8 if s < 20 else 0.1),
+        ("reward_collapse", "reward/mean", lambda s: -0.1 if s < 20 else -0.4),
+        ("entropy_collapse", "module/m/entropy", lambda s: 0.5 if s < 20 else 0.001),
+        ("zero_variance", "reward/zero_variance_share", lambda s: 0.2 if s < 20 else 0.99),
+        ("logprob_gap", "train/logprob_gap_mean", lambda s: 1e-5 if s < 20 else 0.3),
+        ("kl_explosion", "train/kl", lambda s: 0.1 if s < 20 else 8.0),
+        ("kl_explosion", "train/kl", lambda s: 30.0),
+        ("format_falling", "module/m/format_rate", lambda s: 0.95 if s < 20 else 0.5),
+        ("failures", "rollouts/failed_share", lambda s: 0.0 if s < 20 else 0.4),
+        ("length_runaway", "module/m/length", lambda s: 20.0 if s < 20 else 90.0),
+        ("length_runaway", "module/m/finish_length_share", lambda s: 0.05 if s < 20 else 0.9),
+        ("not_finite", "train/grad_norm", lambda s: 1.0 if s < 20 else math.nan),
+        ("not_finite", "train/loss", lambda s: 1.0 if s < 20 else math.inf),
+    ],
+)
+def test_an_illness_rings_its_own_alarm_only(name, key, curve):
+    found = alarms(history(**{key.replace("/", "__"): curve}))
+    assert [(alarm.name, alarm.key) for alarm in found] == [(name, key)]
+    (alarm,) = found
+    assert alarm.until is None
+    assert alarm.step <= 25
+    assert len(alarm.message) > 10
+
+
+def test_one_odd_batch_does_not_ring():
+    assert alarms(history(reward__mean=lambda s: -1.0 if s == 25 else 0.5 + s / 100)) == []
+    assert alarms(history(train__kl=lambda s: 4.0 if s == 25 else 0.1)) == []
+
+
+def test_nothing_rings_before_a_full_window():
+    assert alarms(history(steps=4, reward__zero_variance_share=lambda s: 1.0)) == []
+    assert [a.step for a in alarms(history(steps=5, reward__zero_variance_share=lambda s: 1.0))] == [5]
+
+
+def test_an_alarm_that_passes_has_an_end_and_is_not_current():
+    ill = history(reward__zero_variance_share=lambda s: 1.0 if 10 <= s < 20 else 0.2)
+    (alarm,) = alarms(ill)
+    assert (alarm.step, alarm.until) == (14, 19)
+    assert current(ill) == []
+    assert [found.name for found in current(ill[:18])] == ["zero_variance"]
+
+
+def test_thresholds_can_be_changed():
+    strict = Thresholds(logprob_gap=1e-6)
+    assert {alarm.name for alarm in alarms(history(), strict)} == {"logprob_gap"}
+
+
+def test_the_samplers_estimate_stands_in_for_entropy():
+    records = history()
+    for record in records:
+        del record["module/m/entropy"]
+        record["module/m/surprise"] = 0.5 if record["step"] < 20 else 0.001
+    assert [(a.name, a.key) for a in alarms(records)] == [("entropy_collapse", "module/m/surprise")]
+
+
+@pytest.mark.parametrize("records", [[], [{"step": 1}], [{"step": s, "reward/mean": None} for s in range(9)]])
+def test_histories_without_numbers(records):
+    assert alarms(records) == []
