@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from mmrl.config import AlgoConfig, LoraConfig, ModelConfig, TrainConfig
 from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
@@ -34,6 +43,10 @@ LORA = LoraConfig(r=4, alpha=8)
 
 def tiny_model(kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(seed)
+    if kind == "gpt2":  # nothing in it is computed in float32, unlike the others' norms and rotary embeddings
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **sizes, **dropout)).to(dtype).eval()
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).to(dtype).eval()
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)).to(dtype).eval()
@@ -44,6 +57,12 @@ def tiny_tokenizer() -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="[EOS]")), pad_token="[PAD]", eos_token="[EOS]"
     )
+
+
+def without_advantage(calls: list[TrainCall]) -> list[TrainCall]:
+    """The same calls in groups where everyone did equally well."""
+    zero = [tuple(replace(entry, advantages=(0.0,) * len(entry.weights)) for entry in call.entries) for call in calls]
+    return [replace(call, entries=entries) for call, entries in zip(calls, zero, strict=True)]
 
 
 def make_calls(
