@@ -99,9 +99,36 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tup
     return renderer(messages)
 
 
+def render_observation(
+    tokenizer: PreTrainedTokenizerBase, context: Sequence[int], observation: str | Messages
+) -> tuple[int, ...]:
+    """The next prompt of a growing context: `context`, exactly as sampled, and what a tool or the user adds to it.
+
+    Args:
+        context: ids so far; the last of them end a completion.
+        observation: text goes on inside the same assistant turn (a sampled end-of-turn token at the end of `context`
+            is then taken back); messages end that turn and open the next one.
+
+    Text in an observation that looks like a special token stays text.
+    """
+    ids = tuple(context)
+    ended = bool(ids) and ids[-1] == tokenizer.eos_token_id
+    if isinstance(observation, str):
+        return (ids[:-1] if ended else ids) + tuple(encode_text(tokenizer, observation))
+    renderer = _RENDERERS.get(tokenizer)
+    if renderer is None:
+        renderer = _RENDERERS[tokenizer] = _Renderer(tokenizer)
+    after = renderer.after_turn(tokenizer, observation)
+    return ids + (after[1:] if ended and after[:1] == ids[-1:] else after)
+
+
 def decode_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Text of completion `ids` without special tokens, byte for byte as the tokens spell it."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+_TURN = "the turn before"
+"""Stands for a completion of whose turn only the end is wanted."""
 
 
 class _Renderer:
@@ -145,13 +172,22 @@ class _Renderer:
                 self.cache.popitem(last=False)
         return ids
 
-    def _render(self, tokenizer: PreTrainedTokenizerBase, key: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
+    def after_turn(self, tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[int, ...]:
+        """Ids that follow an assistant turn's content: its end, `messages`, the next generation prompt."""
+        key = tuple((message["role"], message["content"]) for message in messages)
+        return self._render(tokenizer, (("user", "-"), ("assistant", _TURN), *key), after=_TURN)
+
+    def _render(
+        self, tokenizer: PreTrainedTokenizerBase, key: tuple[tuple[str, str], ...], after: str | None = None
+    ) -> tuple[int, ...]:
         mask = _unused_character(content for _, content in key)
         messages = [
             {"role": role, "content": self.pattern.sub(lambda found: f"{mask}{self.order[found[0]]}{mask}", content)}
             for role, content in key
         ]
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        if after is not None:
+            text = text.partition(after)[2]
         ids: list[int] = []
         position = 0
         strip_left = False

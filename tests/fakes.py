@@ -100,12 +100,18 @@ class FakeTask:
         return {"data": "fake"}
 
 
+def extended(context: Sequence[int], observation: Any) -> tuple[int, ...]:
+    text = observation if isinstance(observation, str) else "".join(f"<{m['role']}>{m['content']}" for m in observation)
+    return (*context, *letters(text))
+
+
 def environment(task: Any, engine: Any, retries: int = 0, key: tuple[Any, ...] = (0, 1), **fields: Any) -> Environment:
     settings = SamplingSettings(temperature=1.0, top_p=1.0, top_k=0, parse_retries=retries, max_tokens=8)
     return Environment(
         task=task,
         engine=engine,
         render=lambda messages: letters("|".join(m["content"] for m in messages)),
+        extend=extended,
         decode=spelled,
         settings=settings,
         key=key,

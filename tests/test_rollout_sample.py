@@ -253,6 +253,46 @@ def test_programs_with_concurrent_calls_fork_too(module):
         assert spelled(path[2].prompt_ids) == path[0].text + path[1].text
 
 
+@dataclass
+class Turns:
+    """Two turns in one context with an observation between them, then a call of its own."""
+
+    modules: tuple[str, ...] = ("agent",)
+
+    async def run(self, example, ctx):
+        first = await ctx.call("agent", [{"role": "user", "content": "go"}])
+        found = await ctx.tool("echo", text="[seen]")
+        second = await ctx.call("agent", found, after=first, max_observation=4)
+        await ctx.call("agent", [{"role": "user", "content": "new"}])
+        return second.text
+
+
+@pytest.mark.parametrize("plans", [independent(1), fork_on("agent", 2)])
+def test_a_turn_goes_on_token_for_token_after_the_one_before(plans):
+    forest, _ = run(Turns(), plans)
+    for rollout in forest.rollouts:
+        first, second, own = forest.path(rollout)
+        assert spelled(second.prompt_ids) == "go" + first.text + "[see"
+        assert (first.turn, second.turn, own.turn) == (0, 1, 0)
+        assert (first.observation_tokens, second.observation_tokens) == (4, 0)
+        assert [first.invocation, second.invocation, own.invocation] == [0, 1, 2]
+
+
+class Impostor:
+    modules = ("agent",)
+
+    async def run(self, example, ctx):
+        from mmrl.tasks.base import Reply
+
+        await ctx.call("agent", "text", after=Reply(text="", parsed=None, finish="eos", context=(1, 2)))
+
+
+def test_only_a_reply_of_this_rollout_can_be_continued():
+    forest, _ = run(Impostor(), independent(1))
+    assert forest.rollouts[0].error == "program"
+    assert "after=" in forest.rollouts[0].error_message
+
+
 def test_the_tree_of_a_teacher_is_marked():
     forest, _ = run(Chain(), (Tree(teacher="expert"),))
     assert forest.rollouts[0].teacher == "expert"

@@ -170,7 +170,18 @@ def test_too_many_outside_failures_stop_the_run_with_its_state_saved(random_mode
 def test_a_sweep_runs_every_job_in_a_directory_of_its_own(random_model, tmp_path):
     model = [f"model.path={random_model}"]
     done = subprocess.run(
-        [sys.executable, *"-m mmrl train -m algo=mhgpo_fof,mhgpo_rr seed=1,2 train.steps=1".split(), *model, *SMALL],
+        [
+            sys.executable,
+            "-m",
+            "mmrl",
+            "train",
+            "-m",
+            "algo=mhgpo_fof,mhgpo_rr",
+            "seed=1,2",
+            "train.steps=1",
+            *model,
+            *SMALL,
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -49,6 +49,8 @@ class Environment:
     engine: Engine
     render: Callable[[Sequence[Message]], tuple[int, ...]]
     """Messages -> prompt token ids, generation prompt included; special tokens in contents are plain text."""
+    extend: Callable[[Sequence[int], str | Sequence[Message]], tuple[int, ...]]
+    """Context ids and an observation -> the next prompt of the same context."""
     decode: Callable[[Sequence[int]], str]
     """Token ids -> text without special tokens."""
     settings: SamplingSettings
@@ -73,6 +75,21 @@ class Event:
     """Reply of a call, result of a tool."""
     call: Call | None = None
     """Set when a call is recorded."""
+    context: tuple[int, ...] | None = None
+    """Prompt and completion ids of a recorded call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """One generation as the program asked for it."""
+
+    prompt_ids: tuple[int, ...]
+    prompt_text: str
+    limit: int
+    stop: tuple[str, ...]
+    parse: Callable[[str], Any] | None
+    facts: Mapping[str, Any]
+    turn: int
 
 
 ForkHook = Callable[["RolloutContext", str], None]
@@ -95,8 +112,10 @@ class RolloutContext:
     async def call(
         self,
         module: str,
-        messages: Sequence[Message],
+        messages: Sequence[Message] | str,
         *,
+        after: Reply | None = None,
+        max_observation: int | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         parse: Callable[[str], Any] | None = None,
@@ -107,7 +126,7 @@ class RolloutContext:
             raise ProgramFailure(
                 f"the program called module '{module}', its modules are {list(self.env.task.program.modules)}"
             )
-        prompt_ids = self.env.render(messages)
+        prompt_ids, earlier_turn = self._prompt(messages, after, max_observation)
         recorded = self._recorded("call", module, prompt_ids)
         if recorded is not None:
             return await self._await_replayed(recorded)
@@ -116,8 +135,16 @@ class RolloutContext:
         event = self._record("call", module, prompt_ids)
         position = len(self.events) - 1
         try:
-            shown = "\n".join(f"[{message['role']}] {message['content']}" for message in messages)
-            reply = await self._generate(event, position, prompt_ids, max_tokens, tuple(stop), parse, facts, shown)
+            wanted = Wanted(
+                prompt_ids=prompt_ids,
+                prompt_text=_shown(messages),
+                limit=max_tokens or self.env.settings.max_tokens,
+                stop=tuple(stop),
+                parse=parse,
+                facts=facts,
+                turn=0 if earlier_turn is None else earlier_turn.turn + 1,
+            )
+            reply = await self._generate(event, position, wanted)
         except BaseException as error:
             _settle(event.outcome, error)
             raise
@@ -199,28 +226,35 @@ class RolloutContext:
         self.events.append(event)
         return event
 
-    async def _generate(
-        self,
-        event: Event,
-        position: int,
-        prompt_ids: tuple[int, ...],
-        max_tokens: int | None,
-        stop: tuple[str, ...],
-        parse: Callable[[str], Any] | None,
-        facts: Mapping[str, Any],
-        prompt_text: str,
-    ) -> Reply:
+    def _prompt(
+        self, messages: Sequence[Message] | str, after: Reply | None, max_observation: int | None
+    ) -> tuple[tuple[int, ...], Call | None]:
+        """Prompt ids, and the call whose context they continue; counts its observation tokens."""
+        if after is None:
+            if isinstance(messages, str):
+                raise ProgramFailure("a prompt given as text continues a reply: pass after=, or give messages")
+            return self.env.render(messages), None
+        event = next((e for e in reversed(self.events) if e.context is not None and e.context == after.context), None)
+        if event is None or event.call is None:
+            raise ProgramFailure("after= must be a reply that this rollout's ctx.call returned")
+        prompt_ids = self.env.extend(after.context, messages)
+        if max_observation is not None:
+            prompt_ids = prompt_ids[: len(after.context) + max_observation]
+        added = max(0, len(prompt_ids) - len(after.context))
+        event.call = replace(event.call, observation_tokens=added)
+        return prompt_ids, event.call
+
+    async def _generate(self, event: Event, position: int, wanted: Wanted) -> Reply:
         """Sample until the text parses or the attempts are used up; the last attempt is recorded either way."""
         settings = self.env.settings
         earlier = [e for e in self.events[:position] if e.kind == "call"]
         call_id = f"{self.example.id}/{self.path}#{len(earlier)}"
-        limit = max_tokens or settings.max_tokens
-        self._check_context(prompt_ids, settings)
+        self._check_context(wanted.prompt_ids, settings)
         failure: ParseFailure | None = None
         for attempt in range(settings.parse_retries + 1):
-            completion = await self._ask(event.name, prompt_ids, limit, stop, call_id, attempt)
+            completion = await self._ask(event.name, wanted, call_id, attempt)
             text = self.env.decode(completion.ids)
-            parsed, failure = _parse(parse, text)
+            parsed, failure = _parse(wanted.parse, text)
             if failure is None:
                 break
         call = Call(
@@ -229,42 +263,44 @@ class RolloutContext:
             parent=None,
             module=event.name,
             invocation=sum(e.name == event.name for e in earlier),
+            turn=wanted.turn,
             completion_tokens=len(completion.ids),
-            prompt_tokens=len(prompt_ids),
-            prompt_ids=prompt_ids,
+            prompt_tokens=len(wanted.prompt_ids),
+            prompt_ids=wanted.prompt_ids,
             completion_ids=completion.ids,
             logprobs=completion.logprobs,
             text=text,
-            prompt_text=prompt_text,
+            prompt_text=wanted.prompt_text,
             finish=completion.finish,
             ok=failure is None,
             present_fields=failure.present if failure else 0,
             expected_fields=failure.expected if failure else 0,
             policy_version=completion.policy_version,
             attempts=attempt + 1,
-            facts=dict(facts),
+            facts=dict(wanted.facts),
         )
         if failure is None:
             own = self.env.task.score_call(call)
-            call = replace(call, penalty=own.penalty, facts={**facts, **own.facts})
+            call = replace(call, penalty=own.penalty, facts={**wanted.facts, **own.facts})
         event.call = call
+        event.context = wanted.prompt_ids + completion.ids
         if failure is not None:
             raise failure
-        return Reply(text=text, parsed=parsed, finish=completion.finish)
+        return Reply(
+            text=text, parsed=parsed, finish=completion.finish, tokens=len(completion.ids), context=event.context
+        )
 
-    async def _ask(
-        self, module: str, prompt_ids: tuple[int, ...], limit: int, stop: tuple[str, ...], call_id: str, attempt: int
-    ) -> Completion:
+    async def _ask(self, module: str, wanted: Wanted, call_id: str, attempt: int) -> Completion:
         settings = self.env.settings
         sampling = Sampling(
-            max_tokens=limit,
+            max_tokens=wanted.limit,
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
-            stop=stop,
+            stop=wanted.stop,
             seed=keyed.digest(*self.env.key, "sample", call_id, attempt),
         )
-        request = Request(prompt_ids=prompt_ids, sampling=sampling, module=module, order=(call_id, attempt))
+        request = Request(prompt_ids=wanted.prompt_ids, sampling=sampling, module=module, order=(call_id, attempt))
         self.in_flight += 1
         concurrent = self.in_flight > 1
         if concurrent:  # a second request of the same program is one more strand that the schedule must wait for
@@ -285,6 +321,13 @@ class RolloutContext:
             raise LengthFailure(
                 f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {settings.max_context}"
             )
+
+
+def _shown(messages: Sequence[Message] | str) -> str:
+    """A prompt for people to read."""
+    if isinstance(messages, str):
+        return messages
+    return "\n".join(f"[{message['role']}] {message['content']}" for message in messages)
 
 
 def _parse(parse: Callable[[str], Any] | None, text: str) -> tuple[Any, ParseFailure | None]:

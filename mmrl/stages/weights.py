@@ -17,7 +17,7 @@ from mmrl.config import EvalConfig, RootConfig, TrainCommandConfig
 from mmrl.credit.entries import Credit
 from mmrl.engines.base import Engine
 from mmrl.errors import TooManyFailures
-from mmrl.models import decode_text, render_prompt
+from mmrl.models import decode_text, render_observation, render_prompt
 from mmrl.records import Example, Forest
 from mmrl.report.journal import write_step
 from mmrl.report.progress import Progress
@@ -40,6 +40,7 @@ def make_environment(
         task=task,
         engine=engine,
         render=lambda messages: render_prompt(tokenizer, messages),
+        extend=lambda context, observation: render_observation(tokenizer, context, observation),
         decode=lambda ids: decode_text(tokenizer, ids),
         settings=settings,
         key=key,

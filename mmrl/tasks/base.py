@@ -25,6 +25,10 @@ class Reply:
     """Result of the `parse` function given to `ctx.call`; None without one."""
     finish: str
     """`stop`, `eos` or `length`."""
+    tokens: int = 0
+    """Completion tokens."""
+    context: tuple[int, ...] = ()
+    """Prompt and completion token ids: pass the reply as `after=` to go on in the same context, token for token."""
 
 
 class Context(Protocol):
@@ -33,8 +37,10 @@ class Context(Protocol):
     async def call(
         self,
         module: str,
-        messages: Sequence[Message],
+        messages: Sequence[Message] | str,
         *,
+        after: Reply | None = None,
+        max_observation: int | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         parse: Callable[[str], Any] | None = None,
@@ -43,6 +49,11 @@ class Context(Protocol):
         """One generation by `module` on `messages` (rendered with the model's chat template).
 
         Args:
+            messages: a prompt; with `after`, what is added to that reply's context: messages (its turn ends, a new one
+                opens) or plain text (inside the same turn).
+            after: go on in the context of this reply; the call is its next turn. What is added are observation tokens,
+                never trained.
+            max_observation: cut what is added to this many tokens (plain text only).
             max_tokens: limit on the completion; None takes `task.max_tokens`.
             stop: strings that end the completion; kept in its text.
             parse: turns the text into a value, or raises `ParseFailure`; retried up to the allowed number of times,
