@@ -94,11 +94,12 @@ def warm_start(
     batches = plan_batches(encoded, settings)
     checkpoint = _last_checkpoint(output) if resume else None
     _check_fingerprint(output, encoded, settings, resuming=checkpoint is not None)
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     trainer = _WarmStartTrainer(
         model=model,
         args=_arguments(output, settings, str(model.device)),
         train_dataset=Dataset.from_dict({"rows": batches}),
-        data_collator=_Collator(encoded, int(tokenizer.pad_token_id)),
+        data_collator=_Collator(encoded, int(pad_id)),
         processing_class=tokenizer,
         callbacks=list(callbacks),
     )
