@@ -50,6 +50,13 @@ def test_recorded_logprob_is_at_temperature_and_before_filters() -> None:
         assert logprob == pytest.approx(expected, abs=1e-6)
 
 
+def test_recorded_logprob_ignores_filters_when_every_row_has_one() -> None:
+    logits = torch.randn(5, 200, generator=torch.Generator().manual_seed(0))
+    ids, logprobs = sample(logits, [row([0.1 * i], top_k=3, top_p=0.7) for i in range(5)])
+    expected = torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
+    assert logprobs == pytest.approx(expected.tolist(), abs=1e-6)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.integers(-40, 40), min_size=1, max_size=30),

@@ -12,6 +12,9 @@ import torch
 
 from mmrl.engines.rows import Row
 
+BLOCK = 64
+"""Tokens summed as one in the first level of the inverse CDF."""
+
 
 def sample(logits: torch.Tensor, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
     """Draw the next token of each row.
@@ -21,70 +24,106 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> tuple[list[int], list[f
         rows: B rows; row b draws with its uniform number len(row.ids).
 
     Returns:
-        ids and recorded log-probabilities, B each. The log-probability is log-softmax(logits / T) in float32 over the
-        full vocabulary, before top-k and top-p (semantics.md §0.2); T = 1 for greedy rows. A row whose logits are not
+        ids and recorded log-probabilities, B each. The log-probability is log-softmax(logits / T) over the full
+        vocabulary, before top-k and top-p (semantics.md §0.2); T = 1 for greedy rows. A row whose logits are not
         finite gets nan.
     """
-    logits = logits.float()
+    scores = logits.float()
     temperatures = [row.temperature or 1.0 for row in rows]
     if any(temperature != 1.0 for temperature in temperatures):
-        logits = logits / torch.tensor(temperatures, device=logits.device).unsqueeze(1)
-    logprobs = torch.log_softmax(logits, dim=-1)
+        scores = scores / torch.tensor(temperatures, device=scores.device).unsqueeze(1)
+    scores = scores - scores.amax(dim=-1, keepdim=True)
+    weights = _exp(scores)
+    sums = weights.sum(dim=-1, dtype=torch.float64)
+    log_total = sums.sum(dim=-1).log()  # before _draw takes filtered tokens out of the sums
     random = [index for index, row in enumerate(rows) if row.temperature > 0]
     if not random:
-        ids = logits.argmax(dim=-1)
+        ids = scores.argmax(dim=-1)
     elif len(random) == len(rows):
-        ids = _draw(logprobs, rows)
+        ids = _draw(scores, weights, sums, rows)
     else:
-        ids = logits.argmax(dim=-1)
-        ids[random] = _draw(logprobs[random], [rows[index] for index in random])
-    chosen = logprobs.gather(1, ids.unsqueeze(1)).squeeze(1)
-    return ids.tolist(), chosen.tolist()
+        ids = scores.argmax(dim=-1)
+        ids[random] = _draw(scores[random], weights[random], sums[random], [rows[index] for index in random])
+    chosen = scores.gather(1, ids.unsqueeze(1)).squeeze(1).double() - log_total
+    return ids.tolist(), chosen.float().tolist()
 
 
-def _draw(logprobs: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Inverse-CDF draw in float64 over the kept tokens in vocabulary order; (B, V) -> (B,)."""
-    probs = logprobs.double().exp_()
-    filtered = [index for index, row in enumerate(rows) if row.top_p < 1 or 0 < row.top_k < logprobs.shape[1]]
+def _exp(scores: torch.Tensor) -> torch.Tensor:
+    """exp(scores) in blocks, (B, V) -> (B, V / BLOCK rounded up, BLOCK), zeros at the end."""
+    count, size = scores.shape
+    blocks = -(-size // BLOCK)
+    weights = scores.new_empty(count, blocks * BLOCK)
+    torch.exp(scores, out=weights[:, :size])
+    weights[:, size:] = 0.0
+    return weights.view(count, blocks, BLOCK)
+
+
+def _draw(scores: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Inverse CDF over the kept tokens in vocabulary order, summed in float64: first the block, then the token.
+
+    Args:
+        scores: (B, V), log-probabilities up to a constant per row.
+        weights: (B, blocks, BLOCK) float32, their exponentials; zeroed in place where filtered out.
+        sums: (B, blocks) float64.
+
+    Returns:
+        (B,) ids, each of a token whose weight is above zero.
+    """
+    size = scores.shape[1]
+    filtered = [index for index, row in enumerate(rows) if row.top_p < 1 or 0 < row.top_k < size]
     if filtered:
-        keep = kept(logprobs[filtered], [rows[i].top_k for i in filtered], [rows[i].top_p for i in filtered])
-        probs[filtered] = probs[filtered].masked_fill_(~keep, 0.0)
-    cdf = probs.cumsum(dim=-1)
-    total = cdf[:, -1:]
+        keep = kept(scores[filtered], [rows[i].top_k for i in filtered], [rows[i].top_p for i in filtered])
+        some = weights[filtered]
+        some.flatten(1)[:, :size].mul_(keep)
+        sums[filtered] = some.sum(dim=-1, dtype=torch.float64)
+        weights[filtered] = some
+    cdf = sums.cumsum(dim=-1)
     uniforms = torch.tensor([float(row.uniforms[len(row.ids)]) for row in rows], dtype=torch.float64)
-    target = uniforms.to(cdf.device).unsqueeze(1) * total
-    # u < 1, but u * total may round up to total, past the last token that has any probability.
+    block, rest = _locate(cdf, uniforms.to(cdf.device).unsqueeze(1) * cdf[:, -1:])
+    inner = weights.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1).double().cumsum(dim=-1)
+    token, _ = _locate(inner, rest)
+    return (block * BLOCK + token).squeeze(1).clamp_(max=size - 1)
+
+
+def _locate(cdf: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first index whose cdf exceeds the target, and what is left of the target there; (B, N), (B, 1) -> (B, 1).
+
+    Its own share of the cdf is above zero: the cdf before it does not exceed the target. The target is kept below
+    the total, which rounding may have made it reach.
+    """
+    total = cdf[:, -1:]
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    # The first index whose cdf exceeds the target: its own probability is above zero, whatever was filtered.
-    return torch.searchsorted(cdf, target, right=True).squeeze(1).clamp_(max=cdf.shape[1] - 1)
+    index = torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[1] - 1)
+    before = cdf.gather(1, (index - 1).clamp_(min=0)).masked_fill_(index == 0, 0.0)
+    return index, target - before
 
 
-def kept(logprobs: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
+def kept(scores: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
     """Which tokens survive top-k and then top-p.
 
     The k most probable tokens stay (0: all), are renormalised, and of those the fewest whose probabilities sum to
     at least p. Of tokens tied at the border the lower ids stay.
 
     Args:
-        logprobs: (B, V) float32.
+        scores: (B, V) float32, log-probabilities up to a constant per row.
         top_k: B counts, 0 for off.
         top_p: B masses in (0, 1].
 
     Returns:
         (B, V) bool with at least one True per row.
     """
-    size = logprobs.shape[1]
-    counts = torch.tensor([min(k, size) if k > 0 else size for k in top_k], device=logprobs.device).unsqueeze(1)
-    masses = torch.tensor(top_p, dtype=torch.float64, device=logprobs.device).unsqueeze(1)
+    size = scores.shape[1]
+    counts = torch.tensor([min(k, size) if k > 0 else size for k in top_k], device=scores.device).unsqueeze(1)
+    masses = torch.tensor(top_p, dtype=torch.float64, device=scores.device).unsqueeze(1)
     widest = int(counts.max())
-    ranked = logprobs.topk(widest, dim=-1).values if widest < size else logprobs.sort(dim=-1, descending=True).values
-    ranks = torch.arange(widest, device=logprobs.device)
+    ranked = scores.topk(widest, dim=-1).values if widest < size else scores.sort(dim=-1, descending=True).values
+    ranks = torch.arange(widest, device=scores.device)
     probs = ranked.double().exp().masked_fill(ranks >= counts, 0.0)
     before = probs.cumsum(dim=-1) - probs
     inside = (before < masses * probs.sum(dim=-1, keepdim=True)) & (ranks < counts)
     inside[:, 0] = True
     number = inside.sum(dim=-1, keepdim=True)
     border = ranked.gather(1, number - 1)
-    above = logprobs > border
-    tied = logprobs == border
+    above = scores > border
+    tied = scores == border
     return above | (tied & (tied.cumsum(dim=-1) <= number - above.sum(dim=-1, keepdim=True)))
