@@ -109,10 +109,168 @@ class MhgpoFofOsConfig(MhgpoConfig):
     )
 
 
+class GrpoConfig(GroupConfig):
+    """GRPO on the outcome reward alone (GRPO-OR)."""
+
+    name: Literal["grpo"]
+
+
+class GrpoMrConfig(GroupConfig):
+    """GRPO on outcome and turn rewards merged into one number (GRPO-MR)."""
+
+    name: Literal["grpo_mr"]
+
+
+class TurnGroupConfig(GroupConfig):
+    """What the MT-GRPO algorithms share."""
+
+    alpha: float = Field(1.0, ge=0, le=1, description="discount of later turns' advantages, per turn")
+    turn_coef: float = Field(1.0, ge=0, description="coefficient of the intermediate turns' advantages")
+
+
+class MtGrpoConfig(TurnGroupConfig):
+    """MT-GRPO with its two-turn rules (arXiv 2505.11821)."""
+
+    name: Literal["mt_grpo"]
+    no_tool: Literal["combined", "outcome"] = Field(
+        "combined", description="a rollout without a tool result: the merged advantage, or the outcome's alone"
+    )
+    missing_turn: Literal["zero", "exclude"] = Field(
+        "zero", description="such a rollout in the first turn's mean and std: with reward 0, or not at all"
+    )
+
+
+class MtGrpoVariableConfig(TurnGroupConfig):
+    """MT-GRPO for any number of turns."""
+
+    name: Literal["mt_grpo_variable"]
+    missing_turn: Literal["zero", "exclude"] = Field(
+        "exclude", description="a rollout without turn l in that turn's mean and std"
+    )
+
+
+class MmgrpoConfig(GroupConfig):
+    """mmGRPO (arXiv 2508.04660): groups by module and invocation, padded, optionally the k most diverse."""
+
+    name: Literal["mmgrpo"]
+    rollouts: int = Field(12, ge=2, description="R: rollouts per example")
+    group_size: int | None = Field(None, ge=2, description="G: keep the G most diverse of a group; null: all R")  # type: ignore[assignment]
+    teachers: dict[str, int] | tuple[str, ...] | None = Field(
+        None, description="rollouts per teacher program (sum R), or names that share R equally; null: student only"
+    )
+    padding_mode: Literal["fill", "truncate", "ragged"] = Field("fill", description="unequal numbers of calls")
+    filler: Literal["randint", "max"] = Field("randint", description="own call that fills a gap: random, or the last")
+    fill_source: Literal["rollout", "group"] = Field("rollout", description="whose calls fill a gap")
+    on_missing: Literal["drop_rollout", "skip_example"] = Field(
+        "drop_rollout", description="a rollout that never calls a module: left out, or the module is skipped"
+    )
+    failing_traces: Literal["failing_only", "trajectory"] = Field(
+        "failing_only", description="which calls of a rollout that failed to parse are trained"
+    )
+    failing_index: Literal["zero", "true"] = Field("zero", description="invocation under which it is grouped")
+    format_failure_score: float = Field(-1.0, description="reward of a failing call with no field present")
+    failure_score: float = Field(0.0, description="what it rises to with the share of fields present")
+    max_context: int | None = Field(8192, ge=1, description="longest prompt + completion that is trained on")
+    overlong: Literal["datapoint", "trajectory"] = Field("datapoint", description="what a longer one takes along")
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        if self.group_size is not None and self.group_size > self.rollouts:
+            raise ValueError(f"group_size: got {self.group_size}, expected at most rollouts={self.rollouts}")
+        refused = {
+            "filler": self.filler != "randint" and (self.padding_mode != "fill" or self.fill_source == "group"),
+            "fill_source": self.fill_source != "rollout" and self.padding_mode != "fill",
+            "failing_index": self.failing_index != "zero"
+            and (self.padding_mode != "ragged" or self.failing_traces == "trajectory"),
+            "overlong": self.overlong != "datapoint" and self.max_context is None,
+        }
+        where = {
+            "filler": "padding_mode=fill and fill_source=rollout",
+            "fill_source": "padding_mode=fill",
+            "failing_index": "padding_mode=ragged and failing_traces=failing_only",
+            "overlong": "a max_context",
+        }
+        for key, wrong in refused.items():
+            if wrong:
+                raise ValueError(f"{key}: got {getattr(self, key)}, which has an effect only with {where[key]}")
+        return self
+
+    @model_validator(mode="after")
+    def _teachers(self) -> Self:
+        if isinstance(self.teachers, dict) and (sum(self.teachers.values()) != self.rollouts or self._negative()):
+            raise ValueError(
+                f"teachers: got {sum(self.teachers.values())} rollouts in all, expected counts from 1 that sum to "
+                f"rollouts={self.rollouts}"
+            )
+        if isinstance(self.teachers, tuple) and (not self.teachers or self.rollouts % len(self.teachers)):
+            raise ValueError(
+                f"teachers: got {len(self.teachers)} names, expected a number that divides rollouts={self.rollouts}; "
+                "or give counts per teacher"
+            )
+        return self
+
+    def _negative(self) -> bool:
+        return isinstance(self.teachers, dict) and any(count < 1 for count in self.teachers.values())
+
+
+class CriticConfig(AlgoConfig):
+    """What algorithms with a critic have."""
+
+    loss_mean: Literal["seq", "token", "constant"] = "token"
+    gamma: float = Field(1.0, ge=0, le=1, description="discount per token")
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="lambda of generalised advantage estimation")
+    kl: Literal["reward", "loss"] = Field("reward", description="where the KL term goes: k1 per token, or k3")
+
+
+class MappoConfig(CriticConfig):
+    """MAPPO: one critic for all modules, advantages estimated within each call."""
+
+    name: Literal["mappo"]
+    penalties: bool = Field(True, description="false: final reward only (all R_spe = 0)")
+    whiten: Literal["trained", "none"] = Field("trained", description="tokens that advantages are whitened over")
+
+
+class TurnCriticConfig(CriticConfig):
+    """What PPO and MT-PPO share: a rollout's calls form one sequence."""
+
+    obs: Literal["skip", "all"] = Field("skip", description="tokens that the estimation runs over: sampled, or all")
+    position: Literal["last_generated", "turn_end"] = Field(
+        "last_generated", description="token that carries a turn's reward; turn_end: its last observation token"
+    )
+    whiten: Literal["trained", "all", "none"] = Field("trained", description="tokens whitened over")
+
+    @model_validator(mode="after")
+    def _observations(self) -> Self:
+        for key, value in (("position", "turn_end"), ("whiten", "all")):
+            if getattr(self, key) == value and self.obs == "skip":
+                raise ValueError(f"{key}: got {value}, which needs obs=all (obs=skip passes over observation tokens)")
+        return self
+
+
+class PpoConfig(TurnCriticConfig):
+    """PPO on the outcome reward."""
+
+    name: Literal["ppo"]
+
+
+class MtPpoConfig(TurnCriticConfig):
+    """PPO with a reward at the end of every turn (arXiv 2505.11821)."""
+
+    name: Literal["mt_ppo"]
+
+
 ALGO_SCHEMAS: dict[str, type[AlgoConfig]] = {
-    "mhgpo_is": MhgpoIsConfig,
+    "grpo": GrpoConfig,
+    "grpo_mr": GrpoMrConfig,
+    "mappo": MappoConfig,
     "mhgpo_fof": MhgpoFofConfig,
-    "mhgpo_rr": MhgpoRrConfig,
     "mhgpo_fof_os": MhgpoFofOsConfig,
+    "mhgpo_is": MhgpoIsConfig,
+    "mhgpo_rr": MhgpoRrConfig,
+    "mmgrpo": MmgrpoConfig,
+    "mt_grpo": MtGrpoConfig,
+    "mt_grpo_variable": MtGrpoVariableConfig,
+    "mt_ppo": MtPpoConfig,
+    "ppo": PpoConfig,
 }
 """Plug point: algorithm name -> schema. The same names are in `mmrl.algorithms.ALGORITHMS` and in `conf/algo/`."""

@@ -86,9 +86,9 @@ def outcome(rollout: Rollout) -> Reward:
 
 
 def merged(rollout: Rollout, path: Sequence[Call]) -> Reward:
-    """Outcome plus every turn reward of the rollout (GRPO-MR)."""
+    """Outcome plus the reward of every intermediate turn (GRPO-MR)."""
     assert rollout.reward is not None
-    turns = math.fsum(call.turn_reward or 0.0 for call in path)
+    turns = math.fsum(call.turn_reward or 0.0 for call in path[:-1])
     return Reward(rollout.reward + turns, {"outcome": rollout.reward, "turn": turns})
 
 

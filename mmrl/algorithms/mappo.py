@@ -1,0 +1,64 @@
+"""MAPPO as the baseline of arXiv 2506.02718: one critic for all modules, advantages within each call.
+
+    reward of a call: (shared outcome + R_spe) on its last token, minus beta · (log-prob - reference) per token
+    A by GAE within the call, terminal value 0, nothing bootstrapped from the next module; whitened over the batch
+    weight = 1 / trained tokens of the step
+
+Use it to compare group-relative credit with a critic on multi-module programs, at the price of a second model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmrl.algorithms.options import section
+from mmrl.config import AlgoConfig
+from mmrl.config.algo import MappoConfig
+from mmrl.credit.entries import Credit
+from mmrl.credit.gae import critic_values, gae, kl_rewards
+from mmrl.credit.rewards import Reward, backward
+from mmrl.credit.segments import Segment, segment_credit
+from mmrl.credit.weights import Unit, per_token, two_level
+from mmrl.records import Call, Forest
+from mmrl.rollout import plans
+
+
+class Mappo:
+    """One rollout per example, each call a sequence of its own."""
+
+    name = "mappo"
+    needs_turn_rewards = False
+    needs_critic = True
+
+    def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
+        """Fits every program."""
+        return []
+
+    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: tuple[Any, ...]) -> tuple[plans.Tree, ...]:
+        """One rollout."""
+        return plans.independent(1)
+
+    def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
+        """See `mmrl.algorithms.base.Algorithm.credit`."""
+        algo = section(algo, MappoConfig)
+        rewards = backward(forest, penalties=algo.penalties, seed=seed)
+        calls = [forest.calls[call_id] for call_id in rewards]
+        units = [Unit(call.example, call.example, call.completion_tokens) for call in calls]
+        weights = per_token(units, two_level(units, minibatch), algo.loss_mean, algo.loss_length, minibatch)
+        segments = [_segment(call, rewards[call.id], algo, weight) for call, weight in zip(calls, weights, strict=True)]
+        return segment_credit(self.name, segments, algo.whiten)
+
+
+def _segment(call: Call, reward: Reward, algo: MappoConfig, weight: float) -> Segment:
+    """GAE within one call; a call without tokens has no place for its reward."""
+    parts = dict(reward.parts)
+    token_rewards = [0.0] * call.completion_tokens
+    if algo.kl == "reward" and algo.beta:
+        token_rewards = list(kl_rewards(call, algo.beta))
+        parts["kl"] = sum(token_rewards)
+    if token_rewards:
+        token_rewards[-1] += reward.total
+    values = critic_values(call, observed=False)
+    advantages = gae(token_rewards, values, algo.gamma, algo.gae_lambda)
+    return Segment(call, parts, tuple(token_rewards), values, tuple(advantages), weight)

@@ -1,0 +1,143 @@
+"""mmGRPO's groups: calls of a module lined up by invocation, padded to equal length, cut to the k most diverse.
+
+Second step of credit for mmGRPO (arXiv 2508.04660, PADGROUPS and SELECTKDIVERSEELEMENTS); the defaults follow what the
+authors' code did where it and the paper's text differ (docs/algorithms.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from mmrl import keyed
+from mmrl.config.algo import MmgrpoConfig
+from mmrl.credit.groups import Group, Member, slot_id
+from mmrl.credit.rewards import Reward
+from mmrl.credit.sequences import Track, tracks_by_example
+from mmrl.errors import ParseFailure
+from mmrl.records import Call, Forest
+
+Row = dict[int, Member]
+"""One rollout's members for a module, by invocation."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """The calls of one rollout that may be trained, with their rewards."""
+
+    track: Track
+    members: tuple[Member, ...]
+
+
+def module_groups(forest: Forest, algo: MmgrpoConfig, seed: int) -> list[Group]:
+    """Groups (example, module, k) of a forest, ordered by module, then example, then k.
+
+    Args:
+        seed: run seed of random fillers.
+    """
+    planned: dict[str, int] = {}
+    for rollout in forest.rollouts:
+        planned[rollout.example] = planned.get(rollout.example, 0) + 1
+    traces = {
+        example: [trace for track in own if (trace := _trace(track, algo)).members]
+        for example, own in tracks_by_example(forest).items()
+    }
+    groups = []
+    for module in forest.modules:
+        for example, own in traces.items():
+            rows = _rows(own, module, algo, (seed, forest.step, "filler", example, module))
+            for k in sorted({k for row in rows for k in row}):
+                members = [row[k] for row in rows if k in row]
+                members = _sized([m for m in members if not is_overlong(m.call, algo)], planned[example], algo)
+                if members:
+                    groups.append(Group(slot_id(example, module, k), tuple(members)))
+    return groups
+
+
+def failing_reward(call: Call, algo: MmgrpoConfig) -> float:
+    """Reward of a call that could not be parsed: between the two scores, by the share of fields present."""
+    share = call.present_fields / call.expected_fields if call.expected_fields else 0.0
+    return algo.format_failure_score + (algo.failure_score - algo.format_failure_score) * share
+
+
+def is_overlong(call: Call, algo: MmgrpoConfig) -> bool:
+    """Whether prompt and completion exceed `max_context`; a prompt of unknown length counts 0."""
+    return algo.max_context is not None and (call.prompt_tokens or 0) + call.completion_tokens > algo.max_context
+
+
+def most_diverse(members: Sequence[Member], size: int) -> list[Member]:
+    """`size` members at even ranks of the reward; as given where there are just that many.
+
+    Ranks are round(i · (n - 1) / (size - 1)), halves to even, over the stable descending order.
+    """
+    if len(members) == size:
+        return list(members)
+    ranked = sorted(members, key=lambda member: -member.reward.total)
+    ranks = [round(Fraction(i * (len(ranked) - 1), size - 1)) for i in range(size)]
+    return [
+        replace(ranked[rank], filler=True) if position and rank == ranks[position - 1] else ranked[rank]
+        for position, rank in enumerate(ranks)
+    ]
+
+
+def cyclic(members: Sequence[Member], size: int) -> list[Member]:
+    """Repeat the group from its head until it has `size` members."""
+    copies = [replace(members[i % len(members)], filler=True) for i in range(len(members), size)]
+    return [*members, *copies]
+
+
+def _trace(track: Track, algo: MmgrpoConfig) -> _Trace:
+    """Which calls of a rollout are trained, and on what reward (semantics §1.3)."""
+    calls = track.path
+    if algo.overlong == "trajectory" and any(is_overlong(call, algo) for call in calls):
+        return _Trace(track, ())
+    last = calls[-1]
+    if not last.ok and track.rollout.error in (None, ParseFailure.kind):
+        score = failing_reward(last, algo)
+        reward = Reward(score, {"format": score})
+        calls = calls if algo.failing_traces == "trajectory" else (last,)
+    else:
+        reward = Reward(track.reward, {"outcome": track.reward})
+    return _Trace(track, tuple(Member(call, reward) for call in calls))
+
+
+def _rows(traces: Sequence[_Trace], module: str, algo: MmgrpoConfig, key: keyed.Key) -> list[Row]:
+    """One row per rollout that takes part, padded as `padding_mode` says."""
+    rows: dict[str, Row] = {}
+    for trace in traces:
+        members = [member for member in trace.members if member.call.module == module]
+        if members:
+            rows[trace.track.rollout.id] = _row(members, algo)
+        elif algo.on_missing == "skip_example":
+            return []
+    if algo.padding_mode == "truncate" and rows:
+        shortest = min(map(len, rows.values()))
+        return [{k: row[k] for k in range(shortest)} for row in rows.values()]
+    if algo.padding_mode == "fill" and algo.fill_source == "rollout" and rows:
+        longest = max(map(len, rows.values()))
+        return [_filled(row, longest, algo.filler, (*key, rollout)) for rollout, row in rows.items()]
+    return list(rows.values())
+
+
+def _row(members: Sequence[Member], algo: MmgrpoConfig) -> Row:
+    if algo.failing_index == "true" and not members[0].call.ok:
+        return {members[0].call.invocation: members[0]}
+    return dict(enumerate(members))
+
+
+def _filled(row: Row, length: int, filler: str, key: keyed.Key) -> Row:
+    """Fill every missing invocation with an own call: the last one, or one drawn at random."""
+    own = list(row.values())
+    chosen = {k: own[-1] if filler == "max" else keyed.rng(*key, k).choice(own) for k in range(len(own), length)}
+    return row | {k: replace(member, filler=True) for k, member in chosen.items()}
+
+
+def _sized(members: Sequence[Member], rollouts: int, algo: MmgrpoConfig) -> list[Member]:
+    """Pad a group to the number of rollouts, then select; a ragged group is never enlarged."""
+    if not members:
+        return []
+    if algo.padding_mode == "ragged":
+        return most_diverse(members, min(algo.group_size or len(members), len(members)))
+    padded = cyclic(members, rollouts)
+    return padded if algo.group_size is None else most_diverse(padded, algo.group_size)
