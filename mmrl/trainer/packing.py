@@ -45,6 +45,8 @@ class Pack:
     """(N,) int64: index of the call's module in the list that `make_packs` was given."""
     tokens: int
     """Real tokens forwarded."""
+    filler: bool = False
+    """A copy with weights 0 that keeps processes in step; counts as forwarded tokens only."""
     old: torch.Tensor | None = field(default=None)
     """(N,) the ratio's denominator, filled in before the first update of a step that has several."""
     ref: torch.Tensor | None = field(default=None)

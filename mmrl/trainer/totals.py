@@ -44,17 +44,20 @@ class StepTotals:
     @torch.no_grad()
     def add(self, pack: Pack, scores: Scores, loss: TokenLoss) -> None:
         """Count one forward and backward."""
+        self.plain[0] += pack.forwarded
+        if loss.kl is not None:
+            self.with_kl = True
+        if pack.filler:
+            return
         of_entry = pack.modules[pack.entry_index]
         columns = [torch.ones_like(loss.ratio), loss.clipped, loss.ratio]
         if loss.kl is not None:
             columns.append(loss.kl)
-            self.with_kl = True
         for column, values in enumerate(columns):
             self.sums[:, column].index_add_(0, of_entry, values.double())
         self.sums[:, 4].index_add_(0, pack.modules, torch.ones_like(scores.logprobs).double())
         if scores.entropy is not None:
             self.sums[:, 5].index_add_(0, pack.modules, scores.entropy.double())
-        self.plain[0] += pack.forwarded
 
     @torch.no_grad()
     def add_gap(self, pack: Pack, logprobs: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,14 +187,14 @@ class MmrlTrainer(GRPOTrainer):
         modules = list(dict.fromkeys(call.module for call in batch.calls))
         self.totals = StepTotals(modules, self.args.device)
         self.batch_metrics = dict(batch.metrics)
-        found = []
+        found, trained = [], set()
         for index in range(algo.minibatches):
             calls = [call for call in batch.calls if call.minibatch == index]
             packs = make_packs(
                 calls, train.microbatch_tokens, beta=algo.beta, modules=modules, dtype=self._number_type()
             )
+            trained |= {call.id for pack in packs for call in pack.calls}
             found.append([pack.to(self.args.device) for pack in self._share(packs)])
-        trained = {call.id for packs in found for pack in packs for call in pack.calls}
         self.batch_metrics["train/calls_skipped"] = float(sum(call.id not in trained for call in batch.calls))
         return found
 
@@ -203,8 +204,7 @@ class MmrlTrainer(GRPOTrainer):
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         missing = -len(packs) % world
         if missing:
-            filler = copy.copy(packs[-1])
-            filler.weights = torch.zeros_like(filler.weights)
+            filler = replace(packs[-1], weights=torch.zeros_like(packs[-1].weights), filler=True)
             packs = [*packs, *[filler] * missing]
         return packs[rank::world]
 
@@ -236,7 +236,7 @@ class MmrlTrainer(GRPOTrainer):
         model.train()
         with self.compute_loss_context_manager():
             scores = self._score(model, pack, entropy=True)
-        if first:
+        if first and not pack.filler:
             self.totals.add_gap(pack, scores.logprobs)
         at = pack.entry_index
         result = token_loss(
