@@ -27,7 +27,7 @@ def metrics(step):
     reward = 0.37 + 0.5 * progress + noise.gauss(0, 0.03)
     found = {
         "reward/mean": reward,
-        "reward/zero_variance_share": 0.3 + 0.4 * progress,
+        "credit/zero_variance_share": 0.3 + 0.4 * progress,
         "rollouts/count": 96.0,
         "rollouts/failed_share": 0.01,
         "task/em": reward - 0.05,

@@ -11,7 +11,7 @@ def history(steps=40, **curves):
     """A healthy run; `curves` replace metrics (`__` for `/`) by functions of the step."""
     healthy = {
         "reward/mean": lambda s: 0.3 + 0.5 * s / steps + 0.05 * (-1) ** s,
-        "reward/zero_variance_share": lambda s: 0.2 + 0.6 * s / steps,
+        "credit/zero_variance_share": lambda s: 0.2 + 0.6 * s / steps,
         "train/kl": lambda s: 0.2 * s / steps,
         "train/loss": lambda s: -0.01,
         "train/grad_norm": lambda s: 1.0,
@@ -36,11 +36,12 @@ def test_a_healthy_run_is_silent():
         ("reward_collapse", "reward/mean", lambda s: 0.8 if s < 20 else 0.1),
         ("reward_collapse", "reward/mean", lambda s: -0.1 if s < 20 else -0.4),
         ("entropy_collapse", "module/m/entropy", lambda s: 0.5 if s < 20 else 0.001),
-        ("zero_variance", "reward/zero_variance_share", lambda s: 0.2 if s < 20 else 0.99),
+        ("zero_variance", "credit/zero_variance_share", lambda s: 0.2 if s < 20 else 0.99),
         ("logprob_gap", "train/logprob_gap_mean", lambda s: 1e-5 if s < 20 else 0.3),
         ("kl_explosion", "train/kl", lambda s: 0.1 if s < 20 else 8.0),
         ("kl_explosion", "train/kl", lambda s: 30.0),
         ("format_falling", "module/m/format_rate", lambda s: 0.95 if s < 20 else 0.5),
+        ("format_falling", "module/m/invalid_selection", lambda s: 0.1 if s < 20 else 0.5),
         ("failures", "rollouts/failed_share", lambda s: 0.0 if s < 20 else 0.4),
         ("length_runaway", "module/m/length", lambda s: 20.0 if s < 20 else 90.0),
         ("length_runaway", "module/m/finish_length_share", lambda s: 0.05 if s < 20 else 0.9),
@@ -63,12 +64,12 @@ def test_one_odd_batch_does_not_ring():
 
 
 def test_nothing_rings_before_a_full_window():
-    assert alarms(history(steps=4, reward__zero_variance_share=lambda s: 1.0)) == []
-    assert [a.step for a in alarms(history(steps=5, reward__zero_variance_share=lambda s: 1.0))] == [5]
+    assert alarms(history(steps=4, credit__zero_variance_share=lambda s: 1.0)) == []
+    assert [a.step for a in alarms(history(steps=5, credit__zero_variance_share=lambda s: 1.0))] == [5]
 
 
 def test_an_alarm_that_passes_has_an_end_and_is_not_current():
-    ill = history(reward__zero_variance_share=lambda s: 1.0 if 10 <= s < 20 else 0.2)
+    ill = history(credit__zero_variance_share=lambda s: 1.0 if 10 <= s < 20 else 0.2)
     (alarm,) = alarms(ill)
     assert (alarm.step, alarm.until) == (14, 19)
     assert current(ill) == []

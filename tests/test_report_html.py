@@ -103,7 +103,7 @@ def test_a_run_that_hardly_began_has_a_page(tmp_path, steps):
 def test_alarms_are_in_the_page(tmp_path):
     with fake_run(tmp_path / "run", steps=3) as run:
         for step in range(4, 20):
-            run.append_metrics(step, {"reward/zero_variance_share": 1.0, "reward/mean": float("nan")})
+            run.append_metrics(step, {"credit/zero_variance_share": 1.0, "reward/mean": float("nan")})
     page = report(run.path).read_text()
     assert "zero_variance" in page and "not_finite" in page and "No alarm rang" not in page
 

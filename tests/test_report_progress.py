@@ -111,7 +111,7 @@ def test_an_alarm_is_said_once():
     console = pipe()
     with Progress(total=50, console=console) as progress:
         for step in range(1, 30):
-            progress.step(step, {"reward/mean": 0.5, "reward/zero_variance_share": 1.0})
+            progress.step(step, {"reward/mean": 0.5, "credit/zero_variance_share": 1.0})
     assert written(console).count("alarm zero_variance") == 1
 
 

@@ -17,6 +17,8 @@ from mmrl.report.series import History, keys_in, series, short, trailing_mean
 
 VALIDITY_FACTS = ("valid", "valid_share", "format", "format_ok", "format_rate", "ok")
 """Behaviour facts (last part of a `module/<m>/…` key) that are shares of well-formed completions."""
+FAULT_FACTS = ("invalid", "invalid_selection", "invalid_share", "unparsable")
+"""Behaviour facts that are shares of ill-formed completions."""
 MUST_BE_FINITE = ("train/loss", "train/grad_norm", "train/kl", "reward/mean")
 
 
@@ -41,7 +43,7 @@ class Thresholds:
     kl_growth: float = 5.0
     """... and this many times what it was two windows before (10 times `kl` rings without growth)."""
     validity_drop: float = 0.2
-    """`format_falling`: fall of a share of valid completions below its best."""
+    """`format_falling`: fall of a share of valid completions below its best (or rise of a share of faulty ones)."""
     failed_share: float = 0.2
     """`failures`: share of rollouts that failed."""
     length_growth: float = 3.0
@@ -125,7 +127,7 @@ def _entropy(history: History, limits: Thresholds) -> Iterator[Finding]:
 
 
 def _zero_variance(history: History, limits: Thresholds) -> Iterator[Finding]:
-    key = "reward/zero_variance_share"
+    key = "credit/zero_variance_share"
     steps, means = _smooth(history, key, limits)
     yield (
         "zero_variance",
@@ -185,6 +187,18 @@ def _validity(history: History, limits: Thresholds) -> Iterator[Finding]:
             best - means > limits.validity_drop,
             lambda at, means=means, best=best: (
                 f"valid share fell to {means[at]:.0%} from {best[at]:.0%}; look at completions with mmrl show"
+            ),
+        )
+    for key in _module_keys(history, FAULT_FACTS):
+        steps, means = _smooth(history, key, limits)
+        best = np.minimum.accumulate(means) if len(means) else means
+        yield (
+            "format_falling",
+            key,
+            steps,
+            means - best > limits.validity_drop,
+            lambda at, means=means, best=best: (
+                f"faulty share rose to {means[at]:.0%} from {best[at]:.0%}; look at completions with mmrl show"
             ),
         )
 

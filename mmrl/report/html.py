@@ -43,7 +43,7 @@ MODULE_LABELS = {
     "finish_length_share": "share cut at the length limit",
 }
 HEALTH = {
-    "reward/zero_variance_share": "groups with equal rewards, share",
+    "credit/zero_variance_share": "groups with equal rewards, share",
     "train/kl": "KL to the reference, nats per token",
     "train/entropy": "entropy, nats per token",
     "train/grad_norm": "gradient norm",

@@ -240,7 +240,7 @@ class Progress:
         room = max(min(width - 52, 40), 6)
         _, rewards = series(list(self._history), "reward/mean")
         if len(rewards):
-            spread = self._history[-1].get("reward/zero_variance_share")
+            spread = self._history[-1].get("credit/zero_variance_share")
             note = f"best {short(rewards.max())}" + ("" if spread is None else f"  equal groups {_percent(spread)}")
             rows.append(("reward", short(rewards[-1]), f"{self._spark(list(rewards), room)}  {note}"))
         for split, seen in self._evaluations.items():
