@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help setup train test check format tiny clean
+.PHONY: help setup train test check format docs tiny clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ check: $(STAMP) ## format, lint, types and import contract, without changing any
 format: $(STAMP) ## format and fix what can be fixed
 	$(BIN)/ruff format mmrl tests scripts
 	$(BIN)/ruff check --fix mmrl tests scripts
+
+docs: $(STAMP) ## write the generated parts of README.md and docs/configuration.md
+	$(BIN)/python -m scripts.docs
 
 tiny: $(STAMP) ## rebuild the shipped tiny model (resumable, under an hour)
 	$(BIN)/python scripts/build_tiny_model.py $(ARGS)
