@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+from hypothesis import strategies as st
 
 from mmrl.credit.entries import Credit, Entry
 from mmrl.records import Call, Forest, Rollout
@@ -73,3 +76,138 @@ def advantage(entry: Entry) -> float:
 
 def total_weight(credit: Credit) -> float:
     return sum(sum(entry.weights) for entry in credit.entries)
+
+
+MODULES = ("writer", "ranker", "answerer")
+numbers = st.integers(-40, 40).map(lambda n: n / 20)
+"""Rewards on a grid, so that ties happen and differences are never mere rounding."""
+lengths = st.integers(1, 5)
+
+
+@st.composite
+def chains(
+    draw: Any,
+    *,
+    modules: Sequence[str] = MODULES,
+    linear: bool = False,
+    examples: int = 3,
+    rollouts: tuple[int, int] = (1, 5),
+    tokens: st.SearchStrategy[int] = lengths,
+    failures: bool = True,
+    penalties: bool = False,
+    turn_rewards: st.SearchStrategy[float] | None = None,
+    critic: bool = False,
+) -> Forest:
+    """Independent rollouts of one to `examples` examples.
+
+    Args:
+        linear: every rollout calls each module once, in order; else any sequence of one to five calls.
+        rollouts: least and most per example.
+        failures: some rollouts fail from outside causes, some before their first call.
+        turn_rewards: of every intermediate call; None: no turn rewards.
+        critic: calls have values and log-probabilities.
+    """
+    grow = Grow(modules)
+    for example in range(draw(st.integers(1, examples))):
+        for index in range(draw(st.integers(*rollouts))):
+            name = f"q{example}/{index}"
+            fate = draw(st.sampled_from(["fine"] * 8 + ["outside", "unborn"])) if failures else "fine"
+            if fate == "unborn":
+                grow.end(None, draw(st.sampled_from([None, 0.0])), error="length", example=f"q{example}", id=name)
+                continue
+            path = list(modules) if linear else draw(st.lists(st.sampled_from(modules), min_size=1, max_size=5))
+            parent = None
+            for position, module in enumerate(path):
+                last = position == len(path) - 1
+                size = draw(tokens)
+                parent = grow.call(
+                    f"{name}#{position}",
+                    parent,
+                    module,
+                    size,
+                    penalty=draw(numbers) if penalties else 0.0,
+                    turn_reward=None if last or turn_rewards is None else draw(turn_rewards),
+                    **_estimates(draw, size) if critic else {},
+                )
+            reward = None if fate == "outside" else draw(numbers)
+            grow.end(parent, reward, id=name, error="tool" if reward is None else None, fork=modules[0])
+    return grow.forest
+
+
+def _estimates(draw: Any, size: int) -> dict[str, Any]:
+    def tokens() -> tuple[float, ...]:
+        return tuple(draw(st.lists(numbers, min_size=size, max_size=size)))
+
+    return {"values": tokens(), "logprobs": tokens(), "ref_logprobs": tokens()}
+
+
+@st.composite
+def forked(draw: Any, *, sampler: str, modules: Sequence[str] = MODULES, failures: bool = True) -> Forest:
+    """Trees as MHGPO samples them, with penalties: `rr` one per example, `is` one per module, `os` with two forks."""
+    grow = Grow(modules)
+    size = draw(st.integers(2, 4))
+    for example in range(draw(st.integers(1, 4))):
+        if sampler == "os":
+            plans = [[(0, size), (len(modules) - 1, draw(st.integers(1, 3)))]]
+        elif sampler == "is":
+            plans = [[(fork, size)] for fork in range(len(modules))]
+        else:
+            plans = [[(draw(st.integers(0, len(modules) - 1)), size)]]
+        for tree, forks in enumerate(plans):
+            widths = dict(forks)
+            tips: list[tuple[str, str | None]] = [(f"q{example}/{tree}", None)]
+            for position, module in enumerate(modules):
+                grown = []
+                for name, parent in tips:
+                    for branch in range(widths.get(position, 1)):
+                        call_id = f"{name}{'.' + str(branch) if position in widths else ''}"
+                        made = grow.call(f"{call_id}#{position}", parent, module, draw(lengths), penalty=draw(numbers))
+                        grown.append((call_id, made))
+                tips = grown
+            for name, leaf in tips:
+                failed = failures and draw(st.integers(0, 9)) == 0
+                grow.end(
+                    leaf,
+                    None if failed else draw(numbers),
+                    id=name,
+                    error="engine" if failed else None,
+                    fork=modules[forks[0][0]],
+                )
+    return grow.forest
+
+
+def relabelled(
+    forest: Forest, calls: Mapping[str, str], modules: Mapping[str, str], order: Callable[[str], Any]
+) -> Forest:
+    """The same forest under other call ids and module names, its examples and rollouts in another order."""
+    renamed = [
+        replace(
+            call,
+            id=calls[call.id],
+            parent=None if call.parent is None else calls[call.parent],
+            module=modules[call.module],
+        )
+        for call in sorted(forest.calls.values(), key=lambda call: (len(_above(forest, call)), order(call.id)))
+    ]
+    rollouts = [
+        replace(
+            rollout,
+            leaf=None if rollout.leaf is None else calls[rollout.leaf],
+            fork=None if rollout.fork is None else modules[rollout.fork],
+        )
+        for rollout in sorted(forest.rollouts, key=lambda rollout: order(rollout.id))
+    ]
+    return Forest(
+        calls={call.id: call for call in renamed},
+        rollouts=tuple(rollouts),
+        modules=tuple(modules[name] for name in forest.modules),
+        step=forest.step,
+    )
+
+
+def _above(forest: Forest, call: Call) -> list[Call]:
+    found = []
+    while call.parent is not None:
+        call = forest.calls[call.parent]
+        found.append(call)
+    return found

@@ -113,3 +113,20 @@ def test_imports_neither_torch_nor_hydra():
     code = "import sys, mmrl.algorithms.report; print({'torch', 'transformers', 'hydra', 'rich'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_table_shows_what_a_critic_estimates_and_what_padding_repeats():
+    grow = Grow(("a", "b"))
+    grow.call("q/0", None, "a", 2, values=(0.25, 0.5))
+    grow.end(grow.call("q/1", "q/0", "b", 1, values=(0.0,)), 1.0)
+    grow.end(grow.call("q/2", None, "a", 0, values=()), 0.00025)
+    ppo, mmgrpo = section("ppo", beta=0, whiten="none"), section("mmgrpo", filler="max", rollouts=2)
+    alone = credit_report([ppo], grow.forest, seed=0, as_json=False).splitlines()
+    assert alone[1].split()[:4] == ["call", "module", "reward", "parts"]
+    assert "0.75 0.5" in alone[2] and "1 x2" in alone[2] and "0.333333 x2" in alone[2]
+    both = credit_report([ppo, mmgrpo], grow.forest, seed=0, as_json=False).splitlines()
+    assert sum(line.startswith("q/1") for line in both) == 2 and sum("(filler)" in line for line in both) == 1
+    assert "0.00025" in both[-1]
+    found = json.loads(credit_report([ppo], grow.forest, seed=0, as_json=True))["calls"][0]
+    assert found["returns"] == [1.0, 1.0] and found["raw_advantages"] == [0.75, 0.5]
+    assert found["token_rewards"] == [0.0, 0.0] and found["group"] is None and found["mean"] is None

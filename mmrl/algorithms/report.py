@@ -143,7 +143,12 @@ def _parts(parts: Mapping[str, float]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
+    """Six decimals, as the papers' worked examples have; six digits for what is smaller than that shows."""
+    if value is None:
+        return "-"
+    if value and abs(value) < 1e-3:
+        return f"{value:.6g}"
+    return f"{value:.6f}".rstrip("0").rstrip(".")
 
 
 def _per_token(values: Sequence[float]) -> str:

@@ -50,13 +50,11 @@ def critic_values(call: Call, observed: bool) -> tuple[float, ...]:
 
 
 def kl_rewards(call: Call, beta: float) -> tuple[float, ...]:
-    """-beta · (log-prob - reference log-prob) on each sampled token (k1); zeros for beta 0.
+    """-beta · (log-prob - reference log-prob) on each sampled token (k1).
 
     Raises:
         DataError: `logprobs` or `ref_logprobs` are missing or too short; names the call.
     """
-    if beta == 0:
-        return (0.0,) * call.completion_tokens
     logprobs, reference = (_tokens(call, name) for name in ("logprobs", "ref_logprobs"))
     return tuple(-beta * (own - ref) for own, ref in zip(logprobs, reference, strict=True))
 
