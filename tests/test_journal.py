@@ -77,7 +77,7 @@ def forests(draw):
     )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(forests(), st.lists(objects, max_size=3))
 def test_any_forest_survives_json(forest, extra):
     entries = [{"call": "c", "advantages": (0.1, -2.0), "parts": part} for part in extra]

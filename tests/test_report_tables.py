@@ -69,8 +69,10 @@ def test_pairing_sees_a_small_steady_gain_that_two_intervals_cannot():
 def test_no_difference_is_not_certain():
     draw = random.Random(5)
     values = [draw.random() for _ in range(100)]
-    assert not paired_difference(values, random.Random(6).sample(values, 100), (0,)).certain
-    assert paired_difference(values, values, (0,)).low == 0 == paired_difference(values, values, (0,)).high
+    shuffled = paired_difference(values, random.Random(6).sample(values, 100), (0,))
+    assert not shuffled.certain and shuffled.verdict == "may be chance"
+    same = paired_difference(values, values, (0,))
+    assert (same.low, same.high, same.verdict) == (0, 0, "unchanged")
 
 
 @pytest.mark.parametrize(("before", "after"), [([], []), ([1.0], [1.0, 2.0])])
@@ -90,7 +92,7 @@ def test_items_are_matched_by_id_not_by_place():
 
 def test_the_main_metric_comes_first_and_reward_last():
     items = [{"id": "a", "metrics": {"em": 0.0, "reward": 0.0, "acc": 0.0, "f1": 1.0}}]
-    assert list(compare_items(items, items, 0, main_metric="f1")) == ["f1", "acc", "em", "reward"]
+    assert list(compare_items(items, items, 0, main_metric="f1")) == ["f1", "em", "acc", "reward"]
 
 
 def test_the_table_says_what_is_not_certain():
@@ -99,8 +101,8 @@ def test_the_table_says_what_is_not_certain():
 
     table = before_after_table({"em": difference(0.4, 0.6), "f1": difference(-0.1, 0.6)}, "dev")
     em, f1 = (line for line in table.splitlines() if line.lstrip().startswith(("em", "f1")))
-    assert "0.370  0.910      +0.540" in em and "not certain" not in em
-    assert "[-0.100, +0.600]" in f1 and f1.endswith("not certain")
+    assert "0.370  0.910      +0.540" in em and "chance" not in em
+    assert "[-0.100, +0.600]" in f1 and f1.endswith("may be chance")
     assert table.startswith("dev (200 items)")
     assert "no items" in before_after_table({}, "dev")
 

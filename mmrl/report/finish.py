@@ -5,9 +5,11 @@ Top of `report`; called by `run` once training and the last evaluation are done.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from textwrap import fill
 from typing import Any
 
 from mmrl.report.html import write_report
@@ -60,6 +62,7 @@ def finish(
     }
     run.write_summary(summary)
     seen = Overview.of(run)
+    width = min(shutil.get_terminal_size((100, 24)).columns, 110)
     trouble = ""
     try:
         write_report(seen)
@@ -67,7 +70,7 @@ def finish(
         trouble = f"report not written ({type(error).__name__}: {error})"
     parts = [
         f"{seen.name}: {seen.done} steps of {seen.what} in {duration(seconds)}",
-        "\n".join(seen.kind) + ("\n" + facts_table(facts) if facts else ""),
+        "\n".join(fill(sentence, width) for sentence in seen.kind) + ("\n" + facts_table(facts) if facts else ""),
         before_after_table(differences, config.eval.split),
     ]
     if len(rewards):
@@ -75,7 +78,7 @@ def finish(
         parts.append(
             f"training reward  {first} → {last} (best {best}, means of 5 steps)\n  {sparkline(rewards.tolist(), 60)}"
         )
-    parts.append(alarm_text(seen.alarms))
+    parts.append(alarm_text(seen.alarms, width))
     parts.append(further(run, seen, trouble))
     return "\n\n".join(part for part in parts if part)
 

@@ -116,7 +116,7 @@ def _comparison(differences: Mapping[str, Difference], split: str) -> str:
     tiles = []
     for name, found in list(differences.items())[:3]:
         tone = "good" if found.low > 0 else "bad" if found.high < 0 else "soft"
-        sure = "" if found.certain else ", not certain"
+        sure = f", {found.verdict}" if found.verdict else ""
         tiles.append(
             f"<div class=card><div class=soft>{text(name)} on {text(split)}</div>"
             f"<div class=big>{found.before:.3f} → {found.after:.3f}</div>"
@@ -131,7 +131,7 @@ def _comparison(differences: Mapping[str, Difference], split: str) -> str:
     rest = f"<details><summary>all metrics</summary>{_table(head, rows)}</details>" if len(rows) > 3 else ""
     note = (
         "<p class='small soft'>Difference with its 95 % interval: a paired bootstrap over items. "
-        "“Not certain” means that it may be chance.</p>"
+        "An interval that includes 0 may be chance.</p>"
     )
     return f"<h2>Before and after</h2><div class=tiles>{''.join(tiles)}</div>{note}{rest}"
 
@@ -172,18 +172,24 @@ def _module_figures(seen: Overview) -> dict[str, str]:
     figures = {}
     for fact in ordered:
         keys = {name: f"module/{name}/{fact}" for name in seen.modules}
-        moving = any(len(set(series(seen.training, key)[1].tolist())) > 1 for key in keys.values())
-        if moving:
-            label = MODULE_LABELS.get(fact, fact)
+        having = [name for name, key in keys.items() if len(series(seen.training, key)[1])]
+        if any(_moves(seen, key) for key in keys.values()):
+            label = MODULE_LABELS.get(fact, fact.replace("_", " "))
+            label += f" ({having[0]})" if len(having) == 1 < len(keys) else ""
             figures[label[0].upper() + label[1:]] = lines_over_steps(seen.training, keys, label)
     return figures
+
+
+def _moves(seen: Overview, key: str) -> bool:
+    """Whether a metric changed by more than rounding."""
+    _, values = series(seen.training, key)
+    return len(values) > 1 and bool(values.max() - values.min() > 1e-4 * abs(values).max())
 
 
 def _health_figures(seen: Overview) -> dict[str, str]:
     figures = {}
     for key, label in HEALTH.items():
-        _, values = series(seen.training, key)
-        if len(set(values.tolist())) > 1:
+        if _moves(seen, key):
             figures[label[0].upper() + label[1:]] = lines_over_steps(seen.training, {key: key}, label)
     return figures
 

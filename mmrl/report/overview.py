@@ -14,7 +14,7 @@ from mmrl.report.alarms import Alarm, alarms
 from mmrl.report.files import read_jsonl
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.report.series import modules_in, number
-from mmrl.report.tables import Difference, compare_items
+from mmrl.report.tables import FIRST, Difference, compare_items
 
 Item = Mapping[str, Any]
 
@@ -111,11 +111,12 @@ class Overview:
         return next((str(name) for name in wanted if name in found), found[0] if found else None)
 
     def metric_names(self, split: str) -> list[str]:
-        """Evaluation metrics with an interval, in the order logged."""
+        """Evaluation metrics with an interval; those of answers first."""
         prefix = f"eval/{split}/"
         keys = dict.fromkeys(key for record in self.history for key in record if key.startswith(prefix))
         names = [key.removeprefix(prefix) for key in keys]
-        return [name for name in names if f"{name}_low" in names]
+        found = [name for name in names if f"{name}_low" in names]
+        return sorted(found, key=lambda name: (name not in FIRST, name == "reward"))
 
     def evaluations(self, split: str, metric: str) -> list[tuple[int, float, float | None, float | None]]:
         """(step, value, low, high) of every evaluation."""

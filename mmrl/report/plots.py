@@ -113,8 +113,10 @@ def _axes(xlabel: str, ylabel: str, title: str | None = None) -> Iterator[tuple[
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(True, axis="y", linewidth=0.6, alpha=0.5)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+        axes.ticklabel_format(axis="y", useOffset=False)
         result: list[str] = []
         yield axes, result
+        _calm(axes)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         result.append(_themed(buffer.getvalue(), title or f"{ylabel} by {xlabel}"))
@@ -122,6 +124,15 @@ def _axes(xlabel: str, ylabel: str, title: str | None = None) -> Iterator[tuple[
 
 def _legend(axes: Any) -> None:
     axes.legend(frameon=False, fontsize=10, loc="best", handlelength=1.4)
+
+
+def _calm(axes: Any) -> None:
+    """Widen a vertical range that would blow rounding up to look like news."""
+    low, high = axes.get_ylim()
+    least = 0.02 * max(abs(low), abs(high))
+    if high - low < least:
+        middle = (low + high) / 2
+        axes.set_ylim(middle - least / 2, middle + least / 2)
 
 
 def _label(name: str) -> str:

@@ -192,7 +192,7 @@ class Progress:
         return [record for record in self._first if record["step"] < last[0]["step"]] + last
 
     def _say(self, text: str, style: str = "") -> None:
-        self._console.print(Text(self._plain(text), style=style), soft_wrap=True)
+        self._console.print(Text(self._plain(text), style=style), soft_wrap=not self._console.is_terminal)
 
     def _draw(self) -> None:
         if self._live is not None:

@@ -90,7 +90,7 @@ def short(value: Any, digits: int = 3) -> str:
         return f"{finite / 1e6:.1f}M"
     if size >= 1e4:
         return f"{finite / 1e3:.1f}k"
-    if finite == int(finite) and size >= 10:
+    if finite == int(finite) and size >= 2:
         return str(int(finite))
     if size >= 100:
         return f"{finite:.0f}"

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from textwrap import fill
 
 from mmrl.errors import CheckpointError, ConfigError, nearest
 from mmrl.records import Forest
@@ -61,7 +62,7 @@ def overview_text(seen: Overview, width: int = 100) -> str:
         parts.append("first against last evaluation, " + before_after_table(seen.differences, seen.split))
     if seen.modules:
         parts.append(_module_table(seen))
-    parts.append(alarm_text(seen.alarms))
+    parts.append(alarm_text(seen.alarms, width))
     parts.append(_further(seen))
     return "\n\n".join(part for part in parts if part)
 
@@ -95,14 +96,15 @@ def text_plot(values: Sequence[float], first: int, last: int, width: int = 80, h
     return "\n".join(lines)
 
 
-def alarm_text(alarms: Sequence[Alarm]) -> str:
-    """One line per alarm; empty without."""
+def alarm_text(alarms: Sequence[Alarm], width: int = 100) -> str:
+    """One paragraph per alarm; empty without."""
     if not alarms:
         return ""
     lines = ["alarms"]
     for alarm in alarms:
         until = f" to {alarm.until}" if alarm.until is not None else " on"
-        lines.append(f"  {alarm.name} from step {alarm.step}{until} ({alarm.key}): {alarm.message}")
+        said = f"{alarm.name} from step {alarm.step}{until} ({alarm.key}): {alarm.message}"
+        lines.append(fill(said, max(width, 40), initial_indent="  ", subsequent_indent="    "))
     return "\n".join(lines)
 
 

@@ -16,6 +16,8 @@ from mmrl import keyed
 from mmrl.report.series import short
 
 LEVEL = 0.95
+FIRST = ("accuracy", "em", "f1")
+"""Metrics of answers, listed before those of behaviour."""
 _CELLS = 2_000_000
 """Resampled values held in memory at once."""
 
@@ -64,6 +66,13 @@ class Difference:
         """Whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
+    @property
+    def verdict(self) -> str:
+        """What a reader should know beside the numbers; empty for a certain difference."""
+        if self.certain:
+            return ""
+        return "unchanged" if self.low == self.high == 0 else "may be chance"
+
 
 def paired_difference(
     before: Sequence[float], after: Sequence[float], key: keyed.Key, resamples: int = 1000
@@ -105,7 +114,7 @@ def compare_items(
     if not pairs:
         return {}
     names = sorted(set().union(*(first.keys() & second.keys() for first, second in pairs)))
-    names.sort(key=lambda name: (name != main_metric, name == "reward", name))
+    names.sort(key=lambda name: (name != main_metric, name not in FIRST, name == "reward", name))
     found = {}
     for name in names:
         shared = [(first[name], second[name]) for first, second in pairs if name in first and name in second]
@@ -120,9 +129,9 @@ def before_after_table(differences: Mapping[str, Difference], split: str) -> str
         return f"no items of the {split} split were evaluated both before and after"
     rows = [["", "before", "after", "difference", "95 % interval", ""]]
     for name, found in differences.items():
-        verdict = "" if found.certain else "not certain"
         interval = f"[{found.low:+.3f}, {found.high:+.3f}]"
-        rows.append([name, f"{found.before:.3f}", f"{found.after:.3f}", f"{found.difference:+.3f}", interval, verdict])
+        numbers = (f"{found.before:.3f}", f"{found.after:.3f}", f"{found.difference:+.3f}")
+        rows.append([name, *numbers, interval, found.verdict])
     items = sorted({found.n for found in differences.values()})
     counted = f"{items[0]}" if len(items) == 1 else f"{items[0]}–{items[-1]}"
     return f"{split} ({counted} items)\n{align(rows)}"
