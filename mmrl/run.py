@@ -291,8 +291,8 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     import torch
 
     from mmrl.engines import engine_class
+    from mmrl.stages.environment import eval_settings, make_environment
     from mmrl.stages.evaluate import evaluate, evaluation_metrics
-    from mmrl.stages.weights import eval_settings, make_environment
 
     hardware = config.hardware
     torch.set_num_threads(hardware.threads or 1)

@@ -161,7 +161,7 @@ def composed(config_name: str, overrides: Sequence[str], config_dir: str | None 
     return _sections(config_name, raw, overrides)
 
 
-def _sections(config_name: str, raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def _sections(config_name: str, raw: Mapping[Any, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """The sections that the command knows. A `model=` sets `train.*` too, which is no mistake in an evaluation."""
     left_out = {"experiment", "hydra"}
     if config_name == "eval":

@@ -13,51 +13,22 @@ from typing import Any
 
 from mmrl import keyed
 from mmrl.algorithms import ALGORITHMS
-from mmrl.config import EvalConfig, RootConfig, TrainCommandConfig
+from mmrl.config import TrainCommandConfig
 from mmrl.credit.entries import Credit
-from mmrl.engines.base import Engine
 from mmrl.errors import TooManyFailures
-from mmrl.models import decode_text, render_observation, render_prompt
 from mmrl.records import Example, Forest
 from mmrl.report.journal import write_step
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Trackers
-from mmrl.rollout.context import Environment, SamplingSettings
+from mmrl.rollout.context import SamplingSettings
 from mmrl.rollout.sample import sample
+from mmrl.stages.environment import eval_settings, make_environment
 from mmrl.stages.evaluate import Item, evaluate, evaluation_metrics
 from mmrl.stages.metrics import credit_metrics, failed_share, forest_metrics
 from mmrl.tasks.base import Task
 from mmrl.trainer.objective import TrainCall, TrainEntry
 from mmrl.trainer.trl_trainer import MmrlTrainer, StepBatch, build_trainer
-
-
-def make_environment(
-    config: RootConfig, task: Task, engine: Engine, tokenizer: Any, settings: SamplingSettings, key: keyed.Key
-) -> Environment:
-    """The environment that rollouts of one step or evaluation share."""
-    return Environment(
-        task=task,
-        engine=engine,
-        render=lambda messages: render_prompt(tokenizer, messages),
-        extend=lambda context, observation: render_observation(tokenizer, context, observation),
-        decode=lambda ids: decode_text(tokenizer, ids),
-        settings=settings,
-        key=key,
-        timeout_s=config.task.timeout_s,
-    )
-
-
-def eval_settings(config: RootConfig, settings: EvalConfig) -> SamplingSettings:
-    """Sampling in evaluation."""
-    return SamplingSettings(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        parse_retries=settings.parse_retries,
-        max_tokens=config.task.max_tokens,
-        max_context=config.task.max_context,
-    )
 
 
 @dataclass(slots=True, kw_only=True)
