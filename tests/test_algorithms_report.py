@@ -53,7 +53,7 @@ def test_several_algorithms_stand_side_by_side(forest):
     assert "mhgpo_fof" in lines[0] and "mhgpo_is" in lines[0]
     assert lines[1].split().count("advantage") == 2
     assert lines[2].startswith("q/0#0") and lines[2].count("0.707106 x2") == 2
-    assert lines[-1] == "never credited (no scored rollout below): q/2#0, q/2#1"
+    assert lines[-1] == "calls without an entry: q/2#0, q/2#1"
 
 
 def test_table_of_one_algorithm(forest):

@@ -106,7 +106,7 @@ def table(forest: Forest, credits: Sequence[Credit]) -> str:
         titles = [title for block in blocks for title in [block.name, *[""] * (len(block.columns) - 1)]]
         lines = _aligned([["", "", *titles], *rows])
     if missing:
-        lines.append(f"never credited (no scored rollout below): {', '.join(missing)}")
+        lines.append(f"calls without an entry: {', '.join(missing)}")
     return "\n".join(lines)
 
 
@@ -148,14 +148,15 @@ def _number(value: float | None) -> str:
         return "-"
     if value and abs(value) < 1e-3:
         return f"{value:.6g}"
-    return f"{value:.6f}".rstrip("0").rstrip(".")
+    return f"{value + 0.0:.6f}".rstrip("0").rstrip(".")
 
 
 def _per_token(values: Sequence[float]) -> str:
-    """`0.5 x4` for four equal numbers, else each."""
-    if len(values) > 1 and len(set(values)) == 1:
-        return f"{_number(values[0])} x{len(values)}"
-    return " ".join(map(_number, values)) or "-"
+    """`0.5 x4` for four numbers that print alike, else each."""
+    shown = [_number(value) for value in values]
+    if len(shown) > 1 and len(set(shown)) == 1:
+        return f"{shown[0]} x{len(shown)}"
+    return " ".join(shown) or "-"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -56,7 +56,7 @@ def kl_rewards(call: Call, beta: float) -> tuple[float, ...]:
         DataError: `logprobs` or `ref_logprobs` are missing or too short; names the call.
     """
     logprobs, reference = (_tokens(call, name) for name in ("logprobs", "ref_logprobs"))
-    return tuple(-beta * (own - ref) for own, ref in zip(logprobs, reference, strict=True))
+    return tuple(beta * (ref - own) for own, ref in zip(logprobs, reference, strict=True))
 
 
 def _tokens(call: Call, name: str) -> tuple[float, ...]:
