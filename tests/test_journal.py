@@ -143,6 +143,7 @@ def test_equal_steps_give_equal_files_and_no_leftovers(run):
     first = run.journal_path(3).read_bytes()
     write_step(run, small_forest())
     assert run.journal_path(3).read_bytes() == first
+    assert first[4:8] == bytes(4)  # gzip's time stamp
     assert [path.name for path in run.journal_path(3).parent.iterdir()] == ["step-000003.jsonl.gz"]
 
 

@@ -58,6 +58,11 @@ def test_an_illness_rings_its_own_alarm_only(name, key, curve):
     assert len(alarm.message) > 10
 
 
+def test_entropy_is_judged_by_where_it_began():
+    assert alarms(history(module__m__entropy=lambda s: 0.02 if s < 20 else 0.005)) == []
+    assert alarms(history(module__m__entropy=lambda s: 5.0 if s < 20 else 0.2)) != []
+
+
 def test_one_odd_batch_does_not_ring():
     assert alarms(history(reward__mean=lambda s: -1.0 if s == 25 else 0.5 + s / 100)) == []
     assert alarms(history(train__kl=lambda s: 4.0 if s == 25 else 0.1)) == []

@@ -2,6 +2,7 @@
 
 import io
 import re
+import sys
 
 import pytest
 from rich.console import Console
@@ -123,6 +124,7 @@ class Broken(io.StringIO):
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_broken_screen_never_ends_the_run(is_terminal, capsys):
     console = Console(file=Broken(), force_terminal=is_terminal, width=80)
+    streams = sys.stdout, sys.stderr
     with Progress(total=3, title="x", console=console) as progress:
         for step in (1, 2, 3):
             progress.step(step, metrics(step))
@@ -130,6 +132,7 @@ def test_a_broken_screen_never_ends_the_run(is_terminal, capsys):
         progress.evaluation(3, "dev", {"em": 1.0})
         progress.status("x")
     assert progress.off
+    assert (sys.stdout, sys.stderr) == streams
     assert capsys.readouterr().err.count("switched off") == 1
 
 

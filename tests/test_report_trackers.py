@@ -50,8 +50,9 @@ def test_wandb_is_offline_without_a_key(tmp_path, wandb, monkeypatch):
 
 
 def test_a_resumed_run_keeps_its_wandb_id(tmp_path, wandb):
+    opened(tmp_path, "wandb", config={"secret": "hush"})
     opened(tmp_path, "wandb")
-    opened(tmp_path, "wandb")
+    assert "hush" not in str(wandb.inits)
     first, second = wandb.inits
     assert first["id"] == second["id"] and second["resume"] == "allow"
 
