@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import random
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 Key = tuple[int | str | None, ...]
 
@@ -27,4 +29,7 @@ def rng(*key: int | str | None) -> random.Random:
 
 def uniforms(seed: int, count: int) -> np.ndarray:
     """`count` float64 uniforms in [0, 1) from a 128-bit `seed`; a longer draw has the shorter one as its prefix."""
+    # Imported here: `mmrl credit` and `mmrl --help` need this module and no arrays.
+    import numpy as np
+
     return np.random.Generator(np.random.Philox(key=seed)).random(count)
