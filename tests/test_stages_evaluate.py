@@ -1,0 +1,69 @@
+"""Evaluation: per-item results, failures as zeros, resuming, independence of chunks."""
+
+import json
+
+import pytest
+
+from mmrl.config import EvalConfig
+from mmrl.errors import ToolFailure
+from mmrl.stages import evaluate as module
+from mmrl.stages.evaluate import evaluate, evaluation_metrics
+from tests.fakes import Chain, FakeEngine, FakeTask, environment, seeded_letter
+
+SETTINGS = EvalConfig(samples=2, bootstrap=100)
+
+
+def run(tmp_path, task=None, answer=seeded_letter, chunk=3, settings=SETTINGS, monkeypatch=None):
+    task = task or FakeTask(Chain())
+    engine = FakeEngine(answer)
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    items = evaluate(
+        lambda key: environment(task, engine, key=key),
+        task.examples("dev"),
+        settings,
+        0,
+        "outcome",
+        tmp_path / "items.jsonl" if tmp_path else None,
+    )
+    return items, engine
+
+
+def test_results_do_not_depend_on_the_chunks(monkeypatch):
+    assert run(None, chunk=1, monkeypatch=monkeypatch)[0] == run(None, chunk=8, monkeypatch=monkeypatch)[0]
+
+
+def test_a_stopped_evaluation_continues_where_it_was_and_gives_the_same(tmp_path, monkeypatch):
+    whole, _ = run(tmp_path, monkeypatch=monkeypatch)
+    path = tmp_path / "items.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3]) + lines[3][:20])  # killed while writing the fourth item
+    again, engine = run(tmp_path, monkeypatch=monkeypatch)
+    assert again == whole
+    assert len(engine.requests) == 5 * 2 * 3, "three of eight items were there already"
+    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == [item["id"] for item in whole]
+
+
+def test_items_are_means_over_samples_and_the_interval_holds_the_mean(monkeypatch):
+    items, _ = run(None, monkeypatch=monkeypatch)
+    metrics = evaluation_metrics(items, SETTINGS, 0)
+    mean = sum(item["metrics"]["score"] for item in items) / len(items)
+    assert metrics["score"] == pytest.approx(mean)
+    assert metrics["score_low"] <= mean <= metrics["score_high"]
+    assert metrics["n"] == 8
+    assert "module/a/length" in metrics
+
+
+def test_failed_rollouts_score_zero_and_are_counted(monkeypatch):
+    def broken(text):
+        raise ToolFailure("down")
+
+    items, _ = run(None, FakeTask(Chain(), tools={"echo": broken}), monkeypatch=monkeypatch)
+    metrics = evaluation_metrics(items, SETTINGS, 0)
+    assert metrics["reward"] == 0
+    assert metrics["failed_share"] == 1
+    assert all(item["errors"] == ["tool", "tool"] for item in items)
+
+
+def test_only_the_first_items_are_evaluated_when_asked(monkeypatch):
+    items, _ = run(None, settings=EvalConfig(items=2, bootstrap=100), monkeypatch=monkeypatch)
+    assert [item["id"] for item in items] == ["q0", "q1"]
