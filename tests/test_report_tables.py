@@ -19,8 +19,8 @@ from mmrl.report.tables import (
 
 
 def test_the_interval_is_that_of_a_plain_bootstrap():
-    values = [random.Random(1).random() ** 2 for _ in range(80)]
     draw = random.Random(2)
+    values = [draw.random() ** 2 for _ in range(80)]
     means = sorted(sum(draw.choices(values, k=80)) / 80 for _ in range(10_000))
     low, high = bootstrap_interval(values, (0, "x"), 10_000)
     assert low == pytest.approx(means[250], abs=0.004)

@@ -104,7 +104,6 @@ class Progress:
         self._first: list[dict[str, Any]] = []
         self._alarms: list[Alarm] = []
         self._rung: set[tuple[str, str]] = set()
-        self._streams = (sys.stdout, sys.stderr)
 
     # --- what the run calls
 
@@ -181,8 +180,6 @@ class Progress:
         if live is not None:
             with suppress(Exception):
                 live.stop()
-            # A display that could not stop may still hold both streams.
-            sys.stdout, sys.stderr = self._streams
         with suppress(Exception):  # standard error itself may be gone
             print(f"progress display switched off: {type(error).__name__}: {error}", file=sys.stderr)
 
