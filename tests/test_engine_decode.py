@@ -178,20 +178,63 @@ def test_rows_that_come_and_go_do_not_touch_each_other(seed: int) -> None:
         torch.testing.assert_close(logits, plain(policy, ids), atol=1e-4, rtol=1e-4)
 
 
+def forwarded(own: OwnLoop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the segments that are forwarded from now on."""
+    seen: list[int] = []
+    forward = own._forward_segments
+
+    def counting(segments: Any, *rest: Any) -> torch.Tensor:
+        seen.extend(len(segment.ids) - segment.start for segment in segments)
+        return forward(segments, *rest)
+
+    monkeypatch.setattr(own, "_forward_segments", counting)
+    return seen
+
+
 def test_equal_prompts_are_forwarded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     own = OwnLoop(model())
-    seen: list[int] = []
-    forward = own._forward_prompts
-
-    def counting(prompts: Any, *rest: Any) -> torch.Tensor:
-        seen.extend(len(prompt) for prompt in prompts)
-        return forward(prompts, *rest)
-
-    monkeypatch.setattr(own, "_forward_prompts", counting)
+    seen = forwarded(own, monkeypatch)
     with torch.no_grad():
         own.start()
         own.prefill([row([3] * 20) for _ in range(8)] + [row([4] * 30)])
     assert sorted(seen) == [20, 30]
+
+
+def test_a_shared_header_is_forwarded_once_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = model()
+    own = OwnLoop(policy)
+    seen = forwarded(own, monkeypatch)
+    header = [2 + i % 90 for i in range(100)]
+    with torch.no_grad():
+        own.start()
+        own.prefill([row([*header, 7, i]) for i in range(4)])
+        assert sorted(seen) == [1, 1, 1, 1, 101]
+        logits = own.prefill([row([*header, 9, 9, 9])])[0]
+        assert sum(seen) == 105 + 3
+    torch.testing.assert_close(logits, plain(policy, [*header, 9, 9, 9]), atol=1e-4, rtol=1e-4)
+
+
+def test_a_later_turn_goes_on_from_the_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = model()
+    own = OwnLoop(policy)
+    seen = forwarded(own, monkeypatch)
+    dice = random.Random(0)
+    ids = [dice.randrange(VOCABULARY) for _ in range(70)]
+    with torch.no_grad():
+        own.start()
+        for turn in range(4):
+            one = row(ids)
+            seen.clear()
+            logits = own.prefill([one])[0]
+            torch.testing.assert_close(logits, plain(policy, ids), atol=1e-4, rtol=1e-4)
+            if turn > 1:  # the first continued turn teaches it
+                assert sum(seen) == 11  # the newest sampled token and ten from the tool
+            for _ in range(5):
+                one.ids.append(dice.randrange(VOCABULARY))
+                if len(one.ids) < 5:
+                    own.step([one.ids[-1]])
+            own.keep([])
+            ids = [*ids, *one.ids, *(dice.randrange(VOCABULARY) for _ in range(10))]
 
 
 def test_switching_an_adapter_off_is_seen() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmrl.engines.architecture import Layer, Weights, scaled
+from mmrl.engines.prefixes import PrefixStore, Segment, plan
 from mmrl.engines.rows import Row
 
 CHUNK_TOKENS = 4096
@@ -29,17 +30,24 @@ class OwnLoop:
 
     The cache is one tensor per layer, (2, rows, kv heads, length, head_dim), keys and values; row b is valid up to
     `_lengths[b]`. It is zeroed when allocated, so that what a mask hides is never NaN.
+
+    Args:
+        model: `architecture.why_not(model)` must be None.
+        stored_tokens: most tokens of shared prefixes kept for prompts to come; they live as long as the burst.
     """
 
     refills = True
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, stored_tokens: int = 65536):
         self.weights = Weights(model)
+        self.stored_tokens = stored_tokens
         self._forget()
 
     def _forget(self) -> None:
         self._cache: list[Tensor] = []
         self._lengths: list[int] = []
+        self._rows: list[Row] = []
+        self._store = PrefixStore(self.stored_tokens)
         self._positions: Tensor | None = None
         self._mask: Tensor | None = None
 
@@ -53,22 +61,29 @@ class OwnLoop:
         self._forget()
 
     def prefill(self, rows: Sequence[Row]) -> Tensor:
-        """See `Loop.prefill`; equal prompts are forwarded once."""
+        """See `Loop.prefill`; what prompts share is forwarded once."""
         places: dict[tuple[int, ...], list[int]] = {}
         for index, row in enumerate(rows):
             places.setdefault(row.prompt_ids, []).append(index)
         first = len(self._lengths)
         self._reserve(first + len(rows), max(len(prompt) for prompt in places) + 1)
         self._lengths += [len(row.prompt_ids) for row in rows]
+        self._rows += rows
         logits: Tensor | None = None
-        for prompts in _chunks(list(places)):
-            slots = torch.tensor([first + index for prompt in prompts for index in places[prompt]])
-            sources = torch.tensor([number for number, prompt in enumerate(prompts) for _ in places[prompt]])
-            hidden = self._forward_prompts(prompts, slots, sources)
+        for segments in _passes(plan(list(places), self._store)):
+            leaves = [(number, places[s.ids]) for number, s in enumerate(segments) if s.leaf]
+            into = torch.tensor([index for _, several in leaves for index in several], dtype=torch.long)
+            sources = torch.tensor([number for number, several in leaves for _ in several], dtype=torch.long)
+            hidden = self._forward_segments(segments, first + into, sources)
+            for segment in segments:
+                if not segment.leaf:
+                    self._store.add(segment)
             some = self.weights.head(self.weights.norm(hidden))
             if logits is None:
                 logits = some.new_empty(len(rows), some.shape[1])
-            logits[(slots - first).to(some.device)] = some[sources.to(some.device)]
+            logits[into.to(some.device)] = some[sources.to(some.device)]
+        for prompt in places:
+            self._store.see(prompt, len(prompt))
         self._positions = None
         assert logits is not None
         return logits
@@ -90,6 +105,9 @@ class OwnLoop:
         count = len(indices)
         order = list(range(count))
         kept = set(indices)
+        for index in range(len(self._rows)):
+            if index not in kept:
+                self._remember(index)
         gaps = [index for index in order if index not in kept]
         moved = [index for index in indices if index >= count]
         if gaps:
@@ -100,8 +118,18 @@ class OwnLoop:
             for gap, index in zip(gaps, moved, strict=True):
                 order[gap] = index
         self._lengths = [self._lengths[index] for index in order]
+        self._rows = [self._rows[index] for index in order]
         self._positions = None
         return order
+
+    def _remember(self, index: int) -> None:
+        """A row is done: its ids, and its keys and values too if a later prompt may go on from them."""
+        row, length = self._rows[index], self._lengths[index]
+        ids = (*row.prompt_ids, *row.ids)[:length]  # the newest token was never forwarded
+        self._store.see(ids, len(row.prompt_ids))
+        if self._store.continued:
+            kept = [cache[:, index, :, :length].clone() for cache in self._cache]
+            self._store.add(Segment(ids, leaf=True, cache=kept))
 
     def _reserve(self, rows: int, length: int) -> None:
         """Make the cache large enough; what it holds stays."""
@@ -165,55 +193,103 @@ class OwnLoop:
             x = _mlp(layer, x)
         return x
 
-    def _forward_prompts(self, prompts: Sequence[tuple[int, ...]], slots: Tensor, sources: Tensor) -> Tensor:
-        """Whole prompts, padded on the right (causal attention never sees that) -> (U, H) of their last tokens.
+    def _forward_segments(self, segments: Sequence[Segment], slots: Tensor, sources: Tensor) -> Tensor:
+        """Segments on top of one parent, padded on the right (causal attention never sees that).
 
         Args:
-            slots: rows of the cache to fill.
-            sources: which prompt fills each.
+            slots: rows of the cache to fill with leaves.
+            sources: which segment fills each.
+
+        Returns:
+            (U, H) of the last tokens, before the last norm. Segments that are no leaves get their `cache`.
         """
         w = self.weights
-        count, width = len(prompts), max(len(prompt) for prompt in prompts)
+        parent, start = segments[0].parent, segments[0].start
+        parts = [segment.ids[start:] for segment in segments]
+        count, width = len(parts), max(len(part) for part in parts)
         device = w.embedding.device
-        ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=device)
-        slots, sources = slots.to(device), sources.to(device)
-        cos, sin = (table[:width, None] for table in w.rope(width))
-        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+        ids = torch.tensor([[*part, *[0] * (width - len(part))] for part in parts], device=device)
+        cos, sin = (table[start : start + width, None] for table in w.rope(start + width))
+        last = torch.tensor([len(part) - 1 for part in parts], device=device)
+        target = _Target(segments, slots.to(device), sources.to(device))
+        mask = None
+        if start:
+            seen = torch.ones(width, start + width, dtype=torch.bool, device=device).tril_(start)
+            mask = torch.zeros(seen.shape, dtype=w.embedding.dtype, device=device).masked_fill_(~seen, float("-inf"))
         x = F.embedding(ids.view(-1), w.embedding)
-        for layer, cache in zip(w.layers[:-1], self._cache[:-1], strict=True):
-            qkv = layer.qkv(layer.before_attention(x)).view(count, width, -1, w.head_dim)
+        for index, layer in enumerate(w.layers):
+            past = parent.cache[index][:, :, :start] if parent is not None else None
+            normed = layer.before_attention(x)
+            if index == len(w.layers) - 1:
+                return self._last_layer(layer, x, normed, past, last, cos, sin, target)
+            qkv = layer.qkv(normed).view(count, width, -1, w.head_dim)
             _rotate(qkv[:, :, : w.heads + w.kv_heads], cos, sin, layer)
-            key, value = _fill(cache, slots, sources, qkv[:, :, w.heads :])
-            query = qkv[:, :, : w.heads].transpose(1, 2)
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            key, value = target.fill(self._cache[index], past, qkv[:, :, w.heads :])
+            mixed = F.scaled_dot_product_attention(
+                qkv[:, :, : w.heads].transpose(1, 2), key, value, attn_mask=mask, is_causal=not start, enable_gqa=True
+            )
             x = layer.out.add_to(x, mixed.transpose(1, 2).reshape(count * width, -1))
             x = _mlp(layer, x)
-        return self._last_layer(x, last, cos, sin, slots, sources)
+        raise AssertionError("a model without layers")
 
-    def _last_layer(self, x: Tensor, last: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, sources: Tensor) -> Tensor:
-        """The last layer needs keys and values of all tokens, and all else of each prompt's last token only."""
-        w, layer = self.weights, self.weights.layers[-1]
+    def _last_layer(
+        self,
+        layer: Layer,
+        x: Tensor,
+        normed: Tensor,
+        past: Tensor | None,
+        last: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        target: _Target,
+    ) -> Tensor:
+        """The last layer needs keys and values of all tokens, and all else of each segment's last token only."""
+        w = self.weights
         count, width = len(last), cos.shape[0]
-        normed = layer.before_attention(x)
         split = w.heads * w.head_dim
         kv = layer.qkv(normed, slice(split, None)).view(count, width, -1, w.head_dim)
         _rotate(kv[:, :, : w.kv_heads], cos, sin, layer, slice(w.heads, None))
-        key, value = _fill(self._cache[-1], slots, sources, kv)
+        key, value = target.fill(self._cache[-1], past, kv)
         at = torch.arange(count, device=x.device) * width + last
         query = layer.qkv(normed[at], slice(0, split)).view(count, w.heads, w.head_dim)
         _rotate(query, cos[last], sin[last], layer, slice(0, w.heads))
-        seen = torch.arange(width, device=x.device) <= last.unsqueeze(1)
+        length = key.shape[2]
+        seen = torch.arange(length, device=x.device) <= (last + (length - width)).unsqueeze(1)
         grouped = query.view(count, w.kv_heads, -1, w.head_dim)
         mixed = F.scaled_dot_product_attention(grouped, key, value, attn_mask=seen[:, None, None])
         return _mlp(layer, layer.out.add_to(x[at], mixed.reshape(count, -1)))
 
 
-def _fill(cache: Tensor, slots: Tensor, sources: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-    """Put (U, S, 2 * kv heads, D) into rows of the cache; returns keys and values, (U, kv heads, S, D) each."""
-    count, width, heads, size = kv.shape
-    both = kv.view(count, width, 2, heads // 2, size).permute(2, 0, 3, 1, 4)
-    cache[:, slots, :, :width] = both[:, sources]
-    return both[0], both[1]
+class _Target:
+    """Where the keys and values of one pass go: rows of the cache, and the segments that are kept."""
+
+    def __init__(self, segments: Sequence[Segment], slots: Tensor, sources: Tensor):
+        self.kept = [(number, segment) for number, segment in enumerate(segments) if not segment.leaf]
+        self.slots = slots
+        self.sources = sources
+        for _, segment in self.kept:
+            segment.cache = []
+
+    def fill(self, cache: Tensor, past: Tensor | None, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Put one layer's keys and values where they belong.
+
+        Args:
+            cache: (2, rows, kv heads, length, D).
+            past: (2, kv heads, P, D) of the parent.
+            kv: (U, S, 2 * kv heads, D), the segments' own.
+
+        Returns:
+            keys and values, (U, kv heads, P + S, D) each.
+        """
+        count, width, heads, size = kv.shape
+        both = kv.view(count, width, 2, heads // 2, size).permute(2, 0, 3, 1, 4)
+        if past is not None:
+            both = torch.cat([past.unsqueeze(1).expand(-1, count, -1, -1, -1), both], dim=3)
+        if len(self.slots):
+            cache[:, self.slots, :, : both.shape[3]] = both[:, self.sources]
+        for number, segment in self.kept:
+            segment.cache.append(both[:, number, :, : len(segment.ids)].clone())
+        return both[0], both[1]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layer: Layer, heads: slice = slice(None)) -> None:
@@ -233,12 +309,21 @@ def _mlp(layer: Layer, x: Tensor) -> Tensor:
     return layer.down.add_to(x, F.silu(gate).mul_(up))
 
 
-def _chunks(prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-    """Prompts of similar length together, so that padding stays small; the order depends on lengths and ids alone."""
-    chunk: list[tuple[int, ...]] = []
-    for prompt in sorted(prompts, key=lambda ids: (len(ids), ids)):
-        if chunk and (len(prompt) > WASTE * len(chunk[0]) + 16 or len(prompt) * (len(chunk) + 1) > CHUNK_TOKENS):
-            yield chunk
-            chunk = []
-        chunk.append(prompt)
-    yield chunk
+def _passes(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+    """Segments of one parent and similar length together, parents' passes before their children's.
+
+    The order depends on lengths and ids alone.
+    """
+    siblings: dict[tuple[int, int], list[Segment]] = {}
+    for segment in segments:
+        siblings.setdefault((id(segment.parent), segment.start), []).append(segment)
+    for several in siblings.values():
+        chunk: list[Segment] = []
+        for segment in sorted(several, key=lambda one: (len(one.ids), one.ids)):
+            length = len(segment.ids) - segment.start
+            shortest = len(chunk[0].ids) - chunk[0].start if chunk else 0
+            if chunk and (length > WASTE * shortest + 16 or length * (len(chunk) + 1) > CHUNK_TOKENS):
+                yield chunk
+                chunk = []
+            chunk.append(segment)
+        yield chunk

@@ -1,0 +1,159 @@
+"""Which parts of which prompts are forwarded, so that what prompts share is forwarded once. Knows no torch.
+
+Used by `decode`. Prompts of one batch share instruction headers, questions, retrieved documents; a later prompt extends
+an earlier one by a turn. `plan` cuts prompts into segments of a prefix tree; `PrefixStore` keeps what later prompts may
+start with.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Ids = tuple[int, ...]
+
+LEAST_SHARED = 16
+"""Tokens beyond the parent that make a segment of their own."""
+LEAST_SAVED = 64
+"""Tokens not forwarded again that pay for one more pass."""
+MOST_SEEN = 1024
+"""Sequences remembered by their ids."""
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """Tokens start..len(ids) of a sequence, forwarded on top of the first `start` tokens of `parent`."""
+
+    ids: Ids
+    start: int = 0
+    parent: Segment | None = None
+    leaf: bool = False
+    """A whole prompt; otherwise something that several prompts share."""
+    cache: Any = None
+    """Keys and values of all `ids`, put there by the loop when the segment is kept."""
+
+
+def shared(a: Ids, b: Ids) -> int:
+    """Length of the longest common prefix."""
+    size = min(len(a), len(b))
+    if a[:size] == b[:size]:
+        return size
+    low, high = 0, size  # a[:low] == b[:low], a[:high] != b[:high]
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class PrefixStore:
+    """Sequences with known keys and values, and the ids alone of recent others.
+
+    Args:
+        limit: most tokens kept in all; the least recently used sequence goes first.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.tokens = 0
+        self.continued = False
+        """Whether a prompt ever went on after a completion (a turn later): then finished rows are worth keeping."""
+        self._sorted: list[Ids] = []
+        self._kept: dict[Ids, Segment] = {}  # in order of use
+        self._seen_sorted: list[Ids] = []
+        self._seen: dict[Ids, int] = {}  # in order of arrival; length of the prompt in it
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, segment: Segment) -> None:
+        """Keep a segment whose cache is filled."""
+        if segment.ids in self._kept or len(segment.ids) > self.limit:
+            return
+        self._kept[segment.ids] = segment
+        insort(self._sorted, segment.ids)
+        self.tokens += len(segment.ids)
+        while self.tokens > self.limit:
+            ids = next(iter(self._kept))
+            del self._kept[ids]
+            del self._sorted[bisect_left(self._sorted, ids)]
+            self.tokens -= len(ids)
+
+    def find(self, prompt: Ids) -> tuple[Segment | None, int]:
+        """The kept sequence that shares most with the prompt, and how much; at least the last token is left over."""
+        at = bisect_left(self._sorted, prompt)
+        best, length = None, LEAST_SHARED - 1
+        for neighbour in self._sorted[max(0, at - 1) : at + 1]:  # the longest common prefix is with a neighbour
+            common = min(shared(neighbour, prompt), len(prompt) - 1)
+            if common > length:
+                best, length = neighbour, common
+        if best is None:
+            return None, 0
+        segment = self._kept.pop(best)
+        self._kept[best] = segment
+        return segment, length
+
+    def see(self, ids: Ids, prompt: int) -> None:
+        """Remember the ids of a sequence whose first `prompt` tokens were a prompt and whose rest was sampled."""
+        if ids in self._seen:
+            return
+        self._seen[ids] = prompt
+        insort(self._seen_sorted, ids)
+        if len(self._seen) > MOST_SEEN:
+            oldest = next(iter(self._seen))
+            del self._seen[oldest]
+            del self._seen_sorted[bisect_left(self._seen_sorted, oldest)]
+
+    def meet(self, prompt: Ids) -> int:
+        """How much of a prompt any remembered sequence shares; notices a turn that continues one."""
+        at = bisect_left(self._seen_sorted, prompt)
+        most = 0
+        for neighbour in self._seen_sorted[max(0, at - 1) : at + 1]:
+            common = shared(neighbour, prompt)
+            most = max(most, common)
+            self.continued |= self._seen[neighbour] < common
+        return most
+
+
+def plan(prompts: Sequence[Ids], store: PrefixStore) -> list[Segment]:
+    """Cut prompts into segments, parents before children.
+
+    Args:
+        prompts: without duplicates.
+        store: what is known already; not changed, but for the order of use.
+
+    Returns:
+        One leaf per prompt and the shared segments; a leaf has at least one token of its own.
+    """
+    roots: dict[tuple[int, int], tuple[Segment | None, int, list[Ids]]] = {}
+    for prompt in sorted(prompts):
+        segment, length = store.find(prompt)
+        roots.setdefault((id(segment), length), (segment, length, []))[2].append(prompt)
+    made: list[Segment] = []
+    stack = list(roots.values())
+    while stack:
+        parent, start, group = stack.pop()
+        if len(group) == 1:
+            prompt = group[0]
+            common = min(store.meet(prompt), len(prompt) - 1)
+            if common - start >= LEAST_SAVED:  # shared with one that came before: the next to come shall find it
+                parent = Segment(prompt[:common], start, parent)
+                start = common
+                made.append(parent)
+            made.append(Segment(prompt, start, parent, leaf=True))
+            continue
+        common = shared(group[0], group[-1])  # sorted: common to all between
+        length = min(common, min(len(prompt) for prompt in group) - 1)
+        if length - start >= LEAST_SHARED and (len(group) - 1) * (length - start) >= LEAST_SAVED:
+            parent = Segment(group[0][:length], start, parent)
+            start = length
+            made.append(parent)
+        branches: dict[int | None, list[Ids]] = {}
+        for prompt in group:
+            branches.setdefault(prompt[common] if len(prompt) > common else None, []).append(prompt)
+        stack.extend((parent, start, branch) for branch in branches.values())
+    return made
