@@ -21,6 +21,7 @@ Usage:
   mmrl eval policy=P [key=value ...]  evaluate a run, checkpoint, adapter, model folder or hub id
   mmrl show RUN_DIR [example=ID] [step=N]
                                       a run's curves, and the tree of calls of an example
+  mmrl report RUN_DIR                 write a run's report.html again
   mmrl credit algo=A[,B] rollouts=FILE [--json]
                                       rewards, groups, advantages and weights of recorded rollouts
 
@@ -106,6 +107,12 @@ def _show(arguments: list[str]) -> int:
     return show_command(arguments)
 
 
+def _report(arguments: list[str]) -> int:
+    from mmrl.cli.commands import report_command
+
+    return report_command(arguments)
+
+
 def _credit(arguments: list[str]) -> int:
     from mmrl.cli.commands import credit_command
 
@@ -116,6 +123,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "eval": _eval,
     "show": _show,
+    "report": _report,
     "credit": _credit,
 }
 

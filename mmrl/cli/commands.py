@@ -74,6 +74,16 @@ def show_command(arguments: Sequence[str]) -> int:
     return 0
 
 
+def report_command(arguments: Sequence[str]) -> int:
+    """`mmrl report RUN_DIR`."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        raise ConfigError(f"mmrl report: got {' '.join(arguments) or 'nothing'}, expected one run directory")
+    from mmrl.report.html import report
+
+    print(report(Path(arguments[0])))
+    return 0
+
+
 def credit_command(arguments: Sequence[str]) -> int:
     """`mmrl credit algo=A[,B] [algo.key=value] rollouts=FILE [seed=N] [--json]`: no task, no model, no torch."""
     as_json = "--json" in arguments

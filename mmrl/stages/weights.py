@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from mmrl import keyed
@@ -90,7 +90,7 @@ class WeightStage:
         credit = algorithm.credit(forest, self.config.algo, self.config.seed, minibatch)
         self.times["credit"] = time.perf_counter() - started
         self.pending = forest_metrics(forest) | credit_metrics(forest, credit.entries) | dict(credit.metrics)
-        write_step(self.rundir, forest, [asdict(entry) for entry in credit.entries])
+        write_step(self.rundir, forest, credit.entries)
         calls = train_calls(forest, credit, minibatch)
         return StepBatch(step=step, calls=calls, minibatches=self.config.algo.minibatches, metrics={})
 
