@@ -96,7 +96,7 @@ def make_trainer(
     calls: Any = None,
     on_step_end: Any = None,
     lora: LoraConfig | None = None,
-    algo: dict[str, Any] | None = None,
+    algo: dict[str, Any] | AlgoConfig | None = None,
     seed: int = 0,
     resume_from: Path | None = None,
     extra: Any = None,
@@ -104,7 +104,7 @@ def make_trainer(
     **train: Any,
 ) -> MmrlTrainer:
     """A trainer whose step s trains on `calls(s)` (or always on the list `calls`)."""
-    algo_config = AlgoConfig(name="test", **{"beta": 0.0, **(algo or {})})
+    algo_config = algo if isinstance(algo, AlgoConfig) else AlgoConfig(name="test", **{"beta": 0.0, **(algo or {})})
     chosen = calls if callable(calls) else (lambda step: calls or make_calls(minibatches=algo_config.minibatches))
     return build_trainer(
         tiny_model() if model is None else model,

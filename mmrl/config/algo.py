@@ -220,6 +220,14 @@ class CriticConfig(AlgoConfig):
     gamma: float = Field(1.0, ge=0, le=1, description="discount per token")
     gae_lambda: float = Field(1.0, ge=0, le=1, description="lambda of generalised advantage estimation")
     kl: Literal["reward", "loss"] = Field("reward", description="where the KL term goes: k1 per token, or k3")
+    critic: Literal["separate", "adapter", "head"] = Field(
+        "separate", description="own backbone; second LoRA adapter on the policy's; head on the policy's hidden states"
+    )
+    critic_lr_factor: float = Field(
+        10.0, ge=0, description="learning rate of the critic as a multiple of train.lr; constant after its warm-up"
+    )
+    critic_warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up of the critic")
+    value_clip: float = Field(0.5, gt=0, description="how far a value may move from its old one in the value loss")
 
 
 class MappoConfig(CriticConfig):

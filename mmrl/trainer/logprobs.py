@@ -28,6 +28,8 @@ class Scores:
     """(N,), with gradient if enabled."""
     entropy: torch.Tensor | None
     """(N,) nats per token of the distribution at the sampling temperature; None unless asked for."""
+    hidden: torch.Tensor
+    """(N, H) what the head saw, detached."""
 
 
 def score(
@@ -40,7 +42,7 @@ def score(
         head: the module inside `model` that turns hidden states into logits (`get_output_embeddings()`).
         temperature: of sampling; > 0.
     """
-    with _only(head, pack.positions):
+    with _only(head, pack.positions) as seen:
         logits = model(input_ids=pack.input_ids, use_cache=False).logits
     if logits.numel() != pack.positions.numel() * logits.shape[-1]:
         raise MmrlError(
@@ -55,20 +57,22 @@ def score(
     # Not log_softmax: that keeps a second (N, V) tensor for the backward pass.
     total = torch.logsumexp(logits, dim=-1)
     logprobs = logits.gather(-1, pack.targets[:, None])[:, 0] - total
-    return Scores(logprobs, _entropy(logits.detach(), total.detach()) if entropy else None)
+    return Scores(logprobs, _entropy(logits.detach(), total.detach()) if entropy else None, seen[0])
 
 
 @contextmanager
-def _only(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[None]:
-    """Inside, `head` sees just the hidden states at `positions` of the flattened (R, W) grid."""
+def _only(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Inside, `head` sees just the hidden states at `positions` of the flattened (R, W) grid; yields them in a list."""
+    seen: list[torch.Tensor] = []
 
     def select(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden = args[0]
-        return (hidden.reshape(-1, hidden.shape[-1])[positions][None], *args[1:])
+        hidden = args[0].reshape(-1, args[0].shape[-1])[positions]
+        seen.append(hidden.detach())
+        return (hidden[None], *args[1:])
 
     handle = head.register_forward_pre_hook(select)
     try:
-        yield
+        yield seen
     finally:
         handle.remove()
 

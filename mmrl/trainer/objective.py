@@ -21,11 +21,13 @@ class TrainEntry:
     advantages: tuple[float, ...]
     weights: tuple[float, ...]
     """All normalisation included: the loss is the weighted sum over the tokens of an optimizer step."""
+    returns: tuple[float, ...] | None = None
+    """Targets of the critic (PPO family), length T."""
 
     def active(self, beta: float) -> bool:
-        """Whether the entry can move the weights at all, given the weight `beta` of the KL term."""
+        """Whether the entry can move any weights at all, given the weight `beta` of the KL term."""
         return any(
-            weight != 0 and (beta > 0 or advantage != 0)
+            weight != 0 and (beta > 0 or advantage != 0 or self.returns is not None)
             for weight, advantage in zip(self.weights, self.advantages, strict=True)
         )
 
@@ -47,6 +49,8 @@ class TrainCall:
     """Which optimizer step of an epoch it belongs to."""
     ref_logprobs: tuple[float, ...] | None = None
     """Reference log-probabilities when they are known already, length T; None: computed when the KL term needs them."""
+    old_values: tuple[float, ...] | None = None
+    """The critic's values before the step, length T (PPO family)."""
 
     def __post_init__(self) -> None:
         tokens = len(self.completion_ids)
@@ -54,11 +58,12 @@ class TrainCall:
             raise MmrlError(
                 f"call {self.id}: got {len(self.prompt_ids)} prompt and {tokens} completion tokens, expected some"
             )
-        per_token = [("old_logprobs", self.old_logprobs), ("ref_logprobs", self.ref_logprobs)]
+        per_token = [(name, getattr(self, name)) for name in ("old_logprobs", "ref_logprobs", "old_values")]
         for number, entry in enumerate(self.entries):
             per_token += [
                 (f"entries[{number}].advantages", entry.advantages),
                 (f"entries[{number}].weights", entry.weights),
+                (f"entries[{number}].returns", entry.returns),
             ]
         for name, values in per_token:
             if values is not None and len(values) != tokens:
@@ -127,3 +132,25 @@ def token_loss(
     with torch.no_grad():
         clipped = ((ratio < 1 - clip) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
     return TokenLoss((weights * per_token).sum(), ratio.detach(), clipped, None if kl is None else kl.detach())
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLoss:
+    """The critic's objective of some tokens."""
+
+    loss: torch.Tensor
+    """Scalar, to be minimised."""
+    clipped: torch.Tensor
+    """Where the clipped square is the larger one, (E,) bool."""
+
+
+def value_loss(
+    values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, weights: torch.Tensor, clip: float
+) -> ValueLoss:
+    """Sum of w_t * 0.5 * max((V_t - R_t)^2, (clip(V_t, old_t - clip, old_t + clip) - R_t)^2); shapes (E,).
+
+    The clipped value loss of PPO implementations (semantics.md §4.3).
+    """
+    bounded = old + (values - old).clamp(-clip, clip)
+    free, held = (values - returns).square(), (bounded - returns).square()
+    return ValueLoss((weights * 0.5 * torch.maximum(free, held)).sum(), (held > free).detach())

@@ -41,6 +41,10 @@ class Pack:
     """(E,)"""
     weights: torch.Tensor
     """(E,)"""
+    returns: torch.Tensor
+    """(E,) the critic's targets; NaN without a critic."""
+    old_values: torch.Tensor
+    """(N,) the critic's values before the step; NaN where they are not known."""
     modules: torch.Tensor
     """(N,) int64: index of the call's module in the list that `make_packs` was given."""
     tokens: int
@@ -131,6 +135,8 @@ def _pack(rows: Sequence[_Row], modules: Sequence[str], dtype: torch.dtype) -> P
     targets: list[int] = []
     sampled: list[float] = []
     known_ref: list[float] = []
+    old_values: list[float] = []
+    returns: list[float] = []
     module: list[int] = []
     entry_index: list[int] = []
     advantages: list[float] = []
@@ -145,11 +151,13 @@ def _pack(rows: Sequence[_Row], modules: Sequence[str], dtype: torch.dtype) -> P
         targets += [call.completion_ids[t] for t in row.scored]
         sampled += _known(call.old_logprobs, row.scored)
         known_ref += _known(call.ref_logprobs, row.scored)
+        old_values += _known(call.old_values, row.scored)
         module += [modules.index(call.module)] * len(row.scored)
         for tokens, entry in row.entries:
             entry_index += [at[t] for t in tokens]
             advantages += [call.entries[entry].advantages[t] for t in tokens]
             weights += [call.entries[entry].weights[t] for t in tokens]
+            returns += _known(call.entries[entry].returns, tokens)
     return Pack(
         calls=tuple(row.call for row in rows),
         input_ids=input_ids,
@@ -160,6 +168,8 @@ def _pack(rows: Sequence[_Row], modules: Sequence[str], dtype: torch.dtype) -> P
         entry_index=torch.tensor(entry_index, dtype=torch.int64),
         advantages=torch.tensor(advantages, dtype=dtype),
         weights=torch.tensor(weights, dtype=dtype),
+        returns=torch.tensor(returns, dtype=dtype),
+        old_values=torch.tensor(old_values, dtype=dtype),
         modules=torch.tensor(module),
         tokens=sum(row.length for row in rows),
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
+from mmrl.config.algo import CriticConfig
 from mmrl.errors import ConfigError
 
 
@@ -27,6 +28,17 @@ class Settings:
         """Optimizer steps of one step."""
         return self.algo.epochs * self.algo.minibatches
 
+    @property
+    def critic(self) -> CriticConfig | None:
+        """Settings of the critic, for algorithms that have one."""
+        return self.algo if isinstance(self.algo, CriticConfig) else None
+
+    @property
+    def beta(self) -> float:
+        """Weight of the KL term in the loss: 0 where it is part of the reward."""
+        in_reward = self.critic is not None and self.critic.kl == "reward"
+        return 0.0 if in_reward else self.algo.beta
+
     def problems(self) -> list[str]:
         """What the trainer cannot do as asked, one sentence each."""
         train, found = self.train, []
@@ -40,6 +52,10 @@ class Settings:
                 f"train.warmup_steps: got {train.warmup_steps}, expected less than the run's "
                 f"{train.steps * self.updates} optimizer steps"
             )
+        if self.critic is not None and self.critic.critic == "adapter" and self.model.lora is None:
+            found.append(
+                "algo.critic: adapter needs a policy with an adapter too; set model.lora, or use separate or head"
+            )
         if self.model.dtype == "float16":
             found.append("model.dtype: float16 cannot be trained safely, expected bfloat16, float32 or auto")
         return found
@@ -49,7 +65,7 @@ class Settings:
         if found := self.problems():
             raise ConfigError(found)
 
-    def lora(self) -> Any:
+    def lora(self, *, dropout: bool = True) -> Any:
         """peft's `LoraConfig`, or None when all parameters are trained."""
         from peft import LoraConfig
 
@@ -59,7 +75,7 @@ class Settings:
         return LoraConfig(
             r=lora.r,
             lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout,
+            lora_dropout=lora.dropout if dropout else 0.0,
             target_modules=list(lora.targets),
             task_type="CAUSAL_LM",
         )

@@ -57,5 +57,8 @@ class StepEnd(TrainerCallback):
         step, train = trainer.steps_done, trainer.settings.train
         trainer.policy.eval()
         metrics = trainer.batch_metrics | trainer.totals.metrics(trainer.reduce)
+        if trainer.critic is not None:
+            metrics |= trainer.critic.metrics(trainer.reduce)
+            metrics["critic/lr"] = trainer.critic_lr
         trainer.on_step_end(step, metrics)
         control.should_save = step % train.save_every == 0 or step == train.steps

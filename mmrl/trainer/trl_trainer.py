@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,8 +28,9 @@ from trl import GRPOConfig, GRPOTrainer
 from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
 from mmrl.errors import CheckpointError, MmrlError, TooManyFailures
 from mmrl.trainer import checkpoint
-from mmrl.trainer.logprobs import Scores, score
-from mmrl.trainer.objective import StepBatch, TrainCall, token_loss
+from mmrl.trainer.critic import ADAPTER, Critic
+from mmrl.trainer.forwards import Forwards
+from mmrl.trainer.objective import StepBatch, token_loss
 from mmrl.trainer.packing import Pack, make_packs
 from mmrl.trainer.settings import Settings
 from mmrl.trainer.stream import StepEnd, Update, UpdateStream
@@ -88,7 +90,7 @@ def build_trainer(
     )
 
 
-class MmrlTrainer(GRPOTrainer):
+class MmrlTrainer(Forwards, GRPOTrainer):
     """See `build_trainer`, which makes it."""
 
     def __init__(
@@ -109,6 +111,17 @@ class MmrlTrainer(GRPOTrainer):
         self.on_step_end = on_step_end
         self.resume_from = resume_from
         self.extra = extra
+        self.critic: Critic | None = None
+        self.critic_lr = 0.0
+        if settings.critic is not None:
+            self.critic = Critic(
+                settings.critic,
+                model,
+                settings.seed,
+                settings.lora(dropout=False),
+                lr=settings.train.lr * settings.critic.critic_lr_factor,
+                checkpointing=settings.model.gradient_checkpointing,
+            )
         needs_copy = settings.algo.beta > 0 and settings.model.lora is None and not isinstance(model, PeftModel)
         reference = copy.deepcopy(model).eval().requires_grad_(False) if needs_copy else None
         on_cpu, autocast = model.device.type == "cpu", model.dtype == torch.bfloat16
@@ -126,18 +139,15 @@ class MmrlTrainer(GRPOTrainer):
             # An AdamW update of 1e-6 is below bfloat16's resolution and would round to nothing.
             if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
                 parameter.data = parameter.data.float()
-        self.beta = settings.algo.beta
+        self.beta = settings.beta
+        if self.critic is not None:
+            self.critic.attach(self.model, self.accelerator)
         if reference is not None:
             self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
         self.totals = StepTotals((), self.args.device)
         self.batch_metrics: dict[str, float] = {}
 
     # -- running ---------------------------------------------------------------------------------------------------
-
-    @property
-    def policy(self) -> Any:
-        """The model in training, unwrapped: what an engine in the same process samples from."""
-        return self.model
 
     @property
     def steps_done(self) -> int:
@@ -187,11 +197,13 @@ class MmrlTrainer(GRPOTrainer):
         modules = list(dict.fromkeys(call.module for call in batch.calls))
         self.totals = StepTotals(modules, self.args.device)
         self.batch_metrics = dict(batch.metrics)
+        if self.critic is not None:
+            self.critic.restart(self.args.device)
         found, trained = [], set()
         for index in range(algo.minibatches):
             calls = [call for call in batch.calls if call.minibatch == index]
             packs = make_packs(
-                calls, train.microbatch_tokens, beta=algo.beta, modules=modules, dtype=self._number_type()
+                calls, train.microbatch_tokens, beta=self.settings.beta, modules=modules, dtype=self._number_type()
             )
             trained |= {call.id for pack in packs for call in pack.calls}
             found.append([pack.to(self.args.device) for pack in self._share(packs)])
@@ -214,7 +226,8 @@ class MmrlTrainer(GRPOTrainer):
         """Forward and backward of every pack; gradients are synchronised between processes once."""
         started = time.perf_counter()
         update: Update = inputs["update"]
-        model.train()
+        if self.critic is not None:
+            self.critic.zero_grad()
         total = torch.zeros((), dtype=torch.float64, device=self.args.device)
         for number, pack in enumerate(update.packs, start=1):
             last = number == len(update.packs)
@@ -225,13 +238,16 @@ class MmrlTrainer(GRPOTrainer):
             raise MmrlError(f"step {update.step}: the loss is {loss}; lower train.lr, or resume an earlier checkpoint")
         self.totals.losses.append(loss)
         self.totals.lr = float(self._get_learning_rate())
+        if self.critic is not None and self.optimizer is not None:
+            self.critic_lr = float(self.optimizer.param_groups[-1]["lr"])
         self.totals.seconds += time.perf_counter() - started
         self._step += 1
         return torch.tensor(loss, device=self.args.device)
 
     def _train_on(self, model: Any, pack: Pack, first: bool) -> torch.Tensor:
         algo = self.settings.algo
-        if algo.beta > 0 and pack.ref is None:
+        known = not pack.known_ref.isnan().any()
+        if pack.ref is None and (self.settings.beta > 0 or known):
             pack.ref = self._reference(pack)
         model.train()
         with self.compute_loss_context_manager():
@@ -247,11 +263,13 @@ class MmrlTrainer(GRPOTrainer):
             pack.weights,
             algo.clip,
             algo.clip_high,
-            algo.beta,
+            self.settings.beta,
         )
         # Processes' gradients are averaged, and this loss is a sum.
         self.accelerator.backward(result.loss * self.accelerator.num_processes)
         self.totals.add(pack, scores, result)
+        if self.critic is not None:
+            self.critic.train_on(pack, scores.hidden, self.accelerator, self.compute_loss_context_manager())
         return result.loss.detach().double()
 
     def _old(self, pack: Pack, current: torch.Tensor) -> torch.Tensor:
@@ -274,7 +292,13 @@ class MmrlTrainer(GRPOTrainer):
                 pack.old = pack.sampled
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        norm = super()._clip_grad_norm(model)
+        if self.critic is None:
+            norm = super()._clip_grad_norm(model)
+        else:
+            # Critic and policy are clipped apart, also where the critic's adapter lives inside the policy.
+            limit, own = self.settings.train.grad_clip, {id(p) for p in self.critic.named_parameters().values()}
+            norm = self.accelerator.clip_grad_norm_([p for p in model.parameters() if id(p) not in own], limit)
+            self.critic.clip(limit)
         value = float(norm) if norm is not None else 0.0
         if not math.isfinite(value):
             step = self.steps_done + 1
@@ -284,58 +308,21 @@ class MmrlTrainer(GRPOTrainer):
         self.totals.grad_norms.append(value)
         return norm
 
-    # -- log-probabilities -----------------------------------------------------------------------------------------
+    def create_optimizer(self, model: Any = None) -> Any:
+        """AdamW over the policy, and the critic in groups of its own."""
+        optimizer: Any = super().create_optimizer(model)
+        if self.critic is not None:
+            for group in self.critic.groups(self.settings.train.weight_decay):
+                optimizer.add_param_group(group)
+        return optimizer
 
-    def policy_logprobs(self, calls: Sequence[TrainCall], *, reference: bool = False) -> list[tuple[float, ...]]:
-        """Log-probability of every completion token under the policy (or the reference) as it is now, dropout off.
-
-        Returns one tuple of length T per call, in the order of `calls`.
-        """
-        modules = list(dict.fromkeys(call.module for call in calls))
-        packs = make_packs(
-            calls, self.settings.train.microbatch_tokens, beta=0.0, modules=modules, dtype=self._number_type(),
-            score_all=True,
-        )  # fmt: skip
-        found: dict[int, tuple[float, ...]] = {}
-        for pack in packs:
-            pack.to(self.args.device)
-            values = (self._reference(pack) if reference else self._no_grad(self.model_wrapped, pack)).tolist()
-            for call in pack.calls:
-                count = len(call.completion_ids)
-                found[id(call)], values = tuple(values[:count]), values[count:]
-        return [found[id(call)] for call in calls]
-
-    def _reference(self, pack: Pack) -> torch.Tensor:
-        """Reference log-probabilities, (N,): as handed in, else adapters off, else the frozen copy."""
-        if not pack.known_ref.isnan().any():
-            return pack.known_ref
-        if isinstance(self.model, PeftModel):
-            with self.model.disable_adapter():
-                return self._no_grad(self.model_wrapped, pack)
-        if self.ref_model is None:
-            raise MmrlError("algo.beta: got 0, so there is no reference policy to compare with; expected more than 0")
-        return self._no_grad(self.ref_model, pack)
-
-    @torch.no_grad()
-    def _no_grad(self, model: Any, pack: Pack) -> torch.Tensor:
-        model.eval()
-        with self.compute_loss_context_manager():
-            return self._score(model, pack).logprobs
-
-    def _score(self, model: Any, pack: Pack, *, entropy: bool = False) -> Scores:
-        head = self.accelerator.unwrap_model(model).get_output_embeddings()
-        return score(model, head, pack, self.settings.algo.temperature, entropy=entropy)
-
-    def _number_type(self) -> torch.dtype:
-        return torch.float64 if self.policy.dtype == torch.float64 else torch.float32
-
-    def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
-        """Join the processes' tensors: `sum`, or `max` of scalars."""
-        if self.accelerator.num_processes == 1:
-            return tensor
-        if reduction == "max":
-            return self.accelerator.gather(tensor.reshape(1)).max()
-        return self.accelerator.reduce(tensor, reduction=reduction)
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The policy's schedule, and the critic's."""
+        scheduler: Any = super().create_scheduler(num_training_steps, optimizer)
+        if self.critic is not None:
+            factors = [*scheduler.lr_lambdas[:-2], self.critic.factor, self.critic.factor]
+            self.lr_scheduler = scheduler = torch.optim.lr_scheduler.LambdaLR(scheduler.optimizer, factors)
+        return scheduler
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -355,6 +342,10 @@ class MmrlTrainer(GRPOTrainer):
             self.accelerator.wait_for_everyone()
             with _no_progress_bars():
                 self.save_model(str(temporary), _internal_call=True)
+            if self.critic is not None and main:
+                # peft saved it as one more adapter of the policy, which it is not.
+                shutil.rmtree(temporary / ADAPTER, ignore_errors=True)
+                self.critic.save(temporary)
             self._save_optimizer_and_scheduler(str(temporary))
             self._save_scaler(str(temporary))
             self._save_rng_state(str(temporary))
@@ -366,6 +357,11 @@ class MmrlTrainer(GRPOTrainer):
         except OSError as error:
             raise CheckpointError(f"{folder}/checkpoint-{step}: cannot be saved: {error.strerror or error}") from error
         self.accelerator.wait_for_everyone()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.critic is not None:
+            self.critic.load(Path(resume_from_checkpoint))
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Not estimated: Hugging Face's formula needs its own batch format."""

@@ -1,0 +1,238 @@
+"""The critic of the PPO family: one scalar per token, from its own backbone or from the policy's.
+
+Part of `trainer`. V_t is read where the policy predicts token t: it values the state before that token. Three kinds
+(`algo.critic`), in falling cost:
+
+- `separate`: a copy of the policy's backbone as it was at the start, all of it trained, and a linear head (the papers);
+- `adapter`: a second LoRA adapter on the policy's frozen backbone, and a head;
+- `head`: a head on the policy's own hidden states; its gradient stops there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
+
+from mmrl.config.algo import CriticConfig
+from mmrl.errors import CheckpointError, MmrlError
+from mmrl.trainer.objective import value_loss
+from mmrl.trainer.packing import Pack
+
+FILE = "critic.safetensors"
+ADAPTER = "critic"
+"""Name of the critic's adapter inside the policy's peft model."""
+
+
+def backbone_of(policy: Any) -> Any:
+    """The transformer below the head of a causal LM, adapters included."""
+    base = policy.get_base_model() if isinstance(policy, PeftModel) else policy
+    return base.base_model
+
+
+class ValueHead(torch.nn.Module):
+    """Hidden states to scalars in full precision, with or without a backbone of its own below."""
+
+    def __init__(self, config: Any, backbone: torch.nn.Module | None, dtype: torch.dtype, seed: int):
+        super().__init__()
+        text = config.get_text_config()
+        self.backbone = backbone
+        self.head = torch.nn.Linear(text.hidden_size, 1, dtype=dtype)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            spread = getattr(text, "initializer_range", 0.02)
+            self.head.weight.copy_(torch.randn(self.head.weight.shape, generator=generator) * spread)
+            self.head.bias.zero_()
+
+    def forward(self, pack: Pack, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """(N,) values; `hidden` (N, H) where there is no own backbone."""
+        if self.backbone is not None:
+            hidden = hidden_states(self.backbone, pack)
+        assert hidden is not None
+        with torch.autocast(hidden.device.type, enabled=False):
+            values: torch.Tensor = self.head(hidden.to(self.head.weight.dtype))[:, 0]
+        return values
+
+
+def hidden_states(backbone: Any, pack: Pack) -> torch.Tensor:
+    """(N, H) hidden states at the scored positions."""
+    hidden = backbone(input_ids=pack.input_ids, use_cache=False).last_hidden_state
+    return hidden.reshape(-1, hidden.shape[-1])[pack.positions]
+
+
+@dataclass(slots=True, kw_only=True)
+class CriticTotals:
+    """Sums over one step."""
+
+    loss: torch.Tensor
+    clipped: torch.Tensor
+    tokens: int = 0
+    updates: int = 0
+    grad_norms: list[float] = field(default_factory=list)
+
+
+class Critic:
+    """Owner of the value head and of whatever is trained with it.
+
+    Build it before the policy is wrapped (`separate` copies the backbone), then `attach` it to the wrapped policy.
+
+    Args:
+        adapter: shape of the critic's adapter, without dropout.
+        lr: learning rate after the warm-up.
+        checkpointing: recompute activations of an own backbone in the backward pass.
+    """
+
+    def __init__(
+        self,
+        config: CriticConfig,
+        model: Any,
+        seed: int,
+        adapter: LoraConfig | None,
+        *,
+        lr: float,
+        checkpointing: bool = False,
+    ):
+        self.config = config
+        self.lr = lr
+        self.adapter = adapter if config.critic == "adapter" else None
+        dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+        own = copy.deepcopy(backbone_of(model)).requires_grad_(True) if config.critic == "separate" else None
+        if own is not None and checkpointing:
+            own.gradient_checkpointing_enable()
+        self.module: Any = ValueHead(model.config, own, dtype, seed)
+        for parameter in self.module.parameters():
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.float()
+        self.wrapped: Any = self.module
+        self.policy: Any = None
+        self.restart(torch.device("cpu"))
+
+    def attach(self, policy: Any, accelerator: Any) -> None:
+        """Put the critic beside the policy: same device, same processes; adds its adapter."""
+        self.policy = policy
+        if self.adapter is not None:
+            policy.add_adapter(ADAPTER, self.adapter)
+            policy.set_adapter("default")
+        self.module.to(accelerator.device)
+        self.wrapped = accelerator.prepare_model(self.module)
+        self.restart(accelerator.device)
+
+    def restart(self, device: torch.device) -> None:
+        """Begin the sums of a step."""
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        self.totals = CriticTotals(loss=zero, clipped=zero.clone())
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Everything that the critic trains, by the name it is saved under."""
+        found = dict(self.module.named_parameters())
+        if self.adapter is not None:
+            found |= {n: p for n, p in self.policy.named_parameters() if f".{ADAPTER}." in n}
+        return found
+
+    def groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Optimizer groups: matrices decay, vectors do not."""
+        parameters = list(self.named_parameters().values())
+        matrices, vectors = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+        rate = {"lr": self.lr}
+        return [
+            {"params": matrices, "weight_decay": weight_decay, **rate},
+            {"params": vectors, "weight_decay": 0.0, **rate},
+        ]
+
+    def factor(self, update: int) -> float:
+        """Learning-rate factor of optimizer step `update` (from 0): linear warm-up, then constant."""
+        return min(1.0, update / self.config.critic_warmup_steps) if self.config.critic_warmup_steps else 1.0
+
+    def values(self, pack: Pack, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """(N,) values of a pack. `hidden`: the policy's, detached, where they are known and the kind is `head`."""
+        if self.config.critic == "separate":
+            return self.wrapped(pack)
+        if self.config.critic == "head" and hidden is None:
+            with torch.no_grad():
+                hidden = hidden_states(backbone_of(self.policy), pack)
+        elif self.config.critic == "adapter":
+            hidden = hidden_states(backbone_of(self.policy), pack)
+        return self.wrapped(pack, hidden)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, the policy's backbone runs with the critic's adapter, if there is one."""
+        if self.adapter is None:
+            yield
+            return
+        self.policy.set_adapter(ADAPTER)
+        try:
+            yield
+        finally:
+            self.policy.set_adapter("default")
+
+    def train_on(self, pack: Pack, hidden: torch.Tensor, accelerator: Any, autocast: Any) -> None:
+        """Forward and backward of the value loss of one pack."""
+        if pack.returns.isnan().any() or pack.old_values.isnan().any():
+            ids = ", ".join(call.id for call in pack.calls[:3])
+            raise MmrlError(f"calls {ids}: the critic needs returns and old values of every trained token")
+        at = pack.entry_index
+        self.module.train()
+        with self.active():
+            with autocast:
+                values = self.values(pack, hidden)
+            result = value_loss(values[at], pack.old_values[at], pack.returns, pack.weights, self.config.value_clip)
+            accelerator.backward(result.loss * accelerator.num_processes)
+        if not pack.filler:
+            self.totals.loss += result.loss.detach().double()
+            self.totals.clipped += result.clipped.double().sum()
+            self.totals.tokens += at.numel()
+
+    def clip(self, limit: float) -> float:
+        """Clip the critic's gradients on their own; returns the norm before."""
+        parameters = list(self.named_parameters().values())
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        self.totals.grad_norms.append(norm)
+        self.totals.updates += 1
+        return norm
+
+    def zero_grad(self) -> None:
+        """Forget gradients."""
+        for parameter in self.named_parameters().values():
+            parameter.grad = None
+
+    def metrics(self, reduce: Any) -> dict[str, float]:
+        """`critic/…` of the step."""
+        totals = self.totals
+        device = totals.loss.device
+        sums = torch.stack([totals.loss, totals.clipped, torch.tensor(float(totals.tokens), device=device).double()])
+        loss, clipped, tokens = reduce(sums, "sum").tolist()
+        updates = max(totals.updates, 1)
+        return {
+            "critic/loss": loss / updates,
+            "critic/grad_norm": sum(totals.grad_norms) / updates,
+            "critic/clip_share": clipped / tokens if tokens else 0.0,
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write what the critic trains to `folder/critic.safetensors`."""
+        save_file({name: p.detach().cpu().contiguous() for name, p in self.named_parameters().items()}, folder / FILE)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote.
+
+        Raises:
+            CheckpointError: no critic there, or another kind.
+        """
+        own = self.named_parameters()
+        try:
+            found = load_file(folder / FILE)
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder}: holds no critic ({FILE})") from None
+        if found.keys() != own.keys():
+            raise CheckpointError(f"{folder}: its critic is of another kind than algo.critic={self.config.critic}")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(found[name])

@@ -1,0 +1,110 @@
+"""Forwards of the trainer's models: log-probabilities of policy and reference, values of the critic.
+
+Part of `trainer`; `trl_trainer` inherits from it. Callers outside use `policy_logprobs` and `values`, between steps or
+inside `next_batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from mmrl.errors import MmrlError
+from mmrl.trainer.critic import Critic
+from mmrl.trainer.logprobs import Scores, score
+from mmrl.trainer.objective import TrainCall
+from mmrl.trainer.packing import Pack, make_packs
+from mmrl.trainer.settings import Settings
+
+
+class Forwards:
+    """The part of the trainer that forwards packs; the attributes are the Trainer's."""
+
+    settings: Settings
+    critic: Critic | None
+    accelerator: Any
+    args: Any
+    model: Any
+    model_wrapped: Any
+    ref_model: Any
+    compute_loss_context_manager: Callable[[], Any]
+
+    @property
+    def policy(self) -> Any:
+        """The model in training, unwrapped: what an engine in the same process samples from."""
+        return self.model
+
+    def policy_logprobs(self, calls: Sequence[TrainCall], *, reference: bool = False) -> list[tuple[float, ...]]:
+        """Log-probability of every completion token under the policy (or the reference) as it is now, dropout off.
+
+        Returns one tuple of length T per call, in the order of `calls`.
+        """
+        return self._per_call(
+            calls, self._reference if reference else lambda pack: self._no_grad(self.model_wrapped, pack)
+        )
+
+    def values(self, calls: Sequence[TrainCall]) -> list[tuple[float, ...]]:
+        """The critic's value before every completion token; tuples as from `policy_logprobs`.
+
+        With `algo.obs=all`, hand in calls whose completions have their observation ids appended.
+        """
+        if self.critic is None:
+            raise MmrlError(f"algo: {self.settings.algo.name} has no critic")
+        return self._per_call(calls, self._values)
+
+    def _per_call(self, calls: Sequence[TrainCall], forward: Callable[[Pack], torch.Tensor]) -> list[tuple[float, ...]]:
+        modules = list(dict.fromkeys(call.module for call in calls))
+        budget = self.settings.train.microbatch_tokens
+        packs = make_packs(calls, budget, beta=0.0, modules=modules, dtype=self._number_type(), score_all=True)
+        found: dict[int, tuple[float, ...]] = {}
+        for pack in packs:
+            numbers = forward(pack.to(self.args.device)).tolist()
+            for call in pack.calls:
+                count = len(call.completion_ids)
+                found[id(call)], numbers = tuple(numbers[:count]), numbers[count:]
+        return [found[id(call)] for call in calls]
+
+    def _reference(self, pack: Pack) -> torch.Tensor:
+        """Reference log-probabilities, (N,): as handed in, else adapters off, else the frozen copy."""
+        if not pack.known_ref.isnan().any():
+            return pack.known_ref
+        if isinstance(self.model, PeftModel):
+            with self.model.disable_adapter():
+                return self._no_grad(self.model_wrapped, pack)
+        if self.ref_model is None:
+            raise MmrlError("algo.beta: got 0, so there is no reference policy to compare with; expected more than 0")
+        return self._no_grad(self.ref_model, pack)
+
+    @torch.no_grad()
+    def _no_grad(self, model: Any, pack: Pack) -> torch.Tensor:
+        model.eval()
+        with self.compute_loss_context_manager():
+            return self._score(model, pack).logprobs
+
+    @torch.no_grad()
+    def _values(self, pack: Pack) -> torch.Tensor:
+        assert self.critic is not None
+        self.model.eval()
+        self.critic.module.eval()
+        with self.critic.active(), self.compute_loss_context_manager():
+            return self.critic.values(pack)
+
+    def _score(self, model: Any, pack: Pack, *, entropy: bool = False) -> Scores:
+        head = self.accelerator.unwrap_model(model).get_output_embeddings()
+        return score(model, head, pack, self.settings.algo.temperature, entropy=entropy)
+
+    def _number_type(self) -> torch.dtype:
+        return torch.float64 if self.policy.dtype == torch.float64 else torch.float32
+
+    def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        """Join the processes' tensors: `sum`, or `max` of scalars."""
+        if self.accelerator.num_processes == 1:
+            return tensor
+        if reduction == "max":
+            joined: torch.Tensor = self.accelerator.gather(tensor.reshape(1)).max()
+            return joined
+        summed: torch.Tensor = self.accelerator.reduce(tensor, reduction=reduction)
+        return summed
