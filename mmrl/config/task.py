@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mmrl.config.base import Section
 
@@ -48,4 +49,52 @@ class TaskConfig(Section):
     failure_score: float = Field(0.0, description="reward of a rollout that failed by the model's own doing")
     max_tokens: int = Field(100, ge=1, description="completion limit of a call")
     max_context: int | None = Field(None, ge=16, description="prompt + completion limit; null: the model's")
+    max_observation: int = Field(
+        500, ge=16, description="agents: what a tool adds to the context is cut to this many tokens"
+    )
+    max_turns: int = Field(4, ge=1, description="search_agent: turns that may search; a last one may only answer")
+    count_final_call: bool = Field(False, description="search_agent: that last turn is one of max_turns")
+    max_completion: int = Field(
+        1024, ge=1, description="tool_agent: sampled and observation tokens of a rollout together"
+    )
+    search_penalty: float = Field(0.1, ge=0, description="search_agent: lambda_s, per search so far, in each turn")
+    final_penalty: float = Field(-1.0, le=0, description="search_agent: last turn's reward when its format is wrong")
+    em_needs_format: bool = Field(True, description="search_agent: an exact match of wrong format earns final_penalty")
+    format_check: Literal["strict", "loose"] = Field(
+        "strict", description="search_agent: exact sequence of tags, or only number and order of the opening ones"
+    )
+    retrieval_match: Literal["normalized", "case_insensitive"] = Field(
+        "normalized", description="search_agent: how an answer is looked for in retrieved text"
+    )
+    outcome_rewards: Literal[3, 4] = Field(4, description="tool_agent: 3 leaves the XML format reward out")
     timeout_s: float = Field(600.0, gt=0, description="wall-clock limit of one rollout")
+
+    @model_validator(mode="after")
+    def _options(self) -> Self:
+        wrong = [
+            f"task.{option}: got {getattr(self, option)}, which has no effect with task {self.name}; it is an option "
+            f"of {', '.join(owners)}"
+            for option, owners in OPTIONS.items()
+            if self.name in BUILT_IN
+            and self.name not in owners
+            and getattr(self, option) != type(self).model_fields[option].default
+        ]
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
+
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "max_observation": ("search_agent", "tool_agent"),
+    "max_turns": ("search_agent",),
+    "count_final_call": ("search_agent",),
+    "max_completion": ("tool_agent",),
+    "search_penalty": ("search_agent",),
+    "final_penalty": ("search_agent",),
+    "em_needs_format": ("search_agent",),
+    "format_check": ("search_agent",),
+    "retrieval_match": ("search_agent",),
+    "outcome_rewards": ("tool_agent",),
+}
+"""Options that only some of the built-in tasks read; a task of one's own may read any of them."""
+BUILT_IN = ("hotpotqa", "search_agent", "tool_agent")

@@ -151,6 +151,11 @@ class RolloutContext:
         event.outcome.set_result(reply)
         return reply
 
+    def measure(self, observation: Sequence[Message] | str, *, after: Reply) -> int:
+        """See `mmrl.tasks.base.Context.measure`."""
+        prompt_ids, kept = self._extend(observation, after)
+        return len(prompt_ids) - kept
+
     async def tool(self, name: str, **arguments: Any) -> Any:
         """See `mmrl.tasks.base.Context.tool`."""
         recorded = self._recorded("tool", name, arguments)
@@ -237,12 +242,17 @@ class RolloutContext:
         event = next((e for e in reversed(self.events) if e.context is not None and e.context == after.context), None)
         if event is None or event.call is None:
             raise ProgramFailure("after= must be a reply that this rollout's ctx.call returned")
-        prompt_ids = self.env.extend(after.context, messages)
+        prompt_ids, kept = self._extend(messages, after)
         if max_observation is not None:
-            prompt_ids = prompt_ids[: len(after.context) + max_observation]
-        added = max(0, len(prompt_ids) - len(after.context))
-        event.call = replace(event.call, observation_tokens=added)
+            prompt_ids = prompt_ids[: kept + max_observation]
+        event.call = replace(event.call, observation_tokens=len(prompt_ids) - kept)
         return prompt_ids, event.call
+
+    def _extend(self, observation: Sequence[Message] | str, after: Reply) -> tuple[tuple[int, ...], int]:
+        """The context with what is added, and how much of it was kept: a sampled end-of-turn may be taken back."""
+        prompt_ids = self.env.extend(after.context, observation)
+        kept = len(after.context)
+        return prompt_ids, kept if prompt_ids[:kept] == after.context else kept - 1
 
     async def _generate(self, event: Event, position: int, wanted: Wanted) -> Reply:
         """Sample until the text parses or the attempts are used up; the last attempt is recorded either way."""

@@ -20,7 +20,7 @@ from trl import SFTConfig, SFTTrainer
 
 from mmrl import keyed
 from mmrl.errors import CheckpointError, ConfigError, DataError
-from mmrl.models import encode_text, render_prompt
+from mmrl.models import encode_text, render_observation, render_prompt
 from mmrl.tasks.base import Demonstration
 
 if TYPE_CHECKING:
@@ -124,6 +124,8 @@ def encode(
     encoded = []
     for index, demonstration in enumerate(demonstrations):
         prompt_ids = render_prompt(tokenizer, demonstration.messages)
+        for completion, observation in demonstration.history:
+            prompt_ids = render_observation(tokenizer, (*prompt_ids, *encode_text(tokenizer, completion)), observation)
         item = Encoded(demonstration.module, prompt_ids, (*encode_text(tokenizer, demonstration.completion), end))
         if limit is not None and len(item) > limit:
             raise DataError(

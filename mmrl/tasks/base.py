@@ -62,6 +62,10 @@ class Context(Protocol):
         """
         ...
 
+    def measure(self, observation: Sequence[Message] | str, *, after: Reply) -> int:
+        """Tokens that `observation` would add to the context of a reply, the frame of a new turn included."""
+        ...
+
     async def tool(self, name: str, **arguments: Any) -> Any:
         """Run a tool of the task; its result is recorded on the tape, so it must be JSON-serialisable."""
         ...
@@ -113,6 +117,8 @@ class Demonstration:
     module: str
     messages: Sequence[Message]
     completion: str
+    history: Sequence[tuple[str, str | Sequence[Message]]] = ()
+    """Earlier turns of the same context, in order: a completion, and what was added after it. Seen, never trained."""
 
 
 @runtime_checkable

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from mmrl import keyed
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.tasks.mini.questions import Question, make_questions
+from mmrl.tasks.mini.singles import make_bridges, make_singles
 from mmrl.tasks.mini.world import make_world
 
 
@@ -16,6 +18,18 @@ def mini_corpus() -> tuple[Document, ...]:
 def mini_multihop(split: str, corpus: str = "mini") -> list[Example]:
     """The multi-hop questions of a split; `metadata["hops"]` has the reasoning that demonstrations are made from."""
     return [_example(question, corpus) for question in make_questions(split)]
+
+
+def mini_single(split: str, corpus: str = "mini") -> list[Example]:
+    """The single-hop questions of a split."""
+    return [_example(question, corpus) for question in make_singles(split)]
+
+
+def mini_search(split: str, corpus: str = "mini") -> list[Example]:
+    """Single-hop questions and half as many two-hop ones, mixed in a fixed order."""
+    questions = [*make_singles(split), *make_bridges(split)]
+    questions.sort(key=lambda question: keyed.digest("mini", "search", question.id))
+    return [_example(question, corpus) for question in questions]
 
 
 def _example(question: Question, corpus: str) -> Example:

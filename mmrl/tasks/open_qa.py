@@ -1,0 +1,204 @@
+"""What the question answering tasks share: data, corpora, the search tool, facts for summaries.
+
+Base of the task classes in `multihop_qa`, `search_agent` and `tool_agent`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+from mmrl.config.task import TaskConfig
+from mmrl.errors import ConfigError, DataError, unknown
+from mmrl.records import Example
+from mmrl.retrieval.base import Document, Retriever
+from mmrl.retrieval.bm25 import Bm25Retriever
+from mmrl.retrieval.cache import cache_root
+from mmrl.tasks import metrics
+from mmrl.tasks.base import Tool
+from mmrl.tasks.data import (
+    LAYOUTS,
+    Record,
+    gold_share,
+    load_corpus,
+    load_records,
+    paragraphs_of,
+    subset,
+    to_example,
+)
+from mmrl.tasks.files import Source
+from mmrl.tasks.mini.examples import mini_corpus
+from mmrl.tasks.prompts import Templates, load_prompts
+
+SPLITS = ("train", "dev", "test")
+
+log = logging.getLogger("mmrl.data")
+
+
+class OpenQaTask:
+    """Data, corpora and retrieval of a task that answers questions by searching.
+
+    Args:
+        config: the `task` section.
+        seed: the run's seed; it draws the training subset of `task.data.train_items`, and nothing else.
+
+    Raises:
+        ConfigError: bad prompts, data or corpus; all problems that can be found at once.
+    """
+
+    templates: ClassVar[Templates]
+    """Default prompts of the program."""
+    unread: ClassVar[Mapping[str, str]] = {}
+    """Retriever options without effect here -> why."""
+    reward_sets: tuple[str, ...] = ("outcome",)
+    main_metric: str = "em"
+
+    def __init__(self, config: TaskConfig, seed: int):
+        self.name = config.name
+        self.config = config
+        self.failure_score = config.failure_score
+        problems = self._option_problems()
+        try:
+            self.texts = load_prompts(self.templates, config.prompts)
+        except ConfigError as error:
+            problems += error.problems
+        records: dict[str, list[Record]] = {}
+        for split in SPLITS if config.dataset in LAYOUTS else ():
+            spec = getattr(config.data, split)
+            if spec == "mini":
+                continue
+            try:
+                records[split] = load_records(Source(f"task.data.{split}", spec), split, LAYOUTS[config.dataset])
+            except DataError as error:
+                problems += error.problems
+        problems += self._corpus_problems(records)
+        if problems:
+            raise ConfigError(problems)
+        self.corpora = self._corpora(records)
+        self._examples = {split: self._split(split, records.get(split), seed) for split in SPLITS}
+        self.tools: Mapping[str, Tool] = {"search": self.search}
+        self._retrievers: dict[str, Retriever] = {}
+        self._warn_missing_titles()
+
+    def mini_examples(self, split: str, corpus: str) -> list[Example]:
+        """The task's questions about the mini world."""
+        raise NotImplementedError
+
+    def _option_problems(self) -> list[str]:
+        config, problems = self.config, []
+        if config.dataset is not None and config.dataset not in LAYOUTS:
+            problems.append(unknown("task.dataset", config.dataset, LAYOUTS))
+        elif config.dataset is None and any(getattr(config.data, split) != "mini" for split in SPLITS):
+            problems.append(
+                f"task.dataset: got null, expected the layout of the files in task.data: {', '.join(LAYOUTS)}"
+            )
+        for option, why in self.unread.items():
+            if getattr(config.retriever, option) != type(config.retriever).model_fields[option].default:
+                problems.append(f"task.retriever.{option}: has no effect with task {self.name}: {why}")
+        return problems
+
+    def _corpus_problems(self, records: Mapping[str, Sequence[Record]]) -> list[str]:
+        if self.config.corpus is not None or not records:
+            return []
+        if any(record.paragraphs for split in records.values() for record in split):
+            return []
+        return [
+            f"task.corpus: got null, and the questions of {', '.join(f'task.data.{split}' for split in records)} bring "
+            "no paragraphs to search; expected a file or hub id of documents with title and text"
+        ]
+
+    def _corpora(self, records: Mapping[str, Sequence[Record]]) -> dict[str, Sequence[Document]]:
+        """Corpus name -> documents. A given corpus serves every split; else mini questions search the mini world,
+        and all others the union of the paragraphs of the files in use."""
+        if self.config.corpus not in (None, "mini"):
+            return {"given": load_corpus("task.corpus", str(self.config.corpus))}
+        if self.config.corpus == "mini":
+            return {"mini": mini_corpus()}
+        corpora: dict[str, Sequence[Document]] = {}
+        if len(records) < len(SPLITS):
+            corpora["mini"] = mini_corpus()
+        if records:
+            corpora["paragraphs"] = paragraphs_of(record for split in records.values() for record in split)
+        return corpora
+
+    def _split(self, split: str, records: Sequence[Record] | None, seed: int) -> list[Example]:
+        own = "mini" if records is None else "paragraphs"
+        corpus = own if own in self.corpora else next(iter(self.corpora))
+        if records is None:
+            examples = self.mini_examples(split, corpus)
+        else:
+            examples = [to_example(record, corpus) for record in records]
+        # dev and test subsets are the same for every seed, so that runs can be compared item by item
+        key = (split, seed) if split == "train" else (split,)
+        return subset(examples, getattr(self.config.data, f"{split}_items"), *key)
+
+    def _warn_missing_titles(self) -> None:
+        for split, share in self.gold_shares.items():
+            if share < 1:
+                log.warning(
+                    "task.data.%s: only %.1f %% of the questions have all their gold titles in the corpus",
+                    split,
+                    100 * share,
+                )
+
+    @cached_property
+    def gold_shares(self) -> dict[str, float]:
+        """Split -> share of its questions whose gold titles are all in the corpus; splits without titles are absent."""
+        shares = {split: gold_share(examples, self.corpora) for split, examples in self._examples.items()}
+        return {split: share for split, share in shares.items() if share is not None}
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """See `mmrl.tasks.base.Task.examples`."""
+        return self._examples[split]
+
+    def search(self, queries: Sequence[str], corpus: str) -> list[dict[str, Any]]:
+        """The tool `search`: `top_k` documents in all, split over the queries, remainder to the earliest.
+
+        Returns:
+            Documents as mappings with id, title, text and score, those of the first query first. A document that two
+            queries bring is there twice, unless `task.retriever.dedup`.
+        """
+        settings = self.config.retriever
+        each, more = divmod(settings.top_k, len(queries))
+        budget = [each + (number < more) for number in range(len(queries))]
+        found = [document for result in self._retriever(corpus).search(queries, budget) for document in result]
+        if settings.dedup:
+            found = list({document.id: document for document in reversed(found)}.values())[::-1]
+        return [{"id": d.id, "title": d.title, "text": d.text, "score": d.score} for d in found]
+
+    def _retriever(self, corpus: str) -> Retriever:
+        if corpus not in self._retrievers:
+            settings = self.config.retriever
+            self._retrievers[corpus] = Bm25Retriever(
+                self.corpora[corpus], k1=settings.k1, b=settings.b, cache=cache_root(settings.cache_dir)
+            )
+        return self._retrievers[corpus]
+
+    def check_reward_set(self, reward_set: str) -> None:
+        """Refuse a reward set that the task does not offer."""
+        if reward_set not in self.reward_sets:
+            raise ConfigError(unknown("task.reward", reward_set, self.reward_sets))
+
+    def best(self, metric: Callable[..., float], answer: str, example: Example, **options: object) -> float:
+        """The highest value of a metric over the example's accepted answers, under the task's normalisation."""
+        golds = example.metadata["answers"]
+        return metrics.best(metric, answer, golds, punctuation=self.config.punctuation, **options)
+
+    def describe(self) -> Mapping[str, Any]:
+        """See `mmrl.tasks.base.Task.describe`."""
+        sources = {getattr(self.config.data, split) for split in SPLITS}
+        facts: dict[str, Any] = {
+            "data": "mini world"
+            if sources == {"mini"}
+            else ", ".join(f"{s} {getattr(self.config.data, s)}" for s in SPLITS)
+        }
+        facts |= {f"{split} items": len(self._examples[split]) for split in SPLITS}
+        facts["corpus"] = " + ".join(f"{name} ({len(documents)} documents)" for name, documents in self.corpora.items())
+        facts["retriever"] = f"{self.config.retriever.name}, {self.config.retriever.top_k} documents"
+        partial = {split: share for split, share in self.gold_shares.items() if share < 1}
+        if partial:
+            shares = ", ".join(f"{split} {share:.1%}" for split, share in partial.items())
+            facts["partial corpus"] = f"questions with all gold titles in it: {shares}"
+        return facts

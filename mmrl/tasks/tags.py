@@ -1,0 +1,52 @@
+"""Tags in the texts of agents: the action that a model's text asks for, the order of tags, disarmed retrieved text.
+
+Used by the programs and rewards of `search_agent` and `tool_agent`.
+
+Only text that the model generated is ever read for actions. Retrieved text is disarmed before it is shown and is known
+by its place (the program put it there), so nothing in it can end a block, act, or count as format.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from mmrl.tasks.base import Context, Message, Reply
+
+ObservationT = TypeVar("ObservationT", str, Sequence[Message])
+
+
+def first_pair(text: str, names: Iterable[str]) -> tuple[str, str] | None:
+    """Name and stripped content of the pair `<name>…</name>` that opens first, among opening tags that are closed."""
+    found = re.search(rf"<({'|'.join(names)})>(.*?)</\1>", text, re.DOTALL)
+    return (found[1], found[2].strip()) if found else None
+
+
+def tag_sequence(text: str, names: Iterable[str]) -> list[str]:
+    """Known tags in order, closing ones with a slash: `["think", "/think", ...]`."""
+    return re.findall(rf"<(/?(?:{'|'.join(names)}))>", text)
+
+
+def disarm(text: str, names: Iterable[str]) -> str:
+    """`text` with `<` and `>` of anything like a known tag turned into parentheses."""
+    return re.sub(rf"<(\s*/?\s*(?:{'|'.join(names)})\b[^<>]*)>", r"(\1)", text, flags=re.IGNORECASE)
+
+
+def fitted(
+    ctx: Context, reply: Reply, text: str, frame: Callable[[str], ObservationT], limit: int
+) -> tuple[ObservationT, bool]:
+    """An observation of at most `limit` tokens: `frame(text)`, the text cut after a word where need be.
+
+    Returns:
+        The observation, and whether it fits; it does not when the frame alone is longer.
+    """
+    whole = frame(text)
+    if ctx.measure(whole, after=reply) <= limit:
+        return whole, True
+    ends = [0, *(word.end() for word in re.finditer(r"\S+", text))]
+    # Wherever bisection ends, the cut before that place has been measured and fits (or there is none).
+    kept = bisect_right(ends, limit, key=lambda end: ctx.measure(frame(text[:end]), after=reply))
+    cut = frame(text[: ends[max(0, kept - 1)]])
+    return cut, ctx.measure(cut, after=reply) <= limit
