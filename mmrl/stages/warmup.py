@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +37,11 @@ class WarmStartSettings:
 
     steps: int
     """Optimizer steps; demonstrations are gone through as often as that takes."""
-    batch_tokens: int = 8192
-    """Padded tokens of one step (a single longer demonstration is a step of its own)."""
+    batch_tokens: int = 4096
+    """Padded tokens of one batch (a single longer demonstration is a batch of its own)."""
+    batches: int = 1
+    """Batches per optimizer step, spread over short and long demonstrations: modules with prompts of different
+    lengths are learnt together rather than in turn."""
     lr: float = 1e-3
     schedule: str = "cosine"
     warmup_steps: int = 0
@@ -137,14 +141,15 @@ def encode(
 
 
 def plan_batches(encoded: Sequence[Encoded], settings: WarmStartSettings) -> list[list[int]]:
-    """Indices into `encoded` for each of `settings.steps` steps.
+    """Indices into `encoded` for each batch of `settings.steps` steps, in order.
 
-    Each pass sees the demonstrations in a new order: drawn lengths of near equal size are neighbours, batches of
-    neighbours are cut by the token budget, and the batches are shuffled.
+    Each pass sees the demonstrations in a new order: those of similar length are neighbours, neighbours are cut into
+    batches by the token budget, and a step takes its batches from equal shares of the range of lengths.
     """
     batches: list[list[int]] = []
+    wanted = settings.steps * settings.batches
     passes = 0
-    while len(batches) < settings.steps:
+    while len(batches) < wanted:
         draws = keyed.rng(settings.seed, "warmup", passes)
         rows = [index for index, item in enumerate(encoded) for _ in range(_times(item, settings, draws.random()))]
         if not rows:
@@ -153,10 +158,13 @@ def plan_batches(encoded: Sequence[Encoded], settings: WarmStartSettings) -> lis
         keys = {row: len(encoded[row]) * (1 + 0.1 * draws.random()) for row in set(rows)}
         rows.sort(key=keys.__getitem__)
         cut = _cut(rows, encoded, settings.batch_tokens)
-        draws.shuffle(cut)
-        batches += cut
+        bounds = [round(len(cut) * share / settings.batches) for share in range(settings.batches + 1)]
+        strata = [cut[low:high] for low, high in pairwise(bounds)]
+        for stratum in strata:
+            draws.shuffle(stratum)
+        batches += [batch for step in zip_longest(*strata) for batch in step if batch is not None]
         passes += 1
-    return batches[: settings.steps]
+    return batches[:wanted]
 
 
 def _times(item: Encoded, settings: WarmStartSettings, uniform: float) -> int:
@@ -211,7 +219,10 @@ class _WarmStartTrainer(SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Mean negative log-likelihood of the trained tokens of the step."""
+        """Mean negative log-likelihood of a batch's trained tokens, over the number of batches of the step.
+
+        Each batch counts alike: a step's mean over all tokens would belong to whichever module writes the most.
+        """
         if return_outputs:
             raise NotImplementedError("the warm start trains only; evaluate with the program")
         labels = inputs["labels"]
@@ -220,11 +231,12 @@ class _WarmStartTrainer(SFTTrainer):
         outputs = model(input_ids=inputs["input_ids"], logits_to_keep=labels.shape[1] - first + 1, use_cache=False)
         mask = trained[:, first:]
         logits, targets = outputs.logits[:, :-1][mask].float(), labels[:, first:][mask]
-        nll = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+        nll = torch.nn.functional.cross_entropy(logits, targets)
         with torch.no_grad():
             correct = (logits.argmax(dim=-1) == targets).float().mean()
         self._metrics["train"]["mean_token_accuracy"].append(correct.item())
-        return nll / (mask.sum() if num_items_in_batch is None else num_items_in_batch)
+        # transformers divides by the number of batches itself exactly when it did not count the step's items.
+        return nll if num_items_in_batch is None else nll / self.current_gradient_accumulation_steps
 
 
 def _arguments(output: Path, settings: WarmStartSettings, device: str) -> SFTConfig:
@@ -232,6 +244,7 @@ def _arguments(output: Path, settings: WarmStartSettings, device: str) -> SFTCon
         output_dir=str(output),
         max_steps=settings.steps,
         per_device_train_batch_size=1,  # one row of the data set is one planned batch
+        gradient_accumulation_steps=settings.batches,
         learning_rate=settings.lr,
         lr_scheduler_type=settings.schedule,
         warmup_steps=settings.warmup_steps,

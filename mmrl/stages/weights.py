@@ -27,6 +27,7 @@ from mmrl.stages.environment import eval_settings, make_environment
 from mmrl.stages.evaluate import Item, evaluate, evaluation_metrics
 from mmrl.stages.metrics import credit_metrics, failed_share, forest_metrics
 from mmrl.tasks.base import Task
+from mmrl.trainer.annotate import annotate
 from mmrl.trainer.objective import TrainCall, TrainEntry
 from mmrl.trainer.trl_trainer import MmrlTrainer, StepBatch, build_trainer
 
@@ -47,6 +48,8 @@ class WeightStage:
     reward_set: str
     engine: Any = None
     """Set once the trainer has the model."""
+    updates: Any = None
+    """The trainer, once made."""
     times: dict[str, float] = field(default_factory=dict)
     step_started: float = 0.0
     pending: dict[str, float] = field(default_factory=dict)
@@ -54,7 +57,7 @@ class WeightStage:
 
     def trainer(self, model: Any, resume_from: Any = None) -> MmrlTrainer:
         """The TRL trainer that calls back into this stage."""
-        return build_trainer(
+        self.updates = build_trainer(
             model=model,
             tokenizer=self.tokenizer,
             train=self.config.train,
@@ -66,6 +69,7 @@ class WeightStage:
             on_step_end=self.on_step_end,
             resume_from=resume_from,
         )
+        return self.updates
 
     def next_batch(self, step: int) -> StepBatch:
         """Sample and credit step number `step` (from 1).
@@ -84,6 +88,10 @@ class WeightStage:
                 f"train.max_failed_share={self.config.train.max_failed_share:.0%}; the first: "
                 f"{first.error} in {first.id}: {first.error_message}"
             )
+        started = time.perf_counter()
+        # The critic's values and the reference's log-probabilities, for the algorithms that credit with them.
+        forest = annotate(self.updates, forest)
+        self.times["annotate"] = time.perf_counter() - started
         started = time.perf_counter()
         minibatch = minibatches(examples, self.config.algo.minibatches)
         algorithm = ALGORITHMS[self.config.algo.name]
@@ -120,7 +128,7 @@ class WeightStage:
         self.engine.set_version(step)
         spent = time.perf_counter() - self.step_started
         update_s = update.pop("time/update", 0.0)
-        known = self.times["generate"] + self.times["retrieve"] + update_s
+        known = self.times["generate"] + self.times["retrieve"] + self.times["annotate"] + update_s
         generated = self.pending.get("rollouts/tokens", 0.0)
         metrics = self.pending | update
         metrics |= {f"time/{name}": seconds for name, seconds in self.times.items()}
@@ -198,7 +206,9 @@ def train_calls(forest: Forest, credit: Credit, minibatch: dict[str, int]) -> li
     """What the trainer sees: each credited call once, with its entries."""
     entries: dict[str, list[TrainEntry]] = {}
     for entry in credit.entries:
-        entries.setdefault(entry.call, []).append(TrainEntry(advantages=entry.advantages, weights=entry.weights))
+        entries.setdefault(entry.call, []).append(
+            TrainEntry(advantages=entry.advantages, weights=entry.weights, returns=entry.returns)
+        )
     calls = []
     for call_id, found in entries.items():
         call = forest.calls[call_id]
@@ -209,6 +219,8 @@ def train_calls(forest: Forest, credit: Credit, minibatch: dict[str, int]) -> li
                 prompt_ids=call.prompt_ids,
                 completion_ids=call.completion_ids,
                 old_logprobs=call.logprobs,
+                ref_logprobs=call.ref_logprobs,
+                old_values=None if call.values is None else call.values[: call.completion_tokens],
                 entries=tuple(found),
                 minibatch=minibatch[call.example],
             )
