@@ -31,13 +31,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+import yaml  # noqa: E402
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback  # noqa: E402
 from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
 from mmrl.config import EngineConfig, TaskConfig  # noqa: E402
 from mmrl.engines.transformers import TransformersEngine  # noqa: E402
-from mmrl.models import TINY, decode_text, render_prompt  # noqa: E402
+from mmrl.models import TINY, decode_text, render_observation, render_prompt  # noqa: E402
 from mmrl.rollout.context import Environment, SamplingSettings  # noqa: E402
 from mmrl.rollout.plans import independent  # noqa: E402
 from mmrl.rollout.sample import sample  # noqa: E402
@@ -45,9 +46,10 @@ from mmrl.stages.warmup import Encoded, WarmStartSettings, encode, warm_start  #
 from mmrl.tasks import TASKS as FACTORIES  # noqa: E402
 from mmrl.tasks.base import Demonstration, Task  # noqa: E402
 from mmrl.tasks.mini.questions import make_questions  # noqa: E402
+from mmrl.tasks.mini.singles import make_bridges, make_singles  # noqa: E402
 from mmrl.tasks.mini.world import WORLD_SEED, make_world  # noqa: E402
 
-TASKS = ("hotpotqa",)
+TASKS = ("hotpotqa", "search_agent", "tool_agent")
 """Programs that the shipped model can play."""
 MIX = {"rewriter": 1.0, "reranker": 0.4, "answerer": 1.0}
 """Share of a module's demonstrations that a pass sees: the reranker's is low so that it starts weak."""
@@ -132,14 +134,22 @@ def world(seed: int) -> Iterator[None]:
     with (
         patch(f"{where}.make_world", partial(make_world, seed)),
         patch(f"{where}.make_questions", lambda split: make_questions(split, seed)),
+        patch(f"{where}.make_singles", lambda split: make_singles(split, seed)),
+        patch(f"{where}.make_bridges", lambda split: make_bridges(split, seed)),
     ):
         yield
 
 
 def build_tasks(names: Sequence[str], seed: int) -> list[Task]:
-    """The tasks in the world of `seed`."""
+    """The tasks in the world of `seed`, configured as runs have them by default."""
     with world(seed):
-        return [FACTORIES[name](TaskConfig(name=name), 0) for name in names]
+        return [FACTORIES[name](task_config(name), 0) for name in names]
+
+
+def task_config(name: str) -> TaskConfig:
+    """The `task` section of `conf/task/<name>.yaml`."""
+    content = yaml.safe_load((ROOT / "conf" / "task" / f"{name}.yaml").read_text(encoding="utf-8"))
+    return TaskConfig.model_validate(content["task"])
 
 
 def demonstrate(task: Task, split: str, items: int | None = None) -> list[Demonstration]:
@@ -251,6 +261,7 @@ def play(model: Any, tokenizer: Any, task: Task, items: int | None) -> dict[str,
         task=task,
         engine=engine,
         render=partial(render_prompt, tokenizer),
+        extend=partial(render_observation, tokenizer),
         decode=partial(decode_text, tokenizer),
         settings=settings,
         key=(0, "build"),

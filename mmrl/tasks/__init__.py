@@ -7,8 +7,12 @@ from collections.abc import Callable
 from mmrl.config.task import TaskConfig
 from mmrl.tasks.base import Task
 from mmrl.tasks.multihop_qa import MultihopQaTask
+from mmrl.tasks.search_agent import SearchAgentTask
+from mmrl.tasks.tool_agent import ToolAgentTask
 
 TASKS: dict[str, Callable[[TaskConfig, int], Task]] = {
     "hotpotqa": MultihopQaTask,
+    "search_agent": SearchAgentTask,
+    "tool_agent": ToolAgentTask,
 }
 """`task.name` -> factory `(config, run seed) -> Task`."""

@@ -1,11 +1,12 @@
-"""Multi-hop question answering data: official record layouts to examples and paragraphs. Used by `multihop_qa`.
+"""Question answering data: official record layouts to examples and paragraphs. Used by `open_qa`.
 
 A *layout* says how one data set writes a record. Files hold the official JSON; the hub's copies hold the same fields
-in columns; both come through the same reader.
+in columns; both come through the same reader. Files with nothing but questions and answers are read under any layout.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,10 +87,56 @@ def _musique(values: Mapping[str, Any]) -> Record:
     )
 
 
+def _popqa(values: Mapping[str, Any]) -> Record:
+    """PopQA with gold passages."""
+    paragraphs = [p for p in values["paragraphs"] if isinstance(p, Mapping)]
+    return Record(
+        id=_text(values["id"], "id"),
+        question=_text(values["question"], "question"),
+        answers=_answers(values),
+        titles=tuple(dict.fromkeys(str(p["title"]) for p in paragraphs if p.get("is_supporting"))),
+        kind=str(values.get("prop", "")),
+        paragraphs=tuple((str(p["title"]), str(p["text"])) for p in paragraphs),
+    )
+
+
+def _questions(values: Mapping[str, Any]) -> Record:
+    """A question with its accepted answers and nothing else."""
+    return Record(
+        id=_text(values["id"], "id"),
+        question=_text(values["question"], "question"),
+        answers=_answers(values),
+        titles=(),
+        kind=str(values.get("type", "")),
+        paragraphs=(),
+    )
+
+
+def _answers(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Accepted answers: one text, a list, a list written as JSON text, or TriviaQA's record of aliases."""
+    field = next((name for name in ("possible_answers", "answers") if name in values), "answer")
+    value = values[field]
+    if field == "possible_answers" and isinstance(value, str):
+        value = json.loads(value)
+    if isinstance(value, Mapping):
+        value = value.get("normalized_aliases") or value["aliases"]
+    found = [value] if isinstance(value, str | int) else value
+    if not isinstance(found, list | tuple):
+        raise TypeError(f"{field}: got {type(found).__name__}, expected text or a list of texts")
+    if not found:
+        raise ValueError(f"{field}: is empty")
+    return tuple(dict.fromkeys(_text(answer, field) for answer in found))
+
+
+EVIDENCE = ("context", "supporting_facts", "paragraphs")
+"""A record with one of these is in its data set's own layout; one without any has a question and answers alone."""
 LAYOUTS: Mapping[str, Layout] = {
     "hotpotqa": Layout(("id", "question", "answer", "type", "level", "supporting_facts", "context"), _hotpot),
     "2wiki": Layout(("id", "question", "answer", "type", "supporting_facts", "context"), _hotpot),
     "musique": Layout(("id", "question", "answer", "paragraphs"), _musique),
+    "nq": Layout(("question", "answer"), _questions),
+    "triviaqa": Layout(("question", "answer"), _questions),
+    "popqa": Layout(("id", "question", "possible_answers"), _popqa),
 }
 """`task.dataset` -> layout."""
 
@@ -101,22 +148,24 @@ def load_records(source: Source, split: str, layout: Layout) -> list[Record]:
         DataError: a missing or malformed file, a record without a field or with an empty answer, or duplicate ids.
     """
     records: dict[str, Record] = {}
-    for row in source.rows(split, layout.columns):
-        record = _record(source, row, layout)
+    for number, row in enumerate(source.rows(split, layout.columns)):
+        record = _record(source, row, layout, f"{split}-{number}")
         if record.id in records:
             raise DataError(f"{source.key}: {row.where}: duplicate id '{record.id}'")
         records[record.id] = record
     return list(records.values())
 
 
-def _record(source: Source, row: Row, layout: Layout) -> Record:
+def _record(source: Source, row: Row, layout: Layout, number: str) -> Record:
+    """One row as a record; where a row has neither id nor evidence, `number` is its id."""
     values = row.values
     if not isinstance(values, Mapping):
         raise DataError(f"{source.key}: {row.where}: got {type(values).__name__}, expected a record (a JSON object)")
     name = values.get("_id") or values.get("id")
     where = f"{source.key}: {row.where}" + (f" (id '{name}')" if name else "")
+    bare = not any(field in values for field in EVIDENCE)
     try:
-        record = layout.read(values)
+        record = _questions({**values, "id": name or number}) if bare else layout.read(values)
     except KeyError as error:
         raise DataError(f"{where}: misses the field {error}; it has {', '.join(map(str, values))}") from None
     except (TypeError, ValueError) as error:

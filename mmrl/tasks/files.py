@@ -1,10 +1,12 @@
 """Rows from data files and from the hub: plain dictionaries, each with a name for error messages. Used by loaders.
 
-A source is a path (`.json`, `.jsonl`, `.tsv`, `.parquet`) or a hub id `owner/name[:config[:split]]`.
+A source is a path (`.json`, `.jsonl`, `.tsv`, `.parquet`, or `.txt` as DPR writes topics) or a hub id
+`owner/name[:config[:split]]`.
 """
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
 import re
@@ -15,7 +17,7 @@ from typing import Any
 
 from mmrl.errors import DataError
 
-FORMATS = (".json", ".jsonl", ".tsv", ".parquet")
+FORMATS = (".json", ".jsonl", ".tsv", ".parquet", ".txt")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+){0,2}")
 HUB_SPLITS: Mapping[str, str] = {"train": "train", "dev": "validation", "test": "test"}
 
@@ -80,7 +82,9 @@ class Source:
         return rows
 
     def _file(self, path: Path) -> Iterator[Row]:
-        read = {".json": _json, ".jsonl": _jsonl, ".tsv": _tsv, ".parquet": _parquet}[path.suffix.lower()]
+        read = {".json": _json, ".jsonl": _jsonl, ".tsv": _tsv, ".parquet": _parquet, ".txt": _topics}[
+            path.suffix.lower()
+        ]
         try:
             yield from read(path)
         except OSError as error:
@@ -148,6 +152,19 @@ def _tsv(path: Path) -> Iterator[Row]:
                     f"the header has {len(header)} ({', '.join(header)})"
                 )
             yield Row(f"{path} line {reader.line_num}", dict(zip(header, cells, strict=True)))
+
+
+def _topics(path: Path) -> Iterator[Row]:
+    """Topics of DPR and Anserini: question, tab, a Python list of answers; no header."""
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.reader(lines, delimiter="\t")
+        for cells in reader:
+            where = f"{path} line {reader.line_num}"
+            try:
+                question, answers = cells
+                yield Row(where, {"question": question, "answer": ast.literal_eval(answers)})
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                raise ValueError(f"{where}: expected a question, a tab and a list of answers") from None
 
 
 def _parquet(path: Path) -> Iterator[Row]:

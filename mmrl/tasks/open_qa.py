@@ -65,12 +65,13 @@ class OpenQaTask:
         except ConfigError as error:
             problems += error.problems
         records: dict[str, list[Record]] = {}
-        for split in SPLITS if config.dataset in LAYOUTS else ():
+        layout = LAYOUTS.get(config.dataset or "")
+        for split in SPLITS:
             spec = getattr(config.data, split)
-            if spec == "mini":
+            if spec == "mini" or layout is None:
                 continue
             try:
-                records[split] = load_records(Source(f"task.data.{split}", spec), split, LAYOUTS[config.dataset])
+                records[split] = load_records(Source(f"task.data.{split}", spec), split, layout)
             except DataError as error:
                 problems += error.problems
         problems += self._corpus_problems(records)

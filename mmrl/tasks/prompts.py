@@ -71,6 +71,12 @@ def messages(system: str, user: str) -> list[dict[str, str]]:
     return [*spoken, {"role": "user", "content": user}]
 
 
+def snippet(text: str, words: int) -> str:
+    """The first `words` whitespace words of a text; an already short one as it is."""
+    found = text.split()
+    return text if len(found) <= words else " ".join(found[:words])
+
+
 def _read(path: str) -> Mapping[str, Any]:
     import yaml
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from mmrl.records import Example
 from mmrl.tasks.base import Context
-from mmrl.tasks.prompts import Template, Templates, Texts, messages
+from mmrl.tasks.prompts import Template, Templates, Texts, messages, snippet
 
 MODULES = ("rewriter", "reranker", "answerer")
 USED_QUERIES = 4
@@ -114,15 +114,13 @@ class SearchPrompts:
     ) -> list[dict[str, str]]:
         texts = self.texts[module]
         shown = "\n".join(
-            texts["document"].format(index=index, title=document["title"], text=self._snippet(document["text"]))
+            texts["document"].format(
+                index=index, title=document["title"], text=snippet(document["text"], self.snippet_words)
+            )
             for index, document in enumerate(documents)
         )
         values = {"question": question, "documents": shown}
         return messages(texts["system"].format(**values), texts[role].format(**values))
-
-    def _snippet(self, text: str) -> str:
-        words = text.split()
-        return text if len(words) <= self.snippet_words else " ".join(words[: self.snippet_words])
 
 
 @dataclass(slots=True)
