@@ -5,10 +5,11 @@ Called by `cli`; everything that the user typed wrong is found in `check_all`, b
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +20,7 @@ from mmrl.config import EvalCommandConfig, RootConfig, TaskConfig, TrainCommandC
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, unknown
 from mmrl.policy import Policy, resolve
 from mmrl.report.journal import write_step
-from mmrl.report.rundir import RunDir, allocate
+from mmrl.report.rundir import RunDir, allocate, refuse_full
 from mmrl.report.tables import align, facts_table
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
@@ -33,6 +34,19 @@ if TYPE_CHECKING:
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 
 _TASKS: dict[tuple[str, int], Task] = {}
+
+
+def import_plugins(packages: Iterable[str]) -> None:
+    """Import the packages of `plugins=`; they may add to the literal dicts.
+
+    Raises:
+        ConfigError: a package that cannot be imported.
+    """
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise ConfigError(f"plugins: cannot import '{package}' ({error})") from error
 
 
 def build_task(config: TaskConfig, seed: int) -> Task:
@@ -52,6 +66,8 @@ def check_all(configs: Sequence[RootConfig]) -> None:
         ConfigError: with every problem.
     """
     problems: list[str] = []
+    if len(configs) > 1 and configs[0].run.dir is not None:
+        problems.append("run.dir: the runs of a sweep need a directory each; leave run.dir out")
     for config in configs:
         try:
             problems += check(config)
@@ -64,12 +80,11 @@ def check_all(configs: Sequence[RootConfig]) -> None:
 def check(config: RootConfig) -> list[str]:
     """Problems of one config across its sections, data files included."""
     problems = []
-    if config.run.dir is not None and Path(config.run.dir).exists() and any(Path(config.run.dir).iterdir()):
-        problems.append(f"run.dir: {config.run.dir} exists and is not empty; choose another, or continue with resume=")
-    if config.model.path not in ("tiny",) and config.model.path.startswith(("/", ".", "~")):
-        folder = Path(config.model.path).expanduser()
-        if not folder.is_dir():
-            problems.append(f"model.path: no folder '{config.model.path}'")
+    if config.run.dir is not None:
+        try:
+            refuse_full(Path(config.run.dir))
+        except ConfigError as error:
+            problems += error.problems
     task = build_task(config.task, config.seed)
     if config.task.reward is not None and config.task.reward not in task.reward_sets:
         problems.append(unknown("task.reward", config.task.reward, task.reward_sets))
@@ -103,11 +118,14 @@ def reward_set(config: RootConfig, task: Task) -> str:
 
 def train(config: TrainCommandConfig, command: Sequence[str]) -> int:
     """Start a new run. Returns the exit code."""
-    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    from mmrl.models import load_tokenizer
+
+    config = settle(config)
+    load_tokenizer(config.model)  # a model that cannot be had is found before a run directory is made
     if config.run.dir is None:
+        stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         path = allocate(Path("outputs") / config.task.name / config.algo.name, f"{stamp}_s{config.seed}")
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(path)})})
-    config = settle(config)
     assert config.run.dir is not None
     with RunDir.create(config.run.dir, config.model_dump(mode="json"), command) as rundir:
         return _run(config, rundir, None)
@@ -118,6 +136,7 @@ def resume(folder: Path) -> int:
     from mmrl.trainer.checkpoint import latest
 
     with RunDir.open(folder, command=["mmrl", "train", f"resume={folder}"]) as rundir:
+        import_plugins(rundir.config.get("plugins", ()))
         config = validate(TrainCommandConfig, as_tuples(rundir.config))
         if rundir.summary:
             raise CheckpointError(f"{folder}: this run is finished; look at it with: mmrl show {folder}")
@@ -281,6 +300,7 @@ def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
 def resume_evaluation(folder: Path) -> int:
     """Continue a stopped `mmrl eval`: items already evaluated are kept."""
     with RunDir.open(folder, command=["mmrl", "eval", f"resume={folder}"]) as rundir:
+        import_plugins(rundir.config.get("plugins", ()))
         config = validate(EvalCommandConfig, as_tuples(rundir.config))
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})
         check_all([config.model_copy(update={"run": config.run.model_copy(update={"dir": None})})])

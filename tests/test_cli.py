@@ -178,6 +178,10 @@ def test_the_users_conf_folder_overlays_the_shipped_one(tmp_path, monkeypatch):
         (["train", "task.reward=judge"], 2, "task.reward: got 'judge'"),
         (["train", "train.batch_size=1000000"], 2, "train.batch_size: got 1000000"),
         (["train", "algo.minibatches=25"], 2, "algo.minibatches: got 25"),
+        (["train", "model.path=./nowhere"], 2, "model.path: no folder './nowhere'"),
+        (["train", "model.path=tinny"], 2, "did you mean 'tiny'?"),
+        (["train", "-m", "seed=1,2", "run.dir=x"], 2, "run.dir: the runs of a sweep"),
+        (["train", "run.dir=/dev/null"], 2, "run.dir: /dev/null is a file"),
     ],
 )
 def test_mistakes_end_with_exit_code_2_and_no_traceback(arguments, code, says, capsys, tmp_path, monkeypatch):
@@ -188,6 +192,13 @@ def test_mistakes_end_with_exit_code_2_and_no_traceback(arguments, code, says, c
     assert captured.err.startswith("error: ")
     assert "Traceback" not in captured.err
     assert not (tmp_path / "outputs").exists(), "nothing may be written before the input is known to be right"
+
+
+def test_a_profile_for_a_gpu_is_refused_where_there_is_none(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["train", "hardware=gpu1"]) == 2
+    assert "asks for a CUDA device" in capsys.readouterr().err
 
 
 def test_a_run_directory_in_use_is_never_overwritten(tmp_path, capsys):

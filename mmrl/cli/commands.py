@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -145,13 +144,10 @@ def _plugins(line: CommandLine) -> None:
     """Import `plugins=[pkg]` before validation, so that their names are known to it."""
     for override in line.overrides:
         key, _, value = override.lstrip("+").partition("=")
-        if key != "plugins":
-            continue
-        for package in filter(None, value.strip("[]").split(",")):
-            try:
-                importlib.import_module(package.strip())
-            except ImportError as error:
-                raise ConfigError(f"plugins: cannot import '{package.strip()}' ({error})") from error
+        if key == "plugins":
+            from mmrl.run import import_plugins
+
+            import_plugins(name.strip() for name in value.strip("[]").split(",") if name.strip())
 
 
 def _resume(folder: str, line: CommandLine) -> int:

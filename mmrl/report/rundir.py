@@ -83,11 +83,11 @@ class RunDir:
             CheckpointError: another process is starting a run there.
         """
         run = cls(Path(path))
-        _refuse_full(run.path)
+        refuse_full(run.path)
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             run._take_lock()
-            _refuse_full(run.path)
+            refuse_full(run.path)
             for folder in FOLDERS:
                 (run.path / folder).mkdir()
             atomic_write(run.path / "environment.json", dumps(describe_environment(command), indent=1) + "\n")
@@ -254,7 +254,8 @@ class RunDir:
         self.close()
 
 
-def _refuse_full(path: Path) -> None:
+def refuse_full(path: Path) -> None:
+    """Raises `ConfigError` unless `path` is free for a new run."""
     if not path.exists():
         return
     if not path.is_dir():
