@@ -112,6 +112,25 @@ def test_first_loss_is_the_mean_over_completion_tokens(tmp_path):
     assert record.losses[1] == pytest.approx(total / count, abs=2e-3)  # logged with four digits
 
 
+def test_a_step_of_several_batches_weighs_them_alike_and_mixes_lengths(tmp_path):
+    made = [shown("short", "a", "1234567") for _ in range(40)] + [
+        shown("long", "the cat " * 20, "1") for _ in range(40)
+    ]
+    encoded = encode(TOKENIZER, made)
+    settings = replace(SETTINGS, steps=1, batches=2, batch_tokens=400, lr=0.0)
+    short, long = ([encoded[row] for row in batch] for batch in plan_batches(encoded, settings))
+    assert {item.module for item in short} == {"short"} and {item.module for item in long} == {"long"}
+    losses = []
+    for batch in (short, long):
+        record = Record()
+        rows = [made[encoded.index(item)] for item in batch]
+        warm_start(new_model(), TOKENIZER, rows, replace(SETTINGS, steps=1), tmp_path / "one", callbacks=[record])
+        losses.append(record.losses[1])
+    record = Record()
+    warm_start(new_model(), TOKENIZER, made, settings, tmp_path / "two", callbacks=[record])
+    assert record.losses[1] == pytest.approx(sum(losses) / 2, abs=2e-3)
+
+
 def test_padding_is_never_trained_or_seen():
     encoded = encode(TOKENIZER, demonstrations(9))
     made = _Collator(encoded, pad_id=5)([{"rows": [0, 17]}])
