@@ -361,3 +361,14 @@ def test_too_many_failures_leave_the_last_step_saved(tmp_path: Path) -> None:
     with pytest.raises(TooManyFailures):
         trainer.train()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_gradient_checkpointing_changes_no_weight(lora: LoraConfig | None, tmp_path: Path) -> None:
+    found = []
+    for checkpointing in (False, True):
+        trainer = make_trainer(tmp_path / str(checkpointing), lora=lora, steps=2, checkpointing=checkpointing)
+        trainer.train()
+        assert trainer.args.gradient_checkpointing is checkpointing
+        found.append(weights_of(trainer))
+    assert all(torch.allclose(found[0][name], found[1][name], atol=1e-6) for name in found[0])

@@ -101,6 +101,8 @@ def make_trainer(
     resume_from: Path | None = None,
     extra: Any = None,
     next_batch: Any = None,
+    adapters: Any = None,
+    checkpointing: bool = False,
     **train: Any,
 ) -> MmrlTrainer:
     """A trainer whose step s trains on `calls(s)` (or always on the list `calls`)."""
@@ -111,7 +113,7 @@ def make_trainer(
         tiny_tokenizer(),
         train=TrainConfig(**{"steps": 1, "lr": 1e-3, "save_every": 100, **train}),
         algo=algo_config,
-        model_config=ModelConfig(name="test", path="tiny", lora=lora),
+        model_config=ModelConfig(name="test", path="tiny", lora=lora, gradient_checkpointing=checkpointing),
         seed=seed,
         output_dir=folder,
         next_batch=next_batch
@@ -119,6 +121,7 @@ def make_trainer(
         on_step_end=on_step_end or (lambda step, metrics: None),
         resume_from=resume_from,
         extra=extra,
+        adapters=adapters,
     )
 
 

@@ -119,7 +119,6 @@ class Critic:
         self.policy = policy
         if self.adapter is not None:
             policy.add_adapter(ADAPTER, self.adapter)
-            policy.set_adapter("default")
         self.module.to(accelerator.device)
         self.wrapped = accelerator.prepare_model(self.module)
         self.restart(accelerator.device)
@@ -167,11 +166,12 @@ class Critic:
         if self.adapter is None:
             yield
             return
+        before = self.policy.active_adapter
         self.policy.set_adapter(ADAPTER)
         try:
             yield
         finally:
-            self.policy.set_adapter("default")
+            self.policy.set_adapter(before)
 
     def train_on(self, pack: Pack, hidden: torch.Tensor, accelerator: Any, autocast: Any) -> None:
         """Forward and backward of the value loss of one pack."""

@@ -7,12 +7,14 @@ inside `next_batch`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from peft import PeftModel
 
 from mmrl.errors import MmrlError
+from mmrl.trainer.adapters import Adapters
 from mmrl.trainer.critic import Critic
 from mmrl.trainer.logprobs import Scores, score
 from mmrl.trainer.objective import TrainCall
@@ -25,6 +27,7 @@ class Forwards:
 
     settings: Settings
     critic: Critic | None
+    adapters: Adapters | None
     accelerator: Any
     args: Any
     model: Any
@@ -42,9 +45,7 @@ class Forwards:
 
         Returns one tuple of length T per call, in the order of `calls`.
         """
-        return self._per_call(
-            calls, self._reference if reference else lambda pack: self._no_grad(self.model_wrapped, pack)
-        )
+        return self._per_call(calls, self._reference if reference else self._policy)
 
     def values(self, calls: Sequence[TrainCall]) -> list[tuple[float, ...]]:
         """The critic's value before every completion token; tuples as from `policy_logprobs`.
@@ -57,8 +58,7 @@ class Forwards:
 
     def _per_call(self, calls: Sequence[TrainCall], forward: Callable[[Pack], torch.Tensor]) -> list[tuple[float, ...]]:
         modules = list(dict.fromkeys(call.module for call in calls))
-        budget = self.settings.train.microbatch_tokens
-        packs = make_packs(calls, budget, beta=0.0, modules=modules, dtype=self._number_type(), score_all=True)
+        packs = self._make_packs(calls, modules, score_all=True)
         found: dict[int, tuple[float, ...]] = {}
         for pack in packs:
             numbers = forward(pack.to(self.args.device)).tolist()
@@ -66,6 +66,24 @@ class Forwards:
                 count = len(call.completion_ids)
                 found[id(call)], numbers = tuple(numbers[:count]), numbers[count:]
         return [found[id(call)] for call in calls]
+
+    def _make_packs(self, calls: Sequence[TrainCall], modules: Sequence[str], *, score_all: bool = False) -> list[Pack]:
+        """Packs within the token budget; no pack mixes adapters."""
+        return [
+            pack
+            for own in ([calls] if self.adapters is None else self.adapters.split(calls))
+            for pack in make_packs(
+                own,
+                self.settings.train.microbatch_tokens,
+                beta=self.settings.beta,
+                modules=modules,
+                dtype=self._number_type(),
+                score_all=score_all,
+            )
+        ]
+
+    def _with_adapter(self, pack: Pack) -> AbstractContextManager[None]:
+        return nullcontext() if self.adapters is None else self.adapters.using(self.model, pack.calls[0])
 
     def _reference(self, pack: Pack) -> torch.Tensor:
         """Reference log-probabilities, (N,): as handed in, else adapters off, else the frozen copy."""
@@ -78,6 +96,10 @@ class Forwards:
             raise MmrlError("algo.beta: got 0, so there is no reference policy to compare with; expected more than 0")
         return self._no_grad(self.ref_model, pack)
 
+    def _policy(self, pack: Pack) -> torch.Tensor:
+        with self._with_adapter(pack):
+            return self._no_grad(self.model_wrapped, pack)
+
     @torch.no_grad()
     def _no_grad(self, model: Any, pack: Pack) -> torch.Tensor:
         model.eval()
@@ -89,7 +111,7 @@ class Forwards:
         assert self.critic is not None
         self.model.eval()
         self.critic.module.eval()
-        with self.critic.active(), self.compute_loss_context_manager():
+        with self._with_adapter(pack), self.critic.active(), self.compute_loss_context_manager():
             return self.critic.values(pack)
 
     def _score(self, model: Any, pack: Pack, *, entropy: bool = False) -> Scores:

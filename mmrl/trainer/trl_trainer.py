@@ -13,7 +13,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,17 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from transformers import PrinterCallback
-from transformers.utils import logging as hf_logging
 from trl import GRPOConfig, GRPOTrainer
 
 from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
-from mmrl.errors import CheckpointError, MmrlError, TooManyFailures
+from mmrl.errors import CheckpointError, ConfigError, MmrlError, TooManyFailures
 from mmrl.trainer import checkpoint
+from mmrl.trainer.adapters import Adapters
 from mmrl.trainer.critic import ADAPTER, Critic
 from mmrl.trainer.forwards import Forwards
+from mmrl.trainer.inert import no_progress_bars, no_reward, one_device
 from mmrl.trainer.objective import StepBatch, token_loss
-from mmrl.trainer.packing import Pack, make_packs
+from mmrl.trainer.packing import Pack
 from mmrl.trainer.settings import Settings
 from mmrl.trainer.stream import StepEnd, Update, UpdateStream
 from mmrl.trainer.totals import StepTotals
@@ -54,6 +55,7 @@ def build_trainer(
     on_step_end: OnStepEnd,
     resume_from: Path | None = None,
     extra: Callable[[int], Mapping[str, Any]] | None = None,
+    adapters: Adapters | None = None,
 ) -> MmrlTrainer:
     """The trainer of one run; `train()` runs it from its start, or on from `resume_from`.
 
@@ -66,6 +68,7 @@ def build_trainer(
         output_dir: where checkpoints go.
         resume_from: a complete checkpoint of the same config.
         extra: given the step, what to store in the checkpoint's `extra.json`.
+        adapters: weights per module; None: all modules share one policy.
 
     Raises:
         ConfigError: settings that have no effect or cannot work, all at once.
@@ -87,6 +90,7 @@ def build_trainer(
         on_step_end=on_step_end,
         resume_from=resume_from,
         extra=extra or (lambda step: {}),
+        adapters=adapters,
     )
 
 
@@ -104,6 +108,7 @@ class MmrlTrainer(Forwards, GRPOTrainer):
         on_step_end: OnStepEnd,
         resume_from: Path | None,
         extra: Callable[[int], Mapping[str, Any]],
+        adapters: Adapters | None,
     ):
         self.settings = settings
         self.folder = folder
@@ -122,19 +127,28 @@ class MmrlTrainer(Forwards, GRPOTrainer):
                 lr=settings.train.lr * settings.critic.critic_lr_factor,
                 checkpointing=settings.model.gradient_checkpointing,
             )
+        self.adapters = adapters
+        lora = settings.lora()
+        if adapters is not None:
+            if lora is None:
+                raise ConfigError("model.lora: weights per module are adapters; set model.lora")
+            model, lora = adapters.attach(model, lora, settings.seed), None
         needs_copy = settings.algo.beta > 0 and settings.model.lora is None and not isinstance(model, PeftModel)
         reference = copy.deepcopy(model).eval().requires_grad_(False) if needs_copy else None
         on_cpu, autocast = model.device.type == "cpu", model.dtype == torch.bfloat16
         super().__init__(
             model=model,
-            reward_funcs=_no_reward,
-            args=_one_device(GRPOConfig(**settings.arguments(folder, on_cpu=on_cpu, autocast=autocast))),
+            reward_funcs=no_reward,
+            args=one_device(GRPOConfig(**settings.arguments(folder, on_cpu=on_cpu, autocast=autocast))),
             train_dataset=Dataset.from_dict({"prompt": ["mmrl brings its own batches"] * 2}),
             processing_class=tokenizer,
             callbacks=[StepEnd(self)],
-            peft_config=settings.lora(),
+            peft_config=lora,
         )
         self.remove_callback(PrinterCallback)
+        if self.accelerator.num_processes > 1 and (adapters or (self.critic and self.critic.adapter)):
+            # DDP expects every trained weight in every backward pass.
+            raise ConfigError("hardware.processes: weights per module and algo.critic=adapter need 1 process")
         for parameter in self.policy.parameters():
             # An AdamW update of 1e-6 is below bfloat16's resolution and would round to nothing.
             if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
@@ -191,7 +205,7 @@ class MmrlTrainer(Forwards, GRPOTrainer):
 
     def _packs(self, batch: StepBatch) -> list[list[Pack]]:
         """This process's packs of each mini-batch; starts the step's totals."""
-        algo, train = self.settings.algo, self.settings.train
+        algo = self.settings.algo
         if batch.minibatches != algo.minibatches or any(not 0 <= c.minibatch < algo.minibatches for c in batch.calls):
             raise MmrlError(f"step {batch.step}: mini-batches must be 0 to {algo.minibatches - 1} (algo.minibatches)")
         modules = list(dict.fromkeys(call.module for call in batch.calls))
@@ -202,9 +216,7 @@ class MmrlTrainer(Forwards, GRPOTrainer):
         found, trained = [], set()
         for index in range(algo.minibatches):
             calls = [call for call in batch.calls if call.minibatch == index]
-            packs = make_packs(
-                calls, train.microbatch_tokens, beta=self.settings.beta, modules=modules, dtype=self._number_type()
-            )
+            packs = self._make_packs(calls, modules)
             trained |= {call.id for pack in packs for call in pack.calls}
             found.append([pack.to(self.args.device) for pack in self._share(packs)])
         self.batch_metrics["train/calls_skipped"] = float(sum(call.id not in trained for call in batch.calls))
@@ -231,7 +243,7 @@ class MmrlTrainer(Forwards, GRPOTrainer):
         total = torch.zeros((), dtype=torch.float64, device=self.args.device)
         for number, pack in enumerate(update.packs, start=1):
             last = number == len(update.packs)
-            with nullcontext() if last else self.accelerator.no_sync(model):
+            with nullcontext() if last else self.accelerator.no_sync(model), self._with_adapter(pack):
                 total += self._train_on(model, pack, first=update.first)
         loss = float(self.reduce(total, "sum"))
         if not math.isfinite(loss):
@@ -287,18 +299,24 @@ class MmrlTrainer(Forwards, GRPOTrainer):
             # Processes must agree on whether to forward, and each sees only its own packs.
             missing = torch.tensor(float(recompute or bool(pack.sampled.isnan().any())), device=self.args.device)
             if float(self.reduce(missing, "max")):
-                pack.old = self._old(pack, self._no_grad(self.model_wrapped, pack))
+                pack.old = self._old(pack, self._policy(pack))
             else:
                 pack.old = pack.sampled
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        if self.critic is None:
-            norm = super()._clip_grad_norm(model)
-        else:
-            # Critic and policy are clipped apart, also where the critic's adapter lives inside the policy.
-            limit, own = self.settings.train.grad_clip, {id(p) for p in self.critic.named_parameters().values()}
-            norm = self.accelerator.clip_grad_norm_([p for p in model.parameters() if id(p) not in own], limit)
+        limit = self.settings.train.grad_clip
+        if self.critic is not None:
             self.critic.clip(limit)
+        if self.adapters is not None:
+            norms = self.adapters.clip(model, limit)
+            self.totals.adapter_norms.append(norms)
+            norm: Any = math.hypot(*norms.values())
+        elif self.critic is not None:
+            # Not the critic's adapter, which lives inside the policy.
+            own = {id(p) for p in self.critic.named_parameters().values()}
+            norm = self.accelerator.clip_grad_norm_([p for p in model.parameters() if id(p) not in own], limit)
+        else:
+            norm = super()._clip_grad_norm(model)
         value = float(norm) if norm is not None else 0.0
         if not math.isfinite(value):
             step = self.steps_done + 1
@@ -310,6 +328,11 @@ class MmrlTrainer(Forwards, GRPOTrainer):
 
     def create_optimizer(self, model: Any = None) -> Any:
         """AdamW over the policy, and the critic in groups of its own."""
+        if self.adapters is not None and self.optimizer is None:
+            groups = self.adapters.groups(self.model, self.args.learning_rate, self.args.weight_decay)
+            self.adapters.train_all(self.model)
+            kind, kwargs = self.get_optimizer_cls_and_kwargs(self.args)
+            self.optimizer = kind(groups, **kwargs)
         optimizer: Any = super().create_optimizer(model)
         if self.critic is not None:
             for group in self.critic.groups(self.settings.train.weight_decay):
@@ -340,7 +363,7 @@ class MmrlTrainer(Forwards, GRPOTrainer):
         temporary = checkpoint.begin(folder, step) if main else checkpoint.temporary(folder, step)
         try:
             self.accelerator.wait_for_everyone()
-            with _no_progress_bars():
+            with no_progress_bars():
                 self.save_model(str(temporary), _internal_call=True)
             if self.critic is not None and main:
                 # peft saved it as one more adapter of the policy, which it is not.
@@ -369,26 +392,3 @@ class MmrlTrainer(Forwards, GRPOTrainer):
 
     def _send_telemetry(self) -> None:
         """A run tells nobody about itself."""
-
-
-def _no_reward(*args: Any, **kwargs: Any) -> list[float | None]:
-    raise RuntimeError("rewards come from mmrl.credit; TRL's own reward path must never run")
-
-
-def _one_device(args: GRPOConfig) -> GRPOConfig:
-    """One process trains on one device, however many are visible (`Trainer` would wrap in DataParallel)."""
-    if args.n_gpu > 1:
-        args._n_gpu = 1
-    return args
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Saving shows a bar per shard, in the middle of mmrl's own display."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()
