@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 import time
@@ -36,6 +37,9 @@ class Counter:
     def stop(self) -> None:
         self.running = False
         self.rows = {}
+
+    def forget(self) -> None:
+        assert not self.rows
 
     def room(self, jobs: Sequence[Job], active: int) -> int:
         return max(0, self.width - active)
@@ -261,6 +265,26 @@ def test_a_loop_torn_down_in_mid_batch_leaves_no_trace(schedule: str) -> None:
         asyncio.run(abandoned())
         assert not decoder.running
         assert asyncio.run(run(batcher, [[ask((0,), 2)], [ask((1,), 3)]])) == [[2], [3]]
+
+
+def test_a_loop_closed_under_a_batch_leaves_no_trace() -> None:
+    decoder = Counter()
+    batcher = Batcher(decoder)
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(batcher.generate(ask((0,), 100_000, 15)))
+    loop.run_until_complete(asyncio.sleep(0.03))
+    assert decoder.running
+    loop.close()
+
+    async def later() -> list[list[int]]:
+        nonlocal task
+        gathering = asyncio.create_task(run(batcher, [[ask((0,), 2)], [ask((1,), 300, 15)]]))
+        await asyncio.sleep(0.03)
+        del task
+        gc.collect()  # the remainder of the old loop ends now, in the middle of the new batch
+        return await gathering
+
+    assert asyncio.run(later()) == [[2], [300]]
 
 
 def test_a_keyboard_interrupt_in_mid_decode_leaves_no_trace() -> None:

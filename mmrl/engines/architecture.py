@@ -228,7 +228,8 @@ class Layer:
     """q_norm and k_norm, where the model has them."""
     qk_weight: Tensor | None = None
     """(heads + kv heads, head_dim): their weights, head by head."""
-    qk_eps: Tensor | None = None
+    qk_eps: float = 0.0
+    qk_eps_like: Tensor | None = None
 
 
 class Weights:
@@ -262,11 +263,27 @@ class Weights:
                         k_norm.weight.detach().expand(self.kv_heads, -1),
                     ]
                 )
-                layer.qk_eps = torch.tensor(q_norm.variance_epsilon, device=self.embedding.device)
+                layer.qk_eps = float(q_norm.variance_epsilon)
+                layer.qk_eps_like = torch.tensor(layer.qk_eps, device=self.embedding.device)
         self.norm.refresh()
         self.head.refresh()
         if self.angles is not None and self.angles[0].device != self.embedding.device:
             self.angles = None
+
+    def fingerprint(self) -> list[object]:
+        """Something that differs when any weight differs: place and version of each tensor, and its sum.
+
+        A change through `.data` moves no version, an exchange of two weights no sum; training does neither alone.
+        """
+        tensors = [*self.causal.model.parameters(), *self.causal.lm_head.parameters()]
+        sums = torch.stack([tensor.detach().sum(dtype=torch.float64) for tensor in tensors]).tolist()
+        found: list[object] = [(t.data_ptr(), t._version, value) for t, value in zip(tensors, sums, strict=True)]
+        for source in _linears(self.causal):
+            layer: Any = source
+            if hasattr(layer, "base_layer"):
+                scaling = tuple(layer.scaling.items())
+                found.append((layer.disable_adapters, *layer.active_adapters, *layer.merged_adapters, scaling))
+        return found
 
     def rope(self, length: int) -> tuple[Tensor, Tensor]:
         """(T, head_dim) cos and signed sin for at least `length` positions: rotated x = x·cos + roll(x, half)·sin."""

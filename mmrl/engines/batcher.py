@@ -54,6 +54,13 @@ class Decoder(Protocol):
         """The first row of a burst is about to come: look at the weights afresh."""
         ...
 
+    def forget(self) -> None:
+        """No program is live: nothing learnt from earlier rows may be used again.
+
+        Bursts begin and end as timing has it; what lives from one to the next must not.
+        """
+        ...
+
     def room(self, jobs: Sequence[Job], active: int) -> int:
         """How many of the first `jobs` may be admitted next to `active` rows; at least one when `active` is 0."""
         ...
@@ -89,9 +96,12 @@ class Batcher:
         self.schedule = schedule
         self.busy_s = 0.0
         """Seconds spent decoding, for the share of generation in a step."""
+        self._started = False
         self._reset(None)
 
     def _reset(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        self._stop()  # the driver of a loop that was closed under it
+        self.decoder.forget()
         self._loop = loop
         self.live = 0
         self.waiting: list[Job] = []
@@ -131,7 +141,12 @@ class Batcher:
         """A program has ended. One that outlived its event loop is no longer counted."""
         self._bind()
         self.live = max(0, self.live - 1)
+        self._forget()
         self._wake()
+
+    def _forget(self) -> None:
+        if self.live == 0 and not self.waiting and not self.active:
+            self.decoder.forget()
 
     async def generate(self, request: Request) -> Completion:
         """Wait for a place in a batch and for the completion.
@@ -159,7 +174,7 @@ class Batcher:
 
     async def _drive(self) -> None:
         """Serve until nothing waits and nothing is in flight."""
-        started = False
+        loop = self._loop
         pool = ThreadPoolExecutor(1, "mmrl-decode") if self.schedule == "greedy" else None
         try:
             while True:
@@ -167,24 +182,28 @@ class Batcher:
                 if not self.waiting and not self.active:
                     return
                 try:
-                    if not started:
+                    if not self._started:
+                        self._started = True
                         self.decoder.start()
-                        started = True
                     await self._burst(pool)
                 except Exception as error:
-                    started, must_stop = False, started
                     self._fail(error)
-                    if must_stop:
-                        self.decoder.stop()
+                    self._stop()
         finally:
             self._interrupt = True
             if pool is not None:  # the worker looks at _interrupt between tokens
                 pool.shutdown(wait=True)
-            if started:
-                self.decoder.stop()
-            for job in (*self.active, *self.waiting):
-                job.future.cancel()
-            self.active, self.waiting = [], []
+            if self._loop is loop:  # else this is a remainder of a loop that is gone, collected late
+                self._stop()
+                for job in (*self.active, *self.waiting):
+                    job.future.cancel()
+                self.active, self.waiting = [], []
+                self._forget()
+
+    def _stop(self) -> None:
+        if self._started:
+            self._started = False
+            self.decoder.stop()
 
     async def _settle(self) -> None:
         """Let programs run until nothing changes any more and, if deterministic, all have asked that can ask."""

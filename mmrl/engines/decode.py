@@ -33,7 +33,7 @@ class OwnLoop:
 
     Args:
         model: `architecture.why_not(model)` must be None.
-        stored_tokens: most tokens of shared prefixes kept for prompts to come; they live as long as the burst.
+        stored_tokens: most tokens of shared prefixes kept for prompts to come.
     """
 
     refills = True
@@ -41,24 +41,29 @@ class OwnLoop:
     def __init__(self, model: torch.nn.Module, stored_tokens: int = 65536):
         self.weights = Weights(model)
         self.stored_tokens = stored_tokens
-        self._forget()
-
-    def _forget(self) -> None:
-        self._cache: list[Tensor] = []
-        self._lengths: list[int] = []
-        self._rows: list[Row] = []
-        self._store = PrefixStore(self.stored_tokens)
-        self._positions: Tensor | None = None
-        self._mask: Tensor | None = None
+        self._store = PrefixStore(stored_tokens)
+        self._weights_of_store: object = None
+        self.stop()
 
     def start(self) -> None:
-        """Read the weights anew."""
-        self._forget()
+        """Read the weights anew; prefixes kept under other weights are forgotten, however the weights were changed."""
         self.weights.refresh()
+        found = self.weights.fingerprint()
+        if found != self._weights_of_store:
+            self.forget()
+            self._weights_of_store = found
 
     def stop(self) -> None:
         """Forget all rows and free the cache."""
-        self._forget()
+        self._cache: list[Tensor] = []
+        self._lengths: list[int] = []
+        self._rows: list[Row] = []
+        self._positions: Tensor | None = None
+        self._mask: Tensor | None = None
+
+    def forget(self) -> None:
+        """Forget all prefixes."""
+        self._store = PrefixStore(self.stored_tokens)
 
     def prefill(self, rows: Sequence[Row]) -> Tensor:
         """See `Loop.prefill`; what prompts share is forwarded once."""
@@ -137,7 +142,7 @@ class OwnLoop:
         if rows <= old_rows and length <= old_length:
             return
         w = self.weights
-        rows = max(rows, old_rows)
+        rows = max(rows, old_rows * 5 // 4) if rows > old_rows else old_rows
         if length > old_length:
             length = -(-max(length + CACHE_STEP, old_length * 5 // 4) // CACHE_STEP) * CACHE_STEP
         else:
@@ -296,11 +301,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layer: Layer, heads: slice = sl
     """Norm (where the model has one) and rotary position of queries and keys, (..., heads, D), in place."""
     y = x
     if layer.qk_weight is not None:
-        assert layer.qk_eps is not None
         if x.dtype == torch.float32:
-            y = scaled(x, layer.qk_eps) * layer.qk_weight[heads]
+            assert layer.qk_eps_like is not None
+            y = scaled(x, layer.qk_eps_like) * layer.qk_weight[heads]
         else:
-            y = F.rms_norm(x, x.shape[-1:], None, float(layer.qk_eps)) * layer.qk_weight[heads]
+            y = F.rms_norm(x, x.shape[-1:], None, layer.qk_eps) * layer.qk_weight[heads]
     torch.addcmul(y * cos, y.roll(y.shape[-1] // 2, -1), sin, out=x)
 
 

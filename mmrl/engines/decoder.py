@@ -48,6 +48,10 @@ class Loop(Protocol):
         """The burst is over: forget all rows."""
         ...
 
+    def forget(self) -> None:
+        """Forget what was kept from earlier rows for later ones."""
+        ...
+
 
 class RowDecoder:
     """Implements `mmrl.engines.batcher.Decoder`.
@@ -124,6 +128,10 @@ class RowDecoder:
         """See `Decoder.stop`."""
         self._jobs = []
         self.loop.stop()
+
+    def forget(self) -> None:
+        """See `Decoder.forget`."""
+        self.loop.forget()
 
     def _append(self, jobs: Sequence[Job], ids: Sequence[int], logprobs: Sequence[float]) -> None:
         for job, token, logprob in zip(jobs, ids, logprobs, strict=True):

@@ -48,6 +48,9 @@ class HFLoop:
             module.training = True
         self._training = []
 
+    def forget(self) -> None:
+        """Nothing is kept between batches."""
+
     def prefill(self, rows: Sequence[Row]) -> torch.Tensor:
         """See `Loop.prefill`; only with no rows in flight."""
         width = max(len(row.prompt_ids) for row in rows)

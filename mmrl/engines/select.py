@@ -26,8 +26,12 @@ HALF_TOLERANCE = 0.3
 """Largest difference of two log-probabilities in the self-check: rounding only, float32 and half precision."""
 
 
-def choose(model: torch.nn.Module, wanted: str) -> Loop:
+def choose(model: torch.nn.Module, wanted: str, stored_tokens: int = 65536) -> Loop:
     """The loop for `engine.loop` = auto | own | hf.
+
+    Args:
+        model: a causal LM.
+        stored_tokens: most tokens of shared prefixes that the own loop keeps.
 
     Raises:
         ConfigError: the own loop was asked for and does not know the model.
@@ -36,7 +40,7 @@ def choose(model: torch.nn.Module, wanted: str) -> Loop:
         return HFLoop(model)
     reason = why_not(model)
     if reason is None:
-        return CheckedLoop(model)
+        return CheckedLoop(model, stored_tokens)
     if wanted == "own":
         raise ConfigError(f"engine.loop: got 'own', which cannot serve this model: {reason}; use auto or hf")
     LOG.warning("engine.loop=auto: the model's own forward generates (slower), since %s", reason)
@@ -46,9 +50,9 @@ def choose(model: torch.nn.Module, wanted: str) -> Loop:
 class CheckedLoop:
     """The own loop, compared with the model's forward on the first prompt; on a difference, the model's own."""
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, stored_tokens: int):
         self.model = model
-        self.loop: Loop = OwnLoop(model)
+        self.loop: Loop = OwnLoop(model, stored_tokens)
         self.checked = False
 
     @property
@@ -63,6 +67,10 @@ class CheckedLoop:
     def stop(self) -> None:
         """See `Loop.stop`."""
         self.loop.stop()
+
+    def forget(self) -> None:
+        """See `Loop.forget`."""
+        self.loop.forget()
 
     def prefill(self, rows: Sequence[Row]) -> torch.Tensor:
         """See `Loop.prefill`."""
@@ -100,6 +108,7 @@ class CheckedLoop:
                 made.append([loop.prefill([probe]), loop.step([ids[0]])])
             finally:
                 loop.stop()
+                loop.forget()
         self.loop.start()
         own, peer = (torch.cat(several).float().log_softmax(dim=-1) for several in made)
         if not torch.isfinite(peer).all():  # diverged weights: both fail, and the request says so

@@ -25,7 +25,7 @@ class TransformersEngine:
             so its weights are always the newest; nothing is copied between updates.
         tokenizer: decodes for stop strings and names the end-of-turn token.
         config: `engine.*`.
-        max_context: most tokens of prompt and completion together; None: the model's own limit.
+        max_context: most tokens of prompt and completion together, at most the model's own limit; None: that limit.
         threads: torch threads of heavy work (`hardware.threads`); None: as torch is set now.
     """
 
@@ -39,13 +39,20 @@ class TransformersEngine:
         threads: int | None = None,
     ):
         settings: Any = model.config
-        limit = max_context or getattr(settings, "max_position_embeddings", None)
+        if hasattr(settings, "get_text_config"):
+            settings = settings.get_text_config()
+        limits = [max_context, getattr(settings, "max_position_embeddings", None)]
+        limit = min((value for value in limits if value), default=None)
         rules = Rules(
             tokenizer, eos_ids(tokenizer, getattr(model, "generation_config", None)), settings.vocab_size, limit
         )
         parameters = sum(parameter.numel() for parameter in model.parameters())
         self._decoder = RowDecoder(
-            choose(model, config.loop), rules, config.batch_tokens, threads or torch.get_num_threads(), parameters
+            choose(model, config.loop, config.batch_tokens),
+            rules,
+            config.batch_tokens,
+            threads or torch.get_num_threads(),
+            parameters,
         )
         self._batcher = Batcher(self._decoder, config.schedule)
         self.policy_version = 0
@@ -64,6 +71,7 @@ class TransformersEngine:
         if self._batcher.busy:
             raise RuntimeError("the policy changed while the engine was generating")
         self.policy_version = self._decoder.policy_version = version
+        self._decoder.forget()
 
     def enter(self) -> None:
         """See `Engine.enter`."""
