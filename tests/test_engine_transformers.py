@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -196,6 +198,44 @@ def test_weights_are_never_stale(loop: str) -> None:
         for one, made in zip(asked, generate(served, asked), strict=True):
             assert made.policy_version == version
             assert made.logprobs == pytest.approx(recomputed(policy, one, made), abs=2e-5)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_module_speaks_with_its_own_adapter(loop: str, dtype: torch.dtype) -> None:
+    settings = LoraConfig(r=4, target_modules=["q_proj", "down_proj", "gate_proj"])
+    policy = get_peft_model(model(scale=0.2).to(dtype), settings, adapter_name="one")
+    policy.add_adapter("two", settings)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_" in name:
+                parameter.requires_grad_(True)
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    policy.eval()
+    modules = {"asker": "one", "reader": "two", "writer": "one"}
+    served = engine(policy, loop, adapters=modules)
+    asked = [
+        replace(request(prompt, index, max_tokens=3 + index), module=("asker", "reader", "writer")[index % 3])
+        for index, prompt in enumerate(prompts(9))
+    ]
+    made = generate(served, asked)
+    assert policy.active_adapters == ["one"]
+    assert all(parameter.requires_grad == ("lora_" in name) for name, parameter in policy.named_parameters())
+    exact = dtype == torch.float32
+    for one, completion in zip(asked, made, strict=True):
+        policy.set_adapter(modules[one.module])
+        gap = np.abs(np.array(recomputed(policy, one, completion)) - np.array(completion.logprobs)).max()
+        policy.set_adapter("two" if modules[one.module] == "one" else "one")
+        other = np.abs(np.array(recomputed(policy, one, completion)) - np.array(completion.logprobs)).max()
+        assert gap < (2e-5 if exact else 0.2)
+        assert other > 5 * gap
+
+    async def unknown() -> None:
+        await served.generate(replace(asked[0], module="judge"))
+
+    with pytest.raises(EngineFailure, match="module 'judge' has no adapter"):
+        asyncio.run(unknown())
 
 
 def test_a_new_version_in_mid_batch_is_refused() -> None:

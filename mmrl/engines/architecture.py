@@ -87,10 +87,16 @@ class Linear:
     Args:
         sources: the projections, in the order of the output's columns.
         scale_by: the norm before them, whose weight can be folded into the columns (float32 only).
+        adapter: the LoRA adapter to apply; None: whichever is active.
+        base: the same product with another adapter, refreshed before this one: in half precision both use its weights.
     """
 
-    def __init__(self, sources: list[Any], scale_by: Any = None):
+    def __init__(
+        self, sources: list[Any], scale_by: Any = None, adapter: str | None = None, base: Linear | None = None
+    ):
         self.sources = sources
+        self.adapter = adapter
+        self.base = base
         self.scale_by = scale_by
         self.folded = False
         self.weight: Tensor = torch.empty(0)
@@ -103,11 +109,14 @@ class Linear:
     def refresh(self) -> None:
         """Read the sources anew."""
         bases = [getattr(source, "base_layer", source) for source in self.sources]
-        updates = [_updates(source) for source in self.sources]
+        updates = [_updates(source, self.adapter) for source in self.sources]
         full = bases[0].weight.dtype == torch.float32
         self.folded = full and self.scale_by is not None
         own = len(bases) > 1 or self.folded or (full and any(updates))
-        self.weight = self._copy([base.weight for base in bases]) if own else bases[0].weight.detach()
+        if self.base is not None and not full:
+            self.weight = self.base.weight
+        else:
+            self.weight = self._copy([base.weight for base in bases]) if own else bases[0].weight.detach()
         self.low = self.high = None
         if any(updates):
             if full:
@@ -174,13 +183,13 @@ class Linear:
         return residual + self(x)
 
 
-def _updates(source: Any) -> list[tuple[Tensor, Tensor, float]]:
-    """(A, B, scaling) of the LoRA updates that a forward of this layer would add now."""
+def _updates(source: Any, adapter: str | None) -> list[tuple[Tensor, Tensor, float]]:
+    """(A, B, scaling) of the LoRA updates that a forward of this layer with this adapter would add now."""
     if not hasattr(source, "base_layer") or source.disable_adapters or source.merged:
         return []
     return [
         (source.lora_A[name].weight.detach(), source.lora_B[name].weight.detach(), source.scaling[name])
-        for name in source.active_adapters
+        for name in ([adapter] if adapter is not None else source.active_adapters)
         if name in source.lora_A
     ]
 
@@ -233,19 +242,28 @@ class Layer:
 
 
 class Weights:
-    """A model's weights for the own loop. `why_not(model)` must be None."""
+    """A model's weights for the own loop. `why_not(model)` must be None.
 
-    def __init__(self, model: nn.Module):
+    Args:
+        model: the causal LM, wrapped by peft or not.
+        adapter: the LoRA adapter to apply; None: whichever is active when the weights are read.
+        base: the weights with another adapter; always refreshed before these.
+    """
+
+    def __init__(self, model: nn.Module, adapter: str | None = None, base: Weights | None = None):
         causal: Any = causal_lm(model)
         config = causal.config
         self.causal = causal
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.hidden: int = config.hidden_size
-        self.layers = [_layer(module) for module in causal.model.layers]
+        self.layers: list[Layer] = [
+            _layer(module, adapter, base.layers[index] if base is not None else None)
+            for index, module in enumerate(causal.model.layers)
+        ]
         self.head_dim: int = causal.model.layers[0].self_attn.head_dim
         self.norm = Norm(causal.model.norm)
-        self.head = Linear([causal.lm_head])
+        self.head: Linear = Linear([causal.lm_head], None, adapter, base.head if base is not None else None)
         self.embedding: Tensor = torch.empty(0)
         self.angles: tuple[Tensor, Tensor] | None = None
 
@@ -295,16 +313,20 @@ class Weights:
         return self.angles
 
 
-def _layer(module: Any) -> Layer:
+def _layer(module: Any, adapter: str | None, base: Layer | None) -> Layer:
     attention, mlp = module.self_attn, module.mlp
-    qkv = Linear([attention.q_proj, attention.k_proj, attention.v_proj], module.input_layernorm)
-    gate_up = Linear([mlp.gate_proj, mlp.up_proj], module.post_attention_layernorm)
+
+    def linear(sources: list[Any], name: str, scale_by: Any = None) -> Linear:
+        return Linear(sources, scale_by, adapter, getattr(base, name) if base is not None else None)
+
+    qkv = linear([attention.q_proj, attention.k_proj, attention.v_proj], "qkv", module.input_layernorm)
+    gate_up = linear([mlp.gate_proj, mlp.up_proj], "gate_up", module.post_attention_layernorm)
     return Layer(
         before_attention=Norm(module.input_layernorm, qkv),
         qkv=qkv,
-        out=Linear([attention.o_proj]),
+        out=linear([attention.o_proj], "out"),
         before_mlp=Norm(module.post_attention_layernorm, gate_up),
         gate_up=gate_up,
-        down=Linear([mlp.down_proj]),
+        down=linear([mlp.down_proj], "down"),
         qk_norms=(attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None,
     )

@@ -34,12 +34,20 @@ class OwnLoop:
     Args:
         model: `architecture.why_not(model)` must be None.
         stored_tokens: most tokens of shared prefixes kept for prompts to come.
+        adapter: the LoRA adapter to apply; None: whichever is active.
+        base: a loop with another adapter of the same model, always started before this one.
     """
 
     refills = True
 
-    def __init__(self, model: torch.nn.Module, stored_tokens: int = 65536):
-        self.weights = Weights(model)
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        stored_tokens: int = 65536,
+        adapter: str | None = None,
+        base: OwnLoop | None = None,
+    ):
+        self.weights: Weights = Weights(model, adapter, base.weights if base is not None else None)
         self.stored_tokens = stored_tokens
         self._store = PrefixStore(stored_tokens)
         self._weights_of_store: object = None

@@ -6,7 +6,8 @@ Under `RowDecoder`; the fallback of `decode`, which is faster and knows fewer ar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,12 +21,15 @@ class HFLoop:
     Args:
         model: a causal LM, wrapped by peft or not. Generation runs in eval mode; each submodule's mode is put back
             when a burst ends.
+        adapter: the peft adapter to generate with; None: whichever is active. Which one is active, and which
+            parameters take gradients, is as before after each forward.
     """
 
     refills = False
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, adapter: str | None = None):
         self.model = model
+        self.adapter = adapter
         inner: Any = model
         if hasattr(inner, "get_base_model"):
             inner = inner.get_base_model()
@@ -86,8 +90,33 @@ class HFLoop:
         if self._positions:
             positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
             extra["position_ids"] = positions[:, -ids.shape[1] :]
-        output = self.model(
-            input_ids=ids, attention_mask=mask, past_key_values=self._cache, use_cache=True, return_dict=True, **extra
-        )
+        with using(self.model, self.adapter):
+            output = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                past_key_values=self._cache,
+                use_cache=True,
+                return_dict=True,
+                **extra,
+            )
         self._cache = output.past_key_values
         return output.logits[:, -1]
+
+
+@contextmanager
+def using(model: Any, adapter: str | None) -> Iterator[None]:
+    """Inside, `adapter` is the model's active one; peft also moves `requires_grad` with it, which is put back."""
+    if adapter is None or model.active_adapters == [adapter]:
+        yield
+        return
+    before = list(model.active_adapters)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.base_model.set_adapter(adapter)
+    try:
+        yield
+    finally:
+        model.base_model.set_adapter(before)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        for parameter in trained:
+            parameter.requires_grad_(True)

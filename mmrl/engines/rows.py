@@ -5,7 +5,7 @@ Between the decode loops, which make one token per row and step, and the `Comple
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,8 @@ class Row:
     """Most tokens this row may have, `max_context` counted in."""
     uniforms: np.ndarray
     """(limit,) float64: token t is drawn with the t-th."""
+    adapter: str | None = None
+    """The adapter that speaks, where modules have weights of their own."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -44,13 +46,22 @@ class Rules:
         eos_ids: each ends a completion with `eos`.
         vocabulary: ids of prompts must be below it.
         max_context: most tokens of prompt and completion together; None for no limit.
+        adapters: module name -> adapter name, where modules have weights of their own.
     """
 
-    def __init__(self, tokenizer: Tokenizer, eos_ids: Iterable[int], vocabulary: int, max_context: int | None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        eos_ids: Iterable[int],
+        vocabulary: int,
+        max_context: int | None,
+        adapters: Mapping[str, str] | None = None,
+    ):
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids)
         self.vocabulary = vocabulary
         self.max_context = max_context
+        self.adapters = adapters
         self._special: frozenset[int] = frozenset(getattr(tokenizer, "all_special_ids", ()) or ())
         self._pieces: dict[int, str] = {}
 
@@ -70,6 +81,8 @@ class Rules:
             raise EngineFailure("the prompt has no tokens")
         if min(prompt) < 0 or max(prompt) >= self.vocabulary:
             raise EngineFailure(f"the prompt has a token id outside the model's vocabulary of {self.vocabulary}")
+        if self.adapters is not None and request.module not in self.adapters:
+            raise EngineFailure(f"module '{request.module}' has no adapter (there are {', '.join(self.adapters)})")
         if sampling.max_tokens < 1:
             raise EngineFailure(f"max_tokens: got {sampling.max_tokens}, expected at least 1")
         if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0):
@@ -92,6 +105,7 @@ class Rules:
             stop=tuple(text for text in sampling.stop if text),
             limit=limit,
             uniforms=keyed.uniforms(sampling.seed, limit),
+            adapter=self.adapters[request.module] if self.adapters is not None else None,
         )
 
     def append(self, row: Row, token: int, logprob: float) -> str | None:

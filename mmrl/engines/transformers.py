@@ -5,6 +5,7 @@ Programs reach it through `rollout.context`; `stages.weights` tells it the polic
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ class TransformersEngine:
         config: `engine.*`.
         max_context: most tokens of prompt and completion together, at most the model's own limit; None: that limit.
         threads: torch threads of heavy work (`hardware.threads`); None: as torch is set now.
+        adapters: module name -> name of the model's LoRA adapter that it speaks with; None: all modules speak with
+            what is active.
     """
 
     def __init__(
@@ -37,18 +40,19 @@ class TransformersEngine:
         *,
         max_context: int | None = None,
         threads: int | None = None,
+        adapters: Mapping[str, str] | None = None,
     ):
         settings: Any = model.config
         if hasattr(settings, "get_text_config"):
             settings = settings.get_text_config()
         limits = [max_context, getattr(settings, "max_position_embeddings", None)]
         limit = min((value for value in limits if value), default=None)
-        rules = Rules(
-            tokenizer, eos_ids(tokenizer, getattr(model, "generation_config", None)), settings.vocab_size, limit
-        )
+        ends = eos_ids(tokenizer, getattr(model, "generation_config", None))
+        rules = Rules(tokenizer, ends, settings.vocab_size, limit, adapters)
+        names = sorted(set(adapters.values())) if adapters is not None else None
         parameters = sum(parameter.numel() for parameter in model.parameters())
         self._decoder = RowDecoder(
-            choose(model, config.loop, config.batch_tokens),
+            choose(model, config.loop, config.batch_tokens, names),
             rules,
             config.batch_tokens,
             threads or torch.get_num_threads(),
