@@ -324,3 +324,19 @@ def test_hf_loop_keeps_the_rows_it_is_told() -> None:
         loop.stop()
     for ids, logits in zip(([4, 5, 6, 11], [8, 9, 12]), made, strict=True):
         torch.testing.assert_close(logits, plain(policy, ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("parameters", "expected"), [(1_000, {1}), (10**9, {2})])
+def test_threads_follow_from_shapes_and_are_put_back(parameters: int, expected: set[int]) -> None:
+    torch.set_num_threads(1)
+    served = TransformersEngine(model(), tokenizer(), EngineConfig(), threads=2)
+    served._decoder.parameters = parameters
+    used: set[int] = set()
+    loop = served._decoder.loop
+    assert isinstance(loop, CheckedLoop)
+    step, prefill = loop.own.step, loop.own.prefill
+    loop.own.step = lambda tokens: (used.add(torch.get_num_threads()), step(tokens))[1]  # type: ignore[method-assign]
+    loop.own.prefill = lambda rows: (used.add(torch.get_num_threads()), prefill(rows))[1]  # type: ignore[method-assign]
+    generate(served, [request([5, 6], 0)])
+    assert used == expected
+    assert torch.get_num_threads() == 1
