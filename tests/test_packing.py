@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
@@ -56,7 +57,7 @@ def test_every_active_token_enters_once_per_entry_whatever_the_budget(
         if weight
     )
     assert entry_tokens(packs) == expected
-    assert all(pack.forwarded <= budget or len(pack.calls) == 1 for pack in packs)
+    assert all(pack.forwarded <= budget or pack.input_ids.shape[0] == 1 for pack in packs)
 
 
 @settings(deadline=None)
@@ -67,7 +68,7 @@ def test_scored_positions_come_right_before_their_targets(calls: list[TrainCall]
             pack.positions.tolist(), pack.targets.tolist(), pack.modules.tolist(), strict=True
         ):
             row, column = divmod(position, pack.input_ids.shape[1])
-            call = pack.calls[row]
+            call = calls[target // 1000 - 1]
             ids = call.prompt_ids + call.completion_ids
             assert pack.input_ids[row, : column + 1].tolist() == list(ids[: column + 1])
             assert ids[column + 1] == target
@@ -89,8 +90,38 @@ def make(prompt: int, tokens: int, index: int = 0, weight: float = 1.0) -> Train
 
 
 def test_calls_of_like_length_share_a_pack() -> None:
-    packs = make_packs([make(2, 2), make(50, 2), make(3, 2), make(49, 2)], 110, beta=0.0, modules=["a"])
+    calls = [replace(make(size, 2), prompt_ids=(size,) * size) for size in (2, 50, 3, 49)]
+    packs = make_packs(calls, 110, beta=0.0, modules=["a"])
     assert [[len(call.prompt_ids) for call in pack.calls] for pack in packs] == [[50, 49], [3, 2]]
+
+
+def turn(prompt: tuple[int, ...], completion: tuple[int, ...], name: str, advantage: float) -> TrainCall:
+    size = len(completion)
+    entry = TrainEntry(advantages=(advantage,) * size, weights=(1 / size,) * size)
+    return TrainCall(id=name, module="a", prompt_ids=prompt, completion_ids=completion, entries=(entry,))
+
+
+def test_equal_calls_and_earlier_turns_are_forwarded_once() -> None:
+    first = turn((1, 2), (3, 4), "first", 1.0)
+    second = turn((1, 2, 3, 4, 5), (6, 7), "second", 2.0)
+    twin = turn((1, 2, 3, 4, 5), (6, 7), "twin", 3.0)
+    fork = turn((1, 2), (3, 9), "fork", 4.0)
+    (pack,) = make_packs([first, second, twin, fork], 100, beta=0.0, modules=["a"])
+    # Of `fork`, 9 is only predicted, from the row that holds 1 2 3 as well.
+    assert pack.input_ids.tolist() == [[1, 2, 3, 4, 5, 6]]
+    assert [call.id for call in pack.calls] == ["first", "second", "twin", "fork"]
+    assert pack.positions.tolist() == [1, 2, 4, 5, 4, 5, 1, 2]
+    assert pack.targets.tolist() == [3, 4, 6, 7, 6, 7, 3, 9]
+    assert pack.advantages.tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_prefixes_are_found_across_many_rows() -> None:
+    chain = [turn(tuple(range(1, n)), (n, n + 1), str(n), 1.0) for n in range(3, 9)]
+    other = [turn((1, 2, 50 + n), (n, 3), f"o{n}", 1.0) for n in range(3)]
+    packs = make_packs([*chain, *other], 10**4, beta=0.0, modules=["a"])
+    assert sorted(tuple(row) for pack in packs for row in pack.input_ids.tolist()) == sorted(
+        [tuple(range(1, 9)), *[(1, 2, 50 + n, n, 0, 0, 0, 0) for n in range(3)]]
+    )
 
 
 def test_unsampled_tail_and_last_token_are_not_forwarded() -> None:
@@ -119,6 +150,7 @@ def test_scoring_everything_ignores_entries() -> None:
 
 
 def test_logits_are_bounded_as_well_as_tokens() -> None:
-    packs = make_packs([make(1, 3000, index) for index in range(2)], 10**6, beta=0.0, modules=["a"])
+    calls = [replace(make(1, 3000), prompt_ids=(index,)) for index in range(2)]
+    packs = make_packs(calls, 10**6, beta=0.0, modules=["a"])
     assert [len(pack.calls) for pack in packs] == [1, 1]
     assert 3000 < MAX_SCORED < 6000

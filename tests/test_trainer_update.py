@@ -100,7 +100,25 @@ def test_entries_of_one_call_equal_as_many_calls(tmp_path: Path) -> None:
     expected_loss, expected = gradients(trainer, apart)
     assert loss == pytest.approx(expected_loss, abs=1e-10)
     close(found, expected, 1e-8)
-    assert forwarded < trainer.totals.plain[0].item()
+    assert forwarded == trainer.totals.plain[0].item()  # equal calls share their row
+
+
+def test_turns_of_one_context_share_a_row_and_change_no_number(tmp_path: Path) -> None:
+    whole = make_calls(4, seed=9)
+    turns = []
+    for call in whole:
+        context = call.prompt_ids + call.completion_ids + (7, 8)
+        later = replace(make_calls(1, seed=len(context))[0], id=f"{call.id}+", prompt_ids=context)
+        turns += [call, later]
+    trainer = make_trainer(tmp_path, tiny_model("gpt2", dtype=torch.float64), algo={"beta": 0.05})
+    loss, found = gradients(trainer, turns)
+    together = trainer.totals.plain[0].item()
+    parts = [gradients(trainer, [call]) for call in turns]
+    assert loss == pytest.approx(sum(part for part, _ in parts), abs=1e-10)
+    close(found, {name: torch.stack([part[name] for _, part in parts]).sum(0) for name in found}, 1e-8)
+    packs = trainer._packs(StepBatch(step=1, calls=turns))[0]
+    assert [pack.input_ids.shape[0] for pack in packs] == [4]
+    assert together == packs[0].forwarded
 
 
 def test_a_step_without_work_counts_and_changes_nothing(tmp_path: Path) -> None:

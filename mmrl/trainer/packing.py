@@ -25,6 +25,7 @@ class Pack:
     """
 
     calls: tuple[TrainCall, ...]
+    """In the order of their scored positions; a row may hold several."""
     input_ids: torch.Tensor
     """(R, W) int64."""
     positions: torch.Tensor
@@ -90,13 +91,13 @@ def make_packs(
         dtype: of the per-token numbers.
         score_all: score every completion token, whatever its entries (to compute log-probabilities).
     """
-    rows = [_Row.of(call, beta, score_all) for call in calls]
-    rows = sorted((row for row in rows if row.scored), key=lambda row: -row.length)
+    parts = [_Part.of(call, beta, score_all) for call in calls]
+    rows = _rows([part for part in parts if part.scored])
     packs: list[Pack] = []
     group: list[_Row] = []
     for row in rows:
-        scored = sum(len(other.scored) for other in group) + len(row.scored)
-        if group and ((len(group) + 1) * group[0].length > budget or scored > MAX_SCORED):
+        scored = sum(other.scored for other in group) + row.scored
+        if group and ((len(group) + 1) * len(group[0].ids) > budget or scored > MAX_SCORED):
             packs.append(_pack(group, modules, dtype))
             group = []
         group.append(row)
@@ -104,7 +105,7 @@ def make_packs(
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _Part:
     """One call, its active entries, and which of its completion tokens are scored."""
 
     call: TrainCall
@@ -113,7 +114,7 @@ class _Row:
     scored: tuple[int, ...]
 
     @classmethod
-    def of(cls, call: TrainCall, beta: float, score_all: bool) -> _Row:
+    def of(cls, call: TrainCall, beta: float, score_all: bool) -> _Part:
         entries = tuple(
             (tuple(t for t, weight in enumerate(entry.weights) if weight != 0), number)
             for number, entry in enumerate(call.entries)
@@ -123,13 +124,45 @@ class _Row:
         return cls(call, entries, tuple(range(len(call.completion_ids)) if score_all else sorted(needed)))
 
     @property
-    def length(self) -> int:
+    def ids(self) -> tuple[int, ...]:
         """Tokens to forward: nothing follows the last scored one, and that one is only predicted."""
-        return len(self.call.prompt_ids) + self.scored[-1]
+        return (self.call.prompt_ids + self.call.completion_ids)[: len(self.call.prompt_ids) + self.scored[-1]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Tokens that are forwarded once, and every call that is a prefix of them."""
+
+    ids: tuple[int, ...]
+    parts: tuple[_Part, ...]
+
+    @property
+    def scored(self) -> int:
+        """Scored positions."""
+        return sum(len(part.scored) for part in self.parts)
+
+
+def _rows(parts: Sequence[_Part]) -> list[_Row]:
+    """One row per call that is no prefix of another, longest first; ties in the order of the calls.
+
+    With causal attention a prefix has the same hidden states in any row that begins with it, so equal calls (converged
+    rollouts) and a turn that later turns go on from cost nothing of their own.
+    """
+    ids = [part.ids for part in parts]
+    order = sorted(range(len(parts)), key=lambda i: (ids[i], i))
+    hosts: dict[int, list[int]] = {}
+    host = -1
+    for i in reversed(order):
+        # In lexicographic order a prefix of any sequence is a prefix of the one that comes next.
+        if host < 0 or ids[host][: len(ids[i])] != ids[i]:
+            host = i
+        hosts.setdefault(host, []).append(i)
+    ranked = sorted(hosts.items(), key=lambda item: (-len(ids[item[0]]), min(item[1])))
+    return [_Row(ids[host], tuple(parts[i] for i in sorted(members))) for host, members in ranked]
 
 
 def _pack(rows: Sequence[_Row], modules: Sequence[str], dtype: torch.dtype) -> Pack:
-    width = max(row.length for row in rows)
+    width = max(len(row.ids) for row in rows)
     input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
     positions: list[int] = []
     targets: list[int] = []
@@ -142,24 +175,24 @@ def _pack(rows: Sequence[_Row], modules: Sequence[str], dtype: torch.dtype) -> P
     advantages: list[float] = []
     weights: list[float] = []
     for number, row in enumerate(rows):
-        call = row.call
-        ids = (call.prompt_ids + call.completion_ids)[: row.length]
-        input_ids[number, : row.length] = torch.tensor(ids)
-        at = {t: len(positions) + offset for offset, t in enumerate(row.scored)}
+        input_ids[number, : len(row.ids)] = torch.tensor(row.ids)
+    for number, part in [(number, part) for number, row in enumerate(rows) for part in row.parts]:
+        call = part.call
+        at = {t: len(positions) + offset for offset, t in enumerate(part.scored)}
         start = number * width + len(call.prompt_ids) - 1
-        positions += [start + t for t in row.scored]
-        targets += [call.completion_ids[t] for t in row.scored]
-        sampled += _known(call.old_logprobs, row.scored)
-        known_ref += _known(call.ref_logprobs, row.scored)
-        old_values += _known(call.old_values, row.scored)
-        module += [modules.index(call.module)] * len(row.scored)
-        for tokens, entry in row.entries:
+        positions += [start + t for t in part.scored]
+        targets += [call.completion_ids[t] for t in part.scored]
+        sampled += _known(call.old_logprobs, part.scored)
+        known_ref += _known(call.ref_logprobs, part.scored)
+        old_values += _known(call.old_values, part.scored)
+        module += [modules.index(call.module)] * len(part.scored)
+        for tokens, entry in part.entries:
             entry_index += [at[t] for t in tokens]
             advantages += [call.entries[entry].advantages[t] for t in tokens]
             weights += [call.entries[entry].weights[t] for t in tokens]
             returns += _known(call.entries[entry].returns, tokens)
     return Pack(
-        calls=tuple(row.call for row in rows),
+        calls=tuple(part.call for row in rows for part in row.parts),
         input_ids=input_ids,
         positions=torch.tensor(positions),
         targets=torch.tensor(targets),
@@ -171,7 +204,7 @@ def _pack(rows: Sequence[_Row], modules: Sequence[str], dtype: torch.dtype) -> P
         returns=torch.tensor(returns, dtype=dtype),
         old_values=torch.tensor(old_values, dtype=dtype),
         modules=torch.tensor(module),
-        tokens=sum(row.length for row in rows),
+        tokens=sum(len(row.ids) for row in rows),
     )
 
 
