@@ -131,6 +131,23 @@ def test_a_step_of_several_batches_weighs_them_alike_and_mixes_lengths(tmp_path)
     assert record.losses[1] == pytest.approx(sum(losses) / 2, abs=2e-3)
 
 
+def test_prompt_weight_adds_the_prompts_own_tokens(tmp_path):
+    made = demonstrations(4)
+    losses = {}
+    for weight in (0.0, 0.5):
+        record = Record()
+        settings = replace(SETTINGS, steps=1, batch_tokens=9999, prompt_weight=weight)
+        warm_start(new_model(), TOKENIZER, made, settings, tmp_path / str(weight), callbacks=[record])
+        losses[weight] = record.losses[1]
+    model, total, count = new_model(), 0.0, 0
+    for item in encode(TOKENIZER, made):
+        ids = torch.tensor([item.prompt_ids])
+        logprobs = model(ids).logits[0].log_softmax(-1).detach()
+        total -= sum(float(logprobs[position - 1, ids[0, position]]) for position in range(1, ids.shape[1]))
+        count += ids.shape[1] - 1
+    assert losses[0.5] - losses[0.0] == pytest.approx(0.5 * total / count, abs=4e-3)
+
+
 def test_padding_is_never_trained_or_seen():
     encoded = encode(TOKENIZER, demonstrations(9))
     made = _Collator(encoded, pad_id=5)([{"rows": [0, 17]}])
