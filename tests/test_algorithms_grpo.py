@@ -213,3 +213,68 @@ def test_plans_and_checks():
         assert bool(problems) == algorithm.needs_turn_rewards == (name != "grpo")
         if problems:
             assert "use algo=grpo" in problems[0] and "outcome, judge_outcome" in problems[0]
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_mr", "mt_grpo", "mt_grpo_variable"])
+def test_weights_within_each_minibatch_and_by_a_constant(name):
+    grow = Grow(("a",))
+    for call, tokens, outcome in (("q/0", 2, 1.0), ("q/1", 4, 0.0), ("p/0", 3, 1.0), ("p/1", 3, 0.5)):
+        grow.chain(call, "a", outcome, tokens)
+    steps = {"q": 0, "p": 1}
+    split = by_call(credit(grow.forest, name, minibatch=steps))
+    assert split["q/0#0"].weights == pytest.approx([1 / 4] * 2) and split["p/0#0"].weights == pytest.approx([1 / 6] * 3)
+    token = by_call(credit(grow.forest, name, minibatch={"q": 0, "p": 0}, loss_mean="token"))
+    assert token["q/0#0"].weights == pytest.approx([1 / 12] * 2)
+    constant = by_call(credit(grow.forest, name, loss_mean="constant", loss_length=10))
+    assert constant["q/1#0"].weights == pytest.approx([1 / 40] * 4)
+
+
+def test_entries_say_what_they_were_compared_on():
+    entry = by_call(credit(search(), "grpo"))["q/0s"]
+    assert (entry.reward, entry.group, entry.group_size) == (1.7, "q", 4)
+    assert entry.mean == pytest.approx(0.875) and entry.std == pytest.approx(0.7932, abs=1e-4)
+    assert entry.parts == {"outcome": 1.7}
+    turn = by_call(credit(search(), "mt_grpo"))
+    assert turn["q/0s"].std == pytest.approx(0.330404, abs=1e-6)
+    assert turn["q/0s"].parts == pytest.approx({"turn": 0.7, "own_advantage": 1.4372}, abs=1e-4)
+    assert turn["q/0a"].parts == pytest.approx({"outcome": 1.7, "own_advantage": 1.039959}, abs=1e-6)
+    assert turn["q/0a"].reward == 1.7
+
+
+def test_merged_rewards_count_every_intermediate_turn():
+    merged = by_call(credit(three_turns(), "grpo_mr"))
+    assert merged["q/0t0"].reward == pytest.approx(1.0 + 0.2 - 0.1)
+    assert merged["q/1t0"].reward == pytest.approx(0.2 + 0.2 + 0.1)
+
+
+def test_the_turn_coefficient_leaves_merged_advantages_alone():
+    entries = by_call(credit(search(), "mt_grpo", turn_coef=0.0))
+    assert advantage(entries["q/2a"]) == pytest.approx(0.297015, abs=5e-7)
+    assert advantage(entries["q/0s"]) == pytest.approx(1.039959, abs=5e-7)
+
+
+def test_a_turn_without_a_reward_has_no_advantage_of_its_own():
+    grow = Grow(("agent",))
+    for index, (turn, outcome) in enumerate(((0.4, 1.0), (0.1, 0.0), (None, 0.5))):
+        leaf = grow.call(f"q/{index}a", None, "agent", turn_reward=turn)
+        grow.end(grow.call(f"q/{index}b", leaf, "agent"), outcome)
+    entries = by_call(credit(grow.forest, "mt_grpo_variable"))
+    assert entries["q/2a"].parts["own_advantage"] == 0.0 and entries["q/0a"].group_size == 2
+    assert advantage(entries["q/2a"]) == advantage(entries["q/2b"])
+
+
+def test_a_single_rollout_counts_in_b_even_where_flat_examples_are_dropped():
+    grow = Grow(("a",))
+    for name, outcome in (("q/0", 1.0), ("p/0", 1.0), ("p/1", 0.0)):
+        grow.chain(name, "a", outcome)
+    for name in ("grpo", "mt_grpo"):
+        assert by_call(credit(grow.forest, name, zero_variance="drop"))["p/0#0"].weights == (0.25,)
+
+
+def test_algorithms_know_their_names():
+    for name in ("grpo", "grpo_mr", "mt_grpo", "mt_grpo_variable"):
+        assert credit(search(), name).algo == ALGORITHMS[name].name == name
+        assert ALGORITHMS[name].needs_turn_rewards is (name != "grpo")
+        algo = ALGO_SCHEMAS[name].model_validate({"name": name})
+        for problem in ALGORITHMS[name].check(algo, ("a",), ("outcome",)):
+            assert problem.startswith(f"algo: {name} needs a task with turn rewards")

@@ -384,3 +384,70 @@ def test_zero_variance_groups_can_be_dropped_as_if_never_sampled():
     assert result.metrics["credit/zero_variance_share"] == 0.5
     assert result.metrics["credit/a/zero_variance_share"] == 1.0
     assert result.metrics["credit/b/zero_variance_share"] == 0.0
+
+
+def test_chunks_cover_a_pool_that_divides_evenly():
+    entries = by_call(credit(singles(6, ["answerer"]), "mhgpo_rr", group_size=3, regroup="agent_chunks"))
+    groups = [e.group for call, e in entries.items() if call.endswith("/w")]
+    assert sorted(groups) == ["RR:rewriter:0:0"] * 3 + ["RR:rewriter:0:1"] * 3
+
+
+def test_permutations_differ_between_steps_and_between_slots():
+    def order(step):
+        forest = replace(singles(6, ["answerer"]), step=step)
+        entries = by_call(credit(forest, "mhgpo_rr", group_size=3, regroup="agent_chunks"))
+        return [[entries[f"q{i}/{agent}"].group[-1] for i in range(6)] for agent in "wr"]
+
+    found = [order(step) for step in range(8)]
+    assert len({tuple(writers) for writers, _ in found}) > 1
+    assert any(writers != rankers for writers, rankers in found)
+
+
+def test_a_pool_for_every_module_and_fork():
+    entries = by_call(credit(singles(6, ["answerer", "reranker"]), "mhgpo_rr", group_size=2))
+    assert {e.group for call, e in entries.items() if call.endswith("/w")} == {
+        "RR:rewriter:0:answerer",
+        "RR:rewriter:0:reranker",
+    }
+
+
+def test_a_batch_standard_deviation_leaves_groups_of_one_out():
+    grow = Grow(("a",))
+    for name, outcome in (("q/0", 1.0), ("q/1", 0.0), ("p/0", 50.0)):
+        grow.chain(name, "a", outcome, fork="a")
+    entries = by_call(credit(grow.forest, "mhgpo_fof", std_over="batch", eps=0))
+    assert advantage(entries["q/0#0"]) == pytest.approx(0.5 / 0.5**0.5)
+
+
+def test_frozen_slots_without_tokens_and_later_invocations_do_not_count_in_n():
+    grow = Grow(("a", "b"))
+    for branch, outcome in enumerate((1.0, 0.0)):
+        grow.call(f"q/{branch}a", None, "a")
+        grow.call(f"q/{branch}b", f"q/{branch}a", "b", tokens=0)
+        grow.end(f"q/{branch}b", outcome, fork="a")
+    assert by_call(credit(grow.forest, "mhgpo_fof"))["q/0a"].weights == pytest.approx([0.5])
+    repeated = Grow(("a",))
+    for branch, outcome in enumerate((1.0, 0.0)):
+        repeated.chain(f"q/{branch}", "aa", outcome, fork="a")
+    result = by_call(credit(repeated.forest, "mhgpo_is"))
+    assert result["q/0#0"].weights == pytest.approx([0.5]) and result["q/0#1"].weights == (0.0,)
+    frozen = by_call(credit(repeated.forest, "mhgpo_is", freeze_modules=("a",)))
+    assert not any(any(entry.weights) for entry in frozen.values())
+
+
+def test_token_means_are_taken_within_each_minibatch():
+    minibatch = {"q0": 0, "q1": 1, "q2": 1}
+    forest = round_robin_forest()
+    entries = by_call(credit(forest, "mhgpo_rr", group_size=2, minibatch=minibatch, loss_mean="token"))
+    assert entries["q0/0w"].weights == pytest.approx([1 / 20] * 5)
+    assert entries["q1/w"].weights == pytest.approx([1 / 30] * 5)
+
+
+def test_two_modules_are_enough_for_oversampling():
+    algo = ALGO_SCHEMAS["mhgpo_fof_os"].model_validate({"name": "mhgpo_fof_os"})
+    assert ALGORITHMS["mhgpo_fof_os"].check(algo, ("a", "b"), ("outcome",)) == []
+
+
+def test_calls_without_a_group_still_show_what_their_reward_is_made_of():
+    entries = by_call(credit(independent_trees(), "mhgpo_is", group_size=2))
+    assert entries["q/1:0"].parts == pytest.approx({"shared": 0.4, "penalty": 0.0})

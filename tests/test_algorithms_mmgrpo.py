@@ -290,3 +290,44 @@ def test_check_names_teachers_that_cannot_be_sampled():
 def test_combinations_without_effect_are_refused(options, message):
     with pytest.raises(ValidationError, match=message):
         MmgrpoConfig(name="mmgrpo", **options)
+
+
+def test_fillers_are_drawn_for_each_place_on_its_own():
+    grow = Grow(("A",))
+    grow.chain("q/r0", "A" * 12, 1.0)
+    grow.chain("q/r1", "AAA", 0.0)
+    found = groups(credit(grow.forest))
+    assert len({found[f"q:A:{k}"][1][0] for k in range(3, 12)}) > 1
+
+
+def test_the_last_own_call_fills_every_place():
+    grow = Grow(("A",))
+    grow.chain("q/r0", "A" * 6, 1.0)
+    grow.chain("q/r1", "AAA", 0.0)
+    found = groups(credit(grow.forest, filler="max"))
+    assert [found[f"q:A:{k}"][1][0] for k in range(6)] == ["r1#0", "r1#1", "r1#2", "r1#2", "r1#2", "r1#2"]
+
+
+def test_a_call_of_just_the_longest_length_is_trained():
+    grow = Grow(("A",))
+    for index in range(2):
+        grow.end(grow.call(f"q/{index}", None, "A", tokens=8), float(index))
+    assert len(credit(grow.forest, max_context=8).entries) == 2
+    assert credit(grow.forest, max_context=7).entries == ()
+
+
+def test_token_means_metrics_and_parts():
+    grow = Grow(("A",))
+    for name, tokens, outcome in (("q/0", 2, 1.0), ("q/1", 4, 0.0), ("p/0", 3, 1.0), ("p/1", 3, 1.0)):
+        grow.chain(name, "A", outcome, tokens)
+    result = credit(grow.forest, minibatch={"q": 0, "p": 1}, loss_mean="token")
+    assert {e.call: e.weights[0] for e in result.entries} == {
+        "q/0#0": 1 / 6,
+        "q/1#0": 1 / 6,
+        "p/0#0": 1 / 6,
+        "p/1#0": 1 / 6,
+    }
+    whole = {e.weights[0] for e in credit(grow.forest, loss_mean="token").entries}
+    assert whole == {1 / 12}
+    assert result.metrics["credit/groups"] == 2.0 and result.metrics["credit/zero_variance_share"] == 0.5
+    assert result.entries[0].parts == {"outcome": 1.0} and result.algo == "mmgrpo"

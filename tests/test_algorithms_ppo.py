@@ -179,6 +179,19 @@ def test_kl_is_in_the_reward_of_sampled_tokens_only():
     assert entries["q/0"].parts == pytest.approx({"turn": 0.5, "kl": -0.1})
 
 
+def test_mappo_never_reads_values_of_observations():
+    grow = Grow(("a",))
+    grow.end(grow.call("q/0", None, "a", 1, observation_tokens=2, values=(0.5,)), 1.0)
+    assert by_call(credit(grow.forest, "mappo"))["q/0"].raw_advantages == pytest.approx((0.5,))
+
+
+def test_whitening_over_trained_tokens_ignores_estimates_at_observations():
+    entries = by_call(credit(search(True), "mt_ppo", obs="all", position="turn_end"))
+    assert flat(entries, "advantages") == pytest.approx(
+        [0.777454, 0.418629, 0.059804, 1.136279, -1.375496, -1.016671], abs=5e-7
+    )
+
+
 def test_weights_are_the_token_mean():
     grow = Grow(("agent",))
     for example, tokens in (("q", 3), ("p", 5)):
@@ -187,8 +200,12 @@ def test_weights_are_the_token_mean():
         assert {w for e in credit(grow.forest, name).entries for w in e.weights} == {1 / 8}
         by_sequence = credit(grow.forest, name, loss_mean="seq")
         assert by_call(by_sequence)["p/0"].weights == pytest.approx([1 / 10] * 5)
-        split = credit(grow.forest, name, minibatch={"q": 0, "p": 1})
-        assert total_weight(split) == pytest.approx(2.0)
+        split = by_call(credit(grow.forest, name, minibatch={"q": 0, "p": 1}, loss_mean="seq"))
+        assert split["q/0"].weights == pytest.approx([1 / 3] * 3) and split["p/0"].weights == pytest.approx([1 / 5] * 5)
+        constant = by_call(credit(grow.forest, name, loss_mean="constant", loss_length=10))
+        assert constant["q/0"].weights == pytest.approx([1 / 20] * 3)
+        assert total_weight(credit(grow.forest, name)) == pytest.approx(1.0)
+        assert credit(grow.forest, name).algo == name
 
 
 @pytest.mark.parametrize("name", ["ppo", "mt_ppo", "mappo"])
@@ -242,4 +259,8 @@ def test_plans_and_checks():
         algorithm = ALGORITHMS[name]
         assert algorithm.plan(algo, ("a",), (0, 0, "q")) == (Tree(),)
         assert algorithm.needs_critic
-        assert bool(algorithm.check(algo, ("a",), ("outcome",))) == (name == "mt_ppo")
+        problems = algorithm.check(algo, ("a",), ("outcome",))
+        assert algorithm.needs_turn_rewards is (name == "mt_ppo") is bool(problems)
+        assert algorithm.name == name
+        if problems:
+            assert problems[0].startswith("algo: mt_ppo needs") and "use algo=ppo" in problems[0]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from mmrl.credit.forest_json import dump_forest, parse_forest, read_forest
+from mmrl.credit.forest_json import dump_forest, parse_forest
 from mmrl.errors import DataError
 from tests.forests import Grow
 
@@ -70,6 +70,32 @@ def test_round_trip():
     grow.end("q/1", 0.0, error="parse", fork="a")
     grow.end(None, None, error="tool")
     assert parse(dump_forest(grow.forest)) == grow.forest
+
+
+def test_repeated_modules_count_their_invocations():
+    grow = Grow(("a", "b"))
+    grow.chain("q/0", "abaab", 1.0)
+    read = parse(dump_forest(grow.forest))
+    assert [call.invocation for call in read.calls.values()] == [0, 0, 1, 2, 1]
+    assert read == grow.forest
+
+
+def test_token_ids_start_at_zero_and_lists_may_be_empty():
+    raw = change(["calls", 1, "completion_ids"], [0, 1])
+    assert parse(raw).calls["c1"].completion_ids == (0, 1)
+    raw["calls"][1] |= {"completion_ids": [], "observation_tokens": 0, "values": []}
+    assert parse(raw).calls["c1"].completion_tokens == 0
+    raw["calls"][1]["values"] = [1.0]
+    with pytest.raises(DataError, match=r"got 1 numbers, expected 0, one per completion token$"):
+        parse(raw)
+
+
+def test_what_is_written_is_json_with_its_nulls():
+    written = dump_forest(parse(small()))
+    assert json.loads(json.dumps(written)) == written
+    assert written["calls"][0]["parent"] is None and written["calls"][0]["turn_reward"] is None
+    assert "values" not in written["calls"][0] and written["calls"][1]["values"] == [0.1, 0.2, 0.3]
+    assert written["calls"][1]["completion_ids"] == [5, 6] and "completion_tokens" not in written["calls"][1]
 
 
 def test_teachers_go_with_calls():
@@ -166,6 +192,17 @@ MALFORMED = {
         change(["calls", 1, "turn_reward"], 0.1),
         "call 'c1': turn_reward: got a number on the",
     ),
+    "more fields than there are": (
+        change(["calls", 0, "present_fields"], 2),
+        "call 'c0': present_fields: got 2 of 0 expected_fields",
+    ),
+    "observed values": (
+        change(["calls", 1, "values"], [1.0] * 5),
+        "values: got 5 numbers, expected 2, one per completion token (or 3 with observation tokens)",
+    ),
+    "negative id": (change(["calls", 1, "completion_ids"], [0, -1]), "completion_ids: expected a list of token ids"),
+    "empty text": (change(["calls", 0, "example"], ""), "call 'c0': example: got '', expected a non-empty text"),
+    "null example": (change(["calls", 0, "example"], None), "call 'c0': example: got None"),
     "ok": (change(["calls", 0, "ok"], 1), "call 'c0': ok: got 1, expected true or false"),
     "call twice": (change(["calls", 1, "id"], "c0"), "call 'c0': this id occurs twice"),
     "parent number": (change(["calls", 1, "parent"], 0), "call 'c1': parent: got 0, expected a name or null"),
@@ -207,16 +244,6 @@ def test_all_problems_of_a_file_are_told_at_once():
 def test_broken_text_is_refused(text, message):
     with pytest.raises(DataError, match=message):
         parse_forest(text, "f.json")
-
-
-def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(DataError, match="cannot be read"):
-        read_forest(tmp_path / "none.json")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="not UTF-8"):
-        read_forest(tmp_path / "binary")
-    (tmp_path / "good.json").write_text(json.dumps(small()))
-    assert read_forest(tmp_path / "good.json") == parse(small())
 
 
 def test_texts_and_prompts_are_left_out_of_the_form():

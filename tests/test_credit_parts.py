@@ -11,7 +11,9 @@ from mmrl.credit.advantages import normalise, std_of
 from mmrl.credit.gae import gae, whitening
 from mmrl.credit.groups import ForkView
 from mmrl.credit.rewards import backward, scored
+from mmrl.credit.segments import Segment, segment_credit
 from mmrl.credit.weights import Unit, per_token, three_level, two_level
+from mmrl.records import Call
 from tests.forests import Grow
 
 
@@ -29,6 +31,8 @@ def test_normalise_by_hand():
 def test_normalise_without_a_comparison():
     assert normalise([], eps=0).dropped and normalise([], eps=0).mean is None
     single = normalise([3.0], eps=0)
+    unscaled = normalise([2.0, 2.0], eps=0, scale=False)
+    assert unscaled.std is None and unscaled.mean == 2.0 and unscaled.constant
     assert single.dropped and not single.constant and single.advantages == (0.0,) and single.mean == 3.0
 
 
@@ -64,6 +68,13 @@ def test_three_level_shares():
     assert three_level(units, filled, steps) == pytest.approx([1 / 4, 1 / 4, 1 / 2, 1 / 4, 0])
 
 
+def test_shares_and_units_must_match():
+    with pytest.raises(ValueError, match="shorter"):
+        per_token([Unit("q", "g", 1)], [], "seq", None)
+    with pytest.raises(ValueError, match="shorter"):
+        per_token([Unit("q", "g", 1)], [], "token", None)
+
+
 def test_weights_per_token():
     units = [Unit("q", "g", 2), Unit("q", "g", 4), Unit("p", "h", 3), Unit("p", "i", 9, False)]
     shares = [0.25, 0.25, 0.5, 0.0]
@@ -79,6 +90,15 @@ def test_gae_by_hand():
     """Two tokens: A_1 = r_1 - V_1; A_0 = r_0 + gamma V_1 - V_0 + gamma lambda A_1."""
     assert gae([1.0, 2.0], [0.5, 0.25], 0.9, 0.5) == pytest.approx([1.0 + 0.9 * 0.25 - 0.5 + 0.45 * 1.75, 1.75])
     assert gae([], [], 1, 1) == []
+
+
+def test_explained_variance_by_hand():
+    """Returns 1, 0, 2 around 1, errors (advantages) 0.5, 0, -0.5 around 0: 1 - (0.5/3) / (2/3)."""
+    call = Call(id="c", example="q", parent=None, module="a", completion_tokens=3)
+    segment = Segment(call, {}, (0.0,) * 3, (0.5, 0.0, 2.5), (0.5, 0.0, -0.5), 1.0)
+    assert segment_credit("x", [segment], "none").metrics == {"credit/explained_variance": pytest.approx(0.75)}
+    flat = Segment(call, {}, (0.0,) * 3, (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), 1.0)
+    assert segment_credit("x", [flat], "none").metrics == {}
 
 
 def test_whitening():
@@ -136,6 +156,16 @@ def test_forks_recorded_and_read_from_the_tree():
     recorded = ForkView(grow.forest)
     assert recorded.at_fork == {"q/c0", "q/c1"}
     assert dict(recorded.above_fork) == {"q/a": "c", "q/b0": "c", "q/b1": "c"}
+
+
+def test_forks_are_read_from_the_last_level_of_a_tree():
+    grow = Grow(("a", "b", "c"))
+    grow.call("q/a", None, "a")
+    grow.call("q/b", "q/a", "b")
+    for branch in range(2):
+        grow.end(grow.call(f"q/c{branch}", "q/b", "c"), 1.0)
+    view = ForkView(grow.forest)
+    assert view.at_fork == {"q/c0", "q/c1"} and dict(view.above_fork) == {"q/a": "c", "q/b": "c"}
 
 
 def test_a_tree_that_never_reached_its_fork_is_all_above_it():

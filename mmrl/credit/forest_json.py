@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mmrl import errors
@@ -34,23 +33,15 @@ CALL_KEYS = (
 ROLLOUT_KEYS = ("id", "example", "leaf", "reward", "error", "fork")
 
 
-def read_forest(path: Path) -> Forest:
-    """The forest of a JSON file.
+def parse_forest(text: str, source: str) -> Forest:
+    """The forest in `text`.
+
+    Args:
+        source: names the text in errors, such as its file.
 
     Raises:
-        DataError: the file is missing, is not JSON, or has malformed records; one sentence per problem, each with
-            the file and the record's id.
+        DataError: not JSON, or malformed records; one sentence per problem, each with the source and the record's id.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise DataError(f"{path}: cannot be read ({reason})") from None
-    return parse_forest(text, str(path))
-
-
-def parse_forest(text: str, source: str) -> Forest:
-    """The forest in `text`; `source` names it in errors. Raises `DataError` as `read_forest` does."""
     try:
         raw = json.loads(text, object_pairs_hook=_no_duplicates)
     except json.JSONDecodeError as error:
@@ -114,12 +105,8 @@ class _Reader:
             if not isinstance(raw[key], list):
                 self.problem(f"{key}: got {type(raw[key]).__name__}, expected a list")
                 return None
-        calls = self._unique(
-            "call", raw["calls"], [self._call(item, n, modules) for n, item in enumerate(raw["calls"])]
-        )
-        rollouts = self._unique(
-            "rollout", raw["rollouts"], [self._rollout(item, n, modules) for n, item in enumerate(raw["rollouts"])]
-        )
+        calls = self._unique("call", [self._call(item, n, modules) for n, item in enumerate(raw["calls"])])
+        rollouts = self._unique("rollout", [self._rollout(item, n, modules) for n, item in enumerate(raw["rollouts"])])
         if self.problems:
             return None
         ordered = self._ordered(calls)
@@ -165,6 +152,10 @@ class _Reader:
             "turn_reward": self._number(raw, "turn_reward"),
             **{key: self._numbers(raw, key, lengths) for key in ("values", "logprobs", "ref_logprobs")},
         }
+        if len(self.problems) == before and record["present_fields"] > record["expected_fields"]:
+            self.problem(
+                f"present_fields: got {record['present_fields']} of {record['expected_fields']} expected_fields"
+            )
         return Call(**record) if len(self.problems) == before else None
 
     def _rollout(self, raw: Any, position: int, modules: Sequence[str]) -> Rollout | None:
@@ -190,7 +181,7 @@ class _Reader:
         found = len(self.problems) == before
         return Rollout(**record, reward=reward, error=error, fork=fork) if found else None
 
-    def _unique(self, what: str, raw: Sequence[Any], records: Sequence[Any]) -> dict[str, Any]:
+    def _unique(self, what: str, records: Sequence[Any]) -> dict[str, Any]:
         """Records by id; duplicates are problems."""
         found: dict[str, Any] = {}
         for record in records:
