@@ -314,3 +314,92 @@ def test_official_files(dataset, file, count, share):
 def test_passage_collection_as_corpus():
     path = FOLDER / "2wikimultihopqa" / "2wikimultihopqa_corpus.json"
     assert len(load_corpus("task.corpus", str(path))) == 6119
+
+
+@pytest.mark.parametrize(
+    ("layout", "row", "answers"),
+    [
+        ("nq", {"question": "Q?", "answer": ["a", "b", "a"]}, ("a", "b")),
+        ("nq", {"question": "Q?", "answer": "a"}, ("a",)),
+        ("nq", {"question": "Q?", "answers": ["a"]}, ("a",)),
+        ("triviaqa", {"question": "Q?", "answer": {"aliases": ["A"], "normalized_aliases": ["a"]}}, ("a",)),
+        ("popqa", {"question": "Q?", "possible_answers": '["a", "b"]'}, ("a", "b")),
+        ("hotpotqa", {"question": "Q?", "answer": "yes", "type": "comparison"}, ("yes",)),
+        ("musique", {"question": "Q?", "answer": ["a"]}, ("a",)),
+    ],
+)
+def test_records_of_questions_alone_are_read_under_any_layout(tmp_path, layout, row, answers):
+    found = load(saved(tmp_path, [row, row], "q.jsonl"), layout)
+    assert [r.id for r in found] == ["dev-0", "dev-1"]
+    assert (found[0].question, found[0].answers, found[0].titles, found[0].paragraphs) == ("Q?", answers, (), ())
+
+
+def test_popqa_with_passages(tmp_path):
+    row = {
+        "id": 7,
+        "question": "Q?",
+        "possible_answers": '["a"]',
+        "prop": "author",
+        "paragraphs": [
+            {"title": "T", "text": "x", "is_supporting": True},
+            {"title": "U", "text": "y", "is_supporting": False},
+        ],
+    }
+    (found,) = load(saved(tmp_path, [row]), "popqa")
+    assert (found.id, found.titles, found.kind) == ("7", ("T",), "author")
+    assert found.paragraphs == (("T", "x"), ("U", "y"))
+
+
+def test_dpr_topics(tmp_path):
+    path = tmp_path / "topics.txt"
+    path.write_text('who sings it\t[\'Linda\', "Reba\'s"]\n"a ""quoted"" one"\t[\'x\']\n', encoding="utf-8")
+    found = load(str(path), "nq")
+    assert [r.question for r in found] == ["who sings it", 'a "quoted" one']
+    assert found[0].answers == ("Linda", "Reba's")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"question": "Q?"}, "misses the field 'answer'"),
+        ({"answer": "a"}, "misses the field 'question'"),
+        ({"question": "Q?", "answer": []}, "answer: is empty"),
+        ({"question": "Q?", "answer": [" "]}, "answer: is empty"),
+        ({"question": "Q?", "answer": 1.5}, "answer: got float, expected text or a list of texts"),
+        ({"question": "Q?", "answer": [None]}, "answer: got NoneType, expected text"),
+        ({"question": "Q?", "possible_answers": "a, b"}, "record 0: "),
+    ],
+)
+def test_bad_questions_name_file_and_record(tmp_path, row, expected):
+    with pytest.raises(DataError) as caught:
+        load(saved(tmp_path, [row]), "nq")
+    assert expected in str(caught.value)
+    assert "record 0" in str(caught.value)
+
+
+@pytest.mark.parametrize("line", ["no tab", "a\tb\tc", "q\t[oops", "q\t__import__('os')"])
+def test_bad_topics_name_the_line(tmp_path, line):
+    path = tmp_path / "topics.txt"
+    path.write_text(f"q\t['a']\n{line}\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"topics\.txt line 2: expected a question, a tab and a list of answers"):
+        load(str(path), "nq")
+
+
+@pytest.mark.skipif(not (FOLDER / "nq_open").is_dir(), reason="no public data: set MMRL_DATA")
+@pytest.mark.parametrize(
+    ("layout", "name", "rows"),
+    [
+        ("nq", "nq_open/NQ-open.dev.jsonl", 3610),
+        ("nq", "nq_open/topics.dpr.nq.dev.txt", 8757),
+        ("triviaqa", "triviaqa/topics.dpr.trivia.dev.txt", 8837),
+        ("popqa", "popqa/test.jsonl", 14267),
+        ("popqa", "popqa/popqa.json", 1000),
+        ("hotpotqa", "hotpotqa/hotpot_dev_v1_simplified.json", 7105),
+        ("2wiki", "2wikimultihopqa/dev_qa.jsonl", 12576),
+        ("musique", "musique/dev_qa.jsonl", 2417),
+    ],
+)
+def test_public_question_files(layout, name, rows):
+    found = load(str(FOLDER / name), layout)
+    assert len(found) == rows
+    assert all(record.question.strip() and record.answers for record in found)
