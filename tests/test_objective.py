@@ -88,7 +88,5 @@ def test_calls_whose_lengths_disagree_are_refused_by_id() -> None:
         call(old_logprobs=(-1.0,))
     with pytest.raises(MmrlError, match=r"call q1/0#0: entries\[0\].weights has 3 values for 2"):
         call(entries=(TrainEntry(advantages=(1.0, 1.0), weights=(1.0, 1.0, 1.0)),))
-    with pytest.raises(MmrlError, match=r"got 0 prompt and 2 completion tokens"):
+    with pytest.raises(MmrlError, match=r"call q1/0#0: has no prompt tokens"):
         call(prompt_ids=())
-    with pytest.raises(MmrlError, match=r"got 1 prompt and 0 completion tokens"):
-        call(completion_ids=())

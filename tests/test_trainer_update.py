@@ -154,6 +154,17 @@ def test_zero_advantages_still_pull_towards_the_reference(tmp_path: Path) -> Non
     assert seen[0]["train/kl"] > seen[1]["train/kl"] > 0
 
 
+def test_an_empty_completion_is_skipped(tmp_path: Path) -> None:
+    calls = make_calls(3)
+    entry = TrainEntry(advantages=(), weights=())
+    empty = TrainCall(id="e", module="a", prompt_ids=(1,), completion_ids=(), entries=(entry,))
+    trainer = make_trainer(tmp_path)
+    loss, _ = gradients(trainer, [*calls, empty])
+    assert trainer.batch_metrics["train/calls_skipped"] == 1
+    assert loss == gradients(trainer, calls)[0]
+    assert [len(values) for values in trainer.policy_logprobs([empty, calls[0]])] == [0, len(calls[0].completion_ids)]
+
+
 def test_order_of_callbacks_modes_and_optimizer_steps(tmp_path: Path) -> None:
     events: list[Any] = []
     trainer: Any = None

@@ -65,7 +65,7 @@ class Forwards:
             for call in pack.calls:
                 count = len(call.completion_ids)
                 found[id(call)], numbers = tuple(numbers[:count]), numbers[count:]
-        return [found[id(call)] for call in calls]
+        return [found.get(id(call), ()) for call in calls]
 
     def _make_packs(self, calls: Sequence[TrainCall], modules: Sequence[str], *, score_all: bool = False) -> list[Pack]:
         """Packs within the token budget; no pack mixes adapters."""

@@ -39,9 +39,9 @@ class TrainCall:
     id: str
     module: str
     prompt_ids: tuple[int, ...]
-    """Length P >= 1."""
+    """Length P; at least 1 where there is a completion."""
     completion_ids: tuple[int, ...]
-    """The sampled ids, length T >= 1; nothing else is ever trained."""
+    """The sampled ids, length T; nothing else is ever trained. With T = 0 the call is skipped."""
     old_logprobs: tuple[float, ...] | None = None
     """The sampler's log-probabilities, length T; None: recomputed before the first update of the step."""
     entries: tuple[TrainEntry, ...] = ()
@@ -54,10 +54,8 @@ class TrainCall:
 
     def __post_init__(self) -> None:
         tokens = len(self.completion_ids)
-        if not self.prompt_ids or not tokens:
-            raise MmrlError(
-                f"call {self.id}: got {len(self.prompt_ids)} prompt and {tokens} completion tokens, expected some"
-            )
+        if tokens and not self.prompt_ids:
+            raise MmrlError(f"call {self.id}: has no prompt tokens, so its first completion token cannot be predicted")
         per_token = [(name, getattr(self, name)) for name in ("old_logprobs", "ref_logprobs", "old_values")]
         for number, entry in enumerate(self.entries):
             per_token += [
