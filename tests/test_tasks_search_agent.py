@@ -401,6 +401,29 @@ def replayed(name, items=60):
     return task, forest, taught
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_observation_tokens_are_counted_and_cut_alike_after_a_sampled_end_of_turn(task, ended):
+    tokenizer = make_tokenizer()
+    end = (tokenizer.eos_token_id,) * ended
+
+    def say(request):
+        searched = decode_text(tokenizer, request.prompt_ids).endswith("</information>\n\n")
+        return (*encode_text(tokenizer, RIGHT if searched else ASK), *end)
+
+    env = environment(task, Known(say))
+    env.render, env.extend = partial(render_prompt, tokenizer), partial(render_observation, tokenizer)
+    env.decode = partial(decode_text, tokenizer)
+    for limit in (4000, 60):
+        task.program.max_observation = limit
+        forest = asyncio.run(sample(env, [(EXAMPLE, independent(1))], "turn"))
+        first, second = forest.path(forest.rollouts[0])
+        kept = len(first.prompt_ids) + first.completion_tokens - len(end)
+        assert first.observation_tokens == len(second.prompt_ids) - kept
+        assert first.observation_tokens <= limit
+        assert second.prompt_ids[kept:] == tuple(encode_text(tokenizer, second.prompt_text))
+        assert (limit == 60) == (first.observation_tokens > 40 and "Porto" not in second.prompt_text)
+
+
 def test_demonstrations_have_the_ids_of_a_run_and_earn_everything():
     _, forest, taught = replayed("search_agent")
     assert len(forest.calls) == len(taught)

@@ -172,6 +172,15 @@ def test_tool_commands(task, text, query, error):
     assert rollout.metrics["tool_execution"] == pytest.approx(0.2 * (query is not None))
 
 
+def test_the_second_tool_call_ends_it_and_is_not_executed(task):
+    for texts in ([ASK, MISS, RIGHT], [call("{oops"), ASK, RIGHT], ["hm", ASK, "hm", ASK, RIGHT]):
+        rollout, calls, _ = play(task, texts)
+        assert rollout.prediction["ended"] == "calls"
+        assert rollout.prediction["answer"] is None
+        assert len(calls) == len(texts) - 1
+        assert calls[-1].observation_tokens == 0
+
+
 def test_an_article_that_looks_like_an_error_is_none(task):
     task.tools = {"search": lambda queries, corpus: [{"title": "Error:", "text": "a film"}]}
     rollout, _, _ = play(task, [ASK, RIGHT])
