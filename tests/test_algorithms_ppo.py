@@ -222,7 +222,7 @@ def test_what_the_critic_and_the_kl_term_need_is_asked_for_by_call(name):
     with pytest.raises(DataError, match=r"call 'q/0': logprobs: missing.*algo\.beta=0"):
         credit(grow.forest, name, beta=0.1)
     grow.call("q/0", None, "agent", 2, values=(1.0, 1.0), logprobs=(1.0, 1.0), ref_logprobs=(1.0,))
-    with pytest.raises(DataError, match=r"call 'q/0': ref_logprobs: got 1 numbers"):
+    with pytest.raises(DataError, match=r"call 'q/0': ref_logprobs: got 1 numbers, expected 2"):
         credit(grow.forest, name, beta=0.1)
 
 

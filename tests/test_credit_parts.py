@@ -42,6 +42,7 @@ def test_constant_groups_have_no_advantage_even_when_averages_round(eps):
     result = normalise(rounded, eps=eps)
     assert result.constant and not result.dropped and result.advantages == (0.0, 0.0, 0.0) and result.std == 0.0
     assert not normalise([0.3, 0.3 + 1e-9], eps=eps).constant
+    assert normalise([0.0, 9e-13], eps=eps).constant and not normalise([0.0, 1.1e-12], eps=eps).constant
     assert normalise([1e6, 1e6 + 1e-7], eps=eps).constant, "relative to the size of the rewards"
     assert not normalise([-1e6, -1e6 + 1e-5], eps=eps).constant
     assert normalise([-1e6, -1e6 + 1e-7], eps=eps).constant
@@ -104,6 +105,7 @@ def test_explained_variance_by_hand():
 def test_whitening():
     mean, factor = whitening([1.0, 2.0, 6.0])
     assert mean == 3.0 and factor == pytest.approx(1 / math.sqrt(7 + 1e-8))
+    assert whitening([1.0, 3.0])[1] == pytest.approx(1 / math.sqrt(2 + 1e-8))
     assert whitening([4.0])[0] == 4.0 and whitening([]) == (0.0, 1.0)
 
 
