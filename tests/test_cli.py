@@ -1,6 +1,7 @@
 """The command line: composition, one clear error for each mistake, exit code 2, light imports."""
 
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -228,3 +229,56 @@ def test_shell_completion_completes_after_the_command_word():
 def test_eval_needs_a_policy_and_takes_one():
     config = validate(EvalCommandConfig, composed("eval", ["++policy=tiny", "++split=test"]))
     assert (config.policy, config.split) == ("tiny", "test")
+
+
+FOREST = {
+    "version": 1,
+    "modules": ["a"],
+    "calls": [
+        {"id": name, "example": "q", "parent": None, "module": "a", "invocation": 0, "turn": 0, "completion_tokens": 2}
+        for name in ("c0", "c1")
+    ],
+    "rollouts": [
+        {"id": "r0", "example": "q", "leaf": "c0", "reward": 1.0, "error": None, "fork": "a"},
+        {"id": "r1", "example": "q", "leaf": "c1", "reward": 0.0, "error": None, "fork": "a"},
+    ],
+}
+
+
+def test_credit_prints_json_alone_with_the_papers_values(tmp_path, capsys):
+    path = tmp_path / "forest.json"
+    path.write_text(json.dumps(FOREST))
+    assert main(["credit", "algo=mhgpo_fof", "algo.group_size=2", f"rollouts={path}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["version"], found["algo"]) == (1, "mhgpo_fof")
+    assert [round(call["advantages"][0], 4) for call in found["calls"]] == [0.7071, -0.7071]
+
+
+def test_credit_prints_several_algorithms_side_by_side_without_torch(tmp_path):
+    path = tmp_path / "forest.json"
+    path.write_text(json.dumps(FOREST))
+    code = (
+        "import sys; from mmrl.cli import main;"
+        f"code = main(['credit', 'algo=mhgpo_fof,grpo', 'rollouts={path}']);"
+        "sys.exit('torch loaded' if 'torch' in sys.modules else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "mhgpo_fof" in done.stdout and "grpo" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["algo=mhgpo_fof"], "rollouts: missing"),
+        (["rollouts=x.json"], "algo: missing"),
+        (["algo=mhgpo_fo", "rollouts=x.json"], "did you mean 'mhgpo_fof'?"),
+        (["algo=mhgpo_fof", "rollouts=x.json"], "x.json"),
+        (["algo=mhgpo_fof", "rollouts=x.json", "train.lr=1"], "train: has no effect on mmrl credit"),
+        (["algo=mhgpo_fof", "rollouts=x.json", "seed=x"], "seed: got 'x'"),
+    ],
+)
+def test_mistakes_of_credit(arguments, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["credit", *arguments]) == 2
+    assert says in capsys.readouterr().err

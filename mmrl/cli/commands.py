@@ -98,8 +98,11 @@ def credit_command(arguments: Sequence[str]) -> int:
     algos, seed = [], 0
     for name in names.split(","):
         job = CommandLine(overrides=[f"algo={name}", *line.overrides], config_dir=line.config_dir)
+        before = len(problems)
         (overrides,) = expand(job, problems)
-        raw = composed("train", overrides, line.config_dir)
+        if len(problems) > before:
+            continue
+        raw = composed("credit", overrides, line.config_dir)
         algos.append(algo_section(raw.get("algo"), problems))
         seed = raw.get("seed", 0)
         allowed = {"algo", "seed", "plugins"}
