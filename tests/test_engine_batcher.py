@@ -136,24 +136,24 @@ def test_rows_are_refilled_while_others_go_on() -> None:
 def test_greedy_does_not_wait_for_a_slow_program() -> None:
     decoder = Counter()
     batcher = Batcher(decoder, "greedy")
-    events: list[str] = []
 
-    async def slow() -> None:
-        await asyncio.sleep(0.05)
-        events.append("slow awake")
-        await program(batcher, [ask((0,), 2)])
+    async def both() -> list[list[int]]:
+        quick_done = asyncio.Event()
 
-    async def quick() -> None:
-        await program(batcher, [ask((1,), 2)])
-        events.append("quick done")
+        async def slow() -> list[int]:
+            await quick_done.wait()  # for ever, if the other waited for this one
+            return await program(batcher, [ask((0,), 2)])
 
-    async def both() -> None:
+        async def quick() -> list[int]:
+            lengths = await program(batcher, [ask((1,), 3)])
+            quick_done.set()
+            return lengths
+
         batcher.enter()
         batcher.enter()
-        await asyncio.gather(slow(), quick())
+        return list(await asyncio.wait_for(asyncio.gather(slow(), quick()), 30))
 
-    asyncio.run(both())
-    assert events == ["quick done", "slow awake"]
+    assert asyncio.run(both()) == [[2], [3]]
     assert threading.get_ident() not in decoder.threads
 
 
