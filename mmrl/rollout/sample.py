@@ -35,7 +35,12 @@ class _Tree:
         self.env.engine.enter()
         task = asyncio.create_task(self._branch(path, replayed, forks))
         self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Also runs for a branch that was cancelled before its first step."""
+        self.tasks.discard(task)
+        self.env.engine.leave()
 
     async def _branch(self, path: tuple[int, ...], replayed: Sequence[Event], forks: Sequence[Fork]) -> None:
         remaining = list(forks)
@@ -51,11 +56,8 @@ class _Tree:
                 ctx.path = _name(own)
 
         ctx = RolloutContext(self.env, self.example, _name(own), replayed, fork)
-        try:
-            rollout = await self._execute(ctx)
-            self.rollouts.append((tuple(own), rollout, ctx.calls))
-        finally:
-            self.env.engine.leave()
+        rollout = await self._execute(ctx)
+        self.rollouts.append((tuple(own), rollout, ctx.calls))
 
     async def _execute(self, ctx: RolloutContext) -> Rollout:
         """Run the program and score it; every failure comes back as a typed rollout."""
@@ -137,9 +139,10 @@ async def sample(
                 for task in done:
                     task.result()
     finally:
-        for _, tree in trees:
-            for task in tree.tasks:
-                task.cancel()
+        left = [task for _, tree in trees for task in tree.tasks]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
     return _forest(env, [tree for _, tree in trees], step, meta)
 
 
