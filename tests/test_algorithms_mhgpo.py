@@ -202,7 +202,7 @@ def test_a_step_without_any_scored_rollout_has_no_entries():
     for name in ("mhgpo_is", "mhgpo_fof", "mhgpo_rr", "mhgpo_fof_os"):
         result = credit(grow.forest, name)
         assert result.entries == ()
-        assert result.metrics["credit/groups"] == 0
+        assert result.metrics["credit/groups"] == result.metrics["credit/zero_variance_share"] == 0
 
 
 def test_frozen_modules_have_no_weight_and_do_not_count_in_n():

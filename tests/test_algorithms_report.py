@@ -130,3 +130,18 @@ def test_a_table_shows_what_a_critic_estimates_and_what_padding_repeats():
     found = json.loads(credit_report([ppo], grow.forest, seed=0, as_json=True))["calls"][0]
     assert found["returns"] == [1.0, 1.0] and found["raw_advantages"] == [0.75, 0.5]
     assert found["token_rewards"] == [0.0, 0.0] and found["group"] is None and found["mean"] is None
+
+
+def test_the_seed_reaches_random_choices():
+    grow = Grow(("a",))
+    grow.chain("q/r0", "a" * 9, 1.0)
+    grow.chain("q/r1", "aaa", 0.0)
+    reports = [credit_report([section("mmgrpo")], grow.forest, seed=s, as_json=True) for s in (0, 1, 1)]
+    assert reports[0] != reports[1] == reports[2]
+
+
+def test_bad_forests_are_named_by_their_file(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text("{}")
+    with pytest.raises(DataError, match=r"mine\.json: version: missing"):
+        load_rollouts(path)
