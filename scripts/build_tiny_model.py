@@ -76,8 +76,10 @@ PHASES = (
     # it takes several times as long. Then reading. Only then all formats, the reranker's in a small share: it is to
     # start weak, and its prompts are the longest.
     Phase("write", 300, 5e-3, "constant_with_warmup", 1, {"rewriter": 1.0}),
-    Phase("read", 1300, 4e-3, "linear", 2, {DRILL: 0.5, "answerer": 0.6, "rewriter": 0.3}),
-    Phase("play", 400, 3e-3, "linear", 3, {DRILL: 0.25, "answerer": 0.6, "rewriter": 1.0, "reranker": 0.15}),
+    Phase("read", 1500, 4e-3, "linear", 2, {DRILL: 0.5, "answerer": 0.6, "rewriter": 0.3, "agent": 0.1}),
+    Phase(
+        "play", 600, 3e-3, "linear", 4, {DRILL: 0.25, "answerer": 0.6, "rewriter": 1.0, "reranker": 0.15, "agent": 0.3}
+    ),
 )
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -154,8 +156,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=96)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch-tokens", type=int, default=1024)
-    parser.add_argument("--save-every", type=int, default=200)
-    parser.add_argument("--dev-items", type=int, default=100, help="dev questions of the checks while training")
+    parser.add_argument("--save-every", type=int, default=500)
+    parser.add_argument("--dev-items", type=int, default=60, help="dev questions of the checks while training")
     args = parser.parse_args()
     unknown = sorted(set(args.tasks) - set(FACTORIES))
     if unknown:
@@ -368,6 +370,8 @@ def ship(model: Any, tokenizer: Any, facts: dict[str, Any], out: Path) -> None:
     tokenizer.save_pretrained(fresh)
     (fresh / "build.json").write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     (fresh / "README.md").write_text(readme(facts), encoding="utf-8")
+    for path in fresh.iterdir():
+        path.chmod(0o644)
     shutil.rmtree(out, ignore_errors=True)
     fresh.rename(out)
     size = sum(path.stat().st_size for path in out.iterdir()) / 1e6
