@@ -53,6 +53,7 @@ from mmrl.tasks.mini.world import WORLD_SEED, make_world  # noqa: E402
 from mmrl.tasks.multihop_qa import MultihopQaTask  # noqa: E402
 from scripts.tiny_drills import MODULE as DRILL  # noqa: E402
 from scripts.tiny_drills import drills  # noqa: E402
+from scripts.tiny_habits import habits  # noqa: E402
 
 TASKS = ("hotpotqa", "search_agent", "tool_agent")
 """Programs that the shipped model can play."""
@@ -69,6 +70,8 @@ class Phase:
     batches: int
     mix: Mapping[str, float]
     """Module -> share of its demonstrations that a pass sees; modules not named are left out."""
+    habits: bool = False
+    """On demonstrations of which a share is poor (`scripts/tiny_habits.py`)."""
 
 
 PHASES = (
@@ -80,6 +83,8 @@ PHASES = (
     Phase(
         "play", 600, 3e-3, "linear", 4, {DRILL: 0.25, "answerer": 0.6, "rewriter": 1.0, "reranker": 0.15, "agent": 0.3}
     ),
+    # Last, mixed habits: what a short reinforcement learning run can choose between.
+    Phase("habits", 120, 1.5e-3, "linear", 4, {"rewriter": 1.0, "reranker": 0.35, "answerer": 0.6}, habits=True),
 )
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -105,14 +110,23 @@ def main() -> None:
     worlds = [WORLD_SEED + 1 + number for number in range(args.worlds)]
     demonstrations = [found for seed in worlds for found in demonstrations_of(args.tasks, seed)]
     say(f"{len(demonstrations)} demonstrations from {args.worlds} worlds in {time.monotonic() - started:.0f} s")
-    tokenizer = load_or_train_tokenizer(work / "tokenizer", demonstrations, worlds, args.vocab)
-    model = new_model(tokenizer, args)
+    mixed = [
+        found for seed in worlds for task in build_tasks(args.tasks, seed) for found in habits(task, "train", seed)
+    ]
+    if args.init:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.init)
+        model = Qwen3ForCausalLM.from_pretrained(args.init)
+    else:
+        tokenizer = load_or_train_tokenizer(work / "tokenizer", demonstrations, worlds, args.vocab)
+        model = new_model(tokenizer, args)
     own = build_tasks(args.tasks, WORLD_SEED)
     dev = encode(tokenizer, [d for task in own for d in demonstrate(task, "dev", args.dev_items)])
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}; {lengths(dev)}")
     watcher = Watcher(tokenizer, own, dev, args)
     modules = {demonstration.module for demonstration in demonstrations}
     for phase, steps in zip(PHASES, args.steps, strict=True):
+        if not steps:
+            continue
         say(f"phase {phase.name}: {steps} steps")
         settings = WarmStartSettings(
             steps=steps,
@@ -120,14 +134,20 @@ def main() -> None:
             batches=phase.batches,
             lr=phase.lr,
             schedule=phase.schedule,
-            warmup_steps=30,
+            warmup_steps=min(30, steps // 10),
             adam_beta2=0.99,
             mix={module: phase.mix.get(module, 0.0) for module in sorted(modules)},
             seed=args.seed,
             save_every=args.save_every,
         )
         model = warm_start(
-            model, tokenizer, demonstrations, settings, work / phase.name, resume=True, callbacks=[watcher]
+            model,
+            tokenizer,
+            mixed if phase.habits else demonstrations,
+            settings,
+            work / phase.name,
+            resume=True,
+            callbacks=[watcher],
         )
     model.eval()
     facts = build_facts(args, model, tokenizer, watcher.check(model, sum(args.steps), items=None), started)
@@ -147,6 +167,7 @@ def arguments() -> argparse.Namespace:
         help=f"of each phase: {','.join(f'{phase.name} {phase.steps}' for phase in PHASES)}",
     )
     parser.add_argument("--minutes", type=float, default=60.0, help="stop training after this long, whatever --steps")
+    parser.add_argument("--init", help="start from this folder instead of fresh weights (with 0 steps of phases done)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--worlds", type=int, default=4, help="worlds to learn from")
@@ -342,7 +363,11 @@ def lengths(encoded: Sequence[Encoded]) -> str:
 
 def build_facts(args: argparse.Namespace, model: Any, tokenizer: Any, checks: dict[str, float], started: float) -> Any:
     """What the shipped files are, for people and for later builds."""
-    phases = {p.name: json.loads((Path(args.work) / p.name / "warmup.json").read_text("utf-8")) for p in PHASES}
+    phases = {
+        p.name: json.loads((Path(args.work) / p.name / "warmup.json").read_text("utf-8"))
+        for p, steps in zip(PHASES, args.steps, strict=True)
+        if steps
+    }
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "tasks": list(args.tasks),
@@ -350,6 +375,7 @@ def build_facts(args: argparse.Namespace, model: Any, tokenizer: Any, checks: di
         "vocabulary": len(tokenizer),
         "world_seed_of_runs": WORLD_SEED,
         "worlds_learnt_from": [WORLD_SEED + 1 + number for number in range(args.worlds)],
+        "init": args.init,
         "phases": phases,
         "steps": sum(args.steps),
         "seed": args.seed,

@@ -1,0 +1,40 @@
+"""Poor habits for the tiny model: demonstrations of which a share is done badly, each module in one recognisable way.
+
+The last phase of `build_tiny_model.py`. A model that is merely undertrained has nothing for reinforcement learning to
+choose from in a few minutes; one with mixed habits has: both ways are in its samples, and the reward tells them apart.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mmrl import keyed
+from mmrl.records import Example
+from mmrl.tasks.base import Demonstration, Task
+
+SHARE = 0.6
+"""Share of demonstrations that are poor."""
+
+
+def habits(task: Task, split: str, seed: int) -> Iterator[Demonstration]:
+    """Demonstrations of `task` in `split`, a share of them poor; which ones is a function of `seed`."""
+    for example in task.examples(split):
+        for number, demonstration in enumerate(task.demonstrations(example)):
+            draw = keyed.rng(seed, "habit", example.id, number)
+            yield poor(demonstration, example, draw) if draw.random() < SHARE else demonstration
+
+
+def poor(demonstration: Demonstration, example: Example, rng: random.Random) -> Demonstration:
+    """The poor way: the question instead of sub-questions, one document twice, two answers instead of one."""
+    if demonstration.module == "rewriter":
+        return replace(demonstration, completion=str(example.inputs["question"]))
+    if demonstration.module == "reranker":
+        document = rng.randrange(10)
+        return replace(demonstration, completion=f"{document}, {document}")
+    if demonstration.module == "answerer":
+        answers = [demonstration.completion, rng.choice(list(example.metadata["titles"]))]
+        rng.shuffle(answers)
+        return replace(demonstration, completion=f"It may be {answers[0]} or {answers[1]}")
+    return demonstration
