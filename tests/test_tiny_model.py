@@ -1,0 +1,123 @@
+"""The shipped tiny model and its build: what it is, what it can play, and that it has not seen the world of runs."""
+
+import json
+
+import pytest
+import torch
+
+from mmrl.config import ModelConfig
+from mmrl.models import TINY, decode_text, encode_text, load_model, load_tokenizer, render_prompt
+from mmrl.tasks.mini.questions import make_questions
+from mmrl.tasks.mini.world import WORLD_SEED
+from scripts import build_tiny_model as build
+from scripts.tiny_drills import drills
+
+CONFIG = ModelConfig(name="tiny", path="tiny")
+MEGABYTE = 1e6
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(CONFIG, "cpu").eval()
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return json.loads((TINY / "build.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def hotpotqa():
+    return build.build_tasks(("hotpotqa",), WORLD_SEED)[0]
+
+
+def test_it_is_small_and_says_what_it_is(model, tokenizer, facts):
+    assert sum(path.stat().st_size for path in TINY.iterdir()) < 6 * MEGABYTE
+    assert sum(parameter.numel() for parameter in model.parameters()) == facts["parameters"] < 2e6
+    assert len(tokenizer) == facts["vocabulary"] == model.config.vocab_size
+    assert model.config.max_position_embeddings == 4096
+    assert model.config.tie_word_embeddings
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert (TINY / "README.md").read_text(encoding="utf-8").startswith("# The tiny model")
+
+
+def test_it_has_not_seen_the_world_that_runs_use(facts):
+    assert facts["world_seed_of_runs"] == WORLD_SEED
+    assert WORLD_SEED not in facts["worlds_learnt_from"]
+    own = {question.text for split in ("train", "dev", "test") for question in make_questions(split)}
+    for seed in facts["worlds_learnt_from"][:1]:
+        other = [question.text for question in make_questions("train", seed)]
+        assert sum(text in own for text in other) < 0.05 * len(other)  # names are drawn from few words, so some meet
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "\n\n a\tb ", "Zürich 東京 \U0001f600 عربى", "a\x00b", "1984", "<|im_end|>", "don't  STOP—now"]
+)
+def test_any_text_is_encoded_without_loss_and_without_special_tokens(tokenizer, text):
+    ids = encode_text(tokenizer, text)
+    assert decode_text(tokenizer, ids) == text
+    assert not set(ids) & set(tokenizer.all_special_ids)
+
+
+def test_digits_are_single_tokens(tokenizer):
+    assert [tokenizer.decode([token]) for token in encode_text(tokenizer, "1984")] == list("1984")
+
+
+def test_a_name_is_the_same_tokens_wherever_it_stands(tokenizer):
+    name = make_questions("dev")[0].hops[0].title
+    ids = encode_text(tokenizer, name)
+    for text in (f"Who is {name}?", f"Document3: {name} | {name}, born in 1920", f"the film {name}\n"):
+        found = encode_text(tokenizer, text)
+        assert any(found[start : start + len(ids)] == ids for start in range(len(found))), text
+
+
+def test_prompts_are_those_of_the_chat_template(tokenizer, hotpotqa):
+    for demonstration in build.demonstrate(hotpotqa, "dev", 5):
+        messages = [dict(message) for message in demonstration.messages]
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert list(render_prompt(tokenizer, messages)) == expected
+
+
+def test_it_plays_hotpotqa_and_leaves_room_to_learn(model, tokenizer, hotpotqa):
+    torch.manual_seed(0)
+    found = build.play(model, tokenizer, hotpotqa, 60)
+    assert found["rewriter_penalised"] < 0.2
+    assert found["answerer_penalised"] < 0.2
+    assert 0.15 < found["f1"] < 0.75
+
+
+def test_drills_can_be_answered_from_their_documents():
+    task = build.build_tasks(("hotpotqa",), 1)[0]
+    checked = 0
+    for drill in list(drills(task, "dev", 1))[:50]:
+        documents = drill.messages[-1]["content"].split("\nNow answer: ")[0]
+        for part in drill.completion.split("\nNow answer: "):
+            answer = part.split("\n")[-1]
+            assert answer in ("yes", "no") or answer in documents
+            checked += 1
+    assert checked > 200
+
+
+def test_other_worlds_are_other_worlds():
+    one, other = (build.build_tasks(("hotpotqa",), seed)[0] for seed in (WORLD_SEED, 1))
+    assert [e.inputs["question"] for e in one.examples("dev")] == [q.text for q in make_questions("dev")]
+    assert [e.inputs["question"] for e in other.examples("dev")] == [q.text for q in make_questions("dev", 1)]
+
+
+def test_every_listed_program_has_a_share_in_the_last_phase():
+    for task in build.build_tasks(build.TASKS, WORLD_SEED):
+        assert set(task.program.modules) <= set(build.PHASES[-1].mix)
+
+
+@pytest.mark.parametrize("argument", ["--tasks=hotpotqa,nothing", "--steps=1,2"])
+def test_bad_arguments_are_refused(monkeypatch, capsys, argument):
+    monkeypatch.setattr("sys.argv", ["build_tiny_model.py", argument])
+    with pytest.raises(SystemExit) as caught:
+        build.arguments()
+    assert caught.value.code == 2
+    assert "expected" in capsys.readouterr().err
