@@ -159,7 +159,7 @@ def test_the_users_conf_folder_overlays_the_shipped_one(tmp_path, monkeypatch):
     assert (config.algo.group_size, config.train.lr) == (7, 0.5)
     monkeypatch.chdir(Path(__file__).parent)
     assert "mine" not in options("algo")
-    assert validate(TrainCommandConfig, composed("train", [])).train.lr == 1e-4
+    assert validate(TrainCommandConfig, composed("train", [])).train.lr == 3e-4
     config = validate(TrainCommandConfig, composed("train", ["algo=mine"], str(tmp_path / "conf")))
     assert config.algo.group_size == 7
 
