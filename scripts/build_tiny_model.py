@@ -168,6 +168,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=60.0, help="stop training after this long, whatever --steps")
     parser.add_argument("--init", help="start from this folder instead of fresh weights (with 0 steps of phases done)")
+    parser.add_argument("--note", default="", help="a sentence for the model card, such as where --init came from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--worlds", type=int, default=4, help="worlds to learn from")
@@ -375,7 +376,7 @@ def build_facts(args: argparse.Namespace, model: Any, tokenizer: Any, checks: di
         "vocabulary": len(tokenizer),
         "world_seed_of_runs": WORLD_SEED,
         "worlds_learnt_from": [WORLD_SEED + 1 + number for number in range(args.worlds)],
-        "init": args.init,
+        "note": args.note,
         "phases": phases,
         "steps": sum(args.steps),
         "seed": args.seed,
@@ -415,6 +416,7 @@ def readme(facts: dict[str, Any]) -> str:
         f"drills, from mini worlds {facts['worlds_learnt_from']}. Runs use world {facts['world_seed_of_runs']}, whose "
         "words it knows (worlds share them) and none of whose facts, documents and questions it has seen. It knows the "
         "formats, is mediocre on purpose, and cannot read real text.\n\n"
+        f"{facts['note'] + ' ' if facts.get('note') else ''}"
         "`build.json` has every setting. On the dev split of the runs' world, greedy (`exact`: share of "
         "demonstrations completed word for word; `penalised`: share of a module's outputs that break its format):\n\n"
         f"| check | value |\n|---|---|\n{rows}\n"
