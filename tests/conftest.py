@@ -7,6 +7,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing in a test may wait for a network
+os.environ["COLUMNS"] = "100"  # printed text is compared, whatever terminal the tests run in
 
 
 @pytest.fixture(scope="session", autouse=True)
