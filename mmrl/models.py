@@ -67,9 +67,11 @@ def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedMode
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     source = _source(model)
     known = {"revision": model.revision, "local_files_only": _offline(source)}
+    disable_progress_bar()  # its bar of loaded tensors would tear the run's own display
     try:
         # The config first: the model's loader asks the hub for an adapter even when told to stay offline.
         config = AutoConfig.from_pretrained(source, **known)
