@@ -85,6 +85,8 @@ def check(config: RootConfig) -> list[str]:
             refuse_full(Path(config.run.dir))
         except ConfigError as error:
             problems += error.problems
+    if config.hardware.processes != 1:
+        problems.append(f"hardware.processes: got {config.hardware.processes}, expected 1: mmrl starts no others yet")
     task = build_task(config.task, config.seed)
     if config.task.reward is not None and config.task.reward not in task.reward_sets:
         problems.append(unknown("task.reward", config.task.reward, task.reward_sets))

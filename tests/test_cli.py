@@ -180,6 +180,7 @@ def test_the_users_conf_folder_overlays_the_shipped_one(tmp_path, monkeypatch):
         (["train", "train.batch_size=1000000"], 2, "train.batch_size: got 1000000"),
         (["train", "algo.minibatches=25"], 2, "algo.minibatches: got 25"),
         (["train", "model.path=./nowhere"], 2, "model.path: no folder './nowhere'"),
+        (["train", "hardware.processes=2"], 2, "hardware.processes: got 2"),
         (["train", "model.path=tinny"], 2, "did you mean 'tiny'?"),
         (["train", "-m", "seed=1,2", "run.dir=x"], 2, "run.dir: the runs of a sweep"),
         (["train", "run.dir=/dev/null"], 2, "run.dir: /dev/null is a file"),
