@@ -208,7 +208,12 @@ class _Renderer:
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Ids of plain text: nothing added, and no piece of it becomes a special token."""
-    return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.truncation is not None or backend.padding is not None:
+        return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+    # The same library without the offsets that nobody reads here: two thirds of the time.
+    backend.encode_special_tokens = True
+    return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
 _RENDERERS: WeakKeyDictionary[PreTrainedTokenizerBase, _Renderer] = WeakKeyDictionary()

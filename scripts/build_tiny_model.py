@@ -84,7 +84,15 @@ PHASES = (
         "play", 600, 3e-3, "linear", 4, {DRILL: 0.25, "answerer": 0.6, "rewriter": 1.0, "reranker": 0.15, "agent": 0.3}
     ),
     # Last, mixed habits: what a short reinforcement learning run can choose between.
-    Phase("habits", 120, 1.5e-3, "linear", 4, {"rewriter": 1.0, "reranker": 0.35, "answerer": 0.6}, habits=True),
+    Phase(
+        "habits",
+        160,
+        1.5e-3,
+        "linear",
+        4,
+        {"rewriter": 1.0, "reranker": 0.35, "answerer": 0.6, "agent": 0.3},
+        habits=True,
+    ),
 )
 
 

@@ -27,7 +27,7 @@ def habits(task: Task, split: str, seed: int) -> Iterator[Demonstration]:
 
 
 def poor(demonstration: Demonstration, example: Example, rng: random.Random) -> Demonstration:
-    """The poor way: the question instead of sub-questions, one document twice, two answers instead of one."""
+    """The poor way: the question instead of sub-questions, one document twice, two answers instead of one, no tool."""
     if demonstration.module == "rewriter":
         return replace(demonstration, completion=str(example.inputs["question"]))
     if demonstration.module == "reranker":
@@ -37,4 +37,20 @@ def poor(demonstration: Demonstration, example: Example, rng: random.Random) -> 
         answers = [demonstration.completion, rng.choice(list(example.metadata["titles"]))]
         rng.shuffle(answers)
         return replace(demonstration, completion=f"It may be {answers[0]} or {answers[1]}")
+    if demonstration.module == "agent":
+        return replace(demonstration, completion=_poor_turn(demonstration.completion, example, rng))
     return demonstration
+
+
+def _poor_turn(completion: str, example: Example, rng: random.Random) -> str:
+    """An agent's turn done badly: a guess for the tool, an action without a thought, two answers for one."""
+    thought, action = completion.split("\n", 1)
+    other = rng.choice(list(example.metadata["titles"]))
+    if action.startswith("<answer>"):
+        answers = [str(example.metadata["answers"][0]), other]
+        rng.shuffle(answers)
+        return f"{thought}\n<answer> It may be {answers[0]} or {answers[1]} </answer>"
+    if rng.random() < 0.5:
+        return action
+    tag = thought.split(">", 1)[0].removeprefix("<")
+    return f"<{tag}> it is {other} </{tag}>\n<answer> {other} </answer>"
