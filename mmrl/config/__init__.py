@@ -4,6 +4,7 @@ Imports no Hydra and no torch. `validate` is the only door; `cli` composes the m
 """
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
+from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.root import EvalCommandConfig, RootConfig, TrainCommandConfig
 from mmrl.config.schema import (
     EngineConfig,
@@ -21,6 +22,7 @@ __all__ = [
     "ALGO_SCHEMAS",
     "AlgoConfig",
     "DataConfig",
+    "EndpointConfig",
     "EngineConfig",
     "EvalCommandConfig",
     "EvalConfig",

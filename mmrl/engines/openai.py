@@ -1,0 +1,274 @@
+"""Any OpenAI-compatible endpoint: text in, text out, for frozen policies, external models, judges and teachers.
+
+`OpenAIChat` is the client that tasks and engines share. Keys come from the environment alone: they are in no config,
+no log and no error.
+
+    chat = OpenAIChat(EndpointConfig(model="gpt-4.1-mini"))
+    text = await chat.complete([{"role": "user", "content": "…"}], temperature=0.0, max_tokens=200)
+    chat.usage.metrics()        # requests, retries, tokens, USD
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mmrl.config.endpoint import EndpointConfig
+from mmrl.engines.http import Background
+from mmrl.errors import ConfigError, EngineFailure
+
+if TYPE_CHECKING:
+    import httpx
+    from tenacity import RetryCallState
+
+LOG = logging.getLogger("mmrl.engines")
+
+RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+"""HTTP statuses after which the same request may succeed."""
+QUOTED = 300
+"""Characters of a server's reply that an error quotes."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """What an endpoint was asked and what it cost; written by the client's own loop alone."""
+
+    requests: int = 0
+    """Completions received."""
+    retries: int = 0
+    failures: int = 0
+    """Completions given up."""
+    prompt_tokens: int = 0
+    """As the endpoint counts them."""
+    completion_tokens: int = 0
+    cost: float = 0.0
+    """USD by the configured prices."""
+
+    def metrics(self, prefix: str = "endpoint") -> dict[str, float]:
+        """All counters so far, by metric name."""
+        names = ("requests", "retries", "failures", "prompt_tokens", "completion_tokens", "cost")
+        return {f"{prefix}/{name}": float(getattr(self, name)) for name in names}
+
+
+class _Retry(Exception):
+    """One try failed; `after` is the pause that the server asks for, in seconds."""
+
+    def __init__(self, message: str, after: float | None = None):
+        super().__init__(message)
+        self.after = after
+
+
+class OpenAIChat:
+    """A client of one endpoint and model, usable from any event loop; keep one and share it.
+
+    Args:
+        settings: the endpoint.
+        path: where `settings` stand in the config, for errors (`task.judge`).
+
+    Raises:
+        ConfigError: `settings.key_env` names a variable that is not set.
+    """
+
+    def __init__(self, settings: EndpointConfig, path: str = "engine"):
+        self.settings = settings
+        self.usage = Usage()
+        self._key = key_of(settings, path)
+        self._background = Background("mmrl-openai")
+        self._next_start = 0.0
+
+    async def complete(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The assistant's text for `messages` (role and content). Settings that are None are the endpoint's own.
+
+        Args:
+            extra: further fields of the request's body, for servers that know more than OpenAI's.
+
+        Raises:
+            EngineFailure: no usable reply within `attempts` tries, or a refusal that no retry can mend.
+        """
+        text, _ = await self.complete_with_finish(
+            messages,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            stop=stop,
+            seed=seed,
+            extra=extra,
+        )
+        return text
+
+    async def complete_with_finish(self, messages: Sequence[Mapping[str, str]], **options: Any) -> tuple[str, str]:
+        """As `complete`, with the endpoint's finish reason (`stop`, `length`, …)."""
+        body: dict[str, Any] = {"model": self.settings.model, "messages": [dict(message) for message in messages]}
+        extra = options.pop("extra", None)
+        stop = options.pop("stop", ())
+        body |= {name: value for name, value in options.items() if value is not None}
+        if stop:
+            body["stop"] = list(stop)
+        body |= extra or {}
+        return await self._background.run(self._ask(body))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._background.close()
+
+    async def _ask(self, body: dict[str, Any]) -> tuple[str, str]:
+        """Runs in the background loop."""
+        from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_attempt
+
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(_Retry),
+            stop=stop_after_attempt(self.settings.attempts),
+            wait=self._pause,
+            before_sleep=self._count_retry,
+        )
+        async with self._background.slots(self.settings.concurrency):
+            try:
+                async for attempt in retrying:
+                    with attempt:
+                        found = await self._try(body)
+            except RetryError as error:
+                self.usage.failures += 1
+                last = error.last_attempt.exception()
+                raise EngineFailure(f"{self._who()}: {last} ({self.settings.attempts} tries)") from None
+            except EngineFailure:
+                self.usage.failures += 1
+                raise
+        return found
+
+    async def _try(self, body: dict[str, Any]) -> tuple[str, str]:
+        import httpx
+
+        client: httpx.AsyncClient = self._background.client(self._make_client)
+        await self._wait_for_rate()
+        try:
+            response = await client.post("chat/completions", json=body)
+        except httpx.TimeoutException:
+            raise _Retry(f"no reply within {self.settings.timeout_s:g} s") from None
+        except httpx.HTTPError as error:
+            raise _Retry(f"{type(error).__name__}: {self._safe(str(error))}") from None
+        if response.status_code in RETRIED:
+            raise self._with_pause(response)
+        if response.status_code != 200:
+            raise EngineFailure(f"{self._who()}: HTTP {response.status_code}: {self._safe(response.text)}")
+        return self._read(response)
+
+    def _read(self, response: httpx.Response) -> tuple[str, str]:
+        try:
+            reply = response.json()
+            choice = reply["choices"][0]
+            text = choice["message"]["content"]
+            if text is None:
+                text = choice["message"].get("refusal") or ""
+            if not isinstance(text, str):
+                raise TypeError("the content is not text")
+            usage = reply.get("usage") or {}
+            tokens = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise _Retry(f"the reply is no chat completion ({error!r}): {self._safe(response.text)}") from None
+        self.usage.requests += 1
+        self.usage.prompt_tokens += tokens[0]
+        self.usage.completion_tokens += tokens[1]
+        self.usage.cost += (tokens[0] * self.settings.price_in + tokens[1] * self.settings.price_out) / 1e6
+        return text, str(choice.get("finish_reason") or "stop")
+
+    def _with_pause(self, response: httpx.Response) -> Exception:
+        after = retry_after(response.headers)
+        message = f"HTTP {response.status_code}: {self._safe(response.text)}"
+        if after is not None and after > self.settings.max_wait_s:
+            return EngineFailure(
+                f"{self._who()}: {message} (asks to wait {after:g} s, longer than max_wait_s="
+                f"{self.settings.max_wait_s:g})"
+            )
+        return _Retry(message, after)
+
+    def _pause(self, state: RetryCallState) -> float:
+        """What the server asks for; else a random part of 0.5 s, doubled with each try."""
+        from tenacity import wait_random_exponential
+
+        error = state.outcome.exception() if state.outcome else None
+        asked = error.after if isinstance(error, _Retry) else None
+        if asked is not None:
+            return asked
+        return float(wait_random_exponential(multiplier=0.5, max=self.settings.max_wait_s)(state))
+
+    def _count_retry(self, state: RetryCallState) -> None:
+        self.usage.retries += 1
+        LOG.info("%s: %s; trying again", self._who(), state.outcome.exception() if state.outcome else "")
+
+    async def _wait_for_rate(self) -> None:
+        """Requests start at even intervals; each takes the next free start."""
+        if self.settings.requests_per_minute is None:
+            return
+        now = time.monotonic()
+        start = max(now, self._next_start)
+        self._next_start = start + 60.0 / self.settings.requests_per_minute
+        await asyncio.sleep(start - now)
+
+    def _make_client(self) -> httpx.AsyncClient:
+        import httpx
+
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        return httpx.AsyncClient(
+            base_url=self.settings.url.rstrip("/") + "/",
+            headers=headers,
+            timeout=self.settings.timeout_s,
+            limits=httpx.Limits(max_connections=self.settings.concurrency),
+        )
+
+    def _who(self) -> str:
+        return f"{self.settings.model} at {self.settings.url}"
+
+    def _safe(self, text: str) -> str:
+        """A server's words, cut short, without the key: some servers quote it."""
+        text = " ".join(text.split())
+        if self._key:
+            text = text.replace(self._key, "[key]")
+        return text[:QUOTED]
+
+
+def key_of(settings: EndpointConfig, path: str = "engine") -> str | None:
+    """The key from the environment; None where none is to be sent.
+
+    Raises:
+        ConfigError: the variable is not set.
+    """
+    if settings.key_env is None:
+        return None
+    key = os.environ.get(settings.key_env, "").strip()
+    if not key:
+        raise ConfigError(
+            f"{path}.key_env: the environment variable {settings.key_env} is not set, expected the key of "
+            f"{settings.url} in it ({path}.key_env=null for an endpoint without keys)"
+        )
+    return key
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds to wait by `Retry-After` (seconds or an HTTP date), or None."""
+    value = headers.get("retry-after")
+    if value is None:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None
