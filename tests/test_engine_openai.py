@@ -13,7 +13,7 @@ import pytest
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.engines.openai import OpenAIChat, retry_after
 from mmrl.errors import ConfigError, EngineFailure
-from tests.scripted_server import Scripted, Seen, chat_reply, serving
+from tests.scripted_server import Scripted, ScriptedServer, Seen, chat_reply, serving
 
 KEY = "sk-very-secret-0123456789"
 ASK = [{"role": "user", "content": "Where is Porto?"}]
@@ -126,8 +126,8 @@ def test_a_refusal_is_not_tried_again_and_never_shows_the_key(caplog: pytest.Log
 
 
 def test_no_reply_in_time_is_tried_again() -> None:
-    with serving([Scripted("late", delay=2.0), chat_reply("fine")]) as (url, server):
-        assert ask(chat_at(url, timeout_s=0.2, max_wait_s=0.02)) == "fine"
+    with serving([Scripted("late", delay=6.0), chat_reply("fine")]) as (url, server):
+        assert ask(chat_at(url, timeout_s=2.0, max_wait_s=0.02)) == "fine"
     assert len(server.seen) == 2
 
 
@@ -177,12 +177,16 @@ def test_rate_limit_spaces_the_starts() -> None:
 
 
 def test_a_cancelled_question_frees_its_place() -> None:
-    async def impatient(chat: OpenAIChat) -> str:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(chat.complete(ASK), 0.2)
-        return await asyncio.wait_for(chat.complete(ASK), 2)
+    async def impatient(chat: OpenAIChat, server: ScriptedServer) -> str:
+        first = asyncio.create_task(chat.complete(ASK))
+        while not server.seen:
+            await asyncio.sleep(0.01)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        return await asyncio.wait_for(chat.complete(ASK), 10)
 
-    with serving([Scripted("late", delay=5.0), chat_reply("fine")]) as (url, _):
+    with serving([Scripted("late", delay=20.0), chat_reply("fine")]) as (url, server):
         chat = chat_at(url, concurrency=1)
-        assert asyncio.run(impatient(chat)) == "fine"
+        assert asyncio.run(impatient(chat, server)) == "fine"
         chat.close()
