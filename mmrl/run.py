@@ -189,6 +189,36 @@ def settle(config: ConfigT) -> ConfigT:
     )
 
 
+def plannable(config: TrainCommandConfig, device: str | None) -> TrainCommandConfig:
+    """`settle` for a run that is only planned: the devices it names need not be here.
+
+    Args:
+        device: name of the device that is planned for; None: the hardware profile's own.
+    """
+    import os
+
+    import torch
+
+    hardware = config.hardware
+    kind = "cpu" if device == "cpu" else "cuda" if device else hardware.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    threads = hardware.threads or len(os.sched_getaffinity(0))
+    engine = hardware.engine if config.engine.name == "auto" else config.engine.name
+    return config.model_copy(
+        update={
+            "hardware": hardware.model_copy(update={"device": kind, "threads": threads}),
+            "engine": config.engine.model_copy(update={"name": engine}),
+        }
+    )
+
+
+def on_mini_world(task: TaskConfig) -> TaskConfig:
+    """The same task on the embedded data."""
+    data = task.data.model_copy(update={"train": "mini", "dev": "mini", "test": "mini"})
+    return task.model_copy(update={"data": data, "corpus": None})
+
+
 def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None) -> int:
     """Evaluate, train, evaluate, report."""
     from mmrl.report.finish import finish

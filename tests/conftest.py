@@ -4,6 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A loaded machine is slow, not wrong.
+settings.register_profile("mmrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("mmrl")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing in a test may wait for a network

@@ -24,6 +24,7 @@ Usage:
   mmrl report RUN_DIR                 write a run's report.html again
   mmrl credit algo=A[,B] rollouts=FILE [--json]
                                       rewards, groups, advantages and weights of recorded rollouts
+  mmrl plan [key=value ...]           what a run will do and cost, before any weights are loaded
 
 Compose a run from:
   task=       {task}
@@ -119,12 +120,19 @@ def _credit(arguments: list[str]) -> int:
     return credit_command(arguments)
 
 
+def _plan(arguments: list[str]) -> int:
+    from mmrl.cli.planning import plan_command
+
+    return plan_command(arguments)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "eval": _eval,
     "show": _show,
     "report": _report,
     "credit": _credit,
+    "plan": _plan,
 }
 
 

@@ -24,7 +24,7 @@ def train_command(arguments: Sequence[str]) -> int:
         _refuse_unknown_choices(line)
         through_hydra("train", line, lambda raw: None)
         return 0
-    configs = _validated("train", TrainCommandConfig, line)
+    configs = validated("train", TrainCommandConfig, line)
     from mmrl import run
 
     run.check_all(configs)
@@ -48,7 +48,7 @@ def eval_command(arguments: Sequence[str]) -> int:
         return 0
     if line.multirun:
         raise ConfigError("-m: mmrl eval takes one policy at a time")
-    (config,) = _validated("eval", EvalCommandConfig, line)
+    (config,) = validated("eval", EvalCommandConfig, line)
     from mmrl import run
 
     run.check_all([config])
@@ -118,7 +118,7 @@ def credit_command(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _validated(name: str, schema: Any, line: CommandLine) -> list[Any]:
+def validated(name: str, schema: Any, line: CommandLine) -> list[Any]:
     """Every job's config, validated; the problems of all jobs together, each once."""
     problems: list[str] = []
     jobs = expand(line, problems)

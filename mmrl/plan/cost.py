@@ -1,0 +1,123 @@
+"""Memory by part and time by phase of one step: parameters, FLOPs and bytes over what a device can do.
+
+Part of `plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mmrl.config import TrainCommandConfig
+from mmrl.plan.devices import Device
+from mmrl.plan.load import Load
+from mmrl.plan.shapes import Shape
+
+CHUNK = 1024
+"""Scored positions whose logits are held at once."""
+DECODE_OVERHEAD_S = {"cpu": 0.35e-3}
+"""Seconds per layer and decode step that no arithmetic accounts for (kernel starts, Python); measured on the CPU."""
+PREFILL_UTILISATION = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What the config says about weights."""
+
+    width: int
+    """Bytes of a number of the policy's weights."""
+    trained_parameters: int
+    trained_width: int
+    """Bytes of a number of the trained weights."""
+    copies: int
+    """Frozen copies of the whole model (the reference of full fine-tuning)."""
+    critic: str | None
+    """`separate`, `adapter`, `head`, or None."""
+    processes: int
+
+
+def setup(config: TrainCommandConfig, shape: Shape) -> Setup:
+    """Read a config."""
+    lora, on_gpu = config.model.lora, config.hardware.device != "cpu"
+    dtype = config.model.dtype
+    width = (2 if on_gpu else 4) if dtype == "auto" else 4 if dtype == "float32" else 2
+    parameters = shape.parameters if lora is None else shape.lora_parameters(lora.r, lora.targets)
+    return Setup(
+        width=width,
+        trained_parameters=parameters,
+        trained_width=width if lora is None else 4,
+        copies=1 if lora is None and config.algo.beta > 0 else 0,
+        critic=getattr(config.algo, "critic", None),
+        processes=config.hardware.processes,
+    )
+
+
+def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float) -> dict[str, float]:
+    """Bytes per device by part, as the trainer and the in-process engine hold them.
+
+    Args:
+        load: of a whole step.
+        longest: tokens of the longest call.
+    """
+    made = setup(config, shape)
+    pack = max(float(min(config.train.microbatch_tokens, load.trained_unique / made.processes)), longest)
+    held = min(load.prompt_unique + load.completion, float(config.engine.batch_tokens))
+    trained = made.trained_parameters
+    found = {
+        "weights": shape.parameters * made.width,
+        "reference": made.copies * shape.parameters * made.width,
+        "adapter": trained * made.trained_width if config.model.lora else 0,
+        "gradients": trained * made.trained_width,
+        "optimizer": 2 * trained * made.trained_width,
+        "critic": _critic_bytes(config, shape, made),
+        "activations": pack * shape.activation_bytes(made.width, config.model.gradient_checkpointing),
+        "logits": min(CHUNK, pack) * shape.vocab * 4 * 3,
+        "KV cache": held * shape.kv_bytes(made.width) / made.processes,
+        "engine's copy": shape.parameters * made.width if config.engine.name.startswith("vllm") else 0,
+    }
+    return {part: float(size) for part, size in found.items() if size}
+
+
+def _critic_bytes(config: TrainCommandConfig, shape: Shape, made: Setup) -> float:
+    if made.critic == "separate":
+        return 4.0 * shape.parameters * made.width
+    if made.critic == "adapter":
+        rank = config.model.lora.r if config.model.lora else 16
+        targets = config.model.lora.targets if config.model.lora else ("q_proj", "v_proj")
+        return 16.0 * shape.lora_parameters(rank, targets)
+    return 0.0
+
+
+def seconds(
+    config: TrainCommandConfig, shape: Shape, loads: Mapping[str, Load], step: Load, device: Device
+) -> dict[str, float]:
+    """Expected seconds of one step by phase, on `device` times the number of processes."""
+    made = setup(config, shape)
+    per_token = 2.0 * shape.block_parameters
+    forward = per_token * step.trained_unique + 2.0 * shape.vocab * shape.hidden * step.completion
+    times = (2 if config.model.lora else 3) + (1 if config.model.gradient_checkpointing else 0)
+    passes = times * config.algo.epochs + (1 if config.algo.beta > 0 else 0)
+    passes += {"separate": times + 1, "adapter": times + 1, "head": 0}.get(made.critic or "", 0)
+    reach = device.flops * device.utilisation * made.processes
+    prefill = per_token * step.prompt_unique / (device.flops * PREFILL_UTILISATION * made.processes)
+    return {
+        "prefill": prefill,
+        "decode": _decode(config, shape, loads, device, made),
+        "update": passes * forward / reach,
+    }
+
+
+def _decode(config: TrainCommandConfig, shape: Shape, loads: Mapping[str, Load], device: Device, made: Setup) -> float:
+    """Each module's calls together, one token after the other: weights and caches are read once per step."""
+    spent = 0.0
+    for load in loads.values():
+        if not load.calls:
+            continue
+        turns = max(1.0, load.decode_steps / max(1.0, load.completion / load.calls))
+        rows = load.calls / turns / made.processes
+        context = (load.prompt + load.completion) / load.calls
+        traffic = shape.parameters * made.width + rows * context * shape.kv_bytes(made.width)
+        arithmetic = 2.0 * shape.parameters * rows / device.flops
+        floor = DECODE_OVERHEAD_S.get(device.name, 0.0) * shape.layers
+        spent += load.decode_steps * (max(traffic / device.bandwidth, arithmetic) + floor)
+    return spent

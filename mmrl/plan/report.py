@@ -1,0 +1,135 @@
+"""What `mmrl plan` prints: work, memory, time, warnings; or the same as JSON.
+
+The end of `plan`'s line: shape + load + device -> costs -> text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mmrl.config import TrainCommandConfig
+from mmrl.plan.cost import memory, seconds, setup
+from mmrl.plan.devices import GIB, Device
+from mmrl.plan.load import Load, total
+from mmrl.plan.shapes import Shape
+from mmrl.report.tables import align
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a run will do and cost."""
+
+    config: TrainCommandConfig
+    shape: Shape
+    device: Device
+    loads: Mapping[str, Load]
+    source: str
+    """Where the tokens come from, in words."""
+
+    @property
+    def step(self) -> Load:
+        """One step, all modules."""
+        return total(self.loads)
+
+    def memory(self) -> dict[str, float]:
+        """Bytes per device by part."""
+        longest = max((load.prompt + load.completion) / load.calls for load in self.loads.values() if load.calls)
+        return memory(self.config, self.shape, self.step, longest)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of a step by phase."""
+        return seconds(self.config, self.shape, self.loads, self.step, self.device)
+
+    def warnings(self) -> list[str]:
+        """What cannot work or will hurt, with the setting to change."""
+        found, parts = [], self.memory()
+        need = sum(parts.values())
+        if need > self.device.memory:
+            found.append(
+                f"needs {need / GIB:.0f} GiB per device, {self.device.name} has {self.device.memory / GIB:.0f} GiB: "
+                + self._smaller(parts)
+            )
+        if self.step.calls and not self.step.trained:
+            found.append("no call is trained: every module is left out of the loss (algo.train_modules)")
+        return found
+
+    def _smaller(self, parts: Mapping[str, float]) -> str:
+        """The setting that saves most where it hurts."""
+        config = self.config
+        states = sum(parts.get(name, 0.0) for name in ("gradients", "optimizer", "reference"))
+        options = [
+            (states, config.model.lora is None, "train an adapter (model.lora={r: 16, alpha: 64})"),
+            (parts.get("critic", 0.0), "critic" in parts, "algo.critic=adapter or head"),
+            (parts["activations"], not config.model.gradient_checkpointing, "model.gradient_checkpointing=true"),
+            (parts["activations"], True, f"train.microbatch_tokens below {config.train.microbatch_tokens}"),
+            (parts.get("KV cache", 0.0), True, f"engine.batch_tokens below {config.engine.batch_tokens}"),
+        ]
+        usable = [(size, words) for size, can, words in options if can]
+        return max(usable)[1] + ", or more devices (hardware=)"
+
+    def as_json(self) -> str:
+        """Everything, for machines."""
+        made = setup(self.config, self.shape)
+        content: dict[str, Any] = {
+            "version": 1,
+            "calls": {module: asdict(load) for module, load in self.loads.items()},
+            "tokens_from": self.source,
+            "parameters": self.shape.parameters,
+            "trained_parameters": made.trained_parameters,
+            "memory_bytes": self.memory(),
+            "seconds_per_step": self.seconds(),
+            "hours": self.config.train.steps * sum(self.seconds().values()) / 3600,
+            "device": asdict(self.device),
+            "processes": made.processes,
+            "warnings": self.warnings(),
+        }
+        return json.dumps(content, indent=1)
+
+    def text(self) -> str:
+        """Everything, for people."""
+        config, made = self.config, setup(self.config, self.shape)
+        step, times, parts = self.step, self.seconds(), self.memory()
+        per_step = sum(times.values())
+        head = (
+            f"{config.algo.name} on {config.task.name} with {config.model.path}: {config.train.steps} steps of "
+            f"{config.train.batch_size} examples on {made.processes} x {self.device.name}"
+        )
+        trained = f"{made.trained_parameters:,} of {self.shape.parameters:,} parameters trained"
+        fit = f"{sum(parts.values()) / GIB:.2f} of {self.device.memory / GIB:.0f} GiB per device"
+        hours = config.train.steps * per_step / 3600
+        blocks = [
+            head + "\n" + trained,
+            f"one step ({self.source})\n" + align(self._work()),
+            f"memory: {fit}\n" + align([[name, _size(size)] for name, size in parts.items()]),
+            f"time: {_duration(per_step)} a step, {hours:.2g} hours in all, evaluations not counted\n"
+            + align([[name, _duration(spent), f"{spent / per_step:.0%}"] for name, spent in times.items()]),
+            f"assumed: {self.device.flops / 1e12:.3g} TFLOP/s, {self.device.bandwidth / 1e9:.0f} GB/s, update at "
+            f"{self.device.utilisation:.0%} of it; sharing saves {_ratio(step.trained, step.trained_unique)} of the "
+            "update's tokens. Estimates: docs/performance.md says how far off they were.",
+        ]
+        blocks += [f"warning: {warning}" for warning in self.warnings()]
+        return "\n\n".join(blocks)
+
+    def _work(self) -> list[list[str]]:
+        rows = [["module", "calls", "prompt tokens", "unique", "completion", "trained", "unique"]]
+        for name, load in [*self.loads.items(), ("all", self.step)]:
+            numbers = (load.calls, load.prompt, load.prompt_unique, load.completion, load.trained, load.trained_unique)
+            rows.append([name, *(f"{number:,.0f}" for number in numbers)])
+        return rows
+
+
+def _ratio(raw: float, unique: float) -> str:
+    return f"{1 - unique / raw:.0%}" if raw else "nothing"
+
+
+def _size(size: float) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"
+
+
+def _duration(spent: float) -> str:
+    if spent < 120:
+        return f"{spent:.2f} s" if spent < 10 else f"{spent:.0f} s"
+    return f"{spent / 60:.1f} min"

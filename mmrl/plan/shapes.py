@@ -1,0 +1,120 @@
+"""Sizes of a model without its weights: from its `config.json`, or from a table of the models that `conf/model` names.
+
+Part of `plan`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmrl.config.schema import ModelConfig
+from mmrl.errors import ConfigError
+from mmrl.models import model_path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A dense decoder with grouped-query attention and a gated MLP."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool = False
+    """Input and output embeddings are one matrix."""
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of the layers: what every token is multiplied with."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, norms left out."""
+        return self.block_parameters + self.vocab * self.hidden * (1 if self.tied else 2)
+
+    def kv_bytes(self, width: int) -> int:
+        """Bytes of keys and values of one token at `width` bytes a number."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * width
+
+    def lora_parameters(self, rank: int, targets: tuple[str, ...]) -> int:
+        """Parameters of one LoRA adapter of `rank` on the projections `targets`."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sizes = {
+            "q_proj": (self.hidden, queries),
+            "k_proj": (self.hidden, keys),
+            "v_proj": (self.hidden, keys),
+            "o_proj": (queries, self.hidden),
+            "up_proj": (self.hidden, self.intermediate),
+            "gate_proj": (self.hidden, self.intermediate),
+            "down_proj": (self.intermediate, self.hidden),
+        }
+        return self.layers * rank * sum(sum(sizes[target]) for target in targets if target in sizes)
+
+    def activation_bytes(self, width: int, checkpointed: bool) -> int:
+        """Bytes kept for the backward per token: each layer's input, or everything that its backward reads."""
+        per_layer = self.hidden if checkpointed else 8 * self.hidden + 3 * self.intermediate
+        return self.layers * per_layer * width
+
+
+_LLAMA_8B = Shape(
+    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, tied=False
+)
+_QWEN25_7B = Shape(layers=28, hidden=3584, heads=28, kv_heads=4, head_dim=128, intermediate=18944, vocab=152064)
+KNOWN = {
+    "Qwen/Qwen3-8B": Shape(
+        layers=36, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936
+    ),
+    "meta-llama/Llama-3.1-8B-Instruct": _LLAMA_8B,
+    "Qwen/Qwen2.5-7B": _QWEN25_7B,
+    "Qwen/Qwen2.5-7B-Instruct": _QWEN25_7B,
+    "Qwen/Qwen2.5-72B-Instruct": Shape(
+        layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, intermediate=29568, vocab=152064
+    ),
+}
+"""Hub id -> shape, from the models' published `config.json`."""
+
+
+def shape_of(model: ModelConfig) -> Shape:
+    """Shape of a model: a folder's `config.json`, else the table.
+
+    Raises:
+        ConfigError: a hub id that is not in the table and not on this machine.
+    """
+    config = Path(model_path(model)) / "config.json"
+    if config.is_file():
+        return read_shape(json.loads(config.read_text(encoding="utf-8")), str(config))
+    if model.path in KNOWN:
+        return KNOWN[model.path]
+    raise ConfigError(
+        f"model.path: mmrl plan does not know the sizes of '{model.path}'; give a folder that has its config.json, "
+        f"or one of {', '.join(KNOWN)}"
+    )
+
+
+def read_shape(content: dict[str, object], where: str) -> Shape:
+    """Shape from the fields of a Hugging Face `config.json`."""
+
+    def number(name: str, default: int | None = None) -> int:
+        value = content.get(name, default)
+        if not isinstance(value, int):
+            raise ConfigError(f"model.path: {where} has no whole number '{name}', so its size is not known")
+        return value
+
+    heads = number("num_attention_heads")
+    return Shape(
+        layers=number("num_hidden_layers"),
+        hidden=number("hidden_size"),
+        heads=heads,
+        kv_heads=number("num_key_value_heads", heads),
+        head_dim=number("head_dim", number("hidden_size") // heads),
+        intermediate=number("intermediate_size"),
+        vocab=number("vocab_size"),
+        tied=bool(content.get("tie_word_embeddings", False)),
+    )

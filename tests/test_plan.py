@@ -1,0 +1,176 @@
+"""`mmrl plan`: work counted by hand, known sizes, memory and time that follow the settings, its command line."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmrl.cli import main
+from mmrl.errors import ConfigError
+from mmrl.plan.devices import GIB, GPUS, device
+from mmrl.plan.load import Lengths, parse_lengths, unique_tokens
+from mmrl.plan.shapes import KNOWN, read_shape
+
+
+def planned(capsys, *arguments):
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+LENGTHS = "lengths=rewriter:10/2,reranker:50/3,answerer:30/4"
+
+
+@pytest.mark.parametrize(
+    ("algo", "calls"),
+    [("mhgpo_fof", (4, 4, 4)), ("mhgpo_is", (6, 9, 12)), ("mhgpo_fof_os", (4, 4, 16)), ("mappo", (1, 1, 1))],
+)
+def test_calls_of_a_question_are_those_of_the_paper(capsys, algo, calls):
+    extra = [] if algo == "mappo" else ["algo.group_size=4"]
+    plan = planned(capsys, f"algo={algo}", LENGTHS, "train.batch_size=1", *extra)
+    assert tuple(plan["calls"][m]["calls"] for m in ("rewriter", "reranker", "answerer")) == pytest.approx(calls)
+
+
+def test_round_robin_is_the_expectation_over_draws(capsys):
+    plan = planned(
+        capsys, "algo=mhgpo_rr", LENGTHS, "train.batch_size=1", "algo.group_size=4", "algo.fork_probs=[0,1,0]"
+    )
+    assert [plan["calls"][m]["calls"] for m in plan["calls"]] == pytest.approx([1, 4, 4])
+
+
+def test_tokens_by_hand(capsys):
+    """FoF, G = 2, one question: the rewriter's prompt is shared, later prompts are not."""
+    calls = planned(capsys, "algo=mhgpo_fof", "algo.group_size=2", LENGTHS, "train.batch_size=1")["calls"]
+    assert calls["rewriter"] == pytest.approx(
+        {
+            "calls": 2,
+            "prompt": 20,
+            "prompt_unique": 10,
+            "completion": 4,
+            "trained": 24,
+            "trained_unique": 14,
+            "decode_steps": 2,
+        }
+    )
+    assert calls["answerer"]["trained"] == calls["answerer"]["trained_unique"] == pytest.approx(68)
+
+
+def test_independent_sampling_trains_the_forked_module_alone(capsys):
+    """IS, G = 2: of 3 + 4 + 6 calls, 2 of each module enter the loss, each pair on one prompt."""
+    calls = planned(capsys, "algo=mhgpo_is", "algo.group_size=2", LENGTHS, "train.batch_size=1")["calls"]
+    assert [calls[m]["trained"] for m in calls] == pytest.approx([24, 106, 68])
+    assert calls["reranker"]["trained_unique"] == pytest.approx(56)
+
+
+def test_turns_of_one_context_are_forwarded_once(capsys):
+    """Two turns of 5 tokens, 7 observed between them, prompt 20, two rollouts."""
+    plan = planned(
+        capsys, "algo=mt_grpo", "task=tool_agent", "algo.group_size=2", "train.batch_size=1", "lengths=agent:20/5/7x2"
+    )
+    load = plan["calls"]["agent"]
+    assert load["calls"] == pytest.approx(4)
+    assert load["prompt"] == pytest.approx(2 * (20 + 32))
+    assert load["trained_unique"] == pytest.approx(20 + 2 * (5 + 7 + 5))
+
+
+def test_dry_rollouts_are_counted(capsys):
+    plan = planned(capsys, "algo=mhgpo_fof", "algo.group_size=2", "train.batch_size=2", "dry=2", "hardware.threads=1")
+    assert "dry rollouts of 2" in plan["tokens_from"]
+    assert plan["calls"]["rewriter"]["calls"] == 4
+    assert 0 < plan["calls"]["answerer"]["trained_unique"] < plan["calls"]["answerer"]["trained"]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6).map(tuple), max_size=12))
+def test_unique_tokens_are_the_distinct_prefixes(sequences):
+    prefixes = {sequence[: length + 1] for sequence in sequences for length in range(len(sequence))}
+    assert unique_tokens(sequences) == len(prefixes)
+
+
+@pytest.mark.parametrize(
+    ("path", "billions"),
+    [("Qwen/Qwen3-8B", 8.19), ("meta-llama/Llama-3.1-8B-Instruct", 8.03), ("Qwen/Qwen2.5-7B", 7.62)],
+)
+def test_known_models_have_their_published_sizes(path, billions):
+    assert KNOWN[path].parameters / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+def test_the_shipped_model_has_the_size_of_its_weights(capsys):
+    from mmrl.config import ModelConfig
+    from mmrl.models import load_model
+
+    count = sum(p.numel() for p in load_model(ModelConfig(name="tiny", path="tiny"), "cpu").parameters())
+    plan = planned(capsys, LENGTHS)
+    assert plan["parameters"] == pytest.approx(count, rel=0.01)  # norms are left out
+
+
+def test_lora_parameters_of_a_known_adapter():
+    """r 16 on all seven projections of Qwen3-8B: per layer 16 * (sum of inputs and outputs)."""
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj")
+    sides = (4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 12288) * 3
+    assert KNOWN["Qwen/Qwen3-8B"].lora_parameters(16, targets) == 36 * 16 * sides
+
+
+def test_an_adapter_needs_less_memory_than_full_training(capsys):
+    arguments = ["model=qwen3_8b", "device=h200", LENGTHS, "train.batch_size=4"]
+    full = planned(capsys, *arguments)
+    lora = planned(capsys, *arguments, "model.lora={r: 16, alpha: 64}")
+    assert lora["memory_bytes"]["optimizer"] < 0.02 * full["memory_bytes"]["optimizer"]
+    assert "reference" in full["memory_bytes"] and "reference" not in lora["memory_bytes"]
+    assert lora["trained_parameters"] < 0.01 * lora["parameters"]
+    assert lora["seconds_per_step"]["update"] < full["seconds_per_step"]["update"]
+
+
+def test_what_cannot_fit_is_said_with_the_setting_to_change(capsys):
+    plan = planned(capsys, "model=qwen25_72b_instruct", "device=h100", LENGTHS)
+    (warning,) = plan["warnings"]
+    assert "GiB" in warning and "model.lora" in warning
+
+
+def test_memory_of_full_training_by_hand(capsys):
+    parts = planned(capsys, "model=llama31_8b_instruct", "device=h200", LENGTHS)["memory_bytes"]
+    assert parts["weights"] == parts["gradients"] == parts["reference"] == parts["optimizer"] / 2
+    assert parts["weights"] / GIB == pytest.approx(14.96, abs=0.01)
+
+
+def test_text_names_modules_memory_and_time(capsys):
+    assert main(["plan", LENGTHS, "device=h200", "model=qwen3_8b"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("rewriter", "answerer", "memory:", "KV cache", "time:", "update", "parameters trained", "assumed"):
+        assert word in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["dry=many"], "dry: got 'many'"),
+        (["device=h2000"], "device"),
+        (["lengths=rewriter:10"], "lengths: got 'rewriter:10'"),
+        (["lengths=writer:10/2"], "no module writer"),
+        (["dry=2", LENGTHS], "leave one of the two out"),
+        (["model=qwen3_8b", "dry=2"], "not on this machine"),
+        (["model.path=someone/unknown-model"], "does not know the sizes"),
+        (["algo.group_size=1"], "algo.group_size"),
+        (["-m", "seed=1,2"], "takes one run"),
+    ],
+)
+def test_bad_input_is_refused(capsys, arguments, expected):
+    assert main(["plan", *arguments]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_lengths_are_read():
+    assert parse_lengths("a:1/2,b:3/4/5x6") == {
+        "a": Lengths(prompt=1, completion=2),
+        "b": Lengths(prompt=3, completion=4, observation=5, calls=6),
+    }
+
+
+def test_a_config_without_sizes_is_refused():
+    with pytest.raises(ConfigError, match="num_attention_heads"):
+        read_shape({"hidden_size": 8}, "here/config.json")
+
+
+def test_devices():
+    assert device("h200") is GPUS["h200"]
+    measured = device("cpu")
+    assert measured.flops > 1e8 and measured.bandwidth > 1e8 and measured.memory > GIB
