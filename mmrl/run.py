@@ -22,6 +22,7 @@ from mmrl.policy import Policy, resolve
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir, allocate, refuse_full
 from mmrl.report.tables import align, facts_table
+from mmrl.rollout.programs import with_program
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 from mmrl.trainer.settings import Settings
@@ -55,7 +56,7 @@ def build_task(config: TaskConfig, seed: int) -> Task:
     if key not in _TASKS:
         if config.name not in TASKS:
             raise ConfigError(unknown("task", config.name, TASKS))
-        _TASKS[key] = TASKS[config.name](config, seed)
+        _TASKS[key] = with_program(TASKS[config.name](config, seed))
     return _TASKS[key]
 
 

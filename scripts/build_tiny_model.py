@@ -42,6 +42,7 @@ from mmrl.engines.transformers import TransformersEngine  # noqa: E402
 from mmrl.models import TINY, decode_text, render_observation, render_prompt  # noqa: E402
 from mmrl.rollout.context import Environment, SamplingSettings  # noqa: E402
 from mmrl.rollout.plans import independent  # noqa: E402
+from mmrl.rollout.programs import with_program  # noqa: E402
 from mmrl.rollout.sample import sample  # noqa: E402
 from mmrl.stages.warmup import Encoded, WarmStartSettings, encode, warm_start  # noqa: E402
 from mmrl.tasks import TASKS as FACTORIES  # noqa: E402
@@ -202,7 +203,7 @@ def world(seed: int) -> Iterator[None]:
 def build_tasks(names: Sequence[str], seed: int) -> list[Task]:
     """The tasks in the world of `seed`, configured as runs have them by default."""
     with world(seed):
-        return [FACTORIES[name](task_config(name), 0) for name in names]
+        return [with_program(FACTORIES[name](task_config(name), 0)) for name in names]
 
 
 def task_config(name: str) -> TaskConfig:

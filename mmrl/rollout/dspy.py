@@ -1,0 +1,323 @@
+"""Any `dspy.Module` as a program: each of its predictors is a module, each of its LM requests a `ctx.call`.
+
+Sits between DSPy, which renders prompts and parses replies, and `rollout.context`, which samples and records. DSPy's
+own behaviour is kept but for what would hide calls or make a replay differ: no LM cache, no second request in JSON
+when a reply does not parse (the failure is recorded instead, with its raw text), no history. Importing this file
+imports DSPy (seconds), so only tasks that need it do (`rollout.programs`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+import json
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import dspy
+from dspy.utils.exceptions import AdapterParseError
+
+from mmrl.errors import ConfigError, ParseFailure, ProgramFailure, RolloutError
+from mmrl.records import Example
+from mmrl.tasks import tape
+from mmrl.tasks.base import Context, Message
+
+Parse = Callable[[str], Any]
+
+PASSED_ON = frozenset({"max_tokens", "stop"})
+"""Options of a predictor that reach the engine."""
+WITHOUT_EFFECT = frozenset({"rollout_id", "cache", "num_retries"})
+"""Options about DSPy's cache and network retries: there is neither here."""
+
+
+class DspyProgram:
+    """Implements `mmrl.tasks.base.Program` around a `dspy.Module`, which is called with `example.inputs` as keywords.
+
+    `modules` are the attribute paths of the predictors (`craft.predict`), as `named_predictors` gives them. A module
+    with `aforward` runs on the event loop; one with `forward` alone runs in a thread of its own for each rollout (a
+    shared pool would deadlock: a deterministic engine waits until every live program has asked). The prediction is the
+    returned `dspy.Prediction` as a plain mapping.
+
+    A reply that the adapter cannot parse is retried as `parse_retries` says and then ends the rollout, even where the
+    module catches the exception: `present_fields` / `expected_fields` of the failing call are the output fields that
+    were read and those of the signature (0 read where a value has the wrong type).
+
+    Raises:
+        ConfigError: no predictors, or predictors with an LM of their own.
+    """
+
+    def __init__(self, module: dspy.Module):
+        named = module.named_predictors()
+        if not named:
+            raise ConfigError(
+                f"task.program: {type(module).__name__} has no predictors (dspy.Predict), nothing to train"
+            )
+        own = [name for name, predictor in named if predictor.lm is not None]
+        if own:
+            raise ConfigError(
+                f"task.program: {', '.join(own)} have an LM of their own, whose calls would not be recorded; "
+                "leave `lm` unset, or make a frozen model a tool of the task"
+            )
+        self.module = module
+        self.modules: tuple[str, ...] = tuple(name for name, _ in named)
+        self._names: Mapping[int, str] = {id(predictor): name for name, predictor in named}
+
+    async def run(self, example: Example, ctx: Context) -> Any:
+        """See `mmrl.tasks.base.Program.run`."""
+        host = _Host(ctx, self._names, asyncio.get_running_loop())
+        adapter = _TapeAdapter(dspy.settings.adapter or dspy.ChatAdapter())
+        settings = {"lm": _TapeLM(host), "adapter": adapter, "disable_history": True, "track_usage": False, "trace": []}
+        try:
+            with dspy.context(**settings), tape.running(host):
+                if hasattr(self.module, "aforward"):
+                    output = await self.module.acall(**example.inputs)
+                else:
+                    output = await _in_thread(self.module, dict(example.inputs))
+        except Exception:
+            # what ended the rollout, not what the module or DSPy made of it
+            host.raise_failure()
+            raise
+        finally:
+            host.close()
+        host.raise_failure()
+        return _plain(output)
+
+
+class _Host:
+    """One rollout as its module sees it; implements `mmrl.tasks.tape.Host`."""
+
+    def __init__(self, ctx: Context, names: Mapping[int, str], loop: asyncio.AbstractEventLoop):
+        self.ctx, self.names, self.loop = ctx, names, loop
+        self.failure: RolloutError | None = None
+        self._lock = threading.Lock()
+        self._waiting: set[Future[Any]] = set()
+        self._closed = False
+
+    async def call(self, messages: Sequence[Message], parse: Parse | None, options: Mapping[str, Any]) -> str:
+        """One request of the innermost predictor; the text of the reply."""
+        self.raise_failure()
+        with self._first_failure():
+            name = self._caller(parse)
+            stop = options.get("stop") or ()
+            reply = await self.ctx.call(
+                name,
+                _checked_messages(name, messages),
+                parse=parse,
+                max_tokens=_checked_options(name, options).get("max_tokens"),
+                stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            )
+        return reply.text
+
+    async def tool(self, name: str, **arguments: Any) -> Any:
+        """See `mmrl.tasks.tape.Host.tool`."""
+        self.raise_failure()
+        with self._first_failure():
+            return await self.ctx.tool(name, **arguments)
+
+    def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """See `mmrl.tasks.tape.Host.wait`."""
+        try:
+            on_loop = asyncio.get_running_loop() is self.loop
+        except RuntimeError:
+            on_loop = False
+        with self._lock:
+            if on_loop or self._closed:
+                coroutine.close()
+                if on_loop:
+                    raise ProgramFailure("aforward called a predictor or tool without await; use acall and use_tool")
+                raise ProgramFailure("the rollout has ended")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+            self._waiting.add(future)
+        try:
+            return future.result()
+        finally:
+            self._waiting.discard(future)
+
+    def close(self) -> None:
+        """The rollout has ended: a thread that still runs gets an exception at its next request."""
+        with self._lock:
+            self._closed = True
+            waiting = list(self._waiting)
+        for future in waiting:
+            future.cancel()
+
+    def raise_failure(self) -> None:
+        """Raise what ended the rollout, if something has: a module may have caught it."""
+        if self.failure is not None:
+            raise self.failure
+
+    def _first_failure(self) -> _Remember:
+        return _Remember(self)
+
+    def _caller(self, parse: Parse | None) -> str:
+        callers = dspy.settings.caller_modules or []
+        name = self.names.get(id(callers[-1])) if callers else None
+        if name is None:
+            raise ProgramFailure(
+                f"a request from {type(callers[-1]).__name__ if callers else 'outside any module'}, which is none of "
+                f"the program's predictors ({', '.join(self.names.values())}); predictors must be attributes of the "
+                "module, made before it runs and neither copied nor replaced"
+            )
+        if parse is None:
+            raise ProgramFailure(
+                f"predictor '{name}' bypassed the adapter; set adapters with dspy.configure, not inside the module"
+            )
+        return name
+
+
+class _Remember:
+    """Keeps the first failure that leaves the block."""
+
+    def __init__(self, host: _Host):
+        self.host = host
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RolloutError) and self.host.failure is None:
+            self.host.failure = error
+
+
+class _TapeLM(dspy.BaseLM):
+    """The LM of a rollout: hands each request to `ctx.call`."""
+
+    def __init__(self, host: _Host, parse: Parse | None = None):
+        super().__init__(model="mmrl", cache=False)
+        self.host, self.parse = host, parse
+
+    def __call__(self, prompt: str | None = None, *, messages: Any = None, **options: Any) -> list[str]:
+        return self.host.wait(self.acall(prompt, messages=messages, **options))
+
+    async def acall(self, prompt: str | None = None, *, messages: Any = None, **options: Any) -> list[str]:
+        asked: Any = messages if messages is not None else [{"role": "user", "content": prompt}]
+        return [await self.host.call(asked, self.parse, {**self.kwargs, **options})]
+
+    def bound(self, parse: Parse) -> _TapeLM:
+        """The same LM, for one request with this parser."""
+        other = copy.copy(self)
+        other.parse = parse
+        return other
+
+
+class _TapeAdapter(dspy.Adapter):
+    """The user's adapter; gives each request the parser of its reply, so that the call is recorded with the outcome."""
+
+    def __init__(self, inner: dspy.Adapter):
+        super().__init__(callbacks=inner.callbacks)
+        self.inner = copy.copy(inner)
+        if hasattr(inner, "use_json_adapter_fallback"):
+            self.inner.use_json_adapter_fallback = False
+
+    def __call__(self, lm: Any, lm_kwargs: Any, signature: Any, demos: Any, inputs: Any) -> Any:
+        return self.inner(self._bound(lm, lm_kwargs, signature, inputs), lm_kwargs, signature, demos, inputs)
+
+    async def acall(self, lm: Any, lm_kwargs: Any, signature: Any, demos: Any, inputs: Any) -> Any:
+        bound = self._bound(lm, lm_kwargs, signature, inputs)
+        return await self.inner.acall(bound, lm_kwargs, signature, demos, inputs)
+
+    def format(self, signature: Any, demos: Any, inputs: Any) -> Any:
+        """The inner adapter's messages."""
+        return self.inner.format(signature, demos, inputs)
+
+    def parse(self, signature: Any, completion: str) -> Any:
+        """The inner adapter's fields."""
+        return self.inner.parse(signature, completion)
+
+    def _bound(self, lm: Any, lm_kwargs: Mapping[str, Any], signature: Any, inputs: Mapping[str, Any]) -> _TapeLM:
+        if not isinstance(lm, _TapeLM):
+            raise ProgramFailure(f"a predictor was called with an LM of its own ({type(lm).__name__})")
+        processed = self.inner._call_preprocess(lm, dict(lm_kwargs), signature, inputs)
+
+        def parse(text: str) -> None:
+            try:
+                self.inner._call_postprocess(processed, signature, [text], lm, {})
+            except AdapterParseError as error:
+                raise _parse_failure(error, signature) from error
+
+        return lm.bound(parse)
+
+
+def _parse_failure(error: AdapterParseError, signature: Any) -> ParseFailure:
+    wanted = list(signature.output_fields)
+    # a value of the wrong type is raised with its cause, or without any result: then nothing counts as read
+    wrong_type = error.parsed_result is None or error.__cause__ is not None
+    read = [] if wrong_type else [name for name in wanted if name in error.parsed_result]
+    reason = next((line for line in str(error.message).splitlines() if line.strip()), "")
+    missing = ", ".join(name for name in wanted if name not in read)
+    return ParseFailure(reason if wrong_type else f"output fields missing: {missing}", len(read), len(wanted))
+
+
+def _checked_options(name: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options of a request.
+
+    Raises:
+        ProgramFailure: one that would have no effect.
+    """
+    given = {key: value for key, value in options.items() if value is not None and key not in WITHOUT_EFFECT}
+    if given.get("n") == 1:
+        del given["n"]
+    refused = sorted(set(given) - PASSED_ON)
+    if refused:
+        raise ProgramFailure(
+            f"predictor '{name}' sets {', '.join(refused)}; sampling is set by train.* and eval.*, and a call is one "
+            "completion: leave these out (call a predictor several times for several completions)"
+        )
+    return given
+
+
+def _checked_messages(name: str, messages: Any) -> list[Message]:
+    checked: list[Message] = []
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+            raise ProgramFailure(f"predictor '{name}' sends something other than text; only text can be trained on")
+        checked.append({"role": str(message["role"]), "content": message["content"]})
+    return checked
+
+
+async def _in_thread(module: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:
+    """Call a module that blocks in a thread of its own."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if outcome.done():
+            return
+        if error is None:
+            outcome.set_result(result)
+        else:
+            outcome.set_exception(error)
+
+    def work() -> None:
+        result, failure = None, None
+        try:
+            result = context.run(module, **inputs)
+        except Exception as error:
+            failure = error
+        except BaseException as error:  # SystemExit in a module ends its rollout, not the run
+            failure = ProgramFailure(f"{type(error).__name__}: {error}")
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=work, name="mmrl-dspy", daemon=True).start()
+    return await outcome
+
+
+def _plain(output: Any) -> Any:
+    """The prediction as JSON values.
+
+    Raises:
+        ProgramFailure: it holds something else.
+    """
+    value = output.toDict() if isinstance(output, dspy.Example) else output
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ProgramFailure(
+            f"the prediction cannot be written as JSON ({error}); return texts, numbers, lists"
+        ) from None
+    return value

@@ -1,0 +1,62 @@
+"""Tools inside DSPy programs: the rollout that is running, reached from where no `ctx` can be passed.
+
+A `dspy.Module` gets only its inputs. `rollout.dspy` puts the rollout's host here before it runs a module, so that the
+module's tools (retrievers, external models) go onto the rollout's tape like those of any other program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from mmrl.errors import ProgramFailure
+
+
+class Host(Protocol):
+    """What a rollout offers to the module that it runs."""
+
+    async def tool(self, name: str, **arguments: Any) -> Any:
+        """`Context.tool` of the rollout."""
+        ...
+
+    def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine on the rollout's event loop and block until it is done; from worker threads only."""
+        ...
+
+
+_HOST: ContextVar[Host | None] = ContextVar("mmrl_host", default=None)
+
+
+@contextmanager
+def running(host: Host) -> Iterator[None]:
+    """Everything that runs inside belongs to the rollout of `host`."""
+    token = _HOST.set(host)
+    try:
+        yield
+    finally:
+        _HOST.reset(token)
+
+
+async def use_tool(name: str, **arguments: Any) -> Any:
+    """Use one of the task's tools from a module's `aforward`; its result is recorded and replayed.
+
+    Raises:
+        ProgramFailure: no rollout is running.
+        ToolFailure: the tool raised.
+    """
+    return await _host(name).tool(name, **arguments)
+
+
+def use_tool_sync(name: str, **arguments: Any) -> Any:
+    """The same from a module that has only `forward`."""
+    host = _host(name)
+    return host.wait(host.tool(name, **arguments))
+
+
+def _host(name: str) -> Host:
+    host = _HOST.get()
+    if host is None:
+        raise ProgramFailure(f"tool '{name}' was used outside a rollout; run the module with mmrl")
+    return host
