@@ -75,14 +75,21 @@ class Phase:
     """On demonstrations of which a share is poor (`scripts/tiny_habits.py`)."""
 
 
+BASELINES: Mapping[str, float] = {"solver": 0.15}
+"""Shares of the modules of the papers' baselines, the same in every phase; none where `--tasks` leaves them out."""
 PHASES = (
     # Copying names comes first, from completions that are long for their prompts: mixed with the rest from the start,
     # it takes several times as long. Then reading. Only then all formats, the reranker's in a small share: it is to
     # start weak, and its prompts are the longest.
-    Phase("write", 300, 5e-3, "constant_with_warmup", 1, {"rewriter": 1.0}),
-    Phase("read", 1500, 4e-3, "linear", 2, {DRILL: 0.5, "answerer": 0.6, "rewriter": 0.3, "agent": 0.1}),
+    Phase("write", 300, 5e-3, "constant_with_warmup", 1, {"rewriter": 1.0} | BASELINES),
+    Phase("read", 1500, 4e-3, "linear", 2, {DRILL: 0.5, "answerer": 0.6, "rewriter": 0.3, "agent": 0.1} | BASELINES),
     Phase(
-        "play", 600, 3e-3, "linear", 4, {DRILL: 0.25, "answerer": 0.6, "rewriter": 1.0, "reranker": 0.15, "agent": 0.3}
+        "play",
+        600,
+        3e-3,
+        "linear",
+        4,
+        {DRILL: 0.25, "answerer": 0.6, "rewriter": 1.0, "reranker": 0.15, "agent": 0.3} | BASELINES,
     ),
     # Last, mixed habits: what a short reinforcement learning run can choose between.
     Phase(
@@ -91,7 +98,7 @@ PHASES = (
         1.5e-3,
         "linear",
         4,
-        {"rewriter": 1.0, "reranker": 0.35, "answerer": 0.6, "agent": 0.3},
+        {"rewriter": 1.0, "reranker": 0.35, "answerer": 0.6, "agent": 0.3} | BASELINES,
         habits=True,
     ),
 )

@@ -2,6 +2,7 @@ import logging
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import pytest
 
@@ -11,6 +12,7 @@ from mmrl.records import Call, Example
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 from mmrl.tasks.search_program import parse_queries, parse_selection
+from tests.agent_fakes import play
 
 
 @pytest.fixture(autouse=True)
@@ -239,3 +241,35 @@ def test_a_corpus_without_the_gold_titles_is_a_warning_with_the_share(tmp_path, 
     assert "task.data.dev: only 0.0 % of the questions" in caplog.text
     assert "dev 0.0%" in task.describe()["partial corpus"]
     assert [d["title"] for d in task.search(["gamma"], task.examples("dev")[0].inputs["corpus"])] == ["B"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("2wiki", {"bridge": 100, "comparison": 100}), ("musique", {"bridge": 300})]
+)
+def test_out_of_domain_columns_have_questions_of_their_own_kind(name, kinds):
+    task = TASKS[name](TaskConfig(name=name), 0)
+    assert task.config.dataset == name
+    assert Counter(example.metadata["type"] for example in task.examples("dev")) == kinds
+    trained = {example.inputs["question"] for example in make().examples("train")}
+    assert not trained & {example.inputs["question"] for example in task.examples("dev")}
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "count"),
+    [
+        ("hotpotqa", "hotpotqa/hotpot_dev_distractor_sample.json", 565),
+        ("2wiki", "2wikimultihopqa/dev_sample.json", 657),
+        ("musique", "musique/dev_sample.jsonl", 200),
+    ],
+)
+def test_real_files_of_every_format_play_through_the_program(data_dir, name, file, count):
+    """Each format's own files, its paragraphs as corpus; an answerer that knows earns what the official script says."""
+    path = str(data_dir / file)
+    task = TASKS[name](TaskConfig(name=name, data=DataConfig(train=path, dev=path, test=path)), 0)
+    examples = task.examples("dev")
+    assert len(examples) == count
+    assert set(task.gold_shares.values()) == {1.0}
+    texts = ["### a ###", "0", examples[0].metadata["answers"][0]]
+    rollout, calls, _ = play(task, texts, "outcome", examples[0])
+    assert [call.module for call in calls] == ["rewriter", "reranker", "answerer"]
+    assert rollout.metrics["em"] == rollout.metrics["f1"] == rollout.metrics["accuracy"] == 1

@@ -67,6 +67,7 @@ class TaskConfig(Section):
         "normalized", description="search_agent: how an answer is looked for in retrieved text"
     )
     outcome_rewards: Literal[3, 4] = Field(4, description="tool_agent: 3 leaves the XML format reward out")
+    chain_of_thought: bool = Field(False, description="qa_direct: think before the answer")
     timeout_s: float = Field(600.0, gt=0, description="wall-clock limit of one rollout")
 
     @model_validator(mode="after")
@@ -95,6 +96,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "format_check": ("search_agent",),
     "retrieval_match": ("search_agent",),
     "outcome_rewards": ("tool_agent",),
+    "chain_of_thought": ("qa_direct",),
 }
 """Options that only some of the built-in tasks read; a task of one's own may read any of them."""
-BUILT_IN = ("hotpotqa", "search_agent", "tool_agent")
+BUILT_IN = ("hotpotqa", "2wiki", "musique", "search_agent", "tool_agent", "qa_direct")

@@ -7,12 +7,16 @@ from collections.abc import Callable
 from mmrl.config.task import TaskConfig
 from mmrl.tasks.base import Task
 from mmrl.tasks.multihop_qa import MultihopQaTask
+from mmrl.tasks.qa_direct import DirectQaTask
 from mmrl.tasks.search_agent import SearchAgentTask
 from mmrl.tasks.tool_agent import ToolAgentTask
 
 TASKS: dict[str, Callable[[TaskConfig, int], Task]] = {
     "hotpotqa": MultihopQaTask,
+    "2wiki": MultihopQaTask,
+    "musique": MultihopQaTask,
     "search_agent": SearchAgentTask,
     "tool_agent": ToolAgentTask,
+    "qa_direct": DirectQaTask,
 }
 """`task.name` -> factory `(config, run seed) -> Task`."""

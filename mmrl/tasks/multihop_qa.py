@@ -1,4 +1,4 @@
-"""Multi-hop question answering with the three-agent search program: the task `hotpotqa`. Built by `mmrl.tasks.TASKS`.
+"""Multi-hop question answering with the three-agent search program: the tasks `hotpotqa`, `2wiki`, `musique`.
 
 Data come from the mini world, official files or the hub; retrieval is BM25; the reward is token F1, penalties and
 behaviour metrics are those of MHGPO (semantics §2.1, §2.7).
@@ -13,6 +13,7 @@ from mmrl.config.task import TaskConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.base import Demonstration, Message, ModuleScore, Program, Score
+from mmrl.tasks.data import LAYOUTS
 from mmrl.tasks.mini.examples import mini_multihop
 from mmrl.tasks.mini.names import Draws
 from mmrl.tasks.open_qa import OpenQaTask
@@ -37,13 +38,14 @@ class MultihopQaTask(OpenQaTask):
     main_metric = "f1"
 
     def __init__(self, config: TaskConfig, seed: int):
-        super().__init__(config.model_copy(update={"dataset": config.dataset or "hotpotqa"}), seed)
+        own = config.name if config.name in LAYOUTS else "hotpotqa"
+        super().__init__(config.model_copy(update={"dataset": config.dataset or own}), seed)
         self.prompts = SearchPrompts(self.texts, config.retriever.snippet_words)
         self.program: Program = SearchProgram(self.prompts)
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
-        """Bridge and comparison questions."""
-        return mini_multihop(split, corpus)
+        """Bridge and comparison questions, mixed as the data set has them."""
+        return mini_multihop(split, corpus, self.config.dataset or "hotpotqa")
 
     def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
         """Reward: F1 without the yes/no rule. Metrics: EM, F1 and accuracy as the official script has them."""

@@ -52,6 +52,8 @@ class OpenQaTask:
     """Default prompts of the program."""
     unread: ClassVar[Mapping[str, str]] = {}
     """Retriever options without effect here -> why."""
+    searches: ClassVar[bool] = True
+    """Whether the program searches at all; without, there is neither corpus nor tool."""
     reward_sets: tuple[str, ...] = ("outcome",)
     main_metric: str = "em"
 
@@ -79,7 +81,7 @@ class OpenQaTask:
             raise ConfigError(problems)
         self.corpora = self._corpora(records)
         self._examples = {split: self._split(split, records.get(split), seed) for split in SPLITS}
-        self.tools: Mapping[str, Tool] = {"search": self.search}
+        self.tools: Mapping[str, Tool] = {"search": self.search} if self.searches else {}
         self._retrievers: dict[str, Retriever] = {}
         self._warn_missing_titles()
 
@@ -95,13 +97,15 @@ class OpenQaTask:
             problems.append(
                 f"task.dataset: got null, expected the layout of the files in task.data: {', '.join(LAYOUTS)}"
             )
+        if not self.searches and config.corpus is not None:
+            problems.append(f"task.corpus: has no effect with task {self.name}, whose program does not search")
         for option, why in self.unread.items():
             if getattr(config.retriever, option) != type(config.retriever).model_fields[option].default:
                 problems.append(f"task.retriever.{option}: has no effect with task {self.name}: {why}")
         return problems
 
     def _corpus_problems(self, records: Mapping[str, Sequence[Record]]) -> list[str]:
-        if self.config.corpus is not None or not records:
+        if self.config.corpus is not None or not records or not self.searches:
             return []
         if any(record.paragraphs for split in records.values() for record in split):
             return []
@@ -113,6 +117,8 @@ class OpenQaTask:
     def _corpora(self, records: Mapping[str, Sequence[Record]]) -> dict[str, Sequence[Document]]:
         """Corpus name -> documents. A given corpus serves every split; else mini questions search the mini world,
         and all others the union of the paragraphs of the files in use."""
+        if not self.searches:
+            return {"none": ()}
         if self.config.corpus not in (None, "mini"):
             return {"given": load_corpus("task.corpus", str(self.config.corpus))}
         if self.config.corpus == "mini":
@@ -147,6 +153,8 @@ class OpenQaTask:
     @cached_property
     def gold_shares(self) -> dict[str, float]:
         """Split -> share of its questions whose gold titles are all in the corpus; splits without titles are absent."""
+        if not self.searches:
+            return {}
         shares = {split: gold_share(examples, self.corpora) for split, examples in self._examples.items()}
         return {split: share for split, share in shares.items() if share is not None}
 
@@ -187,6 +195,18 @@ class OpenQaTask:
         golds = example.metadata["answers"]
         return metrics.best(metric, answer, golds, punctuation=self.config.punctuation, **options)
 
+    def answer_metrics(self, answer: str, example: Example) -> dict[str, float]:
+        """Exact match, F1 and accuracy as the official script has them (0 without an answer), and whether there is one.
+
+        The best over the accepted answers, each metric on its own.
+        """
+        return {
+            "em": self.best(metrics.exact_match, answer, example) if answer else 0.0,
+            "f1": self.best(metrics.f1, answer, example, closed=True),
+            "accuracy": self.best(metrics.accuracy, answer, example, closed=True) if answer else 0.0,
+            "answered": float(bool(answer)),
+        }
+
     def describe(self) -> Mapping[str, Any]:
         """See `mmrl.tasks.base.Task.describe`."""
         sources = {getattr(self.config.data, split) for split in SPLITS}
@@ -196,6 +216,8 @@ class OpenQaTask:
             else ", ".join(f"{s} {getattr(self.config.data, s)}" for s in SPLITS)
         }
         facts |= {f"{split} items": len(self._examples[split]) for split in SPLITS}
+        if not self.searches:
+            return facts
         facts["corpus"] = " + ".join(f"{name} ({len(documents)} documents)" for name, documents in self.corpora.items())
         facts["retriever"] = f"{self.config.retriever.name}, {self.config.retriever.top_k} documents"
         partial = {split: share for split, share in self.gold_shares.items() if share < 1}

@@ -9,15 +9,35 @@ from mmrl.tasks.mini.questions import Question, make_questions
 from mmrl.tasks.mini.singles import make_bridges, make_singles
 from mmrl.tasks.mini.world import make_world
 
+KINDS = ("2wiki", "musique")
+"""Data sets whose mini version has its own mix of kinds of questions."""
+
+SINGLE_HOP = ("nq", "triviaqa", "popqa")
+
 
 def mini_corpus() -> tuple[Document, ...]:
     """One document for each entity of the world."""
     return make_world().documents
 
 
-def mini_multihop(split: str, corpus: str = "mini") -> list[Example]:
-    """The multi-hop questions of a split; `metadata["hops"]` has the reasoning that demonstrations are made from."""
-    return [_example(question, corpus) for question in make_questions(split)]
+def mini_multihop(split: str, corpus: str = "mini", dataset: str = "hotpotqa") -> list[Example]:
+    """The multi-hop questions of a split; `metadata["hops"]` has the reasoning that demonstrations are made from.
+
+    The kinds are mixed as `dataset` has them: `hotpotqa` all (a quarter comparisons), `2wiki` as many comparisons as
+    bridges, `musique` bridges alone. The questions of the last two are among those of the first, in the same split.
+    """
+    questions = make_questions(split)
+    if dataset in KINDS:
+        bridges = [question for question in questions if question.kind == "bridge"]
+        others = [question for question in questions if question.kind != "bridge"] if dataset == "2wiki" else []
+        chosen = {question.id for question in [*others, *bridges[: len(others) or None]]}
+        questions = tuple(question for question in questions if question.id in chosen)
+    return [_example(question, corpus) for question in questions]
+
+
+def mini_questions(dataset: str, split: str, corpus: str = "mini") -> list[Example]:
+    """Single-hop questions for a data set of such questions, else multi-hop ones."""
+    return mini_single(split, corpus) if dataset in SINGLE_HOP else mini_multihop(split, corpus, dataset)
 
 
 def mini_single(split: str, corpus: str = "mini") -> list[Example]:
