@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help setup train test check format docs tiny clean
+.PHONY: help setup train compare test check format docs tiny clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 train: $(STAMP) ## train the default run (MHGPO-RR, three-agent search, mini world); ARGS='algo=mhgpo_fof seed=1'
 	$(BIN)/mmrl train $(ARGS)
+
+compare: $(STAMP) ## every algorithm on the mini world, three seeds, one figure (hours; resumable); ARGS='seed=0 jobs=2'
+	$(BIN)/mmrl compare plan=mini docs=docs/comparison.md $(ARGS)
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n 2 $(ARGS)

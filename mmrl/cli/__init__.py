@@ -22,6 +22,10 @@ Usage:
   mmrl show RUN_DIR [example=ID] [step=N]
                                       a run's curves, and the tree of calls of an example
   mmrl report RUN_DIR                 write a run's report.html again
+  mmrl compare RUN_DIR [RUN_DIR ...]  runs side by side: one figure, tables, which algorithm learned
+  mmrl compare algo=A,B seed=0,1,2 [task=T] [jobs=N] [key=value ...]
+                                      the same, starting what is missing and resuming what is unfinished
+  mmrl compare plan=mini              the same for all runs of conf/compare/mini.yaml
   mmrl credit algo=A[,B] rollouts=FILE [--json]
                                       rewards, groups, advantages and weights of recorded rollouts
   mmrl plan [key=value ...]           what a run will do and cost, before any weights are loaded
@@ -114,6 +118,12 @@ def _report(arguments: list[str]) -> int:
     return report_command(arguments)
 
 
+def _compare(arguments: list[str]) -> int:
+    from mmrl.cli.compare import compare_command
+
+    return compare_command(arguments)
+
+
 def _credit(arguments: list[str]) -> int:
     from mmrl.cli.commands import credit_command
 
@@ -131,6 +141,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "eval": _eval,
     "show": _show,
     "report": _report,
+    "compare": _compare,
     "credit": _credit,
     "plan": _plan,
 }

@@ -102,8 +102,8 @@ def _head(seen: Overview) -> str:
     facts += [f"seed {seen.get('seed')}", seen.state]
     kind = "".join(f"<p>{text(sentence)}</p>" for sentence in seen.kind)
     details = seen.summary.get("facts") or {}
-    table = _table(["", ""], [[name, value] for name, value in details.items()], words=True) if details else ""
-    more = f"<details><summary>data and tools</summary>{table}</details>" if table else ""
+    shown = table(["", ""], [[name, value] for name, value in details.items()], words=True) if details else ""
+    more = f"<details><summary>data and tools</summary>{shown}</details>" if shown else ""
     return (
         f"<h1>{text(seen.name)}</h1><p class=soft>{text(' · '.join(facts))}</p>"
         f'<div class="card"><b>What this run was</b>{kind}{more}</div>'
@@ -128,7 +128,7 @@ def _comparison(differences: Mapping[str, Difference], split: str) -> str:
         numbers = (f"{found.before:.3f}", f"{found.after:.3f}", f"{found.difference:+.3f}")
         rows.append([name, found.n, *numbers, interval])
     head = ["metric", "items", "before", "after", "difference", "95 % interval"]
-    rest = f"<details><summary>all metrics</summary>{_table(head, rows)}</details>" if len(rows) > 3 else ""
+    rest = f"<details><summary>all metrics</summary>{table(head, rows)}</details>" if len(rows) > 3 else ""
     note = (
         "<p class='small soft'>Difference with its 95 % interval: a paired bootstrap over items. "
         "An interval that includes 0 may be chance.</p>"
@@ -213,8 +213,8 @@ def _module_table(seen: Overview) -> str:
             old, new = (short(record.get(f"module/{name}/{fact}")) for record in (first, last))
             cells.append(new if old == new else f"{old} → {new}")
         rows.append([name, *cells])
-    table = _table(["module", *facts], rows)
-    return f"<details><summary>all numbers, step {first['step']} → step {last['step']}</summary>{table}</details>"
+    numbers = table(["module", *facts], rows)
+    return f"<details><summary>all numbers, step {first['step']} → step {last['step']}</summary>{numbers}</details>"
 
 
 def _times(seen: Overview) -> str:
@@ -228,7 +228,7 @@ def _times(seen: Overview) -> str:
         if len(values):
             rows.append([name, duration(median(values)), f"{sum(values) / max(sum(steps), 1e-12):.0%}"])
     rows.append(["step", duration(whole), ""])
-    return _table(["part", "median", "share"], rows)
+    return table(["part", "median", "share"], rows)
 
 
 def _again(seen: Overview) -> str:
@@ -331,7 +331,7 @@ def visible(value: str) -> str:
     return "\n".join(clean(line) for line in value.replace("\r\n", "\n").split("\n"))
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], words: bool = False) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]], words: bool = False) -> str:
     """An HTML table; `words`: cells hold sentences."""
     kind = " class=words" if words else ""
     top = f"<tr>{''.join(f'<th>{text(cell)}</th>' for cell in head)}</tr>" if any(head) else ""

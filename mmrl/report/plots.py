@@ -81,30 +81,34 @@ def lines_over_steps(history: History, keys: Mapping[str, str], label: str, wind
     return result[0]
 
 
-@contextmanager
-def _axes(xlabel: str, ylabel: str, title: str | None = None) -> Iterator[tuple[Any, list[str]]]:
-    """Axes to draw on, and a list that holds the finished SVG afterwards."""
-    import matplotlib
-
-    settings: Any = {
+def settings_of(ink: str, faint: str) -> dict[Any, Any]:
+    """matplotlib's settings for figures that become SVG: text stays text, and the same figure gives the same bytes."""
+    return {
         "text.parse_math": False,
         "svg.fonttype": "none",
         "svg.hashsalt": "mmrl",
         "font.family": "sans-serif",
         "font.size": 11,
-        "axes.edgecolor": FAINT,
-        "axes.labelcolor": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "text.color": INK,
-        "grid.color": FAINT,
+        "axes.edgecolor": faint,
+        "axes.labelcolor": ink,
+        "xtick.color": ink,
+        "ytick.color": ink,
+        "text.color": ink,
+        "grid.color": faint,
     }
+
+
+@contextmanager
+def _axes(xlabel: str, ylabel: str, title: str | None = None) -> Iterator[tuple[Any, list[str]]]:
+    """Axes to draw on, and a list that holds the finished SVG afterwards."""
+    import matplotlib
+
     # A Figure of its own: pyplot's global state would leak figures and pick a display backend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(settings_of(INK, FAINT)):
         figure = Figure(figsize=SIZE, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
@@ -148,7 +152,15 @@ def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _themed(svg: str, title: str) -> str:
-    """The bare `<svg>` element, scalable, with the page's colours and fonts."""
+    """The bare `<svg>` element with the page's colours and fonts."""
+    svg = stripped(svg, title)
+    for placeholder, variable in THEME.items():
+        svg = svg.replace(placeholder, variable)
+    return svg
+
+
+def stripped(svg: str, title: str) -> str:
+    """The bare, scalable `<svg>` element of matplotlib's output, in the fonts around it, with a name for readers."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
     # Ids of groups repeat from figure to figure; only those that something refers to are kept.
@@ -156,7 +168,4 @@ def _themed(svg: str, title: str) -> str:
     svg = re.sub(r' id="([^"]+)"', lambda found: found.group(0) if found.group(1) in used else "", svg)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]+" height="[^"]+"', r"\1", svg, count=1)
     svg = svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
-    svg = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font-size: \1", svg)
-    for placeholder, variable in THEME.items():
-        svg = svg.replace(placeholder, variable)
-    return svg
+    return re.sub(r"font: ([\d.]+px) [^;\"]+", r"font-size: \1", svg)
