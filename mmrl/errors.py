@@ -109,7 +109,7 @@ class EngineFailure(RolloutError):
 
 
 class JudgeFailure(RolloutError):
-    """A judge could not be asked, or gave no usable reply within its retries."""
+    """A judge could not be asked. (What it replied is scored by a fixed rule where it cannot be read.)"""
 
     kind = "judge"
 

@@ -15,7 +15,7 @@ from mmrl.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from mmrl.config.task import DataConfig, RetrieverConfig, TaskConfig
+from mmrl.config.task import DataConfig, JudgeConfig, RetrieverConfig, TaskConfig
 from mmrl.config.validate import validate
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "EvalCommandConfig",
     "EvalConfig",
     "HardwareConfig",
+    "JudgeConfig",
     "LoraConfig",
     "ModelConfig",
     "RetrieverConfig",

@@ -8,6 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from mmrl.config.base import Section
+from mmrl.config.endpoint import EndpointConfig
 
 
 class DataConfig(Section):
@@ -31,6 +32,19 @@ class RetrieverConfig(Section):
     b: float = Field(0.4, ge=0, le=1)
     snippet_words: int = Field(100, ge=1, description="a document's text is cut to this many words in prompts")
     cache_dir: str | None = Field(None, description="index cache; null: $MMRL_CACHE or ~/.cache/mmrl")
+
+
+class JudgeConfig(EndpointConfig):
+    """The language model that judges agents (semantics §4.4)."""
+
+    url: str = Field("http://localhost:8000/v1", description="base of the API, up to and with /v1")
+    model: str = Field("openai/gpt-oss-120b", description="model name as the endpoint knows it")
+    key_env: str | None = Field(None, description="environment variable with the key; null: no key is sent")
+    attempts: int = Field(3, ge=1, description="tries of one HTTP request, the first one included")
+    concurrency: int = Field(64, ge=1, description="requests in flight at once")
+    max_tokens: int = Field(2048, ge=1, description="completion limit of a reply, reasoning included")
+    temperature: float | None = Field(None, ge=0, description="null: the endpoint's own")
+    retries: int = Field(2, ge=0, le=10, description="further requests after a reply that cannot be read")
 
 
 class TaskConfig(Section):
@@ -67,6 +81,7 @@ class TaskConfig(Section):
         "normalized", description="search_agent: how an answer is looked for in retrieved text"
     )
     outcome_rewards: Literal[3, 4] = Field(4, description="tool_agent: 3 leaves the XML format reward out")
+    judge: JudgeConfig | None = Field(None, description="endpoint of the reward sets judge_outcome and judge_turn")
     chain_of_thought: bool = Field(False, description="qa_direct: think before the answer")
     timeout_s: float = Field(600.0, gt=0, description="wall-clock limit of one rollout")
 
@@ -97,6 +112,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "retrieval_match": ("search_agent",),
     "outcome_rewards": ("tool_agent",),
     "chain_of_thought": ("qa_direct",),
+    "judge": ("search_agent", "tool_agent"),
 }
 """Options that only some of the built-in tasks read; a task of one's own may read any of them."""
 BUILT_IN = ("hotpotqa", "2wiki", "musique", "search_agent", "tool_agent", "qa_direct")

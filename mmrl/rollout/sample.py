@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,9 +81,8 @@ class _Tree:
 
     async def _score(self, ctx: RolloutContext, prediction: Any) -> Score:
         try:
-            score = self.env.task.score(self.example, prediction, ctx.calls, self.reward_set)
-            if inspect.isawaitable(score):
-                score = await score
+            scored = self.env.task.score(self.example, prediction, ctx.calls, self.reward_set)
+            score = await self._awaited(scored) if inspect.isawaitable(scored) else scored
         except RolloutError:
             raise
         except Exception as error:
@@ -93,6 +92,14 @@ class _Tree:
             if event.call is not None and event.call.id in score.turn_rewards:
                 event.call = replace(event.call, turn_reward=float(score.turn_rewards[event.call.id]))
         return score
+
+    async def _awaited(self, score: Awaitable[Score]) -> Score:
+        """The program has ended: a judge that takes its time must hold up no batch of the programs still alive."""
+        self.env.engine.leave()
+        try:
+            return await score
+        finally:
+            self.env.engine.enter()
 
     def _failed(self, ctx: RolloutContext, failure: RolloutError) -> Rollout:
         reward = self.env.task.failure_score if failure.model_caused else None

@@ -5,7 +5,7 @@ A program is ordinary async Python. It never sees metadata, rewards, groups or e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -139,7 +139,9 @@ class Task(Protocol):
         """All examples of `train`, `dev` or `test`, in a stable order."""
         ...
 
-    def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+    def score(
+        self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str
+    ) -> Score | Awaitable[Score]:
         """Score a finished rollout (may be async: then it is awaited)."""
         ...
 

@@ -29,6 +29,7 @@ from mmrl.tasks.data import (
     to_example,
 )
 from mmrl.tasks.files import Source
+from mmrl.tasks.judge import Judge, build_judge
 from mmrl.tasks.mini.examples import mini_corpus
 from mmrl.tasks.prompts import Templates, load_prompts
 
@@ -62,8 +63,11 @@ class OpenQaTask:
         self.config = config
         self.failure_score = config.failure_score
         problems = self._option_problems()
+        self.judge: Judge | None = None
         try:
             self.texts = load_prompts(self.templates, config.prompts)
+            if "judge" in self.texts:
+                self.judge = build_judge(config, self.texts)
         except ConfigError as error:
             problems += error.problems
         records: dict[str, list[Record]] = {}

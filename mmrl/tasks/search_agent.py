@@ -7,7 +7,7 @@ last turn, never an exception.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +15,8 @@ from mmrl.config.task import TaskConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.base import Context, Demonstration, Message, ModuleScore, Program, Score
+from mmrl.tasks.judge import JUDGE_SETS, judged
+from mmrl.tasks.judge import TEMPLATES as JUDGE_TEMPLATES
 from mmrl.tasks.mini.examples import mini_search
 from mmrl.tasks.mini.names import Draws
 from mmrl.tasks.open_qa import OpenQaTask
@@ -48,7 +50,8 @@ TEMPLATES: Templates = {
             required=frozenset({"text"}),
             optional=frozenset({"index", "title"}),
         ),
-    }
+    },
+    "judge": JUDGE_TEMPLATES,
 }
 """`correction` follows a turn without an action; `document` writes one retrieved document."""
 
@@ -138,7 +141,7 @@ class SearchAgentTask(OpenQaTask):
 
     templates = TEMPLATES
     unread: ClassVar[Mapping[str, str]] = {"dedup": "each search has one query"}
-    reward_sets: tuple[str, ...] = ("outcome", "turn", "merged")
+    reward_sets: tuple[str, ...] = ("outcome", "turn", "merged", *JUDGE_SETS)
 
     def __init__(self, config: TaskConfig, seed: int):
         super().__init__(config, seed)
@@ -154,8 +157,13 @@ class SearchAgentTask(OpenQaTask):
         """Single-hop and two-hop questions."""
         return mini_search(split, corpus)
 
-    def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
-        """Reward sets: `outcome` (exact match), `turn` (with intermediate rewards), `merged` (PPO-MR: one number)."""
+    def score(
+        self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str
+    ) -> Score | Awaitable[Score]:
+        """Reward sets: `outcome` (exact match), `turn` (with intermediate rewards), `merged` (PPO-MR: one number).
+
+        `judge_outcome` and `judge_turn` ask the judge for what `outcome` and `turn` compute.
+        """
         self.check_reward_set(reward_set)
         answers, answer = example.metadata["answers"], prediction["answer"] or ""
         turns = turns_of(prediction["actions"], path)
@@ -175,6 +183,9 @@ class SearchAgentTask(OpenQaTask):
         if reward_set == "merged":
             merged = merged_reward(bool(em), bool(answer), reward)
             return Score(reward=merged, metrics=scores, parts={"merged": merged})
+        if reward_set in JUDGE_SETS:
+            asked = self.prompts.question(example.inputs["question"])[-1]["content"]
+            return judged(self.judge, reward_set, asked, path, answers, scores)
         own = {call.id: value for call, value in zip(path[:-1], reward.intermediate, strict=True)}
         parts = {"final": reward.final, "intermediate": sum(reward.intermediate)}
         return Score(reward=reward.final, metrics=scores, parts=parts, turn_rewards=own)

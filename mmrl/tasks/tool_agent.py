@@ -7,7 +7,7 @@ Whatever the model writes, the rollout ends in an answer, a second tool call or 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from mmrl.config.task import TaskConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.base import Context, Demonstration, Message, ModuleScore, Program, Score
+from mmrl.tasks.judge import OUTCOME, judged
 from mmrl.tasks.mini.examples import mini_single
 from mmrl.tasks.mini.names import Draws
 from mmrl.tasks.open_qa import OpenQaTask
@@ -49,7 +50,8 @@ TEMPLATES: Templates = {
         "user": Template("{question}", required=_QUESTION),
         "correction": Template("Error: no tool call or answer could be read. Check your tags."),
         "document": Template("{title}. {text}", required=frozenset({"text"}), optional=frozenset({"index", "title"})),
-    }
+    },
+    "judge": {"judge_outcome": OUTCOME},
 }
 """`correction` answers a message without an action; `document` writes the article found."""
 
@@ -177,7 +179,7 @@ class ToolAgentTask(OpenQaTask):
         "dedup": "a tool call has one query",
         "snippet_words": "articles are shown whole, up to task.max_observation",
     }
-    reward_sets: tuple[str, ...] = ("outcome", "turn")
+    reward_sets: tuple[str, ...] = ("outcome", "turn", "judge_outcome")
 
     def __init__(self, config: TaskConfig, seed: int):
         super().__init__(config, seed)
@@ -190,8 +192,13 @@ class ToolAgentTask(OpenQaTask):
         """Single-hop questions."""
         return mini_single(split, corpus)
 
-    def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
-        """Reward: the sum of the outcome rewards; the set `turn` adds those of the tool call, if one was executed."""
+    def score(
+        self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str
+    ) -> Score | Awaitable[Score]:
+        """Reward: the sum of the outcome rewards; the set `turn` adds those of the tool call, if one was executed.
+
+        `judge_outcome` asks the judge whether the answer is right. (Its turn rubric is that of the search agent.)
+        """
         self.check_reward_set(reward_set)
         answers, answer = example.metadata["answers"], prediction["answer"] or ""
         texts = [call.text for call in path]
@@ -220,6 +227,8 @@ class ToolAgentTask(OpenQaTask):
             "tool_calls": float(prediction["actions"].count("tool")),
             "turns": float(len(path)),
         }
+        if reward_set == "judge_outcome":
+            return judged(self.judge, reward_set, example.inputs["question"], path, answers, scores)
         parts = {
             name: value for name, value in outcome.items() if name != "xml_format" or self.config.outcome_rewards == 4
         }
