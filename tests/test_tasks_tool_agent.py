@@ -49,7 +49,7 @@ def task(tmp_path):
 def test_it_is_a_task_with_one_module(task):
     assert isinstance(task, Task)
     assert task.program.modules == ("agent",)
-    assert task.reward_sets == ("outcome", "turn")
+    assert task.reward_sets == ("outcome", "turn", "judge_outcome")
 
 
 def test_the_result_opens_a_new_turn(task):
