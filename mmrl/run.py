@@ -9,14 +9,16 @@ import importlib
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl.algorithms import ALGORITHMS
+from mmrl.algorithms.options import TURN_SETS
 from mmrl.config import EvalCommandConfig, RootConfig, TaskConfig, TrainCommandConfig, validate
+from mmrl.config.effects import Facts, without_effect
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, unknown
 from mmrl.policy import Policy, resolve
 from mmrl.report.journal import write_step
@@ -60,8 +62,11 @@ def build_task(config: TaskConfig, seed: int) -> Task:
     return _TASKS[key]
 
 
-def check_all(configs: Sequence[RootConfig]) -> None:
+def check_all(configs: Sequence[RootConfig], typed: Collection[str] = ()) -> None:
     """Everything that can be wrong across sections, for all jobs at once.
+
+    Args:
+        typed: keys that the user set on the command line; those without effect are problems too.
 
     Raises:
         ConfigError: with every problem.
@@ -71,14 +76,14 @@ def check_all(configs: Sequence[RootConfig]) -> None:
         problems.append("run.dir: the runs of a sweep need a directory each; leave run.dir out")
     for config in configs:
         try:
-            problems += check(config)
+            problems += check(config, typed)
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(dict.fromkeys(problems))
 
 
-def check(config: RootConfig) -> list[str]:
+def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     """Problems of one config across its sections, data files included."""
     problems = []
     if config.run.dir is not None:
@@ -91,15 +96,28 @@ def check(config: RootConfig) -> list[str]:
     task = build_task(config.task, config.seed)
     if config.task.reward is not None and config.task.reward not in task.reward_sets:
         problems.append(unknown("task.reward", config.task.reward, task.reward_sets))
+    elif not isinstance(config, TrainCommandConfig) or not turns_missing(config, task):
+        facts = Facts(
+            reward_set=reward_set(config, task),
+            lacks=getattr(task, "lacks", ()),
+            modules=len(task.program.modules),
+        )
+        problems += without_effect(config, typed, facts)
     if isinstance(config, EvalCommandConfig):
         resolve(config.policy)
         return problems
     assert isinstance(config, TrainCommandConfig)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += ALGORITHMS[config.algo.name].check(config.algo, task.program.modules, task.reward_sets)
+    problems += turns_missing(config, task)
     available = len(task.examples("train"))
     if config.train.batch_size > available:
         problems.append(f"train.batch_size: got {config.train.batch_size}, the train split has {available} examples")
+    if getattr(config.algo, "zero_variance", "keep") == "refill" and config.train.batch_size == available:
+        problems.append(
+            f"algo.zero_variance: got refill, which has no effect with train.batch_size={available}, all of the train "
+            "split: no other example is left to sample; use algo.zero_variance=drop, or a smaller batch"
+        )
     if config.algo.minibatches > config.train.batch_size:
         problems.append(
             f"algo.minibatches: got {config.algo.minibatches}, "
@@ -115,8 +133,18 @@ def reward_set(config: RootConfig, task: Task) -> str:
     if config.task.reward is not None:
         return config.task.reward
     if isinstance(config, TrainCommandConfig) and ALGORITHMS[config.algo.name].needs_turn_rewards:
-        return next(name for name in task.reward_sets if name == "turn")
+        return next((name for name in TURN_SETS if name in task.reward_sets), task.reward_sets[0])
     return task.reward_sets[0]
+
+
+def turns_missing(config: TrainCommandConfig, task: Task) -> list[str]:
+    """The one sentence for a reward set without the turn rewards that the algorithm needs."""
+    chosen = config.task.reward
+    if chosen is None or chosen in TURN_SETS or not ALGORITHMS[config.algo.name].needs_turn_rewards:
+        return []
+    offered = [name for name in TURN_SETS if name in task.reward_sets]
+    instead = f"use task.reward={offered[0]}, or leave it out" if offered else "use an algorithm without turn rewards"
+    return [f"task.reward: got {chosen}, which has no turn rewards, and algo={config.algo.name} needs them; {instead}"]
 
 
 def train(config: TrainCommandConfig, command: Sequence[str]) -> int:

@@ -27,7 +27,7 @@ def train_command(arguments: Sequence[str]) -> int:
     configs = validated("train", TrainCommandConfig, line)
     from mmrl import run
 
-    run.check_all(configs)
+    run.check_all(configs, typed_keys(line))
     if not line.multirun:
         return run.train(configs[0], command=["mmrl", "train", *arguments])
     return _sweep(line, arguments, len(configs))
@@ -51,7 +51,7 @@ def eval_command(arguments: Sequence[str]) -> int:
     (config,) = validated("eval", EvalCommandConfig, line)
     from mmrl import run
 
-    run.check_all([config])
+    run.check_all([config], typed_keys(line))
     return run.evaluate_policy(config, command=["mmrl", "eval", *arguments])
 
 
@@ -141,6 +141,11 @@ def _refuse_unknown_choices(line: CommandLine) -> None:
     expand(line, problems)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
+
+
+def typed_keys(line: CommandLine) -> set[str]:
+    """The keys that the user set."""
+    return {override.lstrip("+~").partition("=")[0] for override in line.overrides}
 
 
 def _plugins(line: CommandLine) -> None:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from mmrl.config.base import Section
 
 Aggregate = Literal["mean", "max", "min", "random"]
+REFILL_ROUNDS = 4
 
 
 class AlgoConfig(Section):
@@ -28,6 +29,9 @@ class AlgoConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     parse_retries: int = Field(0, ge=0, le=10, description="extra attempts after a parse failure in training rollouts")
+    ratio_one: bool = Field(
+        False, description="the ratio of the loss is 1 in every optimizer step: no clipping, plain policy gradient"
+    )
 
     @model_validator(mode="after")
     def _length(self) -> Self:
@@ -48,7 +52,26 @@ class GroupConfig(AlgoConfig):
     scale: bool = Field(True, description="divide by the standard deviation (false: Dr.GRPO)")
     std_over: Literal["group", "batch"] = Field("group", description="rewards whose standard deviation is divided by")
     baseline: Literal["mean", "leave_one_out"] = Field("mean", description="leave_one_out: RLOO")
-    zero_variance: Literal["keep", "drop"] = Field("keep", description="what becomes of groups with equal rewards")
+    zero_variance: Literal["keep", "drop", "refill"] = Field(
+        "keep", description="what becomes of groups with equal rewards; refill: dropped, and other examples sampled"
+    )
+    refill_rounds: int = Field(
+        REFILL_ROUNDS, ge=1, description="most rounds of further sampling in a step, for zero_variance=refill"
+    )
+
+    @model_validator(mode="after")
+    def _refill(self) -> Self:
+        if self.refill_rounds != REFILL_ROUNDS and self.zero_variance != "refill":
+            raise ValueError(
+                f"refill_rounds: got {self.refill_rounds}, which has no effect with zero_variance="
+                f"{self.zero_variance}; set zero_variance=refill or leave it out"
+            )
+        return self
+
+    @property
+    def drops_constant(self) -> bool:
+        """Whether groups with equal rewards count as not sampled."""
+        return self.zero_variance != "keep"
 
     @model_validator(mode="after")
     def _std(self) -> Self:

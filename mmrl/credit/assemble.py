@@ -23,7 +23,7 @@ class Compared:
     group: Group
     result: Normalised
     vanished: bool
-    """A zero-variance group under `zero_variance=drop`: treated as if it had not been sampled."""
+    """A zero-variance group under `zero_variance=drop` (or `refill`): treated as if it had not been sampled."""
 
     @property
     def kept(self) -> bool:
@@ -38,7 +38,7 @@ def compare(groups: Iterable[Group], algo: GroupConfig) -> list[Compared]:
     batch_std = batch_std_of([[m.reward.total for m in group.members] for group in groups], algo)
     for group in groups:
         result = normalise_as(algo, [member.reward.total for member in group.members], batch_std)
-        found.append(Compared(group, result, result.constant and algo.zero_variance == "drop"))
+        found.append(Compared(group, result, result.constant and algo.drops_constant))
     return found
 
 

@@ -52,7 +52,7 @@ class TurnGroup:
     """Turns of each rollout."""
     compared: tuple[Compared, ...]
     vanished: bool
-    """Under `zero_variance=drop`: no turn of any rollout has an advantage."""
+    """Under `zero_variance=drop` (or `refill`): no turn of any rollout has an advantage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def normalise_turns(tracks: Mapping[str, Sequence[Track]], algo: TurnGroupConfig
         }
         turns = tuple(_turns(index, track, cut[example][index], statistics, rules) for index, track in enumerate(own))
         flat = all(not any(item.compared.result.advantages) for item in statistics.values())
-        vanished = algo.zero_variance == "drop" and len(own) > 1 and flat
+        vanished = algo.drops_constant and len(own) > 1 and flat
         found.append(TurnGroup(example, turns, tuple(s.compared for s in statistics.values()), vanished))
     return found
 

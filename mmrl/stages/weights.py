@@ -14,6 +14,7 @@ from typing import Any
 from mmrl import keyed
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import TrainCommandConfig
+from mmrl.config.algo import GroupConfig
 from mmrl.credit.entries import Credit
 from mmrl.errors import TooManyFailures
 from mmrl.records import Example, Forest
@@ -26,6 +27,7 @@ from mmrl.rollout.sample import sample
 from mmrl.stages.environment import eval_settings, make_environment
 from mmrl.stages.evaluate import Item, evaluate, evaluation_metrics
 from mmrl.stages.metrics import credit_metrics, failed_share, forest_metrics
+from mmrl.stages.refill import refill, refills
 from mmrl.tasks.base import Task
 from mmrl.trainer.annotate import annotate
 from mmrl.trainer.objective import TrainCall, TrainEntry
@@ -78,31 +80,57 @@ class WeightStage:
             TooManyFailures: a larger share than `train.max_failed_share` failed from outside causes.
         """
         self.step_started = time.perf_counter()
+        self.times = dict.fromkeys(("generate", "retrieve", "rollout"), 0.0)
         examples = batch_of(self.train, self.config.train.batch_size, step, self.config.seed)
+        if refills(self.config.algo):
+            return self._refilled_batch(examples, step)
         forest = self._sample(examples, step)
-        share = failed_share(forest.rollouts)
-        if share > self.config.train.max_failed_share:
-            first = next(r for r in forest.rollouts if r.reward is None)
-            raise TooManyFailures(
-                f"step {step}: {share:.0%} of the rollouts failed from outside causes, more than "
-                f"train.max_failed_share={self.config.train.max_failed_share:.0%}; the first: "
-                f"{first.error} in {first.id}: {first.error_message}"
-            )
         started = time.perf_counter()
         # The critic's values and the reference's log-probabilities, for the algorithms that credit with them.
         forest = annotate(self.updates, forest)
         self.times["annotate"] = time.perf_counter() - started
         started = time.perf_counter()
         minibatch = minibatches(examples, self.config.algo.minibatches)
-        algorithm = ALGORITHMS[self.config.algo.name]
-        credit = algorithm.credit(forest, self.config.algo, self.config.seed, minibatch)
+        credit = self._credit(forest, minibatch)
         self.times["credit"] = time.perf_counter() - started
         self.pending = forest_metrics(forest) | credit_metrics(forest, credit.entries) | dict(credit.metrics)
         write_step(self.rundir, forest, credit.entries)
         calls = train_calls(forest, credit, minibatch)
         return StepBatch(step=step, calls=calls, minibatches=self.config.algo.minibatches, metrics={})
 
+    def _refilled_batch(self, examples: Sequence[Example], step: int) -> StepBatch:
+        """As `next_batch`, with examples without signal replaced; journal and rollout metrics cover all sampled."""
+        algo, started = self.config.algo, time.perf_counter()
+        assert isinstance(algo, GroupConfig)
+        key = (self.config.seed, step)
+        filled = refill(
+            examples,
+            self.train,
+            lambda chosen: self._sample(chosen, step),
+            self._credit,
+            rounds=algo.refill_rounds,
+            key=key,
+        )
+        minibatch = minibatches(filled.kept, algo.minibatches)
+        trained = filled.trained
+        credit = self._credit(trained, minibatch)
+        self.times["annotate"] = 0.0
+        self.times["credit"] = time.perf_counter() - started - self.times["rollout"]
+        self.pending = forest_metrics(filled.forest) | credit_metrics(trained, credit.entries)
+        self.pending |= dict(credit.metrics) | filled.metrics()
+        write_step(self.rundir, filled.forest, credit.entries)
+        calls = train_calls(trained, credit, minibatch)
+        return StepBatch(step=step, calls=calls, minibatches=algo.minibatches, metrics={})
+
+    def _credit(self, forest: Forest, minibatch: dict[str, int] | None = None) -> Credit:
+        return ALGORITHMS[self.config.algo.name].credit(forest, self.config.algo, self.config.seed, minibatch)
+
     def _sample(self, examples: Sequence[Example], step: int) -> Forest:
+        """The forest of some examples.
+
+        Raises:
+            TooManyFailures: see `next_batch`.
+        """
         algo, seed = self.config.algo, self.config.seed
         algorithm = ALGORITHMS[algo.name]
         settings = SamplingSettings(
@@ -118,9 +146,17 @@ class WeightStage:
         plans = [(example, algorithm.plan(algo, modules, (seed, step, example.id))) for example in examples]
         started, busy = time.perf_counter(), self.engine.busy_s
         forest = asyncio.run(sample(env, plans, self.reward_set, step))
-        self.times["generate"] = self.engine.busy_s - busy
-        self.times["retrieve"] = env.retrieve_s
-        self.times["rollout"] = time.perf_counter() - started
+        self.times["generate"] += self.engine.busy_s - busy
+        self.times["retrieve"] += env.retrieve_s
+        self.times["rollout"] += time.perf_counter() - started
+        share = failed_share(forest.rollouts)
+        if share > self.config.train.max_failed_share:
+            first = next(r for r in forest.rollouts if r.reward is None)
+            raise TooManyFailures(
+                f"step {step}: {share:.0%} of the rollouts failed from outside causes, more than "
+                f"train.max_failed_share={self.config.train.max_failed_share:.0%}; the first: "
+                f"{first.error} in {first.id}: {first.error_message}"
+            )
         return forest
 
     def on_step_end(self, step: int, update: dict[str, float]) -> None:

@@ -57,6 +57,8 @@ class OpenQaTask:
     """Whether the program searches at all; without, there is neither corpus nor tool."""
     reward_sets: tuple[str, ...] = ("outcome",)
     main_metric: str = "em"
+    lacks: ClassVar[frozenset[str]] = frozenset({"penalties", "parse_failures"})
+    """What the program never has, so that options about it are refused (`mmrl.config.effects.Facts`)."""
 
     def __init__(self, config: TaskConfig, seed: int):
         self.name = config.name

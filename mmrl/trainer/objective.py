@@ -104,6 +104,7 @@ def token_loss(
     clip: float,
     clip_high: float | None,
     beta: float,
+    ratio_one: bool = False,
 ) -> TokenLoss:
     """Sum of w_t * (-min(r_t A_t, clip(r_t, 1 - clip, 1 + clip_high) A_t) + beta * k3_t), r_t = exp(logprobs - old).
 
@@ -116,9 +117,10 @@ def token_loss(
         ref: of the reference policy; needed when `beta` > 0.
         weights: normalisation included; packs leave out tokens of weight 0.
         clip_high: upper epsilon; None: `clip`.
+        ratio_one: `old` is the policy in training itself, so that r_t = 1 with the gradient of log-probability.
     """
     high = clip if clip_high is None else clip_high
-    ratio = torch.exp(logprobs - old)
+    ratio = torch.exp(logprobs - (logprobs.detach() if ratio_one else old))
     bounded = ratio.clamp(1 - clip, 1 + high)
     per_token = -torch.minimum(ratio * advantages, bounded * advantages)
     kl = None

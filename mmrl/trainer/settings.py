@@ -56,6 +56,16 @@ class Settings:
             found.append(
                 "algo.critic: adapter needs a policy with an adapter too; set model.lora, or use separate or head"
             )
+        if self.algo.ratio_one and train.old_logprobs != "sampler":
+            found.append(
+                f"train.old_logprobs: got {train.old_logprobs}, which has no effect with algo.ratio_one=true; "
+                "leave one of the two out"
+            )
+        if self.algo.ratio_one and self.algo.clip_high is not None:
+            found.append(
+                f"algo.clip_high: got {self.algo.clip_high}, which has no effect with algo.ratio_one=true: a ratio of "
+                "1 is never clipped; leave one of the two out"
+            )
         if self.model.dtype == "float16":
             found.append("model.dtype: float16 cannot be trained safely, expected bfloat16, float32 or auto")
         return found

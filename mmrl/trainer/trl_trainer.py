@@ -188,7 +188,7 @@ class MmrlTrainer(Forwards, GRPOTrainer):
             started = time.perf_counter()
             minibatches = self._packs(batch)
             count = self.settings.updates
-            if count > 1:
+            if count > 1 and not self.settings.algo.ratio_one:
                 self._freeze_old([pack for packs in minibatches for pack in packs])
             self.totals.seconds += time.perf_counter() - started
             for number in range(count):
@@ -276,6 +276,7 @@ class MmrlTrainer(Forwards, GRPOTrainer):
             algo.clip,
             algo.clip_high,
             self.settings.beta,
+            algo.ratio_one,
         )
         # Processes' gradients are averaged, and this loss is a sum.
         self.accelerator.backward(result.loss * self.accelerator.num_processes)

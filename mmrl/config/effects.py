@@ -1,0 +1,170 @@
+"""Keys that the user typed and that have no effect beside the rest of the config: refused, never ignored.
+
+Schemas refuse what an algorithm or a task does not have at all; this file refuses what another value switches off. Only
+keys typed on the command line are judged: a config file may carry a paper's value of an option that is not in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrl.config.algo import CriticConfig, GroupConfig, MhgpoRrConfig
+from mmrl.config.root import EvalCommandConfig, RootConfig, TrainCommandConfig
+from mmrl.config.task import BUILT_IN, OPTIONS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a config alone does not say."""
+
+    reward_set: str
+    """The reward set in use."""
+    lacks: Collection[str] = ()
+    """What the task's program never has: `observations`, `penalties`, `parse_failures`."""
+    modules: int = 1
+    """Modules of the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One key, when it has no effect, and what to do instead."""
+
+    key: str
+    idle: Callable[[Any, Facts], bool]
+    """Whether it has none, given the config and the facts."""
+    why: str
+    """Goes on after "which has no effect"."""
+
+
+def _lacks(what: str) -> Callable[[Any, Facts], bool]:
+    return lambda config, facts: what in facts.lacks
+
+
+def _greedy(config: RootConfig, facts: Facts) -> bool:
+    return config.eval.temperature == 0
+
+
+def _other_set(config: RootConfig, facts: Facts) -> bool:
+    return config.task.name == "search_agent" and facts.reward_set != "turn"
+
+
+def _other_engine(config: RootConfig, facts: Facts) -> bool:
+    return engine_name(config) != "transformers"
+
+
+def _no_fork_above(config: TrainCommandConfig, facts: Facts) -> bool:
+    algo = config.algo
+    assert isinstance(algo, MhgpoRrConfig)
+    return facts.modules == 1 or bool(algo.fork_probs and algo.fork_probs[0] == 1)
+
+
+def engine_name(config: RootConfig) -> str:
+    """The engine in use."""
+    return config.hardware.engine if config.engine.name == "auto" else str(config.engine.name)
+
+
+COMMON = (
+    Rule("eval.top_p", _greedy, "with eval.temperature=0 (greedy); set eval.temperature, or leave it out"),
+    Rule("eval.top_k", _greedy, "with eval.temperature=0 (greedy); set eval.temperature, or leave it out"),
+    Rule("eval.samples", _greedy, "with eval.temperature=0: all samples of an item are equal; set eval.temperature"),
+    Rule("eval.parse_retries", _lacks("parse_failures"), "with this task: nothing its modules write fails to parse"),
+    Rule("task.search_penalty", _other_set, "with this reward set; use task.reward=turn"),
+    Rule("task.final_penalty", _other_set, "with this reward set; use task.reward=turn"),
+    Rule("task.em_needs_format", _other_set, "with this reward set; use task.reward=turn"),
+    Rule(
+        "model.revision",
+        lambda config, facts: config.model.path == "tiny" or Path(config.model.path).is_dir(),
+        "with weights in a folder; it picks a revision of a hub id in model.path",
+    ),
+    Rule(
+        "hardware.engine",
+        lambda config, facts: config.engine.name != "auto",
+        "with engine= given; leave one of the two out",
+    ),
+    Rule("engine.loop", _other_engine, "with this engine; it is an option of engine=transformers"),
+    Rule("engine.batch_tokens", _other_engine, "with this engine; it is an option of engine=transformers"),
+    Rule(
+        "run.wandb_project",
+        lambda config, facts: "wandb" not in config.run.report_to,
+        "without wandb; set run.report_to=[wandb]",
+    ),
+)
+EVAL = (
+    Rule("eval.split", lambda config, facts: True, "on mmrl eval; use split="),
+    Rule("eval.every", lambda config, facts: True, "on mmrl eval; it is an option of mmrl train"),
+)
+_NO_PENALTIES = "with this task: its modules have no penalties"
+TRAIN = (
+    Rule("algo.clip", lambda config, facts: config.algo.ratio_one, "with algo.ratio_one=true: nothing is clipped"),
+    Rule("algo.parse_retries", _lacks("parse_failures"), "with this task: nothing its modules write fails to parse"),
+    Rule("algo.penalties", _lacks("penalties"), _NO_PENALTIES),
+    Rule("algo.penalty_scale", _lacks("penalties"), _NO_PENALTIES),
+    Rule("algo.propagate", _lacks("penalties"), _NO_PENALTIES),
+    Rule(
+        "algo.propagate",
+        lambda config, facts: not config.algo.penalties,
+        "with algo.penalties=false; leave one of the two out",
+    ),
+    Rule(
+        "algo.aggregate",
+        lambda config, facts: config.algo.name in ("mhgpo_fof", "mhgpo_is"),
+        "with this sampler: no trained call has several successors; use algo=mhgpo_rr or algo=mhgpo_fof_os",
+    ),
+    Rule("algo.regroup", _no_fork_above, "where every tree forks at its first module: there are no single calls"),
+    Rule("algo.obs", _lacks("observations"), "with this task: its contexts have no observations"),
+    *(
+        Rule(f"algo.{key}", _lacks("parse_failures"), "with this task: nothing its modules write fails to parse")
+        for key in ("format_failure_score", "failure_score", "failing_traces", "failing_index")
+    ),
+    *(
+        Rule(
+            f"algo.{key}",
+            lambda config, facts: isinstance(config.algo, GroupConfig) and not config.algo.scale,
+            "with algo.scale=false: nothing is divided by a standard deviation",
+        )
+        for key in ("eps", "ddof")
+    ),
+    Rule(
+        "algo.kl",
+        lambda config, facts: isinstance(config.algo, CriticConfig) and config.algo.beta == 0,
+        "with algo.beta=0; set algo.beta",
+    ),
+    Rule(
+        "algo.critic_warmup_steps",
+        lambda config, facts: isinstance(config.algo, CriticConfig) and config.algo.critic_lr_factor == 0,
+        "with algo.critic_lr_factor=0: the critic is not trained",
+    ),
+)
+
+
+def without_effect(config: RootConfig, typed: Collection[str], facts: Facts) -> list[str]:
+    """One sentence for each typed key that has no effect.
+
+    Args:
+        typed: keys as on the command line, without `+`.
+    """
+    rules = [*COMMON, *(EVAL if isinstance(config, EvalCommandConfig) else TRAIN)]
+    problems = [
+        f"{rule.key}: got {_value(config, rule.key)}, which has no effect {rule.why}"
+        for rule in rules
+        if rule.key in typed and rule.idle(config, facts)
+    ]
+    if config.task.name in BUILT_IN:
+        problems += [
+            f"task.{option}: got {_value(config, f'task.{option}')}, which has no effect with task "
+            f"{config.task.name}; it is an option of {', '.join(owners)}"
+            for option, owners in OPTIONS.items()
+            if f"task.{option}" in typed and config.task.name not in owners
+        ]
+    return problems
+
+
+def _value(config: RootConfig, key: str) -> str:
+    """What stands at a key, as it would be typed."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return str(value).lower() if isinstance(value, bool) else str(value)
