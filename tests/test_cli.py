@@ -10,7 +10,7 @@ import pytest
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import COMMANDS, main
-from mmrl.cli.commands import _validated
+from mmrl.cli.commands import validated
 from mmrl.cli.compose import composed, parse_arguments
 from mmrl.cli.options import GROUPS, conf_dir, options
 from mmrl.config import ALGO_SCHEMAS, EvalCommandConfig, TrainCommandConfig, validate
@@ -19,7 +19,7 @@ from mmrl.errors import ConfigError
 
 def problems(*arguments):
     with pytest.raises(ConfigError) as caught:
-        _validated("train", TrainCommandConfig, parse_arguments(arguments))
+        validated("train", TrainCommandConfig, parse_arguments(arguments))
     return caught.value.problems
 
 
@@ -133,8 +133,8 @@ def test_arguments_that_cannot_be_read(arguments, says):
     assert any(says in problem for problem in problems(*arguments))
 
 
-def test_a_sweep_is_validated_whole_before_anything_runs():
-    configs = _validated("train", TrainCommandConfig, parse_arguments(["-m", "algo=mhgpo_fof,mhgpo_rr", "seed=1,2"]))
+def test_a_sweep_isvalidated_whole_before_anything_runs():
+    configs = validated("train", TrainCommandConfig, parse_arguments(["-m", "algo=mhgpo_fof,mhgpo_rr", "seed=1,2"]))
     assert [(c.algo.name, c.seed) for c in configs] == [
         ("mhgpo_fof", 1),
         ("mhgpo_fof", 2),

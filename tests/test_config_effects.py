@@ -3,7 +3,7 @@
 import pytest
 
 from mmrl import run
-from mmrl.cli.commands import _validated, typed_keys
+from mmrl.cli.commands import typed_keys, validated
 from mmrl.cli.compose import parse_arguments
 from mmrl.config import EvalCommandConfig, TrainCommandConfig
 from mmrl.config.effects import COMMON, EVAL, TRAIN
@@ -14,7 +14,7 @@ def refused(*arguments, command="train"):
     line = parse_arguments(arguments)
     try:
         run.check_all(
-            _validated(command, TrainCommandConfig if command == "train" else EvalCommandConfig, line), typed_keys(line)
+            validated(command, TrainCommandConfig if command == "train" else EvalCommandConfig, line), typed_keys(line)
         )
     except ConfigError as error:
         return error.problems
@@ -107,7 +107,7 @@ def test_what_a_file_says_is_not_judged():
 def test_options_of_one_engine_with_another():
     """There may be a single engine here, so the rule is asked itself."""
     (rule,) = [rule for rule in COMMON if rule.key == "engine.loop"]
-    (config,) = _validated("train", TrainCommandConfig, parse_arguments(["engine.loop=hf"]))
+    (config,) = validated("train", TrainCommandConfig, parse_arguments(["engine.loop=hf"]))
     other = config.model_copy(update={"hardware": config.hardware.model_copy(update={"engine": "elsewhere"})})
     assert not rule.idle(config, None) and rule.idle(other, None)
 
@@ -140,5 +140,5 @@ def test_reward_set_of_a_task_with_a_judge_alone():
     class Judged:
         reward_sets = ("outcome", "judge_turn")
 
-    (config,) = _validated("train", TrainCommandConfig, parse_arguments(["algo=mt_ppo"]))
+    (config,) = validated("train", TrainCommandConfig, parse_arguments(["algo=mt_ppo"]))
     assert run.reward_set(config, Judged()) == "judge_turn"
