@@ -52,6 +52,38 @@ def tiny_model(kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.fl
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)).to(dtype).eval()
 
 
+class _DoubleNorm(torch.nn.Module):
+    def __init__(self, norm: Any):
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+class _DoubleAngles(torch.nn.Module):
+    def __init__(self, angles: Any):
+        super().__init__()
+        self.frequencies = angles.inv_freq.double()
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        turns = position_ids[..., None].double() * self.frequencies
+        both = torch.cat([turns, turns], dim=-1)
+        return both.cos(), both.sin()
+
+
+def exact_model(kind: str = "qwen3", seed: int = 0) -> Any:
+    """A model all in float64: norms and rotary angles of the families compute in float32 otherwise."""
+    model = tiny_model(kind, seed, torch.float64)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__.endswith("RMSNorm"):
+                setattr(parent, name, _DoubleNorm(child))
+            elif type(child).__name__.endswith("RotaryEmbedding"):
+                setattr(parent, name, _DoubleAngles(child))
+    return model.eval()
+
+
 def tiny_tokenizer() -> Any:
     words = {"[PAD]": 0, "[EOS]": 1, **{f"w{i}": i for i in range(2, VOCAB)}}
     return PreTrainedTokenizerFast(
@@ -130,10 +162,7 @@ def gradients(trainer: MmrlTrainer, calls: list[TrainCall], budget: int | None =
     from mmrl.trainer.stream import Update
 
     if budget is not None:
-        train = trainer.settings.train.model_copy(update={"microbatch_tokens": budget})
-        trainer.settings = type(trainer.settings)(
-            train=train, algo=trainer.settings.algo, model=trainer.settings.model, seed=trainer.settings.seed
-        )
+        trainer.budget = budget
     trainer.model.zero_grad()
     if getattr(trainer, "optimizer", None) is None:
         trainer.create_optimizer_and_scheduler(1)

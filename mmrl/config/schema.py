@@ -68,7 +68,12 @@ class TrainConfig(Section):
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.999, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
-    microbatch_tokens: int = Field(16384, ge=64, description="padded tokens forwarded at once in the update")
+    microbatch_tokens: int | None = Field(
+        None, ge=64, description="tokens forwarded at once in the update; null: from the device's memory"
+    )
+    packing: Literal["auto", "trie", "padded"] = Field(
+        "auto", description="trie forwards each distinct prefix once; auto: trie where the model's layers allow it"
+    )
     old_logprobs: Literal["sampler", "recompute"] = Field(
         "sampler", description="where the ratio's denominator comes from"
     )

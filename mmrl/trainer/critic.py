@@ -63,7 +63,7 @@ class ValueHead(torch.nn.Module):
 
 def hidden_states(backbone: Any, pack: Pack) -> torch.Tensor:
     """(N, H) hidden states at the scored positions."""
-    hidden = backbone(input_ids=pack.input_ids, use_cache=False).last_hidden_state
+    hidden = backbone(**pack.inputs).last_hidden_state
     return hidden.reshape(-1, hidden.shape[-1])[pack.positions]
 
 

@@ -34,6 +34,10 @@ class Forwards:
     model_wrapped: Any
     ref_model: Any
     compute_loss_context_manager: Callable[[], Any]
+    tries: bool
+    """Whether packs are prefix tries; else rows are padded."""
+    budget: int
+    """Tokens per pack."""
 
     @property
     def policy(self) -> Any:
@@ -67,18 +71,27 @@ class Forwards:
                 found[id(call)], numbers = tuple(numbers[:count]), numbers[count:]
         return [found.get(id(call), ()) for call in calls]
 
-    def _make_packs(self, calls: Sequence[TrainCall], modules: Sequence[str], *, score_all: bool = False) -> list[Pack]:
+    def _make_packs(
+        self,
+        calls: Sequence[TrainCall],
+        modules: Sequence[str],
+        *,
+        score_all: bool = False,
+        tries: bool | None = None,
+    ) -> list[Pack]:
         """Packs within the token budget; no pack mixes adapters."""
         return [
             pack
             for own in ([calls] if self.adapters is None else self.adapters.split(calls))
             for pack in make_packs(
                 own,
-                self.settings.train.microbatch_tokens,
+                self.budget,
                 beta=self.settings.beta,
                 modules=modules,
                 dtype=self._number_type(),
                 score_all=score_all,
+                tries=self.tries if tries is None else tries,
+                share=self.accelerator.num_processes,
             )
         ]
 

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from mmrl.errors import MmrlError
 from mmrl.trainer.packing import Pack
 
+CHUNK = 2**26
+"""Logits that exist at once (256 MB in float32); where there are more, the backward pass computes them again."""
 ENTROPY_CHUNK = 512
 """Positions whose entropy is computed at once; it needs a second float32 copy of their logits."""
 
@@ -38,26 +41,75 @@ def score(
     """log-softmax(logits / temperature) of the pack's targets, over the full vocabulary.
 
     Args:
-        model: called as `model(input_ids=..., use_cache=False)`; may be wrapped (DDP, FSDP, peft).
+        model: called with `Pack.inputs`; may be wrapped (DDP, FSDP, peft).
         head: the module inside `model` that turns hidden states into logits (`get_output_embeddings()`).
         temperature: of sampling; > 0.
     """
+    if pack.tree is not None:
+        return _score_in_chunks(model, head, pack, temperature, entropy)
     with _only(head, pack.positions) as seen:
-        logits = model(input_ids=pack.input_ids, use_cache=False).logits
+        logits = model(**pack.inputs).logits
     if logits.numel() != pack.positions.numel() * logits.shape[-1]:
         raise MmrlError(
             f"model.path: {type(model).__name__} computes its logits outside its output head, "
             "so the trainer cannot choose the positions; expected a standard causal language model"
         )
-    logits = logits.reshape(-1, logits.shape[-1])
+    logprobs, found = _measure(logits.reshape(-1, logits.shape[-1]), pack.targets, temperature, entropy)
+    return Scores(logprobs, found, seen[0])
+
+
+def _measure(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probabilities of targets, (N,), from logits, (N, V), and the entropies."""
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     if temperature != 1:
         logits = logits / temperature
     # Not log_softmax: that keeps a second (N, V) tensor for the backward pass.
     total = torch.logsumexp(logits, dim=-1)
-    logprobs = logits.gather(-1, pack.targets[:, None])[:, 0] - total
-    return Scores(logprobs, _entropy(logits.detach(), total.detach()) if entropy else None, seen[0])
+    logprobs = logits.gather(-1, targets[:, None])[:, 0] - total
+    return logprobs, _entropy(logits.detach(), total.detach()) if entropy else None
+
+
+def _score_in_chunks(
+    model: torch.nn.Module, head: torch.nn.Module, pack: Pack, temperature: float, entropy: bool
+) -> Scores:
+    """The same where logits are the head's output and nothing else: never more than `CHUNK` logits at once.
+
+    It all runs inside the head's own forward, where every wrapper has the head's weights ready.
+    """
+    forward, seen = head.forward, []
+    entropies: list[torch.Tensor] = []
+
+    def measure(hidden: torch.Tensor, targets: torch.Tensor, again: list[bool]) -> torch.Tensor:
+        logprobs, found = _measure(forward(hidden), targets, temperature, entropy and not again)
+        if found is not None:
+            entropies.append(found)
+        again.append(True)
+        return logprobs
+
+    def measured(hidden: torch.Tensor) -> torch.Tensor:
+        rows = hidden.reshape(-1, hidden.shape[-1])[pack.positions]
+        seen.append(rows.detach())
+        size = max(1, CHUNK // int(head.weight.shape[0]))  # type: ignore[index]
+        if len(rows) <= size or not torch.is_grad_enabled():
+            parts = [
+                measure(part, ids, []) for part, ids in zip(rows.split(size), pack.targets.split(size), strict=True)
+            ]
+        else:
+            parts = [
+                checkpoint(measure, part, ids, [], use_reentrant=False, preserve_rng_state=False)
+                for part, ids in zip(rows.split(size), pack.targets.split(size), strict=True)
+            ]
+        return torch.cat(parts)[None]
+
+    head.forward = measured
+    try:
+        logprobs = model(**pack.inputs).logits[0]
+    finally:
+        del head.forward
+    return Scores(logprobs, torch.cat(entropies) if entropy else None, seen[0])
 
 
 @contextmanager

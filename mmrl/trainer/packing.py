@@ -1,27 +1,33 @@
 """Calls to packs: the tensors of one forward, and where in it which token is scored.
 
-Part of `trainer`. Whoever forwards a `Pack` sees rows of ids and a list of (position, target); how calls share rows is
-decided here alone.
+Part of `trainer`. Whoever forwards a `Pack` sees ids and a list of (position, target); how calls share tokens is
+decided here and in `tries` alone. Two ways: `trie` forwards each distinct prefix once (`tree_attention`), `padded` has
+a row per call, for models whose layers cannot share and as the reference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from mmrl.trainer.objective import TrainCall
+from mmrl.trainer.tree_attention import Tree
+from mmrl.trainer.tries import Bed, lay, places, plant, spread
 
 MAX_SCORED = 4096
-"""Scored positions per pack: logits take vocabulary size × 4 bytes each (0.6 MB at 152k), so they are bounded too."""
+"""Scored positions per padded pack: logits take vocabulary size × 4 bytes each (0.6 MB at 152k), so they are bounded
+too. Of tries they are computed in chunks (`logprobs`)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Pack:
     """One forward. R rows of width W, N scored positions, E entry tokens.
 
-    Rows are padded on the right: with causal attention no real token sees padding, so no mask is needed.
+    Padded rows are padded on the right: with causal attention no real token sees padding, so no mask is needed. Tries
+    lie in one row, one after the other.
     """
 
     calls: tuple[TrainCall, ...]
@@ -50,6 +56,10 @@ class Pack:
     """(N,) int64: index of the call's module in the list that `make_packs` was given."""
     tokens: int
     """Real tokens forwarded."""
+    tree: Tree | None = None
+    """Who sees whom, where the row holds tries."""
+    position_ids: torch.Tensor | None = None
+    """(R, W) int64: depth of each token in its trie; None: its place in its row."""
     filler: bool = False
     """A copy with weights 0 that keeps processes in step; counts as forwarded tokens only."""
     old: torch.Tensor | None = field(default=None)
@@ -61,6 +71,20 @@ class Pack:
     def forwarded(self) -> int:
         """Tokens forwarded, padding included."""
         return self.input_ids.numel()
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What the model is called with."""
+        if self.tree is None:
+            return {"input_ids": self.input_ids, "use_cache": False}
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            # transformers takes a 4D mask as given, so it makes none of its own; `tree_attention` reads `tree` alone.
+            "attention_mask": self.input_ids.new_zeros(1, 1, 1, 1),
+            "use_cache": False,
+            "tree": self.tree,
+        }
 
     def to(self, device: torch.device) -> Pack:
         """The same pack with its tensors on `device` (in place)."""
@@ -79,8 +103,10 @@ def make_packs(
     modules: Sequence[str],
     dtype: torch.dtype = torch.float32,
     score_all: bool = False,
+    tries: bool = False,
+    share: int = 1,
 ) -> list[Pack]:
-    """Split `calls` into packs of at most `budget` padded tokens; a longer call gets a pack of its own.
+    """Split `calls` into packs of at most `budget` forwarded tokens; a longer call gets a pack of its own.
 
     Longest first, so that a budget that does not fit in memory fails at once; ties keep the order of `calls`. The
     result depends on the arguments only.
@@ -90,9 +116,14 @@ def make_packs(
         modules: module names; `Pack.modules` indexes into it.
         dtype: of the per-token numbers.
         score_all: score every completion token, whatever its entries (to compute log-probabilities).
+        tries: forward each distinct prefix once; without it rows are padded.
+        share: make the number of packs of tries a multiple of this where there are enough tries.
     """
     parts = [_Part.of(call, beta, score_all) for call in calls]
     rows = _rows([part for part in parts if part.scored])
+    if tries:
+        ids = [row.ids for row in rows]
+        return [_trie_pack(lay(nodes, ids), rows, modules, dtype) for nodes in spread(plant(ids), budget, share)]
     packs: list[Pack] = []
     group: list[_Row] = []
     for row in rows:
@@ -161,9 +192,28 @@ def _rows(parts: Sequence[_Part]) -> list[_Row]:
     return [_Row(ids[host], tuple(parts[i] for i in sorted(members))) for host, members in ranked]
 
 
+def _trie_pack(bed: Bed, rows: Sequence[_Row], modules: Sequence[str], dtype: torch.dtype) -> Pack:
+    found = [(rows[row], places(path)) for row, path in bed.paths.items()]
+    pack = _filled(found, torch.tensor([bed.ids]), modules, dtype)
+    pack.tree = Tree(bed.spans)
+    pack.position_ids = torch.tensor([bed.depths])
+    pack.tokens = len(bed.ids)
+    return pack
+
+
 def _pack(rows: Sequence[_Row], modules: Sequence[str], dtype: torch.dtype) -> Pack:
     width = max(len(row.ids) for row in rows)
     input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    for number, row in enumerate(rows):
+        input_ids[number, : len(row.ids)] = torch.tensor(row.ids)
+    found = [(row, range(number * width, (number + 1) * width)) for number, row in enumerate(rows)]
+    return _filled(found, input_ids, modules, dtype)
+
+
+def _filled(
+    rows: Sequence[tuple[_Row, Sequence[int]]], input_ids: torch.Tensor, modules: Sequence[str], dtype: torch.dtype
+) -> Pack:
+    """The pack of rows and, for each, where in the flattened `input_ids` its tokens lie."""
     positions: list[int] = []
     targets: list[int] = []
     sampled: list[float] = []
@@ -174,13 +224,11 @@ def _pack(rows: Sequence[_Row], modules: Sequence[str], dtype: torch.dtype) -> P
     entry_index: list[int] = []
     advantages: list[float] = []
     weights: list[float] = []
-    for number, row in enumerate(rows):
-        input_ids[number, : len(row.ids)] = torch.tensor(row.ids)
-    for number, part in [(number, part) for number, row in enumerate(rows) for part in row.parts]:
+    for part, where in [(part, where) for row, where in rows for part in row.parts]:
         call = part.call
         at = {t: len(positions) + offset for offset, t in enumerate(part.scored)}
-        start = number * width + len(call.prompt_ids) - 1
-        positions += [start + t for t in part.scored]
+        start = len(call.prompt_ids) - 1
+        positions += [where[start + t] for t in part.scored]
         targets += [call.completion_ids[t] for t in part.scored]
         sampled += _known(call.old_logprobs, part.scored)
         known_ref += _known(call.ref_logprobs, part.scored)
@@ -192,7 +240,7 @@ def _pack(rows: Sequence[_Row], modules: Sequence[str], dtype: torch.dtype) -> P
             weights += [call.entries[entry].weights[t] for t in tokens]
             returns += _known(call.entries[entry].returns, tokens)
     return Pack(
-        calls=tuple(part.call for row in rows for part in row.parts),
+        calls=tuple(part.call for row, _ in rows for part in row.parts),
         input_ids=input_ids,
         positions=torch.tensor(positions),
         targets=torch.tensor(targets),
@@ -204,7 +252,7 @@ def _pack(rows: Sequence[_Row], modules: Sequence[str], dtype: torch.dtype) -> P
         returns=torch.tensor(returns, dtype=dtype),
         old_values=torch.tensor(old_values, dtype=dtype),
         modules=torch.tensor(module),
-        tokens=sum(len(row.ids) for row in rows),
+        tokens=sum(len(row.ids) for row, _ in rows),
     )
 
 

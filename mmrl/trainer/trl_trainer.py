@@ -31,8 +31,10 @@ from mmrl.trainer.adapters import Adapters
 from mmrl.trainer.critic import ADAPTER, Critic
 from mmrl.trainer.forwards import Forwards
 from mmrl.trainer.inert import no_progress_bars, no_reward, one_device
+from mmrl.trainer.layout import choose_packing, token_budget
 from mmrl.trainer.objective import StepBatch, token_loss
 from mmrl.trainer.packing import Pack
+from mmrl.trainer.selfcheck import compare
 from mmrl.trainer.settings import Settings
 from mmrl.trainer.stream import StepEnd, Update, UpdateStream
 from mmrl.trainer.totals import StepTotals
@@ -116,6 +118,11 @@ class MmrlTrainer(Forwards, GRPOTrainer):
         self.on_step_end = on_step_end
         self.resume_from = resume_from
         self.extra = extra
+        self.tries = choose_packing(settings.train.packing, model)
+        self.budget = token_budget(
+            settings.train.microbatch_tokens, model, checkpointing=settings.model.gradient_checkpointing
+        )
+        self.compared = not self.tries
         self.critic: Critic | None = None
         self.critic_lr = 0.0
         if settings.critic is not None:
@@ -185,6 +192,8 @@ class MmrlTrainer(Forwards, GRPOTrainer):
         for step in range(self.steps_done + 1, self.settings.train.steps + 1):
             self.policy.eval()
             batch = self._next_batch(step)
+            if not self.compared:
+                self.compared = compare(self, batch.calls)
             started = time.perf_counter()
             minibatches = self._packs(batch)
             count = self.settings.updates
