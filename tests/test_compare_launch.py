@@ -104,7 +104,8 @@ def test_every_run_failing_is_an_error_without_a_comparison(calls, capsys, monke
     assert "error: hotpotqa mhgpo_fof seed 0: failed" in capsys.readouterr().err
 
 
-def test_a_killed_comparison_leaves_no_run_behind_and_continues(calls, capsys, tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_comparison_leaves_no_run_behind_and_continues(how, calls, capsys):
     code = (
         "import sys; from mmrl.cli import launch, main; launch.POLL_S = 0.05;"
         f"launch.MMRL = {launch.MMRL!r}; sys.exit(main({COMPARE!r}))"
@@ -116,8 +117,8 @@ def test_a_killed_comparison_leaves_no_run_behind_and_continues(calls, capsys, t
         assert time.monotonic() < until and parent.poll() is None
         time.sleep(0.05)
     assert RunDir.read(run).in_use
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
+    os.kill(parent.pid, how)
+    assert parent.wait() == (130 if how == signal.SIGTERM else -how)
     while RunDir.read(run).in_use:
         assert time.monotonic() < until, "a run goes on without its comparison"
         time.sleep(0.05)

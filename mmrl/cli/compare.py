@@ -115,7 +115,7 @@ def _run(given: Mapping[str, str], line: CommandLine) -> int:
             failed = Launcher(jobs, at_once, line.config_dir, say, show, update).run()
         except KeyboardInterrupt:
             say("stopped; the same command continues where this one stopped")
-            raise
+            return 130
     notes = [f"{job.name}: failed: {job.trouble()}" for job in jobs if job.code != 0]
     if not any((job.path / "config.yaml").is_file() for job in jobs):
         print("\n".join(f"error: {note}" for note in notes), file=sys.stderr)

@@ -55,6 +55,8 @@ class Job:
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     said: tuple[int, float] = field(default=(-1, 0.0))
+    read: tuple[int, tuple[int, float | None]] = field(default=(-1, (0, None)))
+    """Size of the metrics file when it was read last, and what it said: steps done, last evaluation."""
 
     @property
     def name(self) -> str:
@@ -84,11 +86,16 @@ class Job:
 
     def progress(self) -> tuple[int, int, float | None]:
         """Steps done, steps in all, last evaluation of the main metric."""
-        done, value = 0, None
-        key = f"eval/{self.config.eval.split}/{self.metric}"
-        for record in read_jsonl(self.path / "metrics.jsonl"):
-            done = max(done, int(record.get("step", 0)))
-            value = number(record.get(key)) if key in record else value
+        path = self.path / "metrics.jsonl"
+        size = path.stat().st_size if path.is_file() else 0
+        if size != self.read[0]:
+            done, value = 0, None
+            key = f"eval/{self.config.eval.split}/{self.metric}"
+            for record in read_jsonl(path):
+                done = max(done, int(record.get("step", 0)))
+                value = number(record.get(key)) if key in record else value
+            self.read = (size, (done, value))
+        done, value = self.read[1]
         return done, self.config.train.steps, value
 
     def line(self) -> str:
