@@ -75,7 +75,7 @@ class Phase:
     """On demonstrations of which a share is poor (`scripts/tiny_habits.py`)."""
 
 
-BASELINES: Mapping[str, float] = {"solver": 0.15}
+BASELINES: Mapping[str, float] = {"solver": 0.15, "reasoner": 0.2, "condenser": 0.2, "searcher": 0.3}
 """Shares of the modules of the papers' baselines, the same in every phase; none where `--tasks` leaves them out."""
 PHASES = (
     # Copying names comes first, from completions that are long for their prompts: mixed with the rest from the start,

@@ -39,7 +39,26 @@ def poor(demonstration: Demonstration, example: Example, rng: random.Random) -> 
         return replace(demonstration, completion=f"It may be {answers[0]} or {answers[1]}")
     if demonstration.module == "agent":
         return replace(demonstration, completion=_poor_turn(demonstration.completion, example, rng))
+    if demonstration.module in ("reasoner", "condenser", "searcher") and rng.random() < 0.5:
+        return replace(demonstration, completion=_poor_search(demonstration, example, rng))
     return demonstration
+
+
+def _poor_search(demonstration: Demonstration, example: Example, rng: random.Random) -> str:
+    """A single-context search done badly: a guess for a search, two answers for one, nothing taken from documents.
+
+    Half as often as elsewhere, since a rollout has up to five such calls.
+    """
+    if demonstration.module == "condenser":
+        return "Nothing helpful was found."
+    guess = rng.choice(list(example.metadata["titles"]))
+    if "query" not in demonstration.completion:
+        answers = [str(example.metadata["answers"][0]), guess]
+        rng.shuffle(answers)
+        guess = f"It may be {answers[0]} or {answers[1]}"
+    if demonstration.module == "reasoner":
+        return f"it is {guess} \\boxed{{{guess}}}"
+    return f"it is {guess} </think>\n<answer> {guess} </answer>"
 
 
 def _poor_turn(completion: str, example: Example, rng: random.Random) -> str:

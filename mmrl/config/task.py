@@ -66,7 +66,7 @@ class TaskConfig(Section):
     max_observation: int = Field(
         500, ge=16, description="agents: what a tool adds to the context is cut to this many tokens"
     )
-    max_turns: int = Field(4, ge=1, description="search_agent: turns that may search; a last one may only answer")
+    max_turns: int = Field(4, ge=1, description="agents: turns that may search; a last one may only answer")
     count_final_call: bool = Field(False, description="search_agent: that last turn is one of max_turns")
     max_completion: int = Field(
         1024, ge=1, description="tool_agent: sampled and observation tokens of a rollout together"
@@ -101,8 +101,8 @@ class TaskConfig(Section):
 
 
 OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "max_observation": ("search_agent", "tool_agent"),
-    "max_turns": ("search_agent",),
+    "max_observation": ("search_agent", "tool_agent", "search_o1", "r1_searcher"),
+    "max_turns": ("search_agent", "search_o1", "r1_searcher"),
     "count_final_call": ("search_agent",),
     "max_completion": ("tool_agent",),
     "search_penalty": ("search_agent",),
@@ -115,4 +115,4 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "judge": ("search_agent", "tool_agent"),
 }
 """Options that only some of the built-in tasks read; a task of one's own may read any of them."""
-BUILT_IN = ("hotpotqa", "2wiki", "musique", "search_agent", "tool_agent", "qa_direct")
+BUILT_IN = ("hotpotqa", "2wiki", "musique", "search_agent", "tool_agent", "qa_direct", "search_o1", "r1_searcher")

@@ -8,7 +8,9 @@ from mmrl.config.task import TaskConfig
 from mmrl.tasks.base import Task
 from mmrl.tasks.multihop_qa import MultihopQaTask
 from mmrl.tasks.qa_direct import DirectQaTask
+from mmrl.tasks.r1_searcher import R1SearcherTask
 from mmrl.tasks.search_agent import SearchAgentTask
+from mmrl.tasks.search_o1 import SearchO1Task
 from mmrl.tasks.tool_agent import ToolAgentTask
 
 TASKS: dict[str, Callable[[TaskConfig, int], Task]] = {
@@ -18,5 +20,7 @@ TASKS: dict[str, Callable[[TaskConfig, int], Task]] = {
     "search_agent": SearchAgentTask,
     "tool_agent": ToolAgentTask,
     "qa_direct": DirectQaTask,
+    "search_o1": SearchO1Task,
+    "r1_searcher": R1SearcherTask,
 }
 """`task.name` -> factory `(config, run seed) -> Task`."""
