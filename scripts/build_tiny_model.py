@@ -49,6 +49,7 @@ from mmrl.tasks import TASKS as FACTORIES  # noqa: E402
 from mmrl.tasks.base import Demonstration, Task  # noqa: E402
 from mmrl.tasks.mini.questions import make_questions  # noqa: E402
 from mmrl.tasks.mini.singles import make_bridges, make_singles  # noqa: E402
+from mmrl.tasks.mini.support import make_support  # noqa: E402
 from mmrl.tasks.mini.world import WORLD_SEED, make_world  # noqa: E402
 from mmrl.tasks.multihop_qa import MultihopQaTask  # noqa: E402
 from scripts.tiny_drills import MODULE as DRILL  # noqa: E402
@@ -203,6 +204,7 @@ def world(seed: int) -> Iterator[None]:
         patch(f"{where}.make_questions", lambda split: make_questions(split, seed)),
         patch(f"{where}.make_singles", lambda split: make_singles(split, seed)),
         patch(f"{where}.make_bridges", lambda split: make_bridges(split, seed)),
+        patch(f"{where}.make_support", lambda split: make_support(split, seed)),
     ):
         yield
 

@@ -27,7 +27,8 @@ def habits(task: Task, split: str, seed: int) -> Iterator[Demonstration]:
 
 
 def poor(demonstration: Demonstration, example: Example, rng: random.Random) -> Demonstration:
-    """The poor way: the question instead of sub-questions, one document twice, two answers instead of one, no tool."""
+    """The poor way: the question instead of sub-questions, one document twice, two answers instead of one, no tool,
+    a related label."""
     if demonstration.module == "rewriter":
         return replace(demonstration, completion=str(example.inputs["question"]))
     if demonstration.module == "reranker":
@@ -41,6 +42,8 @@ def poor(demonstration: Demonstration, example: Example, rng: random.Random) -> 
         return replace(demonstration, completion=_poor_turn(demonstration.completion, example, rng))
     if demonstration.module in ("reasoner", "condenser", "searcher") and rng.random() < 0.5:
         return replace(demonstration, completion=_poor_search(demonstration, example, rng))
+    if demonstration.module == "classify.predict":
+        return replace(demonstration, completion=_poor_label(demonstration.completion, example, rng))
     return demonstration
 
 
@@ -59,6 +62,15 @@ def _poor_search(demonstration: Demonstration, example: Example, rng: random.Ran
     if demonstration.module == "reasoner":
         return f"it is {guess} \\boxed{{{guess}}}"
     return f"it is {guess} </think>\n<answer> {guess} </answer>"
+
+
+def _poor_label(completion: str, example: Example, rng: random.Random) -> str:
+    """The label that this one is most easily taken for; a quarter of the time no label at all."""
+    reasoning, _, rest = completion.partition("\n\n")
+    if rng.random() < 0.25:
+        return reasoning
+    label, related = (str(example.metadata[name]) for name in ("label", "related"))
+    return f"{reasoning}\n\n{rest.replace(label, related, 1)}"
 
 
 def _poor_turn(completion: str, example: Example, rng: random.Random) -> str:

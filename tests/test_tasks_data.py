@@ -130,7 +130,7 @@ def test_bad_records_name_file_and_record(tmp_path, rows, expected):
         ("a.jsonl", b"\n \n", "has no records"),
         ("a.json", b'["\xff"]', "is not UTF-8"),
         ("a.parquet", b"PAR1 not", "a.parquet is not a parquet file"),
-        ("a.csv", b"x", "expected a .json, .jsonl, .tsv, .parquet, .txt file"),
+        ("a.xls", b"x", "expected a .json, .jsonl, .csv, .tsv, .parquet, .txt file"),
     ],
 )
 def test_malformed_files_name_the_line(tmp_path, name, content, expected):

@@ -83,6 +83,9 @@ class TaskConfig(Section):
     outcome_rewards: Literal[3, 4] = Field(4, description="tool_agent: 3 leaves the XML format reward out")
     judge: JudgeConfig | None = Field(None, description="endpoint of the reward sets judge_outcome and judge_turn")
     chain_of_thought: bool = Field(False, description="qa_direct: think before the answer")
+    labels: str | None = Field(
+        None, description="banking77: JSON file with the list of labels; null: those that occur in the data"
+    )
     timeout_s: float = Field(600.0, gt=0, description="wall-clock limit of one rollout")
 
     @model_validator(mode="after")
@@ -113,6 +116,20 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "outcome_rewards": ("tool_agent",),
     "chain_of_thought": ("qa_direct",),
     "judge": ("search_agent", "tool_agent"),
+    "labels": ("banking77",),
 }
 """Options that only some of the built-in tasks read; a task of one's own may read any of them."""
-BUILT_IN = ("hotpotqa", "2wiki", "musique", "search_agent", "tool_agent", "qa_direct", "search_o1", "r1_searcher")
+BUILT_IN = (
+    "hotpotqa",
+    "2wiki",
+    "musique",
+    "search_agent",
+    "tool_agent",
+    "qa_direct",
+    "search_o1",
+    "r1_searcher",
+    "banking77",
+    "papillon",
+    "hover",
+    "dspy",
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mmrl.config.task import TaskConfig
+from mmrl.tasks.banking77 import Banking77Task
 from mmrl.tasks.base import Task
 from mmrl.tasks.multihop_qa import MultihopQaTask
 from mmrl.tasks.qa_direct import DirectQaTask
@@ -22,5 +23,6 @@ TASKS: dict[str, Callable[[TaskConfig, int], Task]] = {
     "qa_direct": DirectQaTask,
     "search_o1": SearchO1Task,
     "r1_searcher": R1SearcherTask,
+    "banking77": Banking77Task,
 }
 """`task.name` -> factory `(config, run seed) -> Task`."""

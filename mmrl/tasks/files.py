@@ -1,6 +1,6 @@
 """Rows from data files and from the hub: plain dictionaries, each with a name for error messages. Used by loaders.
 
-A source is a path (`.json`, `.jsonl`, `.tsv`, `.parquet`, or `.txt` as DPR writes topics) or a hub id
+A source is a path (`.json`, `.jsonl`, `.csv`, `.tsv`, `.parquet`, or `.txt` as DPR writes topics) or a hub id
 `owner/name[:config[:split]]`.
 """
 
@@ -10,14 +10,15 @@ import ast
 import csv
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mmrl.errors import DataError
 
-FORMATS = (".json", ".jsonl", ".tsv", ".parquet", ".txt")
+FORMATS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+){0,2}")
 HUB_SPLITS: Mapping[str, str] = {"train": "train", "dev": "validation", "test": "test"}
 
@@ -82,17 +83,24 @@ class Source:
         return rows
 
     def _file(self, path: Path) -> Iterator[Row]:
-        read = {".json": _json, ".jsonl": _jsonl, ".tsv": _tsv, ".parquet": _parquet, ".txt": _topics}[
-            path.suffix.lower()
-        ]
+        readers: Mapping[str, Callable[[Path], Iterator[Row]]] = {
+            ".json": _json,
+            ".jsonl": _jsonl,
+            ".csv": partial(_table, delimiter=","),
+            ".tsv": partial(_table, delimiter="\t"),
+            ".parquet": _parquet,
+            ".txt": _topics,
+        }
         try:
-            yield from read(path)
+            yield from readers[path.suffix.lower()](path)
         except OSError as error:
             raise DataError(f"{self.key}: cannot read {path}: {error.strerror or error}") from None
         except UnicodeDecodeError as error:
             raise DataError(f"{self.key}: {path} is not UTF-8 (byte {error.start})") from None
         except ValueError as error:
             raise DataError(f"{self.key}: {error}") from None
+        except csv.Error as error:
+            raise DataError(f"{self.key}: {path}: {error}") from None
 
     def _hub(self, split: str, columns: Sequence[str]) -> Iterator[Row]:
         from datasets import load_dataset
@@ -141,11 +149,13 @@ def _jsonl(path: Path) -> Iterator[Row]:
             yield Row(f"{path} line {number}", values)
 
 
-def _tsv(path: Path) -> Iterator[Row]:
+def _table(path: Path, delimiter: str) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.reader(lines, delimiter="\t")
+        reader = csv.reader(lines, delimiter=delimiter)
         header = next(reader, [])
         for cells in reader:
+            if not cells:
+                continue
             if len(cells) != len(header):
                 raise ValueError(
                     f"{path} line {reader.line_num}: got {len(cells)} cells, "

@@ -7,6 +7,7 @@ from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.tasks.mini.questions import Question, make_questions
 from mmrl.tasks.mini.singles import make_bridges, make_singles
+from mmrl.tasks.mini.support import INTENTS, make_support
 from mmrl.tasks.mini.world import make_world
 
 KINDS = ("2wiki", "musique")
@@ -50,6 +51,22 @@ def mini_search(split: str, corpus: str = "mini") -> list[Example]:
     questions = [*make_singles(split), *make_bridges(split)]
     questions.sort(key=lambda question: keyed.digest("mini", "search", question.id))
     return [_example(question, corpus) for question in questions]
+
+
+def mini_support(split: str) -> list[Example]:
+    """The support queries of a split; `metadata["reason"]` is what demonstrations are made from."""
+    return [
+        Example(
+            id=query.id,
+            inputs={"text": query.text},
+            metadata={
+                "label": query.label,
+                "reason": f"{query.product}: {INTENTS[query.label].reason}",
+                "related": INTENTS[query.label].related,
+            },
+        )
+        for query in make_support(split)
+    ]
 
 
 def _example(question: Question, corpus: str) -> Example:
