@@ -6,6 +6,7 @@ Called by `cli`; everything that the user typed wrong is found in `check_all`, b
 from __future__ import annotations
 
 import importlib
+import json
 import signal
 import sys
 import time
@@ -348,14 +349,44 @@ def stoppable() -> Iterator[None]:
 
 def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
     """`mmrl eval`: evaluate any policy on any task's split; per-item results are kept, so a stopped one continues."""
-    if config.run.dir is None:
-        stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-        path = allocate(Path("outputs") / config.task.name / "eval", stamp)
-        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(path)})})
-    config = settle(config)
+    config = settle(_placed(config))
     assert config.run.dir is not None
     with RunDir.create(config.run.dir, config.model_dump(mode="json"), command) as rundir:
         return _evaluate(config, rundir)
+
+
+def _placed(config: EvalCommandConfig) -> EvalCommandConfig:
+    """With a run directory."""
+    if config.run.dir is not None:
+        return config
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    path = allocate(Path("outputs") / config.task.name / "eval", stamp)
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(path)})})
+
+
+def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence[str]) -> int:
+    """`mmrl eval -m`: one evaluation after the other, then all of them side by side. Returns the worst exit code.
+
+    Args:
+        configs: column name -> config. An evaluation that stops leaves its column out and does not stop the others.
+    """
+    from mmrl.report.columns import columns_text
+
+    codes: list[int] = []
+    columns: dict[str, Mapping[str, float]] = {}
+    for name, config in configs.items():
+        config = _placed(config)
+        assert config.run.dir is not None
+        print(f"-- evaluation {len(codes) + 1} of {len(configs)}: {name}")
+        try:
+            codes.append(evaluate_policy(config, command))
+            summary = json.loads((Path(config.run.dir) / "summary.json").read_text(encoding="utf-8"))
+            columns[name] = summary["metrics"]
+        except MmrlError as error:
+            print(f"error: {error}", file=sys.stderr)
+            codes.append(error.exit_code)
+    print(f"\n{columns_text(columns)}")
+    return max(codes, default=0)
 
 
 def resume_evaluation(folder: Path) -> int:

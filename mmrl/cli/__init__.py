@@ -19,6 +19,7 @@ Usage:
   mmrl train -m [key=a,b ...]         a sweep: one run for every combination
   mmrl train resume=RUN_DIR           continue a stopped or killed run to the same numbers
   mmrl eval policy=P [key=value ...]  evaluate a run, checkpoint, adapter, model folder or hub id
+  mmrl eval -m policy=P task=a,b,c    several evaluations, side by side as columns
   mmrl show RUN_DIR [example=ID] [step=N]
                                       a run's curves, and the tree of calls of an example
   mmrl report RUN_DIR                 write a run's report.html again

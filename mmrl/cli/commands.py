@@ -46,13 +46,16 @@ def eval_command(arguments: Sequence[str]) -> int:
         _refuse_unknown_choices(line)
         through_hydra("eval", line, lambda raw: None)
         return 0
-    if line.multirun:
-        raise ConfigError("-m: mmrl eval takes one policy at a time")
-    (config,) = validated("eval", EvalCommandConfig, line)
+    configs = validated("eval", EvalCommandConfig, line)
     from mmrl import run
 
-    run.check_all([config], typed_keys(line))
-    return run.evaluate_policy(config, command=["mmrl", "eval", *arguments])
+    run.check_all(configs, typed_keys(line))
+    command = ["mmrl", "eval", *arguments]
+    if not line.multirun:
+        return run.evaluate_policy(configs[0], command=command)
+    from mmrl.report.columns import column_names
+
+    return run.evaluate_columns(dict(zip(column_names(expand(line, [])), configs, strict=True)), command=command)
 
 
 def show_command(arguments: Sequence[str]) -> int:

@@ -1,0 +1,41 @@
+"""Several evaluations side by side: one column each (`mmrl eval -m task=hotpotqa,2wiki,musique policy=RUN`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mmrl.report.tables import align
+
+
+def column_names(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """A short name per job: the overrides in which it differs from others, a task by its bare name."""
+    shared = set(jobs[0]).intersection(*jobs[1:]) if jobs else set()
+    names = []
+    for job in jobs:
+        own = [override.lstrip("+") for override in job if override not in shared]
+        names.append(" ".join(override.removeprefix("task=") for override in own) or "all")
+    return names
+
+
+def columns_text(columns: Mapping[str, Mapping[str, float]]) -> str:
+    """A table: a row per metric with its 95 % interval, then items and failures.
+
+    Args:
+        columns: column name -> metrics of an evaluation, as `summary.json` has them.
+    """
+    names = dict.fromkeys(
+        name for metrics in columns.values() for name in metrics if f"{name}_low" in metrics and name != "n"
+    )
+    rows = [["", *columns]]
+    rows += [[name, *(_cell(metrics, name) for metrics in columns.values())] for name in names]
+    rows.append(["items", *(f"{metrics.get('n', 0):.0f}" for metrics in columns.values())])
+    rows.append(
+        ["failed from outside", *(f"{metrics.get('failed_share', 0):.1%}" for metrics in columns.values())],
+    )
+    return align(rows)
+
+
+def _cell(metrics: Mapping[str, float], name: str) -> str:
+    if name not in metrics:
+        return "-"
+    return f"{metrics[name]:.4f} [{metrics[f'{name}_low']:.3f}, {metrics[f'{name}_high']:.3f}]"
