@@ -84,7 +84,9 @@ class Call:
     prompt_ids: tuple[int, ...] = ()
     """The exact prompt, length P; empty when unknown."""
     completion_ids: tuple[int, ...] = ()
-    """The sampled ids, length T; empty when unknown."""
+    """The trained ids, length T: as sampled, but for `algo.reserialise` and calls of a teacher; empty when unknown."""
+    sampled_ids: tuple[int, ...] = ()
+    """What was sampled, where `completion_ids` are something else; empty otherwise."""
     logprobs: tuple[float, ...] | None = None
     """Sampling log-probabilities: log-softmax(logits / temperature) over the full vocabulary. Length T."""
     ref_logprobs: tuple[float, ...] | None = None

@@ -26,8 +26,9 @@ from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir, allocate, refuse_full
 from mmrl.report.tables import align, facts_table
 from mmrl.rollout.programs import with_program
+from mmrl.stages.teachers import build_teachers, teacher_problems
 from mmrl.tasks import TASKS
-from mmrl.tasks.base import Task
+from mmrl.tasks.base import Canonical, Task
 from mmrl.trainer.settings import Settings
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += ALGORITHMS[config.algo.name].check(config.algo, task.program.modules, task.reward_sets)
     problems += turns_missing(config, task)
+    problems += text_problems(config, task) + teacher_problems(config, task, build_task)
     available = len(task.examples("train"))
     if config.train.batch_size > available:
         problems.append(f"train.batch_size: got {config.train.batch_size}, the train split has {available} examples")
@@ -136,6 +138,16 @@ def reward_set(config: RootConfig, task: Task) -> str:
     if isinstance(config, TrainCommandConfig) and ALGORITHMS[config.algo.name].needs_turn_rewards:
         return next((name for name in TURN_SETS if name in task.reward_sets), task.reward_sets[0])
     return task.reward_sets[0]
+
+
+def text_problems(config: TrainCommandConfig, task: Task) -> list[str]:
+    """The one sentence for `algo.reserialise` on a program that cannot write its outputs again."""
+    if not getattr(config.algo, "reserialise", False) or isinstance(task.program, Canonical):
+        return []
+    return [
+        f"algo.reserialise: task {task.name} has no canonical text of what its modules write; leave it out, or give "
+        "its program a method canonical(call) (mmrl.tasks.base.Canonical)"
+    ]
 
 
 def turns_missing(config: TrainCommandConfig, task: Task) -> list[str]:
@@ -315,6 +327,7 @@ def build_stage(
         trainer.model, tokenizer, config.engine, max_context=config.task.max_context, threads=hardware.threads
     )
     stage.engine.set_version(step_number(checkpoint) if checkpoint else 0)
+    stage.teachers = build_teachers(config, task, stage.engine, tokenizer, build_task, load_policy)
     return stage, trainer
 
 

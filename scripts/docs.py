@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from pydoc import locate
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -141,6 +142,7 @@ def type_name(field: FieldInfo) -> str:
     text = str(field.annotation).replace("typing.", "")
     if isinstance(field.annotation, type):
         text = field.annotation.__name__
+    text = re.sub(r"mmrl\.config\.[\w.]+", lambda m: f"{{{', '.join(locate(m[0]).model_fields)}}}", text)
     text = re.sub(r"Literal\[(.*?)\]", lambda m: m[1].replace("'", "").replace(", ", " or "), text)
     text = re.sub(r"tuple\[(.*), \.\.\.\]", r"list of \1", text)
     return text.replace(" | None", " or null").replace("|", "or").replace("str", "text")

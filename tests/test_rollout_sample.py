@@ -8,7 +8,7 @@ import pytest
 
 from mmrl.errors import LimitFailure, ParseFailure
 from mmrl.records import Example
-from mmrl.rollout.plans import Tree, fork_on, fork_on_first, independent, independent_sampling, round_robin
+from mmrl.rollout.plans import fork_on, fork_on_first, independent, independent_sampling, round_robin
 from mmrl.rollout.sample import sample
 from tests.fakes import Chain, FakeEngine, FakeTask, environment, seeded_letter, spelled
 
@@ -291,11 +291,6 @@ def test_only_a_reply_of_this_rollout_can_be_continued():
     forest, _ = run(Impostor(), independent(1))
     assert forest.rollouts[0].error == "program"
     assert "after=" in forest.rollouts[0].error_message
-
-
-def test_the_tree_of_a_teacher_is_marked():
-    forest, _ = run(Chain(), (Tree(teacher="expert"),))
-    assert forest.rollouts[0].teacher == "expert"
 
 
 def test_penalties_and_facts_come_from_the_task():

@@ -15,16 +15,13 @@ from typing import Any
 
 from mmrl.algorithms.options import section
 from mmrl.config import AlgoConfig
-from mmrl.config.algo import MmgrpoConfig
+from mmrl.config.algo import STUDENT, MmgrpoConfig
 from mmrl.credit.assemble import compare, entry, group_metrics
 from mmrl.credit.entries import Credit
 from mmrl.credit.padding import module_groups
 from mmrl.credit.weights import Unit, per_token, two_level
 from mmrl.records import Forest
 from mmrl.rollout import plans
-
-STUDENT = "student"
-"""Name of the program that is trained, among the teachers."""
 
 
 class Mmgrpo:
@@ -35,22 +32,15 @@ class Mmgrpo:
     needs_critic = False
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Teachers other than the student's own program cannot be sampled yet."""
-        teachers = section(algo, MmgrpoConfig).teachers or {}
-        others = [name for name in teachers if name != STUDENT]
-        if not others:
-            return []
-        return [f"algo.teachers: got {', '.join(others)}, but this task has no teacher programs; leave it out"]
+        """Fits every program."""
+        return []
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: tuple[Any, ...]) -> tuple[plans.Tree, ...]:
         """R independent rollouts, teachers one after the other."""
-        algo = section(algo, MmgrpoConfig)
-        teachers = algo.teachers or {STUDENT: algo.rollouts}
-        if isinstance(teachers, tuple):
-            teachers = dict.fromkeys(teachers, algo.rollouts // len(teachers))
+        shares = section(algo, MmgrpoConfig).shares()
         return tuple(
             plans.Tree(teacher=None if name == STUDENT else name)
-            for name, count in teachers.items()
+            for name, count in shares.items()
             for _ in range(count)
         )
 

@@ -10,6 +10,8 @@ from mmrl.config.base import Section
 
 Aggregate = Literal["mean", "max", "min", "random"]
 REFILL_ROUNDS = 4
+STUDENT = "student"
+"""Name of the policy in training, among the teachers of mmGRPO."""
 
 
 class AlgoConfig(Section):
@@ -172,14 +174,40 @@ class MtGrpoVariableConfig(TurnGroupConfig):
     )
 
 
+class TeacherConfig(Section):
+    """One program that makes rollouts for mmGRPO: the task's, under another policy."""
+
+    name: str = Field(min_length=1, description="`student` is the policy in training; any other name is a teacher")
+    policy: str | None = Field(
+        None, description="weights: a run, checkpoint, adapter, folder or hub id; null: the student's as they are"
+    )
+    prompts: str | None = Field(None, description="prompts file, as task.prompts; null: the student's")
+    rollouts: int | None = Field(None, ge=1, description="rollouts per example; null (for all): an equal share of R")
+
+    @model_validator(mode="after")
+    def _policy(self) -> Self:
+        other = self.policy is not None or self.prompts is not None
+        if self.name == STUDENT and other:
+            raise ValueError(f"got a policy or prompts for {STUDENT}, which is the policy in training; leave them out")
+        if self.name != STUDENT and not other:
+            raise ValueError(
+                f"got neither policy nor prompts for '{self.name}', so it would be the student; set one, or name it "
+                f"{STUDENT}"
+            )
+        return self
+
+
 class MmgrpoConfig(GroupConfig):
     """mmGRPO (arXiv 2508.04660): groups by module and invocation, padded, optionally the k most diverse."""
 
     name: Literal["mmgrpo"]
     rollouts: int = Field(12, ge=2, description="R: rollouts per example")
     group_size: int | None = Field(None, ge=2, description="G: keep the G most diverse of a group; null: all R")  # type: ignore[assignment]
-    teachers: dict[str, int] | tuple[str, ...] | None = Field(
-        None, description="rollouts per teacher program (sum R), or names that share R equally; null: student only"
+    teachers: tuple[TeacherConfig, ...] | None = Field(
+        None, description="programs that make the R rollouts, one after the other; null: the student alone"
+    )
+    reserialise: bool = Field(
+        False, description="train on the canonical text of what a module wrote, not on the sampled tokens"
     )
     padding_mode: Literal["fill", "truncate", "ragged"] = Field("fill", description="unequal numbers of calls")
     filler: Literal["randint", "max"] = Field("randint", description="own call that fills a gap: random, or the last")
@@ -220,20 +248,29 @@ class MmgrpoConfig(GroupConfig):
 
     @model_validator(mode="after")
     def _teachers(self) -> Self:
-        if isinstance(self.teachers, dict) and (sum(self.teachers.values()) != self.rollouts or self._negative()):
+        if self.teachers is None:
+            return self
+        names = [teacher.name for teacher in self.teachers]
+        counts = [teacher.rollouts for teacher in self.teachers if teacher.rollouts is not None]
+        if len(set(names)) < len(names):
+            raise ValueError(f"teachers: got {', '.join(names)}, expected a different name for each")
+        if counts and len(counts) < len(names):
+            raise ValueError("teachers: got rollouts for some of them, expected it for all or for none")
+        if counts and sum(counts) != self.rollouts:
             raise ValueError(
-                f"teachers: got {sum(self.teachers.values())} rollouts in all, expected counts from 1 that sum to "
-                f"rollouts={self.rollouts}"
+                f"teachers: got {sum(counts)} rollouts in all, expected counts that sum to rollouts={self.rollouts}"
             )
-        if isinstance(self.teachers, tuple) and (not self.teachers or self.rollouts % len(self.teachers)):
+        if not counts and (not names or self.rollouts % len(names)):
             raise ValueError(
-                f"teachers: got {len(self.teachers)} names, expected a number that divides rollouts={self.rollouts}; "
-                "or give counts per teacher"
+                f"teachers: got {len(names)} names, expected a number that divides rollouts={self.rollouts}; "
+                "or give rollouts for each"
             )
         return self
 
-    def _negative(self) -> bool:
-        return isinstance(self.teachers, dict) and any(count < 1 for count in self.teachers.values())
+    def shares(self) -> dict[str, int]:
+        """Rollouts per example of each teacher, in the order in which they are made."""
+        teachers = self.teachers or (TeacherConfig(name=STUDENT),)
+        return {t.name: t.rollouts or self.rollouts // len(teachers) for t in teachers}
 
 
 class CriticConfig(AlgoConfig):

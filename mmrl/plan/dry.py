@@ -6,13 +6,14 @@ Part of `plan`; the only part that loads weights, and only those of a model on t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import TrainCommandConfig
 from mmrl.plan.load import Load, unique_tokens
 from mmrl.records import Call, Forest
+from mmrl.rollout.plans import Tree
 from mmrl.tasks.base import Task
 
 
@@ -104,5 +105,13 @@ def _sample(config: TrainCommandConfig, task: Task, reward_set: str, examples: i
     env = make_environment(config, task, engine, tokenizer, settings, (config.seed, "plan"))
     chosen = task.examples("train")[:examples]
     modules = task.program.modules
-    plans = [(example, ALGORITHMS[algo.name].plan(algo, modules, (config.seed, 1, example.id))) for example in chosen]
+    plans = [
+        (example, _students(ALGORITHMS[algo.name].plan(algo, modules, (config.seed, 1, example.id))))
+        for example in chosen
+    ]
     return asyncio.run(sample(env, plans, reward_set))
+
+
+def _students(trees: Sequence[Tree]) -> list[Tree]:
+    """The plan with the student in the place of teachers, whose calls cost about the same."""
+    return [replace(tree, teacher=None) for tree in trees]

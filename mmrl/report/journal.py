@@ -20,7 +20,7 @@ from mmrl.records import Call, Forest, Rollout
 from mmrl.report.files import atomic_write, dumps
 from mmrl.report.rundir import RunDir
 
-TUPLES = ("prompt_ids", "completion_ids", "logprobs", "ref_logprobs", "values")
+TUPLES = ("prompt_ids", "completion_ids", "sampled_ids", "logprobs", "ref_logprobs", "values")
 _PROMPT = ("prompt_ids", "prompt_text")
 
 Json = dict[str, Any]

@@ -12,7 +12,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmrl import keyed
 from mmrl.engines.base import Completion, Engine, Request, Sampling
@@ -27,6 +27,9 @@ from mmrl.errors import (
 )
 from mmrl.records import EMPTY, Call, Example
 from mmrl.tasks.base import Message, Reply, Task
+
+if TYPE_CHECKING:
+    from mmrl.rollout.taught import Teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,8 @@ class Environment:
     timeout_s: float = 600.0
     retrieve_s: float = 0.0
     """Seconds spent in tools, summed."""
+    teachers: Mapping[str, Teacher] = EMPTY
+    """Teachers by name, for plans that have rollouts of theirs."""
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ import dspy
 from dspy.utils.exceptions import AdapterParseError
 
 from mmrl.errors import ConfigError, ParseFailure, ProgramFailure, RolloutError
-from mmrl.records import Example
+from mmrl.records import Call, Example
 from mmrl.tasks import tape
 from mmrl.tasks.base import Context, Message
 
@@ -64,6 +64,16 @@ class DspyProgram:
         self.module = module
         self.modules: tuple[str, ...] = tuple(name for name, _ in named)
         self._names: Mapping[int, str] = {id(predictor): name for name, predictor in named}
+
+    def canonical(self, call: Call) -> str | None:
+        """See `mmrl.tasks.base.Canonical`: the adapter's own text of the fields that it parsed."""
+        adapter = dspy.settings.adapter or dspy.ChatAdapter()
+        signature = dict(self.module.named_predictors())[call.module].signature
+        try:
+            fields = adapter.parse(signature, call.text)
+        except AdapterParseError as error:
+            raise _parse_failure(error, signature) from error
+        return str(adapter.format_assistant_message_content(signature, fields))
 
     async def run(self, example: Example, ctx: Context) -> Any:
         """See `mmrl.tasks.base.Program.run`."""

@@ -12,10 +12,12 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mmrl.engines.base import Engine
 from mmrl.errors import ProgramFailure, RewardFailure, RolloutError, RolloutTimeout
 from mmrl.records import EMPTY, Call, Example, Forest, Rollout
 from mmrl.rollout.context import Environment, Event, RolloutContext
 from mmrl.rollout.plans import Fork, Tree
+from mmrl.rollout.taught import taught
 from mmrl.tasks.base import Score
 
 
@@ -32,7 +34,7 @@ class _Tree:
 
     def start(self, path: tuple[int, ...], replayed: Sequence[Event], forks: Sequence[Fork]) -> None:
         """Begin one branch; it counts as live at once, so that no deterministic batch starts without it."""
-        self.env.engine.enter()
+        self._engine.enter()
         task = asyncio.create_task(self._branch(path, replayed, forks))
         self.tasks.add(task)
         task.add_done_callback(self._ended)
@@ -40,7 +42,13 @@ class _Tree:
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Also runs for a branch that was cancelled before its first step."""
         self.tasks.discard(task)
-        self.env.engine.leave()
+        self._engine.leave()
+
+    @property
+    def _engine(self) -> Engine:
+        """The engine that the tree's live calls go to."""
+        teacher = self.plan.teacher
+        return self.env.engine if teacher is None else self.env.teachers[teacher].environment.engine
 
     async def _branch(self, path: tuple[int, ...], replayed: Sequence[Event], forks: Sequence[Fork]) -> None:
         remaining = list(forks)
@@ -56,22 +64,38 @@ class _Tree:
                 ctx.path = _name(own)
 
         ctx = RolloutContext(self.env, self.example, _name(own), replayed, fork)
+        if self.plan.teacher is not None:
+            ctx = await self._taught(self.plan.teacher, _name(own))
         rollout = await self._execute(ctx)
         self.rollouts.append((tuple(own), rollout, ctx.calls))
 
+    async def _taught(self, name: str, path: str) -> RolloutContext:
+        """Run a teacher's program live; the context that answers the student's program with what it said."""
+        env = self.env.teachers[name].environment
+        said = RolloutContext(env, self.example, path)
+        failure: RolloutError | None = None
+        try:
+            await self._run(said)
+        except RolloutError as error:
+            failure = error
+        return taught(self.env, self.env.teachers, name, said, failure)
+
+    async def _run(self, ctx: RolloutContext) -> Any:
+        """The prediction of a program; whatever else happens is a `RolloutError`."""
+        try:
+            async with asyncio.timeout(self.env.timeout_s):
+                return await ctx.env.task.program.run(self.example, ctx)
+        except TimeoutError as error:
+            raise RolloutTimeout(f"took longer than task.timeout_s={self.env.timeout_s:g}") from error
+        except RolloutError:
+            raise
+        except Exception as error:
+            raise ProgramFailure(f"{type(error).__name__}: {error}") from error
+
     async def _execute(self, ctx: RolloutContext) -> Rollout:
         """Run the program and score it; every failure comes back as a typed rollout."""
-        prediction: Any = None
         try:
-            try:
-                async with asyncio.timeout(self.env.timeout_s):
-                    prediction = await self.env.task.program.run(self.example, ctx)
-            except TimeoutError as error:
-                raise RolloutTimeout(f"took longer than task.timeout_s={self.env.timeout_s:g}") from error
-            except RolloutError:
-                raise
-            except Exception as error:
-                raise ProgramFailure(f"{type(error).__name__}: {error}") from error
+            prediction = await self._run(ctx)
             score = await self._score(ctx, prediction)
         except RolloutError as failure:
             return self._failed(ctx, failure)

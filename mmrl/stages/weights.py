@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,18 +17,21 @@ from mmrl.config import TrainCommandConfig
 from mmrl.config.algo import GroupConfig
 from mmrl.credit.entries import Credit
 from mmrl.errors import TooManyFailures
+from mmrl.models import encode_text
 from mmrl.records import Example, Forest
 from mmrl.report.journal import write_step
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Trackers
 from mmrl.rollout.context import SamplingSettings
+from mmrl.rollout.reserialise import reserialised
 from mmrl.rollout.sample import sample
 from mmrl.stages.environment import eval_settings, make_environment
 from mmrl.stages.evaluate import Item, evaluate, evaluation_metrics
 from mmrl.stages.metrics import credit_metrics, failed_share, forest_metrics
 from mmrl.stages.refill import refill, refills
-from mmrl.tasks.base import Task
+from mmrl.stages.teachers import TeacherParts, teachers_of_step
+from mmrl.tasks.base import Canonical, Task
 from mmrl.trainer.annotate import annotate
 from mmrl.trainer.objective import TrainCall, TrainEntry
 from mmrl.trainer.trl_trainer import MmrlTrainer, StepBatch, build_trainer
@@ -52,6 +55,8 @@ class WeightStage:
     """Set once the trainer has the model."""
     updates: Any = None
     """The trainer, once made."""
+    teachers: Mapping[str, TeacherParts] = field(default_factory=dict)
+    """Teachers by name (mmGRPO)."""
     times: dict[str, float] = field(default_factory=dict)
     step_started: float = 0.0
     pending: dict[str, float] = field(default_factory=dict)
@@ -142,6 +147,7 @@ class WeightStage:
             max_context=self.config.task.max_context,
         )
         env = make_environment(self.config, self.task, self.engine, self.tokenizer, settings, (seed, step))
+        env.teachers = teachers_of_step(self.teachers, self.config, settings, (seed, step), self.tokenizer)
         modules = self.task.program.modules
         plans = [(example, algorithm.plan(algo, modules, (seed, step, example.id))) for example in examples]
         started, busy = time.perf_counter(), self.engine.busy_s
@@ -157,6 +163,10 @@ class WeightStage:
                 f"train.max_failed_share={self.config.train.max_failed_share:.0%}; the first: "
                 f"{first.error} in {first.id}: {first.error_message}"
             )
+        program = self.task.program
+        if getattr(algo, "reserialise", False) and isinstance(program, Canonical):
+            end = self.tokenizer.eos_token_id
+            forest = reserialised(forest, program, lambda text: encode_text(self.tokenizer, text), end)
         return forest
 
     def on_step_end(self, step: int, update: dict[str, float]) -> None:

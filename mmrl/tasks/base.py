@@ -82,6 +82,21 @@ class Program(Protocol):
         ...
 
 
+@runtime_checkable
+class Canonical(Protocol):
+    """A program that can write again what its modules said, in one way: what `algo.reserialise` trains on."""
+
+    def canonical(self, call: Call) -> str | None:
+        """The canonical text of what `call.text` says, or None where it says nothing that has one.
+
+        Parsing it again must give what parsing `call.text` gives.
+
+        Raises:
+            ParseFailure: the text cannot be parsed.
+        """
+        ...
+
+
 Tool = Callable[..., Any]
 """`tool(**arguments)`, sync or async."""
 

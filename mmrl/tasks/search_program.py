@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmrl.records import Example
+from mmrl.records import Call, Example
 from mmrl.tasks.base import Context
 from mmrl.tasks.prompts import Template, Templates, Texts, messages, snippet
 
@@ -133,6 +133,16 @@ class SearchProgram:
 
     prompts: SearchPrompts
     modules: tuple[str, ...] = MODULES
+
+    def canonical(self, call: Call) -> str | None:
+        """See `mmrl.tasks.base.Canonical`: what each parser read, without anything around it."""
+        if call.module == "rewriter":
+            queries = parse_queries(call.text)
+            return f"### {'; '.join(queries)} ###" if queries else None
+        if call.module == "reranker":
+            indices = parse_selection(call.text, call.facts["candidates"]).indices
+            return ", ".join(map(str, indices)) or None
+        return parse_answer(call.text) or None
 
     async def run(self, example: Example, ctx: Context) -> dict[str, Any]:
         """One call of each module; the search lies between the first and the second."""

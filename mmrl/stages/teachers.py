@@ -1,0 +1,142 @@
+"""Teachers of mmGRPO: from `algo.teachers` to programs, engines and tokenizers, and to what one step needs of them.
+
+Part of the weight stage. A teacher is the task's program under another policy: prompts of its own, weights of its own
+(then with an engine of its own, in process), or both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmrl import keyed
+from mmrl.config import TaskConfig, TrainCommandConfig
+from mmrl.config.algo import STUDENT, MmgrpoConfig, TeacherConfig
+from mmrl.errors import ConfigError
+from mmrl.models import encode_text
+from mmrl.policy import Policy, resolve
+from mmrl.records import Call
+from mmrl.rollout.context import SamplingSettings
+from mmrl.rollout.taught import Teacher
+from mmrl.stages.environment import make_environment
+from mmrl.tasks.base import Task
+
+BuildTask = Callable[[TaskConfig, int], Task]
+
+
+@dataclass(slots=True, kw_only=True)
+class TeacherParts:
+    """What a teacher keeps from step to step."""
+
+    task: Task
+    engine: Any
+    tokenizer: Any
+    same_ids: bool
+    """Whether its token ids are the student's, so that what it sampled is trained as it is."""
+
+
+def others(config: TrainCommandConfig) -> list[TeacherConfig]:
+    """The teachers that are not the student."""
+    if not isinstance(config.algo, MmgrpoConfig):
+        return []
+    return [teacher for teacher in config.algo.teachers or () if teacher.name != STUDENT]
+
+
+def teacher_problems(config: TrainCommandConfig, task: Task, build: BuildTask) -> list[str]:
+    """Policies that do not exist, prompts that cannot be read, modules that the student's program does not have."""
+    problems = []
+    for teacher in others(config):
+        where = f"algo.teachers: {teacher.name}"
+        try:
+            policy = policy_of(teacher)
+            modules = task_of(teacher, policy, config, build).program.modules
+        except ConfigError as error:
+            problems += [f"{where}: {problem}" for problem in error.problems]
+            continue
+        strange = [name for name in modules if name not in task.program.modules]
+        if strange:
+            problems.append(
+                f"{where}: its program has the modules {', '.join(strange)}, which the student's has not; modules are "
+                f"matched by name (the student's: {', '.join(task.program.modules)})"
+            )
+    return problems
+
+
+def policy_of(teacher: TeacherConfig) -> Policy | None:
+    """Its weights; None for the student's."""
+    return None if teacher.policy is None else resolve(teacher.policy, teacher.prompts)
+
+
+def task_of(teacher: TeacherConfig, policy: Policy | None, config: TrainCommandConfig, build: BuildTask) -> Task:
+    """The task with the teacher's prompts."""
+    prompts = teacher.prompts or (policy.prompts if policy is not None else None)
+    if prompts is None:
+        return build(config.task, config.seed)
+    return build(config.task.model_copy(update={"prompts": prompts}), config.seed)
+
+
+def build_teachers(
+    config: TrainCommandConfig,
+    task: Task,
+    engine: Any,
+    tokenizer: Any,
+    build: BuildTask,
+    load: Callable[[Policy, TrainCommandConfig], tuple[Any, Any]],
+) -> dict[str, TeacherParts]:
+    """Load the teachers' weights; teachers of the same weights share an engine.
+
+    Args:
+        engine: the student's, for teachers that differ by their prompts alone.
+        load: policy and config to model and tokenizer.
+    """
+    from mmrl.engines import engine_class
+
+    loaded: dict[str, tuple[Any, Any]] = {}
+    found = {}
+    for teacher in others(config):
+        policy = policy_of(teacher)
+        own_engine, own_tokenizer = engine, tokenizer
+        if policy is not None:
+            key = f"{policy.base} {policy.adapter}"
+            if key not in loaded:
+                model, other = load(policy, config)
+                model.eval().requires_grad_(False)
+                kind = engine_class("transformers")
+                settings = {"max_context": config.task.max_context, "threads": config.hardware.threads}
+                loaded[key] = (kind(model, other, config.engine, **settings), other)
+            own_engine, own_tokenizer = loaded[key]
+        found[teacher.name] = TeacherParts(
+            task=task_of(teacher, policy, config, build),
+            engine=own_engine,
+            tokenizer=own_tokenizer,
+            same_ids=own_tokenizer is tokenizer or own_tokenizer.get_vocab() == tokenizer.get_vocab(),
+        )
+    return found
+
+
+def teachers_of_step(
+    parts: Mapping[str, TeacherParts],
+    config: TrainCommandConfig,
+    settings: SamplingSettings,
+    key: keyed.Key,
+    tokenizer: Any,
+) -> dict[str, Teacher]:
+    """The teachers as rollouts of one step use them; `tokenizer` is the student's."""
+
+    def retell(same_ids: bool) -> Callable[[Call], tuple[int, ...]]:
+        def ids(call: Call) -> tuple[int, ...]:
+            if same_ids:
+                return call.completion_ids
+            end = (tokenizer.eos_token_id,) if call.finish == "eos" else ()
+            return (*encode_text(tokenizer, call.text), *end)
+
+        return ids
+
+    return {
+        name: Teacher(
+            environment=make_environment(config, own.task, own.engine, own.tokenizer, settings, key),
+            retell=retell(own.same_ids),
+        )
+        for name, own in parts.items()
+    }

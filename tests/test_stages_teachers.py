@@ -1,0 +1,52 @@
+"""A run with teachers and canonical text: from the config to what is journalled and trained."""
+
+from mmrl.cli import main
+from mmrl.report.journal import read_step
+from mmrl.report.rundir import RunDir
+from tests.test_run import command
+
+PROMPTS = "answerer:\n  system: 'One word.'\n"
+
+
+def arguments(random_model, tmp_path, teachers, *more):
+    options = ["algo=mmgrpo", "algo.rollouts=4", f"algo.teachers={teachers}", "train.steps=1", "eval.every=0", *more]
+    base = command(random_model, tmp_path / "run", *options)
+    return [argument for argument in base if not argument.startswith("algo.group_size")]
+
+
+def test_a_run_with_teachers_trains_on_the_students_prompts(random_model, tmp_path):
+    prompts = tmp_path / "terse.yaml"
+    prompts.write_text(PROMPTS)
+    teachers = (
+        f"[{{name:student,rollouts:1}},{{name:terse,prompts:{prompts},rollouts:1}},"
+        f"{{name:frozen,policy:{random_model},rollouts:2}}]"
+    )
+    assert main(arguments(random_model, tmp_path, teachers, "algo.reserialise=true")) == 0
+    run = RunDir.read(tmp_path / "run")
+    forest, entries = read_step(run, 1)
+    names = [rollout.teacher for rollout in forest.rollouts]
+    assert names == [None, "terse", "frozen", "frozen"] * 2
+    for rollout in forest.rollouts:
+        path = forest.path(rollout)
+        assert [call.module for call in path] == ["rewriter", "reranker", "answerer"]
+        assert all(call.teacher == rollout.teacher for call in path)
+        assert not any("One word." in call.prompt_text for call in path)
+        assert all((call.logprobs is None) for call in path if call.teacher or call.sampled_ids)
+    rewritten = [call for call in forest.calls.values() if call.sampled_ids]
+    assert rewritten and all(call.completion_ids != call.sampled_ids for call in rewritten)
+    assert {forest.calls[e["call"]].teacher for e in entries if any(e["weights"])} == {None, "terse", "frozen"}
+    record = run.history()[1]
+    assert record["train/tokens"] > 0 and abs(record["train/ratio_mean"] - 1) < 1e-4, "old ones are recomputed"
+    assert record["train/logprob_gap_max"] < 1e-4, "only tokens of the sampler have a gap"
+
+
+def test_teachers_that_cannot_be_had_are_refused_together(random_model, tmp_path, capsys):
+    strange = tmp_path / "strange.yaml"
+    strange.write_text("judge:\n  system: x\n")
+    teachers = f"[{{name:a,policy:./nowhere}},{{name:b,prompts:{strange}}}]"
+    assert main(arguments(random_model, tmp_path, teachers)) == 2
+    err = capsys.readouterr().err
+    assert "algo.teachers: a: policy: got './nowhere'" in err and "algo.teachers: b: task.prompts" in err
+    assert not (tmp_path / "run").exists()
+    assert main(arguments(random_model, tmp_path, "[{name:a,rollouts:4}]")) == 2
+    assert "so it would be the student" in capsys.readouterr().err
