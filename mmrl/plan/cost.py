@@ -13,6 +13,8 @@ from mmrl.plan.devices import Device
 from mmrl.plan.load import Load
 from mmrl.plan.shapes import Shape
 
+PACK_TOKENS = {"cpu": 4096, "gpu": 65536}
+"""Most tokens that the trainer puts into a pack when `train.microbatch_tokens` is null (`trainer.layout`)."""
 CHUNK = 1024
 """Scored positions whose logits are held at once."""
 DECODE_OVERHEAD_S = {"cpu": 0.35e-3}
@@ -60,7 +62,8 @@ def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float)
         longest: tokens of the longest call.
     """
     made = setup(config, shape)
-    pack = max(float(min(config.train.microbatch_tokens, load.trained_unique / made.processes)), longest)
+    budget = config.train.microbatch_tokens or PACK_TOKENS["cpu" if config.hardware.device == "cpu" else "gpu"]
+    pack = max(float(min(budget, load.trained_unique / made.processes)), longest)
     held = min(load.prompt_unique + load.completion, float(config.engine.batch_tokens))
     trained = made.trained_parameters
     found = {

@@ -64,7 +64,11 @@ class Plan:
             (states, config.model.lora is None, "train an adapter (model.lora={r: 16, alpha: 64})"),
             (parts.get("critic", 0.0), "critic" in parts, "algo.critic=adapter or head"),
             (parts["activations"], not config.model.gradient_checkpointing, "model.gradient_checkpointing=true"),
-            (parts["activations"], True, f"train.microbatch_tokens below {config.train.microbatch_tokens}"),
+            (
+                parts["activations"],
+                True,
+                f"train.microbatch_tokens below {config.train.microbatch_tokens or 'the largest pack'}",
+            ),
             (parts.get("KV cache", 0.0), True, f"engine.batch_tokens below {config.engine.batch_tokens}"),
         ]
         usable = [(size, words) for size, can, words in options if can]
