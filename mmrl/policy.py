@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
 from mmrl.errors import ConfigError
+
+TRAINED, INITIAL = "trained", "initial"
+"""Names of the two sets of weights where frozen modules act with the initial ones (`algo.frozen_serving`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,17 @@ class Policy:
     """YAML file of prompts that replace the task's."""
     step: int | None = None
     """Training step, when it comes from a run."""
+    modules: Mapping[str, str] | None = None
+    """Module -> name of the weights that it speaks with; None: all share one policy."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Name of weights -> folder of their LoRA adapter."""
+    initial: str | None = None
+    """Full weights that the name `INITIAL` stands for."""
+
+
+def describe_weights(modules: Mapping[str, str] | None) -> dict[str, str]:
+    """The fact for a summary that says which module speaks with which weights; none for one shared policy."""
+    return {"weights": ", ".join(f"{module}: {name}" for module, name in modules.items())} if modules else {}
 
 
 def resolve(text: str, prompts: str | None = None) -> Policy:
@@ -52,20 +67,46 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
 
 
 def _checkpoint(folder: Path, prompts: str | None) -> Policy:
-    step = folder.name.rpartition("-")[2]
-    number = int(step) if step.isdigit() else None
     adapter = folder / "adapter_config.json"
+    modules, base = _recorded(folder)
     if adapter.is_file():
-        base = _run_base(folder) or json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        return Policy(base=base, adapter=str(folder), prompts=prompts, step=number)
+        return Policy(base=_base_of(adapter), adapter=str(folder), prompts=prompts, step=_step(folder))
     if (folder / "config.json").is_file():
-        return Policy(base=str(folder), prompts=prompts, step=number)
+        return Policy(base=str(folder), prompts=prompts, step=_step(folder), modules=modules, initial=base)
+    if modules:
+        adapters = {name: folder / name for name in modules.values()}
+        missing = [name for name, path in adapters.items() if not (path / "adapter_config.json").is_file()]
+        if missing:
+            raise ConfigError(f"policy: {folder} lacks the adapters {', '.join(missing)} of its modules")
+        return Policy(
+            base=_base_of(next(iter(adapters.values())) / "adapter_config.json"),
+            prompts=prompts,
+            step=_step(folder),
+            modules=modules,
+            adapters={name: str(path) for name, path in adapters.items()},
+        )
     raise ConfigError(f"policy: {folder} holds neither adapter_config.json nor config.json, so no weights")
 
 
-def _run_base(folder: Path) -> str | None:
-    """`model.path` of the run that `folder` is a checkpoint of; None outside a run."""
-    config = folder.parent.parent / "config.yaml"
-    if not config.is_file():
-        return None
-    return str(yaml.safe_load(config.read_text(encoding="utf-8"))["model"]["path"])
+def _recorded(folder: Path) -> tuple[dict[str, str] | None, str | None]:
+    """Which module speaks with what, and the initial weights, as `trainer.modules` recorded them in a checkpoint."""
+    extra = folder / "extra.json"
+    found = json.loads(extra.read_text(encoding="utf-8")) if extra.is_file() else {}
+    return found.get("modules"), found.get("base")
+
+
+def _step(folder: Path) -> int | None:
+    """The training step of a checkpoint, or of one adapter in it."""
+    parent = folder.resolve().parent.name
+    name = parent if parent.startswith("checkpoint-") else folder.name
+    number = name.rpartition("-")[2]
+    return int(number) if number.isdigit() else None
+
+
+def _base_of(adapter: Path) -> str:
+    """What an adapter is for: `model.path` of its run, else what it says itself (which may have moved since)."""
+    for folder in list(adapter.resolve().parents)[1:3]:
+        config = folder.parent / "config.yaml"
+        if folder.name == "checkpoints" and config.is_file():
+            return str(yaml.safe_load(config.read_text(encoding="utf-8"))["model"]["path"])
+    return str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])

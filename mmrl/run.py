@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl.algorithms import ALGORITHMS
+from mmrl.algorithms import problems as algorithm_problems
 from mmrl.algorithms.options import TURN_SETS
 from mmrl.config import EvalCommandConfig, RootConfig, TaskConfig, TrainCommandConfig, validate
 from mmrl.config.effects import Facts, without_effect
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, unknown
-from mmrl.policy import Policy, resolve
+from mmrl.policy import Policy, describe_weights, resolve
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir, allocate, refuse_full
 from mmrl.report.tables import align, facts_table
@@ -29,6 +30,7 @@ from mmrl.rollout.programs import with_program
 from mmrl.stages.teachers import build_teachers, teacher_problems
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Canonical, Task
+from mmrl.trainer.modules import ModuleAssignment
 from mmrl.trainer.settings import Settings
 
 if TYPE_CHECKING:
@@ -106,11 +108,11 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
         )
         problems += without_effect(config, typed, facts)
     if isinstance(config, EvalCommandConfig):
-        resolve(config.policy)
-        return problems
+        return problems + policy_problems(config, task)
     assert isinstance(config, TrainCommandConfig)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
-    problems += ALGORITHMS[config.algo.name].check(config.algo, task.program.modules, task.reward_sets)
+    problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)
+    problems += assignment(config, task).problems()
     problems += turns_missing(config, task)
     problems += text_problems(config, task) + teacher_problems(config, task, build_task)
     available = len(task.examples("train"))
@@ -129,6 +131,28 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     if not task.examples(config.eval.split):
         problems.append(f"eval.split: the {config.eval.split} split has no examples")
     return problems
+
+
+def policy_problems(config: EvalCommandConfig, task: Task) -> list[str]:
+    """What is wrong with `policy=` for a task."""
+    problems = []
+    if config.model.modules is not None:
+        problems.append(
+            "model.modules: has no effect on mmrl eval, where a checkpoint says which module speaks with what"
+        )
+    policy = resolve(config.policy)
+    without = [name for name in task.program.modules if policy.modules is not None and name not in policy.modules]
+    if policy.modules is not None and without:
+        problems.append(
+            f"policy: {config.policy} has weights for the modules {', '.join(policy.modules)} and none for "
+            f"{', '.join(without)} of task={task.name}; give one adapter of its checkpoint (a folder in it) for all"
+        )
+    return problems
+
+
+def assignment(config: TrainCommandConfig, task: Task) -> ModuleAssignment:
+    """Which module speaks with which weights in a training run."""
+    return ModuleAssignment(model=config.model, algo=config.algo, modules=tuple(task.program.modules))
 
 
 def reward_set(config: RootConfig, task: Task) -> str:
@@ -287,7 +311,7 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None) ->
         text = finish(
             rundir,
             config,
-            task.describe(),
+            {**task.describe(), **stage.assignment.describe()},
             before,
             after,
             seconds=time.perf_counter() - started,
@@ -320,11 +344,18 @@ def build_stage(
         train=task.examples("train"),
         heldout=task.examples(config.eval.split),
         reward_set=reward_set(config, task),
+        assignment=assignment(config, task),
     )
     trainer = stage.trainer(load_model(config.model, hardware.device), checkpoint)
     # The engine samples from the very module that is trained (wrapped by peft where there is an adapter).
     stage.engine = engine_class(config.engine.name)(
-        trainer.model, tokenizer, config.engine, max_context=config.task.max_context, threads=hardware.threads
+        trainer.model,
+        tokenizer,
+        config.engine,
+        max_context=config.task.max_context,
+        threads=hardware.threads,
+        adapters=stage.assignment.served,
+        initial=load_model(config.model, hardware.device) if stage.assignment.copied else None,
     )
     stage.engine.set_version(step_number(checkpoint) if checkpoint else 0)
     stage.teachers = build_teachers(config, task, stage.engine, tokenizer, build_task, load_policy)
@@ -423,9 +454,14 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     torch.set_num_threads(hardware.threads or 1)
     task = build_task(config.task, config.seed)
     policy = resolve(config.policy)
-    model, tokenizer = load_policy(policy, config)
+    model, tokenizer, serving = load_policy(policy, config)
     engine = engine_class(config.engine.name)(
-        model, tokenizer, config.engine, max_context=config.task.max_context, threads=hardware.threads
+        model,
+        tokenizer,
+        config.engine,
+        max_context=config.task.max_context,
+        threads=hardware.threads,
+        **serving,
     )
     settings = eval_settings(config, config.eval)
     with stoppable():
@@ -444,21 +480,28 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
             raise
     metrics = evaluation_metrics(items, config.eval, config.seed)
     rundir.write_summary({"policy": config.policy, "task": task.name, "split": config.split, "metrics": metrics})
-    print(evaluation_text(config, task.describe(), metrics, rundir.path))
+    print(evaluation_text(config, {**task.describe(), **describe_weights(policy.modules)}, metrics, rundir.path))
     return 0
 
 
-def load_policy(policy: Policy, config: RootConfig) -> tuple[Any, Any]:
-    """Model (with its adapter) and tokenizer of a policy, on the device of the config."""
+def load_policy(policy: Policy, config: RootConfig) -> tuple[Any, Any, dict[str, Any]]:
+    """Model (with its adapters) and tokenizer of a policy, and the engine's arguments for weights per module."""
     from mmrl.models import load_model, load_tokenizer
 
     weights = config.model.model_copy(update={"path": policy.base})
     model: Any = load_model(weights, config.hardware.device)
-    if policy.adapter is not None:
+    adapters = policy.adapters or ({"default": policy.adapter} if policy.adapter is not None else {})
+    if adapters:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, policy.adapter)
-    return model, load_tokenizer(weights)
+        (first, folder), *others = adapters.items()
+        model = PeftModel.from_pretrained(model, folder, adapter_name=first)
+        for name, folder in others:
+            model.load_adapter(folder, adapter_name=name)
+    initial = None
+    if policy.initial is not None:
+        initial = load_model(config.model.model_copy(update={"path": policy.initial}), config.hardware.device)
+    return model, load_tokenizer(weights), {"adapters": policy.modules, "initial": initial}
 
 
 def evaluation_text(

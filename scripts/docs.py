@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 from pydoc import locate
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -76,8 +76,11 @@ def table(model: type[BaseModel], prefix: str) -> str:
     """Keys of a section, nested sections included."""
     rows = []
     for name, field in model.model_fields.items():
-        nested = model_of(field)
-        if nested is None:
+        nested, each = model_of(field), mapped_model_of(field)
+        if each is not None:
+            rows.append(f"| `{prefix}.{name}` | section per module | {default(field)} | {field.description or ''} |")
+            rows += table(each, f"{prefix}.{name}.<module>").splitlines()[2:]
+        elif nested is None:
             rows.append(row(f"{prefix}.{name}", field))
         else:
             optional = "" if field.default is not None else " (null by default)"
@@ -118,6 +121,15 @@ def model_of(field: FieldInfo) -> type[BaseModel] | None:
     return None
 
 
+def mapped_model_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The section behind each value of a mapping, if the field is one of sections."""
+    for candidate in (field.annotation, *get_args(field.annotation)):
+        value = get_args(candidate)[1] if get_origin(candidate) is dict else None
+        if isinstance(value, type) and issubclass(value, BaseModel):
+            return value
+    return None
+
+
 def doc(model: type[BaseModel]) -> str:
     """A section's own sentence."""
     return (model.__doc__ or "").strip().split("\n")[0]
@@ -145,6 +157,7 @@ def type_name(field: FieldInfo) -> str:
     text = re.sub(r"mmrl\.config\.[\w.]+", lambda m: f"{{{', '.join(locate(m[0]).model_fields)}}}", text)
     text = re.sub(r"Literal\[(.*?)\]", lambda m: m[1].replace("'", "").replace(", ", " or "), text)
     text = re.sub(r"tuple\[(.*), \.\.\.\]", r"list of \1", text)
+    text = re.sub(r"dict\[str, float\]", "number per module", text)
     return text.replace(" | None", " or null").replace("|", "or").replace("str", "text")
 
 

@@ -4,13 +4,21 @@ A user's own package (`plugins=[pkg]`) adds an algorithm by writing its instance
 `mmrl.config.ALGO_SCHEMAS` under the same name.
 """
 
+from collections.abc import Collection, Mapping, Sequence
+
 from mmrl.algorithms.base import Algorithm
 from mmrl.algorithms.grpo import Grpo
 from mmrl.algorithms.mappo import Mappo
 from mmrl.algorithms.mhgpo import Mhgpo, MhgpoFofOs, MhgpoIs, MhgpoRr
 from mmrl.algorithms.mmgrpo import Mmgrpo
 from mmrl.algorithms.mt_grpo import MtGrpo, MtGrpoVariable
+from mmrl.algorithms.options import scale_problems
 from mmrl.algorithms.ppo import Ppo
+from mmrl.config import AlgoConfig
+from mmrl.config.algo import MhgpoConfig
+from mmrl.credit.entries import Credit
+from mmrl.credit.modules import leave_out, scale_advantages
+from mmrl.records import Forest
 
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Grpo("grpo", merge=False),
@@ -27,3 +35,30 @@ ALGORITHMS: dict[str, Algorithm] = {
     "ppo": Ppo("ppo", turns=False),
 }
 """Plug point: algorithm name -> algorithm."""
+
+
+def problems(algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
+    """What is wrong with a config section for a program's modules and a task's reward sets, one sentence each."""
+    return [*ALGORITHMS[algo.name].check(algo, modules, reward_sets), *scale_problems(algo, modules)]
+
+
+def assign_credit(
+    forest: Forest,
+    algo: AlgoConfig,
+    seed: int,
+    minibatch: Mapping[str, int] | None = None,
+    frozen: Collection[str] = (),
+) -> Credit:
+    """The algorithm's credit, and what the config says of single modules.
+
+    Args:
+        minibatch: see `Algorithm.credit`.
+        frozen: modules left out of the loss (`model.modules`). MHGPO counts them out of n as its own frozen modules;
+            elsewhere the other modules' weights stay as they are.
+    """
+    if frozen and isinstance(algo, MhgpoConfig):
+        algo = algo.model_copy(update={"freeze_modules": tuple(dict.fromkeys((*algo.freeze_modules, *frozen)))})
+    credit = ALGORITHMS[algo.name].credit(forest, algo, seed, minibatch)
+    if algo.advantage_scale is not None:
+        credit = scale_advantages(credit, forest, algo.advantage_scale)
+    return leave_out(credit, forest, frozen) if frozen else credit

@@ -42,7 +42,7 @@ class Mappo:
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.base.Algorithm.credit`."""
         algo = section(algo, MappoConfig)
-        rewards = backward(forest, penalties=algo.penalties)
+        rewards = backward(forest, penalties=algo.penalties, penalty_scale=algo.penalty_scale)
         calls = [forest.calls[call_id] for call_id in rewards]
         units = [Unit(call.example, call.example, call.completion_tokens) for call in calls]
         weights = per_token(units, two_level(units, minibatch), algo.loss_mean, algo.loss_length, minibatch)

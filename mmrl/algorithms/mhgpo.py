@@ -48,14 +48,18 @@ class Mhgpo:
 
     def trains(self, call: Call, algo: MhgpoConfig) -> bool:
         """Whether the call's slot counts in n of Eq. 6."""
-        chosen = algo.train_modules is None or call.module in algo.train_modules
-        return chosen and call.module not in algo.freeze_modules and call.completion_tokens > 0
+        return algo.trains(call.module) and call.completion_tokens > 0
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.base.Algorithm.credit`."""
         algo = section(algo, MhgpoConfig)
         rewards = backward(
-            forest, aggregate=algo.aggregate, propagate=algo.propagate, penalties=algo.penalties, seed=seed
+            forest,
+            aggregate=algo.aggregate,
+            propagate=algo.propagate,
+            penalties=algo.penalties,
+            penalty_scale=algo.penalty_scale,
+            seed=seed,
         )
         compared = compare(self.groups(forest, rewards, algo, seed), algo)
         places = [(item, index, member) for item in compared for index, member in enumerate(item.group.members)]

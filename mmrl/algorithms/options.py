@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -39,6 +40,18 @@ def module_problems(algo: MhgpoConfig, modules: Sequence[str]) -> list[str]:
             "algo.freeze_modules: no module is left to train; "
             f"expected at least one of {', '.join(modules)} outside of it"
         )
+    return problems
+
+
+def scale_problems(algo: AlgoConfig, modules: Sequence[str]) -> list[str]:
+    """Factors of modules that the program does not have, or that are not finite."""
+    problems = []
+    for key in ("advantage_scale", "penalty_scale"):
+        for name, factor in (getattr(algo, key, None) or {}).items():
+            if name not in modules:
+                problems.append(unknown(f"algo.{key}", name, modules))
+            if not (math.isfinite(factor) and factor >= 0):
+                problems.append(f"algo.{key}.{name}: got {factor}, expected a finite number from 0")
     return problems
 
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmrl.algorithms import ALGORITHMS
+from mmrl.algorithms import assign_credit
+from mmrl.algorithms import problems as check
 from mmrl.config import AlgoConfig
 from mmrl.credit.entries import Credit, Entry
 from mmrl.credit.forest_json import VERSION, parse_forest
@@ -54,10 +55,10 @@ def credit_report(algos: Sequence[AlgoConfig], forest: Forest, *, seed: int, as_
     Raises:
         ConfigError: an algorithm that does not fit the forest's modules, or lacks what it needs of the records.
     """
-    problems = [p for algo in algos for p in ALGORITHMS[algo.name].check(algo, forest.modules, TURN_REWARD_SETS)]
+    problems = [p for algo in algos for p in check(algo, forest.modules, TURN_REWARD_SETS)]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    credits = [ALGORITHMS[algo.name].credit(forest, algo, seed) for algo in algos]
+    credits = [assign_credit(forest, algo, seed) for algo in algos]
     if as_json:
         found = [credit_json(credit) for credit in credits]
         return json.dumps(found[0] if len(found) == 1 else found, indent=1)

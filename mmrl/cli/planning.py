@@ -33,7 +33,7 @@ def plan_command(arguments: Sequence[str]) -> int:
 def make(config: TrainCommandConfig, lengths: str, dry: int | None, name: str | None, line: CommandLine):  # type: ignore[no-untyped-def]  # the type would load torch
     """The plan of a validated config."""
     from mmrl import run
-    from mmrl.algorithms import ALGORITHMS
+    from mmrl.algorithms import problems as algorithm_problems
     from mmrl.models import model_path
     from mmrl.plan.devices import device as find_device
     from mmrl.plan.load import declared, parse_lengths
@@ -51,7 +51,8 @@ def make(config: TrainCommandConfig, lengths: str, dry: int | None, name: str | 
     config = run.plannable(config, name)
     # Counting from lengths needs the program, not the data: those of the mini world stand in for what is not here.
     task = run.build_task(config.task if examples else run.on_mini_world(config.task), config.seed)
-    problems = ALGORITHMS[config.algo.name].check(config.algo, task.program.modules, task.reward_sets)
+    problems = algorithm_problems(config.algo, task.program.modules, task.reward_sets)
+    problems += run.assignment(config, task).problems()
     if problems:
         raise ConfigError(problems)
     if examples:

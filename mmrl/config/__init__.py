@@ -12,6 +12,7 @@ from mmrl.config.schema import (
     HardwareConfig,
     LoraConfig,
     ModelConfig,
+    ModuleWeights,
     RunConfig,
     TrainConfig,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "JudgeConfig",
     "LoraConfig",
     "ModelConfig",
+    "ModuleWeights",
     "RetrieverConfig",
     "RootConfig",
     "RunConfig",

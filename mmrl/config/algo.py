@@ -34,6 +34,9 @@ class AlgoConfig(Section):
     ratio_one: bool = Field(
         False, description="the ratio of the loss is 1 in every optimizer step: no clipping, plain policy gradient"
     )
+    advantage_scale: dict[str, float] | None = Field(
+        None, description="module: factor of its advantages; 1 where none is given"
+    )
 
     @model_validator(mode="after")
     def _length(self) -> Self:
@@ -43,6 +46,12 @@ class AlgoConfig(Section):
                 "set loss_mean=constant or leave it out"
             )
         return self
+
+
+def refuse_penalty_scale(scale: dict[str, float] | None, penalties: bool) -> None:
+    """Raises `ValueError` for factors of penalties that are switched off."""
+    if scale is not None and not penalties:
+        raise ValueError("penalty_scale: has no effect with penalties=false; leave one of the two out")
 
 
 class GroupConfig(AlgoConfig):
@@ -90,8 +99,24 @@ class MhgpoConfig(GroupConfig):
     aggregate: Aggregate = Field("mean", description="Eq. 4: how successors' rewards are aggregated at a fork")
     propagate: Literal["shared", "full"] = Field("shared", description="whether a penalty is propagated backwards too")
     penalties: bool = Field(True, description="false: final reward only (all R_spe = 0)")
+    penalty_scale: dict[str, float] | None = Field(
+        None, description="module: factor of its penalty (R_spe); 1 where none is given"
+    )
     train_modules: tuple[str, ...] | None = Field(None, description="train only these (*X); null: all")
     freeze_modules: tuple[str, ...] = Field((), description="leave these out of the loss (-X)")
+    frozen_serving: bool = Field(
+        False, description="modules out of the loss act with the initial weights; false: with the current ones"
+    )
+
+    def trains(self, module: str) -> bool:
+        """Whether the module is in the loss."""
+        chosen = self.train_modules is None or module in self.train_modules
+        return chosen and module not in self.freeze_modules
+
+    @model_validator(mode="after")
+    def _penalty_scale(self) -> Self:
+        refuse_penalty_scale(self.penalty_scale, self.penalties)
+        return self
 
 
 class MhgpoIsConfig(MhgpoConfig):
@@ -295,7 +320,15 @@ class MappoConfig(CriticConfig):
 
     name: Literal["mappo"]
     penalties: bool = Field(True, description="false: final reward only (all R_spe = 0)")
+    penalty_scale: dict[str, float] | None = Field(
+        None, description="module: factor of its penalty (R_spe); 1 where none is given"
+    )
     whiten: Literal["trained", "none"] = Field("trained", description="tokens that advantages are whitened over")
+
+    @model_validator(mode="after")
+    def _penalty_scale(self) -> Self:
+        refuse_penalty_scale(self.penalty_scale, self.penalties)
+        return self
 
 
 class TurnCriticConfig(CriticConfig):

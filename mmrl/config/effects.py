@@ -150,7 +150,7 @@ def without_effect(config: RootConfig, typed: Collection[str], facts: Facts) -> 
     problems = [
         f"{rule.key}: got {_value(config, rule.key)}, which has no effect {rule.why}"
         for rule in rules
-        if rule.key in typed and rule.idle(config, facts)
+        if any(key == rule.key or key.startswith(f"{rule.key}.") for key in typed) and rule.idle(config, facts)
     ]
     if config.task.name in BUILT_IN:
         problems += [

@@ -18,6 +18,16 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj")
 
 
+class ModuleWeights(Section):
+    """One module's LoRA adapter."""
+
+    adapter: str | None = Field(
+        None, description="its name; modules that give the same one share it; null: one of the module's own"
+    )
+    lr: float | None = Field(None, ge=0, description="learning rate of the adapter; null: train.lr")
+    frozen: bool = Field(False, description="out of the loss; the adapter stays as it starts, so the base speaks")
+
+
 class ModelConfig(Section):
     """The policy's weights."""
 
@@ -28,6 +38,10 @@ class ModelConfig(Section):
         "auto", description="auto: bfloat16 where the device computes in it, else float32"
     )
     lora: LoraConfig | None = Field(None, description="null: all parameters are trained")
+    modules: dict[str, ModuleWeights] | None = Field(
+        None,
+        description="null: all modules share the weights; else an adapter for each module ({}: nothing more to say)",
+    )
     gradient_checkpointing: bool = False
     chat_template: str | None = Field(None, description="a Jinja file; null: the tokenizer's own")
     thinking: bool = Field(False, description="the chat template's thinking mode, where it has one")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -86,13 +86,17 @@ def _unknown_key(schema: type[BaseModel], prefix: tuple[str, ...], location: lis
 
 
 def _fields_at(schema: type[BaseModel], location: list[str]) -> list[str]:
-    """Field names of the section at `location` below `schema`."""
-    for part in location:
-        field = schema.model_fields.get(part)
+    """Field names of the section at `location` below `schema`; a mapping of sections takes one part for its key."""
+    parts = list(location)
+    while parts:
+        field = schema.model_fields.get(parts.pop(0))
         if field is None:
             return []
-        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        candidates = [field.annotation, *get_args(field.annotation)]
+        mapped = [get_args(c)[1] for c in candidates if get_origin(c) is dict]
+        if mapped and parts:
+            parts.pop(0)
+        models = [c for c in [*mapped, *candidates] if isinstance(c, type) and issubclass(c, BaseModel)]
         if not models:
             return []
         schema = models[0]

@@ -46,9 +46,10 @@ def backward(
     aggregate: str = "mean",
     propagate: str = "shared",
     penalties: bool = True,
+    penalty_scale: Mapping[str, float] | None = None,
     seed: int = 0,
 ) -> dict[str, Reward]:
-    """Backward propagation over trees (MHGPO, arXiv 2506.02718, Eq. 4): R = Aggr over successors + R_spe.
+    """Backward propagation over trees (MHGPO, arXiv 2506.02718, Eq. 4): R = Aggr over successors + c · R_spe.
 
     A call's successors are its child calls and the rollouts that end at it.
 
@@ -57,6 +58,7 @@ def backward(
             that have a reward.
         propagate: `shared` leaves a penalty with its own call; `full` passes it on to the calls before.
         penalties: False sets every R_spe to 0 (final reward only).
+        penalty_scale: module -> c, the factor of its penalties; 1 for the others.
         seed: run seed, for `random`.
 
     Returns:
@@ -73,7 +75,7 @@ def backward(
         if not successors:
             continue
         shared = _aggregate(successors, aggregate, (seed, forest.step, "aggregate", call.id))
-        own = call.penalty if penalties else 0.0
+        own = (penalty_scale or {}).get(call.module, 1.0) * call.penalty if penalties else 0.0
         found[call.id] = Reward(shared + own, {"shared": shared, "penalty": own})
         passed[call.id] = shared + own if propagate == "full" else shared
     return {call_id: found[call_id] for call_id in forest.calls if call_id in found}

@@ -13,9 +13,10 @@ import torch
 from mmrl.config import EngineConfig
 from mmrl.engines.base import Completion, Request, Tokenizer
 from mmrl.engines.batcher import Batcher
-from mmrl.engines.decoder import RowDecoder
+from mmrl.engines.decoder import Loop, RowDecoder
 from mmrl.engines.rows import Rules, eos_ids
-from mmrl.engines.select import choose
+from mmrl.engines.select import AdapterLoop, choose
+from mmrl.policy import INITIAL
 
 
 class TransformersEngine:
@@ -30,6 +31,8 @@ class TransformersEngine:
         threads: torch threads of heavy work (`hardware.threads`); None: as torch is set now.
         adapters: module name -> name of the model's LoRA adapter that it speaks with; None: all modules speak with
             what is active.
+        initial: another model, never trained, that serves the modules whose name in `adapters` is `INITIAL`; the names
+            of the others then stand for `model` as it is, not for LoRA adapters.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class TransformersEngine:
         max_context: int | None = None,
         threads: int | None = None,
         adapters: Mapping[str, str] | None = None,
+        initial: torch.nn.Module | None = None,
     ):
         settings: Any = model.config
         if hasattr(settings, "get_text_config"):
@@ -48,11 +52,17 @@ class TransformersEngine:
         limits = [max_context, getattr(settings, "max_position_embeddings", None)]
         limit = min((value for value in limits if value), default=None)
         ends = eos_ids(tokenizer, getattr(model, "generation_config", None))
-        rules = Rules(tokenizer, ends, settings.vocab_size, limit, adapters)
+        loop: Loop
         names = sorted(set(adapters.values())) if adapters is not None else None
+        if initial is None:
+            loop = choose(model, config.loop, config.batch_tokens, names)
+        else:
+            served = {name: initial if name == INITIAL else model for name in names or ()}
+            loop = AdapterLoop({n: choose(m, config.loop, config.batch_tokens) for n, m in served.items()})
+        rules = Rules(tokenizer, ends, settings.vocab_size, limit, adapters)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         self._decoder = RowDecoder(
-            choose(model, config.loop, config.batch_tokens, names),
+            loop,
             rules,
             config.batch_tokens,
             threads or torch.get_num_threads(),

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from mmrl.algorithms import ALGORITHMS
+from mmrl.algorithms import ALGORITHMS, assign_credit
 from mmrl.config import TrainCommandConfig
 from mmrl.plan.load import Load, unique_tokens
 from mmrl.records import Call, Forest
@@ -71,7 +71,8 @@ def trained_calls(forest: Forest, config: TrainCommandConfig) -> set[str]:
     }
     if getattr(config.algo, "obs", "all") != "all":
         filled = {k: replace(call, values=(0.0,) * call.completion_tokens) for k, call in filled.items()}
-    credit = ALGORITHMS[config.algo.name].credit(replace(forest, calls=filled), config.algo, config.seed)
+    frozen = [module for module, given in (config.model.modules or {}).items() if given.frozen]
+    credit = assign_credit(replace(forest, calls=filled), config.algo, config.seed, frozen=frozen)
     return {entry.call for entry in credit.entries if any(entry.weights)}
 
 

@@ -82,13 +82,13 @@ def build_teachers(
     engine: Any,
     tokenizer: Any,
     build: BuildTask,
-    load: Callable[[Policy, TrainCommandConfig], tuple[Any, Any]],
+    load: Callable[[Policy, TrainCommandConfig], tuple[Any, Any, dict[str, Any]]],
 ) -> dict[str, TeacherParts]:
     """Load the teachers' weights; teachers of the same weights share an engine.
 
     Args:
         engine: the student's, for teachers that differ by their prompts alone.
-        load: policy and config to model and tokenizer.
+        load: policy and config to model, tokenizer, and the engine's arguments for weights per module.
     """
     from mmrl.engines import engine_class
 
@@ -98,12 +98,12 @@ def build_teachers(
         policy = policy_of(teacher)
         own_engine, own_tokenizer = engine, tokenizer
         if policy is not None:
-            key = f"{policy.base} {policy.adapter}"
+            key = f"{policy.base} {policy.adapter} {policy.adapters}"
             if key not in loaded:
-                model, other = load(policy, config)
+                model, other, serving = load(policy, config)
                 model.eval().requires_grad_(False)
                 kind = engine_class("transformers")
-                settings = {"max_context": config.task.max_context, "threads": config.hardware.threads}
+                settings = {"max_context": config.task.max_context, "threads": config.hardware.threads, **serving}
                 loaded[key] = (kind(model, other, config.engine, **settings), other)
             own_engine, own_tokenizer = loaded[key]
         found[teacher.name] = TeacherParts(

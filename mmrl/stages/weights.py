@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmrl import keyed
-from mmrl.algorithms import ALGORITHMS
+from mmrl.algorithms import ALGORITHMS, assign_credit
 from mmrl.config import TrainCommandConfig
 from mmrl.config.algo import GroupConfig
 from mmrl.credit.entries import Credit
@@ -32,7 +32,9 @@ from mmrl.stages.metrics import credit_metrics, failed_share, forest_metrics
 from mmrl.stages.refill import refill, refills
 from mmrl.stages.teachers import TeacherParts, teachers_of_step
 from mmrl.tasks.base import Canonical, Task
+from mmrl.trainer.adapters import make_adapters
 from mmrl.trainer.annotate import annotate
+from mmrl.trainer.modules import ModuleAssignment
 from mmrl.trainer.objective import TrainCall, TrainEntry
 from mmrl.trainer.trl_trainer import MmrlTrainer, StepBatch, build_trainer
 
@@ -51,6 +53,8 @@ class WeightStage:
     heldout: Sequence[Example]
     """The split that is evaluated."""
     reward_set: str
+    assignment: ModuleAssignment
+    """Which module speaks with which weights."""
     engine: Any = None
     """Set once the trainer has the model."""
     updates: Any = None
@@ -75,6 +79,8 @@ class WeightStage:
             next_batch=self.next_batch,
             on_step_end=self.on_step_end,
             resume_from=resume_from,
+            extra=lambda step: self.assignment.record(),
+            adapters=make_adapters(self.assignment),
         )
         return self.updates
 
@@ -128,7 +134,7 @@ class WeightStage:
         return StepBatch(step=step, calls=calls, minibatches=algo.minibatches, metrics={})
 
     def _credit(self, forest: Forest, minibatch: dict[str, int] | None = None) -> Credit:
-        return ALGORITHMS[self.config.algo.name].credit(forest, self.config.algo, self.config.seed, minibatch)
+        return assign_credit(forest, self.config.algo, self.config.seed, minibatch, self.assignment.frozen)
 
     def _sample(self, examples: Sequence[Example], step: int) -> Forest:
         """The forest of some examples.

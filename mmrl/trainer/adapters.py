@@ -6,6 +6,7 @@ a group updates only the weights of its module.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import set_seed
 
 from mmrl.errors import ConfigError
+from mmrl.trainer.modules import ModuleAssignment
 from mmrl.trainer.objective import TrainCall
 
 
@@ -27,10 +29,12 @@ class Adapters:
     """Module name -> adapter name (letters, digits, `_`, `-`)."""
     rates: Mapping[str, float]
     """Adapter name -> learning rate, where it is not `train.lr`."""
+    frozen: frozenset[str] = frozenset()
+    """Adapters that are served and never trained."""
 
     def __post_init__(self) -> None:
         problems = [
-            f"model.lora: adapter name '{name}' is reserved or holds other characters than letters, digits, _ and -"
+            f"model.modules: adapter name '{name}' is reserved or holds other characters than letters, digits, _ and -"
             for name in self.names
             if name in ("default", "critic") or not name.replace("_", "").replace("-", "").isalnum()
         ]
@@ -45,8 +49,20 @@ class Adapters:
         """Adapter names, each once."""
         return list(dict.fromkeys(self.of.values()))
 
+    @property
+    def trained(self) -> list[str]:
+        """Names of the adapters that take updates."""
+        return [name for name in self.names if name not in self.frozen]
+
     def attach(self, model: Any, config: LoraConfig, seed: int) -> Any:
         """`model` with all adapters on it, the first one active; random starts depend on `seed` alone."""
+        parts = {part for name, _ in model.named_modules() for part in name.split(".")}
+        taken = sorted({*parts, "base_layer", "base_model", "weight", "bias"} & set(self.names))
+        if taken:  # peft would take the layer for the adapter and leave weights out of the checkpoint, in silence
+            raise ConfigError(
+                f"model.modules: adapter name '{name}' is the name of a part of the model; give it another one"
+                for name in taken
+            )
         set_seed(seed)
         first, *others = self.names
         wrapped = get_peft_model(model, config, adapter_name=first)
@@ -56,14 +72,15 @@ class Adapters:
         return wrapped
 
     def train_all(self, policy: Any) -> None:
-        """Every adapter takes gradients; peft leaves that to the active one."""
+        """Every adapter takes gradients but the frozen ones; peft leaves that to the active one."""
         for name in self.names:
             for parameter in self.parameters(policy, name).values():
-                parameter.requires_grad_(True)
+                parameter.requires_grad_(name not in self.frozen)
 
     def parameters(self, policy: Any, name: str) -> dict[str, torch.nn.Parameter]:
         """The weights of one adapter."""
-        return {n: p for n, p in policy.named_parameters() if f".{name}." in n and "lora_" in n}
+        own = re.compile(rf"\.lora_\w+\.{name}(\.|$)")  # an adapter may be called like a layer
+        return {n: p for n, p in policy.named_parameters() if own.search(n)}
 
     def split(self, calls: Sequence[TrainCall]) -> list[list[TrainCall]]:
         """Calls by adapter, in the order of `names`: one forward runs with one adapter."""
@@ -75,25 +92,25 @@ class Adapters:
     def adapter(self, call: TrainCall) -> str:
         """The adapter that a call was sampled with."""
         if call.module not in self.of:
-            raise ConfigError(f"model.lora: no adapter for module '{call.module}' (there are {', '.join(self.of)})")
+            raise ConfigError(f"model.modules: no adapter for module '{call.module}' (there are {', '.join(self.of)})")
         return self.of[call.module]
 
     def groups(self, policy: Any, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimizer groups, one per adapter."""
+        """Optimizer groups, one per trained adapter."""
         return [
             {
                 "params": list(self.parameters(policy, name).values()),
                 "lr": self.rates.get(name, lr),
                 "weight_decay": weight_decay,
             }
-            for name in self.names
+            for name in self.trained
         ]
 
     def clip(self, policy: Any, limit: float) -> dict[str, float]:
         """Clip each adapter's gradients on their own; returns the norms before."""
         return {
             name: float(torch.nn.utils.clip_grad_norm_(self.parameters(policy, name).values(), limit))
-            for name in self.names
+            for name in self.trained
         }
 
     @contextmanager
@@ -101,3 +118,10 @@ class Adapters:
         """Inside, the policy runs with the adapter of `call`; forward and backward both belong in here."""
         policy.set_adapter(self.adapter(call))
         yield
+
+
+def make_adapters(assignment: ModuleAssignment) -> Adapters | None:
+    """The adapters of an assignment; None where all modules share one policy."""
+    if not assignment.adapters:
+        return None
+    return Adapters(of=assignment.adapters, rates=assignment.rates, frozen=assignment.frozen_adapters)

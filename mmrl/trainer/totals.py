@@ -39,6 +39,7 @@ class StepTotals:
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.adapter_norms: list[dict[str, float]] = []
+        self.adapter_lr: dict[str, float] = {}
         self.lr = 0.0
         self.seconds = 0.0
 
@@ -88,6 +89,7 @@ class StepTotals:
             found |= {"train/logprob_gap_mean": gap_sum / gap_count, "train/logprob_gap_max": gap_max}
         for name in self.adapter_norms[0] if self.adapter_norms else ():
             found[f"adapter/{name}/grad_norm"] = math.fsum(norms[name] for norms in self.adapter_norms) / updates
+        found |= {f"adapter/{name}/lr": lr for name, lr in self.adapter_lr.items()}
         totals = [sum(column) for column in zip(*sums, strict=True)] if sums else []
         for prefix, row in [("train", totals), *((f"module/{m}", r) for m, r in zip(self.modules, sums, strict=True))]:
             found |= {f"{prefix}/{name}": value for name, value in self._means(row).items()}

@@ -259,6 +259,9 @@ class MmrlTrainer(Forwards, GRPOTrainer):
             raise MmrlError(f"step {update.step}: the loss is {loss}; lower train.lr, or resume an earlier checkpoint")
         self.totals.losses.append(loss)
         self.totals.lr = float(self._get_learning_rate())
+        if self.adapters is not None and self.optimizer is not None:
+            groups = self.optimizer.param_groups
+            self.totals.adapter_lr = {n: float(g["lr"]) for n, g in zip(self.adapters.trained, groups, strict=False)}
         if self.critic is not None and self.optimizer is not None:
             self.critic_lr = float(self.optimizer.param_groups[-1]["lr"])
         self.totals.seconds += time.perf_counter() - started
