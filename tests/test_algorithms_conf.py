@@ -14,7 +14,7 @@ from mmrl.config.schema import LoraConfig
 CONF = Path(__file__).parent.parent / "conf" / "algo"
 PAPER_FREE = {"parse_retries", "top_k", "clip_high", "loss_length", "scale", "std_over", "baseline", "zero_variance"}
 """Off by default and in no paper: not in the files."""
-PAPER_FREE |= {"advantage_scale", "penalty_scale", "frozen_serving", "ratio_one", "refill_rounds"}
+PAPER_FREE |= {"advantage_scale", "penalty_scale", "frozen_serving", "ratio_one", "refill_rounds", "reserialise"}
 
 
 def tuples(value: Any) -> Any:
