@@ -102,6 +102,21 @@ class ToolFailure(RolloutError):
     kind = "tool"
 
 
+class RetrievalFailure(ToolFailure):
+    """A retriever gave no usable answer.
+
+    Args:
+        message: which retriever, and what happened.
+        cause: `timeout`, `connection`, `status`, `garbage`, or `refused` (not asked: too many have failed).
+        transient: True if another attempt may do better.
+    """
+
+    def __init__(self, message: str, cause: str, transient: bool = False):
+        super().__init__(message)
+        self.cause = cause
+        self.transient = transient
+
+
 class EngineFailure(RolloutError):
     """The generation engine failed on a request."""
 

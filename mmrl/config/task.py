@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from mmrl.config.base import Section
 from mmrl.config.endpoint import EndpointConfig
+from mmrl.config.retriever import RetrieverConfig
 
 
 class DataConfig(Section):
@@ -20,18 +21,6 @@ class DataConfig(Section):
     train_items: int | None = Field(None, ge=1, description="use only the first N after a seeded shuffle; null: all")
     dev_items: int | None = Field(None, ge=1)
     test_items: int | None = Field(None, ge=1)
-
-
-class RetrieverConfig(Section):
-    """Retrieval for tasks that search."""
-
-    name: Literal["bm25"] = "bm25"
-    top_k: int = Field(10, ge=1, description="budget of candidate documents of a question, split over its queries")
-    dedup: bool = Field(False, description="drop a document that an earlier query already brought")
-    k1: float = Field(0.9, gt=0)
-    b: float = Field(0.4, ge=0, le=1)
-    snippet_words: int = Field(100, ge=1, description="a document's text is cut to this many words in prompts")
-    cache_dir: str | None = Field(None, description="index cache; null: $MMRL_CACHE or ~/.cache/mmrl")
 
 
 class JudgeConfig(EndpointConfig):

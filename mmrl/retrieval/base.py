@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,4 +32,13 @@ class Retriever(Protocol):
         Returns:
             One list for each query, best first, ties in corpus order. Shorter than asked when fewer documents match.
         """
+        ...
+
+
+@runtime_checkable
+class AsyncRetriever(Protocol):
+    """A retriever that can be awaited: one behind HTTP, that must not keep the other rollouts waiting."""
+
+    async def search_async(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
+        """`Retriever.search`, awaited."""
         ...

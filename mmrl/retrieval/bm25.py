@@ -41,16 +41,27 @@ class Bm25Retriever:
         k1: saturation of term frequency.
         b: weight of length normalisation.
         cache: folder for indexes; None builds in memory.
+        built: an index of the same documents and settings, from `write_index`.
     """
 
-    def __init__(self, documents: Sequence[Document], *, k1: float = 0.9, b: float = 0.4, cache: Path | None = None):
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        *,
+        k1: float = 0.9,
+        b: float = 0.4,
+        cache: Path | None = None,
+        built: Path | None = None,
+    ):
         self.documents = documents
         self._stop = _stop_words()
 
         def build() -> BM25:
             return _build(documents, k1, b, self._stop)
 
-        if cache is None:
+        if built is not None:
+            self._index = _load(built)
+        elif cache is None:
             self._index = build()
         else:
             folder = cache / "bm25" / _key(documents, k1, b)
@@ -67,6 +78,12 @@ class Bm25Retriever:
             return []
         scores = self._index.get_scores_from_ids(ids)
         return [replace(self.documents[i], score=float(scores[i])) for i in top_indices(scores, k)]
+
+
+def write_index(folder: Path, documents: Sequence[Document], k1: float, b: float) -> None:
+    """Build an index and write it into a folder, for `Bm25Retriever(built=...)`."""
+    folder.mkdir(exist_ok=True)
+    _save(_build(documents, k1, b, _stop_words()), folder)
 
 
 def tokenize(text: str, stop: frozenset[str]) -> list[str]:

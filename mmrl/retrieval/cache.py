@@ -71,7 +71,7 @@ def _publish(built: T, folder: Path, save: Callable[[T, Path], None]) -> None:
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         save(built, work)
-        manifest = {file.name: [file.stat().st_size, _checksum(file)] for file in sorted(work.iterdir())}
+        manifest = {file.name: [file.stat().st_size, checksum(file)] for file in sorted(work.iterdir())}
         (work / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         os.chmod(work, 0o755)
         try:
@@ -90,11 +90,12 @@ def _verify(folder: Path) -> None:
         file = folder / name
         if file.stat().st_size != size:
             raise ValueError(f"{name} has {file.stat().st_size} bytes, expected {size}")
-        if checksum is not None and _checksum(file) != checksum:
+        if checksum is not None and checksum(file) != checksum:
             raise ValueError(f"{name} has another content than was written")
 
 
-def _checksum(file: Path) -> str | None:
+def checksum(file: Path) -> str | None:
+    """Hash of a file's content; None for one above `CHECKED_BYTES`."""
     if file.stat().st_size > CHECKED_BYTES:
         return None
     return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
@@ -108,3 +109,13 @@ def _discard(folder: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
         log.warning("cannot remove %s (%s)", folder, error)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is whole or as it was before, at any instant."""
+    work = path.with_name(f".{path.name}.tmp")
+    with work.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(work, path)

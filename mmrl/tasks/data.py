@@ -234,12 +234,3 @@ def subset(examples: Sequence[Example], items: int | None, *key: int | str) -> l
         return list(examples)
     order = sorted(examples, key=lambda example: (keyed.digest("subset", *key, example.id), example.id))
     return order[:items]
-
-
-def gold_share(examples: Sequence[Example], corpora: Mapping[str, Sequence[Document]]) -> float | None:
-    """Share of the examples whose gold titles are all in their corpus; None when no example names titles."""
-    titles = {name: {document.title for document in documents} for name, documents in corpora.items()}
-    told = [example for example in examples if example.metadata.get("titles")]
-    if not told:
-        return None
-    return sum(set(e.metadata["titles"]) <= titles[e.inputs["corpus"]] for e in told) / len(told)

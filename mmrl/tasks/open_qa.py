@@ -6,22 +6,22 @@ Base of the task classes in `multihop_qa`, `search_agent` and `tool_agent`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
 from mmrl.config.task import TaskConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Example
-from mmrl.retrieval.base import Document, Retriever
-from mmrl.retrieval.bm25 import Bm25Retriever
-from mmrl.retrieval.cache import cache_root
+from mmrl.retrieval.base import AsyncRetriever, Document, Retriever
+from mmrl.retrieval.select import open_index_corpus, open_retriever, retriever_problems
 from mmrl.tasks import metrics
 from mmrl.tasks.base import Tool
+from mmrl.tasks.coverage import covered
 from mmrl.tasks.data import (
     LAYOUTS,
     Record,
-    gold_share,
     load_corpus,
     load_records,
     paragraphs_of,
@@ -34,6 +34,8 @@ from mmrl.tasks.mini.examples import mini_corpus
 from mmrl.tasks.prompts import Templates, load_prompts
 
 SPLITS = ("train", "dev", "test")
+COUNTED = ("requests", "cached", "retries", "short", "empty", "failures")
+"""Counts of a retriever behind HTTP that a result shows."""
 
 log = logging.getLogger("mmrl.data")
 
@@ -83,11 +85,12 @@ class OpenQaTask:
             except DataError as error:
                 problems += error.problems
         problems += self._corpus_problems(records)
+        problems += retriever_problems(config.retriever)
         if problems:
             raise ConfigError(problems)
         self.corpora = self._corpora(records)
         self._examples = {split: self._split(split, records.get(split), seed) for split in SPLITS}
-        self.tools: Mapping[str, Tool] = {"search": self.search} if self.searches else {}
+        self.tools: Mapping[str, Tool] = {"search": self._search_tool} if self.searches else {}
         self._retrievers: dict[str, Retriever] = {}
         self._warn_missing_titles()
 
@@ -111,6 +114,11 @@ class OpenQaTask:
         return problems
 
     def _corpus_problems(self, records: Mapping[str, Sequence[Record]]) -> list[str]:
+        retriever = self.config.retriever
+        if retriever.name == "remote" or retriever.index is not None:
+            owner = "task.retriever.name=remote" if retriever.name == "remote" else "task.retriever.index"
+            given = self.config.corpus is not None
+            return [f"task.corpus: has no effect with {owner}, which brings its own passages"] if given else []
         if self.config.corpus is not None or not records or not self.searches:
             return []
         if any(record.paragraphs for split in records.values() for record in split):
@@ -122,9 +130,13 @@ class OpenQaTask:
 
     def _corpora(self, records: Mapping[str, Sequence[Record]]) -> dict[str, Sequence[Document]]:
         """Corpus name -> documents. A given corpus serves every split; else mini questions search the mini world,
-        and all others the union of the paragraphs of the files in use."""
+        and all others the union of the paragraphs of the files in use. What a remote retriever holds is not known."""
         if not self.searches:
             return {"none": ()}
+        if self.config.retriever.name == "remote":
+            return {"remote": ()}
+        if self.config.retriever.index is not None:
+            return {"index": open_index_corpus(self.config.retriever)}
         if self.config.corpus not in (None, "mini"):
             return {"given": load_corpus("task.corpus", str(self.config.corpus))}
         if self.config.corpus == "mini":
@@ -151,18 +163,22 @@ class OpenQaTask:
         for split, share in self.gold_shares.items():
             if share < 1:
                 log.warning(
-                    "task.data.%s: only %.1f %% of the questions have all their gold titles in the corpus",
+                    "task.data.%s: %s of the questions have all their gold titles, or an answer, in the corpus",
                     split,
-                    100 * share,
+                    f"only {100 * share:.1f} %" if share else "none",
                 )
 
     @cached_property
     def gold_shares(self) -> dict[str, float]:
-        """Split -> share of its questions whose gold titles are all in the corpus; splits without titles are absent."""
+        """Split -> share of its questions that the corpus can answer (see `tasks.coverage`); absent where not known."""
+        shares: dict[str, float] = {}
         if not self.searches:
-            return {}
-        shares = {split: gold_share(examples, self.corpora) for split, examples in self._examples.items()}
-        return {split: share for split, share in shares.items() if share is not None}
+            return shares
+        for split, examples in self._examples.items():
+            judged = covered(examples, self.corpora)
+            if judged:
+                shares[split] = sum(judged.values()) / len(judged)
+        return shares
 
     def examples(self, split: str) -> Sequence[Example]:
         """See `mmrl.tasks.base.Task.examples`."""
@@ -171,25 +187,49 @@ class OpenQaTask:
     def search(self, queries: Sequence[str], corpus: str) -> list[dict[str, Any]]:
         """The tool `search`: `top_k` documents in all, split over the queries, remainder to the earliest.
 
+        Blocks; programs reach it through `ctx.tool`, which awaits a retriever behind HTTP.
+
         Returns:
             Documents as mappings with id, title, text and score, those of the first query first. A document that two
             queries bring is there twice, unless `task.retriever.dedup`.
         """
-        settings = self.config.retriever
-        each, more = divmod(settings.top_k, len(queries))
-        budget = [each + (number < more) for number in range(len(queries))]
-        found = [document for result in self._retriever(corpus).search(queries, budget) for document in result]
-        if settings.dedup:
+        return self._shown(self._retriever(corpus).search(queries, self._budget(queries)))
+
+    def _search_tool(
+        self, queries: Sequence[str], corpus: str
+    ) -> list[dict[str, Any]] | Awaitable[list[dict[str, Any]]]:
+        """`search`, as something to await where the retriever is behind HTTP."""
+        if isinstance(self._retriever(corpus), AsyncRetriever):
+            return self._search_async(queries, corpus)
+        return self.search(queries, corpus)
+
+    async def _search_async(self, queries: Sequence[str], corpus: str) -> list[dict[str, Any]]:
+        retriever = self._retriever(corpus)
+        assert isinstance(retriever, AsyncRetriever)
+        return self._shown(await retriever.search_async(queries, self._budget(queries)))
+
+    def _budget(self, queries: Sequence[str]) -> list[int]:
+        each, more = divmod(self.config.retriever.top_k, len(queries))
+        return [each + (number < more) for number in range(len(queries))]
+
+    def _shown(self, results: Sequence[Sequence[Document]]) -> list[dict[str, Any]]:
+        found = [document for result in results for document in result]
+        if self.config.retriever.dedup:
             found = list({document.id: document for document in reversed(found)}.values())[::-1]
         return [{"id": d.id, "title": d.title, "text": d.text, "score": d.score} for d in found]
 
     def _retriever(self, corpus: str) -> Retriever:
         if corpus not in self._retrievers:
-            settings = self.config.retriever
-            self._retrievers[corpus] = Bm25Retriever(
-                self.corpora[corpus], k1=settings.k1, b=settings.b, cache=cache_root(settings.cache_dir)
-            )
+            self._retrievers[corpus] = open_retriever(self.config.retriever, self.corpora[corpus])
         return self._retrievers[corpus]
+
+    def close(self) -> None:
+        """Stop a retriever's child process and close its connections; a later search starts them again."""
+        retrievers, self._retrievers = self._retrievers, {}
+        for retriever in retrievers.values():
+            stop = getattr(retriever, "close", None)
+            if stop is not None:
+                stop()
 
     def check_reward_set(self, reward_set: str) -> None:
         """Refuse a reward set that the task does not offer."""
@@ -224,10 +264,30 @@ class OpenQaTask:
         facts |= {f"{split} items": len(self._examples[split]) for split in SPLITS}
         if not self.searches:
             return facts
-        facts["corpus"] = " + ".join(f"{name} ({len(documents)} documents)" for name, documents in self.corpora.items())
-        facts["retriever"] = f"{self.config.retriever.name}, {self.config.retriever.top_k} documents"
+        facts["corpus"] = " + ".join(
+            f"{name} ({len(documents)} documents)" if len(documents) else f"{name} (passages not known)"
+            for name, documents in self.corpora.items()
+        )
+        facts["retriever"] = self._describe_retriever()
         partial = {split: share for split, share in self.gold_shares.items() if share < 1}
         if partial:
             shares = ", ".join(f"{split} {share:.1%}" for split, share in partial.items())
-            facts["partial corpus"] = f"questions with all gold titles in it: {shares}"
+            facts["partial corpus"] = f"questions with all gold titles, or an answer, in it: {shares}"
+        unknown_splits = [split for split in SPLITS if split not in self.gold_shares]
+        if unknown_splits:
+            facts["corpus coverage"] = f"not known for {', '.join(unknown_splits)}"
         return facts
+
+    def _describe_retriever(self) -> str:
+        settings = self.config.retriever
+        where = settings.index or settings.url
+        counts: Counter[str] = Counter()
+        for retriever in self._retrievers.values():
+            counts.update(getattr(retriever, "counts", {}))
+        asked = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in COUNTED if counts[name])
+        return (
+            f"{settings.name}, {settings.top_k} documents"
+            + (f", {where}" if where else "")
+            + (", child process" if settings.process == "child" else "")
+            + (f" ({asked})" if asked else "")
+        )

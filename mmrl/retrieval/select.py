@@ -1,0 +1,151 @@
+"""From a `task.retriever` section to a retriever. The plug point of `retrieval`; used by tasks."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmrl.config import RetrieverConfig
+from mmrl.errors import DataError, RetrievalFailure
+from mmrl.retrieval.base import Document, Retriever
+from mmrl.retrieval.bm25 import Bm25Retriever
+from mmrl.retrieval.cache import cache_root
+from mmrl.retrieval.child import ChildRetriever
+from mmrl.retrieval.index import cached_index, open_index, read_info
+from mmrl.retrieval.remote import RemoteRetriever
+from mmrl.retrieval.store import PassageStore
+
+NEEDS: Mapping[str, tuple[str, ...]] = {"dense": ("faiss",), "colbert": ("faiss", "sentence_transformers")}
+"""Retriever -> modules of the extra `dense` that it imports."""
+
+
+def open_index_corpus(config: RetrieverConfig) -> PassageStore:
+    """The passages of `task.retriever.index`.
+
+    Raises:
+        DataError: no such index, a damaged one, or one of another kind than `task.retriever.name`.
+    """
+    assert config.index is not None
+    folder = Path(config.index).expanduser()
+    info = read_info(folder)
+    if info.kind != config.name:
+        raise DataError(
+            f"task.retriever.name: got {config.name}, but {folder} is a {info.kind} index; "
+            f"set task.retriever.name={info.kind}"
+        )
+    return PassageStore(folder)
+
+
+def retriever_problems(config: RetrieverConfig) -> list[str]:
+    """What can be told to be wrong before a search: missing packages, an unusable index, a server that is not there."""
+    problems = []
+    for module in NEEDS.get(config.name, ()):
+        if importlib.util.find_spec(module) is None:
+            problems.append(
+                f"task.retriever.name: {config.name} needs the package of '{module}'; pip install 'mmrl[dense]'"
+            )
+    if config.process == "child":
+        problems += server_problems("task.retriever.process: child")
+    if config.index is not None:
+        try:
+            open_index_corpus(config)
+        except DataError as error:
+            problems += error.problems
+    if config.name == "remote":
+        try:
+            probe(config)
+        except RetrievalFailure as failure:
+            problems.append(f"task.retriever.url: {failure}; expected a server of the {config.protocol} protocol there")
+    return problems
+
+
+def server_problems(what: str) -> list[str]:
+    """Which packages of the extra `server` are missing."""
+    missing = [module for module in ("fastapi", "uvicorn") if importlib.util.find_spec(module) is None]
+    return [f"{what} needs {' and '.join(missing)}; pip install 'mmrl[server]'"] if missing else []
+
+
+def probe(config: RetrieverConfig) -> None:
+    """One small search, without retries, so that a wrong address is found before a model is loaded.
+
+    Raises:
+        RetrievalFailure: no usable answer.
+    """
+    assert config.url is not None
+    client = RemoteRetriever(config.url, protocol=config.protocol, timeout_s=config.timeout_s, retries=0)
+    try:
+        client.search(["what is there"], [1])
+    finally:
+        client.close()
+
+
+def open_retriever(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
+    """The retriever of a section.
+
+    Args:
+        config: checked by `retriever_problems`.
+        documents: the corpus; read by retrievers without an index or address of their own.
+
+    Raises:
+        DataError: an index that cannot be opened or built.
+    """
+    return RETRIEVERS["child" if config.process == "child" else config.name](config, documents)
+
+
+def _bm25(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
+    if config.index is not None:
+        return _indexed(config, documents)
+    return Bm25Retriever(documents, k1=config.k1, b=config.b, cache=cache_root(config.cache_dir))
+
+
+def _indexed(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
+    folder = _folder(config, documents)
+    try:
+        return open_index(
+            folder,
+            read_info(folder),
+            PassageStore(folder),
+            device=config.device,
+            batch_size=config.batch_size,
+            candidates=config.candidates,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"task.retriever.index: cannot open {folder}: {error}") from None
+
+
+def _folder(config: RetrieverConfig, documents: Sequence[Document]) -> Path:
+    if config.index is not None:
+        return Path(config.index).expanduser()
+    return cached_index(documents, config, cache_root(config.cache_dir))
+
+
+def _http(config: RetrieverConfig) -> dict[str, Any]:
+    return {
+        "timeout_s": config.timeout_s,
+        "retries": config.retries,
+        "concurrency": config.concurrency,
+        "cache_size": config.cache_size,
+    }
+
+
+def _remote(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
+    assert config.url is not None
+    return RemoteRetriever(config.url, protocol=config.protocol, **_http(config))
+
+
+def _child(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
+    options = ("device", "batch_size", "candidates") if config.name == "colbert" else ("device", "batch_size")
+    arguments = [f"{option}={getattr(config, option)}" for option in options if config.name != "bm25"]
+    return ChildRetriever(_folder(config, documents), arguments, **_http(config))
+
+
+RETRIEVERS: Mapping[str, Callable[[RetrieverConfig, Sequence[Document]], Retriever]] = {
+    "bm25": _bm25,
+    "dense": _indexed,
+    "colbert": _indexed,
+    "remote": _remote,
+    "child": _child,
+}
+"""`task.retriever.name`, or `child` -> factory."""

@@ -1,0 +1,128 @@
+"""Passages on disk: written in one pass, read by number through a memory map. Part of every index folder.
+
+`passages.jsonl` has one `[id, title, text]` a line, `offsets.npy` where each line starts, `titles.npy` a sorted 64-bit
+hash of every title, so that millions of passages open in milliseconds and their titles can be asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+
+from mmrl.retrieval.base import Document
+
+PASSAGES, OFFSETS, TITLES = "passages.jsonl", "offsets.npy", "titles.npy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What `write_passages` wrote."""
+
+    documents: int
+    """Different (title, text) pairs."""
+    duplicates: int
+    """Passages left out because an earlier one has the same title and text."""
+    text_bytes: int
+    """UTF-8 bytes of titles and texts."""
+    digest: str
+    """Hash of all titles and texts in order."""
+
+
+def title_hash(title: str) -> int:
+    """64-bit hash of a title."""
+    return int.from_bytes(hashlib.blake2b(title.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def write_passages(folder: Path, documents: Iterable[Document]) -> Written:
+    """Write passages in the order given, each (title, text) once; ids that come twice get a suffix.
+
+    Args:
+        folder: exists; files of this module in it are overwritten.
+        documents: any number; consumed once, never held in memory (16 bytes of hash each are).
+
+    Returns:
+        Counts and hash.
+    """
+    seen: set[bytes] = set()
+    ids: set[bytes] = set()
+    offsets, titles = [0], []
+    digest = hashlib.blake2b(digest_size=16)
+    duplicates = text_bytes = 0
+    with (folder / PASSAGES).open("wb") as file:
+        for document in documents:
+            content = f"\x1e{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass")
+            key = hashlib.blake2b(content, digest_size=16).digest()
+            if key in seen:
+                duplicates += 1
+                continue
+            seen.add(key)
+            digest.update(content)
+            text_bytes += len(content) - 2
+            name = document.id
+            if _short(name) in ids:  # corpora that number their passages, joined into one
+                name = f"{name}~{len(offsets) - 1}"
+            ids.add(_short(name))
+            line = json.dumps([name, document.title, document.text], ensure_ascii=True).encode() + b"\n"
+            file.write(line)
+            offsets.append(offsets[-1] + len(line))
+            titles.append(title_hash(document.title))
+    np.save(folder / OFFSETS, np.array(offsets, dtype=np.int64))
+    np.save(folder / TITLES, np.unique(np.array(titles, dtype=np.uint64)))
+    return Written(documents=len(offsets) - 1, duplicates=duplicates, text_bytes=text_bytes, digest=digest.hexdigest())
+
+
+def _short(name: str) -> bytes:
+    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+
+
+class PassageStore(Sequence[Document]):
+    """The passages of an index folder, read through a memory map; safe to use from several threads.
+
+    Args:
+        folder: where `write_passages` wrote.
+
+    Raises:
+        OSError, ValueError: missing or damaged files.
+    """
+
+    def __init__(self, folder: Path):
+        self._offsets = np.load(folder / OFFSETS, mmap_mode="r")
+        self._titles = np.load(folder / TITLES, mmap_mode="r")
+        size = (folder / PASSAGES).stat().st_size
+        if size != int(self._offsets[-1]):
+            raise ValueError(f"{folder / PASSAGES} has {size} bytes, expected {int(self._offsets[-1])}")
+        with (folder / PASSAGES).open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    @overload
+    def __getitem__(self, number: int) -> Document: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Document]: ...
+    def __getitem__(self, number: int | slice) -> Document | list[Document]:
+        if isinstance(number, slice):
+            return [self[n] for n in range(*number.indices(len(self)))]
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"passage {number} of {len(self)}")
+        number %= len(self)
+        line = self._map[int(self._offsets[number]) : int(self._offsets[number + 1])]
+        name, title, text = json.loads(line)
+        return Document(id=name, title=title, text=text)
+
+    def __iter__(self) -> Iterator[Document]:
+        return (self[number] for number in range(len(self)))
+
+    def has_title(self, title: str) -> bool:
+        """Whether a passage has this title."""
+        wanted = np.uint64(title_hash(title))
+        place = int(np.searchsorted(self._titles, wanted))
+        return place < len(self._titles) and bool(self._titles[place] == wanted)
