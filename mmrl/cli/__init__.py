@@ -30,6 +30,11 @@ Usage:
   mmrl credit algo=A[,B] rollouts=FILE [--json]
                                       rewards, groups, advantages and weights of recorded rollouts
   mmrl plan [key=value ...]           what a run will do and cost, before any weights are loaded
+  mmrl index build corpus=A[,B] index=DIR [retriever=bm25|dense|colbert]
+  mmrl index info|search index=DIR [query=TEXT]
+                                      a retrieval index: sizes first, then built; looked into
+  mmrl serve-retriever index=DIR [port=8000]
+                                      serve an index over HTTP (Search-R1's and DSPy's protocols)
 
 Compose a run from:
   task=       {task}
@@ -137,6 +142,18 @@ def _plan(arguments: list[str]) -> int:
     return plan_command(arguments)
 
 
+def _index(arguments: list[str]) -> int:
+    from mmrl.cli.index import index_command
+
+    return index_command(arguments)
+
+
+def _serve_retriever(arguments: list[str]) -> int:
+    from mmrl.cli.index import serve_command
+
+    return serve_command(arguments)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "eval": _eval,
@@ -145,6 +162,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "compare": _compare,
     "credit": _credit,
     "plan": _plan,
+    "index": _index,
+    "serve-retriever": _serve_retriever,
 }
 
 

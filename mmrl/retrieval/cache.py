@@ -86,11 +86,11 @@ def _publish(built: T, folder: Path, save: Callable[[T, Path], None]) -> None:
 
 def _verify(folder: Path) -> None:
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    for name, (size, checksum) in manifest.items():
+    for name, (size, content) in manifest.items():
         file = folder / name
         if file.stat().st_size != size:
             raise ValueError(f"{name} has {file.stat().st_size} bytes, expected {size}")
-        if checksum is not None and checksum(file) != checksum:
+        if content is not None and checksum(file) != content:
             raise ValueError(f"{name} has another content than was written")
 
 

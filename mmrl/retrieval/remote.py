@@ -38,6 +38,8 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 5.0
 """Waits between attempts double from the first to the longest, with jitter."""
 LARGEST_REPLY = 64 * 2**20
 """Bytes of a reply beyond which it is refused."""
+SHOWN_OF_ERROR = 200
+"""Bytes of an error's text that are read."""
 TRANSIENT = frozenset({408, 425, 429})
 """Statuses below 500 that are worth another attempt."""
 
@@ -63,6 +65,11 @@ class Breaker:
         self._failures = 0
         self._opened: float | None = None
         self._looking = False
+
+    @property
+    def open(self) -> bool:
+        """Whether too many have failed, and none has succeeded since."""
+        return self._opened is not None
 
     def refuses(self) -> bool:
         """Whether a request must not be sent now. A request that may look has to report `success` or `failure`."""
@@ -137,6 +144,14 @@ class RemoteRetriever:
         """`search` for callers on an event loop."""
         return await self._loop.wait(self._search(list(queries), list(top_k)))
 
+    def ping(self) -> None:
+        """One search whose result does not matter.
+
+        Raises:
+            RetrievalFailure: no usable answer.
+        """
+        self._loop.run(self._ask(["ping"], [1]))
+
     def close(self) -> None:
         """Close connections and stop the client's thread. A later search starts anew."""
         self._loop.stop(self._close())
@@ -181,11 +196,10 @@ class RemoteRetriever:
         """One request with its retries, behind the breaker."""
         from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
+        looks = self._breaker.open
         if self._breaker.refuses():
             self._fail("refused")
-            raise RetrievalFailure(
-                f"retriever {self.url}: not asked, since {BREAKER_FAILURES} requests in a row have failed", "refused"
-            )
+            raise self._refusal()
         attempts = AsyncRetrying(
             stop=stop_after_attempt(self.retries + 1),
             wait=wait_random_exponential(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S),
@@ -194,9 +208,10 @@ class RemoteRetriever:
             reraise=True,
         )
         try:
-            answer: T = await attempts(self._once, method, arguments, read)
+            answer: T = await attempts(self._once, method, arguments, read, looks)
         except RetrievalFailure as failure:
-            self._breaker.failure()
+            if failure.cause != "refused":
+                self._breaker.failure()
             self._fail(failure.cause)
             raise
         except BaseException:
@@ -205,18 +220,23 @@ class RemoteRetriever:
         self._breaker.success()
         return answer
 
-    async def _once(self, method: str, arguments: dict[str, Any], read: Callable[[Any], T]) -> T:
+    def _refusal(self) -> RetrievalFailure:
+        return RetrievalFailure(f"retriever {self.url}: not asked, since too many requests have failed", "refused")
+
+    async def _once(self, method: str, arguments: dict[str, Any], read: Callable[[Any], T], looks: bool) -> T:
         from aiohttp import ClientError
 
         session, turn = self._connect()
         async with turn:
+            if self._breaker.open and not looks:  # opened while this one waited for its turn or its next attempt
+                raise self._refusal()
             self.counts["requests"] += 1
             try:
                 async with session.request(method, self.url, **arguments) as reply:
-                    content = await reply.content.read(LARGEST_REPLY + 1) if reply.status < 300 else b""
-                    while content and not reply.content.at_eof() and len(content) <= LARGEST_REPLY:
-                        content += await reply.content.read(LARGEST_REPLY)
-                    status = reply.status
+                    status, content = reply.status, b""
+                    limit = LARGEST_REPLY if status < 300 else SHOWN_OF_ERROR
+                    while len(content) <= limit and (part := await reply.content.read(limit + 1 - len(content))):
+                        content += part
             except TimeoutError:
                 raise RetrievalFailure(
                     f"retriever {self.url}: no answer within {self.timeout_s:g} s", "timeout", transient=True
@@ -225,7 +245,12 @@ class RemoteRetriever:
                 raise RetrievalFailure(f"retriever {self.url}: {error}", "connection", transient=True) from None
         if status >= 300:
             again = status >= 500 or status in TRANSIENT
-            raise RetrievalFailure(f"retriever {self.url}: answered with status {status}", "status", transient=again)
+            said = " ".join(content.decode(errors="replace").split())
+            raise RetrievalFailure(
+                f"retriever {self.url}: answered with status {status}" + (f" ({said})" if said else ""),
+                "status",
+                transient=again,
+            )
         if len(content) > LARGEST_REPLY:
             raise RetrievalFailure(f"retriever {self.url}: a reply above {LARGEST_REPLY} bytes", "garbage")
         try:

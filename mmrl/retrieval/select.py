@@ -40,12 +40,7 @@ def open_index_corpus(config: RetrieverConfig) -> PassageStore:
 
 def retriever_problems(config: RetrieverConfig) -> list[str]:
     """What can be told to be wrong before a search: missing packages, an unusable index, a server that is not there."""
-    problems = []
-    for module in NEEDS.get(config.name, ()):
-        if importlib.util.find_spec(module) is None:
-            problems.append(
-                f"task.retriever.name: {config.name} needs the package of '{module}'; pip install 'mmrl[dense]'"
-            )
+    problems = packages_missing(config)
     if config.process == "child":
         problems += server_problems("task.retriever.process: child")
     if config.index is not None:
@@ -59,6 +54,15 @@ def retriever_problems(config: RetrieverConfig) -> list[str]:
         except RetrievalFailure as failure:
             problems.append(f"task.retriever.url: {failure}; expected a server of the {config.protocol} protocol there")
     return problems
+
+
+def packages_missing(config: RetrieverConfig) -> list[str]:
+    """Which packages of the extra `dense` are missing."""
+    return [
+        f"task.retriever.name: {config.name} needs the package of '{module}'; pip install 'mmrl[dense]'"
+        for module in NEEDS.get(config.name, ())
+        if importlib.util.find_spec(module) is None
+    ]
 
 
 def server_problems(what: str) -> list[str]:
@@ -76,7 +80,7 @@ def probe(config: RetrieverConfig) -> None:
     assert config.url is not None
     client = RemoteRetriever(config.url, protocol=config.protocol, timeout_s=config.timeout_s, retries=0)
     try:
-        client.search(["what is there"], [1])
+        client.ping()
     finally:
         client.close()
 

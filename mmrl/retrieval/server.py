@@ -150,7 +150,6 @@ def make_app(retriever: Retriever, facts: Mapping[str, Any], *, max_batch: int =
         meter.add(path, status, time.perf_counter() - started)
         return JSONResponse(reply, status_code=status)
 
-    @app.post("/retrieve")
     async def retrieve(request: Request) -> Response:
         async def work() -> dict[str, Any]:
             queries, k, scored = read_retrieve(await _json(request))
@@ -168,19 +167,19 @@ def make_app(retriever: Retriever, facts: Mapping[str, Any], *, max_batch: int =
 
         return await answered("/api/search", work())
 
-    for path in ("/", "/api/search"):
-        app.add_api_route(path, dspy, methods=["GET", "POST"])
-
-    @app.get("/health")
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok", **facts})
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         gauges = {"waiting_queries": float(batches.waiting), "documents": float(facts.get("documents", 0))}
         counters = {"searches_total": batches.counts["searches"], "queries_total": batches.counts["queries"]}
         return PlainTextResponse(meter.text(gauges, counters))
 
+    app.add_route("/retrieve", retrieve, methods=["POST"])
+    for path in ("/", "/api/search"):
+        app.add_route(path, dspy, methods=["GET", "POST"])
+    app.add_route("/health", health)
+    app.add_route("/metrics", metrics)
     return app
 
 

@@ -197,7 +197,7 @@ def paragraphs_of(records: Iterable[Record]) -> list[Document]:
 
 
 def load_corpus(key: str, spec: str) -> list[Document]:
-    """A corpus from a file or the hub: records with `title` and `text`, or `[title, text or list of sentences]`.
+    """A corpus from a file or the hub, held in memory; see `passage` for the records that it may have.
 
     Raises:
         DataError: a missing or malformed file, a document without a field, or duplicate ids.
@@ -205,22 +205,32 @@ def load_corpus(key: str, spec: str) -> list[Document]:
     source = Source(key, spec)
     documents: dict[str, Document] = {}
     for number, row in enumerate(source.rows("train", ("title", "text"))):
-        document = _passage(source, row, number)
+        document = passage(source, row, number)
         if document.id in documents:
             raise DataError(f"{key}: {row.where}: duplicate id '{document.id}'")
         documents[document.id] = document
     return list(documents.values())
 
 
-def _passage(source: Source, row: Row, number: int) -> Document:
+def passage(source: Source, row: Row, number: int) -> Document:
+    """One passage: `title` and `text` (or its sentences), `[title, text]`, or `contents` with the title as first line.
+
+    Raises:
+        DataError: another shape.
+    """
     values = row.values
     if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == 2:
         title, text = values
-        values = {"title": title, "text": "".join(text) if isinstance(text, list) else text}
+        values = {"title": title, "text": text}
     if not isinstance(values, Mapping):
         raise DataError(
             f"{source.key}: {row.where}: got {type(values).__name__}, expected a document with title and text"
         )
+    if "text" not in values and isinstance(values.get("contents"), str):  # as in Search-R1's wiki-18
+        title, _, text = values["contents"].partition("\n")
+        values = {**values, "title": title.strip().strip('"'), "text": text}
+    if isinstance(values.get("text"), list) and all(isinstance(sentence, str) for sentence in values["text"]):
+        values = {**values, "text": "".join(values["text"])}
     for field in ("title", "text"):
         if not isinstance(values.get(field), str):
             got = f"got {type(values[field]).__name__}, expected text" if field in values else "is missing"

@@ -76,11 +76,15 @@ class Source:
         Raises:
             DataError: unreadable, malformed or empty.
         """
-        path = self.path
-        rows = list(self._hub(split, columns) if path is None else self._file(path))
+        rows = list(self.stream(split, columns))
         if not rows:
             raise DataError(f"{self.key}: {self.spec}: has no records")
         return rows
+
+    def stream(self, split: str, columns: Sequence[str] = ()) -> Iterator[Row]:
+        """`rows` one by one, for sources larger than memory (all but `.json`); an empty source is no error here."""
+        path = self.path
+        return self._hub(split, columns) if path is None else self._file(path)
 
     def _file(self, path: Path) -> Iterator[Row]:
         readers: Mapping[str, Callable[[Path], Iterator[Row]]] = {

@@ -1,0 +1,206 @@
+"""`mmrl index build|info|search` and `mmrl serve-retriever`: index folders made, looked into, and served."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from mmrl.cli.arguments import read_arguments
+from mmrl.config import RetrieverConfig
+from mmrl.config.base import Section
+from mmrl.errors import ConfigError, DataError, unknown
+
+USAGE = """\
+usage:
+  mmrl index build corpus=A[,B] index=DIR [retriever=bm25|dense|colbert] [model=M] [faiss=flat|hnsw] ...
+  mmrl index info index=DIR
+  mmrl index search index=DIR query=TEXT [top_k=5]
+"""
+KEY = "index"
+
+
+class Runtime(Section):
+    """How an index is used."""
+
+    index: str = Field(description="folder of the index")
+    device: Literal["cpu", "cuda"] = "cpu"
+    batch_size: int = Field(32, ge=1, description="dense, colbert: texts encoded at once")
+    candidates: int = Field(256, ge=1, description="colbert: nearest tokens of each query token")
+
+
+class BuildArguments(Section):
+    """`mmrl index build`."""
+
+    corpus: tuple[str, ...]
+    index: str
+    retriever: Literal["bm25", "dense", "colbert"] = "bm25"
+    k1: float = Field(0.9, gt=0)
+    b: float = Field(0.4, ge=0, le=1)
+    model: str | None = None
+    encoder: Literal["contriever", "e5"] | None = None
+    faiss: Literal["flat", "hnsw"] = "flat"
+    device: Literal["cpu", "cuda"] = "cpu"
+    batch_size: int = Field(32, ge=1)
+    plan: bool = Field(False, description="print sizes and stop")
+
+    @model_validator(mode="after")
+    def _options(self) -> Self:
+        read = {"bm25": ("k1", "b"), "dense": ("model", "encoder", "faiss", "device", "batch_size")}
+        own = read.get(self.retriever, ("model", "faiss", "device", "batch_size"))
+        options = ("k1", "b", "model", "encoder", "faiss", "device", "batch_size")
+        wrong = [
+            f"{option}: got {getattr(self, option)}, which has no effect with retriever={self.retriever}"
+            for option in options
+            if option not in own and getattr(self, option) != type(self).model_fields[option].default
+        ]
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
+    def section(self) -> RetrieverConfig:
+        """The same as a `task.retriever` section."""
+        names = ("k1", "b", "model", "encoder", "faiss", "device", "batch_size")
+        return RetrieverConfig(name=self.retriever, **{name: getattr(self, name) for name in names})
+
+
+class SearchArguments(Runtime):
+    """`mmrl index search`."""
+
+    query: str
+    top_k: int = Field(5, ge=1)
+
+
+class InfoArguments(Section):
+    """`mmrl index info`."""
+
+    index: str
+
+
+class ServeArguments(Runtime):
+    """`mmrl serve-retriever`."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535, description="0: a free one")
+    max_batch: int = Field(64, ge=1, description="queries of one search")
+    parent: int | None = Field(None, description="end when this process is gone")
+
+
+def index_command(arguments: Sequence[str]) -> int:
+    """`mmrl index ...`."""
+    actions = {"build": _build, "info": _info, "search": _search}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if arguments[0] not in actions:
+        raise ConfigError(unknown("mmrl index", arguments[0], actions))
+    return actions[arguments[0]](arguments[1:])
+
+
+def _build(arguments: Sequence[str]) -> int:
+    from mmrl.retrieval.index import build_index, partial_of, spec_of
+    from mmrl.retrieval.select import packages_missing
+    from mmrl.retrieval.sizes import estimate_text, measured_text
+    from mmrl.tasks.corpora import Corpus
+
+    wanted = read_arguments("mmrl index build", BuildArguments, arguments)
+    section, folder = wanted.section(), Path(wanted.index).expanduser()
+    problems = packages_missing(section)
+    if folder.exists():
+        problems.append(f"index: {folder} exists, and is left as it is; choose another folder or remove it yourself")
+    try:
+        corpus = Corpus(wanted.corpus)
+    except DataError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError([f"mmrl index build: {problem}" for problem in problems])
+    spec = spec_of(section)
+    print(estimate_text(spec, corpus.local_bytes(), corpus.hub_ids(), folder), flush=True)
+    if wanted.plan:
+        return 0
+    if partial_of(folder).is_dir():
+        print(f"continuing the build in {partial_of(folder)}", flush=True)
+    info = build_index(
+        folder,
+        spec,
+        corpus.passages,
+        sources=wanted.corpus,
+        stamp=corpus.stamp(),
+        device=wanted.device,
+        batch_size=wanted.batch_size,
+        told=lambda written: print(measured_text(spec, written), flush=True),
+    )
+    if corpus.skipped:
+        print(f"without passages, left out: {', '.join(corpus.skipped)}")
+    print(f"built in {info.build_seconds:.1f} s: {folder}\nuse it: task.retriever.name={info.kind} ", end="")
+    print(f"task.retriever.index={folder}, or mmrl serve-retriever index={folder}")
+    return 0
+
+
+def _info(arguments: Sequence[str]) -> int:
+    from mmrl.retrieval.index import read_info
+    from mmrl.retrieval.sizes import info_text
+
+    folder = Path(read_arguments("mmrl index info", InfoArguments, arguments).index).expanduser()
+    print(info_text(folder, read_info(folder, KEY)))
+    return 0
+
+
+def _search(arguments: Sequence[str]) -> int:
+    wanted = read_arguments("mmrl index search", SearchArguments, arguments)
+    _, retriever, _ = _opened(wanted)
+    started = time.perf_counter()
+    (found,) = retriever.search([wanted.query], [wanted.top_k])
+    for rank, document in enumerate(found, 1):
+        print(f"{rank:3d}  {document.score:9.4f}  [{document.id}] {document.title}\n     {document.text[:300]}")
+    print(f"{len(found)} passages in {1000 * (time.perf_counter() - started):.1f} ms")
+    return 0
+
+
+def serve_command(arguments: Sequence[str]) -> int:
+    """`mmrl serve-retriever index=DIR [host=] [port=]`."""
+    from mmrl.retrieval.child import LISTENING
+    from mmrl.retrieval.select import server_problems
+
+    wanted = read_arguments("mmrl serve-retriever", ServeArguments, arguments)
+    if problems := server_problems("mmrl serve-retriever"):
+        raise ConfigError(problems)
+    info, retriever, documents = _opened(wanted)
+    from mmrl.retrieval.server import make_app, serve
+
+    facts = {"kind": info.kind, "documents": documents, "index": Path(wanted.index).name, "digest": info.digest}
+    app = make_app(retriever, facts, max_batch=wanted.max_batch)
+    try:
+        serve(app, wanted.host, wanted.port, parent=wanted.parent, announce=LISTENING + "{url}")
+    except OSError as error:
+        raise ConfigError(
+            f"mmrl serve-retriever: cannot listen on host={wanted.host} port={wanted.port}: {error.strerror or error}"
+        ) from None
+    print("stopped", file=sys.stderr)
+    return 0
+
+
+def _opened(wanted: Runtime) -> tuple[Any, Any, int]:
+    """Info, retriever and number of passages of an index folder."""
+    from mmrl.retrieval.index import open_index, read_info
+    from mmrl.retrieval.store import PassageStore
+
+    folder = Path(wanted.index).expanduser()
+    info = read_info(folder, KEY)
+    try:
+        passages = PassageStore(folder)
+        retriever = open_index(
+            folder,
+            info,
+            passages,
+            device=wanted.device,
+            batch_size=wanted.batch_size,
+            candidates=wanted.candidates,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"{KEY}: cannot open {folder}: {error}") from None
+    return info, retriever, len(passages)

@@ -1,0 +1,288 @@
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmrl import config as schemas
+from mmrl.config import RetrieverConfig
+from mmrl.errors import ConfigError, DataError
+from mmrl.retrieval import vectors as vectors_module
+from mmrl.retrieval.base import Document
+from mmrl.retrieval.colbert import ColbertRetriever, TokenEncoder
+from mmrl.retrieval.dense import DenseRetriever, Encoder, convention_of
+from mmrl.retrieval.index import (
+    IndexSpec,
+    build_index,
+    cached_index,
+    model_identity,
+    open_index,
+    partial_of,
+    read_info,
+    spec_of,
+)
+from mmrl.retrieval.store import PassageStore
+from mmrl.tasks import TASKS
+from mmrl.tasks.mini.examples import mini_corpus
+
+pytest.importorskip("faiss")
+QUERIES = ["who wrote the book", "city on a river", "a"]
+DOCUMENTS = [
+    Document(id=d.id, title=d.title, text=" ".join(d.text.split()[: 4 + 5 * (n % 5)]))
+    for n, d in enumerate(mini_corpus()[:90])
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A small randomly initialised BERT with a vocabulary of its own."""
+    import torch
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model") / "tiny-bert"
+    words = sorted({w for d in DOCUMENTS for w in f"{d.title} {d.text}".lower().split()})
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "[unused1]", ":", "query", "passage"]
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("\n".join(dict.fromkeys([*special, *words])), encoding="utf-8")
+    BertTokenizerFast(vocab_file=str(folder / "vocab.txt"), model_max_length=48).save_pretrained(folder)
+    torch.manual_seed(5)
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    vocabulary = len(set(special) | set(words))
+    BertModel(BertConfig(vocab_size=vocabulary, max_position_embeddings=48, **size)).save_pretrained(folder)
+    return str(folder)
+
+
+def dense_spec(model, encoder="contriever", faiss="flat"):
+    return IndexSpec(kind="dense", settings={"model": model, "encoder": encoder, "faiss": faiss})
+
+
+def by_hand(model, texts, normalised=False):
+    """Mean pooling written out, one text at a time."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    network, tokenizer = AutoModel.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
+    rows = []
+    for text in texts:
+        with torch.no_grad():
+            ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=48)
+            row = network(**ids).last_hidden_state[0].mean(0)
+        rows.append((row / row.norm() if normalised else row).numpy())
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("encoder", ["contriever", "e5"])
+def test_dense_search_equals_brute_force_before_and_after_loading(model, encoder, tmp_path):
+    query, passage = ("query: ", "passage: ") if encoder == "e5" else ("", "")
+    corpus = by_hand(model, [f"{passage}{d.title} {d.text}" for d in DOCUMENTS], encoder == "e5")
+    scores = by_hand(model, [query + q for q in QUERIES], encoder == "e5") @ corpus.T
+    folder = tmp_path / "index"
+    info = build_index(folder, dense_spec(model, encoder), lambda: DOCUMENTS, batch_size=7)
+    retriever = open_index(folder, info, PassageStore(folder))
+    assert isinstance(retriever, DenseRetriever)
+    found = retriever.search(QUERIES, [5, len(DOCUMENTS) + 9, 0])
+    assert [len(result) for result in found] == [5, len(DOCUMENTS), 0]
+    for row, result in zip(scores, found[:2], strict=False):
+        order = np.argsort(-row, kind="stable")
+        assert [d.score for d in result] == pytest.approx(row[order][: len(result)].tolist(), rel=1e-4, abs=1e-5)
+        place = {DOCUMENTS[n].id: row[n] for n in order}
+        assert [place[d.id] for d in result] == pytest.approx([d.score for d in result], rel=1e-4, abs=1e-5)
+    again = open_index(folder, read_info(folder), PassageStore(folder)).search(QUERIES, [5, 3, 0])
+    assert [[d.id for d in r] for r in again[:2]] == [[d.id for d in found[0]], [d.id for d in found[1][:3]]]
+    assert str(folder) in Path("/proc/self/maps").read_text()  # memory-mapped, not read
+
+
+def test_padding_and_batches_do_not_change_vectors(model):
+    whole = Encoder(model, "contriever", batch_size=64).passages(DOCUMENTS)
+    alone = np.concatenate([Encoder(model, "contriever").passages([d]) for d in DOCUMENTS[:9]])
+    assert whole[:9] == pytest.approx(alone, abs=1e-5)
+    long = Encoder(model, "e5").queries(["river " * 500])
+    assert long.shape == (1, 32) and np.linalg.norm(long) == pytest.approx(1)
+
+
+def test_a_graph_index_finds_nearly_what_the_exact_one_finds(model, tmp_path):
+    flat, graph = tmp_path / "flat", tmp_path / "hnsw"
+    one = open_index(flat, build_index(flat, dense_spec(model), lambda: DOCUMENTS), PassageStore(flat))
+    spec = dense_spec(model, faiss="hnsw")
+    two = open_index(graph, build_index(graph, spec, lambda: DOCUMENTS), PassageStore(graph))
+    for exact, near in zip(one.search(QUERIES, [10] * 3), two.search(QUERIES, [10] * 3), strict=True):
+        assert len({d.id for d in exact} & {d.id for d in near}) >= 9
+        assert [d.score for d in near] == sorted((d.score for d in near), reverse=True)
+
+
+@pytest.fixture(scope="module")
+def colbert(model, tmp_path_factory):
+    """A multi-vector encoder around the small BERT, saved as sentence-transformers saves one."""
+    pytest.importorskip("sentence_transformers")
+    import torch
+    from sentence_transformers import MultiVectorEncoder
+
+    torch.manual_seed(6)
+    folder = tmp_path_factory.mktemp("colbert") / "tiny-colbert"
+    MultiVectorEncoder(model, device="cpu").save_pretrained(str(folder))
+    return str(folder)
+
+
+@pytest.mark.parametrize("form", ["flat", "hnsw"])
+def test_colbert_search_equals_brute_force_maxsim(colbert, tmp_path, form):
+    encoder = TokenEncoder(colbert)
+    corpus = [v.astype(np.float16).astype(np.float32) for v in encoder.passages(DOCUMENTS)]
+    folder = tmp_path / "index"
+    spec = IndexSpec(kind="colbert", settings={"model": colbert, "faiss": form})
+    info = build_index(folder, spec, lambda: DOCUMENTS)
+    every = open_index(folder, info, PassageStore(folder), candidates=sum(len(v) for v in corpus))
+    assert isinstance(every, ColbertRetriever)
+    found = every.search(QUERIES, [7, 7, 0])
+    assert found[2] == []
+    for vectors, result in zip(encoder.queries(QUERIES), found[:2], strict=False):
+        scores = np.array([(vectors @ tokens.T).max(1).sum() for tokens in corpus])
+        best = np.sort(scores)[::-1][:7]
+        assert [d.score for d in result] == pytest.approx(best.tolist(), rel=1e-4)
+    few = open_index(folder, read_info(folder), PassageStore(folder), candidates=3).search(QUERIES[:1], [50])[0]
+    assert 0 < len(few) < 50  # short, where few passages are candidates
+    exact = {d.id: d.score for d in every.search(QUERIES[:1], [len(DOCUMENTS)])[0]}
+    assert all(exact[d.id] == pytest.approx(d.score) for d in few)
+
+
+def test_a_killed_build_goes_on_where_it_was(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(vectors_module, "SHARD", 20)
+    folder, encoded = tmp_path / "index", []
+    whole = Encoder.passages
+
+    def dying(self, documents):
+        encoded.append(len(documents))
+        if len(encoded) == 3:
+            raise KeyboardInterrupt
+        return whole(self, documents)
+
+    monkeypatch.setattr(Encoder, "passages", dying)
+    with pytest.raises(KeyboardInterrupt):
+        build_index(folder, dense_spec(model), lambda: DOCUMENTS)
+    assert not folder.exists() and len(list((partial_of(folder) / "shards").glob("*.npz"))) == 2
+    with pytest.raises(DataError, match="not finished"):
+        read_info(folder)
+    with pytest.raises(DataError, match="unfinished build with other settings"):
+        build_index(folder, dense_spec(model, faiss="hnsw"), lambda: DOCUMENTS)
+    info = build_index(folder, dense_spec(model), lambda: pytest.fail("the passages are there already"))
+    assert encoded == [20, 20, 20, 20, 20, 10]  # the third one twice
+    monkeypatch.setattr(Encoder, "passages", whole)
+    fresh = tmp_path / "fresh"
+    fresh_info = build_index(fresh, dense_spec(model), lambda: DOCUMENTS)
+    assert info.files == fresh_info.files
+    assert not partial_of(folder).exists() and not (folder / "shards").exists()
+
+
+def test_a_build_killed_by_the_system_continues(model, tmp_path):
+    rows = [{"title": d.title, "text": d.text} for d in DOCUMENTS]
+    corpus, folder = tmp_path / "c.json", tmp_path / "index"
+    corpus.write_text(json.dumps(rows))
+    code = (
+        "import sys, time\nfrom mmrl.retrieval import dense, vectors\nvectors.SHARD = 10\n"
+        "slow = dense.Encoder.passages\n"
+        "dense.Encoder.passages = lambda self, part: (time.sleep(float(sys.argv[1])), slow(self, part))[1]\n"
+        "from mmrl.cli import main\nsys.exit(main(sys.argv[2:]))\n"
+    )
+    arguments = ["index", "build", f"corpus={corpus}", f"index={folder}", "retriever=dense", f"model={model}"]
+    first = subprocess.Popen([sys.executable, "-c", code, "0.3", *arguments], stdout=subprocess.PIPE)
+    shards = partial_of(folder) / "shards"
+    deadline = time.monotonic() + 90
+    while len(list(shards.glob("*.npz"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(first.pid, signal.SIGKILL)
+    first.communicate()
+    kept = {path.name: path.stat().st_mtime_ns for path in shards.glob("*.npz")}
+    assert len(kept) >= 2 and not folder.exists()
+    second = subprocess.run([sys.executable, "-c", code, "0", *arguments], capture_output=True, text=True, timeout=120)
+    assert second.returncode == 0, second.stderr
+    assert "continuing the build" in second.stdout
+    fresh = tmp_path / "fresh"
+    expected = build_index(fresh, dense_spec(model), lambda: DOCUMENTS)
+    assert read_info(folder).digest == expected.digest
+    one, two = (open_index(f, read_info(f), PassageStore(f)).search(QUERIES, [4] * 3) for f in (folder, fresh))
+    assert [[d.title for d in r] for r in one] == [[d.title for d in r] for r in two]
+
+
+def test_an_index_is_never_overwritten_and_damage_is_told(tmp_path):
+    bm25 = IndexSpec(kind="bm25", settings={"k1": 0.9, "b": 0.4})
+    folder = tmp_path / "index"
+    build_index(folder, bm25, lambda: DOCUMENTS)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with pytest.raises(DataError, match="exists, and is left as it is"):
+        build_index(folder, bm25, lambda: DOCUMENTS)
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with pytest.raises(DataError, match=r"has no index\.json"):
+        read_info(tmp_path)
+    with pytest.raises(DataError, match="has no passages"):
+        build_index(tmp_path / "none", bm25, list)
+    assert not partial_of(tmp_path / "none").exists()
+    passages = folder / "passages.jsonl"
+    content = bytearray(passages.read_bytes())
+    content[40] ^= 1
+    passages.write_bytes(bytes(content))
+    with pytest.raises(DataError, match=r"damaged: passages\.jsonl has another content"):
+        read_info(folder)
+
+
+def test_a_dense_task_index_is_built_once_and_rebuilt_when_model_or_file_change(model, tmp_path, caplog):
+    config = RetrieverConfig(name="dense", model=model)
+    folder = cached_index(DOCUMENTS, config, tmp_path)
+    stamp = (folder / "index.json").stat().st_mtime_ns
+    assert cached_index(DOCUMENTS, config, tmp_path) == folder
+    assert (folder / "index.json").stat().st_mtime_ns == stamp
+    (folder / "vectors.faiss").write_bytes(b"broken")
+    with caplog.at_level(logging.WARNING):
+        assert cached_index(DOCUMENTS, config, tmp_path) == folder
+    assert "rebuilt" in caplog.text
+    assert cached_index(DOCUMENTS[1:], config, tmp_path) != folder
+    before = model_identity(model)
+    extra = Path(model) / "more.json"
+    extra.write_text("{}")
+    assert model_identity(model) != before
+    extra.unlink()
+
+
+def test_conventions_go_by_name_unless_given():
+    assert convention_of("intfloat/e5-base-v2", None) == "e5"
+    assert convention_of("facebook/contriever", None) == "contriever"
+    assert convention_of("me/mine", "e5") == "e5"
+    assert spec_of(RetrieverConfig(name="dense")).settings["model"] == "facebook/contriever"
+    assert spec_of(RetrieverConfig(name="colbert")).settings["model"] == "colbert-ir/colbertv2.0"
+
+
+def test_importing_brings_no_torch_and_no_faiss():
+    code = (
+        "import sys, mmrl.retrieval.dense, mmrl.retrieval.colbert, mmrl.retrieval.select, mmrl.retrieval.server, "
+        "mmrl.cli.index; heavy = {'torch', 'transformers', 'faiss', 'sentence_transformers', 'fastapi', 'uvicorn', "
+        "'aiohttp'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("kind", ["dense", "colbert"])
+def test_tasks_search_with_vectors_over_their_own_corpus_or_an_index(kind, model, colbert, tmp_path):
+    chosen = model if kind == "dense" else colbert
+    corpus = tmp_path / "corpus.json"
+    corpus.write_text(json.dumps([{"title": d.title, "text": d.text} for d in DOCUMENTS[:30]]))
+
+    def task(**retriever):
+        given = {} if "index" in retriever else {"corpus": str(corpus)}
+        section = RetrieverConfig(name=kind, top_k=4, **retriever)
+        return TASKS["hotpotqa"](schemas.TaskConfig(name="hotpotqa", retriever=section, **given), 0)
+
+    own = task(model=chosen, cache_dir=str(tmp_path / "cache")).search(["city", "river"], "given")
+    assert len(own) == 4
+    folder = tmp_path / "index"
+    spec = spec_of(RetrieverConfig(name=kind, model=chosen))
+    build_index(folder, spec, lambda: DOCUMENTS[:30])
+    indexed = task(index=str(folder))
+    assert [d["title"] for d in indexed.search(["city", "river"], "index")] == [d["title"] for d in own]
+    with pytest.raises(ConfigError, match=f"is a {kind} index; set task.retriever.name={kind}"):
+        TASKS["hotpotqa"](
+            schemas.TaskConfig(name="hotpotqa", retriever=RetrieverConfig(name="bm25", index=str(folder))), 0
+        )
