@@ -61,7 +61,24 @@ class Environment:
     """(run seed, step): with the example and the path, the source of every sampling seed."""
     timeout_s: float = 600.0
     retrieve_s: float = 0.0
-    """Seconds spent in tools, summed."""
+    """Seconds during which at least one tool ran."""
+    tools: int = 0
+    """Tools that run now."""
+    tools_since: float = 0.0
+    """When the first of them started."""
+
+    def tool_started(self) -> None:
+        """Count a tool that starts."""
+        if self.tools == 0:
+            self.tools_since = time.perf_counter()
+        self.tools += 1
+
+    def tool_ended(self) -> None:
+        """Count a tool that ended."""
+        self.tools -= 1
+        if self.tools == 0:
+            self.retrieve_s += time.perf_counter() - self.tools_since
+
     teachers: Mapping[str, Teacher] = EMPTY
     """Teachers by name, for plans that have rollouts of theirs."""
 
@@ -167,7 +184,7 @@ class RolloutContext:
         if recorded is not None:
             return await self._await_replayed(recorded)
         event = self._record("tool", name, arguments)
-        started = time.perf_counter()
+        self.env.tool_started()
         try:
             if name not in self.env.task.tools:
                 raise ProgramFailure(f"the program used tool '{name}', the task has {sorted(self.env.task.tools)}")
@@ -185,7 +202,7 @@ class RolloutContext:
             _settle(event.outcome, failure)
             raise failure from error
         finally:
-            self.env.retrieve_s += time.perf_counter() - started
+            self.env.tool_ended()
         event.outcome.set_result(result)
         return result
 

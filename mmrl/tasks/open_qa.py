@@ -163,9 +163,9 @@ class OpenQaTask:
         for split, share in self.gold_shares.items():
             if share < 1:
                 log.warning(
-                    "task.data.%s: %s of the questions have all their gold titles, or an answer, in the corpus",
+                    "task.data.%s: only %.1f %% of the questions have all their gold titles, or an answer, in the corpus",
                     split,
-                    f"only {100 * share:.1f} %" if share else "none",
+                    100 * share,
                 )
 
     @cached_property
