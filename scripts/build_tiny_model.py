@@ -48,6 +48,7 @@ from mmrl.stages.warmup import Encoded, WarmStartSettings, encode, warm_start  #
 from mmrl.tasks import TASKS as FACTORIES  # noqa: E402
 from mmrl.tasks.base import Demonstration, Task  # noqa: E402
 from mmrl.tasks.mini.questions import make_questions  # noqa: E402
+from mmrl.tasks.mini.requests import make_external, make_requests  # noqa: E402
 from mmrl.tasks.mini.singles import make_bridges, make_singles  # noqa: E402
 from mmrl.tasks.mini.support import make_support  # noqa: E402
 from mmrl.tasks.mini.world import WORLD_SEED, make_world  # noqa: E402
@@ -205,6 +206,8 @@ def world(seed: int) -> Iterator[None]:
         patch(f"{where}.make_singles", lambda split: make_singles(split, seed)),
         patch(f"{where}.make_bridges", lambda split: make_bridges(split, seed)),
         patch(f"{where}.make_support", lambda split: make_support(split, seed)),
+        patch(f"{where}.make_requests", lambda split: make_requests(split, seed)),
+        patch(f"{where}.make_external", partial(make_external, seed)),
     ):
         yield
 

@@ -28,7 +28,7 @@ def habits(task: Task, split: str, seed: int) -> Iterator[Demonstration]:
 
 def poor(demonstration: Demonstration, example: Example, rng: random.Random) -> Demonstration:
     """The poor way: the question instead of sub-questions, one document twice, two answers instead of one, no tool,
-    a related label."""
+    a related label, a request with the private pieces in it, a response that names nobody."""
     if demonstration.module == "rewriter":
         return replace(demonstration, completion=str(example.inputs["question"]))
     if demonstration.module == "reranker":
@@ -44,6 +44,11 @@ def poor(demonstration: Demonstration, example: Example, rng: random.Random) -> 
         return replace(demonstration, completion=_poor_search(demonstration, example, rng))
     if demonstration.module == "classify.predict":
         return replace(demonstration, completion=_poor_label(demonstration.completion, example, rng))
+    if demonstration.module == "craft_redacted_request.predict":
+        return replace(demonstration, completion=_unredacted(demonstration.completion, example))
+    if demonstration.module == "respond_to_query" and rng.random() < 0.5:
+        nameless = demonstration.completion.replace(str(example.metadata["units"][0]), "(name)")
+        return replace(demonstration, completion=nameless)
     return demonstration
 
 
@@ -71,6 +76,11 @@ def _poor_label(completion: str, example: Example, rng: random.Random) -> str:
         return reasoning
     label, related = (str(example.metadata[name]) for name in ("label", "related"))
     return f"{reasoning}\n\n{rest.replace(label, related, 1)}"
+
+
+def _unredacted(completion: str, example: Example) -> str:
+    """The query as it is, private pieces and all."""
+    return completion.replace(str(example.metadata["ask"]), str(example.inputs["user_query"]))
 
 
 def _poor_turn(completion: str, example: Example, rng: random.Random) -> str:

@@ -72,13 +72,13 @@ def test_exact_match_and_labels_outside_the_set(label, error, reward):
 
 def test_the_papers_sample_of_files_is_the_same_for_every_seed(tmp_path):
     train = write_csv(tmp_path / "train.csv", rows(600))
-    dev = write_csv(tmp_path / "test.csv", rows(700, start=600))
+    dev = write_csv(tmp_path / "test.csv", rows(800, start=600))
     tasks = [make("banking77", seed, data={"train": train, "dev": dev}) for seed in (0, 1)]
     for task in tasks:
         assert [len(task.examples(split)) for split in ("train", "dev", "test")] == [250, 500, 0]
         assert task.describe()["sample"] == "250 train, 500 dev drawn with seed 0"
     assert [e.id for e in tasks[0].examples("train")] == [e.id for e in tasks[1].examples("train")]
-    whole = make("banking77", data={"train": train, "dev": dev, "train_items": 10**6, "dev_items": 20})
+    whole = make("banking77", data={"train": train, "dev": dev, "dev_items": 20}, sample="all")
     assert [len(whole.examples(split)) for split in ("train", "dev")] == [600, 20]
     assert "sample" not in whole.describe()
 
@@ -88,6 +88,13 @@ def test_one_file_for_train_and_dev_is_shared_out(tmp_path):
     task = make("banking77", data={"train": path, "dev": path})
     train, dev = ({e.inputs["text"] for e in task.examples(split)} for split in ("train", "dev"))
     assert (len(train), len(dev)) == (250, 500) and not train & dev
+    alone = make("banking77", data={"dev": path})
+    assert {e.inputs["text"] for e in alone.examples("dev")} == dev, "the same items when only dev is asked for"
+    told = problems("banking77", data={"train": path, "dev": path}, sample="all")
+    assert "train and dev are all of" in told and "task.sample=paper" in told
+    assert "train and test are all of" in problems("banking77", data={"train": path, "test": path})
+    few = write_csv(tmp_path / "few.csv", rows(20))
+    assert "has 20 rows" in problems("banking77", data={"dev": few})
 
 
 def test_columns_of_the_hubs_copy(tmp_path):
@@ -128,7 +135,7 @@ def test_labels_that_the_label_set_lacks_are_refused(tmp_path):
     train = write_csv(tmp_path / "train.csv", rows(4))
     dev = write_csv(tmp_path / "dev.csv", rows(4, labels=("a", "c")))
     assert "task.data.dev: 1 labels are not among the 2 of task.data.train: 'c'" in problems(
-        "banking77", data={"train": train, "dev": dev}
+        "banking77", data={"train": train, "dev": dev}, sample="all"
     )
     labels = write_json(tmp_path / "labels.json", ["a"])
     assert "not among the 1 of task.labels: 'b'" in problems("banking77", data={"train": train}, labels=labels)

@@ -70,7 +70,15 @@ class TaskConfig(Section):
         "normalized", description="search_agent: how an answer is looked for in retrieved text"
     )
     outcome_rewards: Literal[3, 4] = Field(4, description="tool_agent: 3 leaves the XML format reward out")
-    judge: JudgeConfig | None = Field(None, description="endpoint of the reward sets judge_outcome and judge_turn")
+    judge: JudgeConfig | None = Field(
+        None, description="endpoint of the reward sets judge_outcome and judge_turn, and of papillon's judges"
+    )
+    external: EndpointConfig | None = Field(
+        None, description="papillon: the untrusted external model; null: a rule-based one of the mini world"
+    )
+    sample: Literal["paper", "all"] = Field(
+        "paper", description="banking77, papillon, hover: of data files, the rows that the paper used, or all"
+    )
     chain_of_thought: bool = Field(False, description="qa_direct: think before the answer")
     labels: str | None = Field(
         None, description="banking77: JSON file with the list of labels; null: those that occur in the data"
@@ -104,7 +112,9 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "retrieval_match": ("search_agent",),
     "outcome_rewards": ("tool_agent",),
     "chain_of_thought": ("qa_direct",),
-    "judge": ("search_agent", "tool_agent"),
+    "judge": ("search_agent", "tool_agent", "papillon"),
+    "external": ("papillon",),
+    "sample": ("banking77", "papillon", "hover"),
     "labels": ("banking77",),
 }
 """Options that only some of the built-in tasks read; a task of one's own may read any of them."""

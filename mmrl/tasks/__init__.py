@@ -8,6 +8,7 @@ from mmrl.config.task import TaskConfig
 from mmrl.tasks.banking77 import Banking77Task
 from mmrl.tasks.base import Task
 from mmrl.tasks.multihop_qa import MultihopQaTask
+from mmrl.tasks.papillon import PapillonTask
 from mmrl.tasks.qa_direct import DirectQaTask
 from mmrl.tasks.r1_searcher import R1SearcherTask
 from mmrl.tasks.search_agent import SearchAgentTask
@@ -24,5 +25,6 @@ TASKS: dict[str, Callable[[TaskConfig, int], Task]] = {
     "search_o1": SearchO1Task,
     "r1_searcher": R1SearcherTask,
     "banking77": Banking77Task,
+    "papillon": PapillonTask,
 }
 """`task.name` -> factory `(config, run seed) -> Task`."""

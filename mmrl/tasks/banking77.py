@@ -11,15 +11,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmrl import keyed
 from mmrl.errors import ConfigError, DataError
 from mmrl.records import Call, Example
 from mmrl.tasks.base import Demonstration, Score
-from mmrl.tasks.data import subset
 from mmrl.tasks.dspy_task import SPLITS, DspyTask, text_of, unique
 from mmrl.tasks.mini.examples import mini_support
 
-SAMPLE: Mapping[str, int] = {"train": 250, "dev": 500}
-"""Items that the paper draws; all test items are used."""
+SAMPLE: Mapping[str, tuple[int, int]] = {"train": (0, 250), "dev": (250, 500)}
+"""Where the items are that the paper draws (250 and 500), in a shuffle of their source, and how many; all test items
+are used."""
 SAMPLE_SEED = 0
 """The paper does not state its own."""
 MODULE = "classify.predict"
@@ -29,6 +30,7 @@ class Banking77Task(DspyTask):
     """Implements `mmrl.tasks.base.Task`; see `DspyTask` for arguments and errors."""
 
     main_metric = "em"
+    parts = frozenset(SAMPLE)
 
     def load(self) -> Mapping[str, Sequence[Example]]:
         """The mini world's splits, or those of the files; a split left at `mini` beside files is empty."""
@@ -83,15 +85,22 @@ class Banking77Task(DspyTask):
             raise DataError(problems)
 
     def _samples(self, rows: Mapping[str, Sequence[Example]]) -> dict[str, Sequence[Example]]:
-        """The paper's sample of each split that has no number in the config; a source used twice is shared out."""
+        """The paper's numbers of items, at their places in one shuffle of a source, so that train and dev may share
+        one; or all rows."""
         found: dict[str, Sequence[Example]] = {split: [] for split in SPLITS}
-        taken: dict[str, set[str]] = {}
         for split, examples in rows.items():
-            used = taken.setdefault(self.sources[split], set())
-            free = [example for example in examples if example.inputs["text"] not in used]
-            wanted = getattr(self.config.data, f"{split}_items")
-            found[split] = subset(free, SAMPLE.get(split), split, SAMPLE_SEED) if wanted is None else free
-            used |= {example.inputs["text"] for example in found[split]}
+            found[split] = examples
+            if self.config.sample == "paper" and split in SAMPLE:
+                order = sorted(
+                    examples, key=lambda example: keyed.digest("banking77", SAMPLE_SEED, example.inputs["text"])
+                )
+                first, count = SAMPLE[split]
+                found[split] = order[first : first + count]
+                if not found[split]:
+                    raise DataError(
+                        f"task.data.{split}: {self.sources[split]} has {len(examples)} rows, the paper's {split} "
+                        f"sample begins after {first} of a shuffle; set task.sample=all to use every row"
+                    )
         return found
 
     def make_program(self) -> Any:
@@ -116,9 +125,7 @@ class Banking77Task(DspyTask):
     def describe(self) -> Mapping[str, Any]:
         """See `mmrl.tasks.base.Task.describe`."""
         facts = {**super().describe(), "labels": len(self.labels)}
-        drawn = [
-            f"{SAMPLE[s]} {s}" for s in self.sources if s in SAMPLE and getattr(self.config.data, f"{s}_items") is None
-        ]
+        drawn = [f"{SAMPLE[s][1]} {s}" for s in self.sources if s in SAMPLE and self.config.sample == "paper"]
         return facts | ({"sample": f"{', '.join(drawn)} drawn with seed {SAMPLE_SEED}"} if drawn else {})
 
 

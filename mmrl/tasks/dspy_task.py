@@ -35,6 +35,8 @@ class DspyTask:
 
     unread: ClassVar[tuple[str, ...]] = ("dataset", "corpus", "retriever", "punctuation")
     """Options of `task` without effect here."""
+    parts: ClassVar[frozenset[str]] = frozenset()
+    """Splits that take rows of their own of a source that they share, with `task.sample=paper`."""
     reward_sets: tuple[str, ...] = ("outcome",)
     lacks: ClassVar[frozenset[str]] = frozenset({"penalties", "observations"})
     """What the program never has, so that options about it are refused (`mmrl.config.effects.Facts`)."""
@@ -45,7 +47,7 @@ class DspyTask:
         self.config = config
         self.failure_score = config.failure_score
         self.tools: Mapping[str, Tool] = {}
-        problems = self.option_problems()
+        problems = self.option_problems() + self.source_problems()
         self._examples: dict[str, list[Example]] = {}
         try:
             loaded = self.load()
@@ -78,6 +80,19 @@ class DspyTask:
             if getattr(self.config, name) != fields[name].get_default(call_default_factory=True)
         ]
         return [f"task.{name}: has no effect with task {self.name}; leave it out" for name in changed]
+
+    def source_problems(self) -> list[str]:
+        """Sources that two splits would use in full."""
+        splits_of: dict[str, list[str]] = {}
+        for split, spec in self.sources.items():
+            splits_of.setdefault(spec, []).append(split)
+        apart = self.parts if self.config.sample == "paper" else frozenset[str]()
+        return [
+            f"task.data: {' and '.join(splits)} are all of {spec}; expected a source each"
+            + (f", or task.sample=paper for {' and '.join(splits)}" if self.parts.issuperset(splits) else "")
+            for spec, splits in splits_of.items()
+            if len(splits) > 1 and not apart.issuperset(splits)
+        ]
 
     @property
     def sources(self) -> dict[str, str]:

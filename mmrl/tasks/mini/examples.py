@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mmrl import keyed
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.tasks.mini.questions import Question, make_questions
+from mmrl.tasks.mini.requests import make_external, make_requests
 from mmrl.tasks.mini.singles import make_bridges, make_singles
 from mmrl.tasks.mini.support import INTENTS, make_support
 from mmrl.tasks.mini.world import make_world
@@ -67,6 +70,23 @@ def mini_support(split: str) -> list[Example]:
         )
         for query in make_support(split)
     ]
+
+
+def mini_requests(split: str) -> list[Example]:
+    """The private requests of a split; `metadata["ask"]` is what demonstrations are made from."""
+    return [
+        Example(
+            id=request.id,
+            inputs={"user_query": request.text},
+            metadata={"target": request.target, "units": list(request.units), "ask": request.ask},
+        )
+        for request in make_requests(split)
+    ]
+
+
+def mini_external() -> Callable[[str], str]:
+    """The rule-based external model of the mini world: request to response."""
+    return make_external()
 
 
 def _example(question: Question, corpus: str) -> Example:
