@@ -166,6 +166,73 @@ def test_hub_data_set_through_local_parquet_of_the_same_schema(tmp_path, monkeyp
         load("hotpotqa/hotpot_qa", "musique")
 
 
+PARAGRAPHS = [{"idx": 0, "title": "T", "paragraph_text": "x", "is_supporting": True}]
+TRIVIA = {"value": "Ada", "aliases": ["Ada", "A."], "normalized_aliases": ["ada", "a"]}
+HUB = [
+    # id, split of the repository, layout, a row with its columns, accepted answers
+    ("google-research-datasets/nq_open", "validation", "nq", {"question": "Q?", "answer": ["Ada", "A."]}, 2),
+    (
+        "mandarjoshi/trivia_qa",
+        "validation",
+        "triviaqa",
+        {"question": "Q?", "question_id": "t1", "question_source": "s", "answer": TRIVIA},
+        2,
+    ),
+    (
+        "akariasai/PopQA",
+        "test",
+        "popqa",
+        {"id": 7, "subj": "S", "prop": "capital", "question": "Q?", "possible_answers": '["Ada", "A."]'},
+        2,
+    ),
+    *(
+        (
+            "RUC-NLPIR/FlashRAG_datasets",
+            "test",
+            layout,
+            {"id": "dev_0", "question": "Q?", "golden_answers": ["Ada", "A."]},
+            2,
+        )
+        for layout in ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique")
+    ),
+    (
+        "dgslibisey/MuSiQue",
+        "validation",
+        "musique",
+        {"id": "2hop__1", "question": "Q?", "answer": "Ada", "answer_aliases": ["A."], "paragraphs": PARAGRAPHS},
+        2,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "split", "layout", "row", "answers"), HUB)
+def test_columns_of_the_hub_data_sets_through_local_parquet(tmp_path, monkeypatch, name, split, layout, row, answers):
+    saved(tmp_path, [row], f"{name}/{split}.parquet")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    (found,) = load(f"{name}::{split}", layout)
+    assert (found.question, len(found.answers)) == ("Q?", answers)
+    assert bool(found.paragraphs) == ("paragraphs" in row)
+
+
+def test_ids_of_several_sets_in_one_are_told_apart(tmp_path):
+    rows = [{"id": "train_0", "data_source": name, "question": "Q?", "golden_answers": ["A"]} for name in ("nq", "h")]
+    assert [r.id for r in load(saved(tmp_path, rows, "mix.parquet"), "nq")] == ["nq-train_0", "h-train_0"]
+
+
+def test_a_hub_data_set_without_answers_is_told_which_column_is_missing(tmp_path, monkeypatch):
+    saved(tmp_path, [{"id": "x", "question": "Q?"}], "some/set/validation.parquet")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    for layout in LAYOUTS:
+        with pytest.raises(DataError) as caught:
+            load("some/set", layout)
+        assert str(caught.value) == (
+            "task.data.dev: some/set: misses the columns possible_answers or golden_answers or answers or answer; "
+            "it has id, question"
+        )
+
+
 def test_an_unreachable_hub_id_is_one_clear_error(monkeypatch):
     import datasets
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mmrl import keyed
@@ -112,9 +113,13 @@ def _questions(values: Mapping[str, Any]) -> Record:
     )
 
 
+ANSWER_FIELDS = ("possible_answers", "golden_answers", "answers", "answer")
+"""Fields that hold accepted answers (PopQA's, FlashRAG's, others'), the first one there counts."""
+
+
 def _answers(values: Mapping[str, Any]) -> tuple[str, ...]:
     """Accepted answers: one text, a list, a list written as JSON text, or TriviaQA's record of aliases."""
-    field = next((name for name in ("possible_answers", "answers") if name in values), "answer")
+    field = next((name for name in ANSWER_FIELDS if name in values), "answer")
     value = values[field]
     if field == "possible_answers" and isinstance(value, str):
         value = json.loads(value)
@@ -134,11 +139,18 @@ LAYOUTS: Mapping[str, Layout] = {
     "hotpotqa": Layout(("id", "question", "answer", "type", "level", "supporting_facts", "context"), _hotpot),
     "2wiki": Layout(("id", "question", "answer", "type", "supporting_facts", "context"), _hotpot),
     "musique": Layout(("id", "question", "answer", "paragraphs"), _musique),
-    "nq": Layout(("question", "answer"), _questions),
-    "triviaqa": Layout(("question", "answer"), _questions),
-    "popqa": Layout(("id", "question", "possible_answers"), _popqa),
+    "nq": Layout(("question", "|".join(ANSWER_FIELDS)), _questions),
+    "triviaqa": Layout(("question", "|".join(ANSWER_FIELDS)), _questions),
+    "popqa": Layout(("id", "question", "|".join(ANSWER_FIELDS)), _popqa),
 }
 """`task.dataset` -> layout."""
+
+
+def hub_columns(layout: Layout, names: Collection[str]) -> Sequence[str]:
+    """Columns that a hub data set must have: its own layout's, or a question and answers where it has no evidence."""
+    if set(EVIDENCE).isdisjoint(names):
+        return ("question", "|".join(ANSWER_FIELDS))
+    return layout.columns
 
 
 def load_records(source: Source, split: str, layout: Layout) -> list[Record]:
@@ -148,7 +160,7 @@ def load_records(source: Source, split: str, layout: Layout) -> list[Record]:
         DataError: a missing or malformed file, a record without a field or with an empty answer, or duplicate ids.
     """
     records: dict[str, Record] = {}
-    for number, row in enumerate(source.rows(split, layout.columns)):
+    for number, row in enumerate(source.rows(split, partial(hub_columns, layout))):
         record = _record(source, row, layout, f"{split}-{number}")
         if record.id in records:
             raise DataError(f"{source.key}: {row.where}: duplicate id '{record.id}'")
@@ -162,6 +174,8 @@ def _record(source: Source, row: Row, layout: Layout, number: str) -> Record:
     if not isinstance(values, Mapping):
         raise DataError(f"{source.key}: {row.where}: got {type(values).__name__}, expected a record (a JSON object)")
     name = values.get("_id") or values.get("id")
+    if name is not None and values.get("data_source"):  # several sets in one, each with ids of its own (Search-R1's)
+        name = f"{values['data_source']}-{name}"
     where = f"{source.key}: {row.where}" + (f" (id '{name}')" if name else "")
     bare = not any(field in values for field in EVIDENCE)
     try:

@@ -10,7 +10,7 @@ import ast
 import csv
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,11 @@ from typing import Any
 from mmrl.errors import DataError
 
 FORMATS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt")
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+){0,2}")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]*){0,2}")
 HUB_SPLITS: Mapping[str, str] = {"train": "train", "dev": "validation", "test": "test"}
+
+
+Columns = Sequence[str] | Callable[[Collection[str]], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +69,12 @@ class Source:
             )
         return None
 
-    def rows(self, split: str, columns: Sequence[str] = ()) -> list[Row]:
+    def rows(self, split: str, columns: Columns = ()) -> list[Row]:
         """All rows.
 
         Args:
             split: `train`, `dev` or `test`; names the hub split where the id does not.
-            columns: columns that a hub data set must have.
+            columns: columns that a hub data set must have (`a|b`: one of the two), or what says so from those it has.
 
         Raises:
             DataError: unreadable, malformed or empty.
@@ -106,7 +109,7 @@ class Source:
         except csv.Error as error:
             raise DataError(f"{self.key}: {path}: {error}") from None
 
-    def _hub(self, split: str, columns: Sequence[str]) -> Iterator[Row]:
+    def _hub(self, split: str, columns: Columns) -> Iterator[Row]:
         from datasets import load_dataset
 
         name, _, rest = self.spec.partition(":")
@@ -120,7 +123,9 @@ class Source:
                 f"{self.key}: cannot load '{self.spec}' (split {chosen}) from the hub: "
                 f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             ) from None
-        missing = [column for column in columns if column not in table.column_names]
+        names = set(table.column_names)
+        wanted = columns(names) if callable(columns) else columns
+        missing = [column.replace("|", " or ") for column in wanted if names.isdisjoint(column.split("|"))]
         if missing:
             raise DataError(
                 f"{self.key}: {self.spec}: misses the columns {', '.join(missing)}; "
