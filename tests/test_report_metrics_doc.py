@@ -12,7 +12,7 @@ from mmrl.report.alarms import Thresholds
 
 ROOT = Path(__file__).resolve().parents[1]
 DOC = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-FAMILIES = ("reward", "train", "credit", "rollouts", "time", "rate", "memory")
+FAMILIES = ("reward", "train", "credit", "critic", "refill", "rollouts", "time", "rate", "memory")
 LOGGING = [
     *(ROOT / "mmrl").glob("stages/*.py"),
     *(ROOT / "mmrl").glob("trainer/*.py"),

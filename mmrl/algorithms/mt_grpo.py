@@ -20,7 +20,7 @@ from mmrl.config.algo import MtGrpoConfig, MtGrpoVariableConfig, TurnGroupConfig
 from mmrl.credit.assemble import group_metrics
 from mmrl.credit.entries import Credit, Entry
 from mmrl.credit.sequences import Track, track_weights, tracks_by_example
-from mmrl.credit.turns import Turn, TurnRules, discounted, normalise_turns
+from mmrl.credit.turns import Turn, TurnGroup, TurnRules, discounted, normalise_turns
 from mmrl.records import Forest
 from mmrl.rollout import plans
 
@@ -63,7 +63,7 @@ class MtGrpo:
         return Credit(
             algo=self.name,
             entries=tuple(entries),
-            metrics=group_metrics(forest, [item for group in groups for item in group.compared]),
+            metrics=group_metrics(forest, [item for group in groups for item in group.compared]) | turn_shares(groups),
         )
 
 
@@ -73,6 +73,17 @@ class MtGrpoVariable(MtGrpo):
     def rules(self, algo: AlgoConfig) -> TurnRules:
         """A call is a turn; a rollout's last one carries the outcome alone."""
         return TurnRules(two_turns=False, missing=section(algo, MtGrpoVariableConfig).missing_turn, combined=False)
+
+
+def turn_shares(groups: Sequence[TurnGroup]) -> dict[str, float]:
+    """Share of the examples in which all rewards of a turn are equal, for each turn that is compared."""
+    found: dict[str, list[bool]] = {}
+    for group in groups:
+        for item in group.compared:
+            name = item.group.id.removeprefix(f"{group.example}:")
+            if name.startswith("turn") and not item.result.dropped:
+                found.setdefault(name.removeprefix("turn"), []).append(item.result.constant)
+    return {f"turn/{turn}/zero_variance_share": sum(flags) / len(flags) for turn, flags in sorted(found.items())}
 
 
 def _entries(track: Track, turns: Sequence[Turn], algo: TurnGroupConfig, weight: float) -> list[Entry]:

@@ -50,6 +50,14 @@ class Thresholds:
     """`length_runaway`: growth of the mean completion length..."""
     cut_rise: float = 0.3
     """... or rise of the share of completions cut at the limit, to at least one half."""
+    clip_share: float = 0.3
+    """`clipping`: share of trained tokens whose ratio is clipped."""
+    similarity: float = 0.98
+    """`copies`: mean token F1 between the texts of a group."""
+    calls_lost: float = 0.4
+    """`calls_falling`: share of the most calls per rollout that is lost..."""
+    calls_lost_least: float = 0.5
+    """... and at least this many calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +79,8 @@ def alarms(history: History, thresholds: Thresholds | None = None) -> list[Alarm
     """All alarms of a run in order of their first step; those still on have `until=None`."""
     limits = thresholds or Thresholds()
     found: list[Alarm] = []
-    for rule in (_reward, _entropy, _zero_variance, _gap, _kl, _validity, _failures, _length, _finite):
+    rules = (_reward, _entropy, _zero_variance, _gap, _kl, _validity, _failures, _length, _finite)
+    for rule in (*rules, _clip, _similarity, _calls):
         for name, key, steps, on, say in rule(history, limits):
             found += _stretches(name, key, steps, on, say)
     return sorted(found, key=lambda alarm: (alarm.step, alarm.name, alarm.key))
@@ -244,6 +253,52 @@ def _length(history: History, limits: Thresholds) -> Iterator[Finding]:
             )
 
 
+def _clip(history: History, limits: Thresholds) -> Iterator[Finding]:
+    key = "train/clip_share"
+    steps, means = _smooth(history, key, limits)
+    yield (
+        "clipping",
+        key,
+        steps,
+        means > limits.clip_share,
+        lambda at: (
+            f"{means[at]:.0%} of the trained tokens are clipped, so most of the batch has no gradient; "
+            "lower train.lr, or fewer algo.epochs and algo.minibatches"
+        ),
+    )
+
+
+def _similarity(history: History, limits: Thresholds) -> Iterator[Finding]:
+    for key in [key for key in keys_in(history) if key.startswith("similarity/")]:
+        steps, means = _smooth(history, key, limits)
+        yield (
+            "copies",
+            key,
+            steps,
+            means >= limits.similarity,
+            lambda at, means=means: (
+                f"texts of a group agree to {means[at]:.0%}: exploration is gone; raise algo.temperature if reward "
+                "has stopped rising"
+            ),
+        )
+
+
+def _calls(history: History, limits: Thresholds) -> Iterator[Finding]:
+    key = "rollouts/calls_per_rollout"
+    steps, means = _smooth(history, key, limits)
+    best = np.maximum.accumulate(means) if len(means) else means
+    yield (
+        "calls_falling",
+        key,
+        steps,
+        best - means > np.maximum(limits.calls_lost * best, limits.calls_lost_least),
+        lambda at: (
+            f"rollouts fell to {short(means[at])} calls from {short(best[at])}: the policy stopped using its tools or "
+            "fails early; reward its turns (algo=mt_grpo, mt_ppo), or read rollouts with mmrl show"
+        ),
+    )
+
+
 def _finite(history: History, limits: Thresholds) -> Iterator[Finding]:
     for key in MUST_BE_FINITE:
         places = [record for record in history if isinstance(record.get(key), float)]
@@ -257,7 +312,8 @@ def _finite(history: History, limits: Thresholds) -> Iterator[Finding]:
 
 
 def _module_keys(history: History, facts: tuple[str, ...]) -> list[str]:
-    return [key for key in keys_in(history) if key.startswith("module/") and key.rsplit("/", 1)[1] in facts]
+    kinds = ("module/", "turn/")
+    return [key for key in keys_in(history) if key.startswith(kinds) and key.rsplit("/", 1)[1] in facts]
 
 
 def _stretches(name: str, key: str, steps: np.ndarray, on: np.ndarray, say: Any) -> list[Alarm]:

@@ -12,6 +12,9 @@ from mmrl.errors import MODEL_CAUSED
 from mmrl.records import Call, Forest, Rollout
 from mmrl.tasks.metrics import f1
 
+TURNS = 8
+"""Turns with metrics of their own; further ones are rare and few."""
+TURN_METRICS = ("calls", "length", "finish_length_share", "format_rate", "surprise")
 SIMILARITY_PAIRS = 6
 """Pairs compared per group; more change the mean little and cost quadratically."""
 
@@ -23,6 +26,25 @@ def forest_metrics(forest: Forest) -> dict[str, float]:
     metrics["rollouts/tokens"] = float(sum(call.completion_tokens for call in forest.calls.values()))
     for module, calls in by_module(forest).items():
         metrics |= {f"module/{module}/{name}": value for name, value in module_metrics(calls).items()}
+    return metrics | turn_metrics(forest)
+
+
+def turn_metrics(forest: Forest) -> dict[str, float]:
+    """Calls and turns per rollout; for programs with growing contexts, behaviour by turn (the first `TURNS`)."""
+    paths = [path for path in map(forest.path, forest.rollouts) if path]
+    if not paths:
+        return {}
+    metrics = {
+        "rollouts/calls_per_rollout": fmean(len(path) for path in paths),
+        "rollouts/turns_per_rollout": fmean(1 + max(call.turn for call in path) for path in paths),
+    }
+    turns: dict[int, list[Call]] = defaultdict(list)
+    for call in forest.calls.values():
+        turns[call.turn].append(call)
+    if len(turns) > 1:
+        for turn in sorted(turns)[:TURNS]:
+            found = module_metrics(turns[turn])
+            metrics |= {f"turn/{turn}/{name}": found[name] for name in TURN_METRICS if name in found}
     return metrics
 
 
@@ -83,11 +105,15 @@ def credit_metrics(forest: Forest, entries: Iterable[Entry]) -> dict[str, float]
     """Mean reward per module as credited, and how alike the members of a group are."""
     groups: dict[str, list[Entry]] = defaultdict(list)
     rewards: dict[str, list[float]] = defaultdict(list)
+    turns: dict[int, list[float]] = defaultdict(list)
     for entry in entries:
         rewards[forest.calls[entry.call].module].append(entry.reward)
+        turns[forest.calls[entry.call].turn].append(entry.reward)
         if entry.group is not None:
             groups[entry.group].append(entry)
     metrics = {f"module/{module}/reward": fmean(values) for module, values in rewards.items()}
+    if len(turns) > 1:
+        metrics |= {f"turn/{turn}/reward": fmean(turns[turn]) for turn in sorted(turns)[:TURNS]}
     return metrics | similarity(forest, groups)
 
 

@@ -34,6 +34,8 @@ class StepTotals:
         self.sums = torch.zeros(len(self.modules), len(_ENTRY_SUMS + _TOKEN_SUMS), dtype=torch.float64, device=device)
         self.plain = torch.zeros(3, dtype=torch.float64, device=device)
         """Tokens forwarded; gap sum; gap count."""
+        self.gaps = torch.zeros(len(self.modules), 2, dtype=torch.float64, device=device)
+        """Gap sum and count of each module."""
         self.gap_max = torch.zeros((), dtype=torch.float64, device=device)
         self.with_kl = False
         self.losses: list[float] = []
@@ -69,6 +71,8 @@ class StepTotals:
         if gap.numel():
             self.plain[1] += gap.sum()
             self.plain[2] += gap.numel()
+            self.gaps[:, 0].index_add_(0, pack.modules[known], gap)
+            self.gaps[:, 1].index_add_(0, pack.modules[known], torch.ones_like(gap))
             self.gap_max = torch.maximum(self.gap_max, gap.max())
 
     def metrics(self, reduce: Callable[[torch.Tensor, str], torch.Tensor]) -> dict[str, float]:
@@ -87,6 +91,9 @@ class StepTotals:
         }
         if gap_count:
             found |= {"train/logprob_gap_mean": gap_sum / gap_count, "train/logprob_gap_max": gap_max}
+        for module, (own, count) in zip(self.modules, reduce(self.gaps, "sum").tolist(), strict=True):
+            if count:
+                found[f"module/{module}/logprob_gap_mean"] = own / count
         for name in self.adapter_norms[0] if self.adapter_norms else ():
             found[f"adapter/{name}/grad_norm"] = math.fsum(norms[name] for norms in self.adapter_norms) / updates
         found |= {f"adapter/{name}/lr": lr for name, lr in self.adapter_lr.items()}
