@@ -16,10 +16,20 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rich.console import Console
+
 from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms import problems as algorithm_problems
 from mmrl.algorithms.options import TURN_SETS
-from mmrl.config import EvalCommandConfig, RootConfig, TaskConfig, TrainCommandConfig, validate
+from mmrl.config import (
+    EvalCommandConfig,
+    HardwareConfig,
+    RootConfig,
+    RunConfig,
+    TaskConfig,
+    TrainCommandConfig,
+    validate,
+)
 from mmrl.config.effects import Facts, without_effect
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, unknown
 from mmrl.policy import Policy, describe_weights, resolve
@@ -27,6 +37,9 @@ from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir, allocate, refuse_full
 from mmrl.report.tables import align, facts_table
 from mmrl.rollout.programs import with_program
+from mmrl.stages.launch import problems as hardware_problems
+from mmrl.stages.launch import refuse_unlaunched, start
+from mmrl.stages.processes import ALONE, Processes, join, launched
 from mmrl.stages.teachers import build_teachers, teacher_problems
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Canonical, Task
@@ -95,8 +108,6 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
             refuse_full(Path(config.run.dir))
         except ConfigError as error:
             problems += error.problems
-    if config.hardware.processes != 1:
-        problems.append(f"hardware.processes: got {config.hardware.processes}, expected 1: mmrl starts no others yet")
     task = build_task(config.task, config.seed)
     if config.task.reward is not None and config.task.reward not in task.reward_sets:
         problems.append(unknown("task.reward", config.task.reward, task.reward_sets))
@@ -108,8 +119,12 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
         )
         problems += without_effect(config, typed, facts)
     if isinstance(config, EvalCommandConfig):
+        if config.hardware.processes * config.hardware.nodes != 1:
+            problems.append(f"hardware: profile '{config.hardware.name}' has several processes, mmrl eval runs in one")
         return problems + policy_problems(config, task)
     assert isinstance(config, TrainCommandConfig)
+    engine = config.hardware.engine if config.engine.name == "auto" else config.engine.name
+    problems += hardware_problems(config.hardware, engine, modules=config.model.modules is not None)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)
     problems += assignment(config, task).problems()
@@ -190,19 +205,59 @@ def train(config: TrainCommandConfig, command: Sequence[str]) -> int:
 
     config = settle(config)
     load_tokenizer(config.model)  # a model that cannot be had is found before a run directory is made
-    if config.run.dir is None:
-        stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-        path = allocate(Path("outputs") / config.task.name / config.algo.name, f"{stamp}_s{config.seed}")
-        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(path)})})
+    if launched() is None:
+        refuse_unlaunched(config.hardware)
+        if config.hardware.processes > 1:
+            config = placed(config)
+            assert config.run.dir is not None
+            job = {"config": config.model_dump(mode="json"), "command": list(command)}
+            return start(job, config.hardware, config.run.dir)
+    return begin(config, command)
+
+
+def placed(config: TrainCommandConfig) -> TrainCommandConfig:
+    """The config with a run directory of its own."""
+    if config.run.dir is not None:
+        return config
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    path = allocate(Path("outputs") / config.task.name / config.algo.name, f"{stamp}_s{config.seed}")
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(path)})})
+
+
+def begin(config: TrainCommandConfig, command: Sequence[str]) -> int:
+    """Start a run in this process, which may be one of several. Returns the exit code."""
+    processes = join(config.hardware.processes * config.hardware.nodes, config.hardware.device)
+    config = processes.first(placed(config) if processes.main else config)
     assert config.run.dir is not None
-    with RunDir.create(config.run.dir, config.model_dump(mode="json"), command) as rundir:
-        return _run(config, rundir, None)
+    if processes.main:
+        with RunDir.create(config.run.dir, config.model_dump(mode="json"), command) as rundir:
+            processes.first(None)
+            return _run(config, rundir, None, processes)
+    processes.first(None)  # the main process has made the folder
+    return _run(config, RunDir.read(config.run.dir), None, processes)
+
+
+def work(job: Mapping[str, Any]) -> int:
+    """One process of a run that `start` has started: begin it, or continue it."""
+    if "resume" in job:
+        return resume(Path(job["resume"]))
+    import_plugins(job["config"].get("plugins", ()))
+    return begin(validate(TrainCommandConfig, as_tuples(job["config"])), job["command"])
 
 
 def resume(folder: Path) -> int:
     """Continue a stopped or killed run from its newest complete checkpoint, to the numbers it would have had."""
     from mmrl.trainer.checkpoint import latest
 
+    hardware = RunDir.read(folder).config.get("hardware", {})
+    count = hardware.get("processes", 1) * hardware.get("nodes", 1)
+    if launched() is None and count > 1:
+        refuse_unlaunched(validate_hardware(hardware))
+        return start({"resume": str(folder)}, validate_hardware(hardware), str(folder))
+    processes = join(count, hardware.get("device", "cpu"))
+    if not processes.main:
+        shared: tuple[TrainCommandConfig, Path | None] = processes.first((None, None))  # type: ignore[assignment]
+        return _run(shared[0], RunDir.read(folder), shared[1], processes)
     with RunDir.open(folder, command=["mmrl", "train", f"resume={folder}"]) as rundir:
         import_plugins(rundir.config.get("plugins", ()))
         config = validate(TrainCommandConfig, as_tuples(rundir.config))
@@ -212,7 +267,13 @@ def resume(folder: Path) -> int:
         check_resumable(config)
         checkpoint = latest(rundir.checkpoints)
         rundir.truncate_after(step_number(checkpoint) if checkpoint else 0)
-        return _run(config, rundir, checkpoint)
+        processes.first((config, checkpoint))
+        return _run(config, rundir, checkpoint, processes)
+
+
+def validate_hardware(section: Mapping[str, Any]) -> HardwareConfig:
+    """The hardware section of a run's config."""
+    return HardwareConfig.model_validate(dict(section))
 
 
 def check_resumable(config: TrainCommandConfig) -> None:
@@ -245,7 +306,7 @@ def settle(config: ConfigT) -> ConfigT:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"hardware: profile '{hardware.name}' asks for a CUDA device, this machine has none")
-    threads = hardware.threads or len(os.sched_getaffinity(0))
+    threads = hardware.threads or max(1, len(os.sched_getaffinity(0)) // hardware.processes)
     engine = hardware.engine if config.engine.name == "auto" else config.engine.name
     return config.model_copy(
         update={
@@ -285,8 +346,8 @@ def on_mini_world(task: TaskConfig) -> TaskConfig:
     return task.model_copy(update={"data": data, "corpus": None})
 
 
-def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None) -> int:
-    """Evaluate, train, evaluate, report."""
+def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, processes: Processes) -> int:
+    """Evaluate, train, evaluate, report; all processes of the run do the work, the main one writes and shows."""
     from mmrl.report.finish import finish
     from mmrl.report.progress import Progress
     from mmrl.report.trackers import trackers
@@ -294,13 +355,20 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None) ->
     started = time.perf_counter()
     task = build_task(config.task, config.seed)
     done = step_number(checkpoint) if checkpoint else 0
+    tracked = config if processes.main else config.model_copy(update={"run": RunConfig()})
     with (
-        Progress(config, total=config.train.steps, main_metric=task.main_metric, first_step=done) as progress,
+        Progress(
+            config,
+            total=config.train.steps,
+            main_metric=task.main_metric,
+            first_step=done,
+            console=None if processes.main else Console(quiet=True),
+        ) as progress,
         stoppable(),
-        trackers(config, rundir, progress.note) as opened,
+        trackers(tracked, rundir, progress.note) as opened,
     ):
         progress.note(describe_start(config, task, rundir, checkpoint))
-        stage, trainer = build_stage(config, task, rundir, progress, opened, checkpoint)
+        stage, trainer = build_stage(config, task, rundir, progress, opened, checkpoint, processes)
         try:
             before = stage.baseline()
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -308,6 +376,8 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None) ->
         except (MmrlError, KeyboardInterrupt):
             progress.note(f"stopped; continue with: mmrl train resume={rundir.path}")
             raise
+        if not processes.main:
+            return 0
         text = finish(
             rundir,
             config,
@@ -322,7 +392,13 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None) ->
 
 
 def build_stage(
-    config: TrainCommandConfig, task: Task, rundir: RunDir, progress: Any, trackers: Any, checkpoint: Path | None
+    config: TrainCommandConfig,
+    task: Task,
+    rundir: RunDir,
+    progress: Any,
+    trackers: Any,
+    checkpoint: Path | None,
+    processes: Processes = ALONE,
 ) -> tuple[WeightStage, Any]:
     """Tokenizer, model, trainer, engine and the stage that ties them together."""
     import torch
@@ -345,6 +421,7 @@ def build_stage(
         heldout=task.examples(config.eval.split),
         reward_set=reward_set(config, task),
         assignment=assignment(config, task),
+        processes=processes,
     )
     trainer = stage.trainer(load_model(config.model, hardware.device), checkpoint)
     # The engine samples from the very module that is trained (wrapped by peft where there is an adapter).

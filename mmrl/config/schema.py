@@ -52,7 +52,13 @@ class HardwareConfig(Section):
 
     name: str
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    processes: int = Field(1, ge=1)
+    processes: int = Field(1, ge=1, description="training processes on each node; more than one start by themselves")
+    nodes: int = Field(1, ge=1, description="machines; more than one need a launcher (torchrun, SLURM)")
+    rollout_devices: int = Field(0, ge=0, description="GPUs kept for the managed engine, after those that train")
+    sharding: Literal["none", "fsdp2", "zero2", "zero3"] = Field(
+        "none", description="how processes share weights: whole copies (DDP), FSDP2, or DeepSpeed ZeRO"
+    )
+    cpu_offload: bool = Field(False, description="sharded states wait in host memory")
     engine: str = Field("transformers", description="engine used when engine=auto")
     threads: int | None = Field(None, ge=1, description="torch threads; null: all cores, stored in the run")
 

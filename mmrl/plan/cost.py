@@ -12,9 +12,8 @@ from mmrl.config import TrainCommandConfig
 from mmrl.plan.devices import Device
 from mmrl.plan.load import Load
 from mmrl.plan.shapes import Shape
+from mmrl.trainer.layout import CPU_SHARE, CPU_TOKENS, GPU_SHARE, GPU_TOKENS, LEAST_TOKENS
 
-PACK_TOKENS = {"cpu": 4096, "gpu": 65536}
-"""Most tokens that the trainer puts into a pack when `train.microbatch_tokens` is null (`trainer.layout`)."""
 CHUNK = 1024
 """Scored positions whose logits are held at once."""
 DECODE_OVERHEAD_S = {"cpu": 0.35e-3}
@@ -54,7 +53,7 @@ def setup(config: TrainCommandConfig, shape: Shape) -> Setup:
     )
 
 
-def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float) -> dict[str, float]:
+def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float, device: Device) -> dict[str, float]:
     """Bytes per device by part, as the trainer and the in-process engine hold them.
 
     Args:
@@ -62,8 +61,7 @@ def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float)
         longest: tokens of the longest call.
     """
     made = setup(config, shape)
-    budget = config.train.microbatch_tokens or PACK_TOKENS["cpu" if config.hardware.device == "cpu" else "gpu"]
-    pack = max(float(min(budget, load.trained_unique / made.processes)), longest)
+    pack = max(min(float(pack_tokens(config, shape, device, made)), load.trained_unique / made.processes), longest)
     held = min(load.prompt_unique + load.completion, float(config.engine.batch_tokens))
     trained = made.trained_parameters
     found = {
@@ -79,6 +77,18 @@ def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float)
         "engine's copy": shape.parameters * made.width if config.engine.name.startswith("vllm") else 0,
     }
     return {part: float(size) for part, size in found.items() if size}
+
+
+def pack_tokens(config: TrainCommandConfig, shape: Shape, device: Device, made: Setup) -> int:
+    """Tokens forwarded at once: as typed, else by the trainer's rule from the device's memory."""
+    if config.train.microbatch_tokens is not None:
+        return config.train.microbatch_tokens
+    cpu = device.name == "cpu"
+    memory, most = (CPU_SHARE, CPU_TOKENS) if cpu else (GPU_SHARE, GPU_TOKENS)
+    layer = made.width * (12 * shape.hidden + 4 * shape.intermediate)
+    checkpointed = layer + shape.layers * made.width * shape.hidden
+    per_token = checkpointed if config.model.gradient_checkpointing else shape.layers * layer
+    return max(LEAST_TOKENS, min(most, int(memory * device.memory / per_token) // LEAST_TOKENS * LEAST_TOKENS))
 
 
 def _critic_bytes(config: TrainCommandConfig, shape: Shape, made: Setup) -> float:

@@ -37,7 +37,7 @@ class Plan:
     def memory(self) -> dict[str, float]:
         """Bytes per device by part."""
         longest = max((load.prompt + load.completion) / load.calls for load in self.loads.values() if load.calls)
-        return memory(self.config, self.shape, self.step, longest)
+        return memory(self.config, self.shape, self.step, longest, self.device)
 
     def seconds(self) -> dict[str, float]:
         """Seconds of a step by phase."""
@@ -67,7 +67,7 @@ class Plan:
             (
                 parts["activations"],
                 True,
-                f"train.microbatch_tokens below {config.train.microbatch_tokens or 'the largest pack'}",
+                f"a smaller train.microbatch_tokens ({config.train.microbatch_tokens or 'auto'} now)",
             ),
             (parts.get("KV cache", 0.0), True, f"engine.batch_tokens below {config.engine.batch_tokens}"),
         ]

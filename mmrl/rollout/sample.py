@@ -157,6 +157,7 @@ async def sample(
     Returns:
         A forest whose calls and rollouts are ordered by (example, tree, branch), whatever order they finished in.
     """
+    asyncio.get_running_loop().set_exception_handler(_stopped_quietly)
     trees: list[tuple[int, _Tree]] = []
     for example, planned in plans:
         for index, plan in enumerate(planned):
@@ -199,3 +200,9 @@ def _check_finite(score: Score) -> None:
     for name, value in numbers.items():
         if not math.isfinite(value):
             raise RewardFailure(f"the reward function returned {value} for {name}, expected a finite number")
+
+
+def _stopped_quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A stop (Ctrl-C, SIGTERM) that hit a branch is told once, by whoever stops the run, not by every task as well."""
+    if not isinstance(context.get("exception"), KeyboardInterrupt):
+        loop.default_exception_handler(context)

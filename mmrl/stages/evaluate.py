@@ -20,6 +20,7 @@ from mmrl.rollout.context import Environment
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.stages.metrics import failed_share, module_metrics
+from mmrl.stages.processes import ALONE, Processes
 
 CHUNK = 256
 """Items evaluated at once: enough for full batches, few enough that a killed evaluation loses little."""
@@ -35,6 +36,7 @@ def evaluate(
     reward_set: str,
     results: Path | None = None,
     on_forest: Callable[[int, Forest], None] | None = None,
+    processes: Processes = ALONE,
 ) -> list[Item]:
     """Evaluate on `examples` (the first `settings.items` of them).
 
@@ -42,6 +44,7 @@ def evaluate(
         env_for: environment for a key; sampling depends on (seed, item, sample) alone, never on the chunk.
         results: JSONL of per-item results; items already there are not run again.
         on_forest: told each chunk's forest, for the journal.
+        processes: who share the work; only the main one writes.
 
     Returns:
         One item per example: id, means over samples of reward and metrics, errors. Failed rollouts score 0.
@@ -49,16 +52,18 @@ def evaluate(
     wanted = list(examples[: settings.items] if settings.items else examples)
     done: dict[str, Item] = {}
     if results:
-        repair_jsonl(results)  # a line torn by a kill must not swallow the next one
-        done = {item["id"]: item for item in read_jsonl(results)}
+        if processes.main:
+            repair_jsonl(results)  # a line torn by a kill must not swallow the next one
+            done = {item["id"]: item for item in read_jsonl(results)}
+        done = processes.first(done)
     for chunk in chunks([e for e in wanted if e.id not in done]):
         env = env_for((seed, "eval"))
-        plans = [(example, independent(settings.samples)) for example in chunk]
-        forest = asyncio.run(sample(env, plans, reward_set))
+        plans = [(example, independent(settings.samples)) for example in processes.share(chunk)]
+        forest = processes.forest(asyncio.run(sample(env, plans, reward_set)), chunk)
         found = item_results(forest)
         if on_forest:
             on_forest(len(done) // CHUNK, forest)
-        if results:
+        if results and processes.main:
             append_jsonl(results, found)
         done |= {item["id"]: item for item in found}
     return [done[example.id] for example in wanted]

@@ -29,6 +29,7 @@ from mmrl.rollout.sample import sample
 from mmrl.stages.environment import eval_settings, make_environment
 from mmrl.stages.evaluate import Item, evaluate, evaluation_metrics
 from mmrl.stages.metrics import credit_metrics, failed_share, forest_metrics
+from mmrl.stages.processes import ALONE, Processes
 from mmrl.stages.refill import refill, refills
 from mmrl.stages.teachers import TeacherParts, teachers_of_step
 from mmrl.tasks.base import Canonical, Task
@@ -55,6 +56,7 @@ class WeightStage:
     reward_set: str
     assignment: ModuleAssignment
     """Which module speaks with which weights."""
+    processes: Processes = ALONE
     engine: Any = None
     """Set once the trainer has the model."""
     updates: Any = None
@@ -91,21 +93,18 @@ class WeightStage:
             TooManyFailures: a larger share than `train.max_failed_share` failed from outside causes.
         """
         self.step_started = time.perf_counter()
-        self.times = dict.fromkeys(("generate", "retrieve", "rollout"), 0.0)
+        self.times = dict.fromkeys(("generate", "retrieve", "rollout", "annotate"), 0.0)
         examples = batch_of(self.train, self.config.train.batch_size, step, self.config.seed)
         if refills(self.config.algo):
             return self._refilled_batch(examples, step)
         forest = self._sample(examples, step)
         started = time.perf_counter()
-        # The critic's values and the reference's log-probabilities, for the algorithms that credit with them.
-        forest = annotate(self.updates, forest)
-        self.times["annotate"] = time.perf_counter() - started
-        started = time.perf_counter()
         minibatch = minibatches(examples, self.config.algo.minibatches)
         credit = self._credit(forest, minibatch)
         self.times["credit"] = time.perf_counter() - started
         self.pending = forest_metrics(forest) | credit_metrics(forest, credit.entries) | dict(credit.metrics)
-        write_step(self.rundir, forest, credit.entries)
+        if self.processes.main:
+            write_step(self.rundir, forest, credit.entries)
         calls = train_calls(forest, credit, minibatch)
         return StepBatch(step=step, calls=calls, minibatches=self.config.algo.minibatches, metrics={})
 
@@ -125,11 +124,11 @@ class WeightStage:
         minibatch = minibatches(filled.kept, algo.minibatches)
         trained = filled.trained
         credit = self._credit(trained, minibatch)
-        self.times["annotate"] = 0.0
         self.times["credit"] = time.perf_counter() - started - self.times["rollout"]
         self.pending = forest_metrics(filled.forest) | credit_metrics(trained, credit.entries)
         self.pending |= dict(credit.metrics) | filled.metrics()
-        write_step(self.rundir, filled.forest, credit.entries)
+        if self.processes.main:
+            write_step(self.rundir, filled.forest, credit.entries)
         calls = train_calls(trained, credit, minibatch)
         return StepBatch(step=step, calls=calls, minibatches=algo.minibatches, metrics={})
 
@@ -137,7 +136,7 @@ class WeightStage:
         return assign_credit(forest, self.config.algo, self.config.seed, minibatch, self.assignment.frozen)
 
     def _sample(self, examples: Sequence[Example], step: int) -> Forest:
-        """The forest of some examples.
+        """The forest of some examples, whole on every process: groups form over it, and all compute the same credit.
 
         Raises:
             TooManyFailures: see `next_batch`.
@@ -154,13 +153,18 @@ class WeightStage:
         )
         env = make_environment(self.config, self.task, self.engine, self.tokenizer, settings, (seed, step))
         env.teachers = teachers_of_step(self.teachers, self.config, settings, (seed, step), self.tokenizer)
-        modules = self.task.program.modules
-        plans = [(example, algorithm.plan(algo, modules, (seed, step, example.id))) for example in examples]
+        modules, own = self.task.program.modules, self.processes.share(examples)
+        plans = [(example, algorithm.plan(algo, modules, (seed, step, example.id))) for example in own]
         started, busy = time.perf_counter(), self.engine.busy_s
         forest = asyncio.run(sample(env, plans, self.reward_set, step))
         self.times["generate"] += self.engine.busy_s - busy
         self.times["retrieve"] += env.retrieve_s
         self.times["rollout"] += time.perf_counter() - started
+        started = time.perf_counter()
+        # The critic's values and the reference's log-probabilities, for the algorithms that credit with them.
+        forest = annotate(self.updates, forest)
+        self.times["annotate"] += time.perf_counter() - started
+        forest = self.processes.forest(forest, examples)
         share = failed_share(forest.rollouts)
         if share > self.config.train.max_failed_share:
             first = next(r for r in forest.rollouts if r.reward is None)
@@ -198,7 +202,7 @@ class WeightStage:
 
     def baseline(self) -> list[Item]:
         """Evaluate before training; on a resumed run, read back what was found then."""
-        logged = any(record["step"] == 0 for record in self.rundir.history())
+        logged = self.processes.first(any(record["step"] == 0 for record in self.rundir.history()))
         if logged:
             return self.items(0)
         metrics = self.evaluate(0)
@@ -206,6 +210,8 @@ class WeightStage:
         return self.items(0)
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
+        if not self.processes.main:
+            return
         self.rundir.append_metrics(step, metrics)
         self.trackers.log(step, metrics)
         if step:
@@ -232,6 +238,7 @@ class WeightStage:
             self.config.seed,
             self.reward_set,
             self.rundir.eval_path(step, self.config.eval.split),
+            processes=self.processes,
         )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers.utils import logging as hf_logging
 
 
@@ -21,6 +22,9 @@ def one_device(args: Any) -> Any:
     """One process trains on one device, however many are visible (`Trainer` would wrap in DataParallel)."""
     if args.n_gpu > 1:
         args._n_gpu = 1
+    if args.device.type == "cpu":
+        # Several processes call it cpu:0, a name under which torch cannot load the optimizer of a checkpoint.
+        args.__dict__["_setup_devices"] = torch.device("cpu")
     return args
 
 

@@ -1,0 +1,108 @@
+"""The processes of one run: which share of the rollouts is this one's, and how shares come together.
+
+Part of `stages`. Every process samples every `world`-th example of a batch with its own engine; then all hold the whole
+forest, so groups form over the whole batch and every process computes the same credit. The trainer splits the update.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from mmrl.errors import ConfigError
+from mmrl.records import Call, Example, Forest, Rollout
+
+Value = TypeVar("Value")
+WAIT = timedelta(hours=2)
+"""How long a process waits for the others: rollouts and evaluations may differ that much, a dead process is noticed by
+whoever started it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """This process among those of the run. The default is a run of one."""
+
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes, shows and saves."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[Value]) -> list[Value]:
+        """This process's part of `items`; the parts of all processes make up the whole."""
+        return list(items[self.rank :: self.world])
+
+    def gather(self, value: Value) -> list[Value]:
+        """The values of all processes, by rank. All must ask."""
+        if self.world == 1:
+            return [value]
+        import torch.distributed as distributed
+
+        found: list[Any] = [None] * self.world
+        distributed.all_gather_object(found, value)
+        return found
+
+    def first(self, value: Value) -> Value:
+        """The main process's value. All must ask."""
+        return self.gather(value)[0]
+
+    def forest(self, own: Forest, examples: Sequence[Example]) -> Forest:
+        """The forest of the whole batch from the processes' shares, in the order of `examples`."""
+        return own if self.world == 1 else merged(self.gather(own), examples)
+
+
+ALONE = Processes()
+"""A run of one process."""
+
+
+def launched() -> int | None:
+    """Number of processes that a launcher (mmrl's own, torchrun, accelerate, SLURM) has started; None without one."""
+    world = os.environ.get("WORLD_SIZE", "")
+    return int(world) if world.isdigit() and "RANK" in os.environ else None
+
+
+def join(expected: int, device: str) -> Processes:
+    """Meet the other processes of the run.
+
+    Args:
+        expected: processes that the config asks for, over all nodes.
+        device: `cpu` or `cuda`.
+
+    Raises:
+        ConfigError: a launcher started another number of processes.
+    """
+    world = launched()
+    if (world or 1) != expected:
+        raise ConfigError(
+            f"hardware.processes: the config asks for {expected} processes in all, the launcher started {world or 1}"
+        )
+    if expected == 1:
+        return Processes()
+    import torch
+    from accelerate import PartialState
+
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    state = PartialState(cpu=device == "cpu", timeout=WAIT)
+    return Processes(state.process_index, state.num_processes)
+
+
+def merged(forests: Sequence[Forest], examples: Sequence[Example]) -> Forest:
+    """One forest of several that share no example, in the order of `examples`."""
+    calls: dict[str, list[Call]] = {example.id: [] for example in examples}
+    rollouts: dict[str, list[Rollout]] = {example.id: [] for example in examples}
+    for forest in forests:
+        for call in forest.calls.values():
+            calls[call.example].append(call)
+        for rollout in forest.rollouts:
+            rollouts[rollout.example].append(rollout)
+    return replace(
+        forests[0],
+        calls={call.id: call for example in examples for call in calls[example.id]},
+        rollouts=tuple(rollout for example in examples for rollout in rollouts[example.id]),
+    )

@@ -1,0 +1,169 @@
+"""Several processes: shares and their union, what a launcher is told, refusals, and runs of two against one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mmrl.cli import main
+from mmrl.config import HardwareConfig
+from mmrl.errors import ConfigError
+from mmrl.records import Example
+from mmrl.report.rundir import RunDir, comparable
+from mmrl.stages.launch import environment, problems, wrapping
+from mmrl.stages.processes import Processes, join, merged
+from tests.forests import Grow
+
+SMALL = (
+    "train.steps=2",
+    "train.batch_size=4",
+    "train.save_every=1",
+    "eval.items=6",
+    "eval.every=0",
+    "hardware.threads=1",
+    "algo.beta=0.001",
+)
+
+
+def profile(**values):
+    return HardwareConfig(name="test", **{"device": "cuda", **values})
+
+
+def test_shares_make_up_the_whole():
+    items = list(range(7))
+    shares = [Processes(rank, 3).share(items) for rank in range(3)]
+    assert sorted(item for share in shares for item in share) == items
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_a_run_of_one_needs_nobody():
+    alone = Processes()
+    assert alone.main and alone.gather("x") == ["x"] and alone.first("x") == "x"
+    assert join(1, "cpu") == alone
+
+
+def test_shares_of_a_forest_are_put_together_in_the_batch_s_order():
+    examples = [Example(id=name, inputs={}) for name in "abc"]
+    shares = [Grow(["m"]), Grow(["m"])]
+    for share, names in zip(shares, (("c/0", "a/0"), ("b/0",)), strict=True):
+        for name in names:
+            share.chain(name, ["m"], 1.0)
+    whole = merged([share.forest for share in shares], examples)
+    assert list(whole.calls) == ["a/0#0", "b/0#0", "c/0#0"]
+    assert [found.id for found in whole.rollouts] == ["a/0", "b/0", "c/0"]
+
+
+def test_a_launcher_that_started_another_number_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="asks for 2 processes in all, the launcher started 3"):
+        join(2, "cpu")
+
+
+def test_what_a_process_is_told():
+    found = environment(profile(processes=2, sharding="fsdp2", cpu_offload=True), 1, 29500)
+    assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_PORT"]) == ("1", "2", "29500")
+    assert found["FSDP_VERSION"] == "2" and found["FSDP_OFFLOAD_PARAMS"] == "true"
+    assert wrapping(profile(sharding="zero3"))["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+    assert wrapping(profile(device="cpu")) == {"ACCELERATE_USE_CPU": "true"}
+    assert wrapping(profile()) == {}
+
+
+def test_accelerate_reads_the_variables_of_fsdp2(monkeypatch):
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    for name, value in wrapping(profile(processes=2, sharding="fsdp2", cpu_offload=True)).items():
+        monkeypatch.setenv(name, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is True
+    assert plugin.cpu_offload
+
+
+@pytest.mark.parametrize(
+    ("values", "engine", "modules", "expected"),
+    [
+        ({"device": "cpu", "processes": 2, "sharding": "fsdp2"}, "vllm_server", False, "on a CPU"),
+        ({"sharding": "zero2"}, "vllm_server", False, "one process"),
+        ({"processes": 2, "sharding": "fsdp2"}, "transformers", False, "engine=vllm_server"),
+        ({"cpu_offload": True}, "transformers", False, "hardware.cpu_offload"),
+        ({"rollout_devices": 1}, "transformers", False, "hardware.rollout_devices"),
+        ({"processes": 2}, "transformers", True, "weights per module"),
+    ],
+)
+def test_profiles_that_cannot_work_are_refused(values, engine, modules, expected):
+    (problem,) = problems(profile(**values), engine, modules)
+    assert expected in problem
+
+
+def test_profiles_that_can_are_not():
+    assert problems(profile(processes=8, sharding="fsdp2"), "vllm_colocated", False) == []
+    assert problems(profile(processes=7, sharding="fsdp2", rollout_devices=1), "vllm_server", False) == []
+
+
+def test_several_nodes_are_started_by_a_launcher(capsys, tmp_path):
+    arguments = ["hardware=cpu2", "hardware.nodes=2", f"run.dir={tmp_path / 'run'}"]
+    assert main(["train", *arguments]) == 2
+    assert "torchrun --nnodes 2 --nproc-per-node 2" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_runs_in_one_process(capsys):
+    assert main(["eval", "policy=tiny", "hardware=cpu2"]) == 2
+    assert "mmrl eval runs in one" in capsys.readouterr().err
+
+
+def started(*arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "mmrl", "train", *SMALL, *arguments],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_two_processes_give_the_numbers_of_one(tmp_path):
+    for name, hardware in (("one", "cpu"), ("two", "cpu2")):
+        out, err = started(f"hardware={hardware}", f"run.dir={tmp_path / name}").communicate(timeout=600)
+        assert "before" in out, err
+        assert out.count("training reward") == 1  # one process speaks
+    one, two = (RunDir.read(tmp_path / name) for name in ("one", "two"))
+    for mine, theirs in zip(one.history(), two.history(), strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in comparable(mine).items():
+            if key != "train/tokens_forwarded" and not key.startswith("train/logprob_gap"):
+                assert theirs[key] == pytest.approx(value, abs=1e-4, nan_ok=True), key
+    assert one.journal_steps() == two.journal_steps() == [1, 2]
+
+
+def test_a_killed_process_ends_the_run_and_it_continues(tmp_path):
+    run = tmp_path / "run"
+    process = started("hardware=cpu2", f"run.dir={run}", "train.steps=3")
+    deadline = time.monotonic() + 300
+    while not (run / "checkpoints" / "checkpoint-1").is_dir():
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
+    os.kill(int(workers.split()[1]), signal.SIGKILL)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "killed by signal 9 (SIGKILL)" in err and f"mmrl train resume={run}" in err
+    assert "Traceback" not in out + err
+    resumed = subprocess.run(
+        [sys.executable, "-m", "mmrl", "train", f"resume={run}"],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads((run / "summary.json").read_text())
+    assert [record["step"] for record in RunDir.read(run).history()] == [0, 1, 2, 3]
