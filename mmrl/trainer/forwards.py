@@ -20,6 +20,7 @@ from mmrl.trainer.logprobs import Scores, score
 from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.packing import Pack, make_packs
 from mmrl.trainer.settings import Settings
+from mmrl.trainer.tree_attention import last_mlp
 
 
 class Forwards:
@@ -128,8 +129,11 @@ class Forwards:
             return self.critic.values(pack)
 
     def _score(self, model: Any, pack: Pack, *, entropy: bool = False) -> Scores:
-        head = self.accelerator.unwrap_model(model).get_output_embeddings()
-        return score(model, head, pack, self.settings.algo.temperature, entropy=entropy)
+        plain = self.accelerator.unwrap_model(model)
+        # Recomputed in the backward pass, the last MLP would be the whole one again.
+        last = None if pack.tree is None or self.settings.model.gradient_checkpointing else last_mlp(plain)
+        head = plain.get_output_embeddings()
+        return score(model, head, pack, self.settings.algo.temperature, entropy=entropy, last=last)
 
     def _number_type(self) -> torch.dtype:
         return torch.float64 if self.policy.dtype == torch.float64 else torch.float32

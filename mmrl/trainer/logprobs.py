@@ -7,7 +7,7 @@ logit scales), so any Hugging Face causal LM works; only the rows that reach its
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,13 @@ class Scores:
 
 
 def score(
-    model: torch.nn.Module, head: torch.nn.Module, pack: Pack, temperature: float, *, entropy: bool = False
+    model: torch.nn.Module,
+    head: torch.nn.Module,
+    pack: Pack,
+    temperature: float,
+    *,
+    entropy: bool = False,
+    last: torch.nn.Module | None = None,
 ) -> Scores:
     """log-softmax(logits / temperature) of the pack's targets, over the full vocabulary.
 
@@ -44,9 +50,11 @@ def score(
         model: called with `Pack.inputs`; may be wrapped (DDP, FSDP, peft).
         head: the module inside `model` that turns hidden states into logits (`get_output_embeddings()`).
         temperature: of sampling; > 0.
+        last: the model's last MLP, of which only scored positions are then computed (of tries).
     """
     if pack.tree is not None:
-        return _score_in_chunks(model, head, pack, temperature, entropy)
+        with nullcontext() if last is None else _narrowed(last, pack.positions):
+            return _score_in_chunks(model, head, pack, temperature, entropy)
     with _only(head, pack.positions) as seen:
         logits = model(**pack.inputs).logits
     if logits.numel() != pack.positions.numel() * logits.shape[-1]:
@@ -110,6 +118,22 @@ def _score_in_chunks(
     finally:
         del head.forward
     return Scores(logprobs, torch.cat(entropies) if entropy else None, seen[0])
+
+
+@contextmanager
+def _narrowed(mlp: torch.nn.Module, positions: torch.Tensor) -> Iterator[None]:
+    """Inside, `mlp` computes only the tokens at `positions`: nothing reads what the last one adds to others."""
+    forward, wanted = mlp.forward, positions.unique()
+
+    def narrow(hidden: torch.Tensor) -> torch.Tensor:
+        rows = forward(hidden[:, wanted])
+        return rows.new_zeros(hidden.shape).index_copy(1, wanted, rows)
+
+    mlp.forward = narrow
+    try:
+        yield
+    finally:
+        del mlp.forward
 
 
 @contextmanager

@@ -76,6 +76,13 @@ def why_not(model: Any) -> str | None:
     return None
 
 
+def last_mlp(model: Any) -> torch.nn.Module:
+    """The MLP of the last layer of a causal LM of one of the `FAMILIES`."""
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    found: torch.nn.Module = causal.model.layers[-1].mlp
+    return found
+
+
 def prepare(model: Any) -> None:
     """Set a causal LM to the attention that knows packs; for everybody else it is still SDPA."""
     AttentionInterface.register(IMPLEMENTATION, attention)

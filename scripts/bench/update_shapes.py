@@ -1,0 +1,143 @@
+"""Rollouts for the update's benchmarks: the shapes of calls that the papers' algorithms make, with random tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mmrl.trainer.objective import TrainCall, TrainEntry
+
+GROUP = 4
+"""Rows whose rewards are compared, in the order of the rows."""
+Turns = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rollout as a peer sees it: a prompt, then completions and, between them, text that is not trained."""
+
+    prompt: tuple[int, ...]
+    turns: tuple[tuple[int, ...], ...]
+    """Completion, observation, completion, ..."""
+    reward: float
+
+    @property
+    def completion(self) -> tuple[int, ...]:
+        """All that follows the prompt."""
+        return tuple(token for turn in self.turns for token in turn)
+
+    @property
+    def mask(self) -> list[int]:
+        """1 where a token of `completion` was sampled."""
+        return [int(number % 2 == 0) for number, turn in enumerate(self.turns) for _ in turn]
+
+
+class Dice:
+    """Random tokens and lengths."""
+
+    def __init__(self, vocabulary: int, seed: int = 0):
+        self.random = random.Random(seed)
+        self.vocabulary = vocabulary
+
+    def ids(self, least: int, most: int) -> tuple[int, ...]:
+        """Between `least` and `most` tokens."""
+        return tuple(self.random.randrange(2, self.vocabulary) for _ in range(self.random.randint(least, most)))
+
+
+def _prompt(dice: Dice) -> tuple[int, ...]:
+    return dice.ids(260, 1020)
+
+
+def _rows(dice: Dice, prompts: list[tuple[int, ...]], least: int = 5, most: int = 60) -> list[Row]:
+    return [Row(prompt, (dice.ids(least, most),), dice.random.random()) for prompt in prompts]
+
+
+def independent(dice: Dice) -> list[Row]:
+    """MHGPO-IS: 8 groups that share their prompt."""
+    return _rows(dice, [prompt for prompt in [_prompt(dice) for _ in range(8)] for _ in range(GROUP)])
+
+
+def forked_first(dice: Dice) -> list[Row]:
+    """MHGPO-FoF: every branch has a prompt of its own."""
+    return _rows(dice, [_prompt(dice) for _ in range(8 * GROUP)])
+
+
+def converged(dice: Dice) -> list[Row]:
+    """MHGPO-FoF once its branches agree: one prompt per group, and half of the completions repeat another."""
+    rows = independent(dice)
+    return [row if n % 2 == 0 else Row(row.prompt, rows[n - 1].turns, row.reward) for n, row in enumerate(rows)]
+
+
+def forked_twice(dice: Dice) -> list[Row]:
+    """MHGPO-FoF(os): branches with prompts of their own, and two samples in each."""
+    return _rows(dice, [prompt for prompt in [_prompt(dice) for _ in range(4 * GROUP)] for _ in range(2)])
+
+
+def round_robin(dice: Dice) -> list[Row]:
+    """MHGPO-RR: three groups of ten fork late enough to share their prompt, here two of eight."""
+    shared = [prompt for prompt in [_prompt(dice) for _ in range(2)] for _ in range(GROUP)]
+    return _rows(dice, [*shared, *[_prompt(dice) for _ in range(6 * GROUP)]])
+
+
+def hover(dice: Dice) -> list[Row]:
+    """mmGRPO on HoVer: 8 rollouts of 4 modules, each with instructions of its own before its inputs."""
+    instructions = [dice.ids(80, 120) for _ in range(4)]
+    return _rows(dice, [text + dice.ids(160, 900) for text in instructions for _ in range(8)], 20, 200)
+
+
+def search(dice: Dice) -> list[Row]:
+    """A search agent: 4 questions × 4 rollouts, three searches in one growing context, retrieved text masked."""
+    rows = []
+    for prompt in [dice.ids(80, 200) for _ in range(4)]:
+        for _ in range(GROUP):
+            turns = [dice.ids(20, 80) if n % 2 == 0 else dice.ids(100, 300) for n in range(7)]
+            rows.append(Row(prompt, tuple(turns), dice.random.random()))
+    return rows
+
+
+def long(dice: Dice) -> list[Row]:
+    """Short prompts, long completions: the shape where sharing has the least to give."""
+    prompts = [dice.ids(64, 64) for _ in range(4)]
+    return _rows(dice, [prompt for prompt in prompts for _ in range(GROUP)], 512, 512)
+
+
+SHAPES: dict[str, Callable[[Dice], list[Row]]] = {
+    "is": independent,
+    "fof": forked_first,
+    "fof_converged": converged,
+    "fof_os": forked_twice,
+    "rr": round_robin,
+    "hover": hover,
+    "search": search,
+    "long": long,
+}
+
+
+def advantages(rows: list[Row]) -> list[float]:
+    """GRPO's, as TRL computes them."""
+    found = []
+    for start in range(0, len(rows), GROUP):
+        rewards = [row.reward for row in rows[start : start + GROUP]]
+        mean = sum(rewards) / GROUP
+        spread = (sum((reward - mean) ** 2 for reward in rewards) / (GROUP - 1)) ** 0.5
+        found += [(reward - mean) / (spread + 1e-4) for reward in rewards]
+    return found
+
+
+def calls(rows: list[Row]) -> list[TrainCall]:
+    """The rows as the trainer gets them: one call per completion, each row with an equal share of the loss."""
+    made = []
+    for number, (row, advantage) in enumerate(zip(rows, advantages(rows), strict=True)):
+        tokens, context = sum(row.mask), row.prompt
+        for turn, ids in enumerate(row.turns):
+            if turn % 2 == 0:
+                weight = 1 / (len(rows) * tokens)
+                entry = TrainEntry(advantages=(advantage,) * len(ids), weights=(weight,) * len(ids))
+                made.append(
+                    TrainCall(
+                        id=f"{number}.{turn}", module="m", prompt_ids=context, completion_ids=ids, entries=(entry,)
+                    )
+                )
+            context = context + ids
+    return made
