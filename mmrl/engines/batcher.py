@@ -272,7 +272,9 @@ class Batcher:
         done = [job for job in self.active if job.outcome is not None]
         if not done:
             return
+        started = time.perf_counter()
         self.decoder.drop(done)
+        self.busy_s += time.perf_counter() - started
         self.active = [job for job in self.active if job.outcome is None]
         for job in done:
             if job.future.done():  # cancelled meanwhile

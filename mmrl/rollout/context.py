@@ -292,7 +292,8 @@ class RolloutContext:
         call = Call(
             id=call_id,
             example=self.example.id,
-            parent=None,
+            # The call asked before, if it has ended; `calls` puts right what concurrency leaves open.
+            parent=earlier[-1].call.id if earlier and earlier[-1].call else None,
             module=event.name,
             invocation=sum(e.name == event.name for e in earlier),
             turn=wanted.turn,

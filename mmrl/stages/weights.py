@@ -17,7 +17,7 @@ from mmrl.config import TrainCommandConfig
 from mmrl.config.algo import GroupConfig
 from mmrl.credit.entries import Credit
 from mmrl.errors import TooManyFailures
-from mmrl.models import encode_text
+from mmrl.models import encode_text, tokenizer_seconds
 from mmrl.records import Example, Forest
 from mmrl.report.journal import write_step
 from mmrl.report.progress import Progress
@@ -93,7 +93,7 @@ class WeightStage:
             TooManyFailures: a larger share than `train.max_failed_share` failed from outside causes.
         """
         self.step_started = time.perf_counter()
-        self.times = dict.fromkeys(("generate", "retrieve", "rollout", "annotate"), 0.0)
+        self.times = dict.fromkeys(("generate", "retrieve", "rollout", "annotate", "tokenize"), 0.0)
         examples = batch_of(self.train, self.config.train.batch_size, step, self.config.seed)
         if refills(self.config.algo):
             return self._refilled_batch(examples, step)
@@ -155,9 +155,10 @@ class WeightStage:
         env.teachers = teachers_of_step(self.teachers, self.config, settings, (seed, step), self.tokenizer)
         modules, own = self.task.program.modules, self.processes.share(examples)
         plans = [(example, algorithm.plan(algo, modules, (seed, step, example.id))) for example in own]
-        started, busy = time.perf_counter(), self.engine.busy_s
+        started, busy, tokenized = time.perf_counter(), self.engine.busy_s, tokenizer_seconds()
         forest = asyncio.run(sample(env, plans, self.reward_set, step))
         self.times["generate"] += self.engine.busy_s - busy
+        self.times["tokenize"] += tokenizer_seconds() - tokenized
         self.times["retrieve"] += env.retrieve_s
         self.times["rollout"] += time.perf_counter() - started
         started = time.perf_counter()
@@ -184,7 +185,8 @@ class WeightStage:
         self.engine.set_version(step)
         spent = time.perf_counter() - self.step_started
         update_s = update.pop("time/update", 0.0)
-        known = self.times["generate"] + self.times["retrieve"] + self.times["annotate"] + update_s
+        parts = ("generate", "retrieve", "annotate", "tokenize")
+        known = update_s + sum(self.times[part] for part in parts)
         generated = self.pending.get("rollouts/tokens", 0.0)
         metrics = self.pending | update
         metrics |= {f"time/{name}": seconds for name, seconds in self.times.items()}
