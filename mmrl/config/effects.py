@@ -48,7 +48,7 @@ def _greedy(config: RootConfig, facts: Facts) -> bool:
 
 
 def _other_set(config: RootConfig, facts: Facts) -> bool:
-    return config.task.name == "search_agent" and facts.reward_set != "turn"
+    return config.task.name == "search_agent" and facts.reward_set not in ("turn", "judge_turn")
 
 
 def _other_engine(config: RootConfig, facts: Facts) -> bool:
