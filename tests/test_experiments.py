@@ -89,6 +89,11 @@ NUMBERS = {
         "eval.top_p": 0.9,
         "eval.top_k": 0,
     },
+    "mmgrpo/table1/papillon_qwen3_8b_mmgrpo": {
+        "task.external.model": "gpt-4.1-mini-2025-04-14",
+        "task.judge.model": "gpt-4.1-mini-2025-04-14",
+        "algo.rollouts": 12,
+    },
     "mhgpo/table1/mhgpo_rr": {
         "train.lr": 5e-7,
         "train.batch_size": 512,
