@@ -52,6 +52,10 @@ class TooManyFailures(MmrlError):
     """More than `train.max_failed_share` of a step's rollouts failed from outside causes."""
 
 
+class SyncFailure(MmrlError):
+    """New weights did not reach the engine, or its base weights are no longer what they were."""
+
+
 class RolloutError(MmrlError):
     """A failure that ends one rollout.
 

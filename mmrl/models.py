@@ -90,6 +90,26 @@ def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedMode
     return loaded
 
 
+def load_configs(model: ModelConfig) -> tuple[Any, Any]:
+    """The config and, where there is one, the generation config of `model`, without its weights.
+
+    Raises:
+        ConfigError: `model.path` cannot be loaded.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    source = _source(model)
+    known: dict[str, Any] = {"revision": model.revision, "local_files_only": _offline(source)}
+    try:
+        config = AutoConfig.from_pretrained(source, **known)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(_unloadable(model, "config", error)) from error
+    try:
+        return config, GenerationConfig.from_pretrained(source, **known)
+    except OSError:
+        return config, None
+
+
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[int, ...]:
     """Prompt token ids of `messages`, generation prompt included.
 

@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+<<<<<<< HEAD
 from rich.console import Console
 
 from mmrl.algorithms import ALGORITHMS
@@ -31,6 +32,14 @@ from mmrl.config import (
     validate,
 )
 from mmrl.config.effects import Facts, without_effect
+=======
+from mmrl import engines
+from mmrl.algorithms import ALGORITHMS
+from mmrl.algorithms import problems as algorithm_problems
+from mmrl.algorithms.options import TURN_SETS
+from mmrl.config import EvalCommandConfig, RootConfig, TaskConfig, TrainCommandConfig, validate
+from mmrl.config.effects import Facts, engine_name, without_effect
+>>>>>>> a0bbaac (engine=vllm_server: a managed or given vLLM server that follows the trainer by version)
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, unknown
 from mmrl.policy import Policy, describe_weights, resolve
 from mmrl.report.journal import write_step
@@ -119,8 +128,13 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
         )
         problems += without_effect(config, typed, facts)
     if isinstance(config, EvalCommandConfig):
+<<<<<<< HEAD
         if config.hardware.processes * config.hardware.nodes != 1:
             problems.append(f"hardware: profile '{config.hardware.name}' has several processes, mmrl eval runs in one")
+=======
+        copied = resolve(config.policy).initial is not None
+        problems += engines.problems(config.engine, engine_name(config), training=False, copied=copied)
+>>>>>>> a0bbaac (engine=vllm_server: a managed or given vLLM server that follows the trainer by version)
         return problems + policy_problems(config, task)
     assert isinstance(config, TrainCommandConfig)
     engine = config.hardware.engine if config.engine.name == "auto" else config.engine.name
@@ -128,6 +142,9 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)
     problems += assignment(config, task).problems()
+    problems += engines.problems(
+        config.engine, engine_name(config), training=True, copied=assignment(config, task).copied
+    )
     problems += turns_missing(config, task)
     problems += text_problems(config, task) + teacher_problems(config, task, build_task)
     available = len(task.examples("train"))
@@ -376,8 +393,13 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
         except (MmrlError, KeyboardInterrupt):
             progress.note(f"stopped; continue with: mmrl train resume={rundir.path}")
             raise
+<<<<<<< HEAD
         if not processes.main:
             return 0
+=======
+        finally:
+            stage.engine.close()
+>>>>>>> a0bbaac (engine=vllm_server: a managed or given vLLM server that follows the trainer by version)
         text = finish(
             rundir,
             config,
@@ -403,7 +425,7 @@ def build_stage(
     """Tokenizer, model, trainer, engine and the stage that ties them together."""
     import torch
 
-    from mmrl.engines import engine_class
+    from mmrl.engines import Setup, build_engine
     from mmrl.models import load_model, load_tokenizer
     from mmrl.stages.weights import WeightStage
 
@@ -425,17 +447,22 @@ def build_stage(
     )
     trainer = stage.trainer(load_model(config.model, hardware.device), checkpoint)
     # The engine samples from the very module that is trained (wrapped by peft where there is an adapter).
-    stage.engine = engine_class(config.engine.name)(
-        trainer.model,
-        tokenizer,
-        config.engine,
+    setup = Setup(
         max_context=config.task.max_context,
         threads=hardware.threads,
         adapters=stage.assignment.served,
         initial=load_model(config.model, hardware.device) if stage.assignment.copied else None,
+        weights=config.model,
+        device=hardware.device,
+        folder=rundir.path,
+        samplings=((config.algo.temperature, config.algo.top_p, config.algo.top_k),),
     )
-    stage.engine.set_version(step_number(checkpoint) if checkpoint else 0)
-    stage.teachers = build_teachers(config, task, stage.engine, tokenizer, build_task, load_policy)
+    stage.engine = build_engine(config.engine, trainer.model, tokenizer, setup)
+    try:
+        stage.teachers = build_teachers(config, task, stage.engine, tokenizer, build_task, load_policy)
+    except BaseException:
+        stage.engine.close()
+        raise
     return stage, trainer
 
 
@@ -523,7 +550,6 @@ def resume_evaluation(folder: Path) -> int:
 def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     import torch
 
-    from mmrl.engines import engine_class
     from mmrl.stages.environment import eval_settings, make_environment
     from mmrl.stages.evaluate import evaluate, evaluation_metrics
 
@@ -531,17 +557,8 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     torch.set_num_threads(hardware.threads or 1)
     task = build_task(config.task, config.seed)
     policy = resolve(config.policy)
-    model, tokenizer, serving = load_policy(policy, config)
-    engine = engine_class(config.engine.name)(
-        model,
-        tokenizer,
-        config.engine,
-        max_context=config.task.max_context,
-        threads=hardware.threads,
-        **serving,
-    )
     settings = eval_settings(config, config.eval)
-    with stoppable():
+    with stoppable(), evaluation_engine(config, policy, rundir) as (engine, tokenizer):
         try:
             items = evaluate(
                 lambda key: make_environment(config, task, engine, tokenizer, settings, key),
@@ -559,6 +576,37 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     rundir.write_summary({"policy": config.policy, "task": task.name, "split": config.split, "metrics": metrics})
     print(evaluation_text(config, {**task.describe(), **describe_weights(policy.modules)}, metrics, rundir.path))
     return 0
+
+
+@contextmanager
+def evaluation_engine(config: EvalCommandConfig, policy: Policy, rundir: RunDir) -> Iterator[tuple[Any, Any]]:
+    """The engine that serves `policy`, and the tokenizer; closed at the end."""
+    from mmrl.engines import Setup, build_engine, needs_model
+    from mmrl.models import load_tokenizer
+
+    weights = config.model.model_copy(update={"path": policy.base})
+    model: Any = None
+    tokenizer: Any = None
+    serving: dict[str, Any] = {"adapters": policy.modules}
+    if needs_model(config.engine.name):
+        model, tokenizer, serving = load_policy(policy, config)
+    setup = Setup(
+        max_context=config.task.max_context,
+        threads=config.hardware.threads,
+        **serving,
+        weights=weights,
+        folders=policy.adapters or ({"default": policy.adapter} if policy.adapter is not None else {}),
+        device=config.hardware.device,
+        folder=rundir.path,
+        served=config.policy,
+    )
+    tokenizer = tokenizer or load_tokenizer(weights)
+    engine = build_engine(config.engine, model, tokenizer, setup)
+    try:
+        engine.set_version(policy.step or 0)
+        yield engine, tokenizer
+    finally:
+        engine.close()
 
 
 def load_policy(policy: Policy, config: RootConfig) -> tuple[Any, Any, dict[str, Any]]:

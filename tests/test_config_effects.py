@@ -7,6 +7,7 @@ from mmrl.cli.commands import typed_keys, validated
 from mmrl.cli.compose import parse_arguments
 from mmrl.config import EvalCommandConfig, TrainCommandConfig
 from mmrl.config.effects import COMMON, EVAL, TRAIN
+from mmrl.config.engine import engine_options
 from mmrl.errors import ConfigError
 
 
@@ -93,7 +94,8 @@ def test_typed_keys_without_effect_are_refused_and_the_cure_works(arguments, sta
 
 def test_every_rule_has_a_case():
     tested = {case[1].partition(":")[0] for case in CASES}
-    others = {"engine.loop", "engine.batch_tokens", "algo.penalty_scale", "algo.ddof"}
+    others = {"algo.penalty_scale", "algo.ddof"}
+    others |= {f"engine.{key}" for key in engine_options()}  # each tested in test_config_engine.py
     others |= {f"algo.{key}" for key in ("format_failure_score", "failure_score", "failing_index")}
     assert {rule.key for rule in (*COMMON, *TRAIN)} <= tested | others
 

@@ -5,9 +5,9 @@ Imports no Hydra and no torch. `validate` is the only door; `cli` composes the m
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
 from mmrl.config.endpoint import EndpointConfig
+from mmrl.config.engine import EngineConfig
 from mmrl.config.root import EvalCommandConfig, RootConfig, TrainCommandConfig
 from mmrl.config.schema import (
-    EngineConfig,
     EvalConfig,
     HardwareConfig,
     LoraConfig,

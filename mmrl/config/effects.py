@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.config.algo import CriticConfig, GroupConfig, MhgpoRrConfig
+from mmrl.config.engine import engine_options
 from mmrl.config.root import EvalCommandConfig, RootConfig, TrainCommandConfig
 from mmrl.config.task import BUILT_IN, OPTIONS
 
@@ -51,8 +52,12 @@ def _other_set(config: RootConfig, facts: Facts) -> bool:
     return config.task.name == "search_agent" and facts.reward_set not in ("turn", "judge_turn")
 
 
-def _other_engine(config: RootConfig, facts: Facts) -> bool:
-    return engine_name(config) != "transformers"
+def _other_engine(users: Collection[str]) -> Callable[[Any, Facts], bool]:
+    return lambda config, facts: engine_name(config) not in users
+
+
+def _given_server(config: RootConfig, facts: Facts) -> bool:
+    return engine_name(config) == "vllm_server" and config.engine.url is not None
 
 
 def _no_fork_above(config: TrainCommandConfig, facts: Facts) -> bool:
@@ -84,8 +89,18 @@ COMMON = (
         lambda config, facts: config.engine.name != "auto",
         "with engine= given; leave one of the two out",
     ),
-    Rule("engine.loop", _other_engine, "with this engine; it is an option of engine=transformers"),
-    Rule("engine.batch_tokens", _other_engine, "with this engine; it is an option of engine=transformers"),
+    *(
+        Rule(
+            f"engine.{key}",
+            _other_engine(users),
+            f"with this engine; it is an option of engine={' and engine='.join(users)}",
+        )
+        for key, users in engine_options().items()
+    ),
+    *(
+        Rule(f"engine.{key}", _given_server, "with engine.url: mmrl does not start that server")
+        for key in ("python", "args", "start_timeout_s", "restarts", "gpu_memory", "kv_cache_gb")
+    ),
     Rule(
         "run.wandb_project",
         lambda config, facts: "wandb" not in config.run.report_to,

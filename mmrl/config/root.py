@@ -8,7 +8,8 @@ from pydantic import Field, SerializeAsAny
 
 from mmrl.config.algo import AlgoConfig
 from mmrl.config.base import Section
-from mmrl.config.schema import EngineConfig, EvalConfig, HardwareConfig, ModelConfig, RunConfig, TrainConfig
+from mmrl.config.engine import EngineConfig
+from mmrl.config.schema import EvalConfig, HardwareConfig, ModelConfig, RunConfig, TrainConfig
 from mmrl.config.task import TaskConfig
 
 

@@ -63,19 +63,6 @@ class HardwareConfig(Section):
     threads: int | None = Field(None, ge=1, description="torch threads; null: all cores, stored in the run")
 
 
-class EngineConfig(Section):
-    """Generation."""
-
-    name: Literal["auto", "transformers"] = "auto"
-    schedule: Literal["deterministic", "greedy"] = Field(
-        "deterministic", description="deterministic: a batch starts when every live program has asked or ended"
-    )
-    loop: Literal["auto", "own", "hf"] = Field(
-        "auto", description="decode loop of transformers: own (fast, Llama and Qwen families), hf (any model)"
-    )
-    batch_tokens: int = Field(65536, ge=64, description="prompt tokens (padded) generated for at once")
-
-
 class TrainConfig(Section):
     """Optimization: how long, how much at once, how fast."""
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from mmrl.engines.base import Completion, Engine, Request, Sampling, Tokenizer
+from mmrl.config import EngineConfig
+from mmrl.engines.base import Completion, Engine, Request, Sampling, Setup, Tokenizer
 from mmrl.errors import ConfigError, unknown
 
 ENGINES: dict[str, str] = {
     "transformers": "mmrl.engines.transformers:TransformersEngine",
+    "vllm_server": "mmrl.engines.vllm_server:VllmServerEngine",
 }
 """Name in `engine.name` -> `module:class`, imported when it is asked for, since engines import torch."""
 
@@ -26,4 +28,64 @@ def engine_class(name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-__all__ = ["ENGINES", "Completion", "Engine", "Request", "Sampling", "Tokenizer", "engine_class"]
+def build_engine(config: EngineConfig, model: Any, tokenizer: Any, setup: Setup) -> Any:
+    """The engine of a run.
+
+    Args:
+        model: the trainer's model; None for engines that need none in this process (`needs_model`).
+    """
+    made = engine_class(config.name)
+    if config.name == "transformers":
+        return made(
+            model,
+            tokenizer,
+            config,
+            max_context=setup.max_context,
+            threads=setup.threads,
+            adapters=setup.adapters,
+            initial=setup.initial,
+        )
+    return made(model, tokenizer, config, setup)
+
+
+def problems(config: EngineConfig, name: str, *, training: bool, copied: bool = False) -> list[str]:
+    """What is wrong with `engine.*` for engine `name`, one sentence each; loads nothing.
+
+    Args:
+        name: `engine.name`, or the hardware profile's engine where that is `auto`.
+        training: False in an evaluation.
+        copied: some modules speak with a copy of the initial weights beside the trained ones.
+    """
+    if name not in ENGINES:
+        return [unknown("engine.name", name, ENGINES)]
+    found: list[str] = []
+    if copied and name != "transformers":
+        found.append(
+            f"engine: {name} serves one set of full weights, and some modules keep the initial ones; use "
+            "engine=transformers, or train adapters (model.lora)"
+        )
+    if name.startswith("vllm"):
+        from mmrl.engines.vllm_launch import vllm_problems
+
+        found += vllm_problems(config.model_copy(update={"name": name}))
+    return found
+
+
+def needs_model(name: str) -> bool:
+    """Whether an evaluation with this engine has to load the weights into this process."""
+    return name == "transformers"
+
+
+__all__ = [
+    "ENGINES",
+    "Completion",
+    "Engine",
+    "Request",
+    "Sampling",
+    "Setup",
+    "Tokenizer",
+    "build_engine",
+    "engine_class",
+    "needs_model",
+    "problems",
+]

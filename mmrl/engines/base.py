@@ -5,8 +5,13 @@ Engines know nothing of programs or rewards. Programs run concurrently and reach
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from mmrl.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +48,37 @@ class Completion:
 
     ids: tuple[int, ...]
     """Sampled ids, the end-of-turn token included when it was sampled; length T >= 1."""
-    logprobs: tuple[float, ...]
-    """log-softmax(logits / T) over the full vocabulary, before top-p and top-k; length T."""
+    logprobs: tuple[float, ...] | None
+    """log-softmax(logits / T) over the full vocabulary, before top-p and top-k; length T. None: the engine cannot
+    say under these sampling settings, so the trainer computes them."""
     finish: str
     """`eos`, `stop` or `length`."""
     policy_version: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What an engine is told beyond `engine.*`."""
+
+    max_context: int | None = None
+    """Most tokens of prompt and completion together, at most the model's own limit; None: that limit."""
+    threads: int | None = None
+    """torch threads of heavy work (`hardware.threads`)."""
+    adapters: Mapping[str, str] | None = None
+    """Module name -> adapter name, where modules have weights of their own."""
+    initial: Any = None
+    """A model, never trained, for the modules whose name in `adapters` is `mmrl.policy.INITIAL`."""
+    weights: ModelConfig | None = None
+    """What a server loads before any push."""
+    folders: Mapping[str, str] = MappingProxyType({})
+    """Adapter name -> folder of the LoRA adapters to serve when there is no model in this process."""
+    device: str = "cpu"
+    folder: Path | None = None
+    """The run directory: logs and pushed weights go below `engine/` in it."""
+    samplings: tuple[tuple[float, float, int], ...] = ()
+    """(temperature, top_p, top_k) of the calls that are trained on."""
+    served: str = ""
+    """The policy's name at an endpoint."""
 
 
 class Engine(Protocol):

@@ -23,7 +23,7 @@ from mmrl.report.journal import write_step
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Trackers
-from mmrl.rollout.context import SamplingSettings
+from mmrl.rollout.context import Environment, SamplingSettings
 from mmrl.rollout.reserialise import reserialised
 from mmrl.rollout.sample import sample
 from mmrl.stages.environment import eval_settings, make_environment
@@ -91,9 +91,15 @@ class WeightStage:
 
         Raises:
             TooManyFailures: a larger share than `train.max_failed_share` failed from outside causes.
+            SyncFailure: the engine did not take the newest weights.
         """
         self.step_started = time.perf_counter()
+<<<<<<< HEAD
         self.times = dict.fromkeys(("generate", "retrieve", "rollout", "annotate", "tokenize"), 0.0)
+=======
+        self.times = dict.fromkeys(("generate", "retrieve", "rollout"), 0.0)
+        self._sync(step - 1)
+>>>>>>> a0bbaac (engine=vllm_server: a managed or given vLLM server that follows the trainer by version)
         examples = batch_of(self.train, self.config.train.batch_size, step, self.config.seed)
         if refills(self.config.algo):
             return self._refilled_batch(examples, step)
@@ -134,6 +140,13 @@ class WeightStage:
 
     def _credit(self, forest: Forest, minibatch: dict[str, int] | None = None) -> Credit:
         return assign_credit(forest, self.config.algo, self.config.seed, minibatch, self.assignment.frozen)
+
+    def _sync(self, version: int) -> None:
+        """Before anything is sampled: the engine serves the weights after `version` steps."""
+        if self.engine.policy_version != version:
+            started = time.perf_counter()
+            self.engine.set_version(version)
+            self.times["sync"] = time.perf_counter() - started
 
     def _sample(self, examples: Sequence[Example], step: int) -> Forest:
         """The forest of some examples, whole on every process: groups form over it, and all compute the same credit.
@@ -181,8 +194,7 @@ class WeightStage:
         return forest
 
     def on_step_end(self, step: int, update: dict[str, float]) -> None:
-        """After the last optimizer step of `step`: sync the engine, log, evaluate when due."""
-        self.engine.set_version(step)
+        """After the last optimizer step of `step`: log, evaluate when due."""
         spent = time.perf_counter() - self.step_started
         update_s = update.pop("time/update", 0.0)
         parts = ("generate", "retrieve", "annotate", "tokenize")
@@ -233,8 +245,13 @@ class WeightStage:
     def items(self, step: int) -> list[Item]:
         """Per-item results after `step` steps, evaluated now or read back."""
         settings = eval_settings(self.config, self.config.eval)
+
+        def environment(key: keyed.Key) -> Environment:  # only asked for when something is left to evaluate
+            self._sync(step)
+            return make_environment(self.config, self.task, self.engine, self.tokenizer, settings, key)
+
         return evaluate(
-            lambda key: make_environment(self.config, self.task, self.engine, self.tokenizer, settings, key),
+            environment,
             self.heldout,
             self.config.eval,
             self.config.seed,

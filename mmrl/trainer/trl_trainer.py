@@ -25,7 +25,7 @@ from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
-from mmrl.errors import CheckpointError, ConfigError, MmrlError, TooManyFailures
+from mmrl.errors import CheckpointError, ConfigError, MmrlError, SyncFailure, TooManyFailures
 from mmrl.trainer import checkpoint
 from mmrl.trainer.adapters import Adapters
 from mmrl.trainer.critic import ADAPTER, Critic
@@ -207,7 +207,7 @@ class MmrlTrainer(Forwards, GRPOTrainer):
     def _next_batch(self, step: int) -> StepBatch:
         try:
             return self.next_batch(step)
-        except TooManyFailures:
+        except (SyncFailure, TooManyFailures):
             if self.steps_done:
                 self.save()
             raise

