@@ -47,6 +47,7 @@ from mmrl.rollout.sample import sample  # noqa: E402
 from mmrl.stages.warmup import Encoded, WarmStartSettings, encode, warm_start  # noqa: E402
 from mmrl.tasks import TASKS as FACTORIES  # noqa: E402
 from mmrl.tasks.base import Demonstration, Task  # noqa: E402
+from mmrl.tasks.mini.claims import make_claims  # noqa: E402
 from mmrl.tasks.mini.questions import make_questions  # noqa: E402
 from mmrl.tasks.mini.requests import make_external, make_requests  # noqa: E402
 from mmrl.tasks.mini.singles import make_bridges, make_singles  # noqa: E402
@@ -206,6 +207,7 @@ def world(seed: int) -> Iterator[None]:
         patch(f"{where}.make_singles", lambda split: make_singles(split, seed)),
         patch(f"{where}.make_bridges", lambda split: make_bridges(split, seed)),
         patch(f"{where}.make_support", lambda split: make_support(split, seed)),
+        patch(f"{where}.make_claims", lambda split: make_claims(split, seed)),
         patch(f"{where}.make_requests", lambda split: make_requests(split, seed)),
         patch(f"{where}.make_external", partial(make_external, seed)),
     ):

@@ -28,7 +28,8 @@ def habits(task: Task, split: str, seed: int) -> Iterator[Demonstration]:
 
 def poor(demonstration: Demonstration, example: Example, rng: random.Random) -> Demonstration:
     """The poor way: the question instead of sub-questions, one document twice, two answers instead of one, no tool,
-    a related label, a request with the private pieces in it, a response that names nobody."""
+    a related label, a request with the private pieces in it, a response that names nobody,
+    the claim for a query."""
     if demonstration.module == "rewriter":
         return replace(demonstration, completion=str(example.inputs["question"]))
     if demonstration.module == "reranker":
@@ -46,6 +47,8 @@ def poor(demonstration: Demonstration, example: Example, rng: random.Random) -> 
         return replace(demonstration, completion=_poor_label(demonstration.completion, example, rng))
     if demonstration.module == "craft_redacted_request.predict":
         return replace(demonstration, completion=_unredacted(demonstration.completion, example))
+    if demonstration.module == "generate_query.predict":
+        return replace(demonstration, completion=_claim_again(demonstration.completion, example))
     if demonstration.module == "respond_to_query" and rng.random() < 0.5:
         nameless = demonstration.completion.replace(str(example.metadata["units"][0]), "(name)")
         return replace(demonstration, completion=nameless)
@@ -76,6 +79,15 @@ def _poor_label(completion: str, example: Example, rng: random.Random) -> str:
         return reasoning
     label, related = (str(example.metadata[name]) for name in ("label", "related"))
     return f"{reasoning}\n\n{rest.replace(label, related, 1)}"
+
+
+def _claim_again(completion: str, example: Example) -> str:
+    """The claim for a query, whatever is known."""
+    _, _, rest = completion.partition("\n\n")
+    first, _, others = rest.partition("\n\n")
+    header = first.partition("\n")[0]
+    claim = str(example.inputs["claim"])
+    return f"[[ ## reasoning ## ]]\nthe claim is next\n\n{header}\n{claim}\n\n{others}"
 
 
 def _unredacted(completion: str, example: Example) -> str:

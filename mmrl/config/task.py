@@ -80,6 +80,15 @@ class TaskConfig(Section):
         "paper", description="banking77, papillon, hover: of data files, the rows that the paper used, or all"
     )
     chain_of_thought: bool = Field(False, description="qa_direct: think before the answer")
+    search_hops: int = Field(4, ge=1, description="hover: searches, the first one for the claim itself")
+    hop_top_k: int | None = Field(
+        None, ge=1, description="hover: passages per query, and kept per hop; null: 10, in the mini world 1"
+    )
+    last_top_k: int | None = Field(
+        None, ge=1, description="hover: passages per query in the last hop; null: 30, in the mini world 1"
+    )
+    passages: int = Field(100, ge=1, description="hover: passages returned and scored, at most")
+    claim_hops: int | None = Field(3, description="hover: only claims of this many hops; null: all")
     labels: str | None = Field(
         None, description="banking77: JSON file with the list of labels; null: those that occur in the data"
     )
@@ -116,6 +125,11 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "external": ("papillon",),
     "sample": ("banking77", "papillon", "hover"),
     "labels": ("banking77",),
+    "search_hops": ("hover",),
+    "hop_top_k": ("hover",),
+    "last_top_k": ("hover",),
+    "passages": ("hover",),
+    "claim_hops": ("hover",),
 }
 """Options that only some of the built-in tasks read; a task of one's own may read any of them."""
 BUILT_IN = (

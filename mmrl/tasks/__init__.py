@@ -7,6 +7,7 @@ from collections.abc import Callable
 from mmrl.config.task import TaskConfig
 from mmrl.tasks.banking77 import Banking77Task
 from mmrl.tasks.base import Task
+from mmrl.tasks.hover import HoverTask
 from mmrl.tasks.multihop_qa import MultihopQaTask
 from mmrl.tasks.papillon import PapillonTask
 from mmrl.tasks.qa_direct import DirectQaTask
@@ -26,5 +27,6 @@ TASKS: dict[str, Callable[[TaskConfig, int], Task]] = {
     "r1_searcher": R1SearcherTask,
     "banking77": Banking77Task,
     "papillon": PapillonTask,
+    "hover": HoverTask,
 }
 """`task.name` -> factory `(config, run seed) -> Task`."""

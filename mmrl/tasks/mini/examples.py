@@ -7,6 +7,7 @@ from collections.abc import Callable
 from mmrl import keyed
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
+from mmrl.tasks.mini.claims import make_claims
 from mmrl.tasks.mini.questions import Question, make_questions
 from mmrl.tasks.mini.requests import make_external, make_requests
 from mmrl.tasks.mini.singles import make_bridges, make_singles
@@ -87,6 +88,18 @@ def mini_requests(split: str) -> list[Example]:
 def mini_external() -> Callable[[str], str]:
     """The rule-based external model of the mini world: request to response."""
     return make_external()
+
+
+def mini_claims(split: str) -> list[Example]:
+    """The claims of a split; `metadata["notes"]` is what demonstrations are made from."""
+    return [
+        Example(
+            id=claim.id,
+            inputs={"claim": claim.text},
+            metadata={"titles": list(claim.titles), "label": claim.label, "hops": 3, "notes": list(claim.notes)},
+        )
+        for claim in make_claims(split)
+    ]
 
 
 def _example(question: Question, corpus: str) -> Example:
