@@ -80,19 +80,28 @@ class Phase:
 
 BASELINES: Mapping[str, float] = {"solver": 0.15, "reasoner": 0.2, "condenser": 0.2, "searcher": 0.3}
 """Shares of the modules of the papers' baselines, the same in every phase; none where `--tasks` leaves them out."""
+DSPY: Mapping[str, float] = {
+    "classify.predict": 0.6,
+    "craft_redacted_request.predict": 0.6,
+    "respond_to_query": 0.4,
+    "generate_query.predict": 0.3,
+    "append_notes.predict": 0.3,
+}
+"""Shares of the modules of the DSPy programs, likewise."""
+OTHERS = {**BASELINES, **DSPY}
 PHASES = (
     # Copying names comes first, from completions that are long for their prompts: mixed with the rest from the start,
     # it takes several times as long. Then reading. Only then all formats, the reranker's in a small share: it is to
     # start weak, and its prompts are the longest.
-    Phase("write", 300, 5e-3, "constant_with_warmup", 1, {"rewriter": 1.0} | BASELINES),
-    Phase("read", 1500, 4e-3, "linear", 2, {DRILL: 0.5, "answerer": 0.6, "rewriter": 0.3, "agent": 0.1} | BASELINES),
+    Phase("write", 300, 5e-3, "constant_with_warmup", 1, {"rewriter": 1.0} | OTHERS),
+    Phase("read", 1500, 4e-3, "linear", 2, {DRILL: 0.5, "answerer": 0.6, "rewriter": 0.3, "agent": 0.1} | OTHERS),
     Phase(
         "play",
         600,
         3e-3,
         "linear",
         4,
-        {DRILL: 0.25, "answerer": 0.6, "rewriter": 1.0, "reranker": 0.15, "agent": 0.3} | BASELINES,
+        {DRILL: 0.25, "answerer": 0.6, "rewriter": 1.0, "reranker": 0.15, "agent": 0.3} | OTHERS,
     ),
     # Last, mixed habits: what a short reinforcement learning run can choose between.
     Phase(
@@ -101,7 +110,7 @@ PHASES = (
         1.5e-3,
         "linear",
         4,
-        {"rewriter": 1.0, "reranker": 0.35, "answerer": 0.6, "agent": 0.3} | BASELINES,
+        {"rewriter": 1.0, "reranker": 0.35, "answerer": 0.6, "agent": 0.3} | OTHERS,
         habits=True,
     ),
 )
