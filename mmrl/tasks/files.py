@@ -84,7 +84,7 @@ class Source:
             raise DataError(f"{self.key}: {self.spec}: has no records")
         return rows
 
-    def stream(self, split: str, columns: Sequence[str] = ()) -> Iterator[Row]:
+    def stream(self, split: str, columns: Columns = ()) -> Iterator[Row]:
         """`rows` one by one, for sources larger than memory (all but `.json`); an empty source is no error here."""
         path = self.path
         return self._hub(split, columns) if path is None else self._file(path)
