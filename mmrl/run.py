@@ -16,9 +16,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-<<<<<<< HEAD
 from rich.console import Console
 
+from mmrl import engines
 from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms import problems as algorithm_problems
 from mmrl.algorithms.options import TURN_SETS
@@ -31,15 +31,7 @@ from mmrl.config import (
     TrainCommandConfig,
     validate,
 )
-from mmrl.config.effects import Facts, without_effect
-=======
-from mmrl import engines
-from mmrl.algorithms import ALGORITHMS
-from mmrl.algorithms import problems as algorithm_problems
-from mmrl.algorithms.options import TURN_SETS
-from mmrl.config import EvalCommandConfig, RootConfig, TaskConfig, TrainCommandConfig, validate
 from mmrl.config.effects import Facts, engine_name, without_effect
->>>>>>> a0bbaac (engine=vllm_server: a managed or given vLLM server that follows the trainer by version)
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, unknown
 from mmrl.policy import Policy, describe_weights, resolve
 from mmrl.report.journal import write_step
@@ -128,17 +120,13 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
         )
         problems += without_effect(config, typed, facts)
     if isinstance(config, EvalCommandConfig):
-<<<<<<< HEAD
         if config.hardware.processes * config.hardware.nodes != 1:
             problems.append(f"hardware: profile '{config.hardware.name}' has several processes, mmrl eval runs in one")
-=======
         copied = resolve(config.policy).initial is not None
         problems += engines.problems(config.engine, engine_name(config), training=False, copied=copied)
->>>>>>> a0bbaac (engine=vllm_server: a managed or given vLLM server that follows the trainer by version)
         return problems + policy_problems(config, task)
     assert isinstance(config, TrainCommandConfig)
-    engine = config.hardware.engine if config.engine.name == "auto" else config.engine.name
-    problems += hardware_problems(config.hardware, engine, modules=config.model.modules is not None)
+    problems += hardware_problems(config.hardware, engine_name(config), modules=config.model.modules is not None)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)
     problems += assignment(config, task).problems()
@@ -393,13 +381,10 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
         except (MmrlError, KeyboardInterrupt):
             progress.note(f"stopped; continue with: mmrl train resume={rundir.path}")
             raise
-<<<<<<< HEAD
-        if not processes.main:
-            return 0
-=======
         finally:
             stage.engine.close()
->>>>>>> a0bbaac (engine=vllm_server: a managed or given vLLM server that follows the trainer by version)
+        if not processes.main:
+            return 0
         text = finish(
             rundir,
             config,

@@ -94,12 +94,8 @@ class WeightStage:
             SyncFailure: the engine did not take the newest weights.
         """
         self.step_started = time.perf_counter()
-<<<<<<< HEAD
         self.times = dict.fromkeys(("generate", "retrieve", "rollout", "annotate", "tokenize"), 0.0)
-=======
-        self.times = dict.fromkeys(("generate", "retrieve", "rollout"), 0.0)
         self._sync(step - 1)
->>>>>>> a0bbaac (engine=vllm_server: a managed or given vLLM server that follows the trainer by version)
         examples = batch_of(self.train, self.config.train.batch_size, step, self.config.seed)
         if refills(self.config.algo):
             return self._refilled_batch(examples, step)
