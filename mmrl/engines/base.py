@@ -6,9 +6,8 @@ Engines know nothing of programs or rewards. Programs run concurrently and reach
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from mmrl.config import ModelConfig
@@ -70,7 +69,7 @@ class Setup:
     """A model, never trained, for the modules whose name in `adapters` is `mmrl.policy.INITIAL`."""
     weights: ModelConfig | None = None
     """What a server loads before any push."""
-    folders: Mapping[str, str] = MappingProxyType({})
+    folders: Mapping[str, str] = field(default_factory=dict)
     """Adapter name -> folder of the LoRA adapters to serve when there is no model in this process."""
     device: str = "cpu"
     folder: Path | None = None
