@@ -80,6 +80,12 @@ class TaskConfig(Section):
         "paper", description="banking77, papillon, hover: of data files, the rows that the paper used, or all"
     )
     chain_of_thought: bool = Field(False, description="qa_direct: think before the answer")
+    program: str | None = Field(
+        None, description="dspy: package.module:name of a dspy.Module, of what makes one, or of an async function"
+    )
+    metric: str | None = Field(None, description="dspy: package.module:name of (record, prediction) -> number")
+    inputs: tuple[str, ...] = Field((), description="dspy: fields of a record that the program gets")
+    modules: tuple[str, ...] = Field((), description="dspy: modules of a program that is an async function")
     search_hops: int = Field(4, ge=1, description="hover: searches, the first one for the claim itself")
     hop_top_k: int | None = Field(
         None, ge=1, description="hover: passages per query, and kept per hop; null: 10, in the mini world 1"
@@ -126,6 +132,10 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "sample": ("banking77", "papillon", "hover"),
     "labels": ("banking77",),
     "search_hops": ("hover",),
+    "program": ("dspy",),
+    "metric": ("dspy",),
+    "inputs": ("dspy",),
+    "modules": ("dspy",),
     "hop_top_k": ("hover",),
     "last_top_k": ("hover",),
     "passages": ("hover",),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from mmrl.config.task import TaskConfig
 from mmrl.tasks.banking77 import Banking77Task
 from mmrl.tasks.base import Task
+from mmrl.tasks.custom import CustomTask
 from mmrl.tasks.hover import HoverTask
 from mmrl.tasks.multihop_qa import MultihopQaTask
 from mmrl.tasks.papillon import PapillonTask
@@ -28,5 +29,6 @@ TASKS: dict[str, Callable[[TaskConfig, int], Task]] = {
     "banking77": Banking77Task,
     "papillon": PapillonTask,
     "hover": HoverTask,
+    "dspy": CustomTask,
 }
 """`task.name` -> factory `(config, run seed) -> Task`."""

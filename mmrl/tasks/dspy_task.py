@@ -60,8 +60,12 @@ class DspyTask:
         if problems:
             raise ConfigError(problems)
         self.program: Any = self.make_program()
-        set_prompts(self.program, config.prompts)
-        self._predictors = dict(self.program.named_predictors())
+        self._predictors: dict[str, Any] = {}
+        if hasattr(self.program, "named_predictors"):
+            set_prompts(self.program, config.prompts)
+            self._predictors = dict(self.program.named_predictors())
+        elif config.prompts is not None:
+            raise ConfigError("task.prompts: has no effect with this program, whose prompts are its own code")
 
     def load(self) -> Mapping[str, Sequence[Example]]:
         """All examples of each split, or those of the paper's sample. Raises `ConfigError`."""
