@@ -625,6 +625,8 @@ def evaluation_text(
             rows.append([name, f"{metrics[name]:.4f}", interval])
     behaviour = {name: value for name, value in metrics.items() if name.startswith("module/")}
     failed = f"{metrics['failed_share']:.1%} of the rollouts failed from outside causes"
+    if config.model.name == "tiny" and "mini world" not in str(facts.get("data", "mini world")):
+        facts = {**facts, "note": "the tiny model is made for the mini world and cannot read real text"}
     return "\n\n".join(
         [
             f"{config.policy} on {config.task.name}, {config.split} ({metrics['n']:.0f} items, seed {config.seed})",

@@ -36,7 +36,7 @@ def poor(demonstration: Demonstration, example: Example, rng: random.Random) -> 
         document = rng.randrange(10)
         return replace(demonstration, completion=f"{document}, {document}")
     if demonstration.module in ("answerer", "solver"):
-        answers = [demonstration.completion, rng.choice(list(example.metadata["titles"]))]
+        answers = [str(example.metadata["answers"][0]), rng.choice(list(example.metadata["titles"]))]
         rng.shuffle(answers)
         return replace(demonstration, completion=f"It may be {answers[0]} or {answers[1]}")
     if demonstration.module == "agent":
