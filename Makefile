@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help setup train compare test check format docs tiny clean
+.PHONY: help setup train compare test check format docs tiny clean bench-retrieval
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ format: $(STAMP) ## format and fix what can be fixed
 
 docs: $(STAMP) ## write the generated parts of README.md and docs/configuration.md
 	$(BIN)/python -m scripts.docs
+
+bench-retrieval: $(STAMP) ## BM25 over a million passages and its server, against bm25s; ARGS='passages=100000'
+	$(BIN)/python -m scripts.bench.retrieval $(ARGS)
 
 tiny: $(STAMP) ## rebuild the shipped tiny model (resumable, under an hour)
 	$(BIN)/python scripts/build_tiny_model.py $(ARGS)

@@ -370,6 +370,7 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
             console=None if processes.main else Console(quiet=True),
         ) as progress,
         stoppable(),
+        released(task),
         trackers(tracked, rundir, progress.note) as opened,
     ):
         progress.note(describe_start(config, task, rundir, checkpoint))
@@ -463,6 +464,17 @@ def describe_start(config: TrainCommandConfig, task: Task, rundir: RunDir, check
 
 
 @contextmanager
+def released(task: Task) -> Iterator[None]:
+    """Let a task stop what it has started (a retriever's child process), however the run ends."""
+    try:
+        yield
+    finally:
+        close = getattr(task, "close", None)
+        if close is not None:
+            close()
+
+
+@contextmanager
 def stoppable() -> Iterator[None]:
     """SIGTERM (a scheduler's stop) ends a run like Ctrl-C does: what is saved is kept, and the way on is printed."""
 
@@ -543,7 +555,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     task = build_task(config.task, config.seed)
     policy = resolve(config.policy)
     settings = eval_settings(config, config.eval)
-    with stoppable(), evaluation_engine(config, policy, rundir) as (engine, tokenizer):
+    with stoppable(), released(task), evaluation_engine(config, policy, rundir) as (engine, tokenizer):
         try:
             items = evaluate(
                 lambda key: make_environment(config, task, engine, tokenizer, settings, key),

@@ -15,10 +15,11 @@ from mmrl.config.task import TaskConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Example
 from mmrl.retrieval.base import AsyncRetriever, Document, Retriever
+from mmrl.retrieval.cache import cache_root
 from mmrl.retrieval.select import open_index_corpus, open_retriever, retriever_problems
 from mmrl.tasks import metrics
 from mmrl.tasks.base import Tool
-from mmrl.tasks.coverage import covered
+from mmrl.tasks.coverage import coverage
 from mmrl.tasks.data import (
     LAYOUTS,
     Record,
@@ -92,6 +93,7 @@ class OpenQaTask:
         self._examples = {split: self._split(split, records.get(split), seed) for split in SPLITS}
         self.tools: Mapping[str, Tool] = {"search": self._search_tool} if self.searches else {}
         self._retrievers: dict[str, Retriever] = {}
+        self._counts: Counter[str] = Counter()
         self._warn_missing_titles()
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
@@ -171,14 +173,9 @@ class OpenQaTask:
     @cached_property
     def gold_shares(self) -> dict[str, float]:
         """Split -> share of its questions that the corpus can answer (see `tasks.coverage`); absent where not known."""
-        shares: dict[str, float] = {}
         if not self.searches:
-            return shares
-        for split, examples in self._examples.items():
-            judged = covered(examples, self.corpora)
-            if judged:
-                shares[split] = sum(judged.values()) / len(judged)
-        return shares
+            return {}
+        return coverage(self._examples, self.corpora, cache_root(self.config.retriever.cache_dir))
 
     def examples(self, split: str) -> Sequence[Example]:
         """See `mmrl.tasks.base.Task.examples`."""
@@ -227,6 +224,7 @@ class OpenQaTask:
         """Stop a retriever's child process and close its connections; a later search starts them again."""
         retrievers, self._retrievers = self._retrievers, {}
         for retriever in retrievers.values():
+            self._counts.update(getattr(retriever, "counts", {}))
             stop = getattr(retriever, "close", None)
             if stop is not None:
                 stop()
@@ -281,7 +279,7 @@ class OpenQaTask:
     def _describe_retriever(self) -> str:
         settings = self.config.retriever
         where = settings.index or settings.url
-        counts: Counter[str] = Counter()
+        counts = Counter(self._counts)
         for retriever in self._retrievers.values():
             counts.update(getattr(retriever, "counts", {}))
         asked = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in COUNTED if counts[name])

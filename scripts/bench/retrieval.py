@@ -1,0 +1,185 @@
+"""BM25 over a million passages, and its server: `python -m scripts.bench.retrieval [passages=N] [queries=N]`.
+
+Passages are drawn (words of a Zipf law, about 60 a passage) and written to a file; `mmrl index build` builds their
+index in a process of its own, whose peak memory is read when it has ended. Then each query is put to bm25s called
+directly and to mmrl's retriever in turn, so that both meet the same machine; and rounds of queries go in turn to the
+retriever in process and to a child server that 64 clients ask at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmrl.retrieval.bm25 import tokenize
+from mmrl.retrieval.child import ChildRetriever
+from mmrl.retrieval.index import open_index, read_info
+from mmrl.retrieval.store import PassageStore
+
+VOCABULARY, WORDS, TOP_K, CLIENTS = 200_000, 60, 10, 64
+BARS = {"latency": 1.1, "server": 0.8}
+"""Most that a query may cost against bm25s; least share of in-process throughput that the server must reach."""
+
+
+def word(number: int) -> str:
+    """A made-up word, the more frequent the shorter."""
+    letters = "etaoinshrdlu"
+    text = ""
+    number += 12
+    while number:
+        number, place = divmod(number, 12)
+        text += letters[place]
+    return text + "x"  # never a stop word
+
+
+def drawn(rng: np.random.Generator, count: int, words: np.ndarray) -> list[str]:
+    """`count` words by Zipf's law."""
+    ranks = np.minimum(rng.zipf(1.15, count) - 1, VOCABULARY - 1)
+    return list(words[ranks])
+
+
+def write_corpus(path: Path, passages: int) -> None:
+    """Passages as JSON lines."""
+    rng, words = np.random.default_rng(1), np.array([word(n) for n in range(VOCABULARY)])
+    with path.open("w", encoding="utf-8") as file:
+        for start in range(0, passages, 10_000):
+            text = drawn(rng, 10_000 * WORDS, words)
+            for n in range(min(10_000, passages - start)):
+                own = text[n * WORDS : (n + 1) * WORDS]
+                file.write(json.dumps({"title": f"{own[0]} {start + n}", "text": " ".join(own)}) + "\n")
+
+
+def queries_of(count: int) -> list[str]:
+    """Queries of three to six words."""
+    rng, words = np.random.default_rng(2), np.array([word(n) for n in range(VOCABULARY)])
+    return [" ".join(drawn(rng, int(rng.integers(3, 7)), words)) for _ in range(count)]
+
+
+def resident() -> float:
+    """Resident memory of this process in MB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def latencies(retriever: Any, queries: Sequence[str]) -> dict[str, list[float]]:
+    """Seconds per query, of bm25s and of mmrl, in turn."""
+    index = retriever._index
+    found: dict[str, list[float]] = {"bm25s": [], "mmrl": []}
+
+    def direct(query: str) -> None:
+        index.retrieve([tokenize(query, retriever._stop)], k=TOP_K, show_progress=False, n_threads=0)
+
+    def own(query: str) -> None:
+        retriever.search([query], [TOP_K])
+
+    for number, query in enumerate(queries):
+        pair = [("bm25s", direct), ("mmrl", own)]
+        for name, call in pair if number % 2 else pair[::-1]:
+            started = time.perf_counter()
+            call(query)
+            found[name].append(time.perf_counter() - started)
+    return found
+
+
+async def through_server(child: ChildRetriever, queries: Sequence[str]) -> float:
+    """Queries per second when 64 clients ask one after the other each."""
+    waiting = list(queries)
+
+    async def client() -> None:
+        while waiting:
+            await child.search_async([waiting.pop()], [TOP_K])
+
+    started = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(CLIENTS)))
+    return len(queries) / (time.perf_counter() - started)
+
+
+def throughputs(retriever: Any, child: ChildRetriever, queries: Sequence[str], rounds: int) -> dict[str, list[float]]:
+    """Queries per second of each round, in process and through the server, in turn."""
+    found: dict[str, list[float]] = {"in process": [], "server": []}
+    for _ in range(rounds):
+        started = time.perf_counter()
+        for query in queries:
+            retriever.search([query], [TOP_K])
+        found["in process"].append(len(queries) / (time.perf_counter() - started))
+        found["server"].append(asyncio.run(through_server(child, queries)))
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print a table, write one JSON; 1 where a bar is missed."""
+    options = {"passages": "1000000", "queries": "400", "rounds": "3", "out": "bench_retrieval.json"}
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key not in options or not value:
+            print(f"error: {argument}: expected one of {', '.join(f'{k}=' for k in options)}", file=sys.stderr)
+            return 2
+        options[key] = value
+    with tempfile.TemporaryDirectory() as place:
+        result = measured(Path(place), int(options["passages"]), int(options["queries"]), int(options["rounds"]))
+    Path(options["out"]).write_text(json.dumps(result, indent=1), encoding="utf-8")
+    print(table(result))
+    return int(result["latency ratio"] > BARS["latency"] or result["server ratio"] < BARS["server"])
+
+
+def measured(place: Path, passages: int, count: int, rounds: int) -> dict[str, Any]:
+    """All numbers."""
+    corpus, folder = place / "corpus.jsonl", place / "index"
+    write_corpus(corpus, passages)
+    subprocess.run(
+        [sys.executable, "-m", "mmrl", "index", "build", f"corpus={corpus}", f"index={folder}"],
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
+    before, started = resident(), time.perf_counter()
+    info = read_info(folder)
+    retriever = open_index(folder, info, PassageStore(folder))
+    opened = time.perf_counter() - started
+    queries = queries_of(count)
+    latencies(retriever, queries[:20])
+    times = latencies(retriever, queries)
+    child = ChildRetriever(folder, cache_size=0)
+    child.search(queries[:1], [TOP_K])
+    rates = throughputs(retriever, child, queries, rounds)
+    child.close()
+    ratios = [s / p for s, p in zip(rates["server"], rates["in process"], strict=True)]
+    return {
+        "passages": info.documents,
+        "text MB": info.text_bytes / 1e6,
+        "build s": info.build_seconds,
+        "build peak MB": peak,
+        "disk MB": sum(size for size, _ in info.files.values()) / 1e6,
+        "open s": opened,
+        "resident MB": resident() - before,
+        **{f"{name} p50 ms": 1e3 * float(np.percentile(v, 50)) for name, v in times.items()},
+        **{f"{name} p99 ms": 1e3 * float(np.percentile(v, 99)) for name, v in times.items()},
+        "latency ratio": float(np.percentile(times["mmrl"], 50) / np.percentile(times["bm25s"], 50)),
+        "latency ratio p99": float(np.percentile(times["mmrl"], 99) / np.percentile(times["bm25s"], 99)),
+        "in process queries/s": float(np.median(rates["in process"])),
+        "server queries/s": float(np.median(rates["server"])),
+        "server ratio": float(np.median(ratios)),
+        "python": platform.python_version(),
+        "load": os.getloadavg(),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """For people."""
+    lines = [f"{name:24} {value:10.3f}" for name, value in result.items() if isinstance(value, float)]
+    return "\n".join([f"{result['passages']:,} passages, top {TOP_K}, {CLIENTS} clients; bars: {BARS}", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
