@@ -55,8 +55,8 @@ class Faulty:
     queries) and `long` answer 200 with something else; a number answers with that status; `drop` closes the connection.
     """
 
-    def __init__(self, inner: Any, plan: Callable[[int], str]):
-        self.inner, self.plan, self.seen = inner, plan, 0
+    def __init__(self, inner: Any, plan: Callable[[int], str], hang_s: float = 1.0):
+        self.inner, self.plan, self.seen, self.hang_s = inner, plan, 0, hang_s
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["path"] in ("/health", "/metrics"):
@@ -69,7 +69,7 @@ class Faulty:
         if fault == "drop":
             raise RuntimeError("dropped on purpose")
         if fault == "hang":
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(self.hang_s)
         bodies = {
             "garbage": b'{"result": [[{"document": {"contents": "Lisb',
             "empty": b"",

@@ -94,7 +94,7 @@ CAUSES = {
 @pytest.mark.parametrize(("fault", "cause"), CAUSES.items())
 def test_each_fault_is_retried_then_a_typed_failure_never_an_empty_result(fault, cause):
     with listening(Faulty(good_app(), lambda n: fault)) as url:
-        client = RemoteRetriever(url, timeout_s=0.2, retries=2)
+        client = RemoteRetriever(url, timeout_s=0.2 if fault == "hang" else 20, retries=2)
         with pytest.raises(RetrievalFailure) as failure:
             client.search(["river"], [2])
         client.close()
@@ -107,8 +107,8 @@ def test_each_fault_is_retried_then_a_typed_failure_never_an_empty_result(fault,
 
 @pytest.mark.parametrize("fault", ["hang", "500", "garbage", "less"])
 def test_a_fault_that_passes_costs_a_retry_and_nothing_else(fault):
-    with listening(Faulty(good_app(), lambda n: fault if n == 0 else "ok")) as url:
-        client = RemoteRetriever(url, timeout_s=0.3, retries=2)
+    with listening(Faulty(good_app(), lambda n: fault if n == 0 else "ok", hang_s=4)) as url:
+        client = RemoteRetriever(url, timeout_s=2 if fault == "hang" else 20, retries=2)
         assert client.search(["river"], [2]) == Bm25Retriever(DOCUMENTS).search(["river"], [2])
         client.close()
     assert client.counts["retries"] == 1 and client.counts["failures"] == 0
@@ -311,7 +311,7 @@ def index(tmp_path_factory):
     return folder
 
 
-def gone(pid, seconds=10):
+def gone(pid, seconds=40):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -330,7 +330,7 @@ def test_a_child_is_started_checked_and_stopped(index):
     assert child.search(["river Tagus"], [2]) == Bm25Retriever(DOCUMENTS).search(["river Tagus"], [2])
     assert child.counts["requests"] == 1
     child.close()
-    assert gone(child.pid, 1)
+    assert gone(child.pid)
 
 
 def test_a_child_that_dies_is_a_failure_that_says_so(index, tmp_path):
@@ -354,7 +354,7 @@ def test_a_child_goes_with_its_parent_however_it_ends(index, ending):
         f"child = ChildRetriever(Path({str(index)!r}))\nchild.search(['river'], [1])\n"
         f"print(child.pid, flush=True)\n{ending}\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
     assert ended.returncode != 0
     assert gone(int(ended.stdout))
 
@@ -401,8 +401,9 @@ def run_rollouts(task, items, **engine):
 def test_rollouts_through_a_server_under_load_with_faults():
     """Each rollout searches once; every fourth request meets a fault that a retry mends."""
     faults = ["500", "garbage", "hang", "less"]
-    with listening(Faulty(good_app(), lambda n: faults[(n // 4) % 4] if n > 0 and n % 4 == 0 else "ok")) as url:
-        task = agent(name="remote", url=url, timeout_s=0.5, retries=5, concurrency=64)
+    plan = lambda n: faults[(n // 4) % 4] if n > 0 and n % 4 == 0 else "ok"  # noqa: E731
+    with listening(Faulty(good_app(), plan, hang_s=8)) as url:
+        task = agent(name="remote", url=url, timeout_s=4.0, retries=6, concurrency=64)
         forest = run_rollouts(task, 96)
         counts = dict(task._retrievers["remote"].counts)
         assert [rollout.error for rollout in forest.rollouts] == [None] * 96
@@ -414,7 +415,7 @@ def test_rollouts_through_a_server_under_load_with_faults():
 
 def test_rollouts_whose_search_fails_are_outside_failures_and_not_scored():
     with listening(Faulty(good_app(), lambda n: "ok" if n == 0 else "500")) as url:
-        task = agent(name="remote", url=url, timeout_s=0.5, retries=1, concurrency=4)
+        task = agent(name="remote", url=url, timeout_s=20.0, retries=1, concurrency=4)
         forest = run_rollouts(task, 40)
         assert {rollout.error for rollout in forest.rollouts} == {"tool"}
         assert task._retrievers["remote"].counts["failures"] == 40
@@ -461,4 +462,4 @@ def test_a_task_with_a_child_server_runs_and_stops_it(index):
     assert all(rollout.metrics["retrieval"] == 1.0 for rollout in forest.rollouts)
     pid = task._retrievers["index"].pid
     task.close()
-    assert gone(pid, 1)
+    assert gone(pid)
