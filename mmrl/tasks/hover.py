@@ -15,9 +15,10 @@ from mmrl.config.task import TaskConfig
 from mmrl.errors import ConfigError, DataError
 from mmrl.records import Call, Example
 from mmrl.retrieval.base import AsyncRetriever, Document, Retriever
+from mmrl.retrieval.cache import cache_root
 from mmrl.retrieval.select import open_index_corpus, open_retriever, retriever_problems
 from mmrl.tasks.base import Demonstration, Score
-from mmrl.tasks.coverage import covered
+from mmrl.tasks.coverage import coverage
 from mmrl.tasks.data import load_corpus
 from mmrl.tasks.dspy_task import SPLITS, DspyTask, text_of, unique
 from mmrl.tasks.files import Row
@@ -229,16 +230,14 @@ class HoverTask(DspyTask):
 
     def _gold_shares(self) -> dict[str, float]:
         """Split -> share of its claims whose gold titles are all in the corpus; absent where that is not known."""
-        shares = {}
-        for split in SPLITS:
-            told = [
+        told = {
+            split: [
                 Example(id=example.id, inputs={"corpus": CORPUS}, metadata=example.metadata)
                 for example in self._examples[split]
             ]
-            judged = covered(told, {CORPUS: self.documents})
-            if judged:
-                shares[split] = sum(judged.values()) / len(judged)
-        return shares
+            for split in SPLITS
+        }
+        return coverage(told, {CORPUS: self.documents}, cache_root(self.config.retriever.cache_dir))
 
     def describe(self) -> Mapping[str, Any]:
         """See `mmrl.tasks.base.Task.describe`."""

@@ -165,7 +165,7 @@ class OpenQaTask:
         for split, share in self.gold_shares.items():
             if share < 1:
                 log.warning(
-                    "task.data.%s: %.1f %% of the questions have all their gold titles, or an answer, in the corpus",
+                    "task.data.%s: only %.1f %% of the questions have their gold titles, or an answer, in the corpus",
                     split,
                     100 * share,
                 )
