@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help setup train compare test check format docs tiny clean bench-retrieval
+.PHONY: help setup train compare bench bench-retrieval test check format docs tiny clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ train: $(STAMP) ## train the default run (MHGPO-RR, three-agent search, mini wor
 
 compare: $(STAMP) ## every algorithm on the mini world, three seeds, one figure (hours; resumable); ARGS='seed=0 jobs=2'
 	$(BIN)/mmrl compare plan=mini docs=docs/comparison.md $(ARGS)
+
+bench: $(STAMP) ## measure against TRL and other peers on the CPU, one table (under ten minutes); ARGS='only=update,step'
+	$(BIN)/python -m scripts.bench $(ARGS)
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n 2 $(ARGS)

@@ -10,28 +10,21 @@ log-probabilities are compared with a plain forward's.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import platform
 import random
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from mmrl.config import EngineConfig
 from mmrl.engines.base import Completion, Request, Sampling
 from mmrl.engines.transformers import TransformersEngine
+from scripts.bench.common import MODELS, Bar, clock, finish, make_model, options, timed
 
 BARS = {"short": 1.5, "fork": 3.0}
 """Least ratio of `generate` to the own loop: independent short calls, several samples per prompt."""
-MODELS = {"1M": (128, 4, 4, 2, 32, 384, 2048), "9M": (320, 6, 5, 5, 64, 960, 4096)}
-"""hidden, layers, heads, kv heads, head_dim, intermediate, vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +48,8 @@ SHAPES = [
     Shape("8 x n4 P1024 C32", "fork", 8, 4, (1024, 1024), (32, 32)),
     Shape("4 x n12 P512 C64", "fork", 4, 12, (512, 512), (64, 64)),
 ]
+QUICK = [Shape("B 2", "short", 2, 1, (4, 6), (2, 4)), Shape("1 x n2 P8 C4", "fork", 1, 2, (8, 8), (4, 4))]
+"""Of no meaning as numbers; for the tests."""
 
 
 class NoTokenizer:
@@ -66,27 +61,6 @@ class NoTokenizer:
     def decode(self, ids: list[int], **_: Any) -> str:
         """Never asked in a bench."""
         return ""
-
-
-def make_model(size: str) -> torch.nn.Module:
-    """A random Qwen3 of one of the sizes in `MODELS`."""
-    hidden, layers, heads, kv_heads, head_dim, inner, vocabulary = MODELS[size]
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=inner,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return transformers.Qwen3ForCausalLM(config).eval()
 
 
 def requests(shape: Shape, vocabulary: int) -> list[Request]:
@@ -152,17 +126,6 @@ def check(model: torch.nn.Module, engine: TransformersEngine, asked: list[Reques
     return worst
 
 
-def timed(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """(CPU seconds, wall-clock seconds) of each run, alternating; the first round warms up and does not count."""
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for _ in range(repeats + 1):
-        for name, run in runs.items():
-            cpu, wall = time.process_time(), time.perf_counter()
-            run()
-            seconds[name].append((time.process_time() - cpu, time.perf_counter() - wall))
-    return {name: several[1:] for name, several in seconds.items()}
-
-
 def measure(shape: Shape, model: torch.nn.Module, vocabulary: int, threads: int, repeats: int) -> dict[str, Any]:
     """One line of the table."""
     asked = requests(shape, vocabulary)
@@ -181,8 +144,8 @@ def measure(shape: Shape, model: torch.nn.Module, vocabulary: int, threads: int,
         },
         repeats,
     )
-    clock = 0 if threads == 1 else 1
-    counted = {name: sorted(one[clock] for one in several) for name, several in seconds.items()}
+    counts = clock(threads)
+    counted = {name: sorted(one[counts] for one in several) for name, several in seconds.items()}
     best = {name: several[0] for name, several in counted.items()}
     tokens = sum(request.sampling.max_tokens for request in asked)
     return {
@@ -190,10 +153,15 @@ def measure(shape: Shape, model: torch.nn.Module, vocabulary: int, threads: int,
         "kind": shape.kind,
         "rows": len(asked),
         "tokens": tokens,
+        # Prompt and completion tokens: as `generate` computes them, as they are, and with each prompt once.
+        "padded_tokens": len(asked)
+        * (max(len(r.prompt_ids) for r in asked) + max(r.sampling.max_tokens for r in asked)),
+        "real_tokens": sum(len(request.prompt_ids) for request in asked) + tokens,
+        "unique_tokens": sum(len(ids) for ids in {request.prompt_ids for request in asked}) + tokens,
         "seconds": best,
         "median": {name: several[len(several) // 2] for name, several in counted.items()},
         "wall_clock": {name: min(wall for _, wall in several) for name, several in seconds.items()},
-        "clock": ("cpu", "wall")[clock],
+        "clock": ("cpu", "wall")[counts],
         "tokens_per_s": tokens / best["own"],
         "ratio_generate": best["generate"] / best["own"],
         "ratio_hf_loop": best["hf"] / best["own"],
@@ -203,13 +171,9 @@ def measure(shape: Shape, model: torch.nn.Module, vocabulary: int, threads: int,
 
 def main(arguments: list[str]) -> int:
     """Print the table, write the JSON; returns 1 when a bar is missed."""
-    options = dict(argument.split("=", 1) for argument in arguments)
-    unknown = set(options) - {"shapes", "threads", "repeats", "model", "out"}
-    if unknown:
-        raise SystemExit(f"unknown option {sorted(unknown)}: expected shapes=, threads=, repeats=, model=, out=")
-    threads, size = int(options.get("threads", "1")), options.get("model", "1M")
-    kinds = options.get("shapes", "short,fork").split(",")
-    torch.set_num_threads(threads)
+    given = options(arguments, {"shapes": "short,fork", "repeats": "2", "model": "1M", "quick": ""})
+    threads, size = int(given["threads"]), "test" if given["quick"] else given["model"]
+    kinds = given["shapes"].split(",")
     model = make_model(size)
     print(
         f"{size}: {sum(p.numel() for p in model.parameters()):,} parameters, {threads} threads, load {os.getloadavg()}"
@@ -218,10 +182,10 @@ def main(arguments: list[str]) -> int:
         f"{'shape':20}{'generate s':>11}{'hf loop s':>11}{'own s':>9}{'own tok/s':>11}{'generate/own':>14}{'hf/own':>8}"
     )
     lines = []
-    for shape in SHAPES:
+    for shape in QUICK if given["quick"] else SHAPES:
         if shape.kind not in kinds:
             continue
-        line = measure(shape, model, MODELS[size][-1], threads, int(options.get("repeats", "2")))
+        line = measure(shape, model, MODELS[size][-1], threads, int(given["repeats"]))
         lines.append(line)
         s = line["seconds"]
         print(
@@ -229,23 +193,18 @@ def main(arguments: list[str]) -> int:
             f"{line['ratio_generate']:14.2f}{line['ratio_hf_loop']:8.2f}",
             flush=True,
         )
-    missed = [line["shape"] for line in lines if line["ratio_generate"] < BARS[line["kind"]]]
-    result = {
-        "bench": "rollout",
-        "model": size,
-        "threads": threads,
-        "load": os.getloadavg(),
-        "machine": platform.processor() or platform.machine(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "bars": BARS,
-        "missed": missed,
-        "lines": lines,
-    }
-    path = Path(options.get("out", f"outputs/bench/rollout_{time.strftime('%Y%m%d_%H%M%S')}.json"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1))
-    print(f"load {os.getloadavg()}; {'bars missed: ' + ', '.join(missed) if missed else 'all bars reached'}; {path}")
-    return 1 if missed else 0
+    bars = [
+        Bar(
+            what=f"engine: generate / own, {line['shape']}",
+            value=line["ratio_generate"],
+            bar=BARS[line["kind"]],
+            padded=line["padded_tokens"],
+            real=line["real_tokens"],
+            unique=line["unique_tokens"],
+        )
+        for line in lines
+    ]
+    return finish("rollout", bars, given["out"], model=size, lines=lines)
 
 
 if __name__ == "__main__":

@@ -34,14 +34,16 @@ class Row:
 
 
 class Dice:
-    """Random tokens and lengths."""
+    """Random tokens and lengths; `scale` divides the lengths, for quick tests."""
 
-    def __init__(self, vocabulary: int, seed: int = 0):
+    def __init__(self, vocabulary: int, seed: int = 0, scale: int = 1):
         self.random = random.Random(seed)
         self.vocabulary = vocabulary
+        self.scale = scale
 
     def ids(self, least: int, most: int) -> tuple[int, ...]:
         """Between `least` and `most` tokens."""
+        least, most = (max(1, length // self.scale) for length in (least, most))
         return tuple(self.random.randrange(2, self.vocabulary) for _ in range(self.random.randint(least, most)))
 
 

@@ -1,0 +1,81 @@
+"""The CPU suite: `python -m scripts.bench [only=update,step] [threads=1]` (`make bench`), under ten minutes when idle.
+
+Every bench runs in a process of its own, so that none sees another's memory or settings. One table at the end, and all
+results in `outputs/bench/<time>.json`; exit code 1 when a bar is missed or a bench failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.common import Bar, finish, options
+
+SUITE: dict[str, list[str]] = {
+    "update": ["repeats=1", "micro=4"],
+    "step": ["steps=2", "micro=4"],
+    "rollout": ["repeats=1"],
+    "program": ["repeats=2"],
+    "memory": ["sides=trl,mmrl"],
+    "critic": ["repeats=2"],
+    "scaling": ["repeats=2"],
+    "overhead": ["steps=2", "repeats=2"],
+    "limits": ["gpu=cpu"],
+}
+"""Bench -> options that fit the suite into its time; alone each measures longer, and tunes its peers."""
+QUICK = {"overhead": ["steps=1", "repeats=1", "train=train.batch_size=2"]}
+
+
+def run(bench: str, extra: Sequence[str], folder: Path) -> dict[str, Any]:
+    """The JSON of one bench; of one that failed, an `error`."""
+    out = folder / f"{bench}.json"
+    command = [sys.executable, "-m", f"scripts.bench.{bench}", *SUITE[bench], *extra, f"out={out}"]
+    started = time.perf_counter()
+    done = subprocess.run(command, stdout=sys.stdout, stderr=subprocess.PIPE, text=True, check=False)
+    spent = {"wall_s": time.perf_counter() - started}
+    if not out.is_file():
+        return {"bench": bench, "error": done.stderr[-4000:] or f"exit code {done.returncode}", "bars": [], **spent}
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return found | spent
+
+
+def bars_of(results: Sequence[dict[str, Any]]) -> list[Bar]:
+    """The bars of all benches; one that failed counts as missed."""
+    names, bars = [field.name for field in fields(Bar)], []
+    for result in results:
+        bars += [Bar(**{name: bar[name] for name in names}) for bar in result["bars"]]
+        if "error" in result:
+            bars.append(Bar(what=f"{result['bench']}: FAILED, see above", value=float("nan"), bar=1.0, unit=""))
+    return bars
+
+
+def main(arguments: list[str]) -> int:
+    """Run the suite, print one table, write one JSON; returns 1 when a bar is missed."""
+    given = options(arguments, {"only": ",".join(SUITE), "quick": ""})
+    chosen = given["only"].split(",")
+    if set(chosen) - set(SUITE):
+        raise SystemExit(f"only: got {given['only']}, expected some of {','.join(SUITE)}")
+    results, before, started = [], os.getloadavg(), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for bench in chosen:
+            print(f"\n{bench}", flush=True)
+            extra = [f"threads={given['threads']}", f"quick={given['quick']}"]
+            results.append(run(bench, [*extra, *(QUICK.get(bench, []) if given["quick"] else [])], Path(folder)))
+            if "error" in results[-1]:
+                print(results[-1]["error"], file=sys.stderr, flush=True)
+    spent = time.perf_counter() - started
+    print(f"\nall, in {spent / 60:.1f} minutes, load before {', '.join(f'{one:.1f}' for one in before)}")
+    out = given["out"] or f"outputs/bench/{time.strftime('%Y%m%d_%H%M%S')}.json"
+    return finish("suite", bars_of(results), out, wall_s=spent, load_before=before, results=results)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""mmrl's own share of a step, and how long commands take to start: `python -m scripts.bench.overhead [steps=3]`.
+
+The first steps of the default run (`mmrl train`, shipped tiny model) in a process of its own: the share of their time
+that is neither engine nor tools nor models nor update. Start-up: CPU seconds of a whole process (its wall-clock time on
+an idle machine), commands alternating, the best of `repeats` each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.common import Bar, finish, options
+
+OVERHEAD_BAR, HELP_BAR = 5.0, 0.5
+"""Percent of a step; seconds."""
+FOREST = {
+    "version": 1,
+    "modules": ["agent"],
+    "calls": [
+        {"id": name, "example": "q", "parent": None, "module": "agent", "completion_tokens": 2} for name in ("a", "b")
+    ],
+    "rollouts": [
+        {"id": "r0", "example": "q", "leaf": "a", "reward": 1.0},
+        {"id": "r1", "example": "q", "leaf": "b", "reward": 0.0},
+    ],
+}
+TASK = """
+from mmrl import run
+from mmrl.cli.commands import validated
+from mmrl.cli.compose import parse_arguments
+from mmrl.config import TrainCommandConfig
+(config,) = validated("train", TrainCommandConfig, parse_arguments([]))
+run.build_task(config.task, config.seed)
+"""
+"""Everything that a default run does before it loads a model."""
+
+
+def starts(forest: Path) -> dict[str, list[str]]:
+    """What is started, by name: arguments of Python."""
+    return {
+        "mmrl --help": ["-m", "mmrl", "--help"],
+        "mmrl credit": ["-m", "mmrl", "credit", "algo=grpo", f"rollouts={forest}"],
+        "mmrl train --cfg job": ["-m", "mmrl", "train", "--cfg", "job"],
+        "task built, mini world": ["-c", TASK],
+    }
+
+
+def share(steps: Sequence[Mapping[str, float]], part: str) -> float:
+    """Percent of all steps' time that went into `part`.
+
+    Raises:
+        SystemExit: no step was timed.
+    """
+    whole = sum(step.get("time/step", 0.0) for step in steps)
+    if not whole:
+        raise SystemExit("overhead: the run has no timed step")
+    return 100 * sum(step.get(f"time/{part}", 0.0) for step in steps) / whole
+
+
+def started(arguments: Sequence[str]) -> tuple[float, float]:
+    """(CPU seconds, wall-clock seconds) of a Python process.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    before, wall = os.times(), time.perf_counter()
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    wall, after = time.perf_counter() - wall, os.times()
+    if done.returncode:
+        raise SystemExit(f"overhead: python {' '.join(arguments)} failed\n{done.stderr[-2000:]}")
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return cpu, wall
+
+
+def run_steps(folder: Path, arguments: Sequence[str]) -> list[dict[str, Any]]:
+    """`metrics.jsonl` of a short default run.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    fixed = [f"run.dir={folder}", "eval.every=0", "eval.items=1", "run.progress=false"]
+    started(["-m", "mmrl", "train", *fixed, *arguments])
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table, write the JSON; returns 1 when a bar is missed."""
+    given = options(arguments, {"steps": "3", "repeats": "3", "train": "", "quick": ""})
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        forest = folder / "forest.json"
+        forest.write_text(json.dumps(FOREST), encoding="utf-8")
+        seconds: dict[str, list[tuple[float, float]]] = {}
+        for _ in range(int(given["repeats"])):
+            for what, command in starts(forest).items():
+                seconds.setdefault(what, []).append(started(command))
+        short = [f"train.steps={given['steps']}", f"hardware.threads={given['threads']}"]
+        steps = run_steps(folder / "run", [*short, *filter(None, given["train"].split(","))])
+    timed = [step for step in steps if "time/step" in step]
+    parts = {part: share(timed, part) for part in ("generate", "retrieve", "annotate", "credit", "update", "overhead")}
+    print(f"{len(timed)} steps: " + ", ".join(f"{part} {percent:.1f} %" for part, percent in parts.items()))
+    bars = [Bar(what="overhead of a default step", value=parts["overhead"], bar=OVERHEAD_BAR, at_most=True, unit="%")]
+    for what, several in seconds.items():
+        bar = HELP_BAR if what == "mmrl --help" else None
+        bars.append(Bar(what=f"start: {what}", value=min(cpu for cpu, _ in several), bar=bar, at_most=True, unit="s"))
+    wall = {what: min(spent for _, spent in several) for what, several in seconds.items()}
+    return finish("overhead", bars, given["out"], shares=parts, wall_clock=wall, steps=len(timed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

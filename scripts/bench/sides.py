@@ -1,0 +1,210 @@
+"""The sides of the update's benchmarks: TRL's GRPOTrainer, a plain padded loop, mmrl; and that they compute the same.
+
+All train on the same rollouts (`update_shapes.Row`). One update is everything between given rollouts and changed
+weights: packing or padding, forward, backward, clipping, AdamW.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+
+from mmrl.config import AlgoConfig, LoraConfig, ModelConfig, TrainConfig
+from mmrl.trainer.objective import StepBatch, TrainCall
+from mmrl.trainer.stream import Update
+from mmrl.trainer.trl_trainer import MmrlTrainer, build_trainer
+from scripts.bench.common import cosine
+from scripts.bench.update_shapes import GROUP, Row, advantages
+
+
+def tokenizer(vocabulary: int) -> Any:
+    """TRL wants one; nothing is tokenized."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = {f"w{n}": n for n in range(vocabulary)}
+    inner = Tokenizer(WordLevel(words, unk_token="w1"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w0", eos_token="w1")
+
+
+class Trl:
+    """TRL's GRPOTrainer with rollouts handed in."""
+
+    def __init__(self, model: Any, rows: list[Row], micro: int, folder: Path, **settings: Any):
+        self.rows = rows
+        self.steps = len(rows) // micro
+        arguments = trl.GRPOConfig(
+            output_dir=str(folder),
+            learning_rate=0.0,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=self.steps,
+            num_generations=GROUP,
+            max_completion_length=4096,
+            beta=0.0,
+            loss_type="grpo",
+            use_cpu=model.device.type == "cpu",
+            bf16=model.dtype == torch.bfloat16,
+            report_to="none",
+            disable_tqdm=True,
+            logging_strategy="no",
+            save_strategy="no",
+            **{"gradient_checkpointing": False} | settings,
+        )
+        self.trainer = trl.GRPOTrainer(
+            model=model,
+            reward_funcs=lambda reward, **_: list(reward),
+            args=arguments,
+            train_dataset=Dataset.from_dict({"prompt": ["-"] * len(rows)}),
+            processing_class=tokenizer(model.config.vocab_size),
+            rollout_func=self.rollouts,
+        )
+        self.trainer.create_optimizer_and_scheduler(10**6)
+        self.trainer.current_gradient_accumulation_steps = self.steps
+
+    def rollouts(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        """What TRL's rollout function returns."""
+        return {
+            "prompt_ids": [list(row.prompt) for row in self.rows],
+            "completion_ids": [list(row.completion) for row in self.rows],
+            "logprobs": [[0.0] * len(row.completion) for row in self.rows],
+            "env_mask": [row.mask for row in self.rows],
+            "reward": [row.reward for row in self.rows],
+        }
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Forward and backward of all rows."""
+        model = self.trainer.model
+        model.train()
+        model.zero_grad()
+        for _ in range(self.steps):
+            self.trainer.training_step(model, [{"prompt": "-"} for _ in self.rows], None)
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    def run(self) -> None:
+        """One update."""
+        self.gradients()
+        torch.nn.utils.clip_grad_norm_(self.trainer.model.parameters(), 1.0)
+        self.trainer.optimizer.step()
+
+
+class Plain:
+    """A plain loop: micro-batches in the order of the rows, padded, logits at the completions alone."""
+
+    def __init__(self, model: Any, rows: list[Row], micro: int):
+        self.rows, self.micro = rows, micro
+        self.model: Any = model.train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
+
+    def logprobs(self, rows: list[Row]) -> torch.Tensor:
+        """(rows, C) of the completions, padded on the right."""
+        before, after = max(len(row.prompt) for row in rows), max(len(row.completion) for row in rows)
+        ids = torch.zeros(len(rows), before + after, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for number, row in enumerate(rows):
+            start, stop = before - len(row.prompt), before + len(row.completion)
+            ids[number, start:stop] = torch.tensor(row.prompt + row.completion)
+            mask[number, start:stop] = 1
+        logits = self.model(ids, attention_mask=mask, logits_to_keep=after + 1, use_cache=False).logits[:, :-1]
+        chosen: torch.Tensor = logits.gather(-1, ids[:, before:, None])[..., 0] - logits.logsumexp(-1)
+        return chosen
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Forward and backward of all rows."""
+        self.model.zero_grad()
+        weights = advantages(self.rows)
+        for start in range(0, len(self.rows), self.micro):
+            rows = self.rows[start : start + self.micro]
+            found = self.logprobs(rows)
+            loss = torch.zeros(())
+            for row, advantage, logprobs in zip(rows, weights[start:], found, strict=False):
+                mask = torch.tensor(row.mask)
+                ratio = torch.exp(logprobs[: len(mask)] - logprobs[: len(mask)].detach())
+                term = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                loss = loss - (term * mask).sum() / mask.sum() / len(self.rows)
+            loss.backward()  # type: ignore[no-untyped-call]
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def run(self) -> None:
+        """One update."""
+        self.gradients()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+
+
+class Ours:
+    """mmrl's trainer, one optimizer step by hand."""
+
+    def __init__(
+        self,
+        model: Any,
+        batch: list[TrainCall],
+        folder: Path,
+        packing: str = "auto",
+        budget: int | None = None,
+        lora: LoraConfig | None = None,
+        algo: AlgoConfig | None = None,
+        checkpointing: bool = False,
+    ):
+        self.batch = batch
+        self.trainer: MmrlTrainer = build_trainer(
+            model,
+            tokenizer(model.config.vocab_size),
+            train=TrainConfig(lr=0.0, packing=packing, microbatch_tokens=budget),  # type: ignore[arg-type]
+            algo=algo or AlgoConfig(name="bench", beta=0.0),
+            model_config=ModelConfig(name="bench", path="tiny", lora=lora, gradient_checkpointing=checkpointing),
+            seed=0,
+            output_dir=folder,
+            next_batch=lambda step: StepBatch(step=step, calls=batch),
+            on_step_end=lambda step, metrics: None,
+        )
+        self.trainer.create_optimizer_and_scheduler(10**6)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Packing, forward and backward of all calls."""
+        self.trainer.model.zero_grad()
+        (packs,) = self.trainer._packs(StepBatch(step=1, calls=self.batch))
+        self.trainer.training_step(self.trainer.model, {"update": Update(1, packs, first=True, last=True)})
+        return {name: p.grad for name, p in self.trainer.model.named_parameters() if p.grad is not None}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens forwarded."""
+        return int(self.trainer.totals.plain[0])
+
+    def run(self) -> None:
+        """One update."""
+        self.gradients()
+        torch.nn.utils.clip_grad_norm_(self.trainer.model.parameters(), 1.0)
+        assert self.trainer.optimizer is not None
+        self.trainer.optimizer.step()
+
+
+def check(ours: Ours, plain: Plain, peer: Trl | None = None) -> dict[str, float]:
+    """Largest difference of a log-probability, and cosines of the gradients.
+
+    Raises:
+        SystemExit: beyond the tolerances.
+    """
+    found = {call.id: values for call, values in zip(ours.batch, ours.trainer.policy_logprobs(ours.batch), strict=True)}
+    worst = 0.0
+    for number, row in enumerate(plain.rows):
+        with torch.no_grad():
+            expected = plain.logprobs([row])[0][torch.tensor(row.mask).bool()]
+        mine = [value for turn in range(0, len(row.turns), 2) for value in found[f"{number}.{turn}"]]
+        worst = max(worst, float((expected - torch.tensor(mine)).abs().max()))
+    mine_gradient = ours.gradients()
+    result = {
+        "max_logprob_difference": worst,
+        "cosine_plain": cosine(mine_gradient, plain.gradients()),
+    }
+    if peer is not None:
+        result["cosine_trl"] = cosine(mine_gradient, peer.gradients())
+    cosines = [value for name, value in result.items() if name.startswith("cosine")]
+    if worst > 1e-4 or not min(cosines) >= 0.9999:
+        raise SystemExit(f"the sides do not compute the same: {result}")
+    return result

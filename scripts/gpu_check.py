@@ -1,0 +1,326 @@
+"""The update on one big GPU, built, checked and timed: `python -m scripts.gpu_check [--device cuda|cpu] [--tiny]`.
+
+Two parts, each with random weights: Qwen3-8B with LoRA (r = 16) and a small Qwen3 at full parameters, on rollouts with
+the lengths of MHGPO's Reranker, with shared prompts (IS) and without (FoF). For each: log-probabilities and gradients
+of packed tries against padded rows and against TRL's GRPOTrainer; seconds, tokens/s, MFU on unique tokens against a
+matrix product measured in this run, peak memory; the ratio to TRL. Prints a table and writes JSON to `--out`, to the
+folder `$OUT` where that is set, else to `outputs/bench/`. Exit code 1 when a check fails or a bar is missed.
+`--device cpu --tiny` runs all of it with tiny models, to test the script itself; its numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from mmrl.config import LoraConfig, ModelConfig
+from mmrl.plan.shapes import KNOWN, Shape
+from mmrl.trainer.settings import Settings
+from scripts.bench.common import Bar, cosine, finish, once, options
+from scripts.bench.limits import BAR, flops, passes, trie_pairs
+from scripts.bench.memory import Peak
+from scripts.bench.sides import Ours, Trl
+from scripts.bench.update_shapes import GROUP, Row, calls
+
+SMALL = Shape(layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, intermediate=3072, vocab=151936, tied=True)
+"""Qwen3-0.6B's."""
+TINY = Shape(layers=2, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=32, vocab=64, tied=True)
+RANK = LoraConfig(r=16, alpha=64)
+TOLERANCE = {"float32": (1e-4, 0.9999), "bfloat16": (0.2, 0.995)}
+"""dtype -> most that a log-probability may differ, least cosine of gradients. bfloat16 has 8 bits of mantissa, and
+packed and padded attention sum in different orders."""
+RATIO_BARS = {"is": 4.0, "fof": 1.0}
+"""Least ratio of TRL to mmrl on a GPU: the tokens that sharing saves; never slower where nothing is shared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One model to train."""
+
+    name: str
+    shape: Shape
+    lora: LoraConfig | None
+    micro: int
+    """TRL's micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Groups of rollouts."""
+
+    groups: int
+    prompt: tuple[int, int]
+    completion: tuple[int, int]
+
+
+def parts(tiny: bool) -> list[Part]:
+    """What is checked."""
+    if tiny:
+        return [
+            Part(name="tiny, LoRA r=16", shape=TINY, lora=RANK, micro=4),
+            Part(name="tiny, full", shape=TINY, lora=None, micro=4),
+        ]
+    return [
+        Part(name="Qwen3-8B, LoRA r=16", shape=KNOWN["Qwen/Qwen3-8B"], lora=RANK, micro=4),
+        Part(name="Qwen3-0.6B, full", shape=SMALL, lora=None, micro=8),
+    ]
+
+
+def build(shape: Shape, device: str, dtype: str) -> Any:
+    """A Qwen3 of a shape with random weights, made on the device; equal weights for equal arguments."""
+    config = transformers.Qwen3Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate,
+        max_position_embeddings=8192,
+        tie_word_embeddings=shape.tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with torch.device(device):
+            return transformers.Qwen3ForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def rollouts(lengths: Lengths, vocabulary: int, shared: bool, groups: int | None = None) -> list[Row]:
+    """Groups of `GROUP` rollouts, over one prompt each or a prompt per rollout."""
+    dice = random.Random(0)
+
+    def ids(least: int, most: int) -> tuple[int, ...]:
+        return tuple(dice.randrange(2, vocabulary) for _ in range(dice.randint(least, most)))
+
+    rows = []
+    for _ in range(groups or lengths.groups):
+        prompt = ids(*lengths.prompt)
+        for _ in range(GROUP):
+            rows.append(Row(prompt if shared else ids(*lengths.prompt), (ids(*lengths.completion),), dice.random()))
+    return rows
+
+
+def product_rate(device: str, dtype: str, size: int, repeats: int = 20) -> float:
+    """FLOP/s of a square matrix product, best of several."""
+    left, right = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
+    return 2 * size**3 / min(once(lambda: left @ right)[1] for _ in range(repeats))
+
+
+class Memory:
+    """Peak bytes inside the `with`: of a GPU all that is allocated, weights too; of a CPU the growth of the process."""
+
+    def __init__(self, device: str):
+        self.device, self.bytes = device, 0
+
+    def __enter__(self) -> Memory:
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self.peak = Peak().__enter__()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.device == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated()
+        else:
+            self.peak.__exit__()
+            self.bytes = self.peak.growth
+
+
+@contextmanager
+def freed() -> Iterator[None]:
+    """Afterwards, what was made inside and is no longer held is off the device."""
+    try:
+        yield
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def trained(model: Any) -> dict[str, torch.Tensor]:
+    """Copies of the trained weights, in host memory."""
+    return {name: p.detach().cpu().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def host(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of gradients, in host memory."""
+    return {name: gradient.detach().float().cpu().clone() for name, gradient in gradients.items()}
+
+
+@torch.no_grad()
+def shake(model: Any) -> None:
+    """Adapters that do something: at their start one of their two matrices is 0, and so is the other's gradient."""
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(0, 0.01)
+
+
+@dataclass
+class Mine:
+    """What the packed side found, for comparison with TRL."""
+
+    weights: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    found: dict[str, Any]
+
+
+def mine(part: Part, rows: list[Row], few: list[Row], device: str, dtype: str, repeats: int, folder: Path) -> Mine:
+    """Check packed against padded on `few` rollouts, then time `rows` and look at memory."""
+    side = Ours(build(part.shape, device, dtype), calls(few), folder, lora=part.lora)
+    trainer: Any = side.trainer
+    if not trainer.tries:
+        raise SystemExit(f"{part.name}: the model was not prepared for packed tries")
+    shake(trainer.model)
+    trainer.accelerator.prepare_model(trainer.model)  # the mixed precision of a run
+    packed, packed_logprobs = host(side.gradients()), trainer.policy_logprobs(side.batch)
+    trainer.tries = False
+    padded, padded_logprobs = host(side.gradients()), trainer.policy_logprobs(side.batch)
+    trainer.tries = True
+    pairs = zip(packed_logprobs, padded_logprobs, strict=True)
+    found: dict[str, Any] = {
+        "max_logprob_difference": max(abs(a - b) for one, two in pairs for a, b in zip(one, two, strict=True)),
+        "cosine_padded": cosine(packed, padded),
+    }
+    weights = trained(trainer.model)
+    side.batch = calls(rows)
+    with Memory(device) as memory:
+        once(side.run)
+    found["seconds"] = min(once(side.run)[1] for _ in range(repeats))
+    found["peak_bytes"] = memory.bytes
+    found["pack_tokens"] = trainer.budget
+    return Mine(weights, packed, found)
+
+
+def peer(part: Part, mine: Mine, rows: list[Row], few: list[Row], device: str, dtype: str, repeats: int, folder: Path) -> dict[str, Any]:  # fmt: skip  # noqa: E501
+    """The same by TRL's GRPOTrainer, from the same weights."""
+    model = build(part.shape, device, dtype)
+    if part.lora is not None:
+        import peft
+
+        model_config = ModelConfig(name="gpu_check", path="tiny", lora=part.lora)
+        settings = Settings(train=None, algo=None, model=model_config, seed=0)  # type: ignore[arg-type]
+        model = peft.get_peft_model(model, settings.lora())
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in mine.weights:
+                parameter.copy_(mine.weights[name])
+    side = Trl(model, few, part.micro, folder)
+    side.trainer.accelerator.prepare_model(side.trainer.model)
+    found: dict[str, Any] = {"cosine_trl": cosine(mine.gradients, host(side.gradients()))}
+    side.rows, side.steps = rows, len(rows) // part.micro
+    side.trainer.args.gradient_accumulation_steps = side.trainer.current_gradient_accumulation_steps = side.steps
+    side.trainer.args.steps_per_generation = side.steps
+    side.trainer._step, side.trainer._buffered_inputs = 0, None
+    with Memory(device) as memory:
+        once(side.run)
+    found["trl_seconds"] = min(once(side.run)[1] for _ in range(repeats))
+    found["trl_peak_bytes"] = memory.bytes
+    return found
+
+
+def measure(part: Part, kind: str, lengths: Lengths, device: str, dtype: str, rate: float, repeats: int) -> dict[str, Any]:  # fmt: skip  # noqa: E501
+    """All numbers of one model on one kind of rollouts."""
+    shared = kind == "is"
+    rows, few = (rollouts(lengths, part.shape.vocab, shared, groups) for groups in (None, 2))
+    folder = Path(tempfile.mkdtemp())
+    with freed():
+        ours = mine(part, rows, few, device, dtype, repeats, folder / "mmrl")
+    with freed():
+        theirs = peer(part, ours, rows, few, device, dtype, repeats, folder / "trl")
+    batch = calls(rows)
+    unique, pairs = trie_pairs(batch)
+    scored = sum(len(call.completion_ids) for call in batch)
+    work = passes(part.lora is not None) * flops(part.shape, unique, pairs, scored)
+    found = ours.found | theirs
+    return found | {
+        "lora": part.lora is not None,
+        "padded_tokens": len(rows) * (max(len(r.prompt) for r in rows) + max(len(r.completion) for r in rows)),
+        "real_tokens": sum(len(row.prompt) + len(row.completion) for row in rows),
+        "unique_tokens": unique,
+        "tokens_per_s": unique / found["seconds"],
+        "mfu_percent": 100 * work / found["seconds"] / rate,
+        "ratio_trl": found["trl_seconds"] / found["seconds"],
+    }
+
+
+def bars_of(name: str, kind: str, found: dict[str, Any], dtype: str, meaningful: bool) -> list[Bar]:
+    """What must hold; speeds and memory have bars only where they mean something."""
+    most, least = TOLERANCE[dtype]
+    tokens = {word: found[f"{word}_tokens"] for word in ("padded", "real", "unique")}
+
+    def bar(what: str, value: float, limit: float | None, unit: str = "", at_most: bool = False) -> Bar:
+        return Bar(what=f"{name}, {kind}: {what}", value=value, bar=limit, unit=unit, at_most=at_most, **tokens)
+
+    return [
+        bar("|Δ log-prob|", found["max_logprob_difference"], most, at_most=True),
+        bar("gradient, padded", found["cosine_padded"], least),
+        bar("gradient, TRL", found["cosine_trl"], least),
+        bar("MFU", found["mfu_percent"], BAR if meaningful and found["lora"] else None, "%"),
+        bar("tokens/s", found["tokens_per_s"], None),
+        bar("TRL / mmrl", found["ratio_trl"], RATIO_BARS[kind] if meaningful else None, "x"),
+        bar("peak GiB", found["peak_bytes"] / 2**30, None),
+        bar("TRL's peak GiB", found["trl_peak_bytes"] / 2**30, None),
+    ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table, write the JSON; returns 1 when a check fails or a bar is missed."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.gpu_check", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny models and few rollouts: tests the script itself")
+    parser.add_argument("--dtype", choices=tuple(TOLERANCE), help="default: bfloat16 on cuda, float32 on cpu")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", help="default: $OUT/gpu_check.json, else outputs/bench/gpu_check_<time>.json")
+    given = parser.parse_args(arguments)
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("--device cuda: there is no CUDA device here; --device cpu --tiny tests the script itself")
+    options([f"threads={torch.get_num_threads()}"], {})
+    dtype = given.dtype or ("bfloat16" if given.device == "cuda" else "float32")
+    tiny = given.tiny
+    lengths = (
+        Lengths(groups=4, prompt=(8, 24), completion=(2, 6))
+        if tiny
+        else Lengths(groups=16, prompt=(1500, 2500), completion=(10, 60))
+    )
+    rate = product_rate(given.device, dtype, 256 if tiny else 8192)
+    where = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
+    print(f"{where}, {dtype}: matrix product {rate / 1e12:.3g} TFLOP/s", flush=True)
+    bars, kept = [], {}
+    for part in parts(tiny):
+        for kind in RATIO_BARS:
+            started = time.perf_counter()
+            found = measure(part, kind, lengths, given.device, dtype, rate, given.repeats)
+            kept[f"{part.name}, {kind}"] = found
+            bars += bars_of(part.name, kind, found, dtype, meaningful=given.device == "cuda" and not tiny)
+            print(f"{part.name}, {kind}: done in {time.perf_counter() - started:.0f} s", flush=True)
+    out = given.out or (f"{os.environ['OUT']}/gpu_check.json" if os.environ.get("OUT") else "")
+    return finish("gpu_check", bars, out, device=where, dtype=dtype, product_flops=rate, parts=kept)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
