@@ -94,6 +94,14 @@ NUMBERS = {
         "task.judge.model": "gpt-4.1-mini-2025-04-14",
         "algo.rollouts": 12,
     },
+    "mmgrpo/table1/hover_llama31_8b_mmgrpo": {
+        "task.hop_top_k": 10,
+        "task.last_top_k": 30,
+        "task.passages": 100,
+        "task.search_hops": 4,
+        "task.retriever.name": "colbert",
+        "algo.beta": 0.04,
+    },
     "mhgpo/table1/mhgpo_rr": {
         "train.lr": 5e-7,
         "train.batch_size": 512,
