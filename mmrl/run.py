@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,7 +40,7 @@ from mmrl.report.rundir import RunDir, allocate, refuse_full
 from mmrl.report.tables import align, facts_table
 from mmrl.rollout.programs import with_program
 from mmrl.stages.launch import problems as hardware_problems
-from mmrl.stages.launch import refuse_unlaunched, start
+from mmrl.stages.launch import refuse_unlaunched, server_devices, start
 from mmrl.stages.processes import ALONE, Processes, join, launched
 from mmrl.stages.teachers import build_teachers, teacher_problems
 from mmrl.tasks import TASKS
@@ -429,9 +430,12 @@ def build_stage(
         heldout=task.examples(config.eval.split),
         reward_set=reward_set(config, task),
         assignment=assignment(config, task),
-        processes=processes,
+        processes=replace(processes, one_samples=processes.world > 1 and engines.serves_all(config.engine.name)),
     )
     trainer = stage.trainer(load_model(config.model, hardware.device), checkpoint)
+    if stage.processes.one_samples and not processes.main:
+        stage.engine = engines.Elsewhere()
+        return stage, trainer
     # The engine samples from the very module that is trained (wrapped by peft where there is an adapter).
     setup = Setup(
         max_context=config.task.max_context,
@@ -440,6 +444,7 @@ def build_stage(
         initial=load_model(config.model, hardware.device) if stage.assignment.copied else None,
         weights=config.model,
         device=hardware.device,
+        devices=server_devices(hardware),
         folder=rundir.path,
         samplings=((config.algo.temperature, config.algo.top_p, config.algo.top_k),),
     )

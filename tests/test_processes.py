@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from mmrl.cli import main
-from mmrl.config import HardwareConfig
+from mmrl.config import EngineConfig, HardwareConfig
+from mmrl.engines.base import Setup
+from mmrl.engines.vllm_launch import server_environment
 from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.report.rundir import RunDir, comparable
-from mmrl.stages.launch import environment, problems, wrapping
+from mmrl.stages.launch import environment, problems, server_devices, wrapping
 from mmrl.stages.processes import Processes, join, merged
 from tests.forests import Grow
 
@@ -39,6 +41,29 @@ def test_shares_make_up_the_whole():
     shares = [Processes(rank, 3).share(items) for rank in range(3)]
     assert sorted(item for share in shares for item in share) == items
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_with_one_server_the_main_process_samples_for_all():
+    main_one, other = Processes(0, 2, one_samples=True), Processes(1, 2, one_samples=True)
+    assert main_one.share([1, 2, 3]) == [1, 2, 3] and other.share([1, 2, 3]) == []
+    assert main_one.part([1, 2, 3]) == [1, 3] and other.part([1, 2, 3]) == [2]
+
+
+@pytest.mark.parametrize(
+    ("values", "devices"),
+    [
+        ({"processes": 7, "rollout_devices": 1}, (7,)),
+        ({"processes": 2}, (0, 1)),
+        ({"processes": 1}, ()),
+        ({"device": "cpu", "processes": 2}, ()),
+    ],
+)
+def test_gpus_of_the_managed_server(values, devices, monkeypatch):
+    assert server_devices(profile(**values)) == devices
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,0,1,2,3")
+    setup = Setup(device=values.get("device", "cuda"), devices=devices)
+    seen = server_environment(EngineConfig(), setup).get("CUDA_VISIBLE_DEVICES")
+    assert seen == {(7,): "3", (0, 1): "4,5", (): None}[devices]
 
 
 def test_a_run_of_one_needs_nobody():
@@ -102,7 +127,7 @@ def test_profiles_that_cannot_work_are_refused(values, engine, modules, expected
 
 
 def test_profiles_that_can_are_not():
-    assert problems(profile(processes=8, sharding="fsdp2"), "vllm_colocated", False) == []
+    assert problems(profile(processes=8, sharding="fsdp2"), "vllm_server", False) == []
     assert problems(profile(processes=7, sharding="fsdp2", rollout_devices=1), "vllm_server", False) == []
 
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from mmrl.config import EngineConfig
-from mmrl.engines.base import Completion, Engine, Request, Sampling, Setup, Tokenizer
+from mmrl.engines.base import Completion, Elsewhere, Engine, Request, Sampling, Setup, Tokenizer
 from mmrl.errors import ConfigError, unknown
 
 ENGINES: dict[str, str] = {
@@ -71,6 +71,11 @@ def problems(config: EngineConfig, name: str, *, training: bool, copied: bool = 
     return found
 
 
+def serves_all(name: str) -> bool:
+    """Whether one server generates for all processes of a run, so that one of them samples for all."""
+    return name == "vllm_server"
+
+
 def needs_model(name: str) -> bool:
     """Whether an evaluation with this engine has to load the weights into this process."""
     return name == "transformers"
@@ -79,6 +84,7 @@ def needs_model(name: str) -> bool:
 __all__ = [
     "ENGINES",
     "Completion",
+    "Elsewhere",
     "Engine",
     "Request",
     "Sampling",
@@ -88,4 +94,5 @@ __all__ = [
     "engine_class",
     "needs_model",
     "problems",
+    "serves_all",
 ]

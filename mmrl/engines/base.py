@@ -72,6 +72,8 @@ class Setup:
     folders: Mapping[str, str] = field(default_factory=dict)
     """Adapter name -> folder of the LoRA adapters to serve when there is no model in this process."""
     device: str = "cpu"
+    devices: tuple[int, ...] = ()
+    """GPUs of a managed server, among those that this process may see; empty: all of them."""
     folder: Path | None = None
     """The run directory: logs and pushed weights go below `engine/` in it."""
     samplings: tuple[tuple[float, float, int], ...] = ()
@@ -122,3 +124,17 @@ class Tokenizer(Protocol):
     def encode(self, text: str, **kwargs: object) -> list[int]:
         """Text to ids."""
         ...
+
+
+class Elsewhere:
+    """Stands for the engine in processes that do not sample, since the main one samples for all from one server."""
+
+    policy_version = -1
+    busy_s = 0.0
+
+    def set_version(self, version: int, state: Mapping[str, Any] | None = None) -> None:
+        """The main process has pushed it."""
+        self.policy_version = version
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -6,7 +6,7 @@ Between a model in this process and the vLLM engines.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,13 @@ def adapter_names(model: Any, adapters: Iterable[str] | None) -> list[str]:
     return sorted(set(adapters)) if adapters is not None else [model.active_adapters[0]]
 
 
-def save_weights(model: Any, names: Sequence[str], folder: Path) -> dict[str, Path]:
+def save_weights(
+    model: Any, names: Sequence[str], folder: Path, state: Mapping[str, Any] | None = None
+) -> dict[str, Path]:
     """Write the adapters `names`, or all weights when there are none, below `folder`, atomically.
+
+    Args:
+        state: the model's weights by name, where it does not hold them whole itself.
 
     Returns:
         Adapter name -> its folder; "" -> `folder` for full weights.
@@ -37,11 +42,11 @@ def save_weights(model: Any, names: Sequence[str], folder: Path) -> dict[str, Pa
     shutil.rmtree(folder, ignore_errors=True)
     temporary.parent.mkdir(parents=True, exist_ok=True)
     if not names:
-        model.save_pretrained(str(temporary))
+        model.save_pretrained(str(temporary), state_dict=state)
         temporary.rename(folder)
         return {"": folder}
     # peft looks on the hub for the base's vocabulary unless it is told that no embedding was trained.
-    model.save_pretrained(str(temporary), selected_adapters=list(names), save_embedding_layers=False)
+    model.save_pretrained(str(temporary), selected_adapters=list(names), save_embedding_layers=False, state_dict=state)
     temporary.rename(folder)
     return {name: folder if name == "default" else folder / name for name in names}
 

@@ -92,6 +92,8 @@ def server_arguments(config: EngineConfig, setup: Setup, path: str, mode: str, a
         arguments += ["--enforce-eager"]
     else:
         arguments += ["--gpu-memory-utilization", str(config.gpu_memory)]
+        if len(setup.devices) > 1:
+            arguments += ["--data-parallel-size", str(len(setup.devices))]
     if adapters:
         # Calls of the version before may be in flight while the next one loads.
         arguments += ["--enable-lora", "--max-lora-rank", str(lora_rank(rank))]
@@ -128,6 +130,9 @@ def server_environment(config: EngineConfig, setup: Setup) -> dict[str, str]:
             "TORCHDYNAMO_DISABLE": "1",
         }
         made |= {name: value for name, value in resources.items() if name not in os.environ}
+    elif setup.devices:
+        seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        made["CUDA_VISIBLE_DEVICES"] = ",".join(seen[n] if n < len(seen) else str(n) for n in setup.devices)
     if setup.weights is not None and Path(model_path(setup.weights)).is_dir():
         made["HF_HUB_OFFLINE"] = "1"
     return made

@@ -155,8 +155,12 @@ class VllmServerEngine:
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, state: Mapping[str, Any] | None = None) -> None:
         """The trainer's weights are policy `version` now: push them, and check that the server serves them.
+
+        Args:
+            state: the weights, gathered from processes that share them; they are pushed without the check, which
+                would need a forward on all processes. None: the model in this process has them whole.
 
         Raises:
             SyncFailure: the push failed or took longer than `engine.sync_timeout_s`; with the server's words.
@@ -167,7 +171,7 @@ class VllmServerEngine:
         started = time.perf_counter()
         self._restarts_left = self.config.restarts
         try:
-            self._background.wait(self._push(version), self.config.sync_timeout_s)
+            self._background.wait(self._push(version, state), self.config.sync_timeout_s)
         except TimeoutError:
             raise SyncFailure(
                 f"policy version {version} did not reach the vLLM server within "
@@ -180,7 +184,7 @@ class VllmServerEngine:
         self.policy_version = version
         self.sync_s = time.perf_counter() - started
 
-    async def _push(self, version: int) -> None:
+    async def _push(self, version: int, state: Mapping[str, Any] | None) -> None:
         if self._process is not None and not self._process.alive:
             await self._restart()
         self._pushes += 1
@@ -188,14 +192,15 @@ class VllmServerEngine:
         if self.model is not None:
             from mmrl.engines.snapshot import save_weights
 
-            saved = await asyncio.to_thread(save_weights, self.model, self._names, folder)
+            saved = await asyncio.to_thread(save_weights, self.model, self._names, folder, state)
         else:
             saved = {name: Path(path) for name, path in self.setup.folders.items()}
         if self._names:
             await self._push_adapters(version, saved)
         elif saved:
             await self._push_all(saved[""])
-        await self._check_served()
+        if state is None:
+            await self._check_served()
         for old in sorted(folder.parent.glob("v*"), key=lambda path: int(path.name.rpartition("-")[2]))[
             :-KEPT_VERSIONS
         ]:

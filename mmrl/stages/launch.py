@@ -97,6 +97,14 @@ def wrapping(hardware: HardwareConfig) -> dict[str, str]:
     return {}
 
 
+def server_devices(hardware: HardwareConfig) -> tuple[int, ...]:
+    """GPUs of the managed server: those kept for it, else those that train too; empty on a CPU or with one process."""
+    if hardware.device == "cpu" or (hardware.processes == 1 and not hardware.rollout_devices):
+        return ()
+    first = hardware.processes if hardware.rollout_devices else 0
+    return tuple(range(first, first + (hardware.rollout_devices or hardware.processes)))
+
+
 def launch_line(hardware: HardwareConfig) -> str:
     """What to run on each node of a run over several."""
     return (

@@ -1,7 +1,8 @@
 """The processes of one run: which share of the rollouts is this one's, and how shares come together.
 
-Part of `stages`. Every process samples every `world`-th example of a batch with its own engine; then all hold the whole
-forest, so groups form over the whole batch and every process computes the same credit. The trainer splits the update.
+Part of `stages`. Every process samples every `world`-th example of a batch with its own engine (or the main process all
+of them, from a server); then all hold the whole forest, so groups form over the whole batch and every process computes
+the same credit. The trainer splits the update.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Processes:
 
     rank: int = 0
     world: int = 1
+    one_samples: bool = False
+    """Whether the main process samples for all, since one server generates for all of them."""
 
     @property
     def main(self) -> bool:
@@ -34,7 +37,13 @@ class Processes:
         return self.rank == 0
 
     def share(self, items: Sequence[Value]) -> list[Value]:
-        """This process's part of `items`; the parts of all processes make up the whole."""
+        """What this process samples of `items`; the parts of all processes make up the whole."""
+        if self.one_samples:
+            return list(items) if self.main else []
+        return self.part(items)
+
+    def part(self, items: Sequence[Value]) -> list[Value]:
+        """An even part of `items`, whoever sampled them."""
         return list(items[self.rank :: self.world])
 
     def gather(self, value: Value) -> list[Value]:

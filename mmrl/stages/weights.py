@@ -30,7 +30,7 @@ from mmrl.stages.environment import eval_settings, make_environment
 from mmrl.stages.evaluate import Item, evaluate, evaluation_metrics
 from mmrl.stages.metrics import credit_metrics, failed_share, forest_metrics
 from mmrl.stages.processes import ALONE, Processes
-from mmrl.stages.refill import refill, refills
+from mmrl.stages.refill import only, refill, refills
 from mmrl.stages.teachers import TeacherParts, teachers_of_step
 from mmrl.tasks.base import Canonical, Task
 from mmrl.trainer.adapters import make_adapters
@@ -141,7 +141,11 @@ class WeightStage:
         """Before anything is sampled: the engine serves the weights after `version` steps."""
         if self.engine.policy_version != version:
             started = time.perf_counter()
-            self.engine.set_version(version)
+            state = self.updates.whole_state()
+            if state is None:
+                self.engine.set_version(version)
+            else:
+                self.engine.set_version(version, state)
             self.times["sync"] = time.perf_counter() - started
 
     def _sample(self, examples: Sequence[Example], step: int) -> Forest:
@@ -170,6 +174,8 @@ class WeightStage:
         self.times["tokenize"] += tokenizer_seconds() - tokenized
         self.times["retrieve"] += env.retrieve_s
         self.times["rollout"] += time.perf_counter() - started
+        if self.processes.one_samples:
+            forest = only(self.processes.forest(forest, examples), [e.id for e in self.processes.part(examples)])
         started = time.perf_counter()
         # The critic's values and the reference's log-probabilities, for the algorithms that credit with them.
         forest = annotate(self.updates, forest)

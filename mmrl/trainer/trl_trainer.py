@@ -360,6 +360,13 @@ class MmrlTrainer(Forwards, GRPOTrainer):
             self.lr_scheduler = scheduler = torch.optim.lr_scheduler.LambdaLR(scheduler.optimizer, factors)
         return scheduler
 
+    def whole_state(self) -> dict[str, Any] | None:
+        """All weights, gathered on the main process, where processes share them; None where each holds them whole."""
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            return None
+        state: dict[str, Any] = self.accelerator.get_state_dict(self.model)
+        return state
+
     # -- state -----------------------------------------------------------------------------------------------------
 
     def save(self) -> Path:
