@@ -97,11 +97,11 @@ PHASES = (
     Phase("read", 1500, 4e-3, "linear", 2, {DRILL: 0.5, "answerer": 0.6, "rewriter": 0.3, "agent": 0.1} | OTHERS),
     Phase(
         "play",
-        600,
+        1200,
         3e-3,
         "linear",
         4,
-        {DRILL: 0.25, "answerer": 0.6, "rewriter": 1.0, "reranker": 0.15, "agent": 0.3} | OTHERS,
+        {DRILL: 0.25, "answerer": 0.6, "rewriter": 0.6, "reranker": 0.15, "agent": 0.5} | OTHERS,
     ),
     # Last, mixed habits: what a short reinforcement learning run can choose between.
     Phase(
