@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import transformers
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python scripts/gpu_check.py` finds `scripts` too
+
 from mmrl.config import LoraConfig, ModelConfig
 from mmrl.plan.shapes import KNOWN, Shape
 from mmrl.trainer.settings import Settings

@@ -21,12 +21,12 @@ from scripts.bench.common import Bar, finish, options
 
 SUITE: dict[str, list[str]] = {
     "update": ["repeats=1", "micro=4"],
-    "step": ["steps=2", "micro=4"],
+    "step": ["steps=1"],
     "rollout": ["repeats=1"],
-    "program": ["repeats=2"],
+    "program": ["repeats=3"],
     "memory": ["sides=trl,mmrl"],
-    "critic": ["repeats=2"],
-    "scaling": ["repeats=2"],
+    "critic": ["repeats=1"],
+    "scaling": ["repeats=1"],
     "overhead": ["steps=2", "repeats=2"],
     "limits": ["gpu=cpu"],
 }
