@@ -18,7 +18,8 @@ FACTS = Facts(reward_set="outcome")
 
 
 def config_of(*arguments: str) -> TrainCommandConfig:
-    return validated("train", TrainCommandConfig, parse_arguments(arguments))
+    (config,) = validated("train", TrainCommandConfig, parse_arguments(arguments))
+    return config
 
 
 @pytest.mark.parametrize("key", sorted(engine_options()))

@@ -14,8 +14,6 @@ VLLM = frozenset({"sync_timeout_s", "logprobs", "gpu_memory", "kv_cache_gb", "ar
 OPTIONS: dict[str, frozenset[str]] = {
     "transformers": EMBEDDED,
     "vllm_server": CLIENT | VLLM | {"python", "start_timeout_s", "restarts"},
-    "vllm_colocated": VLLM | {"sleep"},
-    "openai": CLIENT | {"key_env", "attempts", "max_wait_s", "requests_per_minute", "price_in", "price_out"},
 }
 """Which options have an effect with which engine."""
 
@@ -23,7 +21,7 @@ OPTIONS: dict[str, frozenset[str]] = {
 class EngineConfig(Section):
     """Generation."""
 
-    name: Literal["auto", "transformers", "vllm_server", "vllm_colocated", "openai"] = "auto"
+    name: Literal["auto", "transformers", "vllm_server"] = "auto"
     schedule: Literal["deterministic", "greedy"] = Field(
         "deterministic", description="deterministic: a batch starts when every live program has asked or ended"
     )
@@ -31,11 +29,9 @@ class EngineConfig(Section):
         "auto", description="decode loop of transformers: own (fast, Llama and Qwen families), hf (any model)"
     )
     batch_tokens: int = Field(65536, ge=64, description="prompt tokens (padded) generated for at once")
-    url: str | None = Field(
-        None, description="vllm_server: a running server, null: mmrl starts one; openai: the endpoint, with /v1"
-    )
-    timeout_s: float = Field(600.0, gt=0, description="servers: limit of one HTTP request")
-    concurrency: int = Field(128, ge=1, description="servers: requests in flight at once")
+    url: str | None = Field(None, description="vllm_server: a running server, null: mmrl starts one")
+    timeout_s: float = Field(600.0, gt=0, description="vllm_server: limit of one HTTP request")
+    concurrency: int = Field(128, ge=1, description="vllm_server: requests in flight at once")
     python: str | None = Field(None, description="vllm_server: interpreter that has vLLM; null: the one that runs mmrl")
     start_timeout_s: float = Field(900.0, gt=0, description="vllm_server: until the server is healthy")
     restarts: int = Field(2, ge=0, description="vllm_server: starts of a server that died, per policy version")
@@ -46,13 +42,6 @@ class EngineConfig(Section):
     gpu_memory: float = Field(0.4, gt=0, le=1, description="vLLM: share of a GPU's memory")
     kv_cache_gb: int = Field(1, ge=1, description="vLLM on the CPU: memory of its KV cache")
     args: tuple[str, ...] = Field((), description="further arguments of vLLM, e.g. [--max-num-seqs=64]")
-    sleep: bool = Field(True, description="vllm_colocated: free its memory while the trainer works (GPU only)")
-    key_env: str | None = Field("OPENAI_API_KEY", description="openai: variable with the key; null: no key is sent")
-    attempts: int = Field(6, ge=1, description="openai: tries of one request")
-    max_wait_s: float = Field(60.0, ge=0, description="openai: longest pause between two tries")
-    requests_per_minute: float | None = Field(None, gt=0, description="openai: null: no limit")
-    price_in: float = Field(0.0, ge=0, description="openai: USD per million prompt tokens")
-    price_out: float = Field(0.0, ge=0, description="openai: USD per million completion tokens")
 
 
 def engine_options() -> dict[str, list[str]]:
