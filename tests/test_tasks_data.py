@@ -326,7 +326,7 @@ def test_missing_gold_titles_warn_with_the_share(tmp_path, caplog):
     rows = [record(0), record(1), record(2, supporting_facts=[["Thing", 0], ["Nowhere", 0]])]
     with caplog.at_level(logging.WARNING):
         task = make(data=DataConfig(dev=saved(tmp_path, rows)))
-    assert "task.data.dev: 66.7 % of the questions" in caplog.text
+    assert "task.data.dev: only 66.7 % of the questions" in caplog.text
     assert "dev 66.7%" in task.describe()["partial corpus"]
     assert task.gold_shares["train"] == 1
 

@@ -238,7 +238,7 @@ def test_a_corpus_without_the_gold_titles_is_a_warning_with_the_share(tmp_path, 
     corpus.write_text('{"title": "A", "text": "alpha beta"}\n{"title": "B", "text": "gamma"}\n')
     with caplog.at_level(logging.WARNING):
         task = make(corpus=str(corpus))
-    assert "task.data.dev: 0.0 % of the questions" in caplog.text
+    assert "task.data.dev: only 0.0 % of the questions" in caplog.text
     assert "dev 0.0%" in task.describe()["partial corpus"]
     assert [d["title"] for d in task.search(["gamma"], task.examples("dev")[0].inputs["corpus"])] == ["B"]
 

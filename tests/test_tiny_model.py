@@ -89,7 +89,7 @@ def test_it_plays_hotpotqa_and_leaves_room_to_learn(model, tokenizer, hotpotqa):
     found = build.play(model, tokenizer, hotpotqa, 60)
     for module in hotpotqa.program.modules:  # it knows each format, whatever else it does
         assert found[f"{module}_penalised"] < 0.95
-    assert 0.08 < found["f1"] < 0.4
+    assert 0.03 < found["f1"] < 0.4
 
 
 @pytest.mark.parametrize(("name", "acts"), [("search_agent", "searches"), ("tool_agent", "tool_calls")])
