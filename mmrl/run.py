@@ -10,6 +10,7 @@ import json
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,6 +34,7 @@ from mmrl.config import (
     validate,
 )
 from mmrl.config.effects import Facts, engine_name, without_effect
+from mmrl.config.task import BUILT_IN
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, unknown
 from mmrl.policy import Policy, describe_weights, resolve
 from mmrl.report.journal import write_step
@@ -59,16 +61,31 @@ _TASKS: dict[tuple[str, int], Task] = {}
 
 
 def import_plugins(packages: Iterable[str]) -> None:
-    """Import the packages of `plugins=`; they may add to the literal dicts.
+    """Import the packages of `plugins=`; they may add to the literal dicts. The current folder is searched last.
 
     Raises:
-        ConfigError: a package that cannot be imported.
+        ConfigError: a package that cannot be imported, or raises when it is.
     """
+    here = str(Path.cwd())
     for package in packages:
+        if here not in sys.path and "" not in sys.path:
+            sys.path.append(here)  # `python -m` puts it there, the `mmrl` command does not
         try:
             importlib.import_module(package)
+        except ConfigError:
+            raise
         except ImportError as error:
             raise ConfigError(f"plugins: cannot import '{package}' ({error})") from error
+        except Exception as error:  # the user's own code: where it failed is what they need
+            raise ConfigError(f"plugins: cannot import '{package}' ({_where(error)})") from error
+
+
+def _where(error: Exception) -> str:
+    """The error and the file and line that raised it."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename} line {error.lineno}: {type(error).__name__}: {error.msg}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.filename} line {last.lineno}: {type(error).__name__}: {error}"
 
 
 def build_task(config: TaskConfig, seed: int) -> Task:
@@ -347,7 +364,9 @@ def plannable(config: TrainCommandConfig, device: str | None) -> TrainCommandCon
 
 
 def on_mini_world(task: TaskConfig) -> TaskConfig:
-    """The same task on the embedded data."""
+    """The same task on the embedded data; a task of one's own keeps its data, having no other."""
+    if task.name not in BUILT_IN:
+        return task
     data = task.data.model_copy(update={"train": "mini", "dev": "mini", "test": "mini"})
     return task.model_copy(update={"data": data, "corpus": None})
 

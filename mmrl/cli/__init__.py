@@ -35,6 +35,8 @@ Usage:
                                       a retrieval index: sizes first, then built; looked into
   mmrl serve-retriever index=DIR [port=8000]
                                       serve an index over HTTP (Search-R1's and DSPy's protocols)
+  mmrl new-task NAME [kind=async|dspy] [dir=FOLDER]
+                                      write a task package of your own: data, program, tool, reward, test
 
 Compose a run from:
   task=       {task}
@@ -154,6 +156,12 @@ def _serve_retriever(arguments: list[str]) -> int:
     return serve_command(arguments)
 
 
+def _new_task(arguments: list[str]) -> int:
+    from mmrl.cli.new_task import new_task_command
+
+    return new_task_command(arguments)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "eval": _eval,
@@ -164,6 +172,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "plan": _plan,
     "index": _index,
     "serve-retriever": _serve_retriever,
+    "new-task": _new_task,
 }
 
 

@@ -131,7 +131,9 @@ def validated(name: str, schema: Any, line: CommandLine) -> list[Any]:
     configs = []
     for overrides in jobs:
         try:
-            configs.append(validate(schema, composed(name, overrides, line.config_dir)))
+            raw = composed(name, overrides, line.config_dir)
+            import_config_plugins(raw)
+            configs.append(validate(schema, raw))
         except ConfigError as error:
             problems += [problem for problem in error.problems if not problem.startswith(unjudged)]
     if problems:
@@ -159,6 +161,15 @@ def _plugins(line: CommandLine) -> None:
             from mmrl.run import import_plugins
 
             import_plugins(name.strip() for name in value.strip("[]").split(",") if name.strip())
+
+
+def import_config_plugins(raw: Mapping[str, Any]) -> None:
+    """Import what a composed config names as `plugins`: a task's own file may name its package."""
+    given = raw.get("plugins")
+    if given and isinstance(given, tuple):  # anything else is for validation to refuse
+        from mmrl.run import import_plugins
+
+        import_plugins(package for package in given if isinstance(package, str))
 
 
 def _resume(folder: str, line: CommandLine) -> int:

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from mmrl.cli.commands import import_config_plugins
 from mmrl.cli.compose import CommandLine, composed, expand, parse_arguments, take
 from mmrl.cli.launch import Job, Launcher
 from mmrl.cli.options import conf_dir, options, user_dirs
@@ -213,7 +214,9 @@ def _config(overrides: Sequence[str], config_dir: str | None, problems: list[str
     try:
         (expanded,) = expand(CommandLine(overrides=list(overrides), config_dir=config_dir), problems)
         if len(problems) == before:
-            return validate(TrainCommandConfig, composed("train", expanded, config_dir))
+            raw = composed("train", expanded, config_dir)
+            import_config_plugins(raw)
+            return validate(TrainCommandConfig, raw)
     except ConfigError as error:
         problems += error.problems
     return None

@@ -73,6 +73,13 @@ class DspyProgram:
             fields = adapter.parse(signature, call.text)
         except AdapterParseError as error:
             raise _parse_failure(error, signature) from error
+        return self.written(call.module, fields)
+
+    def written(self, module: str, fields: Mapping[str, Any]) -> str:
+        """The adapter's own text of a predictor's output fields; inside a rollout, too."""
+        adapter = dspy.settings.adapter or dspy.ChatAdapter()
+        adapter = adapter.inner if isinstance(adapter, _TapeAdapter) else adapter
+        signature = dict(self.module.named_predictors())[module].signature
         return str(adapter.format_assistant_message_content(signature, fields))
 
     async def run(self, example: Example, ctx: Context) -> Any:

@@ -1,0 +1,108 @@
+"""`mmrl new-task NAME`: writes a working task package into a folder of the user's; nothing there is overwritten.
+
+The texts are in `mmrl/assets/new_task`. No torch, no Hydra.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from string import Template
+from typing import Literal
+
+from pydantic import Field
+
+from mmrl.cli.arguments import read_arguments
+from mmrl.cli.options import conf_dir
+from mmrl.config.base import Section
+from mmrl.config.task import BUILT_IN
+from mmrl.errors import ConfigError
+
+TEXTS = Path(__file__).resolve().parent.parent / "assets" / "new_task"
+REPLIES = {"async": ('"0"', '"1"'), "dspy": ('{"department": "billing"}', '{"department": "repair"}')}
+"""Kind -> what the written test lets the model say: right, wrong."""
+MAX_TOKENS = {"async": "8", "dspy": "64"}
+PROGRAM = {"async": "function.txt", "dspy": "dspy.txt"}
+
+
+class NewTaskArguments(Section):
+    """`key=value` arguments of `mmrl new-task NAME`."""
+
+    kind: Literal["async", "dspy"] = Field("async", description="program: a plain async function, or a DSPy module")
+    dir: str = Field(".", description="folder that the package and conf/task/NAME.yaml are written into")
+
+
+def new_task_command(arguments: Sequence[str]) -> int:
+    """`mmrl new-task NAME [kind=async|dspy] [dir=FOLDER]`."""
+    names = [argument for argument in arguments if "=" not in argument and not argument.startswith("-")]
+    problems = [] if len(names) == 1 else [f"mmrl new-task: got {len(names)} names, expected one: mmrl new-task NAME"]
+    try:
+        given = read_arguments("mmrl new-task", NewTaskArguments, [a for a in arguments if a not in names])
+    except ConfigError as error:
+        problems += error.problems
+        given = NewTaskArguments()
+    top = Path(given.dir).expanduser()
+    problems += [f"dir: no folder '{given.dir}'"] if not top.is_dir() else []
+    problems += name_problems(names[0], top) if len(names) == 1 else []
+    if problems:
+        raise ConfigError(problems)
+    name = names[0]
+    files = write(name, top, given.kind)
+    print("written:\n" + "\n".join(f"  {path}" for path in files))
+    print(f"\nnext:\n{next_commands(name, top)}")
+    return 0
+
+
+def name_problems(name: str, top: Path) -> list[str]:
+    """Why a package and task of that name cannot be written into `top`, one sentence each."""
+    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
+        return [f"mmrl new-task: got '{name}', expected a name for a Python package: letters, digits, _"]
+    shipped = {path.stem for path in (conf_dir() / "task").glob("*.yaml")}
+    if name in shipped | set(BUILT_IN):
+        return [f"mmrl new-task: '{name}' is a task of mmrl's own; expected another name"]
+    taken = [path for path in (top / name, top / "conf" / "task" / f"{name}.yaml") if path.exists()]
+    if taken:
+        return [f"mmrl new-task: {path} exists, and nothing is overwritten; expected another name" for path in taken]
+    if (top / "conf").exists() and not (top / "conf").is_dir():
+        return [f"mmrl new-task: {top / 'conf'} is a file, expected a folder or nothing"]
+    if importlib.util.find_spec(name) is not None:
+        return [f"mmrl new-task: '{name}' is an installed Python package, which would hide the task's; another name"]
+    return []
+
+
+def write(name: str, top: Path, kind: str) -> list[Path]:
+    """Write the package and its config; the files in the order in which one would read them."""
+    right, wrong = REPLIES[kind]
+    values = {"name": name, "right": right, "wrong": wrong, "max_tokens": MAX_TOKENS[kind]}
+    files = {
+        top / name / "__init__.py": PROGRAM[kind],
+        top / name / "train.jsonl": "train.jsonl",
+        top / name / "dev.jsonl": "dev.jsonl",
+        top / name / f"test_{name}.py": "test.txt",
+        top / "conf" / "task" / f"{name}.yaml": "conf.txt",
+    }
+    try:
+        (top / "conf" / "task").mkdir(parents=True, exist_ok=True)
+        (top / name).mkdir()
+        for path, source in files.items():
+            text = (TEXTS / source).read_text(encoding="utf-8")
+            with path.open("x", encoding="utf-8") as file:
+                file.write(Template(text).substitute(values) if source.endswith(".txt") else text)
+    except OSError as error:
+        raise ConfigError(f"mmrl new-task: cannot write {error.filename}: {error.strerror}") from None
+    return list(files)
+
+
+def next_commands(name: str, top: Path) -> str:
+    """What to type next: the test, a short training run, an evaluation of it."""
+    lines = [
+        f"python -m pytest {name}",
+        f"mmrl train task={name} algo=mmgrpo train.steps=15 train.batch_size=8 run.dir=outputs/{name}_first",
+        f"mmrl eval task={name} policy=outputs/{name}_first",
+    ]
+    if top.resolve() != Path.cwd():
+        lines.insert(0, f"cd {shlex.quote(str(top))}")
+    return "\n".join(f"  {line}" for line in lines)

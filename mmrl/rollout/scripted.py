@@ -1,0 +1,92 @@
+"""One rollout with a model that says what a test tells it to: for tests of programs and rewards, without any weights.
+
+The program runs in a real `ctx` (tools, parsing, typed failures, limits on what it may call); only the engine is a
+script.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmrl.engines.base import Completion, Request
+from mmrl.errors import EngineFailure
+from mmrl.records import Example, Rollout
+from mmrl.rollout.context import Environment, SamplingSettings
+from mmrl.rollout.plans import independent
+from mmrl.rollout.programs import with_program
+from mmrl.rollout.sample import sample
+from mmrl.tasks.base import Message, Task
+
+
+def play(task: Task, example: Example, replies: Sequence[str | Mapping[str, Any]]) -> Rollout:
+    """The program on one example, its calls answered by `replies` in order.
+
+    Args:
+        replies: texts; for DSPy programs also output fields (`{"label": "spam"}`), which are written in DSPy's form.
+
+    Returns:
+        The rollout with prediction and reward, or with `error` and `error_message`.
+
+    Raises:
+        ValueError: the program asked for fewer replies than there are.
+    """
+    task = with_program(task)
+    engine = _Script(task, list(replies))
+    env = Environment(
+        task=task,
+        engine=engine,
+        render=lambda messages: _ids(_text(messages)),
+        extend=lambda context, added: (*context, *_ids(added if isinstance(added, str) else _text(added))),
+        decode=lambda ids: "".join(map(chr, ids)),
+        settings=SamplingSettings(temperature=1.0, top_p=1.0, top_k=0, parse_retries=0, max_tokens=1 << 20),
+        key=(0, 0),
+    )
+    forest = asyncio.run(sample(env, [(example, independent(1))], task.reward_sets[0]))
+    (rollout,) = forest.rollouts
+    if engine.replies and rollout.error is None:
+        raise ValueError(f"{len(engine.replies)} replies were not asked for: {engine.replies}")
+    return rollout
+
+
+@dataclass(slots=True)
+class _Script:
+    """Implements `mmrl.engines.base.Engine`."""
+
+    task: Task
+    replies: list[str | Mapping[str, Any]]
+    policy_version: int = 0
+    asked: list[Request] = field(default_factory=list)
+
+    async def generate(self, request: Request) -> Completion:
+        """The next reply, one token per character."""
+        self.asked.append(request)
+        if not self.replies:
+            raise EngineFailure(f"module '{request.module}' asked for reply {len(self.asked)}, the script has no more")
+        reply = self.replies.pop(0)
+        if not isinstance(reply, str):
+            write = getattr(self.task.program, "written", None)
+            if write is None:
+                raise EngineFailure(f"reply {len(self.asked)} has fields, which only DSPy programs read; give a text")
+            reply = str(write(request.module, reply))
+        ids = _ids(reply) or _ids(" ")
+        return Completion(ids=ids, logprobs=(0.0,) * len(ids), finish="eos")
+
+    def enter(self) -> None:
+        """Nothing to count."""
+
+    def leave(self) -> None:
+        """Nothing to count."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def _text(messages: Sequence[Message]) -> str:
+    return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    return tuple(map(ord, text))
