@@ -41,3 +41,15 @@ def test_a_plugin_that_cannot_be_imported_is_a_config_error(capsys):
 
     assert main(["train", "plugins=[nowhere_to_be_found]"]) == 2
     assert "plugins: cannot import 'nowhere_to_be_found'" in capsys.readouterr().err
+
+
+def test_a_plugin_that_raises_is_a_config_error_with_its_line(tmp_path, monkeypatch, capsys):
+    from mmrl.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "raises_at_import.py").write_text("one = 1\nundefined_name\n")
+    (tmp_path / "broken_syntax.py").write_text("one = 1\ntwo = = 2\n")
+    for name, said in (("raises_at_import", "NameError"), ("broken_syntax", "SyntaxError")):
+        assert main(["train", f"plugins=[{name}]"]) == 2
+        printed = capsys.readouterr().err
+        assert f"plugins: cannot import '{name}'" in printed and "line 2" in printed and said in printed
