@@ -124,6 +124,8 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     problems = []
     if config.run.dir is not None:
         try:
+            if not config.run.dir.strip():
+                raise ConfigError("run.dir: got an empty path, expected a new or empty folder, or leave it out")
             refuse_full(Path(config.run.dir))
         except ConfigError as error:
             problems += error.problems
@@ -272,6 +274,7 @@ def resume(folder: Path) -> int:
     """Continue a stopped or killed run from its newest complete checkpoint, to the numbers it would have had."""
     from mmrl.trainer.checkpoint import latest
 
+    _refuse_kind(folder, TrainCommandConfig)
     hardware = RunDir.read(folder).config.get("hardware", {})
     count = hardware.get("processes", 1) * hardware.get("nodes", 1)
     if launched() is None and count > 1:
@@ -292,6 +295,26 @@ def resume(folder: Path) -> int:
         rundir.truncate_after(step_number(checkpoint) if checkpoint else 0)
         processes.first((config, checkpoint))
         return _run(config, rundir, checkpoint, processes)
+
+
+def _refuse_kind(folder: Path, schema: type[RootConfig]) -> None:
+    """Before anything is written there: refuse to continue a run of the other command, or one whose config is broken.
+
+    Raises:
+        CheckpointError: it is a run of the other command.
+        ConfigError: its config is none that this version understands.
+    """
+    config = RunDir.read(folder).config
+    here, there = ("train", "eval") if schema is TrainCommandConfig else ("eval", "train")
+    if {"train": "policy" in config, "eval": "algo" in config}[here]:
+        raise CheckpointError(
+            f"{folder}: this is a run of mmrl {there}; continue it with: mmrl {there} resume={folder}"
+        )
+    import_plugins(config.get("plugins", ()))
+    try:
+        validate(schema, as_tuples(config))
+    except ConfigError as error:
+        raise ConfigError(f"{folder}/config.yaml: {problem}" for problem in error.problems) from None
 
 
 def validate_hardware(section: Mapping[str, Any]) -> HardwareConfig:
@@ -328,7 +351,7 @@ def settle(config: ConfigT) -> ConfigT:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"hardware: profile '{hardware.name}' asks for a CUDA device, this machine has none")
+        raise ConfigError(f"hardware.device: got cuda (hardware={hardware.name}), this machine has no CUDA device")
     threads = hardware.threads or max(1, len(os.sched_getaffinity(0)) // hardware.processes)
     engine = hardware.engine if config.engine.name == "auto" else config.engine.name
     return config.model_copy(
@@ -560,6 +583,7 @@ def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence
 
 def resume_evaluation(folder: Path) -> int:
     """Continue a stopped `mmrl eval`: items already evaluated are kept."""
+    _refuse_kind(folder, EvalCommandConfig)
     with RunDir.open(folder, command=["mmrl", "eval", f"resume={folder}"]) as rundir:
         import_plugins(rundir.config.get("plugins", ()))
         config = validate(EvalCommandConfig, as_tuples(rundir.config))

@@ -9,6 +9,7 @@ import pytest
 
 from mmrl.report.finish import finish
 from mmrl.report.html import report, telling_examples
+from mmrl.report.overview import Overview
 from mmrl.report.plots import evaluation_curve, lines_over_steps, reward_curve
 from mmrl.report.rundir import RunDir
 from tests.report_fakes import CONFIG, fake_run, forest, items, metrics
@@ -159,3 +160,12 @@ def test_a_failed_drawing_does_not_lose_the_summary(tmp_path, monkeypatch):
     run = fake_run(tmp_path / "run", steps=3)
     assert "report not written (RuntimeError: no fonts)" in finished(run)
     assert run.summary["steps"] == 3
+
+
+def test_the_report_that_a_run_writes_at_its_end_calls_it_finished(tmp_path):
+    with RunDir.create(tmp_path / "run", {"seed": 0}, []) as run:
+        assert Overview.of(run).state == "running"
+        run.write_summary({"steps": 1})
+        assert Overview.of(run).state == "finished"
+    (run.path / "summary.json").unlink()
+    assert Overview.of(RunDir.read(run.path)).state.startswith("stopped; continue with")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,11 @@ def eval_command(arguments: Sequence[str]) -> int:
 
 def show_command(arguments: Sequence[str]) -> int:
     """`mmrl show RUN_DIR [example=ID] [step=N]`."""
-    positional = [a for a in arguments if "=" not in a]
-    values = dict(a.split("=", 1) for a in arguments if "=" in a)
-    problems = [unknown("mmrl show", key, ("example", "step")) for key in values if key not in ("example", "step")]
+    flags = [a for a in arguments if a.startswith("-")]
+    positional = [a for a in arguments if "=" not in a and a not in flags]
+    values = dict(a.split("=", 1) for a in arguments if "=" in a and a not in flags)
+    problems = [f"{flag}: unknown flag, mmrl show has none" for flag in flags]
+    problems += [unknown("mmrl show", key, ("example", "step")) for key in values if key not in ("example", "step")]
     if len(positional) != 1:
         problems.append(f"mmrl show: got {len(positional)} run directories, expected one: mmrl show RUN_DIR")
     if not values.get("step", "0").isdigit():
@@ -94,9 +97,13 @@ def credit_command(arguments: Sequence[str]) -> int:
     names = take(line.overrides, "algo")
     problems = [] if path else ["rollouts: missing, expected a forest file or a journal step (rollouts=FILE)"]
     problems += [] if names else ["algo: missing, expected one or more algorithms (algo=A or algo=A,B)"]
-    if problems:
+    flags = [*(["-m"] if line.multirun else []), *line.flags]
+    problems += [f"{' '.join(flags)}: has no effect on mmrl credit; several algorithms are algo=A,B"] if flags else []
+    stray = {key for key in typed_keys(line) if key.partition(".")[0] not in ("algo", "seed", "plugins")}
+    problems += [f"{key}: has no effect on mmrl credit, which composes algo= alone" for key in sorted(stray)]
+    line = _without(line, stray)
+    if not (path and names):
         raise ConfigError(problems)
-    assert path is not None and names is not None
     _plugins(line)
     algos, seed = [], 0
     for name in names.split(","):
@@ -108,11 +115,8 @@ def credit_command(arguments: Sequence[str]) -> int:
         raw = composed("credit", overrides, line.config_dir)
         algos.append(algo_section(raw.get("algo"), problems))
         seed = raw.get("seed", 0)
-        allowed = {"algo", "seed", "plugins"}
-        typed = {o.lstrip("+~").partition("=")[0].partition(".")[0] for o in overrides} - allowed
-        problems += [f"{key}: has no effect on mmrl credit, which composes algo= alone" for key in sorted(typed)]
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        problems.append(f"seed: got {seed!r}, expected a whole number")
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        problems.append(f"seed: got {seed!r}, expected a whole number, 0 or more")
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     from mmrl.algorithms.report import credit_report, load_rollouts
@@ -124,6 +128,8 @@ def credit_command(arguments: Sequence[str]) -> int:
 def validated(name: str, schema: Any, line: CommandLine) -> list[Any]:
     """Every job's config, validated; the problems of all jobs together, each once."""
     problems: list[str] = []
+    if name == "eval":
+        line = _without_training(line, problems)
     jobs = expand(line, problems)
     # Keys of a group whose choice is unknown cannot be judged: they belong to another schema.
     unjudged = tuple(f"{problem.partition(':')[0]}." for problem in problems)
@@ -139,6 +145,19 @@ def validated(name: str, schema: Any, line: CommandLine) -> list[Any]:
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return configs
+
+
+def _without_training(line: CommandLine, problems: list[str]) -> CommandLine:
+    """The line without keys that only `mmrl train` has; these are added to `problems`."""
+    stray = {key for key in typed_keys(line) if key.partition(".")[0] in ("train", "algo")}
+    problems += [f"{key}: has no effect on mmrl eval; it is an option of mmrl train" for key in sorted(stray)]
+    return _without(line, stray)
+
+
+def _without(line: CommandLine, keys: Collection[str]) -> CommandLine:
+    """The line without the overrides of these keys."""
+    kept = [override for override in line.overrides if override.lstrip("+~").partition("=")[0] not in keys]
+    return replace(line, overrides=kept)
 
 
 def _refuse_unknown_choices(line: CommandLine) -> None:

@@ -126,7 +126,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 def _unknown_choice(override: str, config_dir: str | None, problems: list[str]) -> bool:
     key, _, value = override.lstrip("+~").partition("=")
     value = value.strip("'\"")
-    if key not in GROUPS or value in ("", "null"):
+    if key not in GROUPS or override.startswith("~") or (key == "experiment" and value in ("", "null")):
         return False
     choices = options(key, config_dir)
     if value in choices:
@@ -156,7 +156,8 @@ def composed(config_name: str, overrides: Sequence[str], config_dir: str | None 
             config = compose(config_name, overrides=list(overrides))
             raw = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(" ".join(str(error).split("\n")[0].split())) from None
+        key = getattr(error, "full_key", None)  # OmegaConf's: where an interpolation stands
+        raise ConfigError(f"{f'{key}: ' if key else ''}{' '.join(str(error).splitlines()[0].split())}") from None
     assert isinstance(raw, dict)
     return _sections(config_name, raw, overrides)
 

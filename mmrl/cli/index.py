@@ -59,7 +59,7 @@ class BuildArguments(Section):
             if option not in own and getattr(self, option) != type(self).model_fields[option].default
         ]
         if wrong:
-            raise ValueError("; ".join(wrong))
+            raise ValueError(*wrong)
         return self
 
     def section(self) -> RetrieverConfig:

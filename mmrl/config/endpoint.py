@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from mmrl.config.base import Section
 
@@ -20,3 +20,10 @@ class EndpointConfig(Section):
     requests_per_minute: float | None = Field(None, gt=0, description="null: no limit")
     price_in: float = Field(0.0, ge=0, description="USD per million prompt tokens, for the cost counter")
     price_out: float = Field(0.0, ge=0, description="USD per million completion tokens")
+
+    @field_validator("url")
+    @classmethod
+    def _address(cls, url: str) -> str:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"got '{url}', expected http://… or https://…, up to and with /v1")
+        return url

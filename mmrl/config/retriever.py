@@ -71,7 +71,7 @@ class RetrieverConfig(Section):
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             wrong.append(f"task.retriever.url: got '{self.url}', expected http://… or https://…")
         if wrong:
-            raise ValueError("; ".join(wrong))
+            raise ValueError(*wrong)
         return self
 
     def _set(self, option: str) -> bool:

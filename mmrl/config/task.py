@@ -111,7 +111,7 @@ class TaskConfig(Section):
             and getattr(self, option) != type(self).model_fields[option].default
         ]
         if wrong:
-            raise ValueError("; ".join(wrong))
+            raise ValueError(*wrong)
         return self
 
 

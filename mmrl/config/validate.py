@@ -64,12 +64,24 @@ def explain(
         elif kind == "missing":
             sentences.append(f"{path}: missing, a value is required")
         elif kind == "value_error":
-            message = str(item["msg"]).removeprefix("Value error, ")
-            sentences.append(f"{'.'.join(prefix) + '.' if prefix else ''}{message}")
+            # A section's own check names the key itself, a field's own check starts with what it got.
+            before = f"{'.'.join(prefix)}." if prefix else ""
+            for message in item["ctx"]["error"].args:
+                sentences.append(f"{path}: {message}" if message.startswith("got ") else f"{before}{message}")
         else:
-            expected = item["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-            sentences.append(f"{path}: got {item['input']!r}, expected {expected}")
+            sentences.append(f"{path}: got {item['input']!r}, expected {_expected(kind, item['msg'], path)}")
     return sentences
+
+
+def _expected(kind: str, message: str, path: str) -> str:
+    """What pydantic expected, in the words of the command line instead of Python's."""
+    if kind in ("model_type", "model_attributes_type", "dict_type", "mapping_type"):
+        return f"a section: {path}.KEY=VALUE"
+    if kind == "tuple_type":
+        return f"a list: {path}=[a,b]"
+    if kind == "bool_type":
+        return "true or false"
+    return message.removeprefix("Input should be ").removeprefix("a valid ")
 
 
 def _unknown_key(schema: type[BaseModel], prefix: tuple[str, ...], location: list[str], path: str) -> str:

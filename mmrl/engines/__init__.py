@@ -57,7 +57,7 @@ def problems(config: EngineConfig, name: str, *, training: bool, copied: bool = 
         copied: some modules speak with a copy of the initial weights beside the trained ones.
     """
     if name not in ENGINES:
-        return [unknown("engine.name", name, ENGINES)]
+        return [unknown("hardware.engine" if config.name == "auto" else "engine.name", name, ENGINES)]
     found: list[str] = []
     if copied and name != "transformers":
         found.append(

@@ -69,9 +69,9 @@ class Overview:
     @property
     def state(self) -> str:
         """`finished`, `running`, or how to continue it."""
-        if self.run.in_use:
-            return "running"
-        return "finished" if self.summary else f"stopped; continue with: mmrl train resume={self.run.path}"
+        if self.summary:  # the process that writes the report of a finished run still holds the lock
+            return "finished"
+        return "running" if self.run.in_use else f"stopped; continue with: mmrl train resume={self.run.path}"
 
     @property
     def split(self) -> str:

@@ -49,15 +49,22 @@ def comparable(metrics: Mapping[str, Value]) -> dict[str, Value | str]:
 
 
 def allocate(parent: Path, name: str) -> Path:
-    """Make and return a new folder `parent/name`, or `name-2`, `name-3`… when others were faster."""
-    parent.mkdir(parents=True, exist_ok=True)
-    for number in range(1, 10_000):
-        path = parent / (name if number == 1 else f"{name}-{number}")
-        try:
-            path.mkdir()
-        except FileExistsError:
-            continue
-        return path
+    """Make and return a new folder `parent/name`, or `name-2`, `name-3`… when others were faster.
+
+    Raises:
+        ConfigError: nothing can be made there.
+    """
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 10_000):
+            path = parent / (name if number == 1 else f"{name}-{number}")
+            try:
+                path.mkdir()
+            except FileExistsError:
+                continue
+            return path
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot make a folder below {parent}: {error.strerror or error}") from None
     raise ConfigError(f"run.dir: no free name like {parent / name}; set run.dir")
 
 
@@ -128,7 +135,8 @@ class RunDir:
         """
         path = Path(path)
         if not path.is_dir():
-            raise CheckpointError(f"{path}: no such run directory")
+            kind = "is a file, expected a run directory" if path.exists() else "no such run directory"
+            raise CheckpointError(f"{path}: {kind}")
         if not (path / "config.yaml").is_file() or not (path / "journal").is_dir():
             raise CheckpointError(f"{path}: not a run directory (no config.yaml and journal/ in it){_run_below(path)}")
         return cls(path)
@@ -163,8 +171,9 @@ class RunDir:
         """The resolved config."""
         try:
             loaded = yaml.safe_load((self.path / "config.yaml").read_text())
-        except (OSError, yaml.YAMLError) as error:
-            raise CheckpointError(f"{self.path / 'config.yaml'}: cannot be read: {error}") from None
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"{self.path / 'config.yaml'}: cannot be read: {reason}") from None
         return loaded if isinstance(loaded, dict) else {}
 
     @property
@@ -257,6 +266,9 @@ class RunDir:
 def refuse_full(path: Path) -> None:
     """Raises `ConfigError` unless `path` is free for a new run."""
     if not path.exists():
+        above = next(folder for folder in path.absolute().parents if folder.exists())
+        if not above.is_dir():
+            raise ConfigError(f"run.dir: {path} lies below {above}, which is a file; expected a new or empty folder")
         return
     if not path.is_dir():
         raise ConfigError(f"run.dir: {path} is a file, expected a new or empty folder")

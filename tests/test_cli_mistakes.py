@@ -1,0 +1,97 @@
+"""What a clumsy user types: each mistake is named in the words that were typed, exit code 2, nothing is written."""
+
+import pytest
+
+from mmrl.cli import main
+
+MISTAKES = {
+    "a group without a choice": (["train", "algo=null", "task="], ["algo: got 'null'", "task: got ''"]),
+    "an empty name in a list": (["credit", "algo=mhgpo_rr,", "rollouts=x"], ["algo: got ''"]),
+    "infinity": (["train", "train.lr=inf", "algo.beta=nan"], ["train.lr: got inf", "algo.beta: got nan"]),
+    "a section set to a value": (
+        ["train", "task.data=mini", "model.modules=5", "run.report_to=wandb", "task.em_needs_format=maybe"],
+        [
+            "task.data: got 'mini', expected a section: task.data.KEY=VALUE",
+            "model.modules: got 5, expected a section: model.modules.KEY=VALUE",
+            "run.report_to: got 'wandb', expected a list: run.report_to=[a,b]",
+            "task.em_needs_format: got 'maybe', expected true or false",
+        ],
+    ),
+    "one line for each option without effect": (
+        ["train", "task.retriever.url=http://x", "task.retriever.encoder=e5", "seed=x"],
+        ["task.retriever.encoder: got e5", "task.retriever.url: got http://x", "seed: got 'x'"],
+    ),
+    "an element of a list": (["train", "algo=mmgrpo", "algo.teachers=[{name:a}]"], ["algo.teachers.0: got neither"]),
+    "an address": (
+        ["train", "task=search_agent", "algo=grpo", "task.reward=judge_turn", "task.judge.url=foo"],
+        ["task.judge.url: got 'foo', expected http://"],
+    ),
+    "a missing variable": (["train", "train.steps=${oc.env:NOPE_NOPE}"], ["train.steps: KeyError raised"]),
+    "keys of training in an evaluation": (
+        ["eval", "policy=tiny", "train.steps=3", "algo=grpo", "seed=x"],
+        ["algo: has no effect on mmrl eval", "train.steps: has no effect on mmrl eval", "seed: got 'x'"],
+    ),
+    "more than credit takes": (
+        ["credit", "-m", "algo=mhgpo_rr", "rollouts=x", "task=hotpotqa", "train.steps=3", "seed=-1"],
+        [
+            "-m: has no effect on mmrl credit",
+            "task: has no effect on mmrl credit",
+            "train.steps: has no effect",
+            "seed: got -1",
+        ],
+    ),
+    "flags of show": (["show", "--json", "x"], ["--json: unknown flag"]),
+    "an empty run directory": (["train", "run.dir="], ["run.dir: got an empty path"]),
+    "a run directory below a file": (["train", "run.dir=notes.txt/run"], ["run.dir: notes.txt/run lies below"]),
+    "an unknown engine of the hardware": (["train", "hardware.engine=foo"], ["hardware.engine: got 'foo'"]),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_each_mistake_has_one_line_and_nothing_is_written(case, tmp_path, monkeypatch, capsys):
+    arguments, starts = MISTAKES[case]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(starts), lines
+    for start in starts:
+        assert any(line.startswith(f"error: {start}") for line in lines), (start, lines)
+    assert [path.name for path in tmp_path.rglob("*")] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("code", ["raise RuntimeError('boom')", "def x(:", "import nothing_of_that_name"])
+def test_a_plugin_that_cannot_be_imported_is_named_with_its_error(code, tmp_path, monkeypatch, capsys):
+    (tmp_path / "broken_plugin.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["train", "plugins=[broken_plugin]"]) == 2
+    assert capsys.readouterr().err.startswith("error: plugins: cannot import 'broken_plugin' (")
+
+
+@pytest.mark.parametrize(
+    ("command", "config", "says"),
+    [
+        ("train", "policy: tiny\n", "this is a run of mmrl eval; continue it with: mmrl eval resume="),
+        ("eval", "algo: {name: grpo}\n", "this is a run of mmrl train; continue it with: mmrl train resume="),
+        ("train", "algo: {name: grpo}\n", "config.yaml: task: missing"),
+        ("eval", "policy: [unclosed\n", "config.yaml: cannot be read: while parsing"),
+    ],
+)
+def test_what_cannot_be_resumed_is_left_as_it_is(command, config, says, tmp_path, capsys):
+    run = tmp_path / "run"
+    (run / "journal").mkdir(parents=True)
+    (run / "config.yaml").write_text(config)
+    assert main([command, f"resume={run}"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert says in "\n".join(lines)
+    assert all(line.startswith("error: ") for line in lines)
+    assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "journal"]
+
+
+def test_a_folder_of_runs_that_cannot_be_made_is_named(tmp_path):
+    from mmrl.errors import ConfigError
+    from mmrl.report.rundir import allocate
+
+    (tmp_path / "outputs").write_text("a file")
+    with pytest.raises(ConfigError, match=r"run\.dir: cannot make a folder below"):
+        allocate(tmp_path / "outputs" / "hotpotqa", "x")
