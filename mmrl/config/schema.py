@@ -84,6 +84,11 @@ class TrainConfig(Section):
     old_logprobs: Literal["sampler", "recompute"] = Field(
         "sampler", description="where the ratio's denominator comes from"
     )
+    tis: float | None = Field(
+        None,
+        ge=1,
+        description="truncated importance sampling: cap of the weight trainer / sampler of each token; null: off",
+    )
     max_failed_share: float = Field(0.5, ge=0, le=1, description="stop when more of a step failed from outside causes")
     save_every: int = Field(20, ge=1, description="steps between checkpoints; the last step is always saved")
     keep: int = Field(2, ge=1, description="checkpoints kept")

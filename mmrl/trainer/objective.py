@@ -93,6 +93,38 @@ class TokenLoss:
     """Where the clipped branch is the active one, so that the policy term has no gradient: (E,) bool."""
     kl: torch.Tensor | None
     """k3 estimate of KL(policy || reference) in nats, (E,); None without a reference."""
+    correction: Correction | None = None
+    """What the policy term was weighed with; None without truncated importance sampling."""
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Truncated importance weights of some tokens: sampler against trainer, before any update of the step."""
+
+    weights: torch.Tensor
+    """(E,), detached, at most the cap; 1 where the sampler's log-probability is not known."""
+    truncated: torch.Tensor
+    """Where the cap is below the plain weight, (E,) bool."""
+
+    def at(self, index: torch.Tensor) -> Correction:
+        """The same of the tokens `index`."""
+        return Correction(self.weights[index], self.truncated[index])
+
+
+def truncated_weights(before: torch.Tensor, sampled: torch.Tensor, cap: float) -> Correction:
+    """min(exp(before - sampled), cap) per token: truncated importance sampling (Ionides, 2008).
+
+    Sampler and trainer compute the same policy with other kernels, precisions or (with `train.staleness`) versions of
+    the weights; the weight makes the sampler's tokens stand for the trainer's distribution, and the cap bounds what
+    one token can weigh.
+
+    Args:
+        before: the trainer's log-probabilities before the first update of the step, (N,).
+        sampled: the sampler's, (N,); NaN where it did not say.
+    """
+    with torch.no_grad():
+        plain = torch.where(sampled.isnan(), torch.ones_like(before), torch.exp(before - sampled))
+        return Correction(plain.clamp(max=cap), plain > cap)
 
 
 def token_loss(
@@ -105,8 +137,11 @@ def token_loss(
     clip_high: float | None,
     beta: float,
     ratio_one: bool = False,
+    correction: Correction | None = None,
 ) -> TokenLoss:
     """Sum of w_t * (-min(r_t A_t, clip(r_t, 1 - clip, 1 + clip_high) A_t) + beta * k3_t), r_t = exp(logprobs - old).
+
+    With `correction` the policy term, not the KL term, is multiplied by its weights.
 
     k3 = exp(ref - logprobs) - (ref - logprobs) - 1 (Schulman's estimator, as in GRPO, arXiv 2402.03300, Eq. 4). The
     clipped term is PPO's (arXiv 1707.06347, Eq. 7). Every tensor has shape (E,).
@@ -118,11 +153,14 @@ def token_loss(
         weights: normalisation included; packs leave out tokens of weight 0.
         clip_high: upper epsilon; None: `clip`.
         ratio_one: `old` is the policy in training itself, so that r_t = 1 with the gradient of log-probability.
+        correction: truncated importance weights; None: all 1.
     """
     high = clip if clip_high is None else clip_high
     ratio = torch.exp(logprobs - (logprobs.detach() if ratio_one else old))
     bounded = ratio.clamp(1 - clip, 1 + high)
     per_token = -torch.minimum(ratio * advantages, bounded * advantages)
+    if correction is not None:
+        per_token = per_token * correction.weights
     kl = None
     if ref is not None:
         gap = ref - logprobs
@@ -131,7 +169,8 @@ def token_loss(
             per_token = per_token + beta * kl
     with torch.no_grad():
         clipped = ((ratio < 1 - clip) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
-    return TokenLoss((weights * per_token).sum(), ratio.detach(), clipped, None if kl is None else kl.detach())
+    kl = None if kl is None else kl.detach()
+    return TokenLoss((weights * per_token).sum(), ratio.detach(), clipped, kl, correction)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,16 @@ class Settings:
                 f"train.old_logprobs: got {train.old_logprobs}, which has no effect with algo.ratio_one=true; "
                 "leave one of the two out"
             )
+        if train.tis is not None and self.algo.ratio_one:
+            found.append(
+                f"train.tis: got {train.tis:g} with algo.ratio_one=true, which has no old policy to correct; leave one "
+                "of the two out"
+            )
+        elif train.tis is not None and train.old_logprobs == "sampler":
+            found.append(
+                f"train.tis: got {train.tis:g} with train.old_logprobs=sampler, whose ratio is against the sampler "
+                "already; set train.old_logprobs=recompute, or leave train.tis out"
+            )
         if self.algo.ratio_one and self.algo.clip_high is not None:
             found.append(
                 f"algo.clip_high: got {self.algo.clip_high}, which has no effect with algo.ratio_one=true: a ratio of "

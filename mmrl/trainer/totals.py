@@ -38,6 +38,9 @@ class StepTotals:
         """Gap sum and count of each module."""
         self.gap_max = torch.zeros((), dtype=torch.float64, device=device)
         self.with_kl = False
+        self.corrections = torch.zeros(len(self.modules), 2, dtype=torch.float64, device=device)
+        """Of truncated importance sampling, over entry tokens: sum of weights, and how many were truncated."""
+        self.with_tis = False
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.adapter_norms: list[dict[str, float]] = []
@@ -60,6 +63,10 @@ class StepTotals:
         for column, values in enumerate(columns):
             self.sums[:, column].index_add_(0, of_entry, values.double())
         self.sums[:, 4].index_add_(0, pack.modules, torch.ones_like(scores.logprobs).double())
+        if loss.correction is not None:
+            self.with_tis = True
+            for column, values in enumerate((loss.correction.weights, loss.correction.truncated)):
+                self.corrections[:, column].index_add_(0, of_entry, values.double())
         if scores.entropy is not None:
             self.sums[:, 5].index_add_(0, pack.modules, scores.entropy.double())
 
@@ -100,6 +107,16 @@ class StepTotals:
         totals = [sum(column) for column in zip(*sums, strict=True)] if sums else []
         for prefix, row in [("train", totals), *((f"module/{m}", r) for m, r in zip(self.modules, sums, strict=True))]:
             found |= {f"{prefix}/{name}": value for name, value in self._means(row).items()}
+        return found | self._tis(reduce(self.corrections, "sum").tolist(), [row[0] for row in sums])
+
+    def _tis(self, rows: Sequence[Sequence[float]], entries: Sequence[float]) -> dict[str, float]:
+        found = {}
+        if self.with_tis and sum(entries):
+            found["train/tis_mean"] = math.fsum(weight for weight, _ in rows) / sum(entries)
+            found["train/tis_clip_share"] = math.fsum(count for _, count in rows) / sum(entries)
+            for module, (_, count), total in zip(self.modules, rows, entries, strict=True):
+                if total:
+                    found[f"module/{module}/tis_clip_share"] = count / total
         return found
 
     def _means(self, row: Sequence[float]) -> dict[str, float]:

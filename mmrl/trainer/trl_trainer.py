@@ -32,7 +32,7 @@ from mmrl.trainer.critic import ADAPTER, Critic
 from mmrl.trainer.forwards import Forwards
 from mmrl.trainer.inert import no_progress_bars, no_reward, one_device
 from mmrl.trainer.layout import choose_packing, token_budget
-from mmrl.trainer.objective import StepBatch, token_loss
+from mmrl.trainer.objective import Correction, StepBatch, token_loss, truncated_weights
 from mmrl.trainer.packing import Pack
 from mmrl.trainer.selfcheck import compare
 from mmrl.trainer.settings import Settings
@@ -289,6 +289,7 @@ class MmrlTrainer(Forwards, GRPOTrainer):
             algo.clip_high,
             self.settings.beta,
             algo.ratio_one,
+            self._correction(pack, scores.logprobs.detach(), at),
         )
         # Processes' gradients are averaged, and this loss is a sum.
         self.accelerator.backward(result.loss * self.accelerator.num_processes)
@@ -304,6 +305,13 @@ class MmrlTrainer(Forwards, GRPOTrainer):
         if self.settings.train.old_logprobs == "recompute":
             return current
         return torch.where(pack.sampled.isnan(), current, pack.sampled)
+
+    def _correction(self, pack: Pack, current: torch.Tensor, at: torch.Tensor) -> Correction | None:
+        """Truncated importance weights of the entries' tokens; before a step's only update, `current` is its start."""
+        cap = self.settings.train.tis
+        if cap is None:
+            return None
+        return truncated_weights(self._old(pack, current), pack.sampled, cap).at(at)
 
     def _freeze_old(self, packs: Sequence[Pack]) -> None:
         """Before the first of several updates: the denominators that need a forward of the sampling weights."""
