@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from mmrl.report.finish import finish
 from mmrl.report.html import report, telling_examples
@@ -150,6 +151,22 @@ def test_the_end_of_a_run(tmp_path):
     assert summary["steps"] == 40
     assert run.report_path.is_file()
     assert RunDir.read(run.path).summary == summary
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"dev": "mini", "test": "mini"}, "split=test"),
+        ({"dev": "dev.json", "test": "test.json"}, "split=test"),
+        ({"dev": "dev.json", "test": "mini"}, "task.data.dev=dev.json split=dev"),
+    ],
+)
+def test_the_command_that_evaluates_again_stays_on_the_users_data(tmp_path, data, says):
+    run = fake_run(tmp_path / "run")
+    config = run.config
+    config["task"]["data"] = data
+    (run.path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert f"evaluate       mmrl eval policy={run.path} task=hotpotqa {says}" in finished(run).splitlines()
 
 
 def test_a_failed_drawing_does_not_lose_the_summary(tmp_path, monkeypatch):

@@ -232,3 +232,12 @@ def test_the_head_starts_from_the_seed_alone() -> None:
         heads.append(Critic(PpoConfig(name="ppo"), tiny_model(), 5, None, lr=1.0).module.head.weight)
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], Critic(PpoConfig(name="ppo"), tiny_model(), 6, None, lr=1.0).module.head.weight)
+
+
+@pytest.mark.parametrize("kind", ["separate", "head"])
+def test_values_begin_at_zero_where_asked_and_move_from_there(kind: str, tmp_path: Path) -> None:
+    trainer = ppo_trainer(tmp_path, kind, algo={"critic_init": "zero"})
+    head = trainer.critic.module.head
+    assert not head.weight.any() and not head.bias.any()
+    trainer.train()
+    assert head.weight.any() and head.bias.any()

@@ -312,6 +312,9 @@ class CriticConfig(AlgoConfig):
         10.0, ge=0, description="learning rate of the critic as a multiple of train.lr; constant after its warm-up"
     )
     critic_warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up of the critic")
+    critic_init: Literal["random", "zero"] = Field(
+        "random", description="weights of the new value head; zero: values begin at 0, advantages as returns"
+    )
     value_clip: float = Field(0.5, gt=0, description="how far a value may move from its old one in the value loss")
 
 

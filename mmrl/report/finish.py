@@ -90,5 +90,11 @@ def further(run: RunDir, seen: Overview, trouble: str = "") -> str:
     steps = run.journal_steps()
     if steps:
         rows[""] = f"mmrl show {run.path} step={steps[-1]}"
-    rows["evaluate"] = f"mmrl eval policy={run.path} task={seen.get('task.name')} split=test"
+    rows["evaluate"] = f"mmrl eval policy={run.path} task={seen.get('task.name')} {_held_out(seen)}"
     return facts_table(rows, indent="")
+
+
+def _held_out(seen: Overview) -> str:
+    """The split to evaluate next: test; dev where dev is the user's own data and test still the mini world."""
+    dev, test = seen.get("task.data.dev"), seen.get("task.data.test")
+    return f"task.data.dev={dev} split=dev" if test == "mini" and dev not in (None, "mini") else "split=test"

@@ -40,14 +40,17 @@ def backbone_of(policy: Any) -> Any:
 class ValueHead(torch.nn.Module):
     """Hidden states to scalars in full precision, with or without a backbone of its own below."""
 
-    def __init__(self, config: Any, backbone: torch.nn.Module | None, dtype: torch.dtype, seed: int):
+    def __init__(
+        self, config: Any, backbone: torch.nn.Module | None, dtype: torch.dtype, seed: int, *, zero: bool = False
+    ):
         super().__init__()
         text = config.get_text_config()
         self.backbone = backbone
         self.head = torch.nn.Linear(text.hidden_size, 1, dtype=dtype)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            spread = getattr(text, "initializer_range", 0.02)
+            # The range of the whole model, as HF's token classification has it: 1.2 in the values of a 7B model.
+            spread = 0.0 if zero else getattr(text, "initializer_range", 0.02)
             self.head.weight.copy_(torch.randn(self.head.weight.shape, generator=generator) * spread)
             self.head.bias.zero_()
 
@@ -106,7 +109,7 @@ class Critic:
         own = copy.deepcopy(backbone_of(model)).requires_grad_(True) if config.critic == "separate" else None
         if own is not None and checkpointing:
             own.gradient_checkpointing_enable()
-        self.module: Any = ValueHead(model.config, own, dtype, seed)
+        self.module: Any = ValueHead(model.config, own, dtype, seed, zero=config.critic_init == "zero")
         for parameter in self.module.parameters():
             if parameter.dtype in (torch.bfloat16, torch.float16):
                 parameter.data = parameter.data.float()
