@@ -153,7 +153,7 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     problems += engines.problems(
         config.engine, engine_name(config), training=True, copied=assignment(config, task).copied
     )
-    problems += turns_missing(config, task)
+    problems += staleness_problems(config) + turns_missing(config, task)
     problems += text_problems(config, task) + teacher_problems(config, task, build_task)
     available = len(task.examples("train"))
     if config.train.batch_size > available:
@@ -202,6 +202,20 @@ def reward_set(config: RootConfig, task: Task) -> str:
     if isinstance(config, TrainCommandConfig) and ALGORITHMS[config.algo.name].needs_turn_rewards:
         return next((name for name in TURN_SETS if name in task.reward_sets), task.reward_sets[0])
     return task.reward_sets[0]
+
+
+def staleness_problems(config: TrainCommandConfig) -> list[str]:
+    """What stands against sampling the next batch while this one trains."""
+    if not config.train.staleness:
+        return []
+    algo, found = config.algo, []
+    if getattr(algo, "zero_variance", "keep") == "refill":
+        found.append(
+            "train.staleness: got 1 with algo.zero_variance=refill, which samples further examples once a batch is "
+            "credited; use algo.zero_variance=drop, or train.staleness=0"
+        )
+    sampling = (algo.temperature, algo.top_p, algo.top_k)
+    return found + engines.staleness_problems(config.engine, engine_name(config), sampling)
 
 
 def text_problems(config: TrainCommandConfig, task: Task) -> list[str]:
@@ -426,7 +440,7 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
             progress.note(f"stopped; continue with: mmrl train resume={rundir.path}")
             raise
         finally:
-            stage.engine.close()
+            stage.close()
         if not processes.main:
             return 0
         text = finish(

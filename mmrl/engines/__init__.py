@@ -71,6 +71,32 @@ def problems(config: EngineConfig, name: str, *, training: bool, copied: bool = 
     return found
 
 
+def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, float, int]) -> list[str]:
+    """Why engine `name` cannot sample while the trainer trains (`train.staleness=1`); loads nothing.
+
+    Args:
+        sampling: (temperature, top_p, top_k) of the calls that are trained on.
+    """
+    if name == "transformers":
+        return [
+            "train.staleness: got 1 with engine=transformers, which samples from the very weights that are being "
+            "trained; use engine=vllm_server, or train.staleness=0"
+        ]
+    if name.startswith("vllm"):
+        from mmrl.engines.vllm_launch import exact, logprobs_mode
+
+        temperature, top_p, top_k = sampling
+        asked = Sampling(max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k)
+        if not exact(logprobs_mode(config, [sampling]), asked):
+            return [
+                "train.staleness: got 1, which is corrected by recorded log-probabilities, and vLLM can record none "
+                f"with algo.temperature={temperature:g}, algo.top_p={top_p:g}, algo.top_k={top_k} and "
+                f"engine.logprobs={config.logprobs} (docs/engines.md); use algo.top_p=1 and algo.top_k=0, or "
+                "train.staleness=0"
+            ]
+    return []
+
+
 def serves_all(name: str) -> bool:
     """Whether one server generates for all processes of a run, so that one of them samples for all."""
     return name == "vllm_server"
@@ -95,4 +121,5 @@ __all__ = [
     "needs_model",
     "problems",
     "serves_all",
+    "staleness_problems",
 ]

@@ -29,6 +29,12 @@ def forest_metrics(forest: Forest) -> dict[str, float]:
     return metrics | turn_metrics(forest)
 
 
+def lag_metrics(forest: Forest, step: int) -> dict[str, float]:
+    """How many updates the weights that sampled are behind those that step number `step` starts from."""
+    lags = [step - 1 - call.policy_version for call in forest.calls.values() if call.policy_version is not None]
+    return {"rollouts/policy_lag": fmean(lags), "rollouts/policy_lag_max": float(max(lags))} if lags else {}
+
+
 def turn_metrics(forest: Forest) -> dict[str, float]:
     """Calls and turns per rollout; for programs with growing contexts, behaviour by turn (the first `TURNS`)."""
     paths = [path for path in map(forest.path, forest.rollouts) if path]

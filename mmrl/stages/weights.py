@@ -1,6 +1,7 @@
 """The weight stage: sample -> credit -> update -> sync, on one screen.
 
-Reads a config, a task and an algorithm; drives an engine and a trainer; writes journal, metrics and evaluations.
+With `train.staleness=1` the next batch is sampled (`ahead`) while this one is credited and trained on. Reads a config,
+a task and an algorithm; drives an engine and a trainer; writes journal, metrics and evaluations.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from mmrl.report.trackers import Trackers
 from mmrl.rollout.context import Environment, SamplingSettings
 from mmrl.rollout.reserialise import reserialised
 from mmrl.rollout.sample import sample
+from mmrl.stages.ahead import Ahead
 from mmrl.stages.environment import eval_settings, make_environment
 from mmrl.stages.evaluate import Item, evaluate, evaluation_metrics
-from mmrl.stages.metrics import credit_metrics, failed_share, forest_metrics
+from mmrl.stages.metrics import credit_metrics, failed_share, forest_metrics, lag_metrics
 from mmrl.stages.processes import ALONE, Processes
 from mmrl.stages.refill import only, refill, refills
 from mmrl.stages.teachers import TeacherParts, teachers_of_step
@@ -38,6 +40,15 @@ from mmrl.trainer.annotate import annotate
 from mmrl.trainer.modules import ModuleAssignment
 from mmrl.trainer.objective import TrainCall, TrainEntry
 from mmrl.trainer.trl_trainer import MmrlTrainer, StepBatch, build_trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rolled:
+    """The rollouts that this process sampled for a step, and the seconds that it took."""
+
+    forest: Forest
+    seconds: Mapping[str, float]
+    """generate, retrieve, tokenize, rollout (wall clock)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +78,8 @@ class WeightStage:
     step_started: float = 0.0
     pending: dict[str, float] = field(default_factory=dict)
     """Metrics of the step under way, from sampling and credit."""
+    ahead: Ahead[Rolled] = field(default_factory=Ahead)
+    """The next batch, with `train.staleness=1`."""
 
     def trainer(self, model: Any, resume_from: Any = None) -> MmrlTrainer:
         """The TRL trainer that calls back into this stage."""
@@ -95,16 +108,21 @@ class WeightStage:
         """
         self.step_started = time.perf_counter()
         self.times = dict.fromkeys(("generate", "retrieve", "rollout", "annotate", "tokenize"), 0.0)
-        self._sync(step - 1)
-        examples = batch_of(self.train, self.config.train.batch_size, step, self.config.seed)
-        if refills(self.config.algo):
-            return self._refilled_batch(examples, step)
-        forest = self._sample(examples, step)
+        examples = self._examples(step)
+        if self.config.train.staleness:
+            forest = self._sampled_ahead(examples, step)
+        else:
+            self._sync(step - 1)
+            if refills(self.config.algo):
+                return self._refilled_batch(examples, step)
+            forest = self._sample(examples, step)
         started = time.perf_counter()
         minibatch = minibatches(examples, self.config.algo.minibatches)
         credit = self._credit(forest, minibatch)
         self.times["credit"] = time.perf_counter() - started
         self.pending = forest_metrics(forest) | credit_metrics(forest, credit.entries) | dict(credit.metrics)
+        if self.config.train.staleness:
+            self.pending |= lag_metrics(forest, step)
         if self.processes.main:
             write_step(self.rundir, forest, credit.entries)
         calls = train_calls(forest, credit, minibatch)
@@ -137,8 +155,31 @@ class WeightStage:
     def _credit(self, forest: Forest, minibatch: dict[str, int] | None = None) -> Credit:
         return assign_credit(forest, self.config.algo, self.config.seed, minibatch, self.assignment.frozen)
 
+    def _examples(self, step: int) -> list[Example]:
+        return batch_of(self.train, self.config.train.batch_size, step, self.config.seed)
+
+    def _sampled_ahead(self, examples: Sequence[Example], step: int) -> Forest:
+        """As `_sample`, of rollouts made while the step before trained; starts those of the next step.
+
+        The first batch of a run, or after a resume, is sampled here, from the newest weights.
+        """
+        started = time.perf_counter()
+        if self.ahead.step == step:
+            rolled = self.ahead.take(step)
+            self.times["wait"] = time.perf_counter() - started
+            self._sync(step - 1)
+        else:
+            self._sync(step - 1)
+            rolled = asyncio.run(self._roll(examples, step))
+            self.times["wait"] = time.perf_counter() - started - self.times.get("sync", 0.0)
+        following = step + 1
+        if following <= self.config.train.steps:
+            self.ahead.start(following, lambda: self._roll(self._examples(following), following))
+        return self._complete(rolled, examples, step)
+
     def _sync(self, version: int) -> None:
         """Before anything is sampled: the engine serves the weights after `version` steps."""
+        self.ahead.wait()  # a batch comes from one version of the weights
         if self.engine.policy_version != version:
             started = time.perf_counter()
             state = self.updates.whole_state()
@@ -154,6 +195,10 @@ class WeightStage:
         Raises:
             TooManyFailures: see `next_batch`.
         """
+        return self._complete(asyncio.run(self._roll(examples, step)), examples, step)
+
+    async def _roll(self, examples: Sequence[Example], step: int) -> Rolled:
+        """This process's rollouts of some examples; reads nothing that training changes."""
         algo, seed = self.config.algo, self.config.seed
         algorithm = ALGORITHMS[algo.name]
         settings = SamplingSettings(
@@ -169,11 +214,20 @@ class WeightStage:
         modules, own = self.task.program.modules, self.processes.share(examples)
         plans = [(example, algorithm.plan(algo, modules, (seed, step, example.id))) for example in own]
         started, busy, tokenized = time.perf_counter(), self.engine.busy_s, tokenizer_seconds()
-        forest = asyncio.run(sample(env, plans, self.reward_set, step))
-        self.times["generate"] += self.engine.busy_s - busy
-        self.times["tokenize"] += tokenizer_seconds() - tokenized
-        self.times["retrieve"] += env.retrieve_s
-        self.times["rollout"] += time.perf_counter() - started
+        forest = await sample(env, plans, self.reward_set, step)
+        seconds = {
+            "generate": self.engine.busy_s - busy,
+            "tokenize": tokenizer_seconds() - tokenized,
+            "retrieve": env.retrieve_s,
+            "rollout": time.perf_counter() - started,
+        }
+        return Rolled(forest=forest, seconds=seconds)
+
+    def _complete(self, rolled: Rolled, examples: Sequence[Example], step: int) -> Forest:
+        """Rollouts of all processes together, with what credit wants to know from models."""
+        forest = rolled.forest
+        for name, seconds in rolled.seconds.items():
+            self.times[name] += seconds
         if self.processes.one_samples:
             forest = only(self.processes.forest(forest, examples), [e.id for e in self.processes.part(examples)])
         started = time.perf_counter()
@@ -190,16 +244,24 @@ class WeightStage:
                 f"{first.error} in {first.id}: {first.error_message}"
             )
         program = self.task.program
-        if getattr(algo, "reserialise", False) and isinstance(program, Canonical):
+        if getattr(self.config.algo, "reserialise", False) and isinstance(program, Canonical):
             end = self.tokenizer.eos_token_id
             forest = reserialised(forest, program, lambda text: encode_text(self.tokenizer, text), end)
         return forest
+
+    def close(self) -> None:
+        """Cancel what is being sampled ahead, and free the engine."""
+        self.ahead.close()
+        self.engine.close()
 
     def on_step_end(self, step: int, update: dict[str, float]) -> None:
         """After the last optimizer step of `step`: log, evaluate when due."""
         spent = time.perf_counter() - self.step_started
         update_s = update.pop("time/update", 0.0)
-        parts = ("generate", "retrieve", "annotate", "tokenize")
+        # What is sampled ahead costs a step only the wait for it.
+        parts = (
+            ("wait", "annotate") if self.config.train.staleness else ("generate", "retrieve", "annotate", "tokenize")
+        )
         known = update_s + sum(self.times[part] for part in parts)
         generated = self.pending.get("rollouts/tokens", 0.0)
         metrics = self.pending | update

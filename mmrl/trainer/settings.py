@@ -71,6 +71,16 @@ class Settings:
                 f"train.tis: got {train.tis:g} with train.old_logprobs=sampler, whose ratio is against the sampler "
                 "already; set train.old_logprobs=recompute, or leave train.tis out"
             )
+        if train.staleness and self.algo.ratio_one:
+            found.append(
+                f"train.staleness: got {train.staleness} with algo.ratio_one=true, which takes every batch as sampled "
+                "from the weights in training; leave one of the two out"
+            )
+        elif train.staleness and train.old_logprobs == "recompute" and train.tis is None:
+            found.append(
+                f"train.staleness: got {train.staleness} with train.old_logprobs=recompute, which forgets the weights "
+                "that sampled; use train.old_logprobs=sampler, or set train.tis"
+            )
         if self.algo.ratio_one and self.algo.clip_high is not None:
             found.append(
                 f"algo.clip_high: got {self.algo.clip_high}, which has no effect with algo.ratio_one=true: a ratio of "
