@@ -110,13 +110,13 @@ class StepTotals:
         return found | self._tis(reduce(self.corrections, "sum").tolist(), [row[0] for row in sums])
 
     def _tis(self, rows: Sequence[Sequence[float]], entries: Sequence[float]) -> dict[str, float]:
-        found = {}
-        if self.with_tis and sum(entries):
-            found["train/tis_mean"] = math.fsum(weight for weight, _ in rows) / sum(entries)
-            found["train/tis_clip_share"] = math.fsum(count for _, count in rows) / sum(entries)
-            for module, (_, count), total in zip(self.modules, rows, entries, strict=True):
-                if total:
-                    found[f"module/{module}/tis_clip_share"] = count / total
+        found, count = {}, math.fsum(entries)
+        if self.with_tis and count:
+            found["train/tis_mean"] = math.fsum(weight for weight, _ in rows) / count
+            found["train/tis_clip_share"] = math.fsum(cut for _, cut in rows) / count
+            for module, (_, cut), own in zip(self.modules, rows, entries, strict=True):
+                if own:
+                    found[f"module/{module}/tis_clip_share"] = cut / own
         return found
 
     def _means(self, row: Sequence[float]) -> dict[str, float]:
