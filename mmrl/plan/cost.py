@@ -16,9 +16,10 @@ from mmrl.trainer.layout import CPU_SHARE, CPU_TOKENS, GPU_SHARE, GPU_TOKENS, LE
 
 CHUNK = 1024
 """Scored positions whose logits are held at once."""
-DECODE_OVERHEAD_S = {"cpu": 0.35e-3}
+DECODE_OVERHEAD_S = {"cpu": 1.1e-3}
 """Seconds per layer and decode step that no arithmetic accounts for (kernel starts, Python); measured on the CPU."""
-PREFILL_UTILISATION = 0.5
+PREFILL_UTILISATION = {"cpu": 0.2}
+"""Share of the device's FLOP/s in the prefill; measured on the CPU with the tiny model, 0.5 assumed elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ def seconds(
     passes = times * config.algo.epochs + (1 if config.algo.beta > 0 else 0)
     passes += {"separate": times + 1, "adapter": times + 1, "head": 0}.get(made.critic or "", 0)
     reach = device.flops * device.utilisation * made.processes
-    prefill = per_token * step.prompt_unique / (device.flops * PREFILL_UTILISATION * made.processes)
+    prefill = per_token * step.prompt_unique / (device.flops * PREFILL_UTILISATION.get(device.name, 0.5) * made.processes)
     return {
         "prefill": prefill,
         "decode": _decode(config, shape, loads, device, made),
