@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmrl import run
+from mmrl import prepare
 from mmrl.cli.commands import typed_keys, validated
 from mmrl.cli.compose import parse_arguments
 from mmrl.config import EvalCommandConfig, TrainCommandConfig
@@ -14,7 +14,7 @@ from mmrl.errors import ConfigError
 def refused(*arguments, command="train"):
     line = parse_arguments(arguments)
     try:
-        run.check_all(
+        prepare.check_all(
             validated(command, TrainCommandConfig if command == "train" else EvalCommandConfig, line), typed_keys(line)
         )
     except ConfigError as error:
@@ -143,4 +143,4 @@ def test_reward_set_of_a_task_with_a_judge_alone():
         reward_sets = ("outcome", "judge_turn")
 
     (config,) = validated("train", TrainCommandConfig, parse_arguments(["algo=mt_ppo"]))
-    assert run.reward_set(config, Judged()) == "judge_turn"
+    assert prepare.reward_set(config, Judged()) == "judge_turn"

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from mmrl import run
+from mmrl import evaluation
 from mmrl.cli import main
 from mmrl.errors import MmrlError
 from mmrl.report.columns import column_names, columns_text
@@ -42,7 +42,7 @@ def test_one_command_evaluates_all_and_one_that_stops_does_not_stop_the_others(t
         (Path(config.run.dir) / "summary.json").write_text(json.dumps({"metrics": METRICS}))
         return 0
 
-    monkeypatch.setattr(run, "evaluate_policy", evaluate)
+    monkeypatch.setattr(evaluation, "evaluate_policy", evaluate)
     assert main(["eval", "-m", "policy=tiny", "task=hotpotqa,2wiki,musique"]) == 1
     assert seen == [("hotpotqa", "hotpotqa"), ("2wiki", "2wiki"), ("musique", "musique")]
     shown = capsys.readouterr()

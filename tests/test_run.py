@@ -158,7 +158,7 @@ def test_too_many_outside_failures_stop_the_run_with_its_state_saved(random_mode
             raise OSError("retriever down")
         return works(self, queries, corpus)
 
-    monkeypatch.setattr("mmrl.run._TASKS", {})
+    monkeypatch.setattr("mmrl.prepare._TASKS", {})
     monkeypatch.setattr(MultihopQaTask, "search", breaks)
     code = main(command(random_model, tmp_path / "run", "algo=mhgpo_fof", "train.steps=50", "eval.every=0"))
     captured = capsys.readouterr()

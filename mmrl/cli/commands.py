@@ -26,9 +26,9 @@ def train_command(arguments: Sequence[str]) -> int:
         through_hydra("train", line, lambda raw: None)
         return 0
     configs = validated("train", TrainCommandConfig, line)
-    from mmrl import run
+    from mmrl import prepare, run
 
-    run.check_all(configs, typed_keys(line))
+    prepare.check_all(configs, typed_keys(line))
     if not line.multirun:
         return run.train(configs[0], command=["mmrl", "train", *arguments])
     return _sweep(line, arguments, len(configs))
@@ -40,23 +40,24 @@ def eval_command(arguments: Sequence[str]) -> int:
     resume = take(line.overrides, "resume")
     if resume is not None:
         _nothing_else(line)
-        from mmrl import run
+        from mmrl import evaluation
 
-        return run.resume_evaluation(Path(resume))
+        return evaluation.resume_evaluation(Path(resume))
     if line.prints_only:
         _refuse_unknown_choices(line)
         through_hydra("eval", line, lambda raw: None)
         return 0
     configs = validated("eval", EvalCommandConfig, line)
-    from mmrl import run
+    from mmrl import evaluation, prepare
 
-    run.check_all(configs, typed_keys(line))
+    prepare.check_all(configs, typed_keys(line))
     command = ["mmrl", "eval", *arguments]
     if not line.multirun:
-        return run.evaluate_policy(configs[0], command=command)
+        return evaluation.evaluate_policy(configs[0], command=command)
     from mmrl.report.columns import column_names
 
-    return run.evaluate_columns(dict(zip(column_names(expand(line, [])), configs, strict=True)), command=command)
+    columns = dict(zip(column_names(expand(line, [])), configs, strict=True))
+    return evaluation.evaluate_columns(columns, command=command)
 
 
 def show_command(arguments: Sequence[str]) -> int:
@@ -177,7 +178,7 @@ def _plugins(line: CommandLine) -> None:
     for override in line.overrides:
         key, _, value = override.lstrip("+").partition("=")
         if key == "plugins":
-            from mmrl.run import import_plugins
+            from mmrl.prepare import import_plugins
 
             import_plugins(name.strip() for name in value.strip("[]").split(",") if name.strip())
 
@@ -186,7 +187,7 @@ def import_config_plugins(raw: Mapping[str, Any]) -> None:
     """Import what a composed config names as `plugins`: a task's own file may name its package."""
     given = raw.get("plugins")
     if given and isinstance(given, tuple):  # anything else is for validation to refuse
-        from mmrl.run import import_plugins
+        from mmrl.prepare import import_plugins
 
         import_plugins(package for package in given if isinstance(package, str))
 

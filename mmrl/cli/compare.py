@@ -69,7 +69,8 @@ def _look(positional: Sequence[str], given: Mapping[str, str], line: CommandLine
 
 def _run(given: Mapping[str, str], line: CommandLine) -> int:
     """Start and resume runs, then compare them."""
-    from mmrl import run
+    from mmrl.prepare import check_all
+    from mmrl.stages.stopping import stoppable
 
     problems: list[str] = []
     plan = _plan(given, line, problems)
@@ -90,7 +91,7 @@ def _run(given: Mapping[str, str], line: CommandLine) -> int:
         raise ConfigError(dict.fromkeys(problems))
     jobs = _jobs(plan, line, TOP / name, at_once)
     first = {(job.task, job.algo): job.config for job in reversed(jobs)}
-    run.check_all(list(first.values()))
+    check_all(list(first.values()))
     for job in jobs:
         try:
             job.state()
@@ -111,7 +112,7 @@ def _run(given: Mapping[str, str], line: CommandLine) -> int:
         except Exception as error:  # a drawing problem must not stop the runs; the end shows it
             print(f"comparison not drawn ({type(error).__name__}: {error})", file=sys.stderr)
 
-    with run.stoppable(), _lines() as (say, show):
+    with stoppable(), _lines() as (say, show):
         try:
             failed = Launcher(jobs, at_once, line.config_dir, say, show, update).run()
         except KeyboardInterrupt:

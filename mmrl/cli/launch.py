@@ -239,7 +239,7 @@ def differences(stored: Mapping[str, Any], asked: TrainCommandConfig) -> list[st
     Raises:
         ConfigError: the stored config is none that this version understands.
     """
-    from mmrl.run import as_tuples
+    from mmrl.prepare import as_tuples
 
     there = flattened(validate(TrainCommandConfig, as_tuples(stored)).model_dump(mode="json"))
     here = flattened(asked.model_dump(mode="json"))

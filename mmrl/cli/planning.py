@@ -32,7 +32,7 @@ def plan_command(arguments: Sequence[str]) -> int:
 
 def make(config: TrainCommandConfig, lengths: str, dry: int | None, name: str | None, line: CommandLine):  # type: ignore[no-untyped-def]  # the type would load torch
     """The plan of a validated config."""
-    from mmrl import run
+    from mmrl import prepare
     from mmrl.algorithms import problems as algorithm_problems
     from mmrl.models import model_path
     from mmrl.plan.devices import device as find_device
@@ -41,24 +41,24 @@ def make(config: TrainCommandConfig, lengths: str, dry: int | None, name: str | 
     from mmrl.plan.shapes import shape_of
 
     given = parse_lengths(lengths)
-    on = name or ("cpu" if run.plannable(config, None).hardware.device == "cpu" else "h100")
+    on = name or ("cpu" if prepare.plannable(config, None).hardware.device == "cpu" else "h100")
     device = find_device(on, config.hardware.threads or 1)
     here = Path(model_path(config.model)).is_dir()
     examples = (0 if lengths or not here else 4) if dry is None else dry
     if examples and not here:
         raise ConfigError(f"dry: the weights of {config.model.path} are not on this machine; leave dry out, or dry=0")
     shape = shape_of(config.model)
-    config = run.plannable(config, name)
+    config = prepare.plannable(config, name)
     # Counting from lengths needs the program, not the data: those of the mini world stand in for what is not here.
-    task = run.build_task(config.task if examples else run.on_mini_world(config.task), config.seed)
+    task = prepare.build_task(config.task if examples else prepare.on_mini_world(config.task), config.seed)
     problems = algorithm_problems(config.algo, task.program.modules, task.reward_sets)
-    problems += run.assignment(config, task).problems()
+    problems += prepare.assignment(config, task).problems()
     if problems:
         raise ConfigError(problems)
     if examples:
         from mmrl.plan.dry import dry_loads
 
-        loads = dry_loads(config, task, run.reward_set(config, task), examples)
+        loads = dry_loads(config, task, prepare.reward_set(config, task), examples)
         source = f"counted in dry rollouts of {examples} examples"
     else:
         loads = declared(config, task.program.modules, given)

@@ -113,7 +113,9 @@ def seconds(
     passes = times * config.algo.epochs + (1 if config.algo.beta > 0 else 0)
     passes += {"separate": times + 1, "adapter": times + 1, "head": 0}.get(made.critic or "", 0)
     reach = device.flops * device.utilisation * made.processes
-    prefill = per_token * step.prompt_unique / (device.flops * PREFILL_UTILISATION.get(device.name, 0.5) * made.processes)
+    prefill = (
+        per_token * step.prompt_unique / (device.flops * PREFILL_UTILISATION.get(device.name, 0.5) * made.processes)
+    )
     return {
         "prefill": prefill,
         "decode": _decode(config, shape, loads, device, made),

@@ -33,12 +33,12 @@ FOREST = {
     ],
 }
 TASK = """
-from mmrl import run
+from mmrl import prepare
 from mmrl.cli.commands import validated
 from mmrl.cli.compose import parse_arguments
 from mmrl.config import TrainCommandConfig
 (config,) = validated("train", TrainCommandConfig, parse_arguments([]))
-run.build_task(config.task, config.seed)
+prepare.build_task(config.task, config.seed)
 """
 """Everything that a default run does before it loads a model."""
 
