@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -284,3 +285,24 @@ def test_mistakes_of_credit(arguments, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["credit", *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_job_that_a_launcher_lost_is_counted_as_not_finished(monkeypatch, tmp_path, capsys):
+    """Jobs may run in other processes (submitit): what they leave behind is files, and they are pickled."""
+    from mmrl.cli import commands
+
+    def only_the_first(name, line, job):
+        assert pickle.loads(pickle.dumps(job)).args == job.args
+        job({"algo": {"name": "mhgpo_rr"}, "task": {"name": "hotpotqa"}, "seed": 1})
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands, "validated", lambda *_: [None, None])
+    monkeypatch.setattr(commands, "validate", lambda schema, raw: raw)
+    monkeypatch.setattr(commands, "through_hydra", only_the_first)
+    monkeypatch.setattr("mmrl.prepare.check_all", lambda *_: None)
+    monkeypatch.setattr("mmrl.run.train", lambda config, command: 0)
+    assert main(["train", "-m", "seed=1,2"]) == 1
+    said = capsys.readouterr()
+    assert "-- job 1 of 2: algo=mhgpo_rr task=hotpotqa seed=1" in said.out
+    assert "sweep: 1 of 2 runs finished" in said.err
+    assert list((tmp_path / "outputs").iterdir()) == []

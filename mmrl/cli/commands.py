@@ -5,8 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from uuid import uuid4
 
 from mmrl.cli import print_error
 from mmrl.cli.compose import CommandLine, composed, expand, parse_arguments, take, through_hydra
@@ -207,21 +210,30 @@ def _nothing_else(line: CommandLine) -> None:
 
 
 def _sweep(line: CommandLine, arguments: Sequence[str], jobs: int) -> int:
-    """Run the jobs through Hydra's sweeper and launcher; a job that stops does not stop the others."""
-    codes: list[int] = []
+    """Run the jobs through Hydra's sweeper and launcher; a job that stops does not stop the others.
 
-    def job(raw: Mapping[str, Any]) -> None:
-        from mmrl import run
+    A launcher may run them elsewhere (submitit: on a cluster), so exit codes come back as files.
+    """
+    Path("outputs").mkdir(exist_ok=True)
+    with TemporaryDirectory(dir="outputs", prefix=".sweep-") as folder:
+        codes = Path(folder).absolute()
+        through_hydra("train", line, partial(_swept, codes, tuple(arguments), jobs))
+        found = [int(path.read_text()) for path in codes.iterdir()]
+    failed = jobs - sum(code == 0 for code in found)
+    print(f"sweep: {jobs - failed} of {jobs} runs finished", file=sys.stderr if failed else sys.stdout)
+    return max(found, default=1) or int(failed > 0)
 
-        name = f"algo={raw['algo']['name']} task={raw['task']['name']} seed={raw['seed']}"
-        print(f"-- job {len(codes) + 1} of {jobs}: {name}")
-        try:
-            codes.append(run.train(validate(TrainCommandConfig, raw), command=["mmrl", "train", *arguments]))
-        except MmrlError as error:
-            print_error(error)
-            codes.append(error.exit_code)
 
-    through_hydra("train", line, job)
-    failed = sum(code != 0 for code in codes)
-    print(f"sweep: {len(codes) - failed} of {jobs} runs finished", file=sys.stderr if failed else sys.stdout)
-    return max(codes, default=1)
+def _swept(codes: Path, arguments: tuple[str, ...], jobs: int, raw: Mapping[str, Any]) -> None:
+    """One job of a sweep, in this process or in one that a launcher has started."""
+    from mmrl import run
+
+    name = f"algo={raw['algo']['name']} task={raw['task']['name']} seed={raw['seed']}"
+    print(f"-- job {len(list(codes.iterdir())) + 1} of {jobs}: {name}")
+    import_config_plugins(raw)
+    try:
+        code = run.train(validate(TrainCommandConfig, raw), command=["mmrl", "train", *arguments])
+    except MmrlError as error:
+        print_error(error)
+        code = error.exit_code
+    (codes / uuid4().hex).write_text(str(code))
