@@ -56,7 +56,7 @@ def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence
     from mmrl.report.columns import columns_text
 
     codes: list[int] = []
-    columns: dict[str, Mapping[str, float]] = {}
+    columns: dict[str, Mapping[str, Any]] = {}
     for name, config in configs.items():
         config = _placed(config)
         assert config.run.dir is not None
@@ -64,7 +64,7 @@ def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence
         try:
             codes.append(evaluate_policy(config, command))
             summary = json.loads((Path(config.run.dir) / "summary.json").read_text(encoding="utf-8"))
-            columns[name] = summary["metrics"]
+            columns[name] = summary
         except MmrlError as error:
             print(f"error: {error}", file=sys.stderr)
             codes.append(error.exit_code)
@@ -109,8 +109,11 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
             print(f"stopped; continue with: mmrl eval resume={rundir.path}", file=sys.stderr)
             raise
     metrics = evaluation_metrics(items, config.eval, config.seed)
-    rundir.write_summary({"policy": config.policy, "task": task.name, "split": config.split, "metrics": metrics})
-    print(evaluation_text(config, {**task.describe(), **describe_weights(policy.modules)}, metrics, rundir.path))
+    facts = {**task.describe(), **describe_weights(policy.modules)}
+    rundir.write_summary(
+        {"policy": config.policy, "task": task.name, "split": config.split, "metrics": metrics, "facts": facts}
+    )
+    print(evaluation_text(config, facts, metrics, rundir.path))
     return 0
 
 

@@ -128,6 +128,8 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     if isinstance(config, EvalCommandConfig):
         if config.hardware.processes * config.hardware.nodes != 1:
             problems.append(f"hardware: profile '{config.hardware.name}' has several processes, mmrl eval runs in one")
+        if not task.examples(config.split):
+            problems.append(f"split: the {config.split} split has no examples; set task.data.{config.split}")
         copied = resolve(config.policy).initial is not None
         problems += engines.problems(config.engine, engine_name(config), training=False, copied=copied)
         return problems + policy_problems(config, task)

@@ -1,13 +1,15 @@
 """Evaluation: per-item results, failures as zeros, resuming, independence of chunks."""
 
+import itertools
 import json
 
 import pytest
 
-from mmrl.config import EvalConfig
+from mmrl.config import EvalConfig, TaskConfig
 from mmrl.errors import ToolFailure
 from mmrl.stages import evaluate as module
 from mmrl.stages.evaluate import evaluate, evaluation_metrics
+from mmrl.tasks import TASKS
 from tests.fakes import Chain, FakeEngine, FakeTask, environment, seeded_letter
 
 SETTINGS = EvalConfig(samples=2, bootstrap=100)
@@ -59,9 +61,30 @@ def test_failed_rollouts_score_zero_and_are_counted(monkeypatch):
 
     items, _ = run(None, FakeTask(Chain(), tools={"echo": broken}), monkeypatch=monkeypatch)
     metrics = evaluation_metrics(items, SETTINGS, 0)
-    assert metrics["reward"] == 0
+    assert metrics["reward"] == metrics["score"] == metrics["score_high"] == 0, "the main metric is there all the same"
     assert metrics["failed_share"] == 1
     assert all(item["errors"] == ["tool", "tool"] for item in items)
+
+
+def test_a_task_says_what_a_failed_rollout_counts_in_its_official_metrics(monkeypatch):
+    calls = itertools.count()
+
+    def sometimes(text):
+        if next(calls) % 3 == 0:
+            raise ToolFailure("down")
+        return text
+
+    task = FakeTask(Chain(), tools={"echo": sometimes})
+    task.failed_metrics = {"score": 0.0, "leakage": 1.0}
+    items, _ = run(None, task, monkeypatch=monkeypatch)
+    assert {len(item["errors"]) for item in items} > {1}
+    assert all(item["metrics"]["leakage"] == len(item["errors"]) / 2 for item in items)
+
+
+@pytest.mark.parametrize("name", sorted(TASKS.keys() - {"dspy"}))
+def test_each_built_in_task_names_its_official_metrics(name):
+    task = TASKS[name](TaskConfig(name=name, dataset="hotpotqa" if name == "search_agent" else None), 0)
+    assert task.main_metric in task.failed_metrics
 
 
 def test_only_the_first_items_are_evaluated_when_asked(monkeypatch):

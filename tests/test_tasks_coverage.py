@@ -8,7 +8,7 @@ from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.store import PassageStore, write_passages
 from mmrl.tasks import coverage as module
-from mmrl.tasks.coverage import coverage, occurring
+from mmrl.tasks.coverage import coverage, label, occurring
 
 DOCUMENTS = [
     Document(id="0", title="New York", text="The city that never sleeps; élan vital."),
@@ -60,6 +60,21 @@ def test_a_corpus_too_large_to_read_is_known_by_titles_alone(monkeypatch):
     monkeypatch.setattr(module, "SCANNED", 1)
     splits = {"dev": [item("a", titles=["Porto"]), item("b", answers=["Nowhere"])], "test": [item("c", answers=["x"])]}
     assert coverage(splits, {"c": DOCUMENTS}, None) == {"dev": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("shares", "passages", "real", "expected"),
+    [
+        ({"dev": 1.0}, 300, False, {}),  # the mini world
+        ({}, 300, True, {}),  # nothing is known
+        ({"train": 1.0, "dev": 0.5}, 300, False, {"partial corpus": "gold: train 100.0%, dev 50.0%"}),
+        ({"dev": 1.0}, 40_000, True, {"partial corpus": "gold: dev 100.0%"}),  # some passages of Wikipedia
+        ({"dev": 1.0}, 5_233_329, True, {"corpus coverage": "gold: dev 100.0%"}),
+        ({"dev": 0.999}, 5_233_329, True, {"partial corpus": "gold: dev 99.9%"}),
+    ],
+)
+def test_the_share_is_always_told_of_real_data_and_a_part_is_called_one(shares, passages, real, expected):
+    assert label("gold", shares, passages, real=real) == expected
 
 
 def test_which_answers_occur_is_looked_up_once(tmp_path, monkeypatch, caplog):

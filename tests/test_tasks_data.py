@@ -316,9 +316,12 @@ def test_same_title_with_other_text_is_kept(tmp_path):
 
 def test_a_given_corpus_serves_every_split(tmp_path):
     corpus = saved(tmp_path, [{"title": "Ada", "text": "Ada of Porto"}], "c.json")
-    task = make(data=DataConfig(dev=saved(tmp_path, [record(0)])), corpus=corpus)
+    own = saved(tmp_path, [record(0)])
+    task = make(data=DataConfig(train=own, dev=own), corpus=corpus)
     assert {example.inputs["corpus"] for split in ("train", "dev") for example in task.examples(split)} == {"given"}
     assert task.search(["porto"], "given")[0]["title"] == "Ada"
+    assert task.examples("test") == [], "the mini world's questions have nothing to search in it"
+    assert "test" not in task.describe()["partial corpus"] + task.describe().get("corpus coverage", "")
     assert make(corpus="mini").examples("dev")[0].inputs["corpus"] == "mini"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mmrl.report.tables import align
 
@@ -17,12 +18,17 @@ def column_names(jobs: Sequence[Sequence[str]]) -> list[str]:
     return names
 
 
-def columns_text(columns: Mapping[str, Mapping[str, float]]) -> str:
-    """A table: a row per metric with its 95 % interval, then items and failures.
+LABELS = ("partial corpus", "corpus coverage", "judge")
+"""Facts of an evaluation without which its numbers say too much."""
+
+
+def columns_text(summaries: Mapping[str, Mapping[str, Any]]) -> str:
+    """A table: a row per metric with its 95 % interval, then items and failures, then what the numbers are over.
 
     Args:
-        columns: column name -> metrics of an evaluation, as `summary.json` has them.
+        summaries: column name -> `summary.json` of an evaluation: `metrics`, and `facts` of its task.
     """
+    columns: dict[str, Mapping[str, float]] = {name: summary["metrics"] for name, summary in summaries.items()}
     names = dict.fromkeys(
         name for metrics in columns.values() for name in metrics if f"{name}_low" in metrics and name != "n"
     )
@@ -32,7 +38,13 @@ def columns_text(columns: Mapping[str, Mapping[str, float]]) -> str:
     rows.append(
         ["failed from outside", *(f"{metrics.get('failed_share', 0):.1%}" for metrics in columns.values())],
     )
-    return align(rows)
+    notes = [
+        f"{name}: {label}: {summary['facts'][label]}"
+        for name, summary in summaries.items()
+        for label in LABELS
+        if label in summary.get("facts", {})
+    ]
+    return "\n".join([align(rows), *notes])
 
 
 def _cell(metrics: Mapping[str, float], name: str) -> str:

@@ -21,6 +21,7 @@ from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.stages.metrics import failed_share, module_metrics
 from mmrl.stages.processes import ALONE, Processes
+from mmrl.tasks.base import Task
 
 CHUNK = 256
 """Items evaluated at once: enough for full batches, few enough that a killed evaluation loses little."""
@@ -47,7 +48,8 @@ def evaluate(
         processes: who share the work; only the main one writes.
 
     Returns:
-        One item per example: id, means over samples of reward and metrics, errors. Failed rollouts score 0.
+        One item per example: id, means over samples of reward and metrics, errors. Failed rollouts score 0, or what
+        the task's `failed_metrics` say.
     """
     wanted = list(examples[: settings.items] if settings.items else examples)
     done: dict[str, Item] = {}
@@ -60,7 +62,7 @@ def evaluate(
         env = env_for((seed, "eval"))
         plans = [(example, independent(settings.samples)) for example in processes.share(chunk)]
         forest = processes.forest(asyncio.run(sample(env, plans, reward_set)), chunk)
-        found = item_results(forest)
+        found = item_results(forest, failed_metrics(env.task))
         if on_forest:
             on_forest(len(done) // CHUNK, forest)
         if results and processes.main:
@@ -75,9 +77,18 @@ def chunks(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
         yield examples[start : start + CHUNK]
 
 
-def item_results(forest: Forest) -> list[Item]:
-    """Per-item results of an evaluated forest, in its order."""
-    names = sorted({name for r in forest.rollouts for name in r.metrics})
+def failed_metrics(task: Task) -> dict[str, float]:
+    """The official metrics of a task, with what a failed rollout has of each: its own attribute, or 0 in its main one.
+
+    So they are reported even where every rollout failed.
+    """
+    own: Mapping[str, float] | None = getattr(task, "failed_metrics", None)
+    return {task.main_metric: 0.0} if own is None else dict(own)
+
+
+def item_results(forest: Forest, failed: dict[str, float]) -> list[Item]:
+    """Per-item results of an evaluated forest, in its order; `failed` are the metrics of a rollout without a score."""
+    names = sorted({*failed, *(name for r in forest.rollouts for name in r.metrics)})
     behaviour: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for call in forest.calls.values():
         for name, value in module_metrics([call]).items():
@@ -85,7 +96,8 @@ def item_results(forest: Forest) -> list[Item]:
     items = []
     for example in forest.examples:
         rollouts = [r for r in forest.rollouts if r.example == example]
-        metrics = {name: fmean(r.metrics.get(name, 0.0) for r in rollouts) for name in names}
+        counted = [failed | dict(r.metrics) if r.error else r.metrics for r in rollouts]
+        metrics = {name: fmean(values.get(name, 0.0) for values in counted) for name in names}
         metrics["reward"] = fmean(r.reward or 0.0 for r in rollouts)
         items.append(
             {

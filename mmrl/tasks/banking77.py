@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from mmrl import keyed
 from mmrl.errors import ConfigError, DataError
@@ -30,6 +30,7 @@ class Banking77Task(DspyTask):
     """Implements `mmrl.tasks.base.Task`; see `DspyTask` for arguments and errors."""
 
     main_metric = "em"
+    failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0}
     parts = frozenset(SAMPLE)
 
     def load(self) -> Mapping[str, Sequence[Example]]:

@@ -148,7 +148,8 @@ class Task(Protocol):
     failure_score: float
     """Reward of a rollout that failed by the model's own doing."""
     main_metric: str
-    """The metric shown in progress and summaries."""
+    """The metric shown in progress and summaries. A task may add `failed_metrics`: its official metrics, with what an
+    evaluation counts for a failed rollout; without, that is 0 in the main metric."""
 
     def examples(self, split: str) -> Sequence[Example]:
         """All examples of `train`, `dev` or `test`, in a stable order."""

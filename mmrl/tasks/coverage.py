@@ -26,6 +26,8 @@ SCANNED = 200_000
 LONGEST = 12
 """Words of an answer that are looked for; a longer answer counts by its first ones."""
 WORD = re.compile(r"\w+")
+WHOLE = 1_000_000
+"""A corpus of fewer passages is a part of Wikipedia, even where it can answer all questions at hand."""
 MIX, SHIFT, MASK = 0x9E3779B97F4A7C15, 29, 2**64 - 1
 FORMAT = 1
 
@@ -59,6 +61,21 @@ def coverage(
                 elif scans:
                     judged[split].append(any(str(a) in found for a in example.metadata.get("answers", ())))
     return {split: sum(values) / len(values) for split, values in judged.items() if values}
+
+
+def label(found: str, shares: Mapping[str, float], passages: int, *, real: bool) -> dict[str, str]:
+    """What a result says of its corpus: the share of each split's items, under 'partial corpus' where it is one.
+
+    Args:
+        found: what an item has to have in the corpus.
+        shares: of `coverage`.
+        passages: how many there are.
+        real: whether the items come from files or the hub; the mini world's corpus is whole, and says nothing.
+    """
+    if not shares or (not real and min(shares.values()) == 1):
+        return {}
+    name = "partial corpus" if min(shares.values()) < 1 or passages < WHOLE else "corpus coverage"
+    return {name: f"{found}: {', '.join(f'{split} {share:.1%}' for split, share in shares.items())}"}
 
 
 class _Titles:

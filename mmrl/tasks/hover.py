@@ -6,10 +6,12 @@ mini world's claims. Of files, the paper's sample is used: one claim per HotpotQ
 
 from __future__ import annotations
 
+import html
 import logging
 import random
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+import unicodedata
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from mmrl.config.task import TaskConfig
 from mmrl.errors import ConfigError, DataError
@@ -17,8 +19,9 @@ from mmrl.records import Call, Example
 from mmrl.retrieval.base import AsyncRetriever, Document, Retriever
 from mmrl.retrieval.cache import cache_root
 from mmrl.retrieval.select import open_index_corpus, open_retriever, retriever_problems
+from mmrl.tasks import metrics
 from mmrl.tasks.base import Demonstration, Score
-from mmrl.tasks.coverage import coverage
+from mmrl.tasks.coverage import coverage, label
 from mmrl.tasks.data import load_corpus
 from mmrl.tasks.dspy_task import SPLITS, DspyTask, text_of, unique
 from mmrl.tasks.files import Row
@@ -41,6 +44,7 @@ class HoverTask(DspyTask):
     """Implements `mmrl.tasks.base.Task`; see `DspyTask` for arguments and errors."""
 
     main_metric = "recall"
+    failed_metrics: ClassVar[Mapping[str, float]] = {"recall": 0.0, "all_titles": 0.0}
     reward_sets: tuple[str, ...] = ("outcome", "strict")
     parts = frozenset(ITEMS)
     unread = ("dataset", "punctuation")
@@ -194,9 +198,9 @@ class HoverTask(DspyTask):
     def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
         """Metrics: `recall` (share of gold titles among the passages) and `all_titles` (whether all are there)."""
         self.check_reward_set(reward_set)
-        titles = {passage.split(" | ")[0] for passage in prediction["retrieved_docs"][: self.config.passages]}
-        gold = example.metadata["titles"]
-        recall = sum(title in titles for title in gold) / len(gold)
+        found = {same_title(text.split(" | ")[0]) for text in prediction["retrieved_docs"][: self.config.passages]}
+        gold = {same_title(title) for title in example.metadata["titles"]}
+        recall = len(gold & found) / len(gold)
         strict = float(recall == 1)
         reward = strict if reward_set == "strict" else recall
         return Score(
@@ -230,10 +234,18 @@ class HoverTask(DspyTask):
 
     def _gold_shares(self) -> dict[str, float]:
         """Split -> share of its claims whose gold titles are all in the corpus; absent where that is not known."""
+        return self._shares(lambda titles: [titles])
+
+    def _title_shares(self) -> dict[str, float]:
+        """Split -> share of its claims' gold titles that are in the corpus."""
+        return self._shares(lambda titles: [[title] for title in titles])
+
+    def _shares(self, parts: Callable[[list[str]], list[list[str]]]) -> dict[str, float]:
         told = {
             split: [
-                Example(id=example.id, inputs={"corpus": CORPUS}, metadata=example.metadata)
+                Example(id=example.id, inputs={"corpus": CORPUS}, metadata={"titles": wanted})
                 for example in self._examples[split]
+                for wanted in parts(example.metadata["titles"])
             ]
             for split in SPLITS
         }
@@ -251,11 +263,21 @@ class HoverTask(DspyTask):
         facts["retriever"] = (
             f"{config.retriever.name}, {each} passages a query, {last} in the last of {config.search_hops}"
         )
-        partial = {split: share for split, share in self.shares.items() if share < 1}
-        if partial:
-            listed = ", ".join(f"{split} {share:.1%}" for split, share in partial.items())
-            facts["partial corpus"] = f"claims with all gold titles in it: {listed}"
-        return facts
+        if not len(self.documents):
+            facts["corpus coverage"] = "not known"
+        told = label("claims with all gold titles in it", self.shares, len(self.documents), real=bool(self.sources))
+        titles = ", ".join(f"{split} {share:.1%}" for split, share in self._title_shares().items())
+        return facts | {
+            name: f"{text}; gold titles in it, the most that recall can be: {titles}" for name, text in told.items()
+        }
+
+
+def same_title(title: str) -> str:
+    """What is equal for titles that name one page: normalised as the reference code does (NFD, then as answers are).
+
+    Copies of Wikipedia also differ in whether `&amp;` stands for `&`.
+    """
+    return metrics.normalize(unicodedata.normalize("NFD", html.unescape(title))) or title
 
 
 def _shown(results: Sequence[Sequence[Document]]) -> list[dict[str, Any]]:

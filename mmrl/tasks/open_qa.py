@@ -19,7 +19,7 @@ from mmrl.retrieval.cache import cache_root
 from mmrl.retrieval.select import open_index_corpus, open_retriever, retriever_problems
 from mmrl.tasks import metrics
 from mmrl.tasks.base import Tool
-from mmrl.tasks.coverage import coverage
+from mmrl.tasks.coverage import coverage, label
 from mmrl.tasks.data import (
     LAYOUTS,
     Record,
@@ -60,6 +60,8 @@ class OpenQaTask:
     """Whether the program searches at all; without, there is neither corpus nor tool."""
     reward_sets: tuple[str, ...] = ("outcome",)
     main_metric: str = "em"
+    failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0, "f1": 0.0, "accuracy": 0.0, "answered": 0.0}
+    """What an evaluation counts for a rollout without a score."""
     lacks: ClassVar[frozenset[str]] = frozenset({"penalties", "parse_failures"})
     """What the program never has, so that options about it are refused (`mmrl.config.effects.Facts`)."""
 
@@ -90,7 +92,7 @@ class OpenQaTask:
         if problems:
             raise ConfigError(problems)
         self.corpora = self._corpora(records)
-        self._examples = {split: self._split(split, records.get(split), seed) for split in SPLITS}
+        self._examples = {split: self._split(split, records.get(split), seed, bool(records)) for split in SPLITS}
         self.tools: Mapping[str, Tool] = {"search": self._search_tool} if self.searches else {}
         self._retrievers: dict[str, Retriever] = {}
         self._counts: Counter[str] = Counter()
@@ -150,8 +152,10 @@ class OpenQaTask:
             corpora["paragraphs"] = paragraphs_of(record for split in records.values() for record in split)
         return corpora
 
-    def _split(self, split: str, records: Sequence[Record] | None, seed: int) -> list[Example]:
+    def _split(self, split: str, records: Sequence[Record] | None, seed: int, others: bool) -> list[Example]:
         own = "mini" if records is None else "paragraphs"
+        if records is None and others and own not in self.corpora and self.searches:
+            return []  # the mini world's questions have nothing to search there
         corpus = own if own in self.corpora else next(iter(self.corpora))
         if records is None:
             examples = self.mini_examples(split, corpus)
@@ -253,11 +257,11 @@ class OpenQaTask:
 
     def describe(self) -> Mapping[str, Any]:
         """See `mmrl.tasks.base.Task.describe`."""
-        sources = {getattr(self.config.data, split) for split in SPLITS}
+        sources = {split: getattr(self.config.data, split) for split in SPLITS if self._examples[split]}
         facts: dict[str, Any] = {
             "data": "mini world"
-            if sources == {"mini"}
-            else ", ".join(f"{s} {getattr(self.config.data, s)}" for s in SPLITS)
+            if set(sources.values()) == {"mini"}
+            else ", ".join(f"{split} {spec}" for split, spec in sources.items())
         }
         facts |= {f"{split} items": len(self._examples[split]) for split in SPLITS}
         if not self.searches:
@@ -267,11 +271,12 @@ class OpenQaTask:
             for name, documents in self.corpora.items()
         )
         facts["retriever"] = self._describe_retriever()
-        partial = {split: share for split, share in self.gold_shares.items() if share < 1}
-        if partial:
-            shares = ", ".join(f"{split} {share:.1%}" for split, share in partial.items())
-            facts["partial corpus"] = f"questions with all gold titles, or an answer, in it: {shares}"
-        unknown_splits = [split for split in SPLITS if split not in self.gold_shares]
+        real = {split for split in SPLITS if getattr(self.config.data, split) != "mini"}
+        shares = {split: share for split, share in self.gold_shares.items() if not real or split in real}
+        passages = max(len(documents) for documents in self.corpora.values())
+        found = "questions with all gold titles, or an answer, in it"
+        facts |= label(found, shares, passages, real=bool(real))
+        unknown_splits = [split for split in SPLITS if self._examples[split] and split not in self.gold_shares]
         if unknown_splits:
             facts["corpus coverage"] = f"not known for {', '.join(unknown_splits)}"
         return facts

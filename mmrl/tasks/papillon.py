@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from mmrl.config.task import TaskConfig
 from mmrl.engines.openai import OpenAIChat
@@ -32,6 +32,8 @@ class PapillonTask(DspyTask):
     """Implements `mmrl.tasks.base.Task`; see `DspyTask` for arguments and errors."""
 
     main_metric = "score"
+    failed_metrics: ClassVar[Mapping[str, float]] = {"score": 0.0, "quality": 0.0, "leakage": 1.0}
+    """A failed rollout is no sign of privacy: the leakage for which score, quality and leakage still fit together."""
     parts = frozenset(ROWS)
 
     def __init__(self, config: TaskConfig, seed: int):

@@ -142,6 +142,13 @@ class SearchAgentTask(OpenQaTask):
     templates = TEMPLATES
     unread: ClassVar[Mapping[str, str]] = {"dedup": "each search has one query"}
     reward_sets: tuple[str, ...] = ("outcome", "turn", "merged", *JUDGE_SETS)
+    failed_metrics: ClassVar[Mapping[str, float]] = {
+        "em": 0.0,
+        "f1": 0.0,
+        "format": 0.0,
+        "retrieval": 0.0,
+        "answered": 0.0,
+    }
 
     def __init__(self, config: TaskConfig, seed: int):
         super().__init__(config, seed)

@@ -180,6 +180,7 @@ class ToolAgentTask(OpenQaTask):
         "snippet_words": "articles are shown whole, up to task.max_observation",
     }
     reward_sets: tuple[str, ...] = ("outcome", "turn", "judge_outcome")
+    failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0, "f1": 0.0, "answered": 0.0}
 
     def __init__(self, config: TaskConfig, seed: int):
         super().__init__(config, seed)
