@@ -16,21 +16,23 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 from mmrl.config import ModelConfig
+from mmrl.config.shipped import SHIPPED
 from mmrl.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TINY = Path(__file__).parent / "assets" / "tiny"
-"""The model shipped with the package; `model.path=tiny`."""
+ASSETS = Path(__file__).parent / "assets"
+TINY = ASSETS / "tiny"
+"""The first of the models shipped with the package (`mmrl.config.shipped`)."""
 
 Messages = Sequence[Mapping[str, str]]
 
 
 def model_path(model: ModelConfig) -> str:
-    """Where the weights are: the packaged folder for `tiny`, else `model.path` as typed."""
-    return str(TINY) if model.path == "tiny" else str(Path(model.path).expanduser())
+    """Where the weights are: the packaged folder of a shipped model, else `model.path` as typed."""
+    return str(ASSETS / model.path) if model.path in SHIPPED else str(Path(model.path).expanduser())
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -302,7 +304,7 @@ def _unloadable(model: ModelConfig, what: str, error: Exception) -> str:
     if not Path(model_path(model)).is_dir():
         if not _hub_answers():
             reason = "no such folder, and the hub does not answer (nor is it in the local cache)"
-        reason += nearest(model.path, ["tiny"])
+        reason += nearest(model.path, tuple(SHIPPED))
     return f"model.path: cannot load the {what} of '{model.path}'{at}: {reason}"
 
 

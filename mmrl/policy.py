@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from mmrl.config.shipped import SHIPPED
 from mmrl.errors import ConfigError
 
 TRAINED, INITIAL = "trained", "initial"
@@ -23,7 +24,7 @@ class Policy:
     """Weights and prompts at one point of a run."""
 
     base: str
-    """`tiny`, a folder with full weights, or a hub id."""
+    """A shipped model, a folder with full weights, or a hub id."""
     adapter: str | None = None
     """Folder of a LoRA adapter on top of the base."""
     prompts: str | None = None
@@ -51,7 +52,7 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
         ConfigError: a path that does not exist, or a folder without weights.
     """
     folder = Path(text)
-    if text == "tiny" or not (folder.exists() or text.startswith((".", "/", "~")) or text.count("/") != 1):
+    if text in SHIPPED or not (folder.exists() or text.startswith((".", "/", "~")) or text.count("/") != 1):
         return Policy(base=text, prompts=prompts)
     if not folder.is_dir():
         raise ConfigError(f"policy: got '{text}', expected a run, checkpoint, adapter, model folder or hub id")

@@ -1,12 +1,12 @@
-"""Build the tiny model that ships with mmrl: tokenizer, architecture, supervised warm start, facts about the build.
+"""Build a tiny model that ships with mmrl: tokenizer, architecture, supervised warm start, facts about the build.
 
     python scripts/build_tiny_model.py                      # a killed build continues where it stopped
-    python scripts/build_tiny_model.py --tasks hotpotqa --steps 300,1300,400 --out outputs/tiny_model
+    python scripts/build_tiny_model.py --model tiny_dspy    # another of the models of `scripts/tiny_recipes.py`
+    python scripts/build_tiny_model.py --tasks hotpotqa --steps 300,1300,0,0 --out outputs/tiny_model
 
 It learns from worlds with other seeds than the one that runs use: the same words in other names and facts, so it knows
 the words of the runs' world and nothing else of it. The warm start ends early on purpose: every program gets a policy
-that knows the formats and leaves room for reinforcement learning. A new program joins by being listed in `TASKS`, with
-shares of its modules in `PHASES`.
+that knows the formats and leaves room for reinforcement learning.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -39,7 +38,7 @@ from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
 from mmrl.config import EngineConfig, TaskConfig  # noqa: E402
 from mmrl.engines.transformers import TransformersEngine  # noqa: E402
-from mmrl.models import TINY, decode_text, render_observation, render_prompt  # noqa: E402
+from mmrl.models import ASSETS, decode_text, render_observation, render_prompt  # noqa: E402
 from mmrl.rollout.context import Environment, SamplingSettings  # noqa: E402
 from mmrl.rollout.plans import independent  # noqa: E402
 from mmrl.rollout.programs import with_program  # noqa: E402
@@ -57,91 +56,33 @@ from mmrl.tasks.multihop_qa import MultihopQaTask  # noqa: E402
 from scripts.tiny_drills import MODULE as DRILL  # noqa: E402
 from scripts.tiny_drills import drills  # noqa: E402
 from scripts.tiny_habits import habits  # noqa: E402
+from scripts.tiny_phrases import extend  # noqa: E402
+from scripts.tiny_recipes import RECIPES  # noqa: E402
 from scripts.tiny_tokenizer import load_or_train_tokenizer  # noqa: E402
-
-TASKS = ("hotpotqa", "search_agent", "tool_agent")
-"""Programs that the shipped model can play."""
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A part of the warm start."""
-
-    name: str
-    steps: int
-    lr: float
-    schedule: str
-    batches: int
-    mix: Mapping[str, float]
-    """Module -> share of its demonstrations that a pass sees; modules not named are left out."""
-    habits: bool = False
-    """On demonstrations of which a share is poor (`scripts/tiny_habits.py`)."""
-
-
-BASELINES: Mapping[str, float] = {"solver": 0.15, "reasoner": 0.2, "condenser": 0.2, "searcher": 0.3}
-"""Shares of the modules of the papers' baselines, the same in every phase; none where `--tasks` leaves them out."""
-DSPY: Mapping[str, float] = {
-    "classify.predict": 0.6,
-    "craft_redacted_request.predict": 0.6,
-    "respond_to_query": 0.4,
-    "generate_query.predict": 0.3,
-    "append_notes.predict": 0.3,
-}
-"""Shares of the modules of the DSPy programs, likewise."""
-OTHERS = {**BASELINES, **DSPY}
-PHASES = (
-    # Copying names comes first, from completions that are long for their prompts: mixed with the rest from the start,
-    # it takes several times as long. Then reading. Only then all formats, the reranker's in a small share: it is to
-    # start weak, and its prompts are the longest.
-    Phase("write", 300, 5e-3, "constant_with_warmup", 1, {"rewriter": 1.0} | OTHERS),
-    Phase("read", 1500, 4e-3, "linear", 2, {DRILL: 0.5, "answerer": 0.6, "rewriter": 0.3, "agent": 0.1} | OTHERS),
-    Phase(
-        "play",
-        1200,
-        3e-3,
-        "linear",
-        4,
-        {DRILL: 0.25, "answerer": 0.6, "rewriter": 0.6, "reranker": 0.15, "agent": 0.5} | OTHERS,
-    ),
-    # Last, mixed habits: what a short reinforcement learning run can choose between.
-    Phase(
-        "habits",
-        160,
-        1.5e-3,
-        "linear",
-        4,
-        {"rewriter": 1.0, "reranker": 0.35, "answerer": 0.6, "agent": 0.3} | OTHERS,
-        habits=True,
-    ),
-)
 
 
 def main() -> None:
     """Tokenizer, warm start, evaluation, shipped files."""
     args = arguments()
+    recipe = RECIPES[args.model]
     torch.set_num_threads(args.threads)
     disable_progress_bar()
     work = Path(args.work)
     work.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     worlds = [WORLD_SEED + 1 + number for number in range(args.worlds)]
-    demonstrations = [found for seed in worlds for found in demonstrations_of(args.tasks, seed)]
+    demonstrations = [found for seed in worlds for found in demonstrations_of(args.tasks, seed, recipe.drill_tasks)]
     say(f"{len(demonstrations)} demonstrations from {args.worlds} worlds in {time.monotonic() - started:.0f} s")
     mixed = [
         found for seed in worlds for task in build_tasks(args.tasks, seed) for found in habits(task, "train", seed)
     ]
-    if args.init:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.init)
-        model = Qwen3ForCausalLM.from_pretrained(args.init)
-    else:
-        tokenizer = load_or_train_tokenizer(work / "tokenizer", demonstrations, worlds, args.vocab)
-        model = new_model(tokenizer, args)
+    model, tokenizer = start(args, work, demonstrations, worlds)
     own = build_tasks(args.tasks, WORLD_SEED)
     dev = encode(tokenizer, [d for task in own for d in demonstrate(task, "dev", args.dev_items)])
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}; {lengths(dev)}")
     watcher = Watcher(tokenizer, own, dev, args)
     modules = {demonstration.module for demonstration in demonstrations}
-    for phase, steps in zip(PHASES, args.steps, strict=True):
+    for phase, steps in zip(recipe.phases, args.steps, strict=True):
         if not steps:
             continue
         say(f"phase {phase.name}: {steps} steps")
@@ -174,21 +115,26 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", type=lambda text: tuple(text.split(",")), default=TASKS, help="comma-separated")
-    parser.add_argument("--out", default=str(TINY), help="folder of the shipped files")
-    parser.add_argument("--work", default="outputs/tiny_build", help="tokenizer and checkpoints; delete to start anew")
+    parser.add_argument("--model", choices=RECIPES, default="tiny", help="which of the shipped models")
+    parser.add_argument(
+        "--tasks", type=lambda text: tuple(text.split(",")), help="comma-separated; default: the model's"
+    )
+    parser.add_argument("--out", help="folder of the shipped files; default: where the model ships")
+    parser.add_argument("--work", help="tokenizer and checkpoints; default: outputs/MODEL_build; delete to start anew")
     parser.add_argument(
         "--steps",
         type=lambda text: [int(part) for part in text.split(",")],
-        default=[phase.steps for phase in PHASES],
-        help=f"of each phase: {','.join(f'{phase.name} {phase.steps}' for phase in PHASES)}",
+        help="of each phase: "
+        + "; ".join(
+            f"{name}: {', '.join(f'{p.name} {p.steps}' for p in recipe.phases)}" for name, recipe in RECIPES.items()
+        ),
     )
     parser.add_argument("--minutes", type=float, default=60.0, help="stop training after this long, whatever --steps")
-    parser.add_argument("--init", help="start from this folder instead of fresh weights (with 0 steps of phases done)")
+    parser.add_argument("--init", help="start from this folder, whose tokenizer then grows by stock phrases")
     parser.add_argument("--note", default="", help="a sentence for the model card, such as where --init came from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--worlds", type=int, default=4, help="worlds to learn from")
+    parser.add_argument("--worlds", type=int, help="worlds to learn from")
     parser.add_argument(
         "--vocab", type=int, default=2816, help="at most; a closed vocabulary of words is used up before"
     )
@@ -198,11 +144,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=500)
     parser.add_argument("--dev-items", type=int, default=60, help="dev questions of the checks while training")
     args = parser.parse_args()
+    recipe = RECIPES[args.model]
+    args.tasks = args.tasks or recipe.tasks
+    args.out = args.out or str(ASSETS / args.model)
+    args.work = args.work or f"outputs/{args.model}_build"
+    args.steps = args.steps or [phase.steps for phase in recipe.phases]
+    args.worlds = args.worlds or recipe.worlds
+    args.init = args.init or (str(ASSETS / recipe.init) if recipe.init else None)
     unknown = sorted(set(args.tasks) - set(FACTORIES))
     if unknown:
         parser.error(f"--tasks: got {', '.join(unknown)}, expected some of {', '.join(FACTORIES)}")
-    if len(args.steps) != len(PHASES):
-        parser.error(f"--steps: got {len(args.steps)} numbers, expected {len(PHASES)}")
+    if len(args.steps) != len(recipe.phases):
+        parser.error(f"--steps: got {len(args.steps)} numbers, expected {len(recipe.phases)}")
     return args
 
 
@@ -240,15 +193,38 @@ def demonstrate(task: Task, split: str, items: int | None = None) -> list[Demons
     return [found for example in task.examples(split)[:items] for found in task.demonstrations(example)]
 
 
-def demonstrations_of(names: Sequence[str], seed: int) -> list[Demonstration]:
-    """Demonstrations and reading drills in the world of `seed`, of every split: none of them is used elsewhere."""
+def demonstrations_of(names: Sequence[str], seed: int, drilled: Sequence[str] = ()) -> list[Demonstration]:
+    """Demonstrations and reading drills in the world of `seed`, of every split: none of them is used elsewhere.
+
+    Of the tasks `drilled` only the drills.
+    """
     found = []
-    for task in build_tasks(names, seed):
+    for task in build_tasks((*names, *drilled), seed):
         for split in ("train", "dev", "test"):
-            found += demonstrate(task, split)
+            found += demonstrate(task, split) if task.name in names else []
             if isinstance(task, MultihopQaTask):
                 found += drills(task, split, seed)
     return found
+
+
+def start(
+    args: argparse.Namespace, work: Path, demonstrations: Sequence[Demonstration], worlds: Sequence[int]
+) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
+    """Model and tokenizer before the first phase: fresh ones, or a shipped model with stock phrases as tokens."""
+    if args.init is None:
+        tokenizer = load_or_train_tokenizer(work / "tokenizer", demonstrations, worlds, args.vocab)
+        return new_model(tokenizer, args), tokenizer
+    folder = work / "start"
+    if not (folder / "tokenizer.json").exists():  # written last
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.init)
+        model = Qwen3ForCausalLM.from_pretrained(args.init)
+        names = {word for seed in worlds for document in make_world(seed).documents for word in document.title.split()}
+        first = demonstrations[: len(demonstrations) // len(worlds)]  # one world has them all
+        phrases = extend(tokenizer, model, first, names if RECIPES[args.model].pieces else None, args.seed)
+        say(f"{len(phrases)} stock phrases became tokens")
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return Qwen3ForCausalLM.from_pretrained(folder), PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> Qwen3ForCausalLM:
@@ -353,11 +329,13 @@ def build_facts(args: argparse.Namespace, model: Any, tokenizer: Any, checks: di
     """What the shipped files are, for people and for later builds."""
     phases = {
         p.name: json.loads((Path(args.work) / p.name / "warmup.json").read_text("utf-8"))
-        for p, steps in zip(PHASES, args.steps, strict=True)
+        for p, steps in zip(RECIPES[args.model].phases, args.steps, strict=True)
         if steps
     }
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {
+        "model": args.model,
+        "init": RECIPES[args.model].init,
         "tasks": list(args.tasks),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "vocabulary": len(tokenizer),
@@ -394,13 +372,18 @@ def ship(model: Any, tokenizer: Any, facts: dict[str, Any], out: Path) -> None:
 
 def readme(facts: dict[str, Any]) -> str:
     """The model card."""
+    tokenizer = "own byte-level BPE tokenizer"
+    if facts["init"]:
+        tokenizer = f"continues `{facts['init']}`, whose tokenizer has grown by the stock phrases of its prompts, now"
+    drilled = any(phase["mix"].get(DRILL) for phase in facts["phases"].values())
     rows = "\n".join(f"| {name} | {value:.3f} |" for name, value in facts["dev"].items())
     return (
-        "# The tiny model\n\n"
+        f"# The tiny model{' `' + facts['model'] + '`' if facts['init'] else ''}\n\n"
         f"Made by `scripts/build_tiny_model.py`, not by hand; do not edit. {facts['parameters']:,} parameters (Qwen3 "
-        f"architecture, float32), own byte-level BPE tokenizer with {facts['vocabulary']} tokens, warmed up by "
-        f"supervised learning ({facts['steps']} steps) on demonstrations of {', '.join(facts['tasks'])} and on reading "
-        f"drills, from mini worlds {facts['worlds_learnt_from']}. Runs use world {facts['world_seed_of_runs']}, whose "
+        f"architecture, float32), {tokenizer} with {facts['vocabulary']} tokens, warmed up by "
+        f"supervised learning ({facts['steps']} steps) on demonstrations of {', '.join(facts['tasks'])}"
+        f"{' and on reading drills' * drilled}, "
+        f"from mini worlds {facts['worlds_learnt_from']}. Runs use world {facts['world_seed_of_runs']}, whose "
         "words it knows (worlds share them) and none of whose facts, documents and questions it has seen. It knows the "
         "formats, is mediocre on purpose, and cannot read real text.\n\n"
         f"{facts['note'] + ' ' if facts.get('note') else ''}"

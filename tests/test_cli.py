@@ -234,6 +234,18 @@ def test_eval_needs_a_policy_and_takes_one():
     assert (config.policy, config.split) == ("tiny", "test")
 
 
+def test_tiny_stands_for_the_shipped_model_that_plays_the_task():
+    found = validate(EvalCommandConfig, composed("eval", ["task=papillon", "++policy=tiny"]))
+    assert (found.policy, found.model.path) == ("tiny_dspy", "tiny_dspy")
+    teachers = "algo.teachers=[{name: student}, {name: gpt, policy: tiny}]"
+    config = validate(TrainCommandConfig, composed("train", ["task=banking77", "algo=mmgrpo", teachers]))
+    assert (config.model.name, config.model.path) == ("tiny", "tiny_dspy")
+    assert [teacher.policy for teacher in config.algo.teachers] == [None, "tiny_dspy"]
+    own = validate(TrainCommandConfig, composed("train", ["task=banking77", "model.path=some/folder"]))
+    assert own.model.path == "some/folder"
+    assert validate(TrainCommandConfig, composed("train", ["task=tool_agent"])).model.path == "tiny"
+
+
 FOREST = {
     "version": 1,
     "modules": ["a"],

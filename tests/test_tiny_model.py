@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from mmrl.config import ModelConfig
-from mmrl.models import TINY, decode_text, encode_text, load_model, load_tokenizer, render_prompt
+from mmrl.config.shipped import SHIPPED, shipped_for
+from mmrl.models import ASSETS, TINY, decode_text, encode_text, load_model, load_tokenizer, render_prompt
+from mmrl.tasks.base import Demonstration
 from mmrl.tasks.mini.questions import make_questions
 from mmrl.tasks.mini.world import WORLD_SEED
 from scripts import build_tiny_model as build
 from scripts.tiny_drills import drills
+from scripts.tiny_phrases import extend, stock_phrases
+from scripts.tiny_recipes import AGENTS, RECIPES
 
 CONFIG = ModelConfig(name="tiny", path="tiny")
 MEGABYTE = 1e6
@@ -120,8 +124,8 @@ def test_other_worlds_are_other_worlds():
 
 
 def test_every_listed_program_has_a_share_in_the_phase_that_teaches_formats():
-    (play,) = (phase for phase in build.PHASES if phase.name == "play")
-    for task in build.build_tasks(build.TASKS, WORLD_SEED):
+    (play,) = (phase for phase in AGENTS.phases if phase.name == "play")
+    for task in build.build_tasks(AGENTS.tasks, WORLD_SEED):
         assert set(task.program.modules) <= set(play.mix)
 
 
@@ -132,3 +136,79 @@ def test_bad_arguments_are_refused(monkeypatch, capsys, argument):
         build.arguments()
     assert caught.value.code == 2
     assert "expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_model_is_small_and_says_what_it_is(name):
+    facts = json.loads((ASSETS / name / "build.json").read_text(encoding="utf-8"))
+    config = ModelConfig(name="tiny", path=name)
+    assert sum(path.stat().st_size for path in (ASSETS / name).iterdir()) < 6 * MEGABYTE
+    assert sum(parameter.numel() for parameter in load_model(config, "cpu").parameters()) == facts["parameters"]
+    assert len(load_tokenizer(config)) == facts["vocabulary"]
+    assert set(facts["tasks"]) == set(RECIPES[name].tasks) <= set(SHIPPED[name])
+    assert facts["world_seed_of_runs"] not in facts["worlds_learnt_from"]
+
+
+def test_each_task_of_the_mini_world_has_one_shipped_model():
+    tasks = [task for tasks in SHIPPED.values() for task in tasks]
+    assert len(tasks) == len(set(tasks))
+    assert {task: shipped_for(task) for task in ("hotpotqa", "tool_agent", "dspy", "mine")} == dict.fromkeys(
+        ("hotpotqa", "tool_agent", "dspy", "mine"), "tiny"
+    )
+    assert shipped_for("banking77") == shipped_for("hover") == "tiny_dspy"
+
+
+PLAYED = [
+    (task, low, high)
+    for task, low, high in [
+        ("banking77", 0.1, 0.8),
+        ("papillon", 0.3, 0.85),
+        ("hover", 0.3, 0.85),
+    ]
+]
+
+
+@pytest.mark.parametrize(("name", "low", "high"), PLAYED)
+def test_a_continued_model_plays_its_tasks_and_leaves_room_to_learn(name, low, high):
+    config = ModelConfig(name="tiny", path=shipped_for(name))
+    model, tokenizer = load_model(config, "cpu").eval(), load_tokenizer(config)
+    torch.manual_seed(0)
+    found = build.play(model, tokenizer, build.build_tasks((name,), WORLD_SEED)[0], 40)
+    assert low < found["reward"] < high
+
+
+def _asked(question):
+    instructions = "Read the query of a buyer with care.\nThen say in one word what it is about."
+    return Demonstration(
+        module="teller",
+        messages=[
+            {"role": "system", "content": instructions},
+            {"role": "user", "content": f"[[ ## q ## ]]\n{question}"},
+        ],
+        completion="[[ ## a ## ]]\nno",
+    )
+
+
+def test_stock_phrases_are_instructions_tags_and_runs_of_small_words_but_no_names():
+    shown = [_asked(f"Please send it back to {name} Works?") for name in ("Dakon", "Lume", "Peres") * 12]
+    found = stock_phrases(shown, {"Dakon", "Lume", "Peres", "Works"})
+    assert found[0] == shown[0].messages[0]["content"]
+    assert {"[[ ## q ## ]]\n", "[[ ## a ## ]]\n", "Please send it back to"} >= set(found) - {found[0], "no"}
+    assert "Please send it back to" not in stock_phrases(shown)
+    assert not [phrase for phrase in found[1:] if "Dakon" in phrase or "Works" in phrase]
+
+
+def test_a_grown_tokenizer_writes_stock_phrases_as_one_token_and_all_else_as_before():
+    tokenizer, model = load_tokenizer(CONFIG), load_model(CONFIG, "cpu")
+    shown = [_asked(f"Please send it back to {name} Works?") for name in ("Dakon", "Lume", "Peres") * 12]
+    before, plain = len(tokenizer), "Who directed the film Silent Dakon?\n"
+    ids = encode_text(tokenizer, plain)
+    logits = model(input_ids=torch.tensor([ids])).logits
+    phrases = extend(tokenizer, model, shown, {"Dakon", "Lume", "Peres", "Works"}, 0)
+    assert len(tokenizer) == before + len(phrases) == model.config.vocab_size
+    assert all(len(encode_text(tokenizer, phrase)) == 1 for phrase in phrases)
+    assert encode_text(tokenizer, plain) == ids
+    torch.testing.assert_close(model(input_ids=torch.tensor([ids])).logits[..., :before], logits)
+    text = f"{phrases[0]}<|im_end|> {phrases[-1]}!"
+    assert decode_text(tokenizer, encode_text(tokenizer, text)) == text
+    assert not set(encode_text(tokenizer, text)) & set(tokenizer.all_special_ids)

@@ -14,6 +14,7 @@ from typing import Any
 from mmrl.config.algo import CriticConfig, GroupConfig, MhgpoRrConfig
 from mmrl.config.engine import engine_options
 from mmrl.config.root import EvalCommandConfig, RootConfig, TrainCommandConfig
+from mmrl.config.shipped import SHIPPED
 from mmrl.config.task import BUILT_IN, OPTIONS
 
 
@@ -81,7 +82,7 @@ COMMON = (
     Rule("task.em_needs_format", _other_set, "with this reward set; use task.reward=turn"),
     Rule(
         "model.revision",
-        lambda config, facts: config.model.path == "tiny" or Path(config.model.path).is_dir(),
+        lambda config, facts: config.model.path in SHIPPED or Path(config.model.path).is_dir(),
         "with weights in a folder; it picks a revision of a hub id in model.path",
     ),
     Rule(

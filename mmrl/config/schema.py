@@ -32,7 +32,7 @@ class ModelConfig(Section):
     """The policy's weights."""
 
     name: str
-    path: str = Field(description="`tiny` (shipped), a folder, or a hub id")
+    path: str = Field(description="`tiny` (the shipped model that plays the task), a folder, or a hub id")
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: bfloat16 where the device computes in it, else float32"

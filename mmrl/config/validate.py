@@ -7,8 +7,9 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from mmrl.config.algo import ALGO_SCHEMAS
-from mmrl.config.root import RootConfig
+from mmrl.config.algo import ALGO_SCHEMAS, MmgrpoConfig
+from mmrl.config.root import EvalCommandConfig, RootConfig, TrainCommandConfig
+from mmrl.config.shipped import shipped_for
 from mmrl.errors import ConfigError, nearest, unknown
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
@@ -31,7 +32,22 @@ def validate(schema: type[ConfigT], raw: Mapping[str, Any]) -> ConfigT:
         raise ConfigError(problems) from None
     if problems:
         raise ConfigError(problems)
-    return config
+    return _with_shipped(config)
+
+
+def _with_shipped(config: ConfigT) -> ConfigT:
+    """`tiny` replaced by the shipped model that plays the task, wherever weights are named."""
+    shipped = shipped_for(config.task.name)
+    changed: dict[str, Any] = {}
+    if config.model.path == "tiny":
+        changed["model"] = config.model.model_copy(update={"path": shipped})
+    if isinstance(config, EvalCommandConfig) and config.policy == "tiny":
+        changed["policy"] = shipped
+    algo = config.algo if isinstance(config, TrainCommandConfig) else None
+    if isinstance(algo, MmgrpoConfig) and algo.teachers:
+        teachers = [t.model_copy(update={"policy": shipped}) if t.policy == "tiny" else t for t in algo.teachers]
+        changed["algo"] = algo.model_copy(update={"teachers": tuple(teachers)})
+    return config.model_copy(update=changed) if changed else config
 
 
 def algo_section(raw: Any, problems: list[str]) -> Any:

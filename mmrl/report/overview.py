@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from mmrl.config.shipped import SHIPPED
 from mmrl.report.alarms import Alarm, alarms
 from mmrl.report.files import read_jsonl
 from mmrl.report.rundir import RunDir, step_of
@@ -155,10 +156,11 @@ class Overview:
             )
         else:
             sentences.append(f"Data: train {sources.get('train')}, {self.split} {sources.get(self.split)}.")
-        if self.get("model.path") == "tiny":
+        if self.get("model.path") in SHIPPED:
             sentences.append(
-                "Model: the shipped tiny model, trained on the mini world only; on real text it scores near zero. "
-                "A real model: model=… (a name of conf/model) or model.path=… (a folder or hub id)."
+                f"Model: the shipped tiny model ({self.get('model.path')}), trained on the mini world only; on real "
+                "text it scores near zero. A real model: model=… (a name of conf/model) or model.path=… (a folder or "
+                "hub id)."
             )
         else:
             sentences.append(f"Model: {self.get('model.path')}.")

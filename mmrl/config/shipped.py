@@ -1,0 +1,19 @@
+"""The tiny models that ship with mmrl, and which of them `tiny` stands for: the one that plays the task.
+
+The one place that says so; `validate` puts the name in, `mmrl.models` finds the folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SHIPPED: Mapping[str, tuple[str, ...]] = {
+    "tiny": ("hotpotqa", "2wiki", "musique", "search_agent", "tool_agent"),
+    "tiny_dspy": ("banking77", "papillon", "hover"),
+}
+"""Model (a folder of `mmrl/assets`) -> tasks whose mini version it plays."""
+
+
+def shipped_for(task: str) -> str:
+    """What `tiny` stands for with `task`; the first model where none was made for it."""
+    return next((model for model, tasks in SHIPPED.items() if task in tasks), "tiny")
