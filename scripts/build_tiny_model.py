@@ -108,7 +108,7 @@ def main() -> None:
             callbacks=[watcher],
         )
     model.eval()
-    facts = build_facts(args, model, tokenizer, watcher.check(model, sum(args.steps), items=None), started)
+    facts = build_facts(args, model, tokenizer, watcher.check(model, sum(args.steps), items=args.check_items), started)
     ship(model, tokenizer, facts, Path(args.out))
 
 
@@ -143,6 +143,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=int, default=1024)
     parser.add_argument("--save-every", type=int, default=500)
     parser.add_argument("--dev-items", type=int, default=60, help="dev questions of the checks while training")
+    parser.add_argument("--check-items", type=int, help="dev questions of the last check; default: all")
     args = parser.parse_args()
     recipe = RECIPES[args.model]
     args.tasks = args.tasks or recipe.tasks

@@ -104,13 +104,13 @@ DSPY = Recipe(
 _SEARCH: Mapping[str, float] = {"solver": 0.15, "reasoner": 0.4, "condenser": 0.4, "searcher": 0.4}
 QA = Recipe(
     tasks=("qa_direct", "search_o1", "r1_searcher"),
-    worlds=3,
+    worlds=1,
     init="tiny",
     pieces=False,  # it can read the questions and documents as they are
     drill_tasks=("hotpotqa",),
     phases=(
-        Phase("play", 700, 3e-3, "linear", 4, {DRILL: 0.25} | _SEARCH),
-        Phase("habits", 160, 1.5e-3, "linear", 4, _SEARCH, habits=True),
+        Phase("play", 250, 3e-3, "linear", 4, {DRILL: 0.25} | _SEARCH),
+        Phase("habits", 80, 1.5e-3, "linear", 4, _SEARCH, habits=True),
     ),
 )
 
