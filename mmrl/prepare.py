@@ -131,7 +131,9 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
         if not task.examples(config.split):
             problems.append(f"split: the {config.split} split has no examples; set task.data.{config.split}")
         copied = resolve(config.policy).initial is not None
-        problems += engines.problems(config.engine, engine_name(config), training=False, copied=copied)
+        problems += engines.problems(
+            config.engine, engine_name(config), training=False, copied=copied, device=config.hardware.device
+        )
         return problems + policy_problems(config, task)
     assert isinstance(config, TrainCommandConfig)
     problems += hardware_problems(config.hardware, engine_name(config), modules=config.model.modules is not None)
@@ -139,7 +141,11 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)
     problems += assignment(config, task).problems()
     problems += engines.problems(
-        config.engine, engine_name(config), training=True, copied=assignment(config, task).copied
+        config.engine,
+        engine_name(config),
+        training=True,
+        copied=assignment(config, task).copied,
+        device=config.hardware.device,
     )
     problems += staleness_problems(config) + turns_missing(config, task)
     problems += text_problems(config, task) + teacher_problems(config, task, build_task)

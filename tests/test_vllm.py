@@ -1,4 +1,4 @@
-"""engine=vllm_server against a real vLLM (CPU build), with the shipped tiny model. Run by: make test-vllm.
+"""engine=vllm_server against a real vLLM's CPU build, with the shipped tiny model. Run by: make test-vllm.
 
 One server serves most tests: starting it is what takes time.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
@@ -139,6 +139,22 @@ def test_why_completions_end(served: Any, tokenizer: Any) -> None:
         ask(engine, (10**6,))
 
 
+def test_many_long_prompts_at_once(served: Any, tokenizer: Any) -> None:
+    """More prompt tokens than fit into one of vLLM's batches; in parts, with seeds, they end its CPU build."""
+    engine, model = served
+    prompts = [prompt_of(tokenizer, f"{number} {LONG}") for number in range(24)]
+
+    async def all_of_them() -> list[Completion]:
+        sampling = Sampling(max_tokens=4, temperature=1.0, seed=5)
+        return await asyncio.gather(
+            *[engine.generate(Request(prompt_ids=prompt, sampling=sampling, module="m")) for prompt in prompts]
+        )
+
+    made = asyncio.run(all_of_them())
+    assert max(gap(model, prompt, one, 1.0) for prompt, one in zip(prompts, made, strict=True)) < 1e-4
+    assert engine.restarts == 0
+
+
 def test_truncated_sampling_has_no_log_probabilities_to_record(served: Any, tokenizer: Any) -> None:
     engine, _ = served
     (made,) = ask(engine, prompt_of(tokenizer, "Who?"), temperature=0.7, top_p=0.9)
@@ -239,16 +255,66 @@ def test_full_weights_reach_the_server_through_disk(tmp_path: Path, tokenizer: A
     assert not engine._process.alive
 
 
-@pytest.mark.slow
-def test_training_with_a_server_end_to_end(tmp_path: Path) -> None:
-    assert PYTHON is not None
-    overrides = ["engine=vllm_server", f"engine.python={PYTHON}", "model.lora={r: 8}", "train.steps=3"]
-    overrides += ["train.batch_size=2", "eval.items=2", "hardware.threads=1", f"run.dir={tmp_path / 'run'}"]
-    done = subprocess.run([sys.executable, "-m", "mmrl", "train", *overrides], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def started(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+    """A training run of three steps in a process of its own, LoRA at its defaults."""
+    small = ["hardware.threads=1", "train.steps=3", "train.batch_size=4", "eval.items=2", "eval.every=0"]
+    server = ["engine=vllm_server", f"engine.python={PYTHON}", "model.lora={}", f"run.dir={run_dir}"]
+    command = [sys.executable, "-m", "mmrl", "train", *server, *small, *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     from mmrl.report.rundir import RunDir
 
-    steps = [record for record in RunDir.read(tmp_path / "run").history() if record["step"]]
-    assert len([record for record in steps if "train/loss" in record]) == 3
-    assert max(record.get("train/logprob_gap_max", 0.0) for record in steps) < 1e-4
-    shutil.rmtree(tmp_path / "run")
+    return [record for record in RunDir.read(run_dir).history() if record["step"]]
+
+
+def kill_server(process: subprocess.Popen[str], run_dir: Path) -> None:
+    """Once the second step's weights have been written: its rollouts are under way then, or the push is."""
+    while process.poll() is None and not list((run_dir / "engine" / "weights").glob("v000001-*")):
+        time.sleep(0.05)
+    time.sleep(0.5)
+    log = (run_dir / "engine" / "vllm.log").read_text(errors="replace")
+    os.killpg(int(re.findall(r"APIServer pid=(\d+)", log)[-1]), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_training_with_a_server_end_to_end(staleness: int, tmp_path: Path) -> None:
+    run = started(tmp_path / "run", f"train.staleness={staleness}")
+    out, _ = run.communicate()
+    assert run.returncode == 0, out
+    steps = steps_of(tmp_path / "run")
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    assert [record.get("rollouts/policy_lag", 0) for record in steps] == ([0, 1, 1] if staleness else [0, 0, 0])
+    on_policy = steps[:1] if staleness else steps
+    assert max(record["train/logprob_gap_max"] for record in on_policy) < 1e-4
+    assert all(record["engine/restarts"] == 0 and record["rollouts/failed_share"] == 0 for record in steps)
+
+
+@pytest.mark.slow
+def test_a_run_whose_server_is_killed_in_mid_step_goes_on(tmp_path: Path) -> None:
+    run = started(tmp_path / "run")
+    kill_server(run, tmp_path / "run")
+    out, _ = run.communicate()
+    assert run.returncode == 0, out
+    steps = steps_of(tmp_path / "run")
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    assert steps[-1]["engine/restarts"] == 1
+    assert all(record["rollouts/failed_share"] == 0 for record in steps), "the calls that were lost are asked again"
+    assert max(record["train/logprob_gap_max"] for record in steps) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_run_whose_server_cannot_be_had_again_stops_with_its_state_saved(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = started(folder, "engine.restarts=0")
+    kill_server(run, folder)
+    out, _ = run.communicate()
+    assert run.returncode not in (0, None), out
+    assert "ended again after engine.restarts=0" in out and "vllm.log" in out
+    assert f"mmrl train resume={folder}" in out and "Traceback" not in out
+    assert (folder / "checkpoints" / "checkpoint-1").is_dir()
+    on = subprocess.run([sys.executable, "-m", "mmrl", "train", f"resume={folder}"], capture_output=True, text=True)
+    assert on.returncode == 0, on.stdout + on.stderr
+    assert [record["step"] for record in steps_of(folder)] == [1, 2, 3]

@@ -10,10 +10,11 @@ from mmrl.config.base import Section
 
 EMBEDDED = frozenset({"schedule", "loop", "batch_tokens"})
 CLIENT = frozenset({"url", "timeout_s", "concurrency"})
-VLLM = frozenset({"sync_timeout_s", "logprobs", "gpu_memory", "kv_cache_gb", "args"})
+VLLM = frozenset({"logprobs", "gpu_memory", "kv_cache_gb", "args"})
 OPTIONS: dict[str, frozenset[str]] = {
     "transformers": EMBEDDED,
-    "vllm_server": CLIENT | VLLM | {"python", "start_timeout_s", "restarts"},
+    "vllm_server": CLIENT | VLLM | {"python", "start_timeout_s", "restarts", "sync_timeout_s"},
+    "vllm_colocated": VLLM | {"sleep"},
 }
 """Which options have an effect with which engine."""
 
@@ -21,7 +22,7 @@ OPTIONS: dict[str, frozenset[str]] = {
 class EngineConfig(Section):
     """Generation."""
 
-    name: Literal["auto", "transformers", "vllm_server"] = "auto"
+    name: Literal["auto", "transformers", "vllm_server", "vllm_colocated"] = "auto"
     schedule: Literal["deterministic", "greedy"] = Field(
         "deterministic", description="deterministic: a batch starts when every live program has asked or ended"
     )
@@ -35,11 +36,14 @@ class EngineConfig(Section):
     python: str | None = Field(None, description="vllm_server: interpreter that has vLLM; null: the one that runs mmrl")
     start_timeout_s: float = Field(900.0, gt=0, description="vllm_server: until the server is healthy")
     restarts: int = Field(2, ge=0, description="vllm_server: starts of a server that died, per policy version")
-    sync_timeout_s: float = Field(300.0, gt=0, description="vLLM: limit of one push of new weights")
+    sync_timeout_s: float = Field(300.0, gt=0, description="vllm_server: limit of one push of new weights")
     logprobs: Literal["auto", "raw", "processed"] = Field(
         "auto", description="vLLM's --logprobs-mode; auto: what the run's sampling needs, raw with a given url"
     )
     gpu_memory: float = Field(0.4, gt=0, le=1, description="vLLM: share of a GPU's memory")
+    sleep: bool | None = Field(
+        None, description="vllm_colocated: vLLM frees its GPU memory while the trainer works; null: true on a GPU"
+    )
     kv_cache_gb: int = Field(1, ge=1, description="vLLM on the CPU: memory of its KV cache")
     args: tuple[str, ...] = Field((), description="further arguments of vLLM, e.g. [--max-num-seqs=64]")
 

@@ -12,6 +12,7 @@ from mmrl.errors import ConfigError, unknown
 ENGINES: dict[str, str] = {
     "transformers": "mmrl.engines.transformers:TransformersEngine",
     "vllm_server": "mmrl.engines.vllm_server:VllmServerEngine",
+    "vllm_colocated": "mmrl.engines.vllm_colocated:VllmColocatedEngine",
 }
 """Name in `engine.name` -> `module:class`, imported when it is asked for, since engines import torch."""
 
@@ -48,13 +49,16 @@ def build_engine(config: EngineConfig, model: Any, tokenizer: Any, setup: Setup)
     return made(model, tokenizer, config, setup)
 
 
-def problems(config: EngineConfig, name: str, *, training: bool, copied: bool = False) -> list[str]:
+def problems(
+    config: EngineConfig, name: str, *, training: bool, copied: bool = False, device: str = "auto"
+) -> list[str]:
     """What is wrong with `engine.*` for engine `name`, one sentence each; loads nothing.
 
     Args:
         name: `engine.name`, or the hardware profile's engine where that is `auto`.
         training: False in an evaluation.
         copied: some modules speak with a copy of the initial weights beside the trained ones.
+        device: `hardware.device`.
     """
     if name not in ENGINES:
         return [unknown("hardware.engine" if config.name == "auto" else "engine.name", name, ENGINES)]
@@ -65,9 +69,9 @@ def problems(config: EngineConfig, name: str, *, training: bool, copied: bool = 
             "engine=transformers, or train adapters (model.lora)"
         )
     if name.startswith("vllm"):
-        from mmrl.engines.vllm_launch import vllm_problems
+        from mmrl.engines.vllm_launch import sleep_problems, vllm_problems
 
-        found += vllm_problems(config.model_copy(update={"name": name}))
+        found += vllm_problems(config.model_copy(update={"name": name})) + sleep_problems(config, device)
     return found
 
 
@@ -81,6 +85,11 @@ def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, f
         return [
             "train.staleness: got 1 with engine=transformers, which samples from the very weights that are being "
             "trained; use engine=vllm_server, or train.staleness=0"
+        ]
+    if name == "vllm_colocated":
+        return [
+            "train.staleness: got 1 with engine=vllm_colocated, which takes turns with the trainer on one device; use "
+            "engine=vllm_server, or train.staleness=0"
         ]
     if name.startswith("vllm"):
         from mmrl.engines.vllm_launch import exact, logprobs_mode

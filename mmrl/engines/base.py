@@ -103,6 +103,14 @@ class Engine(Protocol):
         """A program has ended."""
         ...
 
+    def rest(self) -> None:
+        """The trainer works now: nothing is asked before the next push of weights, or the next call."""
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """What it has to say for a step's record."""
+        ...
+
     def close(self) -> None:
         """Free what it holds (processes, memory)."""
         ...
@@ -135,6 +143,13 @@ class Elsewhere:
     def set_version(self, version: int, state: Mapping[str, Any] | None = None) -> None:
         """The main process has pushed it."""
         self.policy_version = version
+
+    def rest(self) -> None:
+        """Nothing is held."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Nothing."""
+        return {}
 
     def close(self) -> None:
         """Nothing is held."""

@@ -105,5 +105,12 @@ class TransformersEngine:
         self._decoder.rules.check(request)
         return await self._batcher.generate(request)
 
+    def rest(self) -> None:
+        """Nothing to hand over: the trainer's weights are the engine's."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Nothing: its gap and its times are the stage's."""
+        return {}
+
     def close(self) -> None:
         """Nothing is held but the model, which the caller owns."""

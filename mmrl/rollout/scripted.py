@@ -80,6 +80,13 @@ class _Script:
     def leave(self) -> None:
         """Nothing to count."""
 
+    def rest(self) -> None:
+        """Nothing to hand over."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Nothing to say."""
+        return {}
+
     def close(self) -> None:
         """Nothing to free."""
 

@@ -136,6 +136,11 @@ def problems(hardware: HardwareConfig, engine: str, modules: bool) -> list[str]:
         )
     if hardware.cpu_offload and hardware.sharding == "none":
         found.append("hardware.cpu_offload: has an effect only with hardware.sharding=fsdp2, zero2 or zero3")
+    if total > 1 and engine == "vllm_colocated":
+        found.append(
+            f"engine: vllm_colocated runs in one process, profile '{hardware.name}' has {total}; use "
+            "engine=vllm_server, which one server answers for all of them"
+        )
     if hardware.rollout_devices and engine != "vllm_server":
         found.append(
             f"hardware.rollout_devices: got {hardware.rollout_devices}, which has an effect only with "

@@ -116,6 +116,7 @@ class WeightStage:
             if refills(self.config.algo):
                 return self._refilled_batch(examples, step)
             forest = self._sample(examples, step)
+            self.engine.rest()
         started = time.perf_counter()
         minibatch = minibatches(examples, self.config.algo.minibatches)
         credit = self._credit(forest, minibatch)
@@ -141,6 +142,7 @@ class WeightStage:
             rounds=algo.refill_rounds,
             key=key,
         )
+        self.engine.rest()
         minibatch = minibatches(filled.kept, algo.minibatches)
         trained = filled.trained
         credit = self._credit(trained, minibatch)
@@ -273,6 +275,7 @@ class WeightStage:
             "rate/tokens_per_s": generated / spent,
             "memory/rss_mb": resident_mb(),
         }
+        metrics |= self.engine.metrics()
         every = self.config.eval.every
         if step == self.config.train.steps or (every and step % every == 0):
             metrics |= self.evaluate(step)
