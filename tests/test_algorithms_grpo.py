@@ -278,3 +278,24 @@ def test_algorithms_know_their_names():
         algo = ALGO_SCHEMAS[name].model_validate({"name": name})
         for problem in ALGORITHMS[name].check(algo, ("a",), ("outcome",)):
             assert problem.startswith(f"algo: {name} needs a task with turn rewards")
+
+
+def test_the_share_of_examples_in_which_a_turn_tells_nothing():
+    """Turn 0: 0.5 and 0.5 on q, 0.2 and 0.7 on r, so one example of two; turn 1: 0.1 and 0.3 on q alone."""
+    grow = Grow(("agent",))
+    for name, turns in {"q/0": (0.5, 0.1), "q/1": (0.5, 0.3), "r/0": (0.2,), "r/1": (0.7,)}.items():
+        leaf = None
+        for number, turn in enumerate(turns):
+            leaf = grow.call(
+                f"{name}{number}", leaf, "agent", 2, observation_tokens=2, turn_reward=turn, example=name[0]
+            )
+        grow.end(grow.call(f"{name}a", leaf, "agent", 2, example=name[0]), float(name[-1]), id=name)
+    metrics = credit(grow.forest, "mt_grpo_variable").metrics
+    shares = {key: value for key, value in metrics.items() if key.startswith("turn/")}
+    assert shares == {"turn/0/zero_variance_share": 0.5, "turn/1/zero_variance_share": 0.0}
+    grow.end(
+        grow.call("s/0a", grow.call("s/00", None, "agent", 2, turn_reward=0.4, example="s"), "agent", 2, example="s"),
+        1.0,
+    )
+    alone = credit(grow.forest, "mt_grpo_variable").metrics
+    assert alone["turn/0/zero_variance_share"] == 0.5, "one rollout is compared with nobody"

@@ -37,10 +37,12 @@ def test_a_penalty_times_its_factor_worked_by_hand():
 
 
 def test_advantages_times_their_factor_worked_by_hand():
-    """A = ±1 / sqrt 2 = ±0.707107 for the answerer, tripled; nothing else moves."""
+    """A = ±1 / sqrt 2 = ±0.707107 for the answerer, tripled or doubled; nothing else moves."""
     plain, found = credit(eps=0.0), credit(eps=0.0, advantage_scale={"answerer": 3.0})
     assert found["q/0#1"].advantages == pytest.approx((2.121320,), abs=1e-6)
     assert found["q/1#1"].advantages == pytest.approx((-2.121320,), abs=1e-6)
+    doubled = credit(eps=0.0, advantage_scale={"answerer": 2.0})
+    assert doubled["q/0#1"].advantages == pytest.approx((1.414214,), abs=1e-6)
     for call in ("q/0#0", "q/1#0"):
         assert found[call] == plain[call]
     assert all(found[c].weights == plain[c].weights and found[c].reward == plain[c].reward for c in plain)
