@@ -142,6 +142,15 @@ def test_unreadable_replies_are_asked_again_then_scored_by_rule_and_counted(
     assert ("no readable reply in 3 tries" in caplog.text) == bool(fallback)
 
 
+def test_what_was_asked_of_the_judge_is_told(tmp_path):
+    with serving([chat_reply("no idea")]) as (url, _):
+        task = judge_task(tmp_path, url, "judge_turn")
+        assert task.describe()["judge"] == f"openai/gpt-oss-120b at {url}"
+        play(task, [ANSWER], "judge_turn")
+        counts = "(3 requests, 3 unreadable, 1 scored by the fixed rule)"
+        assert task.describe()["judge"] == f"openai/gpt-oss-120b at {url} {counts}"
+
+
 def test_an_unreadable_outcome_is_zero_and_counted(tmp_path):
     rollout, _, _ = run(tmp_path, [chat_reply("well")], "judge_outcome", retries=0)
     assert (rollout.reward, rollout.metrics["judge_fallback"], rollout.metrics["judge_asked"]) == (0.0, 1, 1)

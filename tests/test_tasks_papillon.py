@@ -172,6 +172,7 @@ def test_judges_behind_an_endpoint():
         task = make("papillon", judge={**judge, "url": url})
         assert task.describe()["judge"] == f"judge at {url}"
         assert score(task).metrics == {"score": 0.25, "quality": 0.0, "leakage": 0.5}
+        assert task.describe()["judge"] == f"judge at {url} (3 requests)"
         prompts = [seen.body["messages"][-1]["content"] for seen in scripted.seen]
     assert "[[ ## response_A ## ]]\nnew\n" in prompts[0] and "[[ ## response_B ## ]]\ngold\n" in prompts[0]
     assert "[[ ## response_A ## ]]\ngold\n" in prompts[1] and "[[ ## response_B ## ]]\nnew\n" in prompts[1]
@@ -186,7 +187,7 @@ def test_an_unreadable_reply_is_asked_for_again_and_then_no_verdict():
         task = make("papillon", judge={**judge, "url": url})
         with pytest.raises(JudgeFailure, match="no readable reply in 2 tries"):
             score(task)
-        assert (task.judges.asked, task.judges.unreadable) == (4, 3)
+        assert task.describe()["judge"] == f"judge at {url} (4 requests, 3 unreadable, 1 without verdict)"
 
 
 def test_a_judge_that_is_away_makes_a_failure_that_is_never_credited():
@@ -221,6 +222,7 @@ def test_an_external_model_that_fails_is_a_tool_failure():
         forest = play(task, lambda request: filled(reasoning="so", llm_request="what?"), examples)
     (rollout,) = forest.rollouts
     assert (rollout.error, rollout.reward) == ("tool", None)
+    assert task.describe()["external model"] == f"big at {url} (1 failures)"
 
 
 def test_endpoints_without_keys_are_all_told_before_anything_runs(monkeypatch):

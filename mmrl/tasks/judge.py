@@ -112,6 +112,16 @@ class Verdict:
         return {"judge_asked": float(self.asked), "judge_fallback": float(self.fallback)}
 
 
+def described(settings: EndpointConfig, chat: Chat, **counts: int) -> str:
+    """An endpoint for a result's facts: model, address, and what was counted so far."""
+    usage = getattr(chat, "usage", None)
+    if usage is not None:
+        counts = {"requests": usage.requests, "retries": usage.retries, "failures": usage.failures} | counts
+    told = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count]
+    told += [f"{usage.cost:.2f} USD"] if usage is not None and usage.cost else []
+    return f"{settings.model} at {settings.url}" + (f" ({', '.join(told)})" if told else "")
+
+
 class Judge:
     """Asks one endpoint.
 
@@ -129,6 +139,11 @@ class Judge:
         self.texts = texts
         endpoint = {name: getattr(settings, name) for name in EndpointConfig.model_fields}
         self.chat: Chat = chat or OpenAIChat(EndpointConfig(**endpoint), path="task.judge")
+        self.unreadable = self.fallbacks = 0
+
+    def describe(self) -> str:
+        """Who judges, how often it was asked, and how many replies could not be read or were scored by rule."""
+        return described(self.settings, self.chat, unreadable=self.unreadable, scored_by_the_fixed_rule=self.fallbacks)
 
     async def outcome(self, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]) -> Verdict:
         """One score in [0, 1] for the rollout; 0 where no reply can be read.
@@ -170,8 +185,10 @@ class Judge:
             scores = read(reply)
             if scores is not None:
                 return Verdict(scores, asked, fallback=False)
+            self.unreadable += 1
         shown = " ".join(reply.split())[:200]
         log.warning("task.judge: no readable reply in %d tries, scored by the fixed rule; the last: %s", asked, shown)
+        self.fallbacks += 1
         return Verdict(salvage(reply), asked, fallback=True)
 
     def _prompt(self, name: str, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]) -> str:

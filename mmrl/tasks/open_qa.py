@@ -129,7 +129,8 @@ class OpenQaTask:
             return []
         return [
             f"task.corpus: got null, and the questions of {', '.join(f'task.data.{split}' for split in records)} bring "
-            "no paragraphs to search; expected a file or hub id of documents with title and text"
+            "no paragraphs to search; expected a file or hub id of documents with title and text, or "
+            "task.retriever.index=FOLDER made by `mmrl index build`"
         ]
 
     def _corpora(self, records: Mapping[str, Sequence[Record]]) -> dict[str, Sequence[Document]]:
@@ -264,6 +265,8 @@ class OpenQaTask:
             else ", ".join(f"{split} {spec}" for split, spec in sources.items())
         }
         facts |= {f"{split} items": len(self._examples[split]) for split in SPLITS}
+        if self.judge is not None:
+            facts["judge"] = self.judge.describe()
         if not self.searches:
             return facts
         facts["corpus"] = " + ".join(

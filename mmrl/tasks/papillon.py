@@ -17,7 +17,7 @@ from mmrl.errors import ConfigError, DataError, EngineFailure, ToolFailure
 from mmrl.records import Call, Example
 from mmrl.tasks.base import Demonstration, Score
 from mmrl.tasks.dspy_task import SPLITS, DspyTask, text_of
-from mmrl.tasks.judge import Chat
+from mmrl.tasks.judge import Chat, described
 from mmrl.tasks.mini.examples import mini_external, mini_requests
 from mmrl.tasks.papillon_judges import EndpointJudges, Judges, RuleJudges
 
@@ -149,10 +149,8 @@ class PapillonTask(DspyTask):
 
     def describe(self) -> Mapping[str, Any]:
         """See `mmrl.tasks.base.Task.describe`."""
-        config = self.config
-        external = (
-            f"{config.external.model} at {config.external.url}" if config.external else "rule-based external model"
-        )
-        judge = f"{config.judge.model} at {config.judge.url}" if config.judge else "rule-based judge"
-        facts = {**super().describe(), "external model": external, "judge": judge}
+        external = "rule-based external model"
+        if self.config.external is not None and self.external is not None:
+            external = described(self.config.external, self.external)
+        facts = {**super().describe(), "external model": external, "judge": self.judges.describe()}
         return facts | ({"rows without a target, left out": len(self.left_out)} if self.left_out else {})

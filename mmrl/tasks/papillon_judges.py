@@ -12,7 +12,7 @@ from mmrl.config.task import JudgeConfig
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import EngineFailure, JudgeFailure
 from mmrl.tasks import metrics
-from mmrl.tasks.judge import Chat
+from mmrl.tasks.judge import Chat, described
 
 log = logging.getLogger("mmrl.judge")
 
@@ -23,10 +23,9 @@ RULE_F1 = 0.5
 class Judges(Protocol):
     """The two judges of a rollout. Both raise `JudgeFailure` when they have no usable verdict."""
 
-    asked: int
-    """Requests so far."""
-    unreadable: int
-    """Replies so far that could not be read and were asked for again."""
+    def describe(self) -> str:
+        """Who they are and what was counted so far, for a result's facts."""
+        ...
 
     async def quality(self, query: str, new: str, gold: str) -> bool:
         """Whether the new response is at least as good as the reference."""
@@ -44,8 +43,9 @@ class RuleJudges:
     piece leaks if the request contains it, in whatever case and spacing, between word boundaries.
     """
 
-    asked = 0
-    unreadable = 0
+    def describe(self) -> str:
+        """See `Judges`."""
+        return "rule-based judge"
 
     async def quality(self, query: str, new: str, gold: str) -> bool:
         """See `Judges`."""
@@ -80,8 +80,11 @@ class EndpointJudges:
         endpoint = {name: getattr(settings, name) for name in EndpointConfig.model_fields}
         self.settings = settings
         self.chat: Chat = chat or OpenAIChat(EndpointConfig(**endpoint), path="task.judge")
-        self.asked = 0
-        self.unreadable = 0
+        self.unreadable = self.given_up = 0
+
+    def describe(self) -> str:
+        """See `Judges`."""
+        return described(self.settings, self.chat, unreadable=self.unreadable, without_verdict=self.given_up)
 
     async def quality(self, query: str, new: str, gold: str) -> bool:
         """True unless the judge prefers the reference whichever comes first: j1 or (j1 == j2)."""
@@ -110,7 +113,6 @@ class EndpointJudges:
         messages = adapter.format(signature, [], dict(inputs))
         reply = ""
         for _ in range(self.settings.retries + 1):
-            self.asked += 1
             try:
                 reply = await self.chat.complete(
                     messages, max_tokens=self.settings.max_tokens, temperature=self.settings.temperature
@@ -120,5 +122,6 @@ class EndpointJudges:
                 raise JudgeFailure(f"task.judge: {error}") from error
             except AdapterParseError:
                 self.unreadable += 1
+        self.given_up += 1
         shown = " ".join(reply.split())[:200]
         raise JudgeFailure(f"task.judge: no readable reply in {self.settings.retries + 1} tries; the last: {shown!r}")
