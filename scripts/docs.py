@@ -32,7 +32,7 @@ def tree() -> str:
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=TOP, capture_output=True, text=True)
     files = sorted(
         path
-        for name in listed.stdout.splitlines()
+        for name in set(listed.stdout.splitlines())  # git lists a file in conflict several times
         if (path := Path(name)).suffix == ".py" and path.parts[0] in ("mmrl", "scripts") and (TOP / path).exists()
     )
     lines, folder = [], None
@@ -84,28 +84,32 @@ def table(model: type[BaseModel], prefix: str) -> str:
             rows.append(row(f"{prefix}.{name}", field))
         else:
             optional = "" if field.default is not None else " (null by default)"
-            rows.append(f"| `{prefix}.{name}` | section{optional} | | {doc(nested)} |")
+            rows.append(f"| `{prefix}.{name}` | section{optional} | | {field.description or doc(nested)} |")
             rows += table(nested, f"{prefix}.{name}").splitlines()[2:]
     return "\n".join([*HEAD, *rows])
 
 
 def algo_table() -> str:
     """Keys of all algorithms, with the algorithms that have each."""
-    seen: dict[str, tuple[FieldInfo, list[str]]] = {}
+    seen: dict[str, dict[str, FieldInfo]] = {}
     for algo, schema in ALGO_SCHEMAS.items():
         for name, field in schema.model_fields.items():
             if name != "name":
-                seen.setdefault(name, (field, []))[1].append(algo)
+                seen.setdefault(name, {})[algo] = field
     rows = []
-    for name, (field, users) in seen.items():
+    for name, users in seen.items():
         who = "all" if len(users) == len(ALGO_SCHEMAS) else ", ".join(users)
-        nested = model_of(field)
-        shown = "section" if nested else type_name(field)
-        rows.append(f"| `algo.{name}` | {shown} | {default(field)} | {field.description or ''} | {who} |")
-        if nested:
-            rows += [line + " |" for line in table(nested, f"algo.{name}").splitlines()[2:]]
+        kinds: dict[tuple[str, str, str], list[str]] = {}  # one line for each meaning that the key has
+        for algo, field in users.items():
+            kinds.setdefault((type_name(field), default(field), field.description or ""), []).append(algo)
+        for (shown, value, meaning), having in kinds.items():
+            algos = who if len(kinds) == 1 else ", ".join(having)
+            rows.append(f"| `algo.{name}` | {shown} | {value} | {meaning} | {algos} |")
     head = ["| key | type | schema default | meaning | algorithms |", "|---|---|---|---|---|"]
-    return "### `algo`\n\nDefaults of a run are in `conf/algo/<name>.yaml`.\n\n" + "\n".join([*head, *rows])
+    said = (
+        "The papers' values, which a run starts from, are in `conf/algo/<name>.yaml`; what a file does not set is here."
+    )
+    return f"### `algo`\n\n{said}\n\n" + "\n".join([*head, *rows])
 
 
 def row(path: str, field: FieldInfo) -> str:
@@ -155,10 +159,12 @@ def type_name(field: FieldInfo) -> str:
     if isinstance(field.annotation, type):
         text = field.annotation.__name__
     text = re.sub(r"mmrl\.config\.[\w.]+", lambda m: f"{{{', '.join(locate(m[0]).model_fields)}}}", text)
+    text = re.sub(r"Optional\[(Literal\[.*?\])\]", r"\1 | None", text)
+    text = re.sub(r"\bstr\b(?!')", "text", text)
     text = re.sub(r"Literal\[(.*?)\]", lambda m: m[1].replace("'", "").replace(", ", " or "), text)
     text = re.sub(r"tuple\[(.*), \.\.\.\]", r"list of \1", text)
-    text = re.sub(r"dict\[str, float\]", "number per module", text)
-    return text.replace(" | None", " or null").replace("|", "or").replace("str", "text")
+    text = re.sub(r"dict\[text, float\]", "number per module", text)
+    return text.replace(" | None", " or null").replace("|", "or")
 
 
 def filled(text: str, name: str, body: str) -> str:

@@ -28,8 +28,8 @@ class AlgoConfig(Section):
         None, ge=1, description="L_max that loss_mean=constant divides by; null: the longest sequence of the batch"
     )
     temperature: float = Field(1.0, gt=0, description="sampling temperature of training rollouts")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling of training rollouts; 1: off")
+    top_k: int = Field(0, ge=0, description="the same among the k likeliest tokens; 0: off")
     parse_retries: int = Field(0, ge=0, le=10, description="extra attempts after a parse failure in training rollouts")
     ratio_one: bool = Field(
         False, description="the ratio of the loss is 1 in every optimizer step: no clipping, plain policy gradient"
@@ -59,7 +59,7 @@ class GroupConfig(AlgoConfig):
 
     group_size: int = Field(4, ge=2, description="G: samples whose rewards are compared")
     eps: float = Field(1e-6, ge=0, description="added to the standard deviation")
-    ddof: Literal[0, 1] = 1
+    ddof: Literal[0, 1] = Field(1, description="1: sample standard deviation, 0: population")
     scale: bool = Field(True, description="divide by the standard deviation (false: Dr.GRPO)")
     std_over: Literal["group", "batch"] = Field("group", description="rewards whose standard deviation is divided by")
     baseline: Literal["mean", "leave_one_out"] = Field("mean", description="leave_one_out: RLOO")
@@ -138,7 +138,9 @@ class MhgpoRrConfig(MhgpoConfig):
     fork_probs: tuple[float, ...] | None = Field(
         None, description="probability of forking at each module, in order; null: (.7,.1,.2) for three, else uniform"
     )
-    regroup: Literal["by_agent_fork", "agent_chunks", "alg3"] = "by_agent_fork"
+    regroup: Literal["by_agent_fork", "agent_chunks", "alg3"] = Field(
+        "by_agent_fork", description="how single calls above a fork are grouped over the batch (docs/algorithms.md)"
+    )
 
     @model_validator(mode="after")
     def _probs(self) -> MhgpoRrConfig:
@@ -195,7 +197,7 @@ class MtGrpoVariableConfig(TurnGroupConfig):
 
     name: Literal["mt_grpo_variable"]
     missing_turn: Literal["zero", "exclude"] = Field(
-        "exclude", description="a rollout without turn l in that turn's mean and std"
+        "exclude", description="a rollout without turn l in that turn's mean and std: with reward 0, or not at all"
     )
 
 
@@ -301,7 +303,7 @@ class MmgrpoConfig(GroupConfig):
 class CriticConfig(AlgoConfig):
     """What algorithms with a critic have."""
 
-    loss_mean: Literal["seq", "token", "constant"] = "token"
+    loss_mean: Literal["seq", "token", "constant"] = Field("token", description="how token losses are averaged")
     gamma: float = Field(1.0, ge=0, le=1, description="discount per token")
     gae_lambda: float = Field(1.0, ge=0, le=1, description="lambda of generalised advantage estimation")
     kl: Literal["reward", "loss"] = Field("reward", description="where the KL term goes: k1 per token, or k3")
@@ -341,7 +343,9 @@ class TurnCriticConfig(CriticConfig):
     position: Literal["last_generated", "turn_end"] = Field(
         "last_generated", description="token that carries a turn's reward; turn_end: its last observation token"
     )
-    whiten: Literal["trained", "all", "none"] = Field("trained", description="tokens whitened over")
+    whiten: Literal["trained", "all", "none"] = Field(
+        "trained", description="tokens that advantages are whitened over; all: observations too"
+    )
 
     @model_validator(mode="after")
     def _observations(self) -> Self:

@@ -22,7 +22,9 @@ OPTIONS: dict[str, frozenset[str]] = {
 class EngineConfig(Section):
     """Generation."""
 
-    name: Literal["auto", "transformers", "vllm_server", "vllm_colocated"] = "auto"
+    name: Literal["auto", "transformers", "vllm_server", "vllm_colocated"] = Field(
+        "auto", description="auto: hardware.engine"
+    )
     schedule: Literal["deterministic", "greedy"] = Field(
         "deterministic", description="deterministic: a batch starts when every live program has asked or ended"
     )

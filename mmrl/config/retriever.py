@@ -13,7 +13,9 @@ from mmrl.config.base import Section
 class RetrieverConfig(Section):
     """Retrieval for tasks that search."""
 
-    name: Literal["bm25", "dense", "colbert", "remote"] = "bm25"
+    name: Literal["bm25", "dense", "colbert", "remote"] = Field(
+        "bm25", description="which one (docs/retrieval.md); dense and colbert need the extra `dense`"
+    )
     process: Literal["inline", "child"] = Field(
         "inline", description="search in mmrl's own process, or in a server that it starts, checks and stops"
     )
@@ -21,8 +23,8 @@ class RetrieverConfig(Section):
     dedup: bool = Field(False, description="drop a document that an earlier query already brought")
     snippet_words: int = Field(100, ge=1, description="a document's text is cut to this many words in prompts")
     index: str | None = Field(None, description="folder made by `mmrl index build`; it brings its own corpus")
-    k1: float = Field(0.9, gt=0, description="bm25")
-    b: float = Field(0.4, ge=0, le=1, description="bm25")
+    k1: float = Field(0.9, gt=0, description="bm25: how soon repeated words stop to count")
+    b: float = Field(0.4, ge=0, le=1, description="bm25: how much long documents are marked down")
     model: str | None = Field(
         None, description="encoder, folder or hub id; null: facebook/contriever (dense), colbert-ir/colbertv2.0"
     )

@@ -16,7 +16,7 @@ from mmrl.config.task import TaskConfig
 class RootConfig(Section):
     """What `train` and `eval` share."""
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="of every random choice: data order, sampling, new weights")
     task: TaskConfig
     model: ModelConfig
     hardware: HardwareConfig
@@ -37,4 +37,4 @@ class EvalCommandConfig(RootConfig):
     """`mmrl eval`."""
 
     policy: str = Field(description="a run directory, a checkpoint, an adapter, a model folder, `tiny`, or a hub id")
-    split: Literal["train", "dev", "test"] = "dev"
+    split: Literal["train", "dev", "test"] = Field("dev", description="whose examples are evaluated")

@@ -12,10 +12,13 @@ from mmrl.config.base import Section
 class LoraConfig(Section):
     """A LoRA adapter (peft)."""
 
-    r: int = Field(16, ge=1)
-    alpha: int = Field(64, ge=1)
-    dropout: float = Field(0.0, ge=0, lt=1)
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj")
+    r: int = Field(16, ge=1, description="rank")
+    alpha: int = Field(64, ge=1, description="the adapter is scaled by alpha / r")
+    dropout: float = Field(0.0, ge=0, lt=1, description="in the update alone")
+    targets: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"),
+        description="linear layers that get an adapter",
+    )
 
 
 class ModuleWeights(Section):
@@ -31,9 +34,9 @@ class ModuleWeights(Section):
 class ModelConfig(Section):
     """The policy's weights."""
 
-    name: str
+    name: str = Field(description="set by model=; shown in reports")
     path: str = Field(description="`tiny` (the shipped model that plays the task), a folder, or a hub id")
-    revision: str | None = None
+    revision: str | None = Field(None, description="branch, tag or commit of a hub id; null: its newest")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: bfloat16 where the device computes in it, else float32"
     )
@@ -42,7 +45,7 @@ class ModelConfig(Section):
         None,
         description="null: all modules share the weights; else an adapter for each module ({}: nothing more to say)",
     )
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = Field(False, description="the update forwards twice and keeps less in memory")
     chat_template: str | None = Field(None, description="a Jinja file; null: the tokenizer's own")
     thinking: bool = Field(False, description="the chat template's thinking mode, where it has one")
 
@@ -50,8 +53,8 @@ class ModelConfig(Section):
 class HardwareConfig(Section):
     """Devices and processes."""
 
-    name: str
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    name: str = Field(description="set by hardware=")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a CUDA device")
     processes: int = Field(1, ge=1, description="training processes on each node; more than one start by themselves")
     nodes: int = Field(1, ge=1, description="machines; more than one need a launcher (torchrun, SLURM)")
     rollout_devices: int = Field(0, ge=0, description="GPUs kept for the managed engine, after those that train")
@@ -68,13 +71,15 @@ class TrainConfig(Section):
 
     steps: int = Field(100, ge=1, description="batches of rollouts")
     batch_size: int = Field(32, ge=1, description="examples per step")
-    lr: float = Field(1e-6, ge=0)
-    schedule: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
+    lr: float = Field(1e-6, ge=0, description="learning rate of AdamW")
+    schedule: Literal["constant", "constant_with_warmup", "linear", "cosine"] = Field(
+        "constant", description="of the learning rate, over all optimizer steps"
+    )
     warmup_steps: int = Field(0, ge=0, description="optimizer steps")
-    grad_clip: float = Field(1.0, gt=0)
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    adam_beta2: float = Field(0.999, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient; policy, critic, adapters each")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first moment")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's second moment")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's")
     microbatch_tokens: int | None = Field(
         None, ge=64, description="tokens forwarded at once in the update; null: from the device's memory"
     )
@@ -82,7 +87,7 @@ class TrainConfig(Section):
         "auto", description="trie forwards each distinct prefix once; auto: trie where the model's layers allow it"
     )
     old_logprobs: Literal["sampler", "recompute"] = Field(
-        "sampler", description="where the ratio's denominator comes from"
+        "sampler", description="the ratio's denominator: the sampler's record, or a forward of the trainer's own"
     )
     tis: float | None = Field(
         None,
@@ -103,14 +108,14 @@ class TrainConfig(Section):
 class EvalConfig(Section):
     """Evaluation before, during and after training."""
 
-    split: Literal["train", "dev", "test"] = "dev"
+    split: Literal["train", "dev", "test"] = Field("dev", description="of a training run; mmrl eval takes split=")
     every: int = Field(20, ge=0, description="steps between evaluations; 0: only before and after")
     items: int | None = Field(None, ge=1, description="first N items of the split; null: all")
     samples: int = Field(1, ge=1, description="rollouts per item, each with its own seed")
     temperature: float = Field(0.0, ge=0, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    parse_retries: int = Field(3, ge=0, le=10)
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1: off")
+    top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0: off")
+    parse_retries: int = Field(3, ge=0, le=10, description="extra attempts after a parse failure")
     bootstrap: int = Field(1000, ge=100, description="resamples of the 95 % interval")
 
 
@@ -119,6 +124,6 @@ class RunConfig(Section):
 
     dir: str | None = Field(None, description="null: outputs/<task>/<algo>/<date_time>_s<seed>")
     name: str | None = Field(None, description="shown in reports; null: <algo>-<task>-s<seed>")
-    report_to: tuple[Literal["wandb", "tensorboard"], ...] = ()
-    wandb_project: str = "mmrl"
+    report_to: tuple[Literal["wandb", "tensorboard"], ...] = Field((), description="trackers that get the metrics too")
+    wandb_project: str = Field("mmrl", description="wandb: the project")
     progress: bool | None = Field(None, description="live display; null: only in a terminal")

@@ -15,12 +15,12 @@ from mmrl.config.retriever import RetrieverConfig
 class DataConfig(Section):
     """Where examples come from: `mini` (the embedded world), a file path, or a hub id (`owner/name[:config]`)."""
 
-    train: str = "mini"
-    dev: str = "mini"
-    test: str = "mini"
+    train: str = Field("mini", description="mini, a file, or a hub id (owner/name[:config[:split]])")
+    dev: str = Field("mini", description="as train; the split that evaluations use by default")
+    test: str = Field("mini", description="as train")
     train_items: int | None = Field(None, ge=1, description="use only the first N after a seeded shuffle; null: all")
-    dev_items: int | None = Field(None, ge=1)
-    test_items: int | None = Field(None, ge=1)
+    dev_items: int | None = Field(None, ge=1, description="the same of dev; one subset, whatever the seed of the run")
+    test_items: int | None = Field(None, ge=1, description="the same of test")
 
 
 class JudgeConfig(EndpointConfig):
@@ -39,7 +39,7 @@ class JudgeConfig(EndpointConfig):
 class TaskConfig(Section):
     """One task."""
 
-    name: str
+    name: str = Field(description="set by task=")
     dataset: str | None = Field(None, description="record layout of the data, for tasks that read several")
     data: DataConfig = DataConfig()
     corpus: str | None = Field(None, description="null: the mini world's, or the paragraphs of the data files")
