@@ -104,11 +104,10 @@ def test_a_push_that_vllm_refuses_stops_with_its_words(colocated: Any, monkeypat
 def test_full_weights_go_from_memory_to_memory(tmp_path: Path, tokenizer: Any) -> None:
     """In a process of its own: one process holds one vLLM."""
     code = f"""
-import sys
 from pathlib import Path
 from mmrl.config import EngineConfig
 from mmrl.engines import build_engine
-from mmrl.models import load_tokenizer
+from mmrl.models import load_model, load_tokenizer
 from tests.test_vllm import TINY, ask, gap, perturb, prompt_of, setup_in
 model, tokenizer = load_model(TINY, "cpu"), load_tokenizer(TINY)
 engine = build_engine(EngineConfig(name="vllm_colocated"), model, tokenizer, setup_in(Path({str(tmp_path)!r})))
