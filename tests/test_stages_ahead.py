@@ -163,6 +163,16 @@ def test_a_stopped_run_goes_on_with_a_batch_of_the_newest_weights(
     assert [versions(folder, step) for step in (1, 2, 3, 4)] == [{0}, {0}, {2}, {2}]
 
 
+def test_dspy_programs_are_sampled_in_the_other_thread_too(random_model: str, tmp_path: Path) -> None:
+    options = ["task=banking77", "algo=mmgrpo", "algo.rollouts=2", "algo.group_size=2", "train.steps=3"]
+    small = [option for option in SMALL if not option.startswith(("task.retriever", "algo.group_size"))]
+    engine = ["engine=vllm_server", "train.staleness=1", "train.weight_decay=2.0"]
+    folder = tmp_path / "run"
+    assert main(["train", *options, f"model.path={random_model}", f"run.dir={folder}", *small, *engine]) == 0
+    assert [versions(folder, step) for step in (1, 2, 3)] == [{0}, {0}, {1}]
+    assert all(record["rollouts/failed_share"] == 0 for record in RunDir.read(folder).history()[1:])
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
