@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from mmrl import engines
 from mmrl.algorithms import ALGORITHMS
@@ -36,10 +36,6 @@ from mmrl.tasks import TASKS
 from mmrl.tasks.base import Canonical, Task
 from mmrl.trainer.modules import ModuleAssignment
 from mmrl.trainer.settings import Settings
-
-if TYPE_CHECKING:
-    pass
-
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 

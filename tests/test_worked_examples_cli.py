@@ -91,7 +91,8 @@ def groups(entries):
 
 
 def test_mmgrpo_fill(credit):
-    found = groups(credit(mmgrpo_file(), "mmgrpo", "algo.filler=max"))
+    entries = credit(mmgrpo_file(), "mmgrpo", "algo.filler=max")
+    found = groups(entries)
     assert [name for name, _, _ in found["q:A:0"]] == ["r0.0", "r1.0", "r2.0", "r0.0"]
     close([a for _, a, _ in found["q:A:0"]], [0.783186, -1.305310, -0.261062, 0.783186])
     members = {"q:B:0": "r0.1 r1.1 r2.1 r3.1", "q:B:1": "r0.2 r1.1 r2.2 r3.1", "q:B:2": "r0.2 r1.1 r2.3 r3.1"}
@@ -100,6 +101,26 @@ def test_mmgrpo_fill(credit):
         close([a for _, a, _ in found[group]], [1.161715, -0.387238, 0.387238, -1.161715])
     assert [filler is not None for _, _, filler in found["q:B:2"]] == [True, True, False, True]
     assert set(found) == {"q:A:0", *members}
+    rewards = {group: [entry["reward"] for entry in entries if entry["group"] == group] for group in found}
+    assert rewards == {"q:A:0": [1, 0, 0.5, 1], **{key: [1, 0, 0.5, -0.5] for key in members}}
+
+
+@pytest.mark.parametrize(
+    ("options", "loss"),
+    [
+        ([], -0.034894),
+        (["algo.loss_mean=token"], -0.019847),
+        (["algo.loss_mean=constant", "algo.loss_length=4"], -0.009924),
+    ],
+)
+def test_weights_make_the_losses_of_one_group(credit, options, loss):
+    """Token losses of a group of 2, 1 and 3 tokens, as given; weighed by what the command prints."""
+    tokens = {"0": [-1.199807, -0.999793], "1": [0.452419], "2": [0.500749, 0.452419, 0.674929]}
+    file = File("A")
+    for name, losses in tokens.items():
+        file.end(f"r{name}", file.call(name, None, "A", len(losses)), float(name == "0"))
+    entries = credit(file, "mmgrpo", "algo.padding_mode=ragged", *options)
+    close(math.fsum(w * x for e in entries for w, x in zip(e["weights"], tokens[e["id"]], strict=True)), loss)
 
 
 def test_mmgrpo_variants(credit):
@@ -136,29 +157,25 @@ def fof_file():
 
 
 @pytest.mark.parametrize(
-    ("propagate", "expected"),
+    ("propagate", "rewards", "expected"),
     [
         (
             "shared",
-            [
-                (1.059624, -0.132453, -0.927171),
-                (1.150791, -0.657595, -0.493196),
-                (0.844440, 0.259828, -1.104268),
-            ],
+            [(1.0, 0.4, 0.0), (1.0, -0.1, 0.0), (1.0, 0.4, -1.0)],
+            [(1.059624, -0.132453, -0.927171), (1.150791, -0.657595, -0.493196), (0.844440, 0.259828, -1.104268)],
         ),
         (
             "full",
-            [
-                (1.031614, -0.066556, -0.965059),
-                (1.031614, -0.066556, -0.965059),
-                (0.844440, 0.259828, -1.104268),
-            ],
+            [(1.0, -0.1, -1.0), (1.0, -0.1, -1.0), (1.0, 0.4, -1.0)],
+            [(1.031614, -0.066556, -0.965059), (1.031614, -0.066556, -0.965059), (0.844440, 0.259828, -1.104268)],
         ),
     ],
 )
-def test_fork_on_first(credit, propagate, expected):
-    found = first(credit(fof_file(), "mhgpo_fof", f"algo.propagate={propagate}"))
+def test_fork_on_first(credit, propagate, rewards, expected):
+    entries = credit(fof_file(), "mhgpo_fof", f"algo.propagate={propagate}")
+    found, reward = first(entries), {entry["id"]: entry["reward"] for entry in entries}
     for agent, row in enumerate(expected):
+        close([reward[f"b{branch}.{agent}"] for branch in (1, 2, 3)], rewards[agent])
         close([found[f"b{branch}.{agent}"] for branch in (1, 2, 3)], row)
 
 
@@ -177,6 +194,13 @@ def test_round_robin(credit):
     file.set("q1.0", penalty=-0.5)
     entries = {entry["id"]: entry for entry in credit(file, "mhgpo_rr", "algo.group_size=2")}
     close([entries["q1.0"]["reward"], entries["q2.0"]["reward"]], [-0.1, 0.75])
+    close([entries["q1.0"]["parts"]["shared"], entries["q2.0"]["parts"]["shared"]], [0.4, 0.75])
+    members = {}
+    for name, entry in entries.items():
+        members.setdefault(entry["group"], set()).add(name)
+    pairs = [{f"q0.{p}.0", f"q0.{p}.1"} for p in range(3)]
+    pairs += [{f"{q}.{p}.0", f"{q}.{p}.1"} for q in ("q1", "q2") for p in (1, 2)]
+    assert sorted(map(sorted, members.values())) == sorted(map(sorted, [*pairs, {"q1.0", "q2.0"}]))
     close([entries["q1.0"]["advantages"][0], entries["q2.0"]["advantages"][0]], [-0.707106, 0.707106])
     assert entries["q1.0"]["group"] == entries["q2.0"]["group"] != entries["q0.0.0"]["group"]
     for name, size in (("q1.1", 0.707104), ("q1.2", 0.707104), ("q2.1", 0.707105), ("q2.2", 0.707105)):
@@ -269,10 +293,7 @@ def test_mt_grpo_gives_sampled_tokens_alone_an_advantage(credit):
 @pytest.mark.parametrize(
     ("missing", "expected"),
     [
-        (
-            "exclude",
-            [[0.797624, 0.220473, 0.927081], [1.416198, 0.839047, 0.132440], [-2.213821, -1.059521]],
-        ),
+        ("exclude", [[0.797624, 0.220473, 0.927081], [1.416198, 0.839047, 0.132440], [-2.213821, -1.059521]]),
         ("zero", [[0.505230, -0.071920, 0.927081], [1.708591, 1.131441, 0.132440], [-2.213821, -1.059521]]),
     ],
 )
@@ -315,6 +336,27 @@ def ppo_file(observed):
 def test_mt_ppo(credit, options, expected):
     entries = credit(ppo_file("algo.obs=all" in options), "mt_ppo", "algo.beta=0.0", *options)
     close([a for entry in entries for a in entry["raw_advantages"]], expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "everything"),
+    [
+        (["algo.position=last_generated"], [0.8, 0.7, 1.1, 0.6, 0.9, 0.8, 0.2, 0.3]),
+        (["algo.position=turn_end"], [0.8, 0.7, 1.1, 0.6, 0.9, 1.0, 0.2, 0.3]),
+        (
+            ["algo.position=turn_end", "algo.gamma=0.9", "algo.gae_lambda=0.8"],
+            [-0.026802, -0.106669, 0.421293, -0.025983, 0.422246, 0.753120, 0.046, 0.3],
+        ),
+    ],
+)
+def test_mt_ppo_estimates_over_observations(credit, options, everything):
+    """The command prints sampled tokens; whitened over all eight, they depend on the advantages of the other two."""
+    mean = math.fsum(everything) / 8
+    std = math.sqrt(math.fsum((a - mean) ** 2 for a in everything) / 7)
+    entries = credit(ppo_file(True), "mt_ppo", "algo.beta=0.0", "algo.obs=all", "algo.whiten=all", *options)
+    sampled = [everything[t] for t in (0, 1, 3, 4, 6, 7)]
+    found = [a for entry in entries for a in entry["advantages"]]
+    assert found == pytest.approx([(a - mean) / std for a in sampled], abs=4e-6)  # six decimals, divided by std
 
 
 def test_mt_ppo_returns_and_whitening(credit):

@@ -20,6 +20,7 @@ Usage:
   mmrl train resume=RUN_DIR           continue a stopped or killed run to the same numbers
   mmrl eval policy=P [key=value ...]  evaluate a run, checkpoint, adapter, model folder or hub id
   mmrl eval -m policy=P task=a,b,c    several evaluations, side by side as columns
+  mmrl eval resume=EVAL_DIR           continue a stopped evaluation
   mmrl show RUN_DIR [example=ID] [step=N]
                                       a run's curves, and the tree of calls of an example
   mmrl report RUN_DIR                 write a run's report.html again
@@ -29,7 +30,8 @@ Usage:
   mmrl compare plan=mini              the same for all runs of conf/compare/mini.yaml
   mmrl credit algo=A[,B] rollouts=FILE [--json]
                                       rewards, groups, advantages and weights of recorded rollouts
-  mmrl plan [key=value ...]           what a run will do and cost, before any weights are loaded
+  mmrl plan [key=value ...] [device=h200] [dry=N]
+                                      what a run will do and cost, before it starts
   mmrl index build corpus=A[,B] index=DIR [retriever=bm25|dense|colbert]
   mmrl index info|search index=DIR [query=TEXT]
                                       a retrieval index: sizes first, then built; looked into
@@ -46,7 +48,8 @@ Compose a run from:
   engine=     {engine}
   experiment= {experiment}
 
-Any other key of the config can be set too: `mmrl train --cfg job` prints them all, docs/configuration.md explains them.
+Any other key of the config can be set too: `mmrl train --cfg job` prints them all, docs/configuration.md explains them
+and each command's own arguments; docs/reproducing.md lists the rows of the papers' tables (experiment=).
 `mmrl train` alone does the main job: algo=mhgpo_rr task=hotpotqa model=tiny, in minutes on two cores.
 """
 
@@ -60,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted; continue with: mmrl train resume=RUN_DIR", file=sys.stderr)
+        print("interrupted", file=sys.stderr)  # what had begun has said how to go on
         return 130
     except BrokenPipeError:  # the reader of a pipe (`mmrl show RUN | head`) has seen enough
         sys.stderr.close()
@@ -97,9 +100,15 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _help() -> str:
+    from textwrap import fill
+
     from mmrl.cli.options import GROUPS, options
 
-    return HELP.format(version=__version__, **{group: " ".join(options(group)) or "-" for group in GROUPS})
+    names = {group: options(group) for group in GROUPS}
+    rows = names["experiment"]  # the rows of a table count as one choice: there are too many to read
+    names["experiment"] = list(dict.fromkeys(f"{row.rpartition('/')[0]}/*" if "/" in row else row for row in rows))
+    wrapped = {group: fill(" ".join(found) or "-", 104, subsequent_indent=" " * 14) for group, found in names.items()}
+    return HELP.format(version=__version__, **wrapped)
 
 
 def _train(arguments: list[str]) -> int:

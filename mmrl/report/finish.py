@@ -63,11 +63,7 @@ def finish(
     run.write_summary(summary)
     seen = Overview.of(run)
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)
-    trouble = ""
-    try:
-        write_report(seen)
-    except Exception as error:  # the run is done and its numbers are safe: a drawing problem must not lose the summary
-        trouble = f"report not written ({type(error).__name__}: {error})"
+    trouble = _write_report(seen)
     parts = [
         f"{seen.name}: {seen.done} steps of {seen.what} in {duration(seconds)}",
         "\n".join(fill(sentence, width) for sentence in seen.kind) + ("\n" + facts_table(facts) if facts else ""),
@@ -81,6 +77,15 @@ def finish(
     parts.append(alarm_text(seen.alarms, width))
     parts.append(further(run, seen, trouble))
     return "\n\n".join(part for part in parts if part)
+
+
+def _write_report(seen: Overview) -> str:
+    """Write the report; what went wrong, if anything did."""
+    try:
+        write_report(seen)
+    except Exception as error:  # the run is done and its numbers are safe: a drawing problem must not lose the summary
+        return f"report not written ({type(error).__name__}: {error})"
+    return ""
 
 
 def further(run: RunDir, seen: Overview, trouble: str = "") -> str:
