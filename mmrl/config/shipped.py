@@ -10,6 +10,7 @@ from collections.abc import Mapping
 SHIPPED: Mapping[str, tuple[str, ...]] = {
     "tiny": ("hotpotqa", "2wiki", "musique", "search_agent", "tool_agent"),
     "tiny_dspy": ("banking77", "papillon", "hover"),
+    "tiny_qa": ("qa_direct", "search_o1", "r1_searcher"),
 }
 """Model (a folder of `mmrl/assets`) -> tasks whose mini version it plays."""
 
