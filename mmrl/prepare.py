@@ -24,6 +24,7 @@ from mmrl.config import (
     TrainCommandConfig,
     validate,
 )
+from mmrl.config.algo import CriticConfig
 from mmrl.config.effects import Facts, engine_name, without_effect
 from mmrl.config.task import BUILT_IN
 from mmrl.errors import CheckpointError, ConfigError, unknown
@@ -132,7 +133,7 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
         )
         return problems + policy_problems(config, task)
     assert isinstance(config, TrainCommandConfig)
-    problems += hardware_problems(config.hardware, engine_name(config), modules=config.model.modules is not None)
+    problems += device_problems(config)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)
     problems += assignment(config, task).problems()
@@ -161,6 +162,16 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     if not task.examples(config.eval.split):
         problems.append(f"eval.split: the {config.eval.split} split has no examples")
     return problems
+
+
+def device_problems(config: TrainCommandConfig) -> list[str]:
+    """What the processes of a hardware profile cannot do of a training run."""
+    return hardware_problems(
+        config.hardware,
+        engine_name(config),
+        modules=config.model.modules is not None,
+        critic=isinstance(config.algo, CriticConfig),
+    )
 
 
 def policy_problems(config: EvalCommandConfig, task: Task) -> list[str]:

@@ -48,10 +48,11 @@ def make(config: TrainCommandConfig, lengths: str, dry: int | None, name: str | 
     if examples and not here:
         raise ConfigError(f"dry: the weights of {config.model.path} are not on this machine; leave dry out, or dry=0")
     shape = shape_of(config.model)
+    problems = prepare.device_problems(config)
     config = prepare.plannable(config, name)
     # Counting from lengths needs the program, not the data: those of the mini world stand in for what is not here.
     task = prepare.build_task(config.task if examples else prepare.on_mini_world(config.task), config.seed)
-    problems = algorithm_problems(config.algo, task.program.modules, task.reward_sets)
+    problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)
     problems += prepare.assignment(config, task).problems()
     if problems:
         raise ConfigError(problems)

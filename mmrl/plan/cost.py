@@ -27,15 +27,24 @@ class Setup:
     """What the config says about weights."""
 
     width: int
-    """Bytes of a number of the policy's weights."""
+    """Bytes of a number that the model computes with, and of frozen weights."""
     trained_parameters: int
-    trained_width: int
-    """Bytes of a number of the trained weights."""
+    weights_width: int
+    """Bytes of a number of the policy's weights: trained ones are float32 (`trainer.trl_trainer`)."""
     copies: int
     """Frozen copies of the whole model (the reference of full fine-tuning)."""
     critic: str | None
     """`separate`, `adapter`, `head`, or None."""
     processes: int
+    """Of all nodes."""
+    weights_over: int
+    """Processes that share the trained weights (FSDP2, ZeRO 3)."""
+    states_over: int
+    """Processes that share gradients and optimizer (FSDP2, ZeRO)."""
+
+
+TRAINED_WIDTH = 4
+"""Bytes of a trained number, its gradient and each of its two moments: float32."""
 
 
 def setup(config: TrainCommandConfig, shape: Shape) -> Setup:
@@ -44,13 +53,17 @@ def setup(config: TrainCommandConfig, shape: Shape) -> Setup:
     dtype = config.model.dtype
     width = (2 if on_gpu else 4) if dtype == "auto" else 4 if dtype == "float32" else 2
     parameters = shape.parameters if lora is None else shape.lora_parameters(lora.r, lora.targets)
+    processes = config.hardware.processes * config.hardware.nodes
+    sharding = config.hardware.sharding
     return Setup(
         width=width,
         trained_parameters=parameters,
-        trained_width=width if lora is None else 4,
+        weights_width=TRAINED_WIDTH if lora is None else width,
         copies=1 if lora is None and config.algo.beta > 0 else 0,
         critic=getattr(config.algo, "critic", None),
-        processes=config.hardware.processes,
+        processes=processes,
+        weights_over=processes if sharding in ("fsdp2", "zero3") else 1,
+        states_over=processes if sharding != "none" else 1,
     )
 
 
@@ -64,13 +77,13 @@ def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float,
     made = setup(config, shape)
     pack = max(min(float(pack_tokens(config, shape, device, made)), load.trained_unique / made.processes), longest)
     held = min(load.prompt_unique + load.completion, float(config.engine.batch_tokens))
-    trained = made.trained_parameters
+    trained = made.trained_parameters * TRAINED_WIDTH
     found = {
-        "weights": shape.parameters * made.width,
+        "weights": shape.parameters * made.weights_width / made.weights_over,
         "reference": made.copies * shape.parameters * made.width,
-        "adapter": trained * made.trained_width if config.model.lora else 0,
-        "gradients": trained * made.trained_width,
-        "optimizer": 2 * trained * made.trained_width,
+        "adapter": trained / made.weights_over if config.model.lora else 0,
+        "gradients": trained / made.states_over,
+        "optimizer": 2 * trained / made.states_over,
         "critic": _critic_bytes(config, shape, made),
         "activations": pack * shape.activation_bytes(made.width, config.model.gradient_checkpointing),
         "logits": min(CHUNK, pack) * shape.vocab * 4 * 3,
@@ -94,7 +107,7 @@ def pack_tokens(config: TrainCommandConfig, shape: Shape, device: Device, made: 
 
 def _critic_bytes(config: TrainCommandConfig, shape: Shape, made: Setup) -> float:
     if made.critic == "separate":
-        return 4.0 * shape.parameters * made.width
+        return 4.0 * TRAINED_WIDTH * shape.parameters
     if made.critic == "adapter":
         rank = config.model.lora.r if config.model.lora else 16
         targets = config.model.lora.targets if config.model.lora else ("q_proj", "v_proj")

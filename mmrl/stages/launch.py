@@ -113,12 +113,13 @@ def launch_line(hardware: HardwareConfig) -> str:
     )
 
 
-def problems(hardware: HardwareConfig, engine: str, modules: bool) -> list[str]:
+def problems(hardware: HardwareConfig, engine: str, modules: bool, critic: bool = False) -> list[str]:
     """What cannot work of a hardware profile, one sentence each.
 
     Args:
         engine: the engine that samples.
         modules: whether there are weights per module.
+        critic: whether the algorithm has a critic, which accelerate wraps by itself: DDP does that, sharding does not.
     """
     found = []
     total = hardware.processes * hardware.nodes
@@ -133,6 +134,11 @@ def problems(hardware: HardwareConfig, engine: str, modules: bool) -> list[str]:
         found.append(
             f"hardware.sharding: got {hardware.sharding}, but engine=transformers samples from the whole weights; use "
             "engine=vllm_server"
+        )
+    if hardware.sharding != "none" and critic:
+        found.append(
+            f"hardware.sharding: got {hardware.sharding}, under which a critic cannot be trained; use "
+            "hardware.sharding=none (every process holds the whole model), or an algorithm without a critic"
         )
     if hardware.cpu_offload and hardware.sharding == "none":
         found.append("hardware.cpu_offload: has an effect only with hardware.sharding=fsdp2, zero2 or zero3")
