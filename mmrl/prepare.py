@@ -170,7 +170,7 @@ def device_problems(config: TrainCommandConfig) -> list[str]:
         config.hardware,
         engine_name(config),
         modules=config.model.modules is not None,
-        critic=isinstance(config.algo, CriticConfig),
+        critic=config.algo.critic if isinstance(config.algo, CriticConfig) else None,
     )
 
 

@@ -128,9 +128,15 @@ def test_profiles_that_cannot_work_are_refused(values, engine, modules, expected
 
 def test_profiles_that_can_are_not():
     assert problems(profile(processes=8, sharding="fsdp2"), "vllm_server", False) == []
-    (problem,) = problems(profile(processes=8, sharding="fsdp2"), "vllm_server", False, critic=True)
+    assert problems(profile(processes=8), "vllm_server", False, critic="head") == []
+
+
+def test_critics_on_several_processes():
+    (problem,) = problems(profile(processes=8, sharding="fsdp2"), "vllm_server", False, critic="separate")
     assert "critic" in problem and "hardware.sharding=none" in problem
-    assert problems(profile(processes=8), "vllm_server", False, critic=True) == []
+    (problem,) = problems(profile(processes=8), "vllm_server", False, critic="adapter")
+    assert "algo.critic: got adapter" in problem
+    assert problems(profile(), "vllm_server", False, critic="adapter") == []
     assert problems(profile(processes=7, sharding="fsdp2", rollout_devices=1), "vllm_server", False) == []
 
 

@@ -113,13 +113,14 @@ def launch_line(hardware: HardwareConfig) -> str:
     )
 
 
-def problems(hardware: HardwareConfig, engine: str, modules: bool, critic: bool = False) -> list[str]:
+def problems(hardware: HardwareConfig, engine: str, modules: bool, critic: str | None = None) -> list[str]:
     """What cannot work of a hardware profile, one sentence each.
 
     Args:
         engine: the engine that samples.
         modules: whether there are weights per module.
-        critic: whether the algorithm has a critic, which accelerate wraps by itself: DDP does that, sharding does not.
+        critic: kind of the algorithm's critic, if it has one. accelerate wraps it apart from the policy, which it does
+            for DDP alone; and DDP wants every trained weight in every backward pass, so no second adapter.
     """
     found = []
     total = hardware.processes * hardware.nodes
@@ -152,6 +153,8 @@ def problems(hardware: HardwareConfig, engine: str, modules: bool, critic: bool 
             f"hardware.rollout_devices: got {hardware.rollout_devices}, which has an effect only with "
             f"engine=vllm_server (this run has {engine})"
         )
+    if total > 1 and critic == "adapter":
+        found.append(f"algo.critic: got adapter, which needs one process (this run has {total}); use separate or head")
     if total > 1 and modules:
         found.append(f"hardware.processes: got {total} in all, weights per module need 1")
     return found
