@@ -1,7 +1,7 @@
 """What an index will take on disk and in memory, told before anything is fetched or built. Used by `mmrl index`.
 
 Estimates: 100-word passages of about 620 bytes; dense and ColBERT from the arrays they write. BM25 on disk was within
-20 % on corpora of 6 and 21 MB; its memory to build is a guess, not measured at sizes where it matters.
+20 % on corpora of 6 to 307 MB; its memory to build is what a million passages took (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DIMENSION, TOKEN_DIMENSION = 768, 128
 """Of contriever and E5-base; of ColBERTv2."""
 TOKEN_BYTES = 4.5
 """Text per token vector."""
-BM25_DISK, BM25_BUILD, BM25_SEARCH = 0.9, 3.5, 0.05
+BM25_DISK, BM25_BUILD, BM25_SEARCH = 0.9, 8.0, 0.05
 """Bytes per byte of text: index files; memory while building; memory while searching, beside the mapped files."""
 
 
