@@ -73,6 +73,27 @@ def test_unknown_modules_and_wrong_factors_are_named(name):
     assert "algo.advantage_scale.answerer: got -1.0, expected a finite number from 0" in found
 
 
+def test_a_factor_of_zero_is_a_choice():
+    algo = ALGO_SCHEMAS["mhgpo_fof"](
+        name="mhgpo_fof", advantage_scale={"answerer": 0.0}, penalty_scale={"rewriter": 0.0}
+    )
+    assert problems(algo, MODULES, ("outcome",)) == []
+
+
+def test_minibatches_reach_the_algorithm():
+    """Of two examples in mini-batches of their own, each is all of its optimizer step: twice the weight."""
+    grow = Grow(MODULES)
+    for example in ("p", "q"):
+        for number in (0, 1):
+            first = grow.call(f"{example}/{number}#0", None, "rewriter", 2, example=example)
+            last = grow.call(f"{example}/{number}#1", first, "answerer", 1, example=example)
+            grow.end(last, float(number), id=f"{example}/{number}")
+    algo = ALGO_SCHEMAS["grpo"](name="grpo")
+    together = assign_credit(grow.forest, algo, 0).entries
+    apart = assign_credit(grow.forest, algo, 0, {"p": 0, "q": 1}).entries
+    assert [sum(a.weights) for a in apart] == pytest.approx([2 * sum(t.weights) for t in together])
+
+
 def test_factors_of_penalties_that_are_off_are_refused():
     with pytest.raises(ValueError, match="penalty_scale: has no effect with penalties=false"):
         ALGO_SCHEMAS["mappo"](name="mappo", penalties=False, penalty_scale={"rewriter": 2.0})
