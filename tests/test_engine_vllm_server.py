@@ -113,6 +113,9 @@ def test_how_the_server_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "lora" not in " ".join(server_arguments(EngineConfig(), setup, "/weights", "raw", 0, 0))
     on_gpu = Setup(weights=TINY, device="cuda")
     assert "--gpu-memory-utilization 0.4" in " ".join(server_arguments(EngineConfig(), on_gpu, "/w", "raw", 0, 0))
+    more = server_arguments(EngineConfig(gpu_memory=0.7), on_gpu, "/w", "raw", 0, 0)
+    assert more[more.index("--gpu-memory-utilization") + 1] == "0.7"
+    assert server_environment(EngineConfig(kv_cache_gb=3), setup)["VLLM_CPU_KVCACHE_SPACE"] == "3"
     assert server_environment(EngineConfig(), setup)["OMP_NUM_THREADS"] == "2"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert "OMP_NUM_THREADS" not in server_environment(EngineConfig(), setup)  # the user's own stays

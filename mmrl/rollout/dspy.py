@@ -280,7 +280,7 @@ def _checked_options(name: str, options: Mapping[str, Any]) -> Mapping[str, Any]
     refused = sorted(set(given) - PASSED_ON)
     if refused:
         raise ProgramFailure(
-            f"predictor '{name}' sets {', '.join(refused)}; sampling is set by train.* and eval.*, and a call is one "
+            f"predictor '{name}' sets {', '.join(refused)}; sampling is set by algo.* and eval.*, and a call is one "
             "completion: leave these out (call a predictor several times for several completions)"
         )
     return given

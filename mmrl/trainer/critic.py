@@ -25,6 +25,7 @@ from mmrl.config.algo import CriticConfig
 from mmrl.errors import CheckpointError, MmrlError
 from mmrl.trainer.objective import value_loss
 from mmrl.trainer.packing import Pack
+from mmrl.trainer.settings import Settings
 
 FILE = "critic.safetensors"
 ADAPTER = "critic"
@@ -81,6 +82,27 @@ class CriticTotals:
     grad_norms: list[float] = field(default_factory=list)
 
 
+def trained_in_float32(model: Any) -> None:
+    """Trained weights to float32: an AdamW update of 1e-6 is below bfloat16's resolution and would round to nothing."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+
+
+def make_critic(settings: Settings, model: Any) -> Critic | None:
+    """The critic of algorithms that have one, beside the model as it is before TRL wraps it."""
+    if settings.critic is None:
+        return None
+    return Critic(
+        settings.critic,
+        model,
+        settings.seed,
+        settings.lora(dropout=False),
+        lr=settings.train.lr * settings.critic.critic_lr_factor,
+        checkpointing=settings.model.gradient_checkpointing,
+    )
+
+
 class Critic:
     """Owner of the value head and of whatever is trained with it.
 
@@ -110,9 +132,7 @@ class Critic:
         if own is not None and checkpointing:
             own.gradient_checkpointing_enable()
         self.module: Any = ValueHead(model.config, own, dtype, seed, zero=config.critic_init == "zero")
-        for parameter in self.module.parameters():
-            if parameter.dtype in (torch.bfloat16, torch.float16):
-                parameter.data = parameter.data.float()
+        trained_in_float32(self.module)
         self.wrapped: Any = self.module
         self.policy: Any = None
         self.restart(torch.device("cpu"))

@@ -28,7 +28,7 @@ from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, SyncFailure, TooManyFailures
 from mmrl.trainer import checkpoint
 from mmrl.trainer.adapters import Adapters
-from mmrl.trainer.critic import ADAPTER, Critic
+from mmrl.trainer.critic import ADAPTER, make_critic, trained_in_float32
 from mmrl.trainer.forwards import Forwards
 from mmrl.trainer.inert import no_progress_bars, no_reward, one_device
 from mmrl.trainer.layout import choose_packing, token_budget
@@ -123,17 +123,8 @@ class MmrlTrainer(Forwards, GRPOTrainer):
             settings.train.microbatch_tokens, model, checkpointing=settings.model.gradient_checkpointing
         )
         self.compared = not self.tries
-        self.critic: Critic | None = None
+        self.critic = make_critic(settings, model)
         self.critic_lr = 0.0
-        if settings.critic is not None:
-            self.critic = Critic(
-                settings.critic,
-                model,
-                settings.seed,
-                settings.lora(dropout=False),
-                lr=settings.train.lr * settings.critic.critic_lr_factor,
-                checkpointing=settings.model.gradient_checkpointing,
-            )
         self.adapters = adapters
         lora = settings.lora()
         if adapters is not None:
@@ -156,10 +147,7 @@ class MmrlTrainer(Forwards, GRPOTrainer):
         if self.accelerator.num_processes > 1 and (adapters or (self.critic and self.critic.adapter)):
             # DDP expects every trained weight in every backward pass.
             raise ConfigError("hardware.processes: weights per module and algo.critic=adapter need 1 process")
-        for parameter in self.policy.parameters():
-            # An AdamW update of 1e-6 is below bfloat16's resolution and would round to nothing.
-            if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-                parameter.data = parameter.data.float()
+        trained_in_float32(self.policy)
         self.beta = settings.beta
         if self.critic is not None:
             self.critic.attach(self.model, self.accelerator)
