@@ -90,6 +90,8 @@ def test_musique_records(tmp_path):
     found = load(saved(tmp_path, [row], "m.jsonl"), "musique")[0]
     assert (found.answers, found.titles, found.kind) == (("Ada", "Ada L."), ("T",), "2hop")
     assert found.paragraphs == (("T", "x"), ("U", "y"))
+    with pytest.raises(DataError, match=r"misses the field 'context'.*; task.dataset=musique reads such records"):
+        load(saved(tmp_path, [row], "m.jsonl"), "hotpotqa")
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "popqa": Layout(("id", "question", "|".join(ANSWER_FIELDS)), _popqa),
 }
 """`task.dataset` -> layout."""
+OWN_LAYOUTS = ("hotpotqa", "2wiki", "musique", "popqa")
+"""Those whose records bring evidence, so that a record of another one can be told."""
 
 
 def hub_columns(layout: Layout, names: Collection[str]) -> Sequence[str]:
@@ -181,10 +183,21 @@ def _record(source: Source, row: Row, layout: Layout, number: str) -> Record:
     try:
         record = _questions({**values, "id": name or number}) if bare else layout.read(values)
     except KeyError as error:
-        raise DataError(f"{where}: misses the field {error}; it has {', '.join(map(str, values))}") from None
+        fields = ", ".join(map(str, values))
+        fitting = [] if bare else [name for name in OWN_LAYOUTS if _reads(LAYOUTS[name], values)]
+        hint = f"; task.dataset={' or '.join(fitting)} reads such records" if fitting else ""
+        raise DataError(f"{where}: misses the field {error}; it has {fields}{hint}") from None
     except (TypeError, ValueError) as error:
         raise DataError(f"{where}: {error}") from None
     return record
+
+
+def _reads(layout: Layout, values: Mapping[str, Any]) -> bool:
+    try:
+        layout.read(values)
+    except (KeyError, TypeError, ValueError):
+        return False
+    return True
 
 
 def _text(value: Any, field: str) -> str:
