@@ -66,6 +66,10 @@ def test_value_loss_takes_the_larger_square() -> None:
     # 0.5·(0.5-2)²; 0.5·(0.2-1)²; 0.5·max((-1-1)², (-0.5-1)²)
     assert float(result.loss) == pytest.approx(0.5 * 1.125 + 0.25 * 0.32 + 0.25 * 2.0)
     assert result.clipped.tolist() == [True, False, False]
+    # Inside the bounds nothing is clipped, whatever old + (values - old) is rounded to.
+    generator = torch.Generator().manual_seed(0)
+    old, values = 0.3 * torch.rand(1000, generator=generator), -0.1 * torch.rand(1000, generator=generator)
+    assert not value_loss(values, old, values - 0.1, torch.ones(1000), 0.5).clipped.any()
 
 
 @kinds

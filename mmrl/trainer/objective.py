@@ -192,4 +192,6 @@ def value_loss(
     """
     bounded = old + (values - old).clamp(-clip, clip)
     free, held = (values - returns).square(), (bounded - returns).square()
-    return ValueLoss((weights * 0.5 * torch.maximum(free, held)).sum(), (held > free).detach())
+    # Within the bounds `bounded` is V_t up to rounding, so `held > free` alone would count tokens that nothing clips.
+    clipped = (held > free) & ((values - old).abs() > clip)
+    return ValueLoss((weights * 0.5 * torch.maximum(free, held)).sum(), clipped.detach())
