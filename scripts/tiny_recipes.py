@@ -32,7 +32,7 @@ class Recipe:
     """How one model is made."""
 
     tasks: tuple[str, ...]
-    """Programs that it plays; must be what `mmrl.models.SHIPPED` says of it."""
+    """Programs that it plays; must be what `mmrl.config.shipped` says of it."""
     phases: tuple[Phase, ...]
     worlds: int
     """Mini worlds to learn from."""

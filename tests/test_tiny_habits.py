@@ -9,6 +9,7 @@ from mmrl.tasks.search_o1 import boxed
 from mmrl.tasks.search_program import parse_answer
 from scripts import build_tiny_model as build
 from scripts.tiny_habits import poor
+from scripts.tiny_recipes import RECIPES
 
 
 @pytest.fixture(scope="module", params=["qa_direct", "search_o1", "r1_searcher"])
@@ -54,6 +55,7 @@ def test_a_habit_is_worse_and_still_in_format(pairs):
 
 
 def test_every_module_of_a_baseline_has_a_share_in_every_phase():
-    for phase in build.PHASES:
+    recipe = RECIPES["tiny_qa"]
+    for phase in recipe.phases:
         for task in build.build_tasks(("qa_direct", "search_o1", "r1_searcher"), 1):
             assert set(task.program.modules) <= set(phase.mix)
