@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest.register_assert_rewrite("tests.vllm_cases")
+
 # A loaded machine is slow, not wrong.
 settings.register_profile("mmrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("mmrl")

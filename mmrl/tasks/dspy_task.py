@@ -7,6 +7,7 @@ the task wraps it (`mmrl.rollout.programs`). DSPy takes seconds to import, so it
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ from mmrl.tasks.prompts import Template, load_prompts
 SPLITS = ("train", "dev", "test")
 
 
-class DspyTask:
+class DspyTask(ABC):
     """Implements `mmrl.tasks.base.Task` but for `score`; subclasses bring the program and the examples.
 
     Args:
@@ -67,13 +68,13 @@ class DspyTask:
         elif config.prompts is not None:
             raise ConfigError("task.prompts: has no effect with this program, whose prompts are its own code")
 
+    @abstractmethod
     def load(self) -> Mapping[str, Sequence[Example]]:
         """All examples of each split, or those of the paper's sample. Raises `ConfigError`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make_program(self) -> Any:
         """The raw `dspy.Module`, called with the inputs of an example as keywords."""
-        raise NotImplementedError
 
     def option_problems(self) -> list[str]:
         """Options that were set and have no effect."""

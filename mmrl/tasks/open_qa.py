@@ -6,6 +6,7 @@ Base of the task classes in `multihop_qa`, `search_agent` and `tool_agent`.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
@@ -41,7 +42,7 @@ COUNTED = ("requests", "cached", "retries", "short", "empty", "failures")
 log = logging.getLogger("mmrl.data")
 
 
-class OpenQaTask:
+class OpenQaTask(ABC):
     """Data, corpora and retrieval of a task that answers questions by searching.
 
     Args:
@@ -98,9 +99,9 @@ class OpenQaTask:
         self._counts: Counter[str] = Counter()
         self._warn_missing_titles()
 
+    @abstractmethod
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """The task's questions about the mini world."""
-        raise NotImplementedError
 
     def _option_problems(self) -> list[str]:
         config, problems = self.config, []

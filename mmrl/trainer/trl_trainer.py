@@ -3,14 +3,14 @@
 Part of `trainer`, and the only place that imports TRL. Model and adapter loading, optimizer, schedules, mixed
 precision, accelerate and checkpoint formats are TRL's and transformers'. Overridden: `get_train_dataloader` (one item
 is one optimizer step's packs), `training_step` (a varying number of micro-batches, one backward each),
-`_clip_grad_norm` (reads the norm), `_save_checkpoint` (atomic), `floating_point_ops` and `_send_telemetry` (nothing).
+`_clip_grad_norm` (reads the norm), `_save_checkpoint` (atomic: `saves`), `floating_point_ops` and `_send_telemetry`
+(nothing).
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -25,15 +25,16 @@ from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
-from mmrl.errors import CheckpointError, ConfigError, MmrlError, SyncFailure, TooManyFailures
+from mmrl.errors import ConfigError, MmrlError, SyncFailure, TooManyFailures
 from mmrl.trainer import checkpoint
 from mmrl.trainer.adapters import Adapters
-from mmrl.trainer.critic import ADAPTER, make_critic, trained_in_float32
+from mmrl.trainer.critic import make_critic, trained_in_float32
 from mmrl.trainer.forwards import Forwards
-from mmrl.trainer.inert import no_progress_bars, no_reward, one_device
+from mmrl.trainer.inert import no_reward, one_device
 from mmrl.trainer.layout import choose_packing, token_budget
 from mmrl.trainer.objective import Correction, StepBatch, token_loss, truncated_weights
 from mmrl.trainer.packing import Pack
+from mmrl.trainer.saves import Saves
 from mmrl.trainer.selfcheck import compare
 from mmrl.trainer.settings import Settings
 from mmrl.trainer.stream import StepEnd, Update, UpdateStream
@@ -96,7 +97,7 @@ def build_trainer(
     )
 
 
-class MmrlTrainer(Forwards, GRPOTrainer):
+class MmrlTrainer(Saves, Forwards, GRPOTrainer):
     """See `build_trainer`, which makes it."""
 
     def __init__(
@@ -157,11 +158,6 @@ class MmrlTrainer(Forwards, GRPOTrainer):
         self.batch_metrics: dict[str, float] = {}
 
     # -- running ---------------------------------------------------------------------------------------------------
-
-    @property
-    def steps_done(self) -> int:
-        """Steps whose optimizer steps are all done."""
-        return int(self.state.global_step) // self.settings.updates
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Run to `train.steps`, from `resume_from_checkpoint`, else from `resume_from`, else from the start."""
@@ -355,47 +351,6 @@ class MmrlTrainer(Forwards, GRPOTrainer):
             factors = [*scheduler.lr_lambdas[:-2], self.critic.factor, self.critic.factor]
             self.lr_scheduler = scheduler = torch.optim.lr_scheduler.LambdaLR(scheduler.optimizer, factors)
         return scheduler
-
-    def whole_state(self) -> dict[str, Any] | None:
-        """All weights, gathered on the main process, where processes share them; None where each holds them whole."""
-        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            return None
-        state: dict[str, Any] = self.accelerator.get_state_dict(self.model)
-        return state
-
-    # -- state -----------------------------------------------------------------------------------------------------
-
-    def save(self) -> Path:
-        """Save the state after the last finished step, if that is not saved yet; between steps only."""
-        target = self.folder / f"checkpoint-{self.steps_done}"
-        if not checkpoint.complete(target):
-            self._save_checkpoint(self.model, None)
-        return target
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self.state.global_step % self.settings.updates:
-            raise CheckpointError("a checkpoint can only be saved between steps")
-        folder, step, main = self.folder, self.steps_done, self.accelerator.is_main_process
-        temporary = checkpoint.begin(folder, step) if main else checkpoint.temporary(folder, step)
-        try:
-            self.accelerator.wait_for_everyone()
-            with no_progress_bars():
-                self.save_model(str(temporary), _internal_call=True)
-            if self.critic is not None and main:
-                # peft saved it as one more adapter of the policy, which it is not.
-                shutil.rmtree(temporary / ADAPTER, ignore_errors=True)
-                self.critic.save(temporary)
-            self._save_optimizer_and_scheduler(str(temporary))
-            self._save_scaler(str(temporary))
-            self._save_rng_state(str(temporary))
-            self.accelerator.wait_for_everyone()
-            if main:
-                self.state.save_to_json(str(temporary / "trainer_state.json"))
-                checkpoint.commit(folder, step, self.extra(step))
-                checkpoint.prune(folder, self.settings.train.keep)
-        except OSError as error:
-            raise CheckpointError(f"{folder}/checkpoint-{step}: cannot be saved: {error.strerror or error}") from error
-        self.accelerator.wait_for_everyone()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
