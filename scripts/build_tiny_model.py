@@ -5,18 +5,14 @@
     python scripts/build_tiny_model.py --tasks hotpotqa --steps 300,1300,0,0 --out outputs/tiny_model
 
 It learns from worlds with other seeds than the one that runs use: the same words in other names and facts, so it knows
-the words of the runs' world and nothing else of it. The warm start ends early on purpose: every program gets a policy
-that knows the formats and leaves room for reinforcement learning.
+the words of the runs' world and nothing else of it (but `tiny_direct`, which has to answer from memory). The warm start
+ends early on purpose: every program gets a policy that knows the formats and leaves room for reinforcement learning.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import platform
-import shutil
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -53,8 +49,10 @@ from mmrl.tasks.mini.singles import make_bridges, make_singles  # noqa: E402
 from mmrl.tasks.mini.support import make_support  # noqa: E402
 from mmrl.tasks.mini.world import WORLD_SEED, make_world  # noqa: E402
 from mmrl.tasks.multihop_qa import MultihopQaTask  # noqa: E402
-from scripts.tiny_drills import MODULE as DRILL  # noqa: E402
+from mmrl.tasks.qa_direct import DirectQaTask  # noqa: E402
+from scripts.tiny_card import build_facts, ship  # noqa: E402
 from scripts.tiny_drills import drills  # noqa: E402
+from scripts.tiny_facts import facts  # noqa: E402
 from scripts.tiny_habits import habits  # noqa: E402
 from scripts.tiny_phrases import extend  # noqa: E402
 from scripts.tiny_recipes import RECIPES  # noqa: E402
@@ -70,9 +68,12 @@ def main() -> None:
     work = Path(args.work)
     work.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    worlds = [WORLD_SEED + 1 + number for number in range(args.worlds)]
-    demonstrations = [found for seed in worlds for found in demonstrations_of(args.tasks, seed, recipe.drill_tasks)]
-    say(f"{len(demonstrations)} demonstrations from {args.worlds} worlds in {time.monotonic() - started:.0f} s")
+    if recipe.knows:
+        worlds, demonstrations = [WORLD_SEED], knowledge(args.tasks)
+    else:
+        worlds = [WORLD_SEED + 1 + number for number in range(args.worlds)]
+        demonstrations = [found for seed in worlds for found in demonstrations_of(args.tasks, seed, recipe.drill_tasks)]
+    say(f"{len(demonstrations)} demonstrations from {len(worlds)} worlds in {time.monotonic() - started:.0f} s")
     mixed = [
         found for seed in worlds for task in build_tasks(args.tasks, seed) for found in habits(task, "train", seed)
     ]
@@ -108,8 +109,9 @@ def main() -> None:
             callbacks=[watcher],
         )
     model.eval()
-    facts = build_facts(args, model, tokenizer, watcher.check(model, sum(args.steps), items=args.check_items), started)
-    ship(model, tokenizer, facts, Path(args.out))
+    checks = watcher.check(model, sum(args.steps), items=args.check_items)
+    ship(model, tokenizer, build_facts(args, worlds, model, tokenizer, checks, started), Path(args.out))
+    say(f"wrote {args.out}")
 
 
 def arguments() -> argparse.Namespace:
@@ -205,6 +207,15 @@ def demonstrations_of(names: Sequence[str], seed: int, drilled: Sequence[str] = 
             found += demonstrate(task, split) if task.name in names else []
             if isinstance(task, MultihopQaTask):
                 found += drills(task, split, seed)
+    return found
+
+
+def knowledge(names: Sequence[str]) -> list[Demonstration]:
+    """The facts of the runs' own world, and demonstrations of its train split."""
+    found = []
+    for task in build_tasks(names, WORLD_SEED):
+        assert isinstance(task, DirectQaTask)
+        found += [*facts(task, WORLD_SEED), *demonstrate(task, "train")]
     return found
 
 
@@ -323,74 +334,6 @@ def lengths(encoded: Sequence[Encoded]) -> str:
     return "  ".join(
         f"{module} {fmean(len(i.prompt_ids) for i in items):.0f}+{fmean(len(i.completion_ids) for i in items):.1f}"
         for module, items in by_module.items()
-    )
-
-
-def build_facts(args: argparse.Namespace, model: Any, tokenizer: Any, checks: dict[str, float], started: float) -> Any:
-    """What the shipped files are, for people and for later builds."""
-    phases = {
-        p.name: json.loads((Path(args.work) / p.name / "warmup.json").read_text("utf-8"))
-        for p, steps in zip(RECIPES[args.model].phases, args.steps, strict=True)
-        if steps
-    }
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return {
-        "model": args.model,
-        "init": RECIPES[args.model].init,
-        "tasks": list(args.tasks),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "vocabulary": len(tokenizer),
-        "world_seed_of_runs": WORLD_SEED,
-        "worlds_learnt_from": [WORLD_SEED + 1 + number for number in range(args.worlds)],
-        "note": args.note,
-        "phases": phases,
-        "steps": sum(args.steps),
-        "seed": args.seed,
-        "minutes_of_this_process": round((time.monotonic() - started) / 60, 1),
-        "threads": args.threads,
-        "commit": commit.stdout.strip() or None,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "dev": {name: round(value, 4) for name, value in checks.items()},
-    }
-
-
-def ship(model: Any, tokenizer: Any, facts: dict[str, Any], out: Path) -> None:
-    """Write the files in one go: a build that is killed leaves the old ones."""
-    fresh = out.with_name(out.name + ".new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    model.save_pretrained(fresh)
-    tokenizer.save_pretrained(fresh)
-    (fresh / "build.json").write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    (fresh / "README.md").write_text(readme(facts), encoding="utf-8")
-    for path in fresh.iterdir():
-        path.chmod(0o644)
-    shutil.rmtree(out, ignore_errors=True)
-    fresh.rename(out)
-    size = sum(path.stat().st_size for path in out.iterdir()) / 1e6
-    say(f"wrote {out} ({size:.1f} MB)")
-
-
-def readme(facts: dict[str, Any]) -> str:
-    """The model card."""
-    tokenizer = "own byte-level BPE tokenizer"
-    if facts["init"]:
-        tokenizer = f"continues `{facts['init']}`, whose tokenizer has grown by the stock phrases of its prompts, now"
-    drilled = any(phase["mix"].get(DRILL) for phase in facts["phases"].values())
-    rows = "\n".join(f"| {name} | {value:.3f} |" for name, value in facts["dev"].items())
-    return (
-        f"# The tiny model{' `' + facts['model'] + '`' if facts['init'] else ''}\n\n"
-        f"Made by `scripts/build_tiny_model.py`, not by hand; do not edit. {facts['parameters']:,} parameters (Qwen3 "
-        f"architecture, float32), {tokenizer} with {facts['vocabulary']} tokens, warmed up by "
-        f"supervised learning ({facts['steps']} steps) on demonstrations of {', '.join(facts['tasks'])}"
-        f"{' and on reading drills' * drilled}, "
-        f"from mini worlds {facts['worlds_learnt_from']}. Runs use world {facts['world_seed_of_runs']}, whose "
-        "words it knows (worlds share them) and none of whose facts, documents and questions it has seen. It knows the "
-        "formats, is mediocre on purpose, and cannot read real text.\n\n"
-        f"{facts['note'] + ' ' if facts.get('note') else ''}"
-        "`build.json` has every setting. On the dev split of the runs' world, greedy (`exact`: share of "
-        "demonstrations completed word for word; `penalised`: share of a module's outputs that break its format):\n\n"
-        f"| check | value |\n|---|---|\n{rows}\n"
     )
 
 

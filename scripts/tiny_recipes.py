@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scripts.tiny_drills import MODULE as DRILL
+from scripts.tiny_facts import LISTS, STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Recipe:
     """How one model is made."""
 
     tasks: tuple[str, ...]
-    """Programs that it plays; must be what `mmrl.config.shipped` says of it."""
+    """Programs that it learns; `mmrl.config.shipped` says which of them it plays when a run asks for `tiny`."""
     phases: tuple[Phase, ...]
     worlds: int
     """Mini worlds to learn from."""
@@ -43,6 +44,9 @@ class Recipe:
     """Whether runs of small words grow into tokens too, beside instructions and tags."""
     drill_tasks: tuple[str, ...] = ()
     """Further tasks, whose reading drills it keeps up."""
+    knows: bool = False
+    """Whether it learns the facts of the runs' own world (`scripts/tiny_facts.py`) and, instead of other worlds, from
+    that world's train split."""
 
 
 AGENTS = Recipe(
@@ -101,18 +105,32 @@ DSPY = Recipe(
     ),
 )
 
-_SEARCH: Mapping[str, float] = {"solver": 0.15, "reasoner": 0.4, "condenser": 0.4, "searcher": 0.4}
+_SEARCH: Mapping[str, float] = {"agent": 0.5, "reasoner": 0.4, "condenser": 0.4, "searcher": 0.5}
 QA = Recipe(
-    tasks=("qa_direct", "search_o1", "r1_searcher"),
-    worlds=1,
+    tasks=("search_agent", "search_o1", "r1_searcher"),
+    worlds=2,
     init="tiny",
     pieces=False,  # it can read the questions and documents as they are
     drill_tasks=("hotpotqa",),
     phases=(
-        Phase("play", 250, 3e-3, "linear", 4, {DRILL: 0.25} | _SEARCH),
-        Phase("habits", 80, 1.5e-3, "linear", 4, _SEARCH, habits=True),
+        # Long enough that searching pays: who reads poorly does better by guessing, and that is then what is learnt.
+        Phase("play", 1400, 3e-3, "linear", 4, {DRILL: 0.2} | _SEARCH),
+        Phase("habits", 80, 1e-3, "linear", 4, _SEARCH, habits=True),
     ),
 )
 
-RECIPES: Mapping[str, Recipe] = {"tiny": AGENTS, "tiny_dspy": DSPY, "tiny_qa": QA}
+DIRECT = Recipe(
+    tasks=("qa_direct",),
+    worlds=0,
+    init="tiny",
+    pieces=False,
+    knows=True,
+    phases=(
+        Phase("know", 3000, 4e-3, "constant_with_warmup", 2, {LISTS: 0.5, STEPS: 0.2}),
+        Phase("play", 1000, 3e-3, "linear", 2, {LISTS: 0.15, STEPS: 0.15, "solver": 0.5}),
+        Phase("habits", 80, 1.5e-3, "linear", 4, {"solver": 1.0}, habits=True),
+    ),
+)
+
+RECIPES: Mapping[str, Recipe] = {"tiny": AGENTS, "tiny_dspy": DSPY, "tiny_qa": QA, "tiny_direct": DIRECT}
 """Model (a folder of `mmrl/assets`) -> how it is made."""

@@ -12,7 +12,9 @@ import pytest
 
 from mmrl.cli import launch, main
 from mmrl.cli.compare import _config
+from mmrl.config import ALGO_SCHEMAS
 from mmrl.config.compare import read_plan
+from mmrl.config.shipped import SHIPPED
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import RunDir
 
@@ -179,8 +181,11 @@ def test_mistakes_end_with_exit_code_2_before_anything_starts(arguments, says, c
     assert calls() == [] and not Path("outputs").exists()
 
 
-def test_every_run_of_a_shipped_plan_composes():
-    (path,) = (Path(__file__).parents[1] / "conf" / "compare").glob("*.yaml")
+SHIPPED_PLANS = sorted((Path(__file__).parents[1] / "conf" / "compare").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED_PLANS, ids=lambda path: path.stem)
+def test_every_run_of_a_shipped_plan_composes(path):
     plan = read_plan(path)
     problems: list[str] = []
     for part in plan.parts:
@@ -191,6 +196,12 @@ def test_every_run_of_a_shipped_plan_composes():
                 assert config is None or (config.eval.items or 200) >= 200, "needed to say that it learns"
     assert problems == []
     assert len(plan.seed) >= 3
+
+
+def test_the_shipped_plans_run_every_task_of_the_mini_world_and_every_algorithm():
+    parts = [part for path in SHIPPED_PLANS for part in read_plan(path).parts]
+    assert {task for part in parts for task in part.task} == {task for tasks in SHIPPED.values() for task in tasks}
+    assert {algo for part in parts for algo in part.algo} == set(ALGO_SCHEMAS)
 
 
 @pytest.mark.parametrize(

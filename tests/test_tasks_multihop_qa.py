@@ -15,11 +15,6 @@ from mmrl.tasks.search_program import parse_queries, parse_selection
 from tests.agent_fakes import play
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("MMRL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 def make(seed=0, **options):
     return TASKS["hotpotqa"](TaskConfig(name="hotpotqa", **options), seed)
 

@@ -12,11 +12,6 @@ from mmrl.tasks import TASKS
 from tests.fakes import FakeEngine, environment, letters, spelled
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("MMRL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 @pytest.fixture
 def task():
     return TASKS["hotpotqa"](TaskConfig(name="hotpotqa"), 0)

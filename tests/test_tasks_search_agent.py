@@ -4,7 +4,7 @@ import asyncio
 from functools import partial
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl.config import DataConfig, TaskConfig
@@ -16,9 +16,8 @@ from mmrl.rollout.sample import sample
 from mmrl.stages.warmup import encode
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
-from mmrl.tasks.tags import disarm, first_pair, tag_sequence
+from mmrl.tasks.tags import first_pair
 from mmrl.tasks.turn_rewards import (
-    SEARCH_TAGS,
     SearchTurn,
     final_well_formed,
     intermediate_well_formed,
@@ -35,11 +34,6 @@ RIGHT = "<think>b</think><answer>the Tagus</answer>"
 WRONG = "<think>b</think><answer>Douro</answer>"
 ROOMY = {"max_observation": 4000, "max_context": 40000, "max_tokens": 400}  # a token is a character here
 RULES = TaskConfig(name="search_agent")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("MMRL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture
@@ -310,59 +304,6 @@ def test_ranges(earlier, formed, em, penalty):
             0.3 * earlier[index][0] * earlier[index][2] + (0.1 if all(earlier[index][:2]) else -0.2)
         )
     assert merged_reward(em, True, found) in (1.0, 0.8, 0.3, 0.2, 0.1)
-
-
-PIECES = [f"<{slash}{name}>" for name in SEARCH_TAGS for slash in ("", "/")]
-PIECES += [
-    "< /information >",
-    "</INFORMATION>",
-    "<answer x>",
-    "Tagus",
-    "river",
-    "<|im_end|>",
-    "{0}",
-    "%s",
-    "\n",
-    " ",
-    "<",
-    ">",
-]
-hostile = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
-
-
-@given(hostile, hostile)
-def test_disarmed_text_has_no_tag_however_it_is_cut(left, right):
-    shown = disarm(left + right, SEARCH_TAGS)
-    assert len(shown) == len(left + right)
-    for start in range(len(shown) + 1):
-        assert tag_sequence(shown[start:], SEARCH_TAGS) == []
-    assert tag_sequence(shown.upper(), [name.upper() for name in SEARCH_TAGS]) == []
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(title=hostile, text=hostile)
-def test_retrieved_text_can_neither_end_nor_forge_anything(task, title, text):
-    results = []
-    for document in ({"title": title, "text": text}, {"title": "Lisbon", "text": "a river"}):
-        task.tools = {"search": lambda queries, corpus, found=document: [found]}
-        rollout, calls, _ = play(task, [ASK, ASK, WRONG])
-        shown = calls[1].prompt_text
-        assert tag_sequence(shown, SEARCH_TAGS) == ["information", "/information"]
-        assert shown.endswith("</information>\n\n")
-        results.append((rollout.reward, rollout.prediction, rollout.metrics["format"]))
-        hit = 0.3 * ("tagus" in shown.lower())
-        assert turn_rewards(calls) == approx([hit + 0.1 - 0.1, hit + 0.1 - 0.2, None])
-    assert results[0] == results[1]
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(texts=st.lists(hostile, min_size=1, max_size=4))
-def test_no_output_of_a_policy_makes_the_program_fail(task, texts):
-    rollout, calls, _ = play(task, texts)
-    assert rollout.error is None
-    assert rollout.reward in (1.0, 0.2, -1.0)
-    assert len(calls) <= 5
-    assert [call.turn_reward is None for call in calls] == [False] * (len(calls) - 1) + [True]
 
 
 def test_the_mini_world_has_one_and_two_hop_questions():

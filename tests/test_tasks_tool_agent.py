@@ -36,11 +36,6 @@ WRONG = "<reasoning>b</reasoning><answer>Douro</answer>"
 FORMATTED = 0.2 + 0.2
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("MMRL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 @pytest.fixture
 def task(tmp_path):
     return make("tool_agent", tmp_path, **ROOMY)

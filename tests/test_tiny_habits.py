@@ -57,5 +57,5 @@ def test_a_habit_is_worse_and_still_in_format(pairs):
 def test_every_module_of_a_baseline_has_a_share_in_every_phase():
     recipe = RECIPES["tiny_qa"]
     for phase in recipe.phases:
-        for task in build.build_tasks(("qa_direct", "search_o1", "r1_searcher"), 1):
+        for task in build.build_tasks(recipe.tasks, 1):
             assert set(task.program.modules) <= set(phase.mix)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 SHIPPED: Mapping[str, tuple[str, ...]] = {
-    "tiny": ("hotpotqa", "2wiki", "musique", "search_agent", "tool_agent"),
+    "tiny": ("hotpotqa", "2wiki", "musique", "tool_agent"),
     "tiny_dspy": ("banking77", "papillon", "hover"),
-    "tiny_qa": ("qa_direct", "search_o1", "r1_searcher"),
+    "tiny_qa": ("search_agent", "search_o1", "r1_searcher"),
+    "tiny_direct": ("qa_direct",),
 }
 """Model (a folder of `mmrl/assets`) -> tasks whose mini version it plays."""
 

@@ -78,7 +78,7 @@ class DirectQaTask(OpenQaTask):
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """The questions that the search programs have to answer with the mini world's documents."""
-        return mini_questions(self.config.dataset or "hotpotqa", split, corpus)
+        return mini_questions(self.config.dataset or "hotpotqa", split, corpus, stepwise=True)
 
     def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
         """Reward: F1 without the yes/no rule, as for the search program that it is compared with."""

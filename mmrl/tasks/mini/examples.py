@@ -10,7 +10,7 @@ from mmrl.retrieval.base import Document
 from mmrl.tasks.mini.claims import make_claims
 from mmrl.tasks.mini.questions import Question, make_questions
 from mmrl.tasks.mini.requests import make_external, make_requests
-from mmrl.tasks.mini.singles import make_bridges, make_singles
+from mmrl.tasks.mini.singles import in_steps, make_bridges, make_singles
 from mmrl.tasks.mini.support import INTENTS, make_support
 from mmrl.tasks.mini.world import make_world
 
@@ -25,11 +25,12 @@ def mini_corpus() -> tuple[Document, ...]:
     return make_world().documents
 
 
-def mini_multihop(split: str, corpus: str = "mini", dataset: str = "hotpotqa") -> list[Example]:
+def mini_multihop(split: str, corpus: str = "mini", dataset: str = "hotpotqa", stepwise: bool = False) -> list[Example]:
     """The multi-hop questions of a split; `metadata["hops"]` has the reasoning that demonstrations are made from.
 
     The kinds are mixed as `dataset` has them: `hotpotqa` all (a quarter comparisons), `2wiki` as many comparisons as
     bridges, `musique` bridges alone. The questions of the last two are among those of the first, in the same split.
+    `stepwise`: the second hop of a bridge names what the first one found, instead of describing it.
     """
     questions = make_questions(split)
     if dataset in KINDS:
@@ -37,12 +38,12 @@ def mini_multihop(split: str, corpus: str = "mini", dataset: str = "hotpotqa") -
         others = [question for question in questions if question.kind != "bridge"] if dataset == "2wiki" else []
         chosen = {question.id for question in [*others, *bridges[: len(others) or None]]}
         questions = tuple(question for question in questions if question.id in chosen)
-    return [_example(question, corpus) for question in questions]
+    return [_example(in_steps(question) if stepwise else question, corpus) for question in questions]
 
 
-def mini_questions(dataset: str, split: str, corpus: str = "mini") -> list[Example]:
-    """Single-hop questions for a data set of such questions, else multi-hop ones."""
-    return mini_single(split, corpus) if dataset in SINGLE_HOP else mini_multihop(split, corpus, dataset)
+def mini_questions(dataset: str, split: str, corpus: str = "mini", stepwise: bool = False) -> list[Example]:
+    """Single-hop questions for a data set of such questions, else multi-hop ones (`stepwise`: see `mini_multihop`)."""
+    return mini_single(split, corpus) if dataset in SINGLE_HOP else mini_multihop(split, corpus, dataset, stepwise)
 
 
 def mini_single(split: str, corpus: str = "mini") -> list[Example]:

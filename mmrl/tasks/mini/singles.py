@@ -54,15 +54,15 @@ def make_singles(split: str, seed: int = WORLD_SEED) -> tuple[Question, ...]:
 
 @lru_cache(maxsize=8)
 def make_bridges(split: str, seed: int = WORLD_SEED) -> tuple[Question, ...]:
-    """Two-hop questions, half as many as single ones: bridges of `questions`, to be answered one search at a time.
-
-    The second hop's query names what the first one found.
-    """
+    """Two-hop questions, half as many as single ones: bridges of `questions`, to be answered one search at a time."""
     bridges = [question for question in make_questions(split, seed) if question.kind == "bridge"]
-    return tuple(_stepwise(question) for question in bridges[: SINGLE_SIZES[split] // 2])
+    return tuple(in_steps(question) for question in bridges[: SINGLE_SIZES[split] // 2])
 
 
-def _stepwise(question: Question) -> Question:
+def in_steps(question: Question) -> Question:
+    """The question with a second hop whose query names what the first one found; only bridges have such a hop."""
+    if question.kind != "bridge":
+        return question
     role, _, fact = question.form.rpartition(".")
     first, second = question.hops
     ask = next(ask for ask in BRIDGES[role] if ask.endswith(f".{fact}"))
