@@ -73,7 +73,7 @@ def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence
 
 
 def resume_evaluation(folder: Path) -> int:
-    """Continue a stopped `mmrl eval`: items already evaluated are kept."""
+    """Continue a stopped `mmrl eval`: items already evaluated are kept, those that failed from outside run again."""
     refuse_kind(folder, EvalCommandConfig)
     with RunDir.open(folder, command=["mmrl", "eval", f"resume={folder}"]) as rundir:
         import_plugins(rundir.config.get("plugins", ()))
@@ -87,13 +87,16 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     import torch
 
     from mmrl.stages.environment import eval_settings, make_environment
-    from mmrl.stages.evaluate import evaluate, evaluation_metrics
+    from mmrl.stages.evaluate import evaluate, evaluation_metrics, forget_failed
 
     hardware = config.hardware
     torch.set_num_threads(hardware.threads or 1)
     task = build_task(config.task, config.seed)
     policy = resolve(config.policy)
     settings = eval_settings(config, config.eval)
+    results = rundir.eval_path(policy.step or 0, config.split)
+    # What the journal says of items that failed from outside stays; they are written beside it when they run again.
+    first = len(rundir.journal_steps(config.split)) if forget_failed(results) else 0
     with stoppable(), released(task), evaluation_engine(config, policy, rundir) as (engine, tokenizer):
         try:
             items = evaluate(
@@ -102,8 +105,8 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
                 config.eval,
                 config.seed,
                 reward_set(config, task),
-                rundir.eval_path(policy.step or 0, config.split),
-                lambda chunk, forest: write_step(rundir, forest, evaluation=config.split, step=chunk),
+                results,
+                lambda chunk, forest: write_step(rundir, forest, evaluation=config.split, step=first + chunk),
             )
         except KeyboardInterrupt:
             print(f"stopped; continue with: mmrl eval resume={rundir.path}", file=sys.stderr)
@@ -179,6 +182,7 @@ def evaluation_text(
             rows.append([name, f"{metrics[name]:.4f}", interval])
     behaviour = {name: value for name, value in metrics.items() if name.startswith("module/")}
     failed = f"{metrics['failed_share']:.1%} of the rollouts failed from outside causes"
+    again = f"\nrun again what failed from outside: mmrl eval resume={path}" if metrics["failed_share"] else ""
     if config.model.name == "tiny" and "mini world" not in str(facts.get("data", "mini world")):
         facts = {**facts, "note": "the tiny model is made for the mini world and cannot read real text"}
     return "\n\n".join(
@@ -187,6 +191,6 @@ def evaluation_text(
             align(rows),
             facts_table(behaviour),
             facts_table(facts),
-            f"{failed}, {metrics['model_failed']:.0f} by the model's own doing\nper item: {path}",
+            f"{failed}, {metrics['model_failed']:.0f} by the model's own doing{again}\nper item: {path}",
         ]
     )

@@ -122,6 +122,8 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
             modules=len(task.program.modules),
         )
         problems += without_effect(config, typed, facts)
+    unreachable = getattr(task, "unreachable", None)
+    problems += unreachable() if unreachable is not None else []
     if isinstance(config, EvalCommandConfig):
         if config.hardware.processes * config.hardware.nodes != 1:
             problems.append(f"hardware: profile '{config.hardware.name}' has several processes, mmrl eval runs in one")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import logging
+import socket
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -190,3 +193,94 @@ def test_a_cancelled_question_frees_its_place() -> None:
         chat = chat_at(url, concurrency=1)
         assert asyncio.run(impatient(chat, server)) == "fine"
         chat.close()
+
+
+def test_a_reply_that_trickles_in_ends_in_time() -> None:
+    """Each byte is in time, the whole is not."""
+    stopped = threading.Event()
+
+    def trickle(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 10000\r\n\r\n")
+            while not stopped.wait(0.05):
+                try:
+                    connection.sendall(b" ")
+                except OSError:
+                    return
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=trickle, args=(server,), daemon=True).start()
+        with pytest.raises(EngineFailure, match=r"no reply within 0\.5 s \(1 tries\)"):
+            ask(chat_at(f"http://127.0.0.1:{server.getsockname()[1]}/v1", timeout_s=0.5, attempts=1))
+        stopped.set()
+
+
+def test_requests_given_up_are_told_but_not_each(caplog: pytest.LogCaptureFixture) -> None:
+    with serving([Scripted("no such model", 404)]) as (url, _):
+        chat = chat_at(url)
+        for _ in range(12):
+            with pytest.raises(EngineFailure):
+                asyncio.run(chat.complete(ASK))
+        chat.close()
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [message.partition(": big at")[0] for message in told] == [
+        "engine: request given up (1 so far)",
+        "engine: request given up (10 so far)",
+    ]
+    assert "no such model" in told[0]
+
+
+def looked_at(script: Callable[[Seen], Scripted]) -> tuple[list[str], ScriptedServer, OpenAIChat]:
+    with serving(script) as (url, server):
+        chat = chat_at(url, attempts=1)
+        try:
+            return chat.unreachable(), server, chat
+        finally:
+            chat.close()
+
+
+def test_an_endpoint_that_lists_the_model_is_asked_nothing_else() -> None:
+    problems, server, chat = looked_at(lambda seen: Scripted({"data": [{"id": "small"}, {"id": "big"}]}))
+    assert problems == []
+    assert [seen.path for seen in server.seen] == ["/v1/models"]
+    assert server.seen[0].headers["Authorization"] == f"Bearer {KEY}"
+    assert chat.usage.metrics()["endpoint/requests"] == 0
+
+
+@pytest.mark.parametrize(
+    ("models", "reply", "problem"),
+    [
+        (Scripted({"data": [{"id": "other"}]}), Scripted("no model big", 404), "engine.model: big at "),
+        (Scripted("not found", 404), Scripted("not found", 404), "engine.model: big at "),
+        (Scripted("bad key", 401), Scripted(f"bad key {KEY}", 401), "engine.key_env: big at "),
+        (Scripted("not yours", 403), chat_reply("x"), None),  # a key that may chat, but not list
+        (Scripted("[1]"), chat_reply("x"), None),
+        (Scripted({"data": []}), Scripted("busy", 429), None),
+        (Scripted("broken", 500), Scripted("broken", 500), None),
+    ],
+)
+def test_an_endpoint_that_refuses_every_request_is_found_by_one_token(
+    models: Scripted, reply: Scripted, problem: str | None
+) -> None:
+    problems, server, _ = looked_at(lambda seen: models if seen.path.endswith("/models") else reply)
+    assert [seen.body["max_tokens"] for seen in server.seen if seen.body] == [1]
+    if problem is None:
+        assert problems == []
+    else:
+        (said,) = problems
+        assert said.startswith(problem) and f"refuses every request: HTTP {reply.status}" in said
+        assert KEY not in said
+
+
+def test_an_address_where_nobody_answers() -> None:
+    with serving([chat_reply("x")]) as (url, _):
+        pass
+    (said,) = chat_at(url).unreachable()
+    assert said.startswith(f"engine.url: nobody answers at {url} (ConnectError: ")
+
+
+def test_a_slow_endpoint_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmrl.engines.openai.LOOK_S", 0.2)
+    slow = Scripted("late", delay=1.0)
+    assert looked_at(lambda seen: slow)[0] == []

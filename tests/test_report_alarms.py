@@ -52,6 +52,7 @@ def test_a_healthy_run_is_silent():
         ("format_falling", "module/m/format_rate", lambda s: 0.95 if s < 20 else 0.5),
         ("format_falling", "module/m/invalid_selection", lambda s: 0.1 if s < 20 else 0.5),
         ("failures", "rollouts/failed_share", lambda s: 0.0 if s < 20 else 0.4),
+        ("judge_unreadable", "task/judge_fallback", lambda s: 0.1 if s < 20 else 0.5),
         ("length_runaway", "module/m/length", lambda s: 20.0 if s < 20 else 90.0),
         ("length_runaway", "module/m/finish_length_share", lambda s: 0.05 if s < 20 else 0.9),
         ("not_finite", "train/grad_norm", lambda s: 1.0 if s < 20 else math.nan),

@@ -79,6 +79,19 @@ def test_short_runs_show_every_step():
     ]
 
 
+def test_rollouts_that_failed_from_outside_are_told_with_their_kinds():
+    console = pipe()
+    with Progress(total=2, console=console) as progress:
+        progress.evaluation(0, "dev", {"n": 8.0, "em": 0.1, "failed_share": 0.25})
+        failed = {"rollouts/failed_share": 0.5, "rollouts/failed/judge": 3.0, "rollouts/failed/parse": 2.0}
+        progress.step(1, {"reward/mean": 0.5} | failed)
+        progress.step(2, {"reward/mean": 0.5, "rollouts/failed_share": 0.0, "rollouts/failed/parse": 2.0})
+    evaluation, first, second = written(console).splitlines()
+    assert evaluation.endswith("n 8  failed from outside 25%, each counted as 0")
+    assert "failed from outside 50% (judge 3)" in first
+    assert "failed" not in second
+
+
 def test_run_progress_false_gives_plain_lines_in_a_terminal():
     class Run:
         name, progress = "named", False

@@ -168,6 +168,55 @@ def test_too_many_outside_failures_stop_the_run_with_its_state_saved(random_mode
     assert list((tmp_path / "run" / "checkpoints").glob("checkpoint-*"))
 
 
+def test_an_outage_before_training_stops_the_run_which_then_measures_its_start_again(
+    random_model, tmp_path, capsys, monkeypatch
+):
+    from mmrl.tasks.multihop_qa import MultihopQaTask
+
+    run, works = tmp_path / "run", MultihopQaTask.search
+
+    def breaks(self, queries, corpus):
+        raise OSError("retriever down")
+
+    monkeypatch.setattr("mmrl.prepare._TASKS", {})
+    monkeypatch.setattr(MultihopQaTask, "search", breaks)
+    assert main(command(random_model, run, "train.steps=2")) == 1
+    said = capsys.readouterr().err
+    assert "failed from outside 100%, each counted as 0" in said
+    assert "evaluation before training: 100% of the rollouts failed" in said
+    assert f"resume={run}" in said
+    assert not list((run / "eval").iterdir())
+    monkeypatch.setattr(MultihopQaTask, "search", works)
+    assert main(["train", f"resume={run}"]) == 0
+    assert RunDir.read(run).history()[0]["eval/dev/failed_share"] == 0
+    assert "failed from outside" not in capsys.readouterr().out
+
+
+def test_an_evaluation_tells_its_outages_and_asks_again_on_resume(random_model, tmp_path, capsys, monkeypatch):
+    from mmrl.tasks.multihop_qa import MultihopQaTask
+
+    folder, works, searches = tmp_path / "eval", MultihopQaTask.search, iter([False, True])
+
+    def breaks(self, queries, corpus):
+        if next(searches, False):
+            raise OSError("retriever down")
+        return works(self, queries, corpus)
+
+    monkeypatch.setattr("mmrl.prepare._TASKS", {})
+    monkeypatch.setattr(MultihopQaTask, "search", breaks)
+    small = ["task.max_tokens=6", "task.retriever.top_k=2", "eval.items=4", "hardware=cpu", "hardware.threads=1"]
+    assert main(["eval", f"policy={random_model}", f"run.dir={folder}", *small]) == 0
+    said = capsys.readouterr().out
+    assert "25.0% of the rollouts failed from outside causes" in said
+    assert f"mmrl eval resume={folder}" in said
+    assert main(["eval", f"resume={folder}"]) == 0
+    said = capsys.readouterr().out
+    assert "0.0% of the rollouts failed from outside causes" in said and "resume=" not in said
+    run = RunDir.read(folder)
+    first, second = (read_step(run, step, evaluation="dev")[0] for step in run.journal_steps("dev"))
+    assert (len(first.rollouts), len(second.rollouts)) == (4, 1)
+
+
 def test_a_sweep_runs_every_job_in_a_directory_of_its_own(random_model, tmp_path):
     model = [f"model.path={random_model}"]
     done = subprocess.run(

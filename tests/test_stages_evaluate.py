@@ -6,9 +6,9 @@ import json
 import pytest
 
 from mmrl.config import EvalConfig, TaskConfig
-from mmrl.errors import ToolFailure
+from mmrl.errors import ParseFailure, ToolFailure
 from mmrl.stages import evaluate as module
-from mmrl.stages.evaluate import evaluate, evaluation_metrics
+from mmrl.stages.evaluate import evaluate, evaluation_metrics, forget_failed
 from mmrl.tasks import TASKS
 from tests.fakes import Chain, FakeEngine, FakeTask, environment, seeded_letter
 
@@ -62,8 +62,37 @@ def test_failed_rollouts_score_zero_and_are_counted(monkeypatch):
     items, _ = run(None, FakeTask(Chain(), tools={"echo": broken}), monkeypatch=monkeypatch)
     metrics = evaluation_metrics(items, SETTINGS, 0)
     assert metrics["reward"] == metrics["score"] == metrics["score_high"] == 0, "the main metric is there all the same"
-    assert metrics["failed_share"] == 1
+    assert (metrics["failed_share"], metrics["model_failed"]) == (1, 0)
     assert all(item["errors"] == ["tool", "tool"] for item in items)
+
+
+def test_rollouts_that_the_model_spoilt_are_counted_apart(monkeypatch):
+    def spoilt(text):
+        raise ParseFailure("no field")
+
+    items, _ = run(None, FakeTask(Chain(), tools={"echo": spoilt}), monkeypatch=monkeypatch)
+    metrics = evaluation_metrics(items, SETTINGS, 0)
+    assert (metrics["failed_share"], metrics["model_failed"]) == (0, 16)
+
+
+def test_items_that_failed_from_outside_can_be_evaluated_again(tmp_path, monkeypatch):
+    whole, _ = run(tmp_path, monkeypatch=monkeypatch)
+    path = tmp_path / "items.jsonl"
+    path.unlink()
+    calls = itertools.count()
+
+    def sometimes(text):
+        if next(calls) == 5:
+            raise ToolFailure("down")
+        return text
+
+    broken, _ = run(tmp_path, FakeTask(Chain(), tools={"echo": sometimes}), monkeypatch=monkeypatch)
+    assert sum(item["failed_share"] > 0 for item in broken) == 1
+    assert forget_failed(path) == 1
+    again, engine = run(tmp_path, monkeypatch=monkeypatch)
+    assert again == whole
+    assert len(engine.requests) == 1 * 2 * 3, "the others are kept"
+    assert forget_failed(path) == forget_failed(tmp_path / "none") == 0
 
 
 def test_a_task_says_what_a_failed_rollout_counts_in_its_official_metrics(monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmrl.cli import main
 from mmrl.config import JudgeConfig
 from mmrl.errors import ConfigError, JudgeFailure
 from mmrl.tasks.judge import TEMPLATES as JUDGE_TEMPLATES
@@ -147,8 +148,30 @@ def test_what_was_asked_of_the_judge_is_told(tmp_path):
         task = judge_task(tmp_path, url, "judge_turn")
         assert task.describe()["judge"] == f"openai/gpt-oss-120b at {url}"
         play(task, [ANSWER], "judge_turn")
-        counts = "(3 requests, 3 unreadable, 1 scored by the fixed rule)"
+        counts = "(3 requests, 3 unreadable, 1 of 1 rollouts scored by the fixed rule)"
         assert task.describe()["judge"] == f"openai/gpt-oss-120b at {url} {counts}"
+
+
+def test_a_judge_that_never_keeps_its_format_does_not_fill_the_screen(tmp_path, caplog):
+    with serving([chat_reply("no idea")]) as (url, _):
+        task = judge_task(tmp_path, url, "judge_turn", retries=0)
+        for _ in range(12):
+            play(task, [ANSWER], "judge_turn")
+    told = [record.getMessage() for record in caplog.records if record.name == "mmrl.judge"]
+    assert ["(1 of 1 rollouts so far)" in told[0], "(10 of 10 rollouts so far)" in told[1]] == [True, True]
+    assert len(told) == 2
+    assert "12 of 12 rollouts scored by the fixed rule" in task.describe()["judge"]
+
+
+def test_a_judge_that_is_not_there_is_found_before_a_model_loads(tmp_path, capsys):
+    with serving([chat_reply("x")]) as (url, _):
+        pass
+    judge = ["task.reward=judge_turn", f"task.judge.url={url}"]
+    code = main(["train", "task=search_agent", "algo=mt_grpo", *judge, f"run.dir={tmp_path / 'run'}"])
+    said = capsys.readouterr().err
+    assert code == 2
+    assert said.startswith(f"error: task.judge.url: nobody answers at {url} ")
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_unreadable_outcome_is_zero_and_counted(tmp_path):

@@ -33,6 +33,8 @@ RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """HTTP statuses after which the same request may succeed."""
 QUOTED = 300
 """Characters of a server's reply that an error quotes."""
+LOOK_S = 20.0
+"""Longest wait for an endpoint that is looked at before a run."""
 
 
 @dataclass(slots=True)
@@ -77,6 +79,7 @@ class OpenAIChat:
 
     def __init__(self, settings: EndpointConfig, path: str = "engine"):
         self.settings = settings
+        self.path = path
         self.usage = Usage()
         self._key = key_of(settings, path)
         self._background = Background("mmrl-openai")
@@ -123,9 +126,45 @@ class OpenAIChat:
         body |= extra or {}
         return await self._background.run(self._ask(body))
 
+    def unreachable(self) -> list[str]:
+        """Why no request can succeed: nobody there, a refused key, an unknown model. Blocks; asks at most one token.
+
+        One sentence per problem, with the config key. What may pass (429, 500, a slow reply) is no problem.
+        """
+        return self._background.wait(self._look())
+
     def close(self) -> None:
         """Close the connections."""
         self._background.close()
+
+    async def _look(self) -> list[str]:
+        """Is the model among those that the server lists? If not, or if it lists none: does it answer one token?"""
+        import httpx
+
+        client: httpx.AsyncClient = self._background.client(self._make_client)
+        settings, wait = self.settings, min(self.settings.timeout_s, LOOK_S)
+        body = {"model": settings.model, "messages": [{"role": "user", "content": "ping"}], "max_tokens": 1}
+        try:
+            async with asyncio.timeout(wait):
+                if settings.model in listed_models(await client.get("models")):
+                    return []
+            async with asyncio.timeout(wait):
+                reply = await client.post("chat/completions", json=body)
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+            said = f"{type(error).__name__}: {self._safe(str(error))}"
+            return [
+                f"{self.path}.url: nobody answers at {settings.url} ({said}); expected an OpenAI-compatible server "
+                "there, up to and with /v1"
+            ]
+        except (httpx.HTTPError, TimeoutError):
+            return []  # there, but slow or broken for now: a request is tried more than once
+        if reply.status_code < 400 or reply.status_code in RETRIED or reply.status_code >= 500:
+            return []
+        key = "key_env" if reply.status_code in (401, 403) else "model"
+        return [
+            f"{self.path}.{key}: {self._who()} refuses every request: HTTP {reply.status_code}: "
+            f"{self._safe(reply.text)}"
+        ]
 
     async def _ask(self, body: dict[str, Any]) -> tuple[str, str]:
         """Runs in the background loop."""
@@ -143,11 +182,12 @@ class OpenAIChat:
                     with attempt:
                         found = await self._try(body)
             except RetryError as error:
-                self.usage.failures += 1
                 last = error.last_attempt.exception()
-                raise EngineFailure(f"{self._who()}: {last} ({self.settings.attempts} tries)") from None
-            except EngineFailure:
-                self.usage.failures += 1
+                failure = EngineFailure(f"{self._who()}: {last} ({self.settings.attempts} tries)")
+                self._count_failure(failure)
+                raise failure from None
+            except EngineFailure as failure:
+                self._count_failure(failure)
                 raise
         return found
 
@@ -157,8 +197,9 @@ class OpenAIChat:
         client: httpx.AsyncClient = self._background.client(self._make_client)
         await self._wait_for_rate()
         try:
-            response = await client.post("chat/completions", json=body)
-        except httpx.TimeoutException:
+            async with asyncio.timeout(self.settings.timeout_s):  # httpx limits each pause, not the whole request
+                response = await client.post("chat/completions", json=body)
+        except (httpx.TimeoutException, TimeoutError):
             raise _Retry(f"no reply within {self.settings.timeout_s:g} s") from None
         except httpx.HTTPError as error:
             raise _Retry(f"{type(error).__name__}: {self._safe(str(error))}") from None
@@ -211,6 +252,11 @@ class OpenAIChat:
         self.usage.retries += 1
         LOG.info("%s: %s; trying again", self._who(), state.outcome.exception() if state.outcome else "")
 
+    def _count_failure(self, failure: EngineFailure) -> None:
+        self.usage.failures += 1
+        if worth_telling(self.usage.failures):
+            LOG.warning("%s: request given up (%d so far): %s", self.path, self.usage.failures, failure)
+
     async def _wait_for_rate(self) -> None:
         """Requests start at even intervals; each takes the next free start."""
         if self.settings.requests_per_minute is None:
@@ -242,6 +288,11 @@ class OpenAIChat:
         return text[:QUOTED]
 
 
+def worth_telling(count: int) -> bool:
+    """Whether occurrence number `count` (from 1) is shown: 1, 10, 100, …; all of them would fill the screen."""
+    return str(count).strip("0") == "1"
+
+
 def key_of(settings: EndpointConfig, path: str = "engine") -> str | None:
     """The key from the environment; None where none is to be sent.
 
@@ -257,6 +308,14 @@ def key_of(settings: EndpointConfig, path: str = "engine") -> str | None:
             f"{settings.url} in it ({path}.key_env=null for an endpoint without keys)"
         )
     return key
+
+
+def listed_models(response: httpx.Response) -> set[str]:
+    """Names in the reply to GET /models; empty where it is no such list."""
+    try:
+        return {str(model["id"]) for model in response.json()["data"]}
+    except (ValueError, KeyError, TypeError):
+        return set()
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

@@ -46,6 +46,8 @@ class Thresholds:
     """`format_falling`: fall of a share of valid completions below its best (or rise of a share of faulty ones)."""
     failed_share: float = 0.2
     """`failures`: share of rollouts that failed."""
+    judge_fallback: float = 0.2
+    """`judge_unreadable`: share of rollouts that the fixed rule scores, since no reply of the judge can be read."""
     length_growth: float = 3.0
     """`length_runaway`: growth of the mean completion length..."""
     cut_rise: float = 0.3
@@ -79,7 +81,7 @@ def alarms(history: History, thresholds: Thresholds | None = None) -> list[Alarm
     """All alarms of a run in order of their first step; those still on have `until=None`."""
     limits = thresholds or Thresholds()
     found: list[Alarm] = []
-    rules = (_reward, _entropy, _zero_variance, _gap, _kl, _validity, _failures, _length, _finite)
+    rules = (_reward, _entropy, _zero_variance, _gap, _kl, _validity, _failures, _judge, _length, _finite)
     for rule in (*rules, _clip, _similarity, _calls):
         for name, key, steps, on, say in rule(history, limits):
             found += _stretches(name, key, steps, on, say)
@@ -221,6 +223,21 @@ def _failures(history: History, limits: Thresholds) -> Iterator[Finding]:
         steps,
         means > limits.failed_share,
         lambda at: f"{means[at]:.0%} of the rollouts fail; rollouts/failed/<kind> says why",
+    )
+
+
+def _judge(history: History, limits: Thresholds) -> Iterator[Finding]:
+    key = "task/judge_fallback"
+    steps, means = _smooth(history, key, limits)
+    yield (
+        "judge_unreadable",
+        key,
+        steps,
+        means > limits.judge_fallback,
+        lambda at: (
+            f"{means[at]:.0%} of the rollouts are scored by the fixed rule, since no reply of the judge can be read: "
+            "rewards are too low; raise task.judge.max_tokens, or take another task.judge.model"
+        ),
     )
 
 

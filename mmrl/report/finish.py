@@ -74,9 +74,24 @@ def finish(
         parts.append(
             f"training reward  {first} → {last} (best {best}, means of 5 steps)\n  {sparkline(rewards.tolist(), 60)}"
         )
+    parts.append(failures_text({"before": before, "after": after}))
     parts.append(alarm_text(seen.alarms, width))
     parts.append(further(run, seen, trouble))
     return "\n\n".join(part for part in parts if part)
+
+
+def failures_text(evaluations: Mapping[str, Sequence[Item]]) -> str:
+    """Which evaluations have rollouts that failed from outside, where each counts as 0; empty where none has."""
+    shares = {
+        when: sum(i.get("failed_share", 0.0) for i in items) / len(items)
+        for when, items in evaluations.items()
+        if items
+    }
+    return "\n".join(
+        f"evaluation {when} training: {share:.1%} of the rollouts failed from outside causes and count as 0"
+        for when, share in shares.items()
+        if share
+    )
 
 
 def _write_report(seen: Overview) -> str:

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mmrl.config import RootConfig, TrainCommandConfig
+from mmrl.errors import MODEL_CAUSED
 from mmrl.report.alarms import Alarm, current
 from mmrl.report.series import duration, modules_in, number, series, short, sparkline
 
@@ -34,6 +35,7 @@ def run_name(config: RootConfig) -> str:
     return f"{kind}-{config.task.name}-s{config.seed}"
 
 
+FAILED = "rollouts/failed/"
 HISTORY = 400
 """Steps kept for sparklines."""
 ALARM_FIRST, ALARM_LAST = 20, 100
@@ -142,7 +144,9 @@ class Progress:
         if not self._is_live:
             shown = "  ".join(f"{key} {_with_interval(metrics, key)}" for key in self._metric_names(metrics))
             items = f"  n {int(metrics['n'])}" if number(metrics.get("n")) is not None else ""
-            self._say(f"evaluation on {split} at step {step}: {shown}{items}")
+            failed = number(metrics.get("failed_share"))
+            lost = f"  failed from outside {_percent(failed)}, each counted as 0" if failed else ""
+            self._say(f"evaluation on {split} at step {step}: {shown}{items}{lost}")
 
     @_harmless
     def status(self, text: str) -> None:
@@ -323,6 +327,11 @@ class Progress:
                 parts.append(f"{key} {short(last[f'task/{key}'])}")
         if number(last.get("rate/tokens_per_s")) is not None:
             parts.append(f"{short(last['rate/tokens_per_s'])} tokens/s")
+        failed = number(last.get("rollouts/failed_share"))
+        if failed:
+            kinds = {key.removeprefix(FAILED): value for key, value in last.items() if key.startswith(FAILED)}
+            told = ", ".join(f"{kind} {value:.0f}" for kind, value in kinds.items() if kind not in MODEL_CAUSED)
+            parts.append(f"failed from outside {_percent(failed)} ({told})")
         return "  ".join([*parts, self._pace()])
 
     def _pace(self) -> str:

@@ -13,8 +13,9 @@ from statistics import fmean
 from typing import Any
 
 from mmrl.config import EvalConfig
+from mmrl.errors import MODEL_CAUSED
 from mmrl.records import Example, Forest
-from mmrl.report.files import append_jsonl, read_jsonl, repair_jsonl
+from mmrl.report.files import append_jsonl, atomic_write, dumps, read_jsonl, repair_jsonl
 from mmrl.report.tables import bootstrap_interval
 from mmrl.rollout.context import Environment
 from mmrl.rollout.plans import independent
@@ -69,6 +70,16 @@ def evaluate(
             append_jsonl(results, found)
         done |= {item["id"]: item for item in found}
     return [done[example.id] for example in wanted]
+
+
+def forget_failed(results: Path) -> int:
+    """Drop the items of which a rollout failed from outside, so that they are evaluated again; how many they were."""
+    repair_jsonl(results)
+    items = read_jsonl(results)
+    kept = [item for item in items if not item["failed_share"]]
+    if len(kept) < len(items):
+        atomic_write(results, "".join(dumps(item) + "\n" for item in kept))
+    return len(items) - len(kept)
 
 
 def chunks(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
@@ -128,5 +139,5 @@ def evaluation_metrics(items: Sequence[Item], settings: EvalConfig, seed: int) -
         f"module/{name}": fmean(values) for name, values in sorted(modules.items()) if not name.endswith("calls")
     }
     metrics["failed_share"] = fmean(item["failed_share"] for item in items) if items else 0.0
-    metrics["model_failed"] = float(sum(len(item["errors"]) for item in items))
+    metrics["model_failed"] = float(sum(error in MODEL_CAUSED for item in items for error in item["errors"]))
     return metrics

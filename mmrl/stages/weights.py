@@ -282,13 +282,29 @@ class WeightStage:
         self._log(step, metrics)
 
     def baseline(self) -> list[Item]:
-        """Evaluate before training; on a resumed run, read back what was found then."""
+        """Evaluate before training; on a resumed run, read back what was found then.
+
+        Raises:
+            TooManyFailures: see `next_batch`; nothing of it is kept, since all later evaluations compare with it.
+        """
         logged = self.processes.first(any(record["step"] == 0 for record in self.rundir.history()))
         if logged:
             return self.items(0)
         metrics = self.evaluate(0)
+        self._refuse_failed_baseline(metrics[f"eval/{self.config.eval.split}/failed_share"])
         self._log(0, metrics)
         return self.items(0)
+
+    def _refuse_failed_baseline(self, share: float) -> None:
+        limit = self.config.train.max_failed_share
+        if share <= limit:
+            return
+        if self.processes.main:
+            self.rundir.eval_path(0, self.config.eval.split).unlink(missing_ok=True)
+        raise TooManyFailures(
+            f"evaluation before training: {share:.0%} of the rollouts failed from outside causes, more than "
+            f"train.max_failed_share={limit:.0%}"
+        )
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         if not self.processes.main:

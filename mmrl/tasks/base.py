@@ -138,7 +138,11 @@ class Demonstration:
 
 @runtime_checkable
 class Task(Protocol):
-    """Data, program, tools, reward. Built by the factory in `mmrl.tasks.TASKS`."""
+    """Data, program, tools, reward. Built by the factory in `mmrl.tasks.TASKS`.
+
+    A task that asks servers may add `unreachable() -> list[str]`: which of them cannot be used, one sentence each with
+    the config key. It is asked before a model loads.
+    """
 
     name: str
     program: Program

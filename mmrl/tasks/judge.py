@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.task import JudgeConfig, TaskConfig
-from mmrl.engines.openai import OpenAIChat
+from mmrl.engines.openai import OpenAIChat, worth_telling
 from mmrl.errors import ConfigError, EngineFailure, JudgeFailure, RewardFailure
 from mmrl.records import Call
 from mmrl.tasks.base import Score
@@ -112,14 +112,19 @@ class Verdict:
         return {"judge_asked": float(self.asked), "judge_fallback": float(self.fallback)}
 
 
-def described(settings: EndpointConfig, chat: Chat, **counts: int) -> str:
-    """An endpoint for a result's facts: model, address, and what was counted so far."""
+def described(settings: EndpointConfig, chat: Chat, *further: str, **counts: int) -> str:
+    """An endpoint for a result's facts: model, address, what was counted so far, and `further` words."""
     usage = getattr(chat, "usage", None)
     if usage is not None:
         counts = {"requests": usage.requests, "retries": usage.retries, "failures": usage.failures} | counts
-    told = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count]
+    told = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count] + list(further)
     told += [f"{usage.cost:.2f} USD"] if usage is not None and usage.cost else []
     return f"{settings.model} at {settings.url}" + (f" ({', '.join(told)})" if told else "")
+
+
+def unreachable(chat: Chat | None) -> list[str]:
+    """Why no request to an endpoint can succeed, asked before a model loads; see `OpenAIChat.unreachable`."""
+    return chat.unreachable() if isinstance(chat, OpenAIChat) else []
 
 
 class Judge:
@@ -139,11 +144,12 @@ class Judge:
         self.texts = texts
         endpoint = {name: getattr(settings, name) for name in EndpointConfig.model_fields}
         self.chat: Chat = chat or OpenAIChat(EndpointConfig(**endpoint), path="task.judge")
-        self.unreadable = self.fallbacks = 0
+        self.unreadable = self.fallbacks = self.judged = 0
 
     def describe(self) -> str:
-        """Who judges, how often it was asked, and how many replies could not be read or were scored by rule."""
-        return described(self.settings, self.chat, unreadable=self.unreadable, scored_by_the_fixed_rule=self.fallbacks)
+        """Who judges, how often it was asked, how many replies could not be read, and what share was scored by rule."""
+        by_rule = [f"{self.fallbacks} of {self.judged} rollouts scored by the fixed rule"] if self.fallbacks else []
+        return described(self.settings, self.chat, *by_rule, unreadable=self.unreadable)
 
     async def outcome(self, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]) -> Verdict:
         """One score in [0, 1] for the rollout; 0 where no reply can be read.
@@ -184,11 +190,20 @@ class Judge:
                 raise JudgeFailure(f"task.judge: {error}") from error
             scores = read(reply)
             if scores is not None:
+                self.judged += 1
                 return Verdict(scores, asked, fallback=False)
             self.unreadable += 1
-        shown = " ".join(reply.split())[:200]
-        log.warning("task.judge: no readable reply in %d tries, scored by the fixed rule; the last: %s", asked, shown)
+        self.judged += 1
         self.fallbacks += 1
+        if worth_telling(self.fallbacks):
+            log.warning(
+                "task.judge: no readable reply in %d tries, scored by the fixed rule (%d of %d rollouts so far); the "
+                "last: %r",
+                asked,
+                self.fallbacks,
+                self.judged,
+                " ".join(reply.split())[:200],
+            )
         return Verdict(salvage(reply), asked, fallback=True)
 
     def _prompt(self, name: str, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]) -> str:

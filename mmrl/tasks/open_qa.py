@@ -31,7 +31,7 @@ from mmrl.tasks.data import (
     to_example,
 )
 from mmrl.tasks.files import Source
-from mmrl.tasks.judge import Judge, build_judge
+from mmrl.tasks.judge import Judge, build_judge, unreachable
 from mmrl.tasks.mini.examples import mini_corpus
 from mmrl.tasks.prompts import Templates, load_prompts
 
@@ -234,6 +234,10 @@ class OpenQaTask(ABC):
             stop = getattr(retriever, "close", None)
             if stop is not None:
                 stop()
+
+    def unreachable(self) -> list[str]:
+        """See `mmrl.tasks.base.Task`."""
+        return unreachable(self.judge.chat) if self.judge is not None else []
 
     def check_reward_set(self, reward_set: str) -> None:
         """Refuse a reward set that the task does not offer."""

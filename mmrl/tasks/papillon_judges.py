@@ -65,6 +65,14 @@ def _pattern(unit: str) -> str:
     return rf"(?<!\w){words}(?!\w)"
 
 
+def plain(text: str) -> str:
+    """`text` without field headers (`[[ ## … ## ]]`) and chat-template markers (`<|…|>`): spaces break them.
+
+    So what the policy wrote can neither forge another field of the judge's prompt nor end its turn.
+    """
+    return re.sub(r"\[\[(?=\s*##)", "[ [", text).replace("<|", "< |").replace("|>", "| >")
+
+
 class EndpointJudges:
     """Asks one endpoint, with the prompts that DSPy renders for two chain-of-thought signatures.
 
@@ -95,14 +103,14 @@ class EndpointJudges:
     async def _at_least_as_good(self, query: str, first: str, second: str) -> bool:
         from mmrl.tasks.papillon_program import QUALITY
 
-        inputs = {"user_query": query, "response_A": first, "response_B": second}
+        inputs = {"user_query": plain(query), "response_A": plain(first), "response_B": plain(second)}
         return bool((await self._ask(QUALITY, inputs))["judgment"])
 
     async def leaked(self, units: Sequence[str], request: str) -> int:
         """See `Judges`."""
         from mmrl.tasks.papillon_program import LEAKAGE
 
-        inputs = {"information_pieces": list(units), "prompt": request}
+        inputs = {"information_pieces": list(units), "prompt": plain(request)}
         return int((await self._ask(LEAKAGE, inputs))["num_pieces_leaked"])
 
     async def _ask(self, signature: Any, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
