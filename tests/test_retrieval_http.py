@@ -177,7 +177,7 @@ def test_the_breaker_opens_lets_one_look_and_closes():
     assert not breaker.refuses() and not breaker.refuses()
 
 
-def test_a_dead_server_is_not_asked_again_and_again():
+def test_a_dead_server_is_not_asked_again_and_again(caplog):
     with listening(Faulty(good_app(), lambda n: "500" if n < 3 else "ok")) as url:
         client = RemoteRetriever(url, retries=0, breaker=Breaker(failures=3, wait_s=0.2))
         causes = []
@@ -190,6 +190,7 @@ def test_a_dead_server_is_not_asked_again_and_again():
         time.sleep(0.25)
         assert client.search(["river"], [1])[0]
         client.close()
+    assert caplog.messages[-1].endswith(": answers again")
 
 
 def test_no_more_requests_at_once_than_allowed_and_no_thread_each():
@@ -413,7 +414,7 @@ def test_rollouts_through_a_server_under_load_with_faults():
         task.close()
 
 
-def test_rollouts_whose_search_fails_are_outside_failures_and_not_scored():
+def test_rollouts_whose_search_fails_are_outside_failures_and_not_scored(caplog):
     with listening(Faulty(good_app(), lambda n: "ok" if n == 0 else "500")) as url:
         task = agent(name="remote", url=url, timeout_s=20.0, retries=1, concurrency=4)
         forest = run_rollouts(task, 40)
@@ -422,6 +423,12 @@ def test_rollouts_whose_search_fails_are_outside_failures_and_not_scored():
         assert task._retrievers["remote"].counts["failures_refused"] > 20  # the server is spared
         assert "40 failures" in task.describe()["retriever"]
         task.close()
+        assert "40 failures" in task.describe()["retriever"], "a closed task still knows"
+        task.forget_counts()
+        assert "failures" not in task.describe()["retriever"]
+    told = [record.getMessage() for record in caplog.records if record.name == "mmrl.retrieval"]
+    assert len(told) == 2, "the first failure, and that no more are sent"
+    assert "status 500" in told[0] and "none is sent for a while" in told[1]
 
 
 def test_a_server_that_is_not_there_is_found_before_a_model_loads(good):

@@ -133,6 +133,10 @@ class OpenAIChat:
         """
         return self._background.wait(self._look())
 
+    def forget_counts(self) -> None:
+        """A new run begins: `usage` starts anew."""
+        self.usage = Usage()
+
     def close(self) -> None:
         """Close the connections."""
         self._background.close()

@@ -80,16 +80,20 @@ class Breaker:
         self._looking = True
         return False
 
-    def success(self) -> None:
-        """A request was answered."""
+    def success(self) -> bool:
+        """A request was answered. Returns whether it was open until now."""
+        was_open = self.open
         self._failures, self._opened, self._looking = 0, None, False
+        return was_open
 
-    def failure(self) -> None:
-        """A request failed for good."""
+    def failure(self) -> bool:
+        """A request failed for good. Returns whether it opens by this one."""
+        was_open = self.open
         self._failures += 1
         self._looking = False
         if self._failures >= self._limit:
             self._opened = self._clock()
+        return self.open and not was_open
 
     def abandoned(self) -> None:
         """A request was cancelled before it was known how it ends."""
@@ -198,8 +202,9 @@ class RemoteRetriever:
 
         looks = self._breaker.open
         if self._breaker.refuses():
-            self._fail("refused")
-            raise self._refusal()
+            refusal = self._refusal()
+            self._fail(refusal)
+            raise refusal
         attempts = AsyncRetrying(
             stop=stop_after_attempt(self.retries + 1),
             wait=wait_random_exponential(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S),
@@ -210,14 +215,19 @@ class RemoteRetriever:
         try:
             answer: T = await attempts(self._once, method, arguments, read, looks)
         except RetrievalFailure as failure:
-            if failure.cause != "refused":
-                self._breaker.failure()
-            self._fail(failure.cause)
+            if failure.cause != "refused" and self._breaker.failure():
+                log.warning(
+                    "retriever %s: too many requests have failed in a row; none is sent for a while, and rollouts that "
+                    "search fail from outside",
+                    self.url,
+                )
+            self._fail(failure)
             raise
         except BaseException:
             self._breaker.abandoned()
             raise
-        self._breaker.success()
+        if self._breaker.success():
+            log.warning("retriever %s: answers again", self.url)
         return answer
 
     def _refusal(self) -> RetrievalFailure:
@@ -273,9 +283,11 @@ class RemoteRetriever:
             )
         return self._session, self._turn
 
-    def _fail(self, cause: str) -> None:
+    def _fail(self, failure: RetrievalFailure) -> None:
         self.counts["failures"] += 1
-        self.counts[f"failures_{cause}"] += 1
+        self.counts[f"failures_{failure.cause}"] += 1
+        if self.counts["failures"] == 1:
+            log.warning("%s; the rollout fails from outside, and such failures are counted from here on", failure)
 
     def _count_short(self, got: int, asked: int) -> None:
         if got >= asked:

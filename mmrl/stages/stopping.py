@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def released(task: Task) -> Iterator[None]:
-    """Let a task stop what it has started (a retriever's child process), however the run ends."""
+    """Let a task stop what it has started (a retriever's child process), however the run ends.
+
+    A sweep uses a task for several runs: each begins with counts of its own.
+    """
+    forget = getattr(task, "forget_counts", None)
+    if forget is not None:
+        forget()
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -291,19 +292,21 @@ class WeightStage:
         if logged:
             return self.items(0)
         metrics = self.evaluate(0)
-        self._refuse_failed_baseline(metrics[f"eval/{self.config.eval.split}/failed_share"])
+        self._refuse_failed_baseline(metrics[f"eval/{self.config.eval.split}/failed_share"], self.items(0))
         self._log(0, metrics)
         return self.items(0)
 
-    def _refuse_failed_baseline(self, share: float) -> None:
+    def _refuse_failed_baseline(self, share: float, items: Sequence[Item]) -> None:
         limit = self.config.train.max_failed_share
         if share <= limit:
             return
         if self.processes.main:
             self.rundir.eval_path(0, self.config.eval.split).unlink(missing_ok=True)
+        counts = Counter(error for item in items for error in item["errors"])
+        kinds = ", ".join(f"{kind} {count}" for kind, count in counts.items())
         raise TooManyFailures(
             f"evaluation before training: {share:.0%} of the rollouts failed from outside causes, more than "
-            f"train.max_failed_share={limit:.0%}"
+            f"train.max_failed_share={limit:.0%} ({kinds})"
         )
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:

@@ -141,7 +141,7 @@ class Task(Protocol):
     """Data, program, tools, reward. Built by the factory in `mmrl.tasks.TASKS`.
 
     A task that asks servers may add `unreachable() -> list[str]`: which of them cannot be used, one sentence each with
-    the config key. It is asked before a model loads.
+    the config key, asked before a model loads. `forget_counts()` is called where a run begins, `close()` at its end.
     """
 
     name: str

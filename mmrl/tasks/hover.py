@@ -10,6 +10,7 @@ import html
 import logging
 import random
 import unicodedata
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from mmrl.tasks.data import load_corpus
 from mmrl.tasks.dspy_task import SPLITS, DspyTask, text_of, unique
 from mmrl.tasks.files import Row
 from mmrl.tasks.mini.examples import mini_claims, mini_corpus
+from mmrl.tasks.open_qa import counted
 
 log = logging.getLogger("mmrl.data")
 
@@ -66,6 +68,8 @@ class HoverTask(DspyTask):
         self.documents = documents
         self.tools = {"search": self.search}
         self._opened: Retriever | None = None
+        self._counts: Counter[str] = Counter()
+        """Of retrievers that were closed."""
         self.shares = self._gold_shares()
         for split, share in self.shares.items():
             if share < 1:
@@ -191,9 +195,14 @@ class HoverTask(DspyTask):
     def close(self) -> None:
         """Stop a retriever's child process and close its connections; a later search starts them again."""
         opened, self._opened = self._opened, None
+        self._counts.update(getattr(opened, "counts", {}))
         stop = getattr(opened, "close", None)
         if stop is not None:
             stop()
+
+    def forget_counts(self) -> None:
+        """See `mmrl.tasks.base.Task`."""
+        self._counts.clear()
 
     def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
         """Metrics: `recall` (share of gold titles among the passages) and `all_titles` (whether all are there)."""
@@ -262,6 +271,7 @@ class HoverTask(DspyTask):
         facts["corpus"] = f"{len(self.documents)} documents" if len(self.documents) else "passages not known"
         facts["retriever"] = (
             f"{config.retriever.name}, {each} passages a query, {last} in the last of {config.search_hops}"
+            + counted(self._counts + Counter(getattr(self._opened, "counts", {})))
         )
         if not len(self.documents):
             facts["corpus coverage"] = "not known"

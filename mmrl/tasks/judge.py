@@ -127,6 +127,12 @@ def unreachable(chat: Chat | None) -> list[str]:
     return chat.unreachable() if isinstance(chat, OpenAIChat) else []
 
 
+def forget_counts(chat: Chat | None) -> None:
+    """What an endpoint was asked is counted per run."""
+    if isinstance(chat, OpenAIChat):
+        chat.forget_counts()
+
+
 class Judge:
     """Asks one endpoint.
 
@@ -150,6 +156,11 @@ class Judge:
         """Who judges, how often it was asked, how many replies could not be read, and what share was scored by rule."""
         by_rule = [f"{self.fallbacks} of {self.judged} rollouts scored by the fixed rule"] if self.fallbacks else []
         return described(self.settings, self.chat, *by_rule, unreadable=self.unreadable)
+
+    def forget_counts(self) -> None:
+        """A new run begins."""
+        self.unreadable = self.fallbacks = self.judged = 0
+        forget_counts(self.chat)
 
     async def outcome(self, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]) -> Verdict:
         """One score in [0, 1] for the rollout; 0 where no reply can be read.

@@ -239,6 +239,12 @@ class OpenQaTask(ABC):
         """See `mmrl.tasks.base.Task`."""
         return unreachable(self.judge.chat) if self.judge is not None else []
 
+    def forget_counts(self) -> None:
+        """See `mmrl.tasks.base.Task`."""
+        self._counts.clear()
+        if self.judge is not None:
+            self.judge.forget_counts()
+
     def check_reward_set(self, reward_set: str) -> None:
         """Refuse a reward set that the task does not offer."""
         if reward_set not in self.reward_sets:
@@ -295,10 +301,15 @@ class OpenQaTask(ABC):
         counts = Counter(self._counts)
         for retriever in self._retrievers.values():
             counts.update(getattr(retriever, "counts", {}))
-        asked = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in COUNTED if counts[name])
         return (
             f"{settings.name}, {settings.top_k} documents"
             + (f", {where}" if where else "")
             + (", child process" if settings.process == "child" else "")
-            + (f" ({asked})" if asked else "")
+            + counted(counts)
         )
+
+
+def counted(counts: Mapping[str, int]) -> str:
+    """What a retriever behind HTTP was asked, in brackets; empty for one in process."""
+    told = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in COUNTED if counts.get(name))
+    return f" ({told})" if told else ""

@@ -17,7 +17,7 @@ from mmrl.errors import ConfigError, DataError, EngineFailure, ToolFailure
 from mmrl.records import Call, Example
 from mmrl.tasks.base import Demonstration, Score
 from mmrl.tasks.dspy_task import SPLITS, DspyTask, text_of
-from mmrl.tasks.judge import Chat, described, unreachable
+from mmrl.tasks.judge import Chat, described, forget_counts, unreachable
 from mmrl.tasks.mini.examples import mini_external, mini_requests
 from mmrl.tasks.papillon_judges import EndpointJudges, Judges, RuleJudges
 
@@ -64,6 +64,12 @@ class PapillonTask(DspyTask):
         """See `mmrl.tasks.base.Task`."""
         judges = self.judges.chat if isinstance(self.judges, EndpointJudges) else None
         return [*unreachable(judges), *unreachable(self.external)]
+
+    def forget_counts(self) -> None:
+        """See `mmrl.tasks.base.Task`."""
+        if isinstance(self.judges, EndpointJudges):
+            self.judges.forget_counts()
+        forget_counts(self.external)
 
     def load(self) -> Mapping[str, Sequence[Example]]:
         """The mini world's splits, or those of the files; a split left at `mini` beside files is empty."""

@@ -12,7 +12,7 @@ from mmrl.config.task import JudgeConfig
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import EngineFailure, JudgeFailure
 from mmrl.tasks import metrics
-from mmrl.tasks.judge import Chat, described
+from mmrl.tasks.judge import Chat, described, forget_counts
 
 log = logging.getLogger("mmrl.judge")
 
@@ -93,6 +93,11 @@ class EndpointJudges:
     def describe(self) -> str:
         """See `Judges`."""
         return described(self.settings, self.chat, unreadable=self.unreadable, without_verdict=self.given_up)
+
+    def forget_counts(self) -> None:
+        """A new run begins."""
+        self.unreadable = self.given_up = 0
+        forget_counts(self.chat)
 
     async def quality(self, query: str, new: str, gold: str) -> bool:
         """True unless the judge prefers the reference whichever comes first: j1 or (j1 == j2)."""
