@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -189,8 +188,20 @@ def kill_server(process: subprocess.Popen[str], run_dir: Path) -> None:
     while process.poll() is None and not list((run_dir / "engine" / "weights").glob("v000001-*")):
         time.sleep(0.05)
     time.sleep(0.5)
-    log = (run_dir / "engine" / "vllm.log").read_text(errors="replace")
-    os.killpg(int(re.findall(r"APIServer pid=(\d+)", log)[-1]), signal.SIGKILL)
+    (server,) = [
+        int(stat.parent.name)
+        for stat in Path("/proc").glob("[0-9]*/stat")
+        if stat_of(stat) == [str(process.pid), stat.parent.name]
+    ]
+    os.killpg(server, signal.SIGKILL)
+
+
+def stat_of(path: Path) -> list[str]:
+    """Parent and process group of a process; nothing of one that has gone."""
+    try:
+        return path.read_text().rpartition(")")[2].split()[1:3]
+    except OSError:
+        return []
 
 
 @pytest.mark.slow
