@@ -1,6 +1,6 @@
 """What the tests against a real vLLM share: a policy that moves, questions to an engine, what every engine owes.
 
-Used by `test_vllm` (a server) and `test_vllm_colocated` (in this process).
+Used by `test_vllm` (a server), `test_vllm_colocated` (in this process) and `test_vllm_endpoints` (judges).
 """
 
 from __future__ import annotations

