@@ -31,6 +31,7 @@ from mmrl.errors import CheckpointError, ConfigError, unknown
 from mmrl.policy import resolve
 from mmrl.report.rundir import RunDir, refuse_full
 from mmrl.rollout.programs import with_program
+from mmrl.stages.launch import missing_packages
 from mmrl.stages.launch import problems as hardware_problems
 from mmrl.stages.teachers import teacher_problems
 from mmrl.tasks import TASKS
@@ -135,7 +136,7 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
         )
         return problems + policy_problems(config, task)
     assert isinstance(config, TrainCommandConfig)
-    problems += device_problems(config)
+    problems += device_problems(config) + missing_packages(config.hardware)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)
     problems += assignment(config, task).problems()

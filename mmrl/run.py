@@ -34,7 +34,7 @@ from mmrl.prepare import (
     settle,
 )
 from mmrl.report.rundir import RunDir, allocate
-from mmrl.stages.launch import refuse_unlaunched, server_devices, start
+from mmrl.stages.launch import adopt, refuse_unlaunched, server_devices, start
 from mmrl.stages.processes import ALONE, Processes, join, launched
 from mmrl.stages.stopping import released, stoppable
 from mmrl.stages.teachers import build_teachers
@@ -71,6 +71,8 @@ def placed(config: TrainCommandConfig) -> TrainCommandConfig:
 
 def begin(config: TrainCommandConfig, command: Sequence[str]) -> int:
     """Start a run in this process, which may be one of several. Returns the exit code."""
+    if launched() is not None:
+        adopt(config.hardware)
     processes = join(config.hardware.processes * config.hardware.nodes, config.hardware.device)
     config = processes.first(placed(config) if processes.main else config)
     assert config.run.dir is not None
@@ -100,6 +102,8 @@ def resume(folder: Path) -> int:
     if launched() is None and count > 1:
         refuse_unlaunched(validate_hardware(hardware))
         return start({"resume": str(folder)}, validate_hardware(hardware), str(folder))
+    if launched() is not None:
+        adopt(validate_hardware(hardware))
     processes = join(count, hardware.get("device", "cpu"))
     if not processes.main:
         shared: tuple[TrainCommandConfig, Path | None] = processes.first((None, None))  # type: ignore[assignment]

@@ -139,10 +139,48 @@ def test_sharded_states_are_shared_by_all_processes(capsys):
     eight = planned(capsys, *model, "hardware=h100x8")
     two_nodes = planned(capsys, *model, "hardware=multinode")
     assert (eight["processes"], two_nodes["processes"]) == (8, 16)
-    for part in ("weights", "gradients", "optimizer"):
+    for part in ("weights", "gradients", "optimizer", "reference"):
         assert eight["memory_bytes"][part] == whole[part] / 8
         assert two_nodes["memory_bytes"][part] == whole[part] / 16
-    assert eight["memory_bytes"]["reference"] == whole["reference"]  # a frozen copy in each process
+
+
+def test_a_critic_is_sharded_with_the_policy(capsys):
+    """Weights, gradient and two moments in float32: 16 bytes a parameter, over eight processes."""
+    arguments = ["algo=mt_ppo", "task=tool_agent", "lengths=agent:20/5", "model=qwen25_7b", "hardware=h100x8"]
+    plan = planned(capsys, *arguments, "device=h100")
+    assert plan["memory_bytes"]["critic"] == 16 * plan["parameters"] / 8
+    whole = planned(capsys, *arguments, "device=h100", "hardware.sharding=none")
+    assert whole["memory_bytes"]["critic"] == 16 * plan["parameters"]
+
+
+def test_rollout_devices_hold_the_engine_and_training_devices_do_not(capsys):
+    """Seven train, one serves. FoF, G = 2, one question: 10 + 2 * 50 + 2 * 30 prompt tokens, 2 * (2 + 3 + 4) sampled;
+    Llama 3.1 8B has 2 * 32 layers * 8 heads * 128 keys and values a token, of two bytes each."""
+    arguments = ["model=llama31_8b_instruct", "device=h100", LENGTHS, "algo=mhgpo_fof", "algo.group_size=2"]
+    split = planned(capsys, *arguments, "train.batch_size=1", "hardware=h100x8_split")
+    assert (split["processes"], split["rollout_devices"]) == (7, 1)
+    rollout = split["rollout_memory_bytes"]
+    assert rollout["KV cache"] == (170 + 18) * 2 * 32 * 8 * 128 * 2
+    assert rollout["engine's copy"] == 2 * split["parameters"]
+    assert rollout["engine's copy"] / GIB == pytest.approx(14.96, abs=0.01)
+    assert "KV cache" not in split["memory_bytes"] and "engine's copy" not in split["memory_bytes"]
+    assert split["memory_bytes"]["weights"] == pytest.approx(4 * split["parameters"] / 7)
+    shared = planned(capsys, *arguments, "train.batch_size=1", "hardware=h100x8")
+    assert shared["rollout_memory_bytes"] == {} and shared["rollout_devices"] == 0
+    assert shared["memory_bytes"]["engine's copy"] == rollout["engine's copy"]  # one copy on each GPU
+    assert shared["memory_bytes"]["KV cache"] == rollout["KV cache"] / 8
+    # One device prefills what eight would.
+    assert split["seconds_per_step"]["prefill"] == pytest.approx(8 * shared["seconds_per_step"]["prefill"])
+
+
+def test_rollout_devices_have_a_table_and_a_warning_of_their_own(capsys):
+    arguments = ["model=llama31_8b_instruct", "device=h100", LENGTHS, "hardware=h100x8_split"]
+    assert main(["plan", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert "on 7 x h100, rollouts on 1 more" in shown
+    assert "GiB per training device" in shown and "GiB per rollout device" in shown
+    (warning,) = planned(capsys, *arguments, "engine.gpu_memory=0.1")["warnings"]
+    assert "engine.gpu_memory=0.1" in warning and "15 GiB" in warning and "8 GiB" in warning
 
 
 def test_text_names_modules_memory_and_time(capsys):

@@ -17,7 +17,8 @@ from mmrl.engines.vllm_launch import server_environment
 from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.report.rundir import RunDir, comparable
-from mmrl.stages.launch import environment, problems, server_devices, wrapping
+from mmrl.stages import launch
+from mmrl.stages.launch import adopt, environment, missing_packages, problems, server_devices, wrapping
 from mmrl.stages.processes import Processes, join, merged
 from tests.forests import Grow
 
@@ -132,12 +133,45 @@ def test_profiles_that_can_are_not():
 
 
 def test_critics_on_several_processes():
-    (problem,) = problems(profile(processes=8, sharding="fsdp2"), "vllm_server", False, critic="separate")
-    assert "critic" in problem and "hardware.sharding=none" in problem
+    for kind in ("separate", "adapter", "head"):
+        assert problems(profile(processes=8, sharding="fsdp2"), "vllm_server", False, critic=kind) == []
+    (problem,) = problems(profile(processes=8, sharding="zero3"), "vllm_server", False, critic="separate")
+    assert "hardware.sharding: got zero3" in problem and "use fsdp2" in problem
     (problem,) = problems(profile(processes=8), "vllm_server", False, critic="adapter")
-    assert "algo.critic: got adapter" in problem
+    assert "algo.critic: got adapter" in problem and "hardware.sharding=fsdp2" in problem
     assert problems(profile(), "vllm_server", False, critic="adapter") == []
     assert problems(profile(processes=7, sharding="fsdp2", rollout_devices=1), "vllm_server", False) == []
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_zero_without_deepspeed_is_refused_before_anything_loads(stage, monkeypatch, capsys, tmp_path):
+    arguments = ["hardware=h100x8", f"hardware.sharding={stage}", "engine.url=http://127.0.0.1:1"]
+    monkeypatch.setattr(launch, "installed", lambda package: package != "deepspeed")
+    monkeypatch.setattr("mmrl.models.load_model", None)
+    assert main(["train", *arguments, f"run.dir={tmp_path / 'run'}"]) == 2
+    shown = capsys.readouterr().err
+    assert f"hardware.sharding: got {stage}, which needs DeepSpeed" in shown
+    assert "pip install 'mmrl[deepspeed]'" in shown and "hardware.sharding=fsdp2" in shown
+    assert "Traceback" not in shown and not (tmp_path / "run").exists()
+    assert missing_packages(profile(processes=8, sharding="fsdp2")) == []
+    monkeypatch.setattr(launch, "installed", lambda package: True)
+    assert missing_packages(profile(processes=8, sharding=stage)) == []
+
+
+def test_packages_that_a_profile_s_engine_needs_are_asked_for_too(monkeypatch, capsys, tmp_path):
+    """Both at once: DeepSpeed of the sharding, vLLM of the profile's own engine."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    arguments = ["hardware=h100x8", "hardware.sharding=zero2", f"run.dir={tmp_path / 'run'}"]
+    assert main(["train", *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert "needs DeepSpeed" in shown and "engine: vllm_server needs vLLM" in shown
+
+
+def test_a_launcher_s_processes_wrap_the_model_as_the_profile_says(monkeypatch):
+    """torchrun and SLURM say who the processes are; without accelerate's variables it would be DDP, in silence."""
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "16"})
+    adopt(profile(processes=8, nodes=2, sharding="fsdp2"))
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true" and os.environ["FSDP_VERSION"] == "2"
 
 
 def test_several_nodes_are_started_by_a_launcher(capsys, tmp_path):

@@ -41,6 +41,10 @@ class Setup:
     """Processes that share the trained weights (FSDP2, ZeRO 3)."""
     states_over: int
     """Processes that share gradients and optimizer (FSDP2, ZeRO)."""
+    others_over: int
+    """Processes that share the reference and the critic (FSDP2)."""
+    generating: int
+    """Devices that generate: those kept for rollouts, else those that train (of the main node, with one server)."""
 
 
 TRAINED_WIDTH = 4
@@ -54,7 +58,8 @@ def setup(config: TrainCommandConfig, shape: Shape) -> Setup:
     width = (2 if on_gpu else 4) if dtype == "auto" else 4 if dtype == "float32" else 2
     parameters = shape.parameters if lora is None else shape.lora_parameters(lora.r, lora.targets)
     processes = config.hardware.processes * config.hardware.nodes
-    sharding = config.hardware.sharding
+    hardware, sharding = config.hardware, config.hardware.sharding
+    sampling = hardware.processes if config.engine.name == "vllm_server" else processes
     return Setup(
         width=width,
         trained_parameters=parameters,
@@ -64,11 +69,13 @@ def setup(config: TrainCommandConfig, shape: Shape) -> Setup:
         processes=processes,
         weights_over=processes if sharding in ("fsdp2", "zero3") else 1,
         states_over=processes if sharding != "none" else 1,
+        others_over=processes if sharding == "fsdp2" else 1,
+        generating=hardware.rollout_devices or sampling,
     )
 
 
 def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float, device: Device) -> dict[str, float]:
-    """Bytes per device by part, as the trainer and the in-process engine hold them.
+    """Bytes per training device by part, as the trainer holds them, and the engine where it has no devices of its own.
 
     Args:
         load: of a whole step.
@@ -76,21 +83,31 @@ def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float,
     """
     made = setup(config, shape)
     pack = max(min(float(pack_tokens(config, shape, device, made)), load.trained_unique / made.processes), longest)
-    held = min(load.prompt_unique + load.completion, float(config.engine.batch_tokens))
     trained = made.trained_parameters * TRAINED_WIDTH
     found = {
         "weights": shape.parameters * made.weights_width / made.weights_over,
-        "reference": made.copies * shape.parameters * made.width,
+        "reference": made.copies * shape.parameters * made.width / made.others_over,
         "adapter": trained / made.weights_over if config.model.lora else 0,
         "gradients": trained / made.states_over,
         "optimizer": 2 * trained / made.states_over,
-        "critic": _critic_bytes(config, shape, made),
+        "critic": _critic_bytes(config, shape, made) / made.others_over,
         "activations": pack * shape.activation_bytes(made.width, config.model.gradient_checkpointing),
         "logits": min(CHUNK, pack) * shape.vocab * 4 * 3,
-        "KV cache": held * shape.kv_bytes(made.width) / made.processes,
-        "engine's copy": shape.parameters * made.width if config.engine.name.startswith("vllm") else 0,
     }
+    if not config.hardware.rollout_devices:
+        found |= engine_memory(config, shape, load)
     return {part: float(size) for part, size in found.items() if size}
+
+
+def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load) -> dict[str, float]:
+    """Bytes per generating device by part: vLLM has the whole weights on each of them, `transformers` the trainer's."""
+    made = setup(config, shape)
+    held = min(load.prompt_unique + load.completion, float(config.engine.batch_tokens))
+    found = {
+        "KV cache": held * shape.kv_bytes(made.width) / made.generating,
+        "engine's copy": float(shape.parameters * made.width if config.engine.name.startswith("vllm") else 0),
+    }
+    return {part: size for part, size in found.items() if size}
 
 
 def pack_tokens(config: TrainCommandConfig, shape: Shape, device: Device, made: Setup) -> int:
@@ -118,7 +135,7 @@ def _critic_bytes(config: TrainCommandConfig, shape: Shape, made: Setup) -> floa
 def seconds(
     config: TrainCommandConfig, shape: Shape, loads: Mapping[str, Load], step: Load, device: Device
 ) -> dict[str, float]:
-    """Expected seconds of one step by phase, on `device` times the number of processes."""
+    """Expected seconds of one step by phase, on the devices that generate and those that train."""
     made = setup(config, shape)
     per_token = 2.0 * shape.block_parameters
     forward = per_token * step.trained_unique + 2.0 * shape.vocab * shape.hidden * step.completion
@@ -127,7 +144,7 @@ def seconds(
     passes += {"separate": times + 1, "adapter": times + 1, "head": 0}.get(made.critic or "", 0)
     reach = device.flops * device.utilisation * made.processes
     prefill = (
-        per_token * step.prompt_unique / (device.flops * PREFILL_UTILISATION.get(device.name, 0.5) * made.processes)
+        per_token * step.prompt_unique / (device.flops * PREFILL_UTILISATION.get(device.name, 0.5) * made.generating)
     )
     return {
         "prefill": prefill,
@@ -143,7 +160,7 @@ def _decode(config: TrainCommandConfig, shape: Shape, loads: Mapping[str, Load],
         if not load.calls:
             continue
         turns = max(1.0, load.decode_steps / max(1.0, load.completion / load.calls))
-        rows = load.calls / turns / made.processes
+        rows = load.calls / turns / made.generating
         context = (load.prompt + load.completion) / load.calls
         traffic = shape.parameters * made.width + rows * context * shape.kv_bytes(made.width)
         arithmetic = 2.0 * shape.parameters * rows / device.flops

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mmrl.config import TrainCommandConfig
-from mmrl.plan.cost import memory, seconds, setup
+from mmrl.plan.cost import engine_memory, memory, seconds, setup
 from mmrl.plan.devices import GIB, Device
 from mmrl.plan.load import Load, total
 from mmrl.plan.shapes import Shape
@@ -35,9 +35,15 @@ class Plan:
         return total(self.loads)
 
     def memory(self) -> dict[str, float]:
-        """Bytes per device by part."""
+        """Bytes per training device by part."""
         longest = max((load.prompt + load.completion) / load.calls for load in self.loads.values() if load.calls)
         return memory(self.config, self.shape, self.step, longest, self.device)
+
+    def rollout_memory(self) -> dict[str, float]:
+        """Bytes per device kept for rollouts, by part; empty without such devices."""
+        if not self.config.hardware.rollout_devices:
+            return {}
+        return engine_memory(self.config, self.shape, self.step)
 
     def seconds(self) -> dict[str, float]:
         """Seconds of a step by phase."""
@@ -51,6 +57,12 @@ class Plan:
             found.append(
                 f"needs {need / GIB:.0f} GiB per device, {self.device.name} has {self.device.memory / GIB:.0f} GiB: "
                 + self._smaller(parts)
+            )
+        share, copy = self.config.engine.gpu_memory, self.rollout_memory().get("engine's copy", 0.0)
+        if copy > share * self.device.memory:
+            found.append(
+                f"the weights alone take {copy / GIB:.0f} GiB of a rollout device, and vLLM may take "
+                f"{share * self.device.memory / GIB:.0f} GiB (engine.gpu_memory={share:g}): raise engine.gpu_memory"
             )
         if self.step.calls and not self.step.trained:
             found.append("no call is trained: every module is left out of the loss (algo.train_modules)")
@@ -76,7 +88,7 @@ class Plan:
 
     def as_json(self) -> str:
         """Everything, for machines."""
-        made = setup(self.config, self.shape)
+        config, made = self.config, setup(self.config, self.shape)
         content: dict[str, Any] = {
             "version": 1,
             "calls": {module: asdict(load) for module, load in self.loads.items()},
@@ -84,10 +96,12 @@ class Plan:
             "parameters": self.shape.parameters,
             "trained_parameters": made.trained_parameters,
             "memory_bytes": self.memory(),
+            "rollout_memory_bytes": self.rollout_memory(),
             "seconds_per_step": self.seconds(),
-            "hours": self.config.train.steps * sum(self.seconds().values()) / 3600,
+            "hours": config.train.steps * sum(self.seconds().values()) / 3600,
             "device": asdict(self.device),
             "processes": made.processes,
+            "rollout_devices": config.hardware.rollout_devices,
             "warnings": self.warnings(),
         }
         return json.dumps(content, indent=1)
@@ -95,19 +109,20 @@ class Plan:
     def text(self) -> str:
         """Everything, for people."""
         config, made = self.config, setup(self.config, self.shape)
-        step, times, parts = self.step, self.seconds(), self.memory()
+        step, times, kept = self.step, self.seconds(), config.hardware.rollout_devices
         per_step = sum(times.values())
         head = (
             f"{config.algo.name} on {config.task.name} with {config.model.path}: {config.train.steps} steps of "
             f"{config.train.batch_size} examples on {made.processes} x {self.device.name}"
+            + (f", rollouts on {kept} more" if kept else "")
         )
         trained = f"{made.trained_parameters:,} of {self.shape.parameters:,} parameters trained"
-        fit = f"{sum(parts.values()) / GIB:.2f} of {self.device.memory / GIB:.0f} GiB per device"
         hours = config.train.steps * per_step / 3600
         blocks = [
             head + "\n" + trained,
             f"one step ({self.source})\n" + align(self._work()),
-            f"memory: {fit}\n" + align([[name, _size(size)] for name, size in parts.items()]),
+            self._fit("training device" if kept else "device", self.memory()),
+            *([self._fit("rollout device", self.rollout_memory())] if kept else []),
             f"time: {_duration(per_step)} a step, {hours:.2g} hours in all, evaluations not counted\n"
             + align([[name, _duration(spent), f"{spent / per_step:.0%}"] for name, spent in times.items()]),
             f"assumed: {self.device.flops / 1e12:.3g} TFLOP/s, {self.device.bandwidth / 1e9:.0f} GB/s, update at "
@@ -116,6 +131,10 @@ class Plan:
         ]
         blocks += [f"warning: {warning}" for warning in self.warnings()]
         return "\n\n".join(blocks)
+
+    def _fit(self, which: str, parts: Mapping[str, float]) -> str:
+        fit = f"{sum(parts.values()) / GIB:.2f} of {self.device.memory / GIB:.0f} GiB per {which}"
+        return f"memory: {fit}\n" + align([[name, _size(size)] for name, size in parts.items()])
 
     def _work(self) -> list[list[str]]:
         rows = [["module", "calls", "prompt tokens", "unique", "completion", "trained", "unique"]]

@@ -7,6 +7,7 @@ SLURM takes the same path from there.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -119,8 +120,8 @@ def problems(hardware: HardwareConfig, engine: str, modules: bool, critic: str |
     Args:
         engine: the engine that samples.
         modules: whether there are weights per module.
-        critic: kind of the algorithm's critic, if it has one. accelerate wraps it apart from the policy, which it does
-            for DDP alone; and DDP wants every trained weight in every backward pass, so no second adapter.
+        critic: kind of the algorithm's critic, if it has one. FSDP2 shards it beside the policy; DeepSpeed takes one
+            model, and DDP wants every trained weight in every backward pass, so no second adapter.
     """
     found = []
     total = hardware.processes * hardware.nodes
@@ -136,10 +137,10 @@ def problems(hardware: HardwareConfig, engine: str, modules: bool, critic: str |
             f"hardware.sharding: got {hardware.sharding}, but engine=transformers samples from the whole weights; use "
             "engine=vllm_server"
         )
-    if hardware.sharding != "none" and critic:
+    if hardware.sharding.startswith("zero") and critic:
         found.append(
-            f"hardware.sharding: got {hardware.sharding}, under which a critic cannot be trained; use "
-            "hardware.sharding=none (every process holds the whole model), or an algorithm without a critic"
+            f"hardware.sharding: got {hardware.sharding}, under which a critic cannot be trained (DeepSpeed takes one "
+            "model); use fsdp2, or none (every process holds the whole model)"
         )
     if hardware.cpu_offload and hardware.sharding == "none":
         found.append("hardware.cpu_offload: has an effect only with hardware.sharding=fsdp2, zero2 or zero3")
@@ -153,11 +154,34 @@ def problems(hardware: HardwareConfig, engine: str, modules: bool, critic: str |
             f"hardware.rollout_devices: got {hardware.rollout_devices}, which has an effect only with "
             f"engine=vllm_server (this run has {engine})"
         )
-    if total > 1 and critic == "adapter":
-        found.append(f"algo.critic: got adapter, which needs one process (this run has {total}); use separate or head")
+    if total > 1 and critic == "adapter" and hardware.sharding == "none":
+        found.append(
+            f"algo.critic: got adapter, which needs one process or hardware.sharding=fsdp2 (this run has {total}, and "
+            "none); use separate or head"
+        )
     if total > 1 and modules:
         found.append(f"hardware.processes: got {total} in all, weights per module need 1")
     return found
+
+
+def missing_packages(hardware: HardwareConfig) -> list[str]:
+    """What a hardware profile needs and this interpreter does not have, one sentence each; imports nothing."""
+    if hardware.sharding.startswith("zero") and not installed("deepspeed"):
+        return [
+            f"hardware.sharding: got {hardware.sharding}, which needs DeepSpeed, and {sys.executable} does not have "
+            "it; install it (pip install 'mmrl[deepspeed]'), or use hardware.sharding=fsdp2"
+        ]
+    return []
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be imported here."""
+    return importlib.util.find_spec(package) is not None
+
+
+def adopt(hardware: HardwareConfig) -> None:
+    """Under a launcher of the user's (torchrun, SLURM): what it does not say of how accelerate is to wrap the model."""
+    os.environ.update(wrapping(hardware))
 
 
 def refuse_unlaunched(hardware: HardwareConfig) -> None:

@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from mmrl.config.algo import CriticConfig
 from mmrl.errors import CheckpointError, MmrlError
+from mmrl.trainer.logprobs import hidden_states
 from mmrl.trainer.objective import value_loss
 from mmrl.trainer.packing import Pack
 from mmrl.trainer.settings import Settings
+from mmrl.trainer.sharding import as_number, gradients_kept, is_sharded, like, shard, shard_head, whole
 
 FILE = "critic.safetensors"
 ADAPTER = "critic"
@@ -58,17 +60,12 @@ class ValueHead(torch.nn.Module):
     def forward(self, pack: Pack, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """(N,) values; `hidden` (N, H) where there is no own backbone."""
         if self.backbone is not None:
-            hidden = hidden_states(self.backbone, pack)
+            states = self.backbone(**pack.inputs).last_hidden_state
+            hidden = states.reshape(-1, states.shape[-1])[pack.positions]
         assert hidden is not None
         with torch.autocast(hidden.device.type, enabled=False):
-            values: torch.Tensor = self.head(hidden.to(self.head.weight.dtype))[:, 0]
-        return values
-
-
-def hidden_states(backbone: Any, pack: Pack) -> torch.Tensor:
-    """(N, H) hidden states at the scored positions."""
-    hidden = backbone(**pack.inputs).last_hidden_state
-    return hidden.reshape(-1, hidden.shape[-1])[pack.positions]
+            values: torch.Tensor = self.head(hidden.to(self.head.weight.dtype))
+        return values.sum(-1)  # of one column; not a view, on which FSDP2's hooks could get lost
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,6 +132,7 @@ class Critic:
         trained_in_float32(self.module)
         self.wrapped: Any = self.module
         self.policy: Any = None
+        self.sharded = False
         self.restart(torch.device("cpu"))
 
     def attach(self, policy: Any, accelerator: Any) -> None:
@@ -142,8 +140,14 @@ class Critic:
         self.policy = policy
         if self.adapter is not None:
             policy.add_adapter(ADAPTER, self.adapter)
-        self.module.to(accelerator.device)
-        self.wrapped = accelerator.prepare_model(self.module)
+        self.sharded = is_sharded(accelerator)
+        if self.sharded:
+            if self.module.backbone is not None:
+                shard(self.module.backbone, accelerator)
+            self.wrapped = shard_head(self.module, accelerator)
+        else:
+            self.module.to(accelerator.device)
+            self.wrapped = accelerator.prepare_model(self.module)
         self.restart(accelerator.device)
 
     def restart(self, device: torch.device) -> None:
@@ -176,11 +180,9 @@ class Critic:
         """(N,) values of a pack. `hidden`: the policy's, detached, where they are known and the kind is `head`."""
         if self.config.critic == "separate":
             return self.wrapped(pack)
-        if self.config.critic == "head" and hidden is None:
-            with torch.no_grad():
-                hidden = hidden_states(backbone_of(self.policy), pack)
-        elif self.config.critic == "adapter":
-            hidden = hidden_states(backbone_of(self.policy), pack)
+        if self.config.critic == "adapter" or hidden is None:
+            with nullcontext() if self.config.critic == "adapter" else torch.no_grad():
+                hidden = hidden_states(self.policy, self.policy.get_output_embeddings(), pack)
         return self.wrapped(pack, hidden)
 
     @contextmanager
@@ -189,6 +191,11 @@ class Critic:
         if self.adapter is None:
             yield
             return
+        with gradients_kept(self.policy, self._speaking()) if self.sharded else self._speaking():
+            yield
+
+    @contextmanager
+    def _speaking(self) -> Iterator[None]:
         before = self.policy.active_adapter
         self.policy.set_adapter(ADAPTER)
         try:
@@ -213,10 +220,10 @@ class Critic:
             self.totals.clipped += result.clipped.double().sum()
             self.totals.tokens += at.numel()
 
-    def clip(self, limit: float) -> float:
+    def clip(self, limit: float, accelerator: Any) -> float:
         """Clip the critic's gradients on their own; returns the norm before."""
         parameters = list(self.named_parameters().values())
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        norm = as_number(accelerator.clip_grad_norm_(parameters, limit))
         self.totals.grad_norms.append(norm)
         self.totals.updates += 1
         return norm
@@ -239,12 +246,12 @@ class Critic:
             "critic/clip_share": clipped / tokens if tokens else 0.0,
         }
 
-    def save(self, folder: Path) -> None:
-        """Write what the critic trains to `folder/critic.safetensors`."""
-        save_file({name: p.detach().cpu().contiguous() for name, p in self.named_parameters().items()}, folder / FILE)
+    def state(self) -> dict[str, torch.Tensor]:
+        """What the critic trains, whole and on the CPU; processes that share it must all ask."""
+        return {name: whole(p).contiguous() for name, p in self.named_parameters().items()}
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote.
+        """Read a `state` from `folder/critic.safetensors`.
 
         Raises:
             CheckpointError: no critic there, or another kind.
@@ -258,4 +265,4 @@ class Critic:
             raise CheckpointError(f"{folder}: its critic is of another kind than algo.critic={self.config.critic}")
         with torch.no_grad():
             for name, parameter in own.items():
-                parameter.copy_(found[name])
+                parameter.copy_(like(found[name], parameter))

@@ -20,6 +20,7 @@ from mmrl.trainer.logprobs import Scores, score
 from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.packing import Pack, make_packs
 from mmrl.trainer.settings import Settings
+from mmrl.trainer.sharding import gradients_kept, is_sharded
 from mmrl.trainer.tree_attention import last_mlp
 
 
@@ -65,12 +66,21 @@ class Forwards:
         modules = list(dict.fromkeys(call.module for call in calls))
         packs = self._make_packs(calls, modules, score_all=True)
         found: dict[int, tuple[float, ...]] = {}
-        for pack in packs:
+        for pack in [*packs, *self._in_step(len(packs))]:
             numbers = forward(pack.to(self.args.device)).tolist()
             for call in pack.calls:
                 count = len(call.completion_ids)
                 found[id(call)], numbers = tuple(numbers[:count]), numbers[count:]
         return [found.get(id(call), ()) for call in calls]
+
+    def _in_step(self, count: int) -> list[Pack]:
+        """What a process forwards beyond its `count` packs where weights are sharded: gathering them takes everyone,
+        and each process brings its own calls here."""
+        if not is_sharded(self.accelerator):
+            return []
+        most = int(self.reduce(torch.tensor(float(count), device=self.args.device), "max"))
+        call = TrainCall(id="", module="", prompt_ids=(0,), completion_ids=(0,))
+        return [pack for _ in range(most - count) for pack in self._make_packs([call], [""], score_all=True)]
 
     def _make_packs(
         self,
@@ -104,7 +114,8 @@ class Forwards:
         if not pack.known_ref.isnan().any():
             return pack.known_ref
         if isinstance(self.model, PeftModel):
-            with self.model.disable_adapter():
+            switch = self.model.disable_adapter()
+            with gradients_kept(self.model, switch) if is_sharded(self.accelerator) else switch:
                 return self._no_grad(self.model_wrapped, pack)
         if self.ref_model is None:
             raise MmrlError("algo.beta: got 0, so there is no reference policy to compare with; expected more than 0")

@@ -66,6 +66,26 @@ def score(
     return Scores(logprobs, found, seen[0])
 
 
+def hidden_states(model: torch.nn.Module, head: torch.nn.Module, pack: Pack) -> torch.Tensor:
+    """(N, H) what the head sees at the scored positions, with gradient if enabled; no logits are computed.
+
+    The whole model is called, for the wrappers' sake (FSDP gathers from its root on), and its head does nothing.
+    """
+    seen: list[torch.Tensor] = []
+
+    def keep(hidden: torch.Tensor) -> torch.Tensor:
+        rows = hidden.reshape(1, -1, hidden.shape[-1])[:, pack.positions]
+        seen.append(rows[0])
+        return rows
+
+    head.forward = keep
+    try:
+        model(**pack.inputs)
+    finally:
+        del head.forward
+    return seen[0]
+
+
 def _measure(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -110,7 +130,8 @@ def _score_in_chunks(
                 checkpoint(measure, part, ids, [], use_reentrant=False, preserve_rng_state=False)
                 for part, ids in zip(rows.split(size), pack.targets.split(size), strict=True)
             ]
-        return torch.cat(parts)[None]
+        # Not a view of the parts: FSDP2 hangs its hooks on what the head returns.
+        return torch.cat([part[None] for part in parts], dim=1)
 
     head.forward = measured
     try:

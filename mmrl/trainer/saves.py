@@ -10,11 +10,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
 from mmrl.errors import CheckpointError
 from mmrl.trainer import checkpoint
-from mmrl.trainer.critic import ADAPTER, Critic
+from mmrl.trainer.critic import ADAPTER, FILE, Critic
 from mmrl.trainer.inert import no_progress_bars
 from mmrl.trainer.settings import Settings
+from mmrl.trainer.sharding import OPTIMIZER, SCHEDULER, gathered_optimizer, is_sharded, load_optimizer, load_weights
 
 
 class Saves:
@@ -27,8 +31,9 @@ class Saves:
     state: Any
     is_fsdp_enabled: bool
     is_deepspeed_enabled: bool
+    optimizer: Any
+    lr_scheduler: Any
     save_model: Callable[..., None]
-    _save_optimizer_and_scheduler: Callable[[str], None]
     _save_scaler: Callable[[str], None]
     _save_rng_state: Callable[[str], None]
     folder: Path
@@ -64,10 +69,11 @@ class Saves:
             self.accelerator.wait_for_everyone()
             with no_progress_bars():
                 self.save_model(str(temporary), _internal_call=True)
-            if self.critic is not None and main:
+            critic = self.critic.state() if self.critic is not None else None
+            if critic is not None and main:
                 # peft saved it as one more adapter of the policy, which it is not.
                 shutil.rmtree(temporary / ADAPTER, ignore_errors=True)
-                self.critic.save(temporary)
+                save_file(critic, temporary / FILE)
             self._save_optimizer_and_scheduler(str(temporary))
             self._save_scaler(str(temporary))
             self._save_rng_state(str(temporary))
@@ -79,3 +85,38 @@ class Saves:
         except OSError as error:
             raise CheckpointError(f"{folder}/checkpoint-{step}: cannot be saved: {error.strerror or error}") from error
         self.accelerator.wait_for_everyone()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is not None and is_sharded(self.accelerator):
+            # Gathered one by one, tied weights have become two.
+            tied = dict(self.model.named_parameters(remove_duplicate=False)).keys()
+            extra = tied - dict(self.model.named_parameters()).keys()
+            state_dict = {name: value for name, value in state_dict.items() if name not in extra}
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not is_sharded(self.accelerator):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        state = gathered_optimizer(self.optimizer)
+        if self.accelerator.is_main_process:
+            torch.save(state, Path(output_dir) / OPTIMIZER)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        if is_sharded(self.accelerator):
+            load_weights(self.model, folder)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        if self.critic is not None:
+            self.critic.load(folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not is_sharded(self.accelerator):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        folder = Path(checkpoint)
+        # Read where it is needed: of a large model, each process touches its own part of the file.
+        load_optimizer(self.optimizer, torch.load(folder / OPTIMIZER, map_location="cpu", mmap=True, weights_only=True))
+        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))

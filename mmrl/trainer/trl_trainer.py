@@ -37,6 +37,7 @@ from mmrl.trainer.packing import Pack
 from mmrl.trainer.saves import Saves
 from mmrl.trainer.selfcheck import compare
 from mmrl.trainer.settings import Settings
+from mmrl.trainer.sharding import as_number, exact_outputs, is_sharded, shard, train_adapters
 from mmrl.trainer.stream import StepEnd, Update, UpdateStream
 from mmrl.trainer.totals import StepTotals
 
@@ -145,15 +146,22 @@ class MmrlTrainer(Saves, Forwards, GRPOTrainer):
             peft_config=lora,
         )
         self.remove_callback(PrinterCallback)
-        if self.accelerator.num_processes > 1 and (adapters or (self.critic and self.critic.adapter)):
+        sharded = is_sharded(self.accelerator)
+        if self.accelerator.num_processes > 1 and (adapters or (self.critic and self.critic.adapter and not sharded)):
             # DDP expects every trained weight in every backward pass.
             raise ConfigError("hardware.processes: weights per module and algo.critic=adapter need 1 process")
+        if sharded:
+            exact_outputs(self.accelerator)
         trained_in_float32(self.policy)
         self.beta = settings.beta
         if self.critic is not None:
             self.critic.attach(self.model, self.accelerator)
         if reference is not None:
-            self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+            self.ref_model = (
+                shard(reference, self.accelerator)
+                if sharded
+                else self.accelerator.prepare_model(reference, evaluation_mode=True)
+            )
         self.totals = StepTotals((), self.args.device)
         self.batch_metrics: dict[str, float] = {}
 
@@ -234,9 +242,11 @@ class MmrlTrainer(Saves, Forwards, GRPOTrainer):
         if self.critic is not None:
             self.critic.zero_grad()
         total = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        for number, pack in enumerate(update.packs, start=1):
-            last = number == len(update.packs)
-            with nullcontext() if last else self.accelerator.no_sync(model), self._with_adapter(pack):
+        # Sharded gradients are joined after each pack: waiting would keep whole ones on every process.
+        sharded = is_sharded(self.accelerator)
+        for count, pack in enumerate(update.packs, start=1):
+            now = sharded or count == len(update.packs)
+            with nullcontext() if now else self.accelerator.no_sync(model), self._with_adapter(pack):
                 total += self._train_on(model, pack, first=update.first)
         loss = float(self.reduce(total, "sum"))
         if not math.isfinite(loss):
@@ -311,7 +321,7 @@ class MmrlTrainer(Saves, Forwards, GRPOTrainer):
     def _clip_grad_norm(self, model: Any) -> Any:
         limit = self.settings.train.grad_clip
         if self.critic is not None:
-            self.critic.clip(limit)
+            self.critic.clip(limit, self.accelerator)
         if self.adapters is not None:
             norms = self.adapters.clip(model, limit)
             self.totals.adapter_norms.append(norms)
@@ -322,7 +332,7 @@ class MmrlTrainer(Saves, Forwards, GRPOTrainer):
             norm = self.accelerator.clip_grad_norm_([p for p in model.parameters() if id(p) not in own], limit)
         else:
             norm = super()._clip_grad_norm(model)
-        value = float(norm) if norm is not None else 0.0
+        value = as_number(norm) if norm is not None else 0.0
         if not math.isfinite(value):
             step = self.steps_done + 1
             raise MmrlError(
@@ -339,23 +349,26 @@ class MmrlTrainer(Saves, Forwards, GRPOTrainer):
             kind, kwargs = self.get_optimizer_cls_and_kwargs(self.args)
             self.optimizer = kind(groups, **kwargs)
         optimizer: Any = super().create_optimizer(model)
+        if not is_sharded(self.accelerator):
+            self._add_critic(optimizer)
+        return optimizer
+
+    def _add_critic(self, optimizer: Any) -> None:
         if self.critic is not None:
             for group in self.critic.groups(self.settings.train.weight_decay):
                 optimizer.add_param_group(group)
-        return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The policy's schedule, and the critic's."""
+        if is_sharded(self.accelerator):
+            # accelerate, which has just sharded the policy, knows one model's weights in an optimizer.
+            train_adapters(self.model)
+            self._add_critic(self.optimizer)
         scheduler: Any = super().create_scheduler(num_training_steps, optimizer)
         if self.critic is not None:
             factors = [*scheduler.lr_lambdas[:-2], self.critic.factor, self.critic.factor]
             self.lr_scheduler = scheduler = torch.optim.lr_scheduler.LambdaLR(scheduler.optimizer, factors)
         return scheduler
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if self.critic is not None:
-            self.critic.load(Path(resume_from_checkpoint))
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Not estimated: Hugging Face's formula needs its own batch format."""

@@ -79,7 +79,7 @@ def run(side: Ours) -> None:
     trainer = side.trainer
     assert trainer.critic is not None and trainer.optimizer is not None
     torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
-    trainer.critic.clip(1.0)
+    trainer.critic.clip(1.0, trainer.accelerator)
     trainer.optimizer.step()
 
 
