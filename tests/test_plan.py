@@ -10,6 +10,7 @@ from mmrl.cli import main
 from mmrl.errors import ConfigError
 from mmrl.plan.devices import GIB, GPUS, device
 from mmrl.plan.load import Lengths, parse_lengths, unique_tokens
+from mmrl.plan.report import duration
 from mmrl.plan.shapes import KNOWN, read_shape
 
 
@@ -225,3 +226,18 @@ def test_devices():
     assert device("h200") is GPUS["h200"]
     measured = device("cpu")
     assert measured.flops > 1e8 and measured.bandwidth > 1e8 and measured.memory > GIB
+
+
+@pytest.mark.parametrize(
+    ("spent", "shown"),
+    [
+        (0.5, "0.50 s"),
+        (119, "119 s"),
+        (120, "2.0 min"),
+        (7200, "2.0 hours"),
+        (90 * 3600, "3.8 days"),
+        (1e9, "11,574 days"),
+    ],
+)
+def test_durations_are_shown_in_a_unit_that_a_person_reads(spent, shown):
+    assert duration(spent) == shown

@@ -6,6 +6,7 @@ The end of `plan`'s line: shape + load + device -> costs -> text.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,6 +17,9 @@ from mmrl.plan.devices import GIB, Device
 from mmrl.plan.load import Load, total
 from mmrl.plan.shapes import Shape
 from mmrl.report.tables import align
+
+DURATIONS = (("min", 60, 7200), ("hours", 3600, 3 * 86400), ("days", 86400, math.inf))
+"""Unit, seconds of one, seconds up to which it is used; below two minutes seconds are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,14 +121,13 @@ class Plan:
             + (f", rollouts on {kept} more" if kept else "")
         )
         trained = f"{made.trained_parameters:,} of {self.shape.parameters:,} parameters trained"
-        hours = config.train.steps * per_step / 3600
         blocks = [
             head + "\n" + trained,
             f"one step ({self.source})\n" + align(self._work()),
             self._fit("training device" if kept else "device", self.memory()),
             *([self._fit("rollout device", self.rollout_memory())] if kept else []),
-            f"time: {_duration(per_step)} a step, {hours:.2g} hours in all, evaluations not counted\n"
-            + align([[name, _duration(spent), f"{spent / per_step:.0%}"] for name, spent in times.items()]),
+            f"time: {duration(per_step)} a step, {duration(config.train.steps * per_step)} in all, evaluations not "
+            "counted\n" + align([[name, duration(spent), f"{spent / per_step:.0%}"] for name, spent in times.items()]),
             f"assumed: {self.device.flops / 1e12:.3g} TFLOP/s, {self.device.bandwidth / 1e9:.0f} GB/s, update at "
             f"{self.device.utilisation:.0%} of it; sharing saves {_ratio(step.trained, step.trained_unique)} of the "
             "update's tokens. Estimates: docs/performance.md says how far off they were.",
@@ -152,7 +155,9 @@ def _size(size: float) -> str:
     return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"
 
 
-def _duration(spent: float) -> str:
+def duration(spent: float) -> str:
+    """Seconds in the unit that a person reads."""
     if spent < 120:
         return f"{spent:.2f} s" if spent < 10 else f"{spent:.0f} s"
-    return f"{spent / 60:.1f} min"
+    unit, seconds = next((unit, each) for unit, each, most in DURATIONS if spent < most)
+    return f"{spent / seconds:,.{1 if spent / seconds < 100 else 0}f} {unit}"
