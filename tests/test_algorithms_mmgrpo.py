@@ -148,7 +148,7 @@ def test_format_failure_rewards(present, expected, reward):
     grow.end("q/r1#0", 0.0, error="parse")
     entry = credit(grow.forest).entries[1]
     assert entry.reward == pytest.approx(reward) and entry.parts == {"format": pytest.approx(reward)}
-    shifted = credit(grow.forest, format_failure_score=-2, failure_score=1).entries[1]
+    shifted = credit(grow.forest, format_failure_score=-2, format_failure_best=1).entries[1]
     assert shifted.reward == pytest.approx(-2 + 3 * (reward + 1))
 
 

@@ -183,6 +183,8 @@ def test_the_users_conf_folder_overlays_the_shipped_one(tmp_path, monkeypatch):
         (["train", "algo.minibatches=25"], 2, "algo.minibatches: got 25"),
         (["train", "model.path=./nowhere"], 2, "model.path: no folder './nowhere'"),
         (["train", "hardware.sharding=fsdp2"], 2, "hardware.sharding: got fsdp2"),
+        (["train", "algo=mmgrpo", "algo.failure_score=0"], 2, "algo.failure_score: is called algo.format_failure_best"),
+        (["train", "algo=grpo", "algo.failure_score=0"], 2, "algo.failure_score: is called algo.format_failure_best"),
         (["train", "model.path=tinny"], 2, "did you mean 'tiny'?"),
         (["train", "-m", "seed=1,2", "run.dir=x"], 2, "run.dir: the runs of a sweep"),
         (["train", "run.dir=/dev/null"], 2, "run.dir: /dev/null is a file"),

@@ -96,7 +96,7 @@ def test_every_rule_has_a_case():
     tested = {case[1].partition(":")[0] for case in CASES}
     others = {"algo.penalty_scale", "algo.ddof"}
     others |= {f"engine.{key}" for key in engine_options()}  # each tested in test_config_engine.py
-    others |= {f"algo.{key}" for key in ("format_failure_score", "failure_score", "failing_index")}
+    others |= {f"algo.{key}" for key in ("format_failure_score", "format_failure_best", "failing_index")}
     assert {rule.key for rule in (*COMMON, *TRAIN)} <= tested | others
 
 

@@ -247,7 +247,7 @@ class MmgrpoConfig(GroupConfig):
     )
     failing_index: Literal["zero", "true"] = Field("zero", description="invocation under which it is grouped")
     format_failure_score: float = Field(-1.0, description="reward of a failing call with no field present")
-    failure_score: float = Field(0.0, description="what it rises to with the share of fields present")
+    format_failure_best: float = Field(0.0, description="what it rises to with the share of fields present")
     max_context: int | None = Field(8192, ge=1, description="longest prompt + completion that is trained on")
     overlong: Literal["datapoint", "trajectory"] = Field("datapoint", description="what a longer one takes along")
 

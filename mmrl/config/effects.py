@@ -133,7 +133,7 @@ TRAIN = (
     Rule("algo.obs", _lacks("observations"), "with this task: its contexts have no observations"),
     *(
         Rule(f"algo.{key}", _lacks("parse_failures"), "with this task: nothing its modules write fails to parse")
-        for key in ("format_failure_score", "failure_score", "failing_traces", "failing_index")
+        for key in ("format_failure_score", "format_failure_best", "failing_traces", "failing_index")
     ),
     *(
         Rule(

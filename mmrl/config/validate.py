@@ -13,6 +13,8 @@ from mmrl.config.shipped import shipped_for
 from mmrl.errors import ConfigError, nearest, unknown
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
+RENAMED = {"algo.failure_score": "algo.format_failure_best"}
+"""Keys of former versions, and what they are called now (task.failure_score is another thing: a rollout's reward)."""
 
 
 def validate(schema: type[ConfigT], raw: Mapping[str, Any]) -> ConfigT:
@@ -101,6 +103,8 @@ def _expected(kind: str, message: str, path: str) -> str:
 
 
 def _unknown_key(schema: type[BaseModel], prefix: tuple[str, ...], location: list[str], path: str) -> str:
+    if path in RENAMED:
+        return f"{path}: is called {RENAMED[path]} now; use that name"
     fields = _fields_at(schema, location[:-1])
     if prefix == ("algo",):
         users = [

@@ -58,7 +58,7 @@ def module_groups(forest: Forest, algo: MmgrpoConfig, seed: int) -> list[Group]:
 def failing_reward(call: Call, algo: MmgrpoConfig) -> float:
     """Reward of a call that could not be parsed: between the two scores, by the share of fields present."""
     share = call.present_fields / call.expected_fields if call.expected_fields else 0.0
-    return algo.format_failure_score + (algo.failure_score - algo.format_failure_score) * share
+    return algo.format_failure_score + (algo.format_failure_best - algo.format_failure_score) * share
 
 
 def is_overlong(call: Call, algo: MmgrpoConfig) -> bool:
