@@ -132,6 +132,8 @@ class RemoteRetriever:
         self._concurrency, self._cache_size = concurrency, cache_size
         self._cache: OrderedDict[tuple[str, int], list[Document]] = OrderedDict()
         self._breaker = breaker or Breaker()
+        self._last = ""
+        """What the last request failed of."""
         self._loop = _Loop()
         self._session: ClientSession | None = None
         self._turn: asyncio.Semaphore | None = None
@@ -215,6 +217,8 @@ class RemoteRetriever:
         try:
             answer: T = await attempts(self._once, method, arguments, read, looks)
         except RetrievalFailure as failure:
+            if failure.cause != "refused":
+                self._last = str(failure).removeprefix(f"retriever {self.url}: ")
             if failure.cause != "refused" and self._breaker.failure():
                 log.warning(
                     "retriever %s: too many requests have failed in a row; none is sent for a while, and rollouts that "
@@ -231,7 +235,10 @@ class RemoteRetriever:
         return answer
 
     def _refusal(self) -> RetrievalFailure:
-        return RetrievalFailure(f"retriever {self.url}: not asked, since too many requests have failed", "refused")
+        return RetrievalFailure(
+            f"retriever {self.url}: not asked, since too many requests have failed in a row; the last: {self._last}",
+            "refused",
+        )
 
     async def _once(self, method: str, arguments: dict[str, Any], read: Callable[[Any], T], looks: bool) -> T:
         from aiohttp import ClientError
