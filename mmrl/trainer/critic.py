@@ -27,7 +27,7 @@ from mmrl.trainer.logprobs import hidden_states
 from mmrl.trainer.objective import value_loss
 from mmrl.trainer.packing import Pack
 from mmrl.trainer.settings import Settings
-from mmrl.trainer.sharding import as_number, gradients_kept, is_sharded, like, shard, shard_head, whole
+from mmrl.trainer.sharding import as_number, is_sharded, like, shard, shard_head, whole
 
 FILE = "critic.safetensors"
 ADAPTER = "critic"
@@ -132,7 +132,6 @@ class Critic:
         trained_in_float32(self.module)
         self.wrapped: Any = self.module
         self.policy: Any = None
-        self.sharded = False
         self.restart(torch.device("cpu"))
 
     def attach(self, policy: Any, accelerator: Any) -> None:
@@ -140,8 +139,7 @@ class Critic:
         self.policy = policy
         if self.adapter is not None:
             policy.add_adapter(ADAPTER, self.adapter)
-        self.sharded = is_sharded(accelerator)
-        if self.sharded:
+        if is_sharded(accelerator):
             if self.module.backbone is not None:
                 shard(self.module.backbone, accelerator)
             self.wrapped = shard_head(self.module, accelerator)
@@ -191,11 +189,6 @@ class Critic:
         if self.adapter is None:
             yield
             return
-        with gradients_kept(self.policy, self._speaking()) if self.sharded else self._speaking():
-            yield
-
-    @contextmanager
-    def _speaking(self) -> Iterator[None]:
         before = self.policy.active_adapter
         self.policy.set_adapter(ADAPTER)
         try:

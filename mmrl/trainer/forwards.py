@@ -20,7 +20,7 @@ from mmrl.trainer.logprobs import Scores, score
 from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.packing import Pack, make_packs
 from mmrl.trainer.settings import Settings
-from mmrl.trainer.sharding import gradients_kept, is_sharded
+from mmrl.trainer.sharding import is_sharded
 from mmrl.trainer.tree_attention import last_mlp
 
 
@@ -114,8 +114,7 @@ class Forwards:
         if not pack.known_ref.isnan().any():
             return pack.known_ref
         if isinstance(self.model, PeftModel):
-            switch = self.model.disable_adapter()
-            with gradients_kept(self.model, switch) if is_sharded(self.accelerator) else switch:
+            with self.model.disable_adapter():
                 return self._no_grad(self.model_wrapped, pack)
         if self.ref_model is None:
             raise MmrlError("algo.beta: got 0, so there is no reference policy to compare with; expected more than 0")

@@ -7,8 +7,7 @@ profile's offload), and weights and optimizer are gathered into the very files t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,30 +53,6 @@ def shard_head(module: Any, accelerator: Any) -> Any:
 
     plugin = accelerator.state.fsdp_plugin
     return fully_shard(module, mp_policy=MixedPrecisionPolicy(), offload_policy=plugin.cpu_offload)
-
-
-def adapter_weights(policy: Any) -> list[torch.nn.Parameter]:
-    """Of all LoRA adapters of a policy; empty without any."""
-    return [parameter for name, parameter in policy.named_parameters() if ".lora_" in name]
-
-
-def train_adapters(policy: Any) -> None:
-    """All adapters of a policy take gradients, the one that is not active too."""
-    for parameter in adapter_weights(policy):
-        parameter.requires_grad_(True)
-
-
-@contextmanager
-def gradients_kept(policy: Any, switch: AbstractContextManager[Any]) -> Iterator[None]:
-    """Inside, `switch` has changed which adapter speaks; inside and after, all of them take gradients.
-
-    peft says of every adapter but the active one that it takes none. FSDP2 reads that once, when a weight is first
-    gathered, so an adapter that happened to be off then would never learn.
-    """
-    with switch:
-        train_adapters(policy)
-        yield
-    train_adapters(policy)
 
 
 def whole(value: Any) -> Any:

@@ -37,7 +37,7 @@ from mmrl.trainer.packing import Pack
 from mmrl.trainer.saves import Saves
 from mmrl.trainer.selfcheck import compare
 from mmrl.trainer.settings import Settings
-from mmrl.trainer.sharding import as_number, exact_outputs, is_sharded, shard, train_adapters
+from mmrl.trainer.sharding import as_number, exact_outputs, is_sharded, shard
 from mmrl.trainer.stream import StepEnd, Update, UpdateStream
 from mmrl.trainer.totals import StepTotals
 
@@ -362,7 +362,6 @@ class MmrlTrainer(Saves, Forwards, GRPOTrainer):
         """The policy's schedule, and the critic's."""
         if is_sharded(self.accelerator):
             # accelerate, which has just sharded the policy, knows one model's weights in an optimizer.
-            train_adapters(self.model)
             self._add_critic(self.optimizer)
         scheduler: Any = super().create_scheduler(num_training_steps, optimizer)
         if self.critic is not None:
