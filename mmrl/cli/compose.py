@@ -6,6 +6,7 @@ key, wrong type and impossible value is reported together, instead of one at a t
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -126,6 +127,12 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 def _unknown_choice(override: str, config_dir: str | None, problems: list[str]) -> bool:
     key, _, value = override.lstrip("+~").partition("=")
     value = value.strip("'\"")
+    if key == "hydra/launcher" and value.startswith("submitit") and importlib.util.find_spec("submitit") is None:
+        problems.append(
+            f"hydra/launcher: got {value}, which needs hydra-submitit-launcher, and {sys.executable} does not have it; "
+            "install it (pip install 'mmrl[slurm]'), or leave hydra/launcher out"
+        )
+        return True
     if key not in GROUPS or override.startswith("~") or (key == "experiment" and value in ("", "null")):
         return False
     choices = options(key, config_dir)
