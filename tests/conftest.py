@@ -32,19 +32,6 @@ def data_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def vllm_server(tmp_path_factory):
-    """A vLLM server (CPU build) of the shipped tiny model with a LoRA policy, and the model whose weights it follows.
-
-    One for all tests: starting it is what takes time.
-    """
-    from mmrl.config import EngineConfig
-    from tests.vllm_cases import PYTHON, serving
-
-    with serving(EngineConfig(name="vllm_server", python=PYTHON), tmp_path_factory.mktemp("vllm")) as engine_and_model:
-        yield engine_and_model
-
-
-@pytest.fixture(scope="session")
 def random_model(tmp_path_factory) -> str:
     """Folder of a random two-layer Qwen3 with a byte-level tokenizer and a chat template."""
     import torch

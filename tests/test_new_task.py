@@ -60,7 +60,9 @@ def test_the_next_commands_are_printed(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     for command in ("python -m pytest route\n", "mmrl train task=route ", "mmrl eval task=route policy="):
         assert command in printed
-    assert "cd " not in printed
+    assert "cd " not in printed and "model=" not in printed
+    assert main(["new-task", "other", "kind=dspy"]) == 0
+    assert "model=NAME" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

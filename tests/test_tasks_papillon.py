@@ -204,7 +204,7 @@ def test_endpoints_that_are_not_there_are_all_told():
     assert make("papillon").unreachable() == []
 
 
-def test_an_unreadable_reply_is_asked_for_again_and_then_no_verdict():
+def test_an_unreadable_reply_is_asked_for_again_and_then_no_verdict(caplog):
     server, judge = judged_by(
         ["hm", filled(reasoning="x", judgment="True"), "no number", filled(reasoning="x", num_pieces_leaked="many")]
     )
@@ -213,6 +213,7 @@ def test_an_unreadable_reply_is_asked_for_again_and_then_no_verdict():
         with pytest.raises(JudgeFailure, match="no readable reply in 2 tries"):
             score(task)
         assert task.describe()["judge"] == f"judge at {url} (4 requests, 3 unreadable, 1 without verdict)"
+    assert "no readable reply in 2 tries" in caplog.text and "fails from outside (1 so far)" in caplog.text
 
 
 def test_a_judge_that_is_away_makes_a_failure_that_is_never_credited():

@@ -1,20 +1,24 @@
-"""Judge and external model behind a real OpenAI-compatible server: vLLM's CPU build with the tiny model, which answers
-something, but never a verdict. Run by: make test-vllm.
+"""Judge and external model behind a real OpenAI-compatible server. Run by: make test-vllm.
+
+vLLM's CPU build with the tiny model answers something, but never a verdict.
+
+Its server is its own: one that `test_vllm` leaves running is dead once `test_vllm_colocated` has used vLLM in-process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mmrl.config import JudgeConfig
+from mmrl.config import EngineConfig, JudgeConfig
 from tests.agent_fakes import make, play
 from tests.dspy_fakes import filled
 from tests.dspy_fakes import make as make_dspy
 from tests.dspy_fakes import play as play_dspy
-from tests.vllm_cases import PYTHON
+from tests.vllm_cases import PYTHON, serving
 
 pytestmark = [
     pytest.mark.vllm,
@@ -27,11 +31,11 @@ SEARCH = "<think> look </think>\n<search> Lisbon </search>"
 ANSWER = "<think> so </think>\n<answer> Tagus </answer>"
 
 
-@pytest.fixture
-def endpoint(vllm_server: tuple[Any, Any]) -> dict[str, Any]:
-    """Where the server is now: a test before may have had it started again."""
-    engine, _ = vllm_server
-    return {"url": f"{engine._process.url}/v1", "model": "base", "key_env": None, "attempts": 2, "timeout_s": 300.0}
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    with serving(EngineConfig(name="vllm_server", python=PYTHON), tmp_path_factory.mktemp("vllm")) as (engine, _):
+        url = f"{engine._process.url}/v1"
+        yield {"url": url, "model": "base", "key_env": None, "attempts": 2, "timeout_s": 300.0}
 
 
 @pytest.mark.parametrize(

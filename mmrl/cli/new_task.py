@@ -24,6 +24,10 @@ from mmrl.errors import ConfigError
 TEXTS = Path(__file__).resolve().parent.parent / "assets" / "new_task"
 REPLIES = {"async": ('"0"', '"1"'), "dspy": ('{"department": "billing"}', '{"department": "repair"}')}
 """Kind -> what the written test lets the model say: right, wrong."""
+DSPY_NOTE = (
+    "The shipped tiny model writes no DSPy field markers for a program of yours: its replies do not parse, and the\n"
+    "reward stays 0. Train a real model: model=NAME (of conf/model) or model.path=FOLDER_OR_HUB_ID"
+)
 MAX_TOKENS = {"async": "8", "dspy": "64"}
 PROGRAM = {"async": "function.txt", "dspy": "dspy.txt"}
 
@@ -53,6 +57,8 @@ def new_task_command(arguments: Sequence[str]) -> int:
     files = write(name, top, given.kind)
     print("written:\n" + "\n".join(f"  {path}" for path in files))
     print(f"\nnext:\n{next_commands(name, top)}")
+    if given.kind == "dspy":
+        print("\n" + DSPY_NOTE)
     return 0
 
 

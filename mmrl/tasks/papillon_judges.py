@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.task import JudgeConfig
-from mmrl.engines.openai import OpenAIChat
+from mmrl.engines.openai import OpenAIChat, worth_telling
 from mmrl.errors import EngineFailure, JudgeFailure
 from mmrl.tasks import metrics
 from mmrl.tasks.judge import Chat, described, forget_counts
@@ -137,4 +137,9 @@ class EndpointJudges:
                 self.unreadable += 1
         self.given_up += 1
         shown = " ".join(reply.split())[:200]
-        raise JudgeFailure(f"task.judge: no readable reply in {self.settings.retries + 1} tries; the last: {shown!r}")
+        failure = JudgeFailure(
+            f"task.judge: no readable reply in {self.settings.retries + 1} tries; the last: {shown!r}"
+        )
+        if worth_telling(self.given_up):
+            log.warning("%s; the rollout fails from outside (%d so far)", failure, self.given_up)
+        raise failure
