@@ -166,7 +166,15 @@ def nearest(name: str, choices: Sequence[str]) -> str:
     return f"; did you mean '{match[0]}'?" if match else ""
 
 
+MANY = 30
+"""More valid names than this are not all printed (the rows of the papers' tables are over seventy)."""
+
+
 def unknown(path: str, got: object, choices: Iterable[str]) -> str:
-    """The one sentence for a name that is not among the valid choices."""
+    """The one sentence for a name that is not among the valid choices; of very many, only the nearest are named."""
     valid = sorted(choices)
-    return f"{path}: got '{got}', expected one of {', '.join(valid)}{nearest(str(got), valid)}"
+    shown = ", ".join(valid)
+    if len(valid) > MANY:
+        near = difflib.get_close_matches(str(got), valid, n=5, cutoff=0.0)
+        shown = f"{len(valid)} names, the nearest are {', '.join(near)}"
+    return f"{path}: got '{got}', expected one of {shown}{nearest(str(got), valid)}"

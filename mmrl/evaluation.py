@@ -19,7 +19,7 @@ from mmrl.config import (
     validate,
 )
 from mmrl.errors import MmrlError
-from mmrl.policy import Policy, describe_weights, resolve
+from mmrl.policy import Policy, describe_weights, other_task, resolve
 from mmrl.prepare import as_tuples, build_task, check_all, import_plugins, refuse_kind, reward_set, settle
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir, allocate
@@ -112,7 +112,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
             print(f"stopped; continue with: mmrl eval resume={rundir.path}", file=sys.stderr)
             raise
     metrics = evaluation_metrics(items, config.eval, config.seed)
-    facts = {**task.describe(), **describe_weights(policy.modules)}
+    facts = {**task.describe(), **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
     rundir.write_summary(
         {"policy": config.policy, "task": task.name, "split": config.split, "metrics": metrics, "facts": facts}
     )

@@ -44,6 +44,22 @@ def describe_weights(modules: Mapping[str, str] | None) -> dict[str, str]:
     return {"weights": ", ".join(f"{module}: {name}" for module, name in modules.items())} if modules else {}
 
 
+def other_task(text: str, evaluated: str) -> dict[str, str]:
+    """The fact for a summary that says that a run's policy was trained on another task than the evaluated one.
+
+    Else whoever leaves out `task=` evaluates on its default and takes the numbers for those of the run's task.
+    """
+    folder = Path(text).resolve()
+    if text in SHIPPED or not folder.is_dir():
+        return {}
+    for run in (folder, *list(folder.parents)[:3]):  # a run, a checkpoint in it, one adapter of that
+        if (run / "config.yaml").is_file() and (run / "checkpoints").is_dir():
+            config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+            name = (config.get("task") or {}).get("name")
+            return {"trained on": f"{name} (to evaluate on that: task={name})"} if name not in (None, evaluated) else {}
+    return {}
+
+
 def resolve(text: str, prompts: str | None = None) -> Policy:
     """The policy behind `policy=`: a run directory (its newest complete checkpoint), a checkpoint, an adapter, a
     folder with weights, `tiny`, or a hub id.

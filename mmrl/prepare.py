@@ -237,6 +237,8 @@ def turns_missing(config: TrainCommandConfig, task: Task) -> list[str]:
     chosen = config.task.reward
     if chosen is None or chosen in TURN_SETS or not ALGORITHMS[config.algo.name].needs_turn_rewards:
         return []
+    if chosen not in task.reward_sets:
+        return []  # refused as unknown already
     offered = [name for name in TURN_SETS if name in task.reward_sets]
     instead = f"use task.reward={offered[0]}, or leave it out" if offered else "use an algorithm without turn rewards"
     return [f"task.reward: got {chosen}, which has no turn rewards, and algo={config.algo.name} needs them; {instead}"]

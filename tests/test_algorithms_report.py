@@ -56,6 +56,15 @@ def test_several_algorithms_stand_side_by_side(forest):
     assert lines[-1] == "calls without an entry: q/2#0, q/2#1"
 
 
+def test_what_several_algorithms_lack_is_said_with_their_names(forest):
+    algos = [section("mhgpo_fof", group_size=2), section("ppo", beta=0.0), section("mappo", beta=0.1)]
+    with pytest.raises(DataError) as caught:
+        credit_report(algos, forest, seed=0, as_json=True)
+    first, second = caught.value.problems
+    assert first.startswith("algo=ppo: call 'q/0#0': values: missing")
+    assert second.startswith("algo=mappo: call 'q/0#0': logprobs: missing")
+
+
 def test_table_of_one_algorithm(forest):
     text = credit_report([section("mhgpo_fof", group_size=2)], forest, seed=0, as_json=False)
     assert text.splitlines()[0] == "mhgpo_fof: 4 entries"

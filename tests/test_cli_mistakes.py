@@ -3,6 +3,7 @@
 import pytest
 
 from mmrl.cli import main
+from mmrl.errors import unknown
 
 MISTAKES = {
     "a group without a choice": (["train", "algo=null", "task="], ["algo: got 'null'", "task: got ''"]),
@@ -58,6 +59,14 @@ def test_each_mistake_has_one_line_and_nothing_is_written(case, tmp_path, monkey
     for start in starts:
         assert any(line.startswith(f"error: {start}") for line in lines), (start, lines)
     assert [path.name for path in tmp_path.rglob("*")] == ["notes.txt"]
+
+
+def test_of_very_many_names_only_the_nearest_are_printed():
+    rows = [f"row/{number}" for number in range(60)] + ["mt_ppo"]
+    said = unknown("experiment", "mtppo", rows)
+    assert said.startswith("experiment: got 'mtppo', expected one of 61 names, the nearest are mt_ppo, ")
+    assert said.endswith("; did you mean 'mt_ppo'?") and said.count("row/") == 4
+    assert unknown("algo", "pp", ["mappo", "ppo"]) == "algo: got 'pp', expected one of mappo, ppo; did you mean 'ppo'?"
 
 
 @pytest.mark.parametrize("code", ["raise RuntimeError('boom')", "def x(:", "import nothing_of_that_name"])

@@ -136,6 +136,8 @@ def test_turn_algorithms_need_a_reward_set_with_turn_rewards(algo):
     (problem,) = refused(f"algo={algo}")
     assert problem.startswith(f"algo: {algo} needs a task with turn rewards, this one offers outcome; use algo=")
     assert refused(AGENT, f"algo={algo}") == []
+    (problem,) = refused(AGENT, f"algo={algo}", "task.reward=outcom")
+    assert problem.startswith("task.reward: got 'outcom', expected one of")
 
 
 def test_reward_set_of_a_task_with_a_judge_alone():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mmrl.errors import ConfigError
-from mmrl.policy import Policy, resolve
+from mmrl.policy import Policy, other_task, resolve
 
 
 def checkpoint(folder, step, adapter=False):
@@ -36,6 +36,18 @@ def test_an_adapter_of_a_run_takes_the_runs_base(tmp_path):
     (tmp_path / "config.yaml").write_text("model: {path: Qwen/Qwen3-8B}\n")
     path = checkpoint(tmp_path, 5, adapter=True)
     assert resolve(str(tmp_path)) == Policy(base="Qwen/Qwen3-8B", adapter=str(path), step=5)
+
+
+def test_a_policy_of_another_task_is_told(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text("model: {path: tiny}\ntask: {name: search_agent}\n")
+    newest = checkpoint(tmp_path, 5)
+    (newest / "agent").mkdir()
+    told = {"trained on": "search_agent (to evaluate on that: task=search_agent)"}
+    for folder in (tmp_path, newest, newest / "agent"):
+        assert other_task(str(folder), "hotpotqa") == told
+        assert other_task(str(folder), "search_agent") == {}
+    monkeypatch.chdir(tmp_path)
+    assert other_task("tiny", "hotpotqa") == other_task("Qwen/Qwen3-8B", "hotpotqa") == {}
 
 
 def test_an_adapter_alone_names_its_base_itself(tmp_path):

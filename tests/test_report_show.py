@@ -6,7 +6,7 @@ from mmrl.errors import CheckpointError, ConfigError
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
 from mmrl.report.show import show, text_plot
-from mmrl.report.trees import abridged, advantage_of, clean, credit_line
+from mmrl.report.trees import abridged, advantage_of, clean, credit_line, made_of, shown_prediction
 from tests.report_fakes import CONFIG, fake_run, forest
 
 
@@ -137,3 +137,20 @@ def test_advantages_and_credit_in_words():
     assert advantage_of({}) == "-"
     line = credit_line({"reward": 1.0, "advantages": (1.0,), "weights": (0.0,), "filler_of": "x"})
     assert "left out of the loss" in line and "repeated to fill its group" in line
+
+
+def test_parts_are_a_sum_only_where_they_add_up():
+    assert made_of(1.25, {"f1": 0.75, "form": 0.5}) == " = f1 0.750 + form 0.500"
+    assert made_of(-0.4, {"turn": -0.4, "own_advantage": -0.5}) == " (turn -0.400, own_advantage -0.500)"
+    assert made_of(None, {"f1": 0.0}) == " (f1 0.000)" and made_of(1.0, {}) == ""
+    assert credit_line({"reward": 0.2, "parts": {"turn": 0.2, "own_advantage": 1.0}}).startswith("reward 0.200 (turn")
+
+
+def test_a_sum_of_zero_does_not_show_its_rounding():
+    assert 0.3 - 0.2 - 0.1 != 0.0 and made_of(0.0, {"turn": 0.3 - 0.2 - 0.1}) == " = turn 0.000"
+
+
+def test_the_prediction_of_an_agent_is_shown_by_its_answer():
+    assert shown_prediction({"answer": "Fonen", "actions": ["search"]}) == "Fonen"
+    assert shown_prediction({"answer": None, "ended": "limit"}) == "{'answer': None, 'ended': 'limit'}"
+    assert shown_prediction({"label": "refund"}) == "{'label': 'refund'}" and shown_prediction("harp") == "harp"

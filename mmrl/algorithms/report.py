@@ -53,12 +53,20 @@ def credit_report(algos: Sequence[AlgoConfig], forest: Forest, *, seed: int, as_
     """Credit `forest` under each of `algos`, as a table or as JSON (one object, or a list of them for several).
 
     Raises:
-        ConfigError: an algorithm that does not fit the forest's modules, or lacks what it needs of the records.
+        ConfigError: an algorithm that does not fit the forest's modules, or lacks what it needs of the records
+            (the first record of each algorithm that does).
     """
     problems = [p for algo in algos for p in check(algo, forest.modules, TURN_REWARD_SETS)]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    credits = [assign_credit(forest, algo, seed) for algo in algos]
+    credits = []
+    for algo in algos:
+        try:
+            credits.append(assign_credit(forest, algo, seed))
+        except DataError as error:  # what one of several algorithms lacks is said with its name
+            problems += [f"algo={algo.name}: {problem}" for problem in error.problems]
+    if problems:
+        raise DataError(problems)
     if as_json:
         found = [credit_json(credit) for credit in credits]
         return json.dumps(found[0] if len(found) == 1 else found, indent=1)

@@ -48,8 +48,9 @@ Compose a run from:
   engine=     {engine}
   experiment= {experiment}
 
-Any other key of the config can be set too: `mmrl train --cfg job` prints them all, docs/configuration.md explains them
-and each command's own arguments; docs/reproducing.md lists the rows of the papers' tables (experiment=).
+Any other key of the config can be set too: docs/configuration.md lists them all with defaults, and each command's
+own arguments; `--cfg job` prints what a command line sets. docs/reproducing.md lists the rows of the papers' tables
+(experiment=).
 `mmrl train` alone does the main job: algo=mhgpo_rr task=hotpotqa model=tiny, in minutes on two cores.
 """
 

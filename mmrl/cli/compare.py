@@ -100,7 +100,10 @@ def _run(given: Mapping[str, str], line: CommandLine) -> int:
     if problems:
         raise ConfigError(problems)
     out = Path(given["out"]) if "out" in given else TOP / name
-    print(f"comparison {name}: {len(jobs)} runs below {TOP / name}, {at_once} at once", flush=True)
+    print(
+        f"comparison {name}: {len(jobs)} run{'s' if len(jobs) != 1 else ''} below {TOP / name}, {at_once} at once",
+        flush=True,
+    )
 
     def seen(notes: Sequence[str] = ()) -> Comparison:
         found = compare(find_runs([TOP / name]), name, main_metrics())

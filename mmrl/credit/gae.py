@@ -71,7 +71,8 @@ def _tokens(call: Call, name: str) -> tuple[float, ...]:
 def _exactly(call: Call, name: str, length: int) -> tuple[float, ...]:
     values = getattr(call, name)
     if values is None:
-        need = "a critic's value per token" if name == "values" else "one per token for the KL term; or set algo.beta=0"
+        critic = "a critic's value per token (journals of ppo, mt_ppo and mappo runs have them)"
+        need = critic if name == "values" else "one per token for the KL term; or set algo.beta=0"
         raise DataError(f"call '{call.id}': {name}: missing, expected {need}")
     if len(values) != length:
         raise DataError(f"call '{call.id}': {name}: got {len(values)} numbers, expected {length}")

@@ -9,13 +9,24 @@ from mmrl.report.tables import align
 
 
 def column_names(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """A short name per job: the overrides in which it differs from others, a task by its bare name."""
+    """A short name per job: the overrides in which it differs from others, a task by its bare name.
+
+    A file or a row (`task.data.dev=DIR/nq.jsonl`, `experiment=mhgpo/columns/2wiki`) is its last part, where that tells
+    the jobs apart: a table whose headings are paths is too wide to read.
+    """
     shared = set(jobs[0]).intersection(*jobs[1:]) if jobs else set()
-    names = []
-    for job in jobs:
-        own = [override.lstrip("+") for override in job if override not in shared]
-        names.append(" ".join(override.removeprefix("task=") for override in own) or "all")
-    return names
+    differing = [
+        [override.lstrip("+").removeprefix("task=") for override in job if override not in shared] for job in jobs
+    ]
+    brief = [" ".join(_last_part(override) for override in own) or "all" for own in differing]
+    if len(set(brief)) == len(jobs):
+        return brief
+    return [" ".join(own) or "all" for own in differing]
+
+
+def _last_part(override: str) -> str:
+    _, equals, value = override.partition("=")
+    return value.rstrip("/").rpartition("/")[2] if equals and "/" in value and not set(value) & set("[{") else override
 
 
 LABELS = ("partial corpus", "corpus coverage", "judge")

@@ -79,13 +79,18 @@ def sparkline(values: Sequence[float], width: int = 24, *, ascii_only: bool = Fa
 
 
 def short(value: Any, digits: int = 3) -> str:
-    """A number in few characters: `0.412`, `12.3k`, `1.2e-06`; `-` for what is not a finite number."""
+    """A number in few characters: `0.412`, `12.3k`, `1.2e-06`; `-` for what is not a finite number.
+
+    What is smaller than 1e-12 is what rounding leaves of a sum of zero, and shown as such.
+    """
     finite = number(value)
     if finite is None:
         return "-"
     if isinstance(value, int) and abs(value) < 10_000:
         return str(value)
     size = abs(finite)
+    if size < 1e-12:
+        return f"{0.0:.{digits}f}"
     if size >= 1e6:
         return f"{finite / 1e6:.1f}M"
     if size >= 1e4:
@@ -96,7 +101,7 @@ def short(value: Any, digits: int = 3) -> str:
         return f"{finite:.0f}"
     if size >= 10:
         return f"{finite:.1f}"
-    if 0 < size < 10**-digits:
+    if size < 10**-digits:
         return f"{finite:.1e}"
     return f"{finite:.{digits}f}"
 

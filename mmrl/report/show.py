@@ -20,7 +20,7 @@ from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
 from mmrl.report.series import ASCII_BLOCKS, BLOCKS, binned, series, short, trailing_mean
 from mmrl.report.tables import align, before_after_table
-from mmrl.report.trees import abridged, clean, render_example
+from mmrl.report.trees import clean, render_example, shown_prediction
 
 MODULE_FACTS = ("calls", "reward", "penalty", "format_rate", "length", "entropy", "surprise", "kl", "clip_share")
 
@@ -168,7 +168,7 @@ def _step_table(run: RunDir, forest: Forest, step: int) -> str:
         failed = sum(rollout.error is not None for rollout in rollouts)
         numbers = (short(fmean(rewards)), short(min(rewards)), short(max(rewards))) if rewards else ("-", "-", "-")
         shown = next((rollout.prediction for rollout in rollouts if rollout.prediction is not None), "")
-        rows.append([clean(example), str(len(rollouts)), *numbers, str(failed), abridged(clean(shown), 30, 10)])
+        rows.append([clean(example), str(len(rollouts)), *numbers, str(failed), shown_prediction(shown)])
     example = clean(forest.examples[0]) if forest.examples else "<id>"
     return (
         f"step {step}: {len(forest.examples)} examples, {len(forest.rollouts)} rollouts, {len(forest.calls)} calls\n"

@@ -5,6 +5,7 @@ Part of `report`; pure. Credit entries are the mappings that the journal returns
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -90,11 +91,27 @@ def advantage_of(entry: Entry) -> str:
     return f"{low:+.3f}" if low == high else f"{low:+.3f} … {high:+.3f} (mean {fmean(values):+.3f})"
 
 
+def made_of(reward: Any, parts: Mapping[str, Any]) -> str:
+    """The parts of a reward: as a sum where they add up to it, else beside it (`turn -0.400, own_advantage -0.691`)."""
+    if not parts:
+        return ""
+    shown = [f"{name} {short(value)}" for name, value in parts.items()]
+    whole, terms = number(reward), [number(value) for value in parts.values()]
+    if whole is not None and None not in terms and math.isclose(sum(filter(None, terms)), whole, abs_tol=1e-9):
+        return " = " + " + ".join(shown)
+    return f" ({', '.join(shown)})"
+
+
+def shown_prediction(prediction: Any) -> str:
+    """A prediction in a cell of a table: an agent's, which has its whole conduct in it, by its answer."""
+    if isinstance(prediction, Mapping) and prediction.get("answer") is not None:
+        prediction = prediction["answer"]
+    return abridged(clean(prediction), 30, 10)
+
+
 def credit_line(entry: Entry) -> str:
     """What one entry says: reward with its parts, group, advantage, weight."""
-    parts = entry.get("parts") or {}
-    made_of = " = " + " + ".join(f"{name} {short(value)}" for name, value in parts.items()) if parts else ""
-    line = f"reward {short(entry.get('reward'))}{made_of}"
+    line = f"reward {short(entry.get('reward'))}{made_of(entry.get('reward'), entry.get('parts') or {})}"
     group = entry.get("group")
     if group is not None:
         line += f" · group {group} (n {entry.get('group_size', 0)}"
@@ -114,9 +131,7 @@ def rollout_line(rollout: Rollout) -> str:
     """The outcome of one rollout."""
     if rollout.error is not None and rollout.reward is None:
         return f"{rollout.id} failed ({rollout.error}): {clean(rollout.error_message)}; not credited"
-    line = f"{rollout.id} reward {short(rollout.reward)}"
-    if rollout.parts:
-        line += " = " + " + ".join(f"{name} {short(value)}" for name, value in rollout.parts.items())
+    line = f"{rollout.id} reward {short(rollout.reward)}{made_of(rollout.reward, rollout.parts)}"
     if rollout.error is not None:
         line += f" · {rollout.error} failure: {clean(rollout.error_message)}"
     for name, value in rollout.metrics.items():
