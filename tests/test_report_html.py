@@ -157,7 +157,7 @@ def test_the_end_of_a_run(tmp_path):
     ("data", "says"),
     [
         ({"dev": "mini", "test": "mini"}, "split=test"),
-        ({"dev": "dev.json", "test": "test.json"}, "split=test"),
+        ({"dev": "dev.json", "test": "test.json"}, "task.data.test=test.json split=test"),
         ({"dev": "dev.json", "test": "mini"}, "task.data.dev=dev.json split=dev"),
     ],
 )
@@ -167,6 +167,21 @@ def test_the_command_that_evaluates_again_stays_on_the_users_data(tmp_path, data
     config["task"]["data"] = data
     (run.path / "config.yaml").write_text(yaml.safe_dump(config))
     assert f"evaluate       mmrl eval policy={run.path} task=hotpotqa {says}" in finished(run).splitlines()
+
+
+def test_the_command_that_evaluates_again_has_what_was_typed_of_the_task(tmp_path):
+    run = fake_run(tmp_path / "run")
+    config, environment = run.config, run.environment
+    task = {"program": "mine:P", "inputs": ["question"], "chain_of_thought": True, "final_penalty": 0.0}
+    config["task"] = {**config["task"], **task, "top_k": 9}
+    config["plugins"] = ["mine"]
+    (run.path / "config.yaml").write_text(yaml.safe_dump(config))
+    typed = [f"task.{name}=x,y" for name in task] + ["++plugins=[mine]", "train.steps=3", "model=tiny"]
+    (run.path / "environment.json").write_text(json.dumps({**environment, "command": ["mmrl", "train", "-m", *typed]}))
+    (line,) = [line for line in finished(run).splitlines() if line.startswith("evaluate")]
+    assert line.split("task=hotpotqa ")[1] == (
+        "task.program=mine:P 'task.inputs=[question]' task.chain_of_thought=true 'plugins=[mine]' split=test"
+    )
 
 
 def test_a_failed_drawing_does_not_lose_the_summary(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ Top of `report`; called by `run` once training and the last evaluation are done.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -110,11 +111,44 @@ def further(run: RunDir, seen: Overview, trouble: str = "") -> str:
     steps = run.journal_steps()
     if steps:
         rows[""] = f"mmrl show {run.path} step={steps[-1]}"
-    rows["evaluate"] = f"mmrl eval policy={run.path} task={seen.get('task.name')} {_held_out(seen)}"
+    rows["evaluate"] = evaluation_command(seen)
     return facts_table(rows, indent="")
 
 
-def _held_out(seen: Overview) -> str:
-    """The split to evaluate next: test; dev where dev is the user's own data and test still the mini world."""
+def evaluation_command(seen: Overview) -> str:
+    """The command that evaluates the run on its own task, as its user set that task up.
+
+    `mmrl eval` composes a config of its own, so what was typed of `plugins`, `model=` and `task.*` is to be typed again,
+    by the values of this run (the command of a sweep has several).
+    """
+    typed = dict.fromkeys(word.lstrip("+").partition("=")[0] for word in seen.run.environment.get("command", ()))
+    words = [f"policy={seen.run.path}", f"task={seen.get('task.name')}"]
+    if "model" in typed and seen.get("model.name") != "tiny":
+        words.append(f"model={seen.get('model.name')}")
+    for key in typed:
+        section, _, name = key.partition(".")
+        again = section == "task" and name and name.partition(".")[0] not in NOT_AGAIN
+        if (again or key == "plugins") and (value := _as_typed(seen.get(key))) is not None:
+            words.append(f"{key}={value}")
+    return " ".join(["mmrl eval", *(shlex.quote(word) for word in [*words, *_held_out(seen)])])
+
+
+NOT_AGAIN = ("data", "reward", "search_penalty", "final_penalty", "em_needs_format", "outcome_rewards", "judge")
+"""Parts of `task` that an evaluation gets otherwise (`data`) or that shape rewards in training alone."""
+
+
+def _as_typed(value: Any) -> str | None:
+    """A config value as one types it; None for a section."""
+    if isinstance(value, Mapping):
+        return None
+    if isinstance(value, list | tuple):
+        return f"[{','.join(str(item) for item in value)}]"
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def _held_out(seen: Overview) -> list[str]:
+    """What to evaluate on next: test; dev where dev is the user's own data and test still the mini world."""
     dev, test = seen.get("task.data.dev"), seen.get("task.data.test")
-    return f"task.data.dev={dev} split=dev" if test == "mini" and dev not in (None, "mini") else "split=test"
+    if test not in (None, "mini"):
+        return [f"task.data.test={test}", "split=test"]
+    return [f"task.data.dev={dev}", "split=dev"] if test == "mini" and dev not in (None, "mini") else ["split=test"]
