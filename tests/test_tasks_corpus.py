@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from mmrl.cli import main
 from mmrl.config import DataConfig
 from mmrl.errors import ConfigError, DataError
 from mmrl.tasks.data import load_corpus
@@ -103,3 +104,24 @@ def test_bad_corpus_and_bad_data_are_config_errors(tmp_path):
 def test_passage_collection_as_corpus():
     path = FOLDER / "2wikimultihopqa" / "2wikimultihopqa_corpus.json"
     assert len(load_corpus("task.corpus", str(path))) == 6119
+
+
+def test_the_plan_of_an_index_tells_its_size_and_makes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for corpus in ("mini", "passages.jsonl"):
+        (tmp_path / "passages.jsonl").write_text('{"title": "a", "text": "b"}\n')
+        assert main(["index", "build", f"corpus={corpus}", "index=made", "plan=true"]) == 0
+        assert "passages" in capsys.readouterr().out.splitlines()[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["passages.jsonl"]
+
+
+def test_files_without_passages_stand_on_lines_of_their_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "passages.jsonl").write_text('{"title": "a", "text": "b"}\n')
+    for name in ("x", "y"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    assert main(["index", "build", "corpus=data", "index=made"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("without passages, left out:")
+    assert lines[at + 1 : at + 3] == ["  data/x.jsonl", "  data/y.jsonl"]

@@ -135,7 +135,7 @@ def _build(arguments: Sequence[str]) -> int:
         told=lambda written: print(measured_text(spec, written), flush=True),
     )
     if corpus.skipped:
-        print(f"without passages, left out: {', '.join(corpus.skipped)}")
+        print("\n  ".join(["without passages, left out:", *corpus.skipped]))
     print(f"built in {info.build_seconds:.1f} s: {folder}\nuse it: task.retriever.name={info.kind} ", end="")
     print(f"task.retriever.index={folder}, or mmrl serve-retriever index={folder}")
     return 0

@@ -118,8 +118,8 @@ def further(run: RunDir, seen: Overview, trouble: str = "") -> str:
 def evaluation_command(seen: Overview) -> str:
     """The command that evaluates the run on its own task, as its user set that task up.
 
-    `mmrl eval` composes a config of its own, so what was typed of `plugins`, `model=` and `task.*` is to be typed again,
-    by the values of this run (the command of a sweep has several).
+    `mmrl eval` composes a config of its own, so what was typed of `plugins`, `model=` and `task.*` is to be typed
+    again, by the values of this run (the command of a sweep has several).
     """
     typed = dict.fromkeys(word.lstrip("+").partition("=")[0] for word in seen.run.environment.get("command", ()))
     words = [f"policy={seen.run.path}", f"task={seen.get('task.name')}"]

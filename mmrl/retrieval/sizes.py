@@ -62,6 +62,8 @@ def estimate_text(spec: IndexSpec, local_bytes: int, hub_ids: Sequence[str], fol
         passages = max(1, local_bytes // PASSAGE_BYTES)
         lines.append(f"files: {human(local_bytes)}, at most about {passages:,} passages of 100 words")
         lines.append(needs(sizes(spec, passages, local_bytes)))
+    if not (hub_ids or local_bytes):
+        lines.append("the embedded mini world: about 1,200 short passages, some megabytes of disk and memory at most")
     return "\n".join(lines)
 
 
