@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
+from mmrl.trainer import tree_attention
 from mmrl.trainer.tree_attention import IMPLEMENTATION, Tree, TreeAttention, attention, flex, masked, prepare, why_not
 from mmrl.trainer.tries import lay, plant
 from tests.test_tries import sequences
@@ -25,10 +27,15 @@ def inputs(tokens: int, heads: int, groups: int, dtype: torch.dtype = torch.floa
 
 
 @settings(deadline=None)
-@given(sequences(), st.integers(1, 3), st.integers(1, 3))
-def test_equals_one_masked_call(rows: list[tuple[int, ...]], heads: int, groups: int) -> None:
+@given(sequences(), st.integers(1, 3), st.integers(1, 3), st.sampled_from([(384, 256), (0, 1), (0, 5), (14, 3)]))
+def test_equals_one_masked_call(rows: list[tuple[int, ...]], heads: int, groups: int, cut: tuple[int, int]) -> None:
     # Repeated beginnings, so that there is something to share.
     tree = tree_of([(*[7] * 12, *row) for row in rows] + [(8, *row) for row in rows])
+    with patch.multiple(tree_attention, LARGE=cut[0], PIECE=cut[1]):
+        _equals_one_masked_call(tree, heads, groups)
+
+
+def _equals_one_masked_call(tree: Tree, heads: int, groups: int) -> None:
     query, key, value = inputs(tree.tokens, heads, groups)
     expected = masked(query, key, value, tree, 0.3).transpose(1, 2)
     grad = torch.randn_like(expected)
@@ -37,6 +44,20 @@ def test_equals_one_masked_call(rows: list[tuple[int, ...]], heads: int, groups:
     assert torch.allclose(found, expected, atol=1e-12)
     for one, two in zip(torch.autograd.grad(found, (query, key, value), grad), expected_grads, strict=True):
         assert torch.allclose(one, two, atol=1e-11)
+
+
+@given(sequences(), st.integers(0, 20), st.integers(1, 6))
+def test_calls_of_the_kernel_cover_each_pair_once(rows: list[tuple[int, ...]], large: int, piece: int) -> None:
+    tree = tree_of([(*[7] * 12, *row) for row in rows])
+    seen = torch.zeros(tree.tokens, tree.tokens, dtype=torch.long)
+    met = torch.zeros(tree.tokens, dtype=torch.bool)
+    with patch.multiple(tree_attention, LARGE=large, PIECE=piece):
+        for queries, keys, causal, first in tree.parts():
+            assert bool(met[queries].any()) != first and (first or bool(met[queries].all()))
+            met[queries] = True
+            pairs = torch.ones_like(seen[queries, keys])
+            seen[queries, keys] += pairs.tril() if causal else pairs
+    assert torch.equal(seen, tree.mask(torch.device("cpu")).long())
 
 
 def test_joins_of_very_different_sizes_stay_finite() -> None:

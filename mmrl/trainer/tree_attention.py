@@ -2,9 +2,9 @@
 
 Part of `trainer`. The tokens of a pack lie in depth-first order, so what is below a node follows it without a gap, and
 one causal call per node, with the queries of the node and of all below it against the keys of the node alone, covers
-every (query, key) pair of the trie exactly once: nothing is masked away, and no key is copied. A token below several
-nodes gets several partial results, which are joined by their log-sum-exp; the backward pass gives every part the joined
-result (as ring attention does), so it is exact as well.
+every (query, key) pair of the trie exactly once: nothing is masked away, and no key is copied. Large nodes are cut into
+pieces, to the same effect. A token that sees several pieces gets several partial results, which are joined by their
+log-sum-exp; the backward pass gives every part the joined result (as ring attention does), so it is exact as well.
 
 `IMPLEMENTATION` is registered with transformers; without a pack's `tree` in the call it is plain SDPA, so a model that
 is set to it generates and evaluates as before.
@@ -13,6 +13,8 @@ is set to it generates and evaluates as before.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +34,11 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary positions whose angles depend on the position alone."""
 
 
+LARGE, PIECE = 384, 256
+"""On the CPU, a node that this many tokens see is attended to in pieces of at most so many keys: the kernels cut the
+queries of a large call into blocks of 256 and compute a causal block whole, so smaller calls waste less."""
+
+
 @dataclass(slots=True)
 class Tree:
     """The nodes of one pack, for the attention."""
@@ -44,6 +51,21 @@ class Tree:
     def tokens(self) -> int:
         """Length of the pack."""
         return max((span.stop for span in self.spans), default=0)
+
+    def parts(self) -> Iterator[tuple[slice, slice, bool, bool]]:
+        """Calls of a kernel that cover each (query, key) pair once: queries, keys, whether causal, and whether no call
+        before had these queries."""
+        for span in self.spans:
+            if span.stop - span.begin < LARGE:
+                yield slice(span.begin, span.stop), slice(span.begin, span.end), True, not span.depth
+                continue
+            count = -(-(span.end - span.begin) // PIECE)
+            cuts = [span.begin + (span.end - span.begin) * number // count for number in range(count + 1)]
+            for begin, end in itertools.pairwise(cuts):
+                first = not span.depth and begin == span.begin
+                yield slice(begin, end), slice(begin, end), True, first
+                if end < span.stop:
+                    yield slice(end, span.stop), slice(begin, end), False, first
 
     def stops(self, device: torch.device) -> torch.Tensor:
         """(N,) where the part of the trie that sees a token ends: token k is seen by k..stops[k]."""
@@ -166,43 +188,47 @@ class TreeAttention(torch.autograd.Function):
         joined = value.new_empty(1, size, heads, width)
         out = joined.transpose(1, 2)
         lse = torch.empty(1, size, heads, dtype=torch.promote_types(value.dtype, torch.float32)).transpose(1, 2)
-        for span in tree.spans:
-            own, below = slice(span.begin, span.end), slice(span.begin, span.stop)
-            part, part_lse = kernel(query[:, :, below], key[:, :, own], value[:, :, own], 0.0, True, scale=scale)
-            if not span.depth:
-                out[:, :, below] = part
-                lse[:, :, below] = part_lse
+        for queries, keys, causal, first in tree.parts():
+            part, part_lse = kernel(query[:, :, queries], key[:, :, keys], value[:, :, keys], 0.0, causal, scale=scale)
+            if first:
+                out[:, :, queries] = part
+                lse[:, :, queries] = part_lse
             else:
-                _join(out[:, :, below], lse[:, :, below], part, part_lse)
+                _join(out[:, :, queries], lse[:, :, queries], part, part_lse)
         ctx.save_for_backward(query, key, value, joined, lse)
         ctx.tree, ctx.scale = tree, scale
         return joined
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        """Each key's gradient comes from one call, each query's is the sum over its ancestors."""
+        """Sums over the calls of the forward pass, each with the joined result."""
         query, key, value, joined, lse = ctx.saved_tensors
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         out, grad = joined.transpose(1, 2), grad.transpose(1, 2)
         for_query, for_key, for_value = (torch.empty_like(tensor) for tensor in (query, key, value))
-        for span in ctx.tree.spans:
-            own, below = slice(span.begin, span.end), slice(span.begin, span.stop)
-            part, for_key[:, :, own], for_value[:, :, own] = kernel(
-                grad[:, :, below],
-                query[:, :, below],
-                key[:, :, own],
-                value[:, :, own],
-                out[:, :, below],
-                lse[:, :, below],
+        for queries, keys, causal, first in ctx.tree.parts():
+            gradients = kernel(
+                grad[:, :, queries],
+                query[:, :, queries],
+                key[:, :, keys],
+                value[:, :, keys],
+                out[:, :, queries],
+                lse[:, :, queries],
                 0.0,
-                True,
+                causal,
                 scale=ctx.scale,
             )
-            if span.depth:
-                for_query[:, :, below] += part
-            else:
-                for_query[:, :, below] = part
+            _gather(for_query[:, :, queries], gradients[0], first)
+            _gather(for_key[:, :, keys], gradients[1], causal)  # a piece is seen by its own queries first
+            _gather(for_value[:, :, keys], gradients[2], causal)
         return for_query, for_key, for_value, None, None
+
+
+def _gather(total: torch.Tensor, part: torch.Tensor, first: bool) -> None:
+    if first:
+        total.copy_(part)
+    else:
+        total.add_(part)
 
 
 def _join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:

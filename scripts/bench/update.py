@@ -3,8 +3,8 @@
 All sides train on the same rollouts from the same random weights: TRL's GRPOTrainer through `rollout_func` (its best of
 micro-batches of 4, 8 and 32 rows), a plain padded loop with `logits_to_keep` (likewise), and mmrl. One update is
 everything between given rollouts and changed weights: packing or padding, forward, backward, clipping, AdamW. Before
-anything is timed, log-probabilities must agree to 1e-4 and gradients to a cosine of 0.9999. Runs alternate (A B C A B C
-...); the best of each counts. With one thread the clock is CPU time (see `rollout`).
+anything is timed, log-probabilities must agree to 1e-4 and gradients to a cosine of 0.9999 on two groups of each shape.
+Runs alternate (A B C A B C ...); the best of each counts. With one thread the clock is CPU time (see `rollout`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,21 @@ from typing import Any
 
 from scripts.bench.common import MODELS, Bar, clock, finish, make_model, once, options
 from scripts.bench.sides import Ours, Plain, Trl, check
-from scripts.bench.update_shapes import SHAPES, Dice, calls
+from scripts.bench.update_shapes import GROUP, SHAPES, Dice, Row, calls
 
 TRL_BARS = {"is": 7.0, "fof_converged": 7.0, "long": 1.0}
 PLAIN_BARS = {"is": 4.0, "long": 1.0}
 TRL_BAR, PLAIN_BAR = 3.0, 1.5
+CHECKED = 2
+"""Groups of a shape on which the sides are compared."""
 MICRO = (4, 8, 32)
 KINDS = ("trl", "plain")
+
+
+def agree(rows: list[Row], size: str, micro: int, budget: int | None, folder: Path) -> dict[str, float]:
+    """What `check` finds on some of the rollouts, at their full lengths; it costs each side an update."""
+    ours = Ours(make_model(size), calls(rows), folder / "check", "auto", budget)
+    return check(ours, Plain(make_model(size), rows, micro), Trl(make_model(size), rows, micro, folder / "trl"))
 
 
 def measure(name: str, size: str, threads: int, repeats: int, budget: int | None, micro: list[int]) -> dict[str, Any]:
@@ -32,11 +40,11 @@ def measure(name: str, size: str, threads: int, repeats: int, budget: int | None
     rows = SHAPES[name](Dice(MODELS[size][-1], scale=32 if size == "test" else 1))
     batch = calls(rows)
     folder = Path(tempfile.mkdtemp())
-    ours, sorted_rows = (Ours(make_model(size), batch, folder / p, p, budget) for p in ("auto", "padded"))
     micro = [many for many in micro if many <= len(rows)]
+    agreement = agree(rows[: CHECKED * GROUP], size, micro[0], budget, folder)
+    ours, sorted_rows = (Ours(make_model(size), batch, folder / p, p, budget) for p in ("auto", "padded"))
     peers = {f"trl{many}": Trl(make_model(size), rows, many, folder / "trl") for many in micro}
     plains = {f"plain{many}": Plain(make_model(size), rows, many) for many in micro}
-    agreement = check(ours, next(iter(plains.values())), next(iter(peers.values())))
     counts = clock(threads)
     everyone: dict[str, Any] = {**peers, **plains}
     tuning = {key: once(side.run)[counts] for key, side in everyone.items()} if len(micro) > 1 else {}
@@ -50,7 +58,7 @@ def measure(name: str, size: str, threads: int, repeats: int, budget: int | None
         "padded": sorted_rows.run,
         "plain": everyone[best["plain"]].run,
     }
-    sorted_rows.run()  # all others are warm
+    ours.run()  # the others have run calls of their sizes in the check
     seconds: dict[str, list[tuple[float, float]]] = {key: [] for key in runs}
     for _ in range(repeats):
         for key, run in runs.items():
