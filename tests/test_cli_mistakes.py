@@ -22,6 +22,15 @@ MISTAKES = {
         ["train", "task.retriever.url=http://x", "task.retriever.encoder=e5", "seed=x"],
         ["task.retriever.encoder: got e5", "task.retriever.url: got http://x", "seed: got 'x'"],
     ),
+    "a row that evaluates, to train": (
+        ["train", "experiment=mt_grpo/table5/base"],
+        ["experiment: got 'mt_grpo/table5/base', which evaluates and does not train: mmrl eval experiment=mt_grpo/"],
+    ),
+    "a row that trains, to evaluate": (
+        ["eval", "policy=tiny", "experiment=mhgpo/table1/mhgpo_rr"],
+        ["experiment: got 'mhgpo/table1/mhgpo_rr', which trains: mmrl train experiment=mhgpo/table1/mhgpo_rr"],
+    ),
+    "several jobs to print": (["train", "-m", "seed=0,1", "--cfg", "job"], ["--cfg: prints one job, without -m"]),
     "an element of a list": (["train", "algo=mmgrpo", "algo.teachers=[{name:a}]"], ["algo.teachers.0: got neither"]),
     "an address": (
         ["train", "task=search_agent", "algo=grpo", "task.reward=judge_turn", "task.judge.url=foo"],

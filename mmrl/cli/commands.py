@@ -145,10 +145,22 @@ def validated(name: str, schema: Any, line: CommandLine) -> list[Any]:
             import_config_plugins(raw)
             configs.append(validate(schema, raw))
         except ConfigError as error:
-            problems += [problem for problem in error.problems if not problem.startswith(unjudged)]
+            found = [_row_elsewhere(name, overrides, problem) or problem for problem in error.problems]
+            problems += [problem for problem in found if not problem.startswith(unjudged)]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return configs
+
+
+def _row_elsewhere(name: str, overrides: Sequence[str], problem: str) -> str | None:
+    """What to say instead of `problem` where it comes from a row (`experiment=`) of the other command."""
+    typed = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
+    row = typed.get("experiment")
+    if row and name == "train" and problem.startswith("policy: unknown key") and "policy" not in typed:
+        return f"experiment: got '{row}', which evaluates and does not train: mmrl eval experiment={row}"
+    if row and name == "eval" and "Could not override 'algo'" in problem:
+        return f"experiment: got '{row}', which trains: mmrl train experiment={row}"
+    return None
 
 
 def _without_training(line: CommandLine, problems: list[str]) -> CommandLine:
@@ -166,6 +178,8 @@ def _without(line: CommandLine, keys: Collection[str]) -> CommandLine:
 
 def _refuse_unknown_choices(line: CommandLine) -> None:
     problems: list[str] = []
+    if line.multirun:
+        problems.append(f"{line.flags[0]}: prints one job, without -m and with one value for each key")
     expand(line, problems)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
