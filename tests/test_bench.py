@@ -175,7 +175,7 @@ def test_every_bench_runs_to_its_json(bench: Any, arguments: list[str], bars: in
 
 
 def test_starts_measures_a_process_and_names_one_that_fails() -> None:
-    cpu, wall = overhead.started(["-c", "sum(range(10))"])
+    cpu, wall = overhead.started(["-c", "sum(range(10**7))"])  # more than a tick of the kernel's clock
     assert cpu > 0 and wall > 0
     with pytest.raises(SystemExit, match="no such thing"):
         overhead.started(["-c", "raise SystemExit('no such thing')"])

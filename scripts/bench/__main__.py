@@ -24,7 +24,7 @@ SUITE: dict[str, list[str]] = {
     "step": ["steps=1", "micro=4"],
     "rollout": ["repeats=1"],
     "program": ["repeats=3"],
-    "memory": ["sides=trl,mmrl"],
+    "memory": ["sides=trl,mmrl", "shape=is"],
     "critic": ["repeats=1"],
     "scaling": ["repeats=1"],
     "overhead": ["steps=2", "repeats=2"],
