@@ -12,7 +12,7 @@ import torch
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS
-from mmrl.stages.weights import train_calls
+from mmrl.stages.batches import train_calls
 from mmrl.trainer.objective import TrainCall, TrainEntry
 from tests.forests import Grow
 from tests.trainer_cases import VOCAB, gradients, make_trainer, tiny_model

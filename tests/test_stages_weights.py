@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mmrl.credit.entries import Credit, Entry
 from mmrl.records import Call, Example, Forest
-from mmrl.stages.weights import batch_of, minibatches, train_calls
+from mmrl.stages.batches import batch_of, minibatches, train_calls
 
 EXAMPLES = [Example(id=f"q{i}", inputs={}) for i in range(10)]
 

@@ -17,7 +17,8 @@ from mmrl.tasks.tags import tag_sequence
 from mmrl.tasks.tool_agent import TAGS, read_command
 from mmrl.tasks.turn_rewards import tag_usage, xml_format
 from tests.agent_fakes import EXAMPLE, default_config, make, play
-from tests.test_tasks_search_agent import approx, replayed, turn_rewards
+from tests.test_search_agent_ids import replayed
+from tests.test_tasks_search_agent import approx, turn_rewards
 
 ROOMY = {"max_observation": 4000, "max_completion": 9000, "max_tokens": 6000, "max_context": None}
 

@@ -7,7 +7,7 @@ trailing means over `window` steps, so that one odd batch does not ring; thresho
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,16 +152,23 @@ def _zero_variance(history: History, limits: Thresholds) -> Iterator[Finding]:
     )
 
 
-def _gap(history: History, limits: Thresholds) -> Iterator[Finding]:
-    key = "train/logprob_gap_mean"
+def _above(
+    history: History, limits: Thresholds, name: str, key: str, limit: float, say: Callable[[float], str]
+) -> Iterator[Finding]:
+    """The rule of most metrics: their mean over the window is above a limit."""
     steps, means = _smooth(history, key, limits)
-    yield (
+    yield name, key, steps, means > limit, lambda at: say(float(means[at]))
+
+
+def _gap(history: History, limits: Thresholds) -> Iterator[Finding]:
+    yield from _above(
+        history,
+        limits,
         "logprob_gap",
-        key,
-        steps,
-        means > limits.logprob_gap,
-        lambda at: (
-            f"sampler and trainer disagree by {short(means[at])} nats per token; weights out of step, or another "
+        "train/logprob_gap_mean",
+        limits.logprob_gap,
+        lambda mean: (
+            f"sampler and trainer disagree by {short(mean)} nats per token; weights out of step, or another "
             "precision or temperature on one side; train.old_logprobs=recompute hides it from the ratio"
         ),
     )
@@ -215,27 +222,25 @@ def _validity(history: History, limits: Thresholds) -> Iterator[Finding]:
 
 
 def _failures(history: History, limits: Thresholds) -> Iterator[Finding]:
-    key = "rollouts/failed_share"
-    steps, means = _smooth(history, key, limits)
-    yield (
+    yield from _above(
+        history,
+        limits,
         "failures",
-        key,
-        steps,
-        means > limits.failed_share,
-        lambda at: f"{means[at]:.0%} of the rollouts fail; rollouts/failed/<kind> says why",
+        "rollouts/failed_share",
+        limits.failed_share,
+        lambda mean: f"{mean:.0%} of the rollouts fail; rollouts/failed/<kind> says why",
     )
 
 
 def _judge(history: History, limits: Thresholds) -> Iterator[Finding]:
-    key = "task/judge_fallback"
-    steps, means = _smooth(history, key, limits)
-    yield (
+    yield from _above(
+        history,
+        limits,
         "judge_unreadable",
-        key,
-        steps,
-        means > limits.judge_fallback,
-        lambda at: (
-            f"{means[at]:.0%} of the rollouts are scored by the fixed rule, since no reply of the judge can be read: "
+        "task/judge_fallback",
+        limits.judge_fallback,
+        lambda mean: (
+            f"{mean:.0%} of the rollouts are scored by the fixed rule, since no reply of the judge can be read: "
             "rewards are too low; raise task.judge.max_tokens, or take another task.judge.model"
         ),
     )
