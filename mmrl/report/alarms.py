@@ -79,12 +79,9 @@ class Alarm:
 
 def alarms(history: History, thresholds: Thresholds | None = None) -> list[Alarm]:
     """All alarms of a run in order of their first step; those still on have `until=None`."""
-    limits = thresholds or Thresholds()
     found: list[Alarm] = []
-    rules = (_reward, _entropy, _zero_variance, _gap, _kl, _validity, _failures, _judge, _length, _finite)
-    for rule in (*rules, _clip, _similarity, _calls):
-        for name, key, steps, on, say in rule(history, limits):
-            found += _stretches(name, key, steps, on, say)
+    for name, key, steps, on, say in findings(history, thresholds or Thresholds()):
+        found += _stretches(name, key, steps, on, say)
     return sorted(found, key=lambda alarm: (alarm.step, alarm.name, alarm.key))
 
 
@@ -95,6 +92,13 @@ def current(history: History, thresholds: Thresholds | None = None) -> list[Alar
 
 Finding = tuple[str, str, np.ndarray, np.ndarray, Any]
 """(alarm name, key, steps, where it rings, message of a place)."""
+
+
+def findings(history: History, limits: Thresholds) -> Iterator[Finding]:
+    """What every rule says of every metric that it reads, whether it rings or not."""
+    rules = (_reward, _entropy, _zero_variance, _gap, _kl, _validity, _failures, _judge, _length, _finite)
+    for rule in (*rules, _clip, _similarity, _calls):
+        yield from rule(history, limits)
 
 
 def _smooth(history: History, key: str, limits: Thresholds) -> tuple[np.ndarray, np.ndarray]:
