@@ -66,7 +66,7 @@ class Banking77Task(DspyTask):
             labels = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
         except OSError as error:
             raise DataError(f"task.labels: cannot read '{path}': {error.strerror or error}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"task.labels: {path} is not JSON: {error}") from None
         if not isinstance(labels, list) or not labels or not all(isinstance(label, str) for label in labels):
             raise DataError(f"task.labels: {path}: expected a list of texts")

@@ -52,16 +52,22 @@ def _hotpot(values: Mapping[str, Any]) -> Record:
     """HotpotQA (distractor and fullwiki) and 2WikiMultihopQA."""
     context = _pairs(values["context"], "context", ("title", "sentences"))
     facts = _pairs(values["supporting_facts"], "supporting_facts", ("title", "sent_id"))
-    if not all(isinstance(sentences, list) for _, sentences in context):
+    if not all(isinstance(title, str) and _is_texts(sentences) for title, sentences in context):
         raise TypeError("context: expected a list of sentences for each title")
+    if not all(isinstance(title, str) for title, _ in facts):
+        raise TypeError("supporting_facts: expected a title in each pair")
     return Record(
         id=_text(values.get("_id") or values["id"], "id"),
         question=_text(values["question"], "question"),
         answers=(_text(values["answer"], "answer"),),
-        titles=tuple(dict.fromkeys(str(title) for title, _ in facts)),
+        titles=tuple(dict.fromkeys(title for title, _ in facts)),
         kind=str(values.get("type", "")),
-        paragraphs=tuple((str(title), "".join(sentences)) for title, sentences in context),
+        paragraphs=tuple((title, "".join(sentences)) for title, sentences in context),
     )
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 def _pairs(value: Any, field: str, columns: tuple[str, str]) -> list[tuple[Any, Any]]:
@@ -78,26 +84,37 @@ def _musique(values: Mapping[str, Any]) -> Record:
     paragraphs = values["paragraphs"]
     if not isinstance(paragraphs, list) or not all(isinstance(paragraph, Mapping) for paragraph in paragraphs):
         raise TypeError("paragraphs: expected a list of objects")
+    aliases = values.get("answer_aliases") or []
+    if not isinstance(aliases, list):
+        raise TypeError(f"answer_aliases: got {type(aliases).__name__}, expected a list of texts")
+    answers = [_text(values["answer"], "answer"), *(_text(alias, "answer_aliases") for alias in aliases)]
     return Record(
         id=_text(values["id"], "id"),
         question=_text(values["question"], "question"),
-        answers=(_text(values["answer"], "answer"), *(str(alias) for alias in values.get("answer_aliases") or ())),
-        titles=tuple(dict.fromkeys(p["title"] for p in paragraphs if p["is_supporting"])),
+        answers=tuple(answers),
+        titles=_supporting(paragraphs, required=True),
         kind=f"{str(values['id']).split('hop')[0]}hop",
-        paragraphs=tuple((str(p["title"]), str(p["paragraph_text"])) for p in paragraphs),
+        paragraphs=tuple((p["title"], _string(p["paragraph_text"], "paragraphs: paragraph_text")) for p in paragraphs),
     )
+
+
+def _supporting(paragraphs: Sequence[Mapping[str, Any]], *, required: bool) -> tuple[str, ...]:
+    """Titles of the gold paragraphs; every paragraph has to have one."""
+    titles = [_string(p["title"], "paragraphs: title") for p in paragraphs]
+    gold = [p["is_supporting"] if required else p.get("is_supporting") for p in paragraphs]
+    return tuple(dict.fromkeys(title for title, supports in zip(titles, gold, strict=True) if supports))
 
 
 def _popqa(values: Mapping[str, Any]) -> Record:
     """PopQA with gold passages."""
-    paragraphs = [p for p in values["paragraphs"] if isinstance(p, Mapping)]
+    paragraphs = [p for p in values["paragraphs"] if isinstance(p, Mapping)]  # the file has null where one is missing
     return Record(
         id=_text(values["id"], "id"),
         question=_text(values["question"], "question"),
         answers=_answers(values),
-        titles=tuple(dict.fromkeys(str(p["title"]) for p in paragraphs if p.get("is_supporting"))),
+        titles=_supporting(paragraphs, required=False),
         kind=str(values.get("prop", "")),
-        paragraphs=tuple((str(p["title"]), str(p["text"])) for p in paragraphs),
+        paragraphs=tuple((p["title"], _string(p["text"], "paragraphs: text")) for p in paragraphs),
     )
 
 
@@ -187,7 +204,7 @@ def _record(source: Source, row: Row, layout: Layout, number: str) -> Record:
         fitting = [] if bare else [name for name in OWN_LAYOUTS if _reads(LAYOUTS[name], values)]
         hint = f"; task.dataset={' or '.join(fitting)} reads such records" if fitting else ""
         raise DataError(f"{where}: misses the field {error}; it has {fields}{hint}") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{where}: {error}") from None
     return record
 
@@ -195,9 +212,15 @@ def _record(source: Source, row: Row, layout: Layout, number: str) -> Record:
 def _reads(layout: Layout, values: Mapping[str, Any]) -> bool:
     try:
         layout.read(values)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return False
     return True
+
+
+def _string(value: Any, field: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{field}: got {type(value).__name__}, expected text")
+    return value
 
 
 def _text(value: Any, field: str) -> str:
@@ -262,7 +285,8 @@ def passage(source: Source, row: Row, number: int) -> Document:
         if not isinstance(values.get(field), str):
             got = f"got {type(values[field]).__name__}, expected text" if field in values else "is missing"
             raise DataError(f"{source.key}: {row.where}: {field} {got} (fields: {', '.join(map(str, values))})")
-    return Document(id=str(values.get("id", number)), title=values["title"], text=values["text"])
+    name = values.get("id")
+    return Document(id=str(number if name is None else name), title=values["title"], text=values["text"])
 
 
 def subset(examples: Sequence[Example], items: int | None, *key: int | str) -> list[Example]:

@@ -208,7 +208,7 @@ def _load_state(program: Any, predictors: Mapping[str, Any], path: str) -> None:
         state = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"task.prompts: cannot read '{path}': {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"task.prompts: {path} is not JSON: {error}") from None
     saved = set(state) - {"metadata"} if isinstance(state, dict) else set()
     if saved != set(predictors):

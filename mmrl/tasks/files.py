@@ -136,10 +136,13 @@ class Source:
 
 
 def _json(path: Path) -> Iterator[Row]:
+    text = path.read_text(encoding="utf-8-sig")
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} line {error.lineno}: not JSON ({error.msg})") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
+        raise ValueError(f"{path}: not JSON that can be read ({error})") from None
     if not isinstance(content, list):
         raise ValueError(f"{path}: got {type(content).__name__}, expected a JSON list of records")
     for number, values in enumerate(content):
@@ -153,8 +156,8 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 continue
             try:
                 values = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path} line {number}: not JSON ({error.msg})") from None
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path} line {number}: not JSON ({getattr(error, 'msg', error)})") from None
             yield Row(f"{path} line {number}", values)
 
 

@@ -128,6 +128,10 @@ class HoverTask(DspyTask):
             if self.config.claim_hops in (None, example.metadata["hops"]):
                 found.append((row, example))
                 questions.append(question)
+        if not found:
+            raise DataError(
+                f"{key}: {self.sources[split]} has no claims of task.claim_hops={self.config.claim_hops} (null: of any)"
+            )
         examples = unique(key, found)
         if self.config.sample == "all":
             return examples
@@ -149,14 +153,13 @@ class HoverTask(DspyTask):
         if facts is None:
             fields = ", ".join(map(str, row.values))
             raise DataError(f"{key}: {row.where}: supporting_facts is missing (fields: {fields})")
-        try:
-            titles = [str(fact["key"] if isinstance(fact, Mapping) else fact[0]) for fact in facts]
-        except (TypeError, KeyError, IndexError):
-            raise DataError(f"{key}: {row.where}: supporting_facts: expected [title, sentence] pairs") from None
+        titles = _gold_titles(facts)
+        if titles is None:
+            raise DataError(f"{key}: {row.where}: supporting_facts: expected [title, sentence] pairs")
         hops = row.values.get("num_hops")
         if not titles:
             raise DataError(f"{key}: {row.where}: supporting_facts: is empty")
-        if not isinstance(hops, int):
+        if not isinstance(hops, int) or isinstance(hops, bool):
             raise DataError(f"{key}: {row.where}: num_hops: got {hops!r}, expected a number")
         return Example(
             id=text_of(key, row, "uid"),
@@ -278,7 +281,8 @@ class HoverTask(DspyTask):
         told = label("claims with all gold titles in it", self.shares, len(self.documents), real=bool(self.sources))
         titles = ", ".join(f"{split} {share:.1%}" for split, share in self._title_shares().items())
         return facts | {
-            name: f"{text}; gold titles in it, the most that recall can be: {titles}" for name, text in told.items()
+            name: f"{text}; gold titles in it, about the most that recall can be: {titles}"
+            for name, text in told.items()
         }
 
 
@@ -288,6 +292,21 @@ def same_title(title: str) -> str:
     Copies of Wikipedia also differ in whether `&amp;` stands for `&`.
     """
     return metrics.normalize(unicodedata.normalize("NFD", html.unescape(title))) or title
+
+
+def _gold_titles(facts: Any) -> list[str] | None:
+    """Titles in `[[title, sentence], ...]`, or as the hub has it, with `key` for the title; None in another shape."""
+    if isinstance(facts, Mapping):
+        facts = [{"key": title} for title in facts.get("key") or ()]
+    if not isinstance(facts, list):
+        return None
+    titles: list[str] = []
+    for fact in facts:
+        title = fact.get("key") if isinstance(fact, Mapping) else fact[0] if isinstance(fact, list) and fact else None
+        if not isinstance(title, str) or not title.strip():
+            return None
+        titles.append(title)
+    return titles
 
 
 def _shown(results: Sequence[Sequence[Document]]) -> list[dict[str, Any]]:

@@ -102,6 +102,8 @@ class PapillonTask(DspyTask):
             inputs = {"user_query": text_of(key, row, "user_query")}
             # conversation_hash names a conversation, several rows of which may be there: it is no id
             examples.append(Example(id=f"row-{number}", inputs=inputs, metadata=metadata))
+        if not examples:
+            raise DataError(f"{key}: {self.sources[split]}: target_response is empty in every row that is used")
         return examples
 
     def make_program(self) -> Any:
