@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, MistralConfig, MistralForCausalLM
 
 from mmrl.trainer import tree_attention
 from mmrl.trainer.tree_attention import IMPLEMENTATION, Tree, TreeAttention, attention, flex, masked, prepare, why_not
@@ -40,7 +40,7 @@ def _equals_one_masked_call(tree: Tree, heads: int, groups: int) -> None:
     expected = masked(query, key, value, tree, 0.3).transpose(1, 2)
     grad = torch.randn_like(expected)
     expected_grads = torch.autograd.grad(expected, (query, key, value), grad)
-    found = TreeAttention.apply(query, key, value, tree, 0.3)
+    found = TreeAttention.apply(query, key, value, tree.parts, 0.3)
     assert torch.allclose(found, expected, atol=1e-12)
     for one, two in zip(torch.autograd.grad(found, (query, key, value), grad), expected_grads, strict=True):
         assert torch.allclose(one, two, atol=1e-11)
@@ -60,13 +60,63 @@ def test_calls_of_the_kernel_cover_each_pair_once(rows: list[tuple[int, ...]], l
     assert torch.equal(seen, tree.mask(torch.device("cpu")).long())
 
 
+@given(sequences(), st.integers(0, 20), st.integers(1, 6), st.data())
+def test_calls_for_tokens_that_are_read_cover_each_of_their_pairs_once(
+    rows: list[tuple[int, ...]], large: int, piece: int, data: st.DataObject
+) -> None:
+    tree = tree_of([(*[7] * 12, *row) for row in rows])
+    tree.read = tuple(sorted(data.draw(st.sets(st.integers(0, tree.tokens - 1)))))
+    seen = torch.zeros(len(tree.read), tree.tokens, dtype=torch.long)
+    met = torch.zeros(len(tree.read), dtype=torch.bool)
+    with patch.multiple(tree_attention, LARGE=large, PIECE=piece):
+        for queries, keys, causal, first in tree.parts_read():
+            assert bool(met[queries].any()) != first and (first or bool(met[queries].all()))
+            met[queries] = True
+            pairs = torch.ones_like(seen[queries, keys])
+            assert pairs.numel()
+            seen[queries, keys] += pairs.tril() if causal else pairs
+    assert torch.equal(seen, tree.mask(torch.device("cpu")).long()[list(tree.read)])
+
+
+class Layer(torch.nn.Module):
+    """What attention is told of the layer that calls it."""
+
+    def __init__(self, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.config = LlamaConfig(num_hidden_layers=3)
+
+
+@settings(deadline=None)
+@given(sequences(), st.sampled_from([(384, 256), (0, 2), (9, 3)]), st.data())
+def test_the_last_layer_attends_for_tokens_that_are_read(
+    rows: list[tuple[int, ...]], cut: tuple[int, int], data: st.DataObject
+) -> None:
+    tree = tree_of([(*[7] * 12, *row) for row in rows] + [(8, *row) for row in rows])
+    tree.read = tuple(sorted(data.draw(st.sets(st.integers(0, tree.tokens - 1), min_size=1))))
+    query, key, value = inputs(tree.tokens, 2, 2)
+    expected = masked(query, key, value, tree, 0.3).transpose(1, 2)
+    read = torch.zeros(1, tree.tokens, 1, 1, dtype=torch.bool)
+    read[:, list(tree.read)] = True
+    grad = torch.randn_like(expected) * read
+    expected_grads = torch.autograd.grad(expected, (query, key, value), grad)
+    with patch.multiple(tree_attention, LARGE=cut[0], PIECE=cut[1]):
+        whole, _ = attention(Layer(1), query, key, value, None, scaling=0.3, tree=tree)
+        found, _ = attention(Layer(2), query, key, value, None, scaling=0.3, tree=tree)
+        grads = torch.autograd.grad(found, (query, key, value), grad)
+    assert torch.allclose(whole, expected, atol=1e-12)
+    assert torch.allclose(found, expected * read, atol=1e-12)
+    for one, two in zip(grads, expected_grads, strict=True):
+        assert torch.allclose(one, two, atol=1e-11)
+
+
 def test_joins_of_very_different_sizes_stay_finite() -> None:
     rows = [(*[7] * 40, branch, *[branch] * 30) for branch in range(3)]
     tree = tree_of(rows)
     query, key, value = inputs(tree.tokens, 2, 1, torch.float32)
     with torch.no_grad():
         key[:, :, :40] *= 60
-    found = TreeAttention.apply(query, key, value, tree, 1.0)
+    found = TreeAttention.apply(query, key, value, tree.parts, 1.0)
     assert torch.allclose(found, masked(query, key, value, tree, 1.0).transpose(1, 2), atol=1e-4)
 
 
@@ -74,7 +124,7 @@ def test_a_long_trie_crosses_the_kernels_blocks() -> None:
     rows = [(*[7] * 700, branch, *[branch] * (100 + 90 * branch)) for branch in range(4)]
     tree = tree_of(rows)
     query, key, value = inputs(tree.tokens, 1, 2)
-    found = TreeAttention.apply(query, key, value, tree, 0.3)
+    found = TreeAttention.apply(query, key, value, tree.parts, 0.3)
     expected = masked(query, key, value, tree, 0.3).transpose(1, 2)
     grad = torch.randn_like(expected)
     assert torch.allclose(found, expected, atol=1e-12)

@@ -195,7 +195,7 @@ def _rows(parts: Sequence[_Part]) -> list[_Row]:
 def _trie_pack(bed: Bed, rows: Sequence[_Row], modules: Sequence[str], dtype: torch.dtype) -> Pack:
     found = [(rows[row], places(path)) for row, path in bed.paths.items()]
     pack = _filled(found, torch.tensor([bed.ids]), modules, dtype)
-    pack.tree = Tree(bed.spans)
+    pack.tree = Tree(bed.spans, tuple(sorted(set(pack.positions.tolist()))))
     pack.position_ids = torch.tensor([bed.depths])
     pack.tokens = len(bed.ids)
     return pack

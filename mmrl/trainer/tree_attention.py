@@ -5,6 +5,7 @@ one causal call per node, with the queries of the node and of all below it again
 every (query, key) pair of the trie exactly once: nothing is masked away, and no key is copied. Large nodes are cut into
 pieces, to the same effect. A token that sees several pieces gets several partial results, which are joined by their
 log-sum-exp; the backward pass gives every part the joined result (as ring attention does), so it is exact as well.
+In the last layer only tokens whose hidden state somebody reads are queries.
 
 `IMPLEMENTATION` is registered with transformers; without a pack's `tree` in the call it is plain SDPA, so a model that
 is set to it generates and evaluates as before.
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,11 +41,17 @@ LARGE, PIECE = 384, 256
 queries of a large call into blocks of 256 and compute a causal block whole, so smaller calls waste less."""
 
 
+Parts = Callable[[], Iterator[tuple[slice, slice, bool, bool]]]
+"""See `Tree.parts`."""
+
+
 @dataclass(slots=True)
 class Tree:
     """The nodes of one pack, for the attention."""
 
     spans: tuple[Span, ...]
+    read: tuple[int, ...] | None = None
+    """Tokens whose last hidden state is read, in rising order; None: all. Of others it is not computed on the CPU."""
     masks: dict[Any, Any] = field(default_factory=dict)
     """Block masks by device, made once per pack."""
 
@@ -67,6 +75,20 @@ class Tree:
                 if end < span.stop:
                     yield slice(end, span.stop), slice(begin, end), False, first
 
+    def parts_read(self) -> Iterator[tuple[slice, slice, bool, bool]]:
+        """The same for the pairs whose query is in `read`; queries are slices of `read`."""
+        read = self.read or ()
+        for span in self.spans:
+            stop = bisect_left(read, span.stop)
+            for begin, end, own in _runs(read, span):
+                at, below = bisect_left(read, begin), bisect_left(read, end)
+                first = not span.depth and begin == span.begin
+                whole = own and stop - at < LARGE
+                if own:
+                    yield slice(at, stop if whole else below), slice(begin, end), True, first
+                if not whole and below < stop:
+                    yield slice(below, stop), slice(begin, end), False, first
+
     def stops(self, device: torch.device) -> torch.Tensor:
         """(N,) where the part of the trie that sees a token ends: token k is seen by k..stops[k]."""
         sizes = torch.tensor([span.end - span.begin for span in self.spans])
@@ -76,6 +98,22 @@ class Tree:
         """(N, N) bool: whether the row's token sees the column's."""
         at = torch.arange(self.tokens, device=device)
         return (at[None] <= at[:, None]) & (at[:, None] < self.stops(device)[None])
+
+
+def _runs(read: Sequence[int], span: Span) -> Iterator[tuple[int, int, bool]]:
+    """The tokens of a node in runs, (begin, end, whether they are in `read`); of those that are, a piece at most."""
+    at, begin = bisect_left(read, span.begin), span.begin
+    while begin < span.end:
+        following = read[at] if at < len(read) else span.end
+        if following > begin:
+            yield begin, min(following, span.end), False
+            begin = following
+            continue
+        size = 1
+        while size < PIECE and at + size < len(read) and read[at + size] == begin + size < span.end:
+            size += 1
+        yield begin, begin + size, True
+        at, begin = at + size, begin + size
 
 
 def why_not(model: Any) -> str | None:
@@ -114,7 +152,7 @@ def prepare(model: Any) -> None:
 
 
 def attention(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -134,7 +172,12 @@ def attention(
     # Under autocast, norms and rotary angles may have left queries and keys in float32.
     query, key = query.to(value.dtype), key.to(value.dtype)
     if query.device.type == "cpu":
-        return TreeAttention.apply(query, key, value, tree, scale), None
+        last = tree.read is not None and module.layer_idx == module.config.num_hidden_layers - 1
+        if not last:
+            return TreeAttention.apply(query, key, value, tree.parts, scale), None
+        read = torch.tensor(tree.read)
+        rows = TreeAttention.apply(query[:, :, read], key, value, tree.parts_read, scale)
+        return rows.new_zeros(1, key.shape[2], *rows.shape[2:]).index_copy(1, read, rows), None
     return flex(query, key, value, tree, scale).transpose(1, 2), None
 
 
@@ -180,15 +223,15 @@ class TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Tree, scale: float
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: Parts, scale: float
     ) -> torch.Tensor:
-        """(1, heads, N, D) to (1, N, heads, D)."""
+        """(1, heads, Q, D) to (1, Q, heads, D); keys and values are (1, heads, N, D)."""
         size, heads, width = query.shape[2], query.shape[1], value.shape[-1]
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         joined = value.new_empty(1, size, heads, width)
         out = joined.transpose(1, 2)
         lse = torch.empty(1, size, heads, dtype=torch.promote_types(value.dtype, torch.float32)).transpose(1, 2)
-        for queries, keys, causal, first in tree.parts():
+        for queries, keys, causal, first in parts():
             part, part_lse = kernel(query[:, :, queries], key[:, :, keys], value[:, :, keys], 0.0, causal, scale=scale)
             if first:
                 out[:, :, queries] = part
@@ -196,7 +239,7 @@ class TreeAttention(torch.autograd.Function):
             else:
                 _join(out[:, :, queries], lse[:, :, queries], part, part_lse)
         ctx.save_for_backward(query, key, value, joined, lse)
-        ctx.tree, ctx.scale = tree, scale
+        ctx.parts, ctx.scale = parts, scale
         return joined
 
     @staticmethod
@@ -205,8 +248,9 @@ class TreeAttention(torch.autograd.Function):
         query, key, value, joined, lse = ctx.saved_tensors
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         out, grad = joined.transpose(1, 2), grad.transpose(1, 2)
-        for_query, for_key, for_value = (torch.empty_like(tensor) for tensor in (query, key, value))
-        for queries, keys, causal, first in ctx.tree.parts():
+        for_query = torch.empty_like(query)
+        for_key, for_value = torch.zeros_like(key), torch.zeros_like(value)
+        for queries, keys, causal, first in ctx.parts():
             gradients = kernel(
                 grad[:, :, queries],
                 query[:, :, queries],
@@ -218,17 +262,13 @@ class TreeAttention(torch.autograd.Function):
                 causal,
                 scale=ctx.scale,
             )
-            _gather(for_query[:, :, queries], gradients[0], first)
-            _gather(for_key[:, :, keys], gradients[1], causal)  # a piece is seen by its own queries first
-            _gather(for_value[:, :, keys], gradients[2], causal)
+            if first:
+                for_query[:, :, queries] = gradients[0]
+            else:
+                for_query[:, :, queries] += gradients[0]
+            for_key[:, :, keys].add_(gradients[1])
+            for_value[:, :, keys].add_(gradients[2])
         return for_query, for_key, for_value, None, None
-
-
-def _gather(total: torch.Tensor, part: torch.Tensor, first: bool) -> None:
-    if first:
-        total.copy_(part)
-    else:
-        total.add_(part)
 
 
 def _join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
