@@ -21,7 +21,7 @@ from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.packing import Pack, make_packs
 from mmrl.trainer.settings import Settings
 from mmrl.trainer.sharding import is_sharded
-from mmrl.trainer.tree_attention import last_mlp
+from mmrl.trainer.tree_attention import last_parts
 
 
 class Forwards:
@@ -140,8 +140,8 @@ class Forwards:
 
     def _score(self, model: Any, pack: Pack, *, entropy: bool = False) -> Scores:
         plain = self.accelerator.unwrap_model(model)
-        # Recomputed in the backward pass, the last MLP would be the whole one again.
-        last = None if pack.tree is None or self.settings.model.gradient_checkpointing else last_mlp(plain)
+        # Recomputed in the backward pass, the last layer would be the whole one again.
+        last = () if pack.tree is None or self.settings.model.gradient_checkpointing else last_parts(plain)
         head = plain.get_output_embeddings()
         return score(model, head, pack, self.settings.algo.temperature, entropy=entropy, last=last)
 

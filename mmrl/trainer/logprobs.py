@@ -6,8 +6,9 @@ logit scales), so any Hugging Face causal LM works; only the rows that reach its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,7 @@ def score(
     temperature: float,
     *,
     entropy: bool = False,
-    last: torch.nn.Module | None = None,
+    last: Sequence[torch.nn.Module] = (),
 ) -> Scores:
     """log-softmax(logits / temperature) of the pack's targets, over the full vocabulary.
 
@@ -50,10 +51,10 @@ def score(
         model: called with `Pack.inputs`; may be wrapped (DDP, FSDP, peft).
         head: the module inside `model` that turns hidden states into logits (`get_output_embeddings()`).
         temperature: of sampling; > 0.
-        last: the model's last MLP, of which only scored positions are then computed (of tries).
+        last: modules of the model's last layer, of which only scored positions are then computed (of tries).
     """
     if pack.tree is not None:
-        with nullcontext() if last is None else _narrowed(last, pack.positions):
+        with _narrowed(last, pack.positions):
             return _score_in_chunks(model, head, pack, temperature, entropy)
     with _only(head, pack.positions) as seen:
         logits = model(**pack.inputs).logits
@@ -142,19 +143,21 @@ def _score_in_chunks(
 
 
 @contextmanager
-def _narrowed(mlp: torch.nn.Module, positions: torch.Tensor) -> Iterator[None]:
-    """Inside, `mlp` computes only the tokens at `positions`: nothing reads what the last one adds to others."""
-    forward, wanted = mlp.forward, positions.unique()
+def _narrowed(modules: Sequence[torch.nn.Module], positions: torch.Tensor) -> Iterator[None]:
+    """Inside, `modules` compute only the tokens at `positions`: nothing reads what the last layer makes of others."""
+    wanted = positions.unique()
 
-    def narrow(hidden: torch.Tensor) -> torch.Tensor:
+    def narrow(forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         rows = forward(hidden[:, wanted])
-        return rows.new_zeros(hidden.shape).index_copy(1, wanted, rows)
+        return rows.new_zeros(*hidden.shape[:-1], rows.shape[-1]).index_copy(1, wanted, rows)
 
-    mlp.forward = narrow
+    for module in modules:
+        module.forward = functools.partial(narrow, module.forward)
     try:
         yield
     finally:
-        del mlp.forward
+        for module in modules:
+            del module.forward
 
 
 @contextmanager

@@ -136,11 +136,11 @@ def why_not(model: Any) -> str | None:
     return None
 
 
-def last_mlp(model: Any) -> torch.nn.Module:
-    """The MLP of the last layer of a causal LM of one of the `FAMILIES`."""
+def last_parts(model: Any) -> tuple[torch.nn.Module, ...]:
+    """What the last layer of a causal LM of one of the `FAMILIES` needs for the tokens alone whose result is read."""
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
-    found: torch.nn.Module = causal.model.layers[-1].mlp
-    return found
+    layer = causal.model.layers[-1]
+    return layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp
 
 
 def prepare(model: Any) -> None:
