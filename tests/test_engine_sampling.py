@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmrl.engines import sampling
 from mmrl.engines.rows import Row
 from mmrl.engines.sampling import kept, sample
 
@@ -62,10 +64,12 @@ def test_recorded_logprob_ignores_filters_when_every_row_has_one() -> None:
     st.lists(st.integers(-40, 40), min_size=1, max_size=30),
     st.integers(0, 32),
     st.sampled_from([0.05, 0.3, 0.5, 0.77, 0.9, 0.99, 1.0]),
+    st.sampled_from([1, 3, 8, 64]),
 )
-def test_filters_equal_the_slow_reference(quarters: list[int], top_k: int, top_p: float) -> None:
+def test_filters_equal_the_slow_reference(quarters: list[int], top_k: int, top_p: float, ranked: int) -> None:
     logprobs = torch.log_softmax(torch.tensor([quarters], dtype=torch.float32) / 4 + 0.01, dim=-1)
-    mask = kept(logprobs, [top_k], [top_p])[0]
+    with patch.object(sampling, "RANKED", ranked):
+        mask = kept(logprobs, [top_k], [top_p])[0]
     fast = {token for token in range(len(quarters)) if mask[token]}
     slow = slow_kept(logprobs[0].tolist(), top_k, top_p)
     if fast != slow:  # only a nucleus whose mass equals p to the last bits may differ, by its last token
@@ -73,6 +77,13 @@ def test_filters_equal_the_slow_reference(quarters: list[int], top_k: int, top_p
         masses = [sum(math.exp(logprobs[0, token]) for token in chosen) for chosen in (fast & slow,)]
         whole = sum(sorted((math.exp(x) for x in logprobs[0].tolist()), reverse=True)[: top_k or None])
         assert masses[0] == pytest.approx(top_p * whole, abs=1e-6)
+
+
+def test_rows_whose_border_lies_beyond_the_ranked_tokens_are_ranked_whole() -> None:
+    peaked, flat = [8.0, *[0.0] * 199], [0.0] * 200
+    logprobs = torch.log_softmax(torch.tensor([peaked, flat, flat, peaked]), dim=-1)
+    counts = kept(logprobs, [0, 0, 100, 70], [0.9, 0.9, 0.5, 1.0]).sum(dim=-1)
+    assert counts.tolist() == [1, 180, 50, 70]
 
 
 def test_filters_differ_by_row() -> None:

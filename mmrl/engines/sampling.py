@@ -14,6 +14,8 @@ from mmrl.engines.rows import Row
 
 BLOCK = 64
 """Tokens summed as one in the first level of the inverse CDF."""
+RANKED = 64
+"""Most probable tokens looked at first; only rows whose border lies beyond them are sorted whole."""
 
 
 def sample(logits: torch.Tensor, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
@@ -113,17 +115,37 @@ def kept(scores: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> 
         (B, V) bool with at least one True per row.
     """
     size = scores.shape[1]
-    counts = torch.tensor([min(k, size) if k > 0 else size for k in top_k], device=scores.device).unsqueeze(1)
-    masses = torch.tensor(top_p, dtype=torch.float64, device=scores.device).unsqueeze(1)
-    widest = int(counts.max())
-    ranked = scores.topk(widest, dim=-1).values if widest < size else scores.sort(dim=-1, descending=True).values
-    ranks = torch.arange(widest, device=scores.device)
+    counts = torch.tensor([min(k, size) if k > 0 else size for k in top_k], device=scores.device)
+    masses = torch.tensor(top_p, dtype=torch.float64, device=scores.device)
+    if size <= RANKED:
+        return _kept(scores, counts, masses, size)[0]
+    keep, settled = _kept(scores, counts, masses, RANKED)
+    if not bool(settled.all()):
+        flat = ~settled
+        keep[flat] = _kept(scores[flat], counts[flat], masses[flat], size)[0]
+    return keep
+
+
+def _kept(
+    scores: torch.Tensor, counts: torch.Tensor, masses: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kept` from the `width` most probable tokens, and of which rows they are enough to tell."""
+    size = scores.shape[1]
+    ranked = scores.topk(width, dim=-1).values if width < size else scores.sort(dim=-1, descending=True).values
+    ranks = torch.arange(width, device=scores.device)
+    counts, masses = counts.unsqueeze(1), masses.unsqueeze(1)
     probs = ranked.double().exp().masked_fill(ranks >= counts, 0.0)
+    totals = probs.sum(dim=-1, keepdim=True)
+    if width < size:
+        totals = torch.where(counts < size, totals, scores.exp().sum(dim=-1, keepdim=True, dtype=torch.float64))
     before = probs.cumsum(dim=-1) - probs
-    inside = (before < masses * probs.sum(dim=-1, keepdim=True)) & (ranks < counts)
+    wanted = masses * totals
+    settled = (counts <= width) | ((counts == size) & (before[:, -1:] + probs[:, -1:] >= wanted))
+    inside = (before < wanted) & (ranks < counts)
     inside[:, 0] = True
     number = inside.sum(dim=-1, keepdim=True)
     border = ranked.gather(1, number - 1)
     above = scores > border
     tied = scores == border
-    return above | (tied & (tied.cumsum(dim=-1) <= number - above.sum(dim=-1, keepdim=True)))
+    keep = above | (tied & (tied.cumsum(dim=-1) <= number - above.sum(dim=-1, keepdim=True)))
+    return keep, settled.squeeze(1)
