@@ -193,6 +193,18 @@ def test_standard_deviation_over_the_batch():
         assert advantage(entries["p/0#0"]) == pytest.approx(2.0 / std)
 
 
+def test_the_merged_advantage_is_that_of_merged_grpo_over_the_whole_batch_too():
+    """Merged rewards 1.5, 0 (an example whose rollouts all search) and 1, 0: mean 0.625, sample deviation 0.75."""
+    grow = Grow(("agent",))
+    for name, turn, outcome in (("p/0", 0.5, 1.0), ("p/1", 0.0, 0.0), ("q/0", 0.5, 0.5), ("q/1", None, 0.0)):
+        leaf = None if turn is None else grow.call(f"{name}s", None, "agent", turn_reward=turn)
+        grow.end(grow.call(f"{name}a", leaf, "agent"), outcome, id=name)
+    for name in ("mt_grpo", "grpo_mr"):
+        entry = by_call(credit(grow.forest, name, std_over="batch"))["q/1a"]
+        assert entry.std == pytest.approx(0.75)
+        assert advantage(entry) == pytest.approx((0.0 - 0.5) / (0.75 + 1e-4)), "no tool: its GRPO-MR advantage"
+
+
 def test_shared_calls_enter_once_per_rollout():
     grow = Grow(("a", "b"))
     grow.call("q/a", None, "a", 2)

@@ -109,3 +109,16 @@ def test_a_batch_standard_deviation_leaves_groups_of_one_out():
         grow.chain(name, "a", outcome, fork="a")
     entries = by_call(credit(grow.forest, "mhgpo_fof", std_over="batch", eps=0))
     assert advantage(entries["q/0#0"]) == pytest.approx(0.5 / 0.5**0.5)
+
+
+@pytest.mark.parametrize("options", [{"freeze_modules": ("a",)}, {"zero_variance": "drop"}])
+def test_the_longest_sequence_is_one_of_the_loss(options):
+    """Module a writes 9 tokens in each rollout, and is frozen or tells nothing; module b writes 3 and 2."""
+    grow = Grow(("a", "b"))
+    for index, (penalty, tokens) in enumerate(((0.0, 3), (-1.0, 2))):
+        leaf = grow.call(f"q/{index}a", None, "a", 9)
+        grow.end(grow.call(f"q/{index}b", leaf, "b", tokens, penalty=penalty), 1.0, fork="a")
+    entries = by_call(credit(grow.forest, "mhgpo_fof", loss_mean="constant", **options))
+    assert set(entries["q/0a"].weights) == {0.0}
+    assert entries["q/0b"].weights == pytest.approx([1 / (2 * 3)] * 3)
+    assert entries["q/1b"].weights == pytest.approx([1 / (2 * 3)] * 2)

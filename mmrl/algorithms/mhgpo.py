@@ -63,12 +63,13 @@ class Mhgpo:
         )
         compared = compare(self.groups(forest, rewards, algo, seed), algo)
         places = [(item, index, member) for item in compared for index, member in enumerate(item.group.members)]
+        # What is frozen or vanished is no sequence of the loss: no tokens, so it sets no length for `constant` either.
         units = [
             Unit(
                 member.call.example,
                 (member.call.module, member.call.invocation),
-                member.call.completion_tokens,
-                kept=item.kept and self.trains(member.call, algo),
+                member.call.completion_tokens if self.trains(member.call, algo) and not item.vanished else 0,
+                kept=item.kept,
             )
             for item, _, member in places
         ]

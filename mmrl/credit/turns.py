@@ -87,10 +87,10 @@ def normalise_turns(tracks: Mapping[str, Sequence[Track]], algo: TurnGroupConfig
     cut = {example: [intermediate(track, rules) for track in own] for example, own in tracks.items()}
     columns = {example: _columns(own, cut[example], rules) for example, own in tracks.items()}
     names = dict.fromkeys(name for own in columns.values() for name in own)
-    batch_std = {
-        name: batch_std_of([list(own[name].values()) for own in columns.values() if name in own], algo)
-        for name in names
-    }
+    compared = {name: [list(own[name].values()) for own in columns.values() if name in own] for name in names}
+    if "combined" in names:  # GRPO-MR's number: over the whole batch, not only examples where a rollout needs it
+        compared["combined"] = [[merged(t.rollout, t.path).total for t in own] for own in tracks.values()]
+    batch_std = {name: batch_std_of(rewards, algo) for name, rewards in compared.items()}
     found = []
     for example, own in tracks.items():
         statistics = {
