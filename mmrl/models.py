@@ -112,6 +112,32 @@ def load_configs(model: ModelConfig) -> tuple[Any, Any]:
         return config, None
 
 
+def refuse_targets(model: ModelConfig) -> None:
+    """Look for `model.lora.targets` among the model's layers, before its weights are loaded.
+
+    peft passes over a name that is not there as long as another one is.
+
+    Raises:
+        ConfigError: a name stands for no linear layer.
+    """
+    if model.lora is None:
+        return
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config, _ = load_configs(model)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    names = [name for name, part in skeleton.named_modules() if isinstance(part, torch.nn.Linear)]
+    missing = [t for t in model.lora.targets if not any(name == t or name.endswith(f".{t}") for name in names)]
+    if missing:
+        there = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+        raise ConfigError(
+            f"model.lora.targets: {model.path} has no linear layer called {', '.join(missing)}; expected some of "
+            f"{there}"
+        )
+
+
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[int, ...]:
     """Prompt token ids of `messages`, generation prompt included.
 

@@ -146,6 +146,7 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
         training=True,
         copied=assignment(config, task).copied,
         device=config.hardware.device,
+        rank=config.model.lora.r if config.model.lora is not None else 0,
     )
     problems += staleness_problems(config) + turns_missing(config, task)
     problems += text_problems(config, task) + teacher_problems(config, task, build_task)
@@ -283,6 +284,15 @@ def settle(config: ConfigT) -> ConfigT:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"hardware.device: got cuda (hardware={hardware.name}), this machine has no CUDA device")
+    # Of several machines, the first alone serves, and who is first is not known yet.
+    serving = hardware.rollout_devices if hardware.nodes == 1 and config.engine.url is None else 0
+    wanted = hardware.processes + serving
+    if device == "cuda" and torch.cuda.device_count() < wanted:
+        raise ConfigError(
+            f"hardware.processes: profile '{hardware.name}' asks for {hardware.processes} GPUs to train"
+            + (f" and {serving} to serve rollouts" if serving else "")
+            + f", this machine has {torch.cuda.device_count()}; set hardware.processes, or take another profile"
+        )
     threads = hardware.threads or max(1, len(os.sched_getaffinity(0)) // hardware.processes)
     engine = hardware.engine if config.engine.name == "auto" else config.engine.name
     return config.model_copy(

@@ -46,10 +46,11 @@ if TYPE_CHECKING:
 
 def train(config: TrainCommandConfig, command: Sequence[str]) -> int:
     """Start a new run. Returns the exit code."""
-    from mmrl.models import load_tokenizer
+    from mmrl.models import load_tokenizer, refuse_targets
 
     config = settle(config)
     load_tokenizer(config.model)  # a model that cannot be had is found before a run directory is made
+    refuse_targets(config.model)
     if launched() is None:
         refuse_unlaunched(config.hardware)
         if config.hardware.processes > 1:

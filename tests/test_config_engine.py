@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +51,7 @@ def test_without_vllm_the_refusal_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     (problem,) = engines.problems(EngineConfig(), "vllm_server", training=True)
     assert "make vllm-cpu" in problem and "engine.python" in problem and sys.executable in problem
     assert engines.problems(EngineConfig(url="http://host:8000"), "vllm_server", training=True) == []
+    monkeypatch.setattr("mmrl.engines.vllm_launch._has_vllm", lambda python: True)
     assert engines.problems(EngineConfig(python=sys.executable), "vllm_server", training=True) == []
     (problem,) = engines.problems(EngineConfig(python="/no/such/python"), "vllm_server", training=True)
     assert problem.startswith("engine.python: got '/no/such/python'")
@@ -60,3 +62,13 @@ def test_without_vllm_the_refusal_says_what_to_do(monkeypatch: pytest.MonkeyPatc
 def test_an_unknown_engine_of_a_profile() -> None:
     (problem,) = engines.problems(EngineConfig(), "vlm_server", training=True)
     assert "did you mean 'vllm_server'" in problem
+
+
+def test_an_interpreter_without_vllm_and_a_rank_that_it_cannot_serve_are_refused(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    found = engines.problems(EngineConfig(python=str(python)), "vllm_server", training=True, rank=513)
+    assert found[0] == f"engine.python: got '{python}', which cannot find vLLM; expected an interpreter that has it"
+    assert found[1:] == ["model.lora.r: got 513, vLLM serves at most 512"]
+    assert engines.problems(EngineConfig(), "transformers", training=True, rank=513) == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
+import time
 import types
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,6 +179,63 @@ def test_failures_are_told_with_vllms_words_and_hang_nobody(fake: FakeVllm, tmp_
     fake.collective_rpc = lambda *args, **kwargs: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(SyncFailure, match="policy version 2 was not taken by vLLM: ZeroDivisionError"):
         engine.set_version(2)
+    engine.close()
+
+
+def test_a_reply_that_cannot_be_read_fails_its_call_and_no_other(fake: FakeVllm, tmp_path: Path) -> None:
+    """Diverged weights: vLLM reports a log-probability of nan for one of the calls under way."""
+    engine = build(tmp_path)
+    engine.set_version(0)
+    plain, odd = fake.step, {"1": float("nan"), "2": None}
+
+    def step() -> list[Any]:
+        made = plain()
+        for output in made:
+            if output.request_id in odd:
+                value = odd[output.request_id]
+                row = {} if value is None else {7: SimpleNamespace(logprob=value)}
+                output.outputs[0].logprobs = [row for _ in output.outputs[0].token_ids]
+        return made
+
+    fake.step = step  # type: ignore[method-assign]
+
+    async def several() -> list[Any]:
+        asked = asyncio.gather(*[one(engine, max_tokens=1 + number) for number in range(3)], return_exceptions=True)
+        return await asyncio.wait_for(asked, 10)
+
+    first, second, third = asyncio.run(several())
+    assert isinstance(first, EngineFailure) and "log-probability of nan" in str(first)
+    assert isinstance(second, EngineFailure) and "KeyError" in str(second)
+    assert third.ids == (7, 7, 7)
+    engine.close()
+
+
+def test_calls_that_were_given_up_are_gone_before_weights_change_or_vllm_sleeps(fake: FakeVllm, tmp_path: Path) -> None:
+    engine = build(tmp_path)
+    engine.set_version(0)
+    fake.length = 10**9
+    stepping = threading.Event()
+    plain = fake.step
+
+    def slow() -> list[Any]:
+        stepping.set()
+        time.sleep(0.1)
+        assert not fake.asleep, "vLLM was put to sleep in the middle of a step"
+        stepping.clear()
+        return plain()
+
+    fake.step = slow  # type: ignore[method-assign]
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(one(engine, max_tokens=60), 0.15)
+
+    for change in (engine.rest, lambda: engine.set_version(1)):
+        asyncio.run(give_up())
+        change()
+        assert not stepping.is_set() and fake.live == {}
+    fake.length = 3
+    assert asyncio.run(one(engine)).policy_version == 1, "the thread lives on"
     engine.close()
 
 

@@ -282,3 +282,48 @@ def test_a_dead_managed_server_is_started_once_for_all_who_wait(tmp_path: Path) 
         assert [made.ids for made in asyncio.run(many())] == [(2,)] * 5
         assert (len(starts), engine.restarts) == (1, 1)
         engine.close()
+
+
+def test_a_server_started_anew_gets_the_newest_weights_and_no_older_ones(tmp_path: Path) -> None:
+    """Folders of older versions may be gone by then, and calls of older versions died with the old server."""
+    with serving(answering(reply([2]))) as (url, server):
+        engine = engine_at(url, tmp_path)
+        for version in range(3):
+            engine.set_version(version)
+        engine._background.wait(engine._restart())
+        engine.set_version(3)
+        engine.close()
+    names = [body["lora_name"] for body in asked(server, "/v1/load_lora_adapter")]
+    assert [name.split("-")[0] for name in names] == ["v0", "v1", "v2", "v2", "v3"] and names[2] == names[3]
+    assert [body["lora_name"] for body in asked(server, "/v1/unload_lora_adapter")] == names[:1]
+
+
+def test_a_server_started_anew_on_a_gpu_has_the_full_weights_that_were_pushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts with the weights of the run's beginning; calls asked again must not be sampled from those."""
+    with serving(answering(reply([2]))) as (url, server):
+        config = EngineConfig(name="vllm_server", url=url)
+        engine = VllmServerEngine(
+            None, load_tokenizer(TINY), config, Setup(weights=TINY, folder=tmp_path, device="cuda")
+        )
+        monkeypatch.setattr(engine.policy, "save", lambda version, state: {"": tmp_path / f"v{version}"})
+        engine.set_version(1)
+        engine.set_version(2)
+        engine._background.wait(engine._restart())
+        engine.close()
+    assert [body["kwargs"]["weights_path"] for body in asked(server, "/collective_rpc")] == [
+        str(tmp_path / name) for name in ("v1", "v2", "v2")
+    ]
+
+
+def test_weights_that_cannot_be_written_are_a_failed_push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(version: int, state: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with serving(answering(reply([2]))) as (url, _):
+        engine = engine_at(url, tmp_path)
+        monkeypatch.setattr(engine.policy, "save", full)
+        with pytest.raises(SyncFailure, match=r"policy version 1 .*No space left on device"):
+            engine.set_version(1)
+        engine.close()

@@ -10,7 +10,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3Config, Qwen3
 import mmrl.models
 from mmrl.config import ModelConfig
 from mmrl.errors import ConfigError
-from mmrl.models import decode_text, encode_text, load_model, load_tokenizer, render_prompt
+from mmrl.models import decode_text, encode_text, load_model, load_tokenizer, refuse_targets, render_prompt
 
 TEMPLATE = (
     "{%- for message in messages -%}"
@@ -185,6 +185,18 @@ def test_a_path_that_cannot_be_loaded_is_one_config_error(tmp_path, monkeypatch,
         load(ModelConfig(name="x", path=path))
     assert path in str(caught.value)
     assert len(caught.value.problems) == 1
+
+
+def test_lora_targets_that_the_model_does_not_have_are_named_before_its_weights_are_loaded(monkeypatch):
+    monkeypatch.setattr("mmrl.models.load_model", None)
+
+    def targets(*names):
+        refuse_targets(ModelConfig(name="m", path="tiny", lora={"targets": names}))
+
+    targets("q_proj", "mlp.down_proj", "lm_head")
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets: .* called qkv_proj, proj; expected some of q_proj, "):
+        targets("q_proj", "qkv_proj", "proj")
+    refuse_targets(ModelConfig(name="m", path="tiny"))
 
 
 def test_import_is_light():

@@ -186,6 +186,62 @@ def test_an_evaluation_runs_in_one_process(capsys):
     assert "mmrl eval runs in one" in capsys.readouterr().err
 
 
+def test_more_gpus_than_the_machine_has_are_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 7)
+    monkeypatch.setattr("mmrl.models.load_tokenizer", None)
+    where = f"run.dir={tmp_path / 'run'}"
+    for arguments, said in (
+        (["hardware=h100x2", "hardware.processes=8"], "asks for 8 GPUs to train, this machine has 7"),
+        (["hardware=h100x8_split", "engine.python=python"], "asks for 7 GPUs to train and 1 to serve rollouts, this"),
+    ):
+        monkeypatch.setattr("mmrl.engines.vllm_launch._has_vllm", lambda python: True)
+        assert main(["train", *arguments, where]) == 2
+        shown = " ".join(capsys.readouterr().err.split())
+        assert "hardware.processes: profile" in shown and said in shown
+    assert not (tmp_path / "run").exists()
+
+
+STARTER = """
+import sys
+from mmrl.config import HardwareConfig
+from mmrl.stages import launch
+sys.executable = sys.argv[1]
+launch.start({}, HardwareConfig(name="two", device="cpu", processes=2), "run")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has died")
+def test_processes_end_when_who_started_them_is_killed_outright(tmp_path):
+    worker, pids = tmp_path / "worker", tmp_path / "pids"
+    worker.write_text(f"#!/bin/sh\necho $$ >> {pids}\nexec sleep 600\n")
+    worker.chmod(0o755)
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTER, str(worker)], env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    )
+    deadline = time.monotonic() + 60
+    while not pids.exists() or len(pids.read_text().split()) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    left = [int(pid) for pid in pids.read_text().split()]
+    try:
+        while any(alive(pid) for pid in left) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(alive(pid) for pid in left)
+    finally:
+        for pid in filter(alive, left):
+            os.kill(pid, signal.SIGKILL)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def started(*arguments):
     return subprocess.Popen(
         [sys.executable, "-m", "mmrl", "train", *SMALL, *arguments],

@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl.credit.entries import Credit, Entry
+from mmrl.errors import SyncFailure
 from mmrl.records import Call, Example, Forest
 from mmrl.stages.batches import batch_of, minibatches, train_calls
+from mmrl.stages.processes import Processes
+from mmrl.stages.weights import WeightStage
 
 EXAMPLES = [Example(id=f"q{i}", inputs={}) for i in range(10)]
 
@@ -60,3 +63,48 @@ def test_a_call_is_trained_once_with_all_its_entries_and_uncredited_calls_are_no
 @pytest.mark.parametrize("step", [1, 7])
 def test_a_batch_may_be_the_whole_split(step):
     assert {e.id for e in batch_of(EXAMPLES, 10, step, 0)} == {e.id for e in EXAMPLES}
+
+
+class Told(Processes):
+    """One of two processes, of which the main one samples for both; `heard` is what that one says."""
+
+    __slots__ = ("heard",)
+
+    def gather(self, value):
+        return [value if self.main else self.heard, value]
+
+
+class Refusing:
+    """The engine of the main process, whose server takes no weights."""
+
+    policy_version = 0
+
+    def set_version(self, version, state=None):
+        raise SyncFailure("the server says no")
+
+
+class Taking(Refusing):
+    """What stands for it elsewhere."""
+
+    def set_version(self, version, state=None):
+        self.policy_version = version
+
+
+@pytest.mark.parametrize(("rank", "engine"), [(0, Refusing), (1, Taking)])
+def test_a_push_that_fails_on_the_main_process_stops_all_at_the_same_point(rank, engine):
+    """Or the main one would wait in the saving of the state for others that wait for its rollouts."""
+    processes = Told(rank, 2, one_samples=True)
+    object.__setattr__(processes, "heard", "the server says no")
+    nothing = dict.fromkeys(("config", "task", "tokenizer", "rundir", "progress", "trackers", "assignment"))
+    stage = WeightStage(
+        **nothing, train=(), heldout=(), reward_set="", processes=processes, engine=engine(), updates=NoShards()
+    )
+    with pytest.raises(SyncFailure, match="the server says no"):
+        stage._sync(1)
+
+
+class NoShards:
+    """A trainer whose processes hold whole weights."""
+
+    def whole_state(self):
+        return None

@@ -22,8 +22,15 @@ from pathlib import Path
 from tests.trainer_cases import LORA, make_calls, make_trainer
 folder, lora = Path(sys.argv[1]), sys.argv[2] == "lora"
 seen = []
+
+def calls(step):
+    # Before credit a process forwards what it sampled: another number of packs than the others, or none.
+    if trainer.args.process_index == 0:
+        trainer.policy_logprobs(make_calls(2, seed=step))
+    return make_calls(7, seed=step)
+
 trainer = make_trainer(
-    folder, calls=lambda step: make_calls(7, seed=step), on_step_end=lambda s, m: seen.append(m), steps=3,
+    folder, calls=calls, on_step_end=lambda s, m: seen.append(m), steps=3,
     microbatch_tokens=64, lora=LORA if lora else None, algo={"beta": 0.1, "epochs": 2},
 )
 trainer.train()

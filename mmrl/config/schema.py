@@ -17,6 +17,7 @@ class LoraConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="in the update alone")
     targets: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"),
+        min_length=1,
         description="linear layers that get an adapter",
     )
 

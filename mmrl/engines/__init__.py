@@ -50,7 +50,13 @@ def build_engine(config: EngineConfig, model: Any, tokenizer: Any, setup: Setup)
 
 
 def problems(
-    config: EngineConfig, name: str, *, training: bool, copied: bool = False, device: str = "auto"
+    config: EngineConfig,
+    name: str,
+    *,
+    training: bool,
+    copied: bool = False,
+    device: str = "auto",
+    rank: int = 0,
 ) -> list[str]:
     """What is wrong with `engine.*` for engine `name`, one sentence each; loads nothing.
 
@@ -59,6 +65,7 @@ def problems(
         training: False in an evaluation.
         copied: some modules speak with a copy of the initial weights beside the trained ones.
         device: `hardware.device`.
+        rank: of the LoRA adapters that are trained; 0: none.
     """
     if name not in ENGINES:
         return [unknown("hardware.engine" if config.name == "auto" else "engine.name", name, ENGINES)]
@@ -69,9 +76,10 @@ def problems(
             "engine=transformers, or train adapters (model.lora)"
         )
     if name.startswith("vllm"):
-        from mmrl.engines.vllm_launch import sleep_problems, vllm_problems
+        from mmrl.engines.vllm_launch import rank_problems, sleep_problems, vllm_problems
 
         found += vllm_problems(config.model_copy(update={"name": name})) + sleep_problems(config, device)
+        found += rank_problems(rank)
     return found
 
 

@@ -81,7 +81,7 @@ class ServerProcess:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=_end_with_parent if _LIBC is not None else None,
+                    preexec_fn=end_with_parent if _LIBC is not None else None,
                 )
             except OSError as error:
                 raise EngineFailure(f"cannot start {command[0]}: {error.strerror or error}") from error
@@ -155,7 +155,7 @@ _LIBC = _libc()
 _PR_SET_PDEATHSIG = 1
 
 
-def _end_with_parent() -> None:
-    """In the child, before it becomes the server: SIGTERM when mmrl dies, however it dies."""
+def end_with_parent() -> None:
+    """In a child, before it becomes another program: SIGTERM when its parent dies, however it dies (Linux)."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -89,8 +89,8 @@ class VllmColocatedEngine(VllmScheduled):
         self._number = 0
         self._asks = 0
         self._in_flight = 0
-        self._waiting: queue.Queue[_Asked | str | None] = queue.Queue()
-        """Requests; ids of those that are no longer wanted; None: the end."""
+        self._waiting: queue.Queue[_Asked | str | threading.Event | None] = queue.Queue()
+        """Requests; ids of those no longer wanted; an event to set once nothing is under way; None: the end."""
         self._driver: threading.Thread | None = None
         self._vllm = self._start()
         try:
@@ -159,18 +159,25 @@ class VllmColocatedEngine(VllmScheduled):
                     while True:
                         if not self._take(self._waiting.get_nowait(), under_way):
                             return
-                self._step(under_way)
+                if under_way:
+                    self._step(under_way)
             self.busy_s += time.perf_counter() - started
 
-    def _take(self, found: _Asked | str | None, under_way: dict[str, _Asked]) -> bool:
+    def _take(self, found: _Asked | str | threading.Event | None, under_way: dict[str, _Asked]) -> bool:
         """Begin or drop one request; False when the engine is closed."""
         if found is None:
             for asked in under_way.values():
                 asked.answer(EngineFailure("the engine was closed"))
             return False
+        if isinstance(found, threading.Event):
+            # Whoever waits has no call left, so what is still under way here is no longer wanted by anybody.
+            self._abort(list(under_way))
+            under_way.clear()
+            found.set()
+            return True
         if isinstance(found, str):
             if under_way.pop(found, None) is not None:
-                self._vllm.abort_request([found])
+                self._abort([found])
             return True
         try:
             self._awake()
@@ -192,7 +199,28 @@ class VllmColocatedEngine(VllmScheduled):
         for output in outputs:
             if output.finished and output.request_id in under_way:
                 done = under_way.pop(output.request_id)
-                done.answer(self._completion(done, output.outputs[0]))
+                try:
+                    done.answer(self._completion(done, output.outputs[0]))
+                except Exception as error:  # one call's; the thread goes on for the others
+                    known = isinstance(error, EngineFailure)
+                    done.answer(error if known else EngineFailure(f"vLLM's reply: {type(error).__name__}: {error}"))
+
+    def _abort(self, names: list[str]) -> None:
+        try:
+            if names:
+                self._vllm.abort_request(names)
+        except Exception as error:  # nobody waits for these any more
+            LOG.warning("vLLM could not drop %d requests: %s: %s", len(names), type(error).__name__, error)
+
+    def _settle(self) -> None:
+        """Return once the driver's thread has nothing under way: calls that timed out leave before it has noticed."""
+        if self._driver is None or not self._driver.is_alive():
+            return
+        settled = threading.Event()
+        self._waiting.put(settled)
+        while not settled.wait(0.1):
+            if not self._driver.is_alive():
+                return
 
     def _completion(self, asked: _Asked, made: Any) -> Completion | Exception:
         ids = [int(token) for token in made.token_ids]
@@ -238,6 +266,7 @@ class VllmColocatedEngine(VllmScheduled):
         """
         if self._in_flight:
             raise RuntimeError("the policy changed while the engine was generating")
+        self._settle()
         try:
             self._awake()
             if self.policy.names:
@@ -302,6 +331,7 @@ class VllmColocatedEngine(VllmScheduled):
     def rest(self) -> None:
         """See `Engine.rest`: vLLM's KV cache is freed and its weights wait in host memory (sleep level 1)."""
         if self._sleeps and not self._asleep and not self._in_flight:
+            self._settle()
             self._vllm.sleep(level=1)
             self._asleep = True
 

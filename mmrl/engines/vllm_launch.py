@@ -5,9 +5,11 @@ Between `engine.*` and the vLLM engines.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +24,8 @@ BASE = "base"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM can be built for; the next larger one serves."""
 GREEDY_OR_ONE = (0.0, 1.0)
+LOOK_S = 60.0
+"""Longest wait for another interpreter that is asked whether it has vLLM."""
 
 
 def vllm_problems(config: EngineConfig) -> list[str]:
@@ -33,6 +37,10 @@ def vllm_problems(config: EngineConfig) -> list[str]:
     if config.python is not None:
         if shutil.which(config.python) is None:
             return [f"engine.python: got '{config.python}', expected an interpreter that has vLLM"]
+        if not _has_vllm(config.python):
+            return [
+                f"engine.python: got '{config.python}', which cannot find vLLM; expected an interpreter that has it"
+            ]
         return []
     if importlib.util.find_spec("vllm") is None and config.name == "vllm_colocated":
         return [
@@ -46,6 +54,18 @@ def vllm_problems(config: EngineConfig) -> list[str]:
             "with engine.python, or a running server with engine.url"
         ]
     return []
+
+
+@functools.cache
+def _has_vllm(python: str) -> bool:
+    """Whether another interpreter finds vLLM; asked once, without importing it."""
+    question = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        return (
+            subprocess.run([python, "-c", question], capture_output=True, timeout=LOOK_S, check=False).returncode == 0
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def sleep_problems(config: EngineConfig, device: str) -> list[str]:
@@ -121,16 +141,20 @@ def engine_arguments(config: EngineConfig, setup: Setup, path: str, mode: str, a
     return arguments
 
 
+def rank_problems(rank: int) -> list[str]:
+    """Why vLLM cannot serve adapters of `rank`."""
+    return [f"model.lora.r: got {rank}, vLLM serves at most {RANKS[-1]}"] if rank > RANKS[-1] else []
+
+
 def lora_rank(rank: int) -> int:
     """The rank that vLLM reserves for an adapter of `rank`.
 
     Raises:
         ConfigError: vLLM has none so large.
     """
-    for known in RANKS:
-        if rank <= known:
-            return known
-    raise ConfigError(f"model.lora.r: got {rank}, vLLM serves at most {RANKS[-1]}")
+    if found := rank_problems(rank):
+        raise ConfigError(found)
+    return next(known for known in RANKS if rank <= known)
 
 
 def server_environment(config: EngineConfig, setup: Setup) -> dict[str, str]:

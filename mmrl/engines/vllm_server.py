@@ -65,6 +65,8 @@ class VllmServerEngine(VllmScheduled):
         """Adapter name ("" for full weights) -> name at the server, newest version."""
         self._loaded: list[dict[str, Path]] = []
         """Names at the server and their folders, per version, oldest first."""
+        self._replaced: Path | None = None
+        """Full weights that took the place of those the server started with."""
         self._base_probe: list[float] = []
         self._restarts_left = config.restarts
         self._in_flight = 0
@@ -157,7 +159,7 @@ class VllmServerEngine(VllmScheduled):
                 f"policy version {version} did not reach the vLLM server within "
                 f"engine.sync_timeout_s={self.config.sync_timeout_s:g} s; {self._words()}"
             ) from None
-        except (Unreachable, EngineFailure) as error:
+        except (Unreachable, EngineFailure, OSError) as error:  # OSError: the weights could not be written
             raise SyncFailure(
                 f"policy version {version} was not taken by the vLLM server: {error}; {self._words()}"
             ) from error
@@ -202,6 +204,7 @@ class VllmServerEngine(VllmScheduled):
     async def _push_all(self, folder: Path) -> None:
         if not self._starts_anew or self._process is None:
             await self._api.reload(str(folder.resolve()))
+            self._replaced = folder
             return
         await asyncio.to_thread(self._process.stop)
         self._process = self._managed(str(folder.resolve()))
@@ -269,13 +272,16 @@ class VllmServerEngine(VllmScheduled):
             self._base_probe = await self._api.probe(self._base, self._probe_ids)
 
     async def _restart(self) -> None:
-        """Start a server that died, with everything that it served."""
+        """Start a server that died, with the newest weights: calls of older ones died with it and are asked anew."""
         LOG.warning("the vLLM server has ended; starting it again; %s", self._words())
         self.restarts += 1
         await self._boot()
+        self._loaded = self._loaded[-1:]
         for version in self._loaded:
             for name, folder in version.items():
                 await self._api.load_adapter(name, str(folder.resolve()))
+        if self._replaced is not None:
+            await self._api.reload(str(self._replaced.resolve()))
 
     async def _recover(self, error: Unreachable, failures: int) -> None:
         """After a request that was not answered: return when it is worth another try.

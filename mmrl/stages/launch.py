@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mmrl.config import HardwareConfig
+from mmrl.engines.server_process import end_with_parent
 from mmrl.errors import ConfigError
 
 JOB = "MMRL_JOB"
@@ -31,13 +32,15 @@ GRACE_S = 20.0
 def start(job: Mapping[str, Any], hardware: HardwareConfig, run_dir: str) -> int:
     """Run `job` in `hardware.processes` processes; returns the exit code.
 
-    A process that dies takes the others along: the last checkpoint stays, and what to type next is printed.
+    A process that dies takes the others along: the last checkpoint stays, and what to type next is printed. They end
+    with this process too, also when it is killed outright.
     """
     port = free_port()
     workers = [
         subprocess.Popen(
             [sys.executable, "-m", "mmrl.cli.worker"],
             env={**os.environ, **environment(hardware, rank, port), JOB: json.dumps(job)},
+            preexec_fn=end_with_parent,  # nobody would watch them any more
         )
         for rank in range(hardware.processes)
     ]

@@ -18,7 +18,7 @@ from mmrl.algorithms import ALGORITHMS, assign_credit
 from mmrl.config import TrainCommandConfig
 from mmrl.config.algo import GroupConfig
 from mmrl.credit.entries import Credit
-from mmrl.errors import TooManyFailures
+from mmrl.errors import SyncFailure, TooManyFailures
 from mmrl.models import encode_text, tokenizer_seconds
 from mmrl.records import Example, Forest
 from mmrl.report.journal import write_step
@@ -181,16 +181,29 @@ class WeightStage:
         return self._complete(rolled, examples, step)
 
     def _sync(self, version: int) -> None:
-        """Before anything is sampled: the engine serves the weights after `version` steps."""
+        """Before anything is sampled: the engine serves the weights after `version` steps.
+
+        Raises:
+            SyncFailure: on every process, so that all stop at the same point and can save together.
+        """
         self.ahead.wait()  # a batch comes from one version of the weights
-        if self.engine.policy_version != version:
-            started = time.perf_counter()
-            state = self.updates.whole_state()
+        if self.engine.policy_version == version:
+            return
+        started, failure = time.perf_counter(), None
+        state = self.updates.whole_state()
+        try:
             if state is None:
                 self.engine.set_version(version)
             else:
                 self.engine.set_version(version, state)
-            self.times["sync"] = time.perf_counter() - started
+        except SyncFailure as error:
+            failure = error
+        if self.processes.one_samples:  # only the main process pushes
+            said = self.processes.first(None if failure is None else str(failure))
+            failure = failure or (None if said is None else SyncFailure(said))
+        if failure is not None:
+            raise failure
+        self.times["sync"] = time.perf_counter() - started
 
     def _sample(self, examples: Sequence[Example], step: int) -> Forest:
         """The forest of some examples, whole on every process: groups form over it, and all compute the same credit.

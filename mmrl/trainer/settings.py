@@ -142,6 +142,9 @@ class Settings:
             "beta": 0.0,
             "loss_type": "grpo",
             "remove_unused_columns": False,
+            # DDP would broadcast them in forwards, and processes do not all make equally many (`trainer.annotate`);
+            # they are rotary tables, equal everywhere.
+            "ddp_broadcast_buffers": False,
             "average_tokens_across_devices": False,
             # A resumed run starts its own data stream at the right step; there is nothing to skip.
             "ignore_data_skip": True,
