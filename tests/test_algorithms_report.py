@@ -82,9 +82,26 @@ def test_reads_the_json_form_and_the_journal(forest, tmp_path):
     plain.write_text(json.dumps(dump_forest(forest)))
     journal = tmp_path / "step-000001.jsonl.gz"
     journal.write_bytes(gzip.compress("".join(dumps(line) + "\n" for line in encode(forest, ())).encode()))
+    unzipped = tmp_path / "step-000001.jsonl"
+    unzipped.write_bytes(gzip.decompress(journal.read_bytes()))
+    zipped = tmp_path / "forest.json.gz"
+    zipped.write_bytes(gzip.compress(plain.read_bytes()))
+    marked = tmp_path / "from-windows.json"
+    marked.write_text(plain.read_text(), encoding="utf-8-sig")
     algo = section("mhgpo_rr", group_size=2)
-    reports = {credit_report([algo], load_rollouts(path), seed=0, as_json=True) for path in (plain, journal)}
+    paths = (plain, journal, unzipped, zipped, marked)
+    reports = {credit_report([algo], load_rollouts(path), seed=0, as_json=True) for path in paths}
     assert len(reports) == 1
+
+
+def test_names_that_no_terminal_shows_are_escaped():
+    grow = Grow(("a",))
+    for name, outcome in (("\ud800/0", 1.0), ("new\nline\x1b[31m/1", 0.0), ("größe/2", None)):
+        grow.chain(name, "a", outcome, error=None if outcome is not None else "tool")
+    text = credit_report([section("grpo", group_size=2)], grow.forest, seed=0, as_json=False)
+    assert [line.split("  ")[0] for line in text.splitlines()[2:4]] == ["\\ud800/0#0", "new\\nline\\x1b[31m/1#0"]
+    assert text.splitlines()[4] == "calls without an entry: größe/2#0"
+    text.encode()
 
 
 def test_files_that_cannot_be_read(tmp_path):

@@ -55,7 +55,7 @@ def sound(entries):
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e200])
 def test_a_reward_that_is_no_number_is_refused_by_name(name, value):
     forest = grown(("q", "ab", 1.0), ("q", "ab", value))
     with pytest.raises(DataError, match=r"rollout 'q/1': reward"):

@@ -50,6 +50,15 @@ MISTAKES = {
             "seed: got -1",
         ],
     ),
+    "the same twice, to credit": (
+        ["credit", "algo=grpo", "algo=ppo", "rollouts=x", "rollouts=y", "algo.eps=1", "algo.eps=2"],
+        ["algo: given more than once", "rollouts: given more than once", "algo.eps: given more than once"],
+    ),
+    "an algorithm twice": (["credit", "algo=grpo,grpo", "rollouts=x"], ["algo: got 'grpo' more than once"]),
+    "a list of algorithms": (
+        ["credit", "algo=[grpo,ppo]", "rollouts=x"],
+        ["algo: got '[grpo,ppo]', expected names joined by commas: algo=A,B"],
+    ),
     "flags of show": (["show", "--json", "x"], ["--json: unknown flag"]),
     "an empty run directory": (["train", "run.dir="], ["run.dir: got an empty path"]),
     "a run directory below a file": (["train", "run.dir=notes.txt/run"], ["run.dir: notes.txt/run lies below"]),

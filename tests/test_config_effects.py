@@ -79,6 +79,33 @@ CASES = [
         "not trained",
         ["algo.critic_lr_factor=2"],
     ),
+    (
+        ["algo=mappo", "algo.value_clip=0.3", "algo.critic_lr_factor=0"],
+        "algo.value_clip: got 0.3",
+        "not trained",
+        ["algo.critic_lr_factor=2"],
+    ),
+    (
+        [RR, "algo.aggregate=max", "algo.fork_probs=[1.0,0.0,0.0]"],
+        "algo.aggregate: got max",
+        "several successors",
+        ["algo.fork_probs=[.5,.5,.0]"],
+    ),
+    ([RR, AGENT, "algo.aggregate=max"], "algo.aggregate: got max", "several successors", ["task=hotpotqa"]),
+    ([RR, AGENT, "algo.fork_probs=[1.0]"], "algo.fork_probs: got", "one module", None),
+    ([AGENT, "algo=mmgrpo", "algo.on_missing=skip_example"], "algo.on_missing: got", "one module", ["task=hotpotqa"]),
+    (
+        [RR, "algo.train_modules=[reranker]", "algo.freeze_modules=[answerer]"],
+        "algo.freeze_modules: got answerer",
+        "leaves it out already",
+        ["algo.train_modules=[reranker,answerer]"],
+    ),
+    (
+        [RR, "algo.freeze_modules=[reranker]", "algo.advantage_scale={reranker: 2.0}"],
+        "algo.advantage_scale.reranker: got 2.0",
+        "not trained",
+        ["algo.freeze_modules=[answerer]"],
+    ),
 ]
 
 
@@ -146,3 +173,31 @@ def test_reward_set_of_a_task_with_a_judge_alone():
 
     (config,) = validated("train", TrainCommandConfig, parse_arguments(["algo=mt_ppo"]))
     assert prepare.reward_set(config, Judged()) == "judge_turn"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["algo=grpo", "algo.ddof=true"], "algo.ddof: got True, expected a whole number"),
+        (["algo=grpo", "algo.ddof=1.0"], "algo.ddof: got 1.0, expected a whole number"),
+        (["algo=grpo", "algo.ddof=2"], "algo.ddof: got 2, expected 0 or 1"),
+        (
+            ["task=tool_agent", "algo=grpo", "task.outcome_rewards=4.0"],
+            "task.outcome_rewards: got 4.0, expected a whole",
+        ),
+        (["algo=mmgrpo", "algo.failing_index=false"], "algo.failing_index: got False, expected 'zero' or 'true'"),
+        (
+            ["algo=mmgrpo", "algo.format_failure_score=1e200"],
+            "algo.format_failure_score: got 1e+200, expected less than",
+        ),
+        ([FOF, "algo.penalty_scale={answerer: 1e300}"], "algo.penalty_scale.answerer: got 1e+300, expected a finite"),
+    ],
+)
+def test_values_that_python_or_arithmetic_would_confuse(arguments, problem):
+    assert [found for found in refused(*arguments) if found.startswith(problem)]
+
+
+def test_the_word_true_may_be_typed_as_it_is():
+    arguments = ["algo=mmgrpo", "task=banking77", "algo.padding_mode=ragged", "algo.failing_index=true"]
+    (config,) = validated("train", TrainCommandConfig, parse_arguments(arguments))
+    assert config.algo.failing_index == "true" and refused(*arguments) == []

@@ -186,6 +186,22 @@ MALFORMED = {
     "reward NaN": (change(["rollouts", 0, "reward"], float("nan")), "rollout 'r0': reward: got nan, expected a finite"),
     "reward inf": (change(["rollouts", 0, "reward"], float("inf")), "rollout 'r0': reward: got inf"),
     "reward too large": (change(["rollouts", 0, "reward"], 10**400), "rollout 'r0': reward: got 1000"),
+    "reward whose square is no number": (
+        change(["rollouts", 0, "reward"], 1e200),
+        "rollout 'r0': reward: got 1e+200, expected a finite number (of at most 1e+100 in size) or null",
+    ),
+    "value whose square is no number": (
+        change(["calls", 1, "values"], [-1e200, 1]),
+        "call 'c1': values: expected a list of finite",
+    ),
+    "more tokens than fit": (
+        change(["calls", 0, "completion_tokens"], 10**12),
+        "call 'c0': completion_tokens: got 1000000000000, expected a whole number from 0 to 10000000",
+    ),
+    "rewarded, and failed from outside": (
+        change(["rollouts", 0, "error"], "tool"),
+        "rollout 'r0': reward: got 1 with error 'tool', which is never credited; expected null",
+    ),
     "reward text": (change(["rollouts", 0, "reward"], "1"), "rollout 'r0': reward: got '1'"),
     "penalty inf": (change(["calls", 0, "penalty"], float("-inf")), "call 'c0': penalty: got -inf"),
     "turn reward on the leaf": (

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TypeVar
 
 from mmrl.config import AlgoConfig
-from mmrl.config.algo import MhgpoConfig
+from mmrl.config.algo import FACTOR, MhgpoConfig
 from mmrl.errors import ConfigError, unknown
 
 ConfigT = TypeVar("ConfigT", bound=AlgoConfig)
@@ -35,6 +34,11 @@ def module_problems(algo: MhgpoConfig, modules: Sequence[str]) -> list[str]:
             if name not in modules:
                 problems.append(unknown(f"algo.{key}", name, modules))
     chosen = modules if algo.train_modules is None else algo.train_modules
+    idle = [name for name in algo.freeze_modules if name in modules and name not in chosen]
+    if idle:
+        problems.append(
+            f"algo.freeze_modules: got {', '.join(idle)}, which has no effect: algo.train_modules leaves it out already"
+        )
     if not problems and not set(chosen) - set(algo.freeze_modules):
         problems.append(
             "algo.freeze_modules: no module is left to train; "
@@ -50,8 +54,10 @@ def scale_problems(algo: AlgoConfig, modules: Sequence[str]) -> list[str]:
         for name, factor in (getattr(algo, key, None) or {}).items():
             if name not in modules:
                 problems.append(unknown(f"algo.{key}", name, modules))
-            if not (math.isfinite(factor) and factor >= 0):
-                problems.append(f"algo.{key}.{name}: got {factor}, expected a finite number from 0")
+            if not 0 <= factor <= FACTOR:  # NaN compares false
+                problems.append(f"algo.{key}.{name}: got {factor}, expected a finite number from 0 to {FACTOR:g}")
+            if key == "advantage_scale" and isinstance(algo, MhgpoConfig) and not algo.trains(name):
+                problems.append(f"algo.{key}.{name}: got {factor}, which has no effect: the module is not trained")
     return problems
 
 

@@ -27,17 +27,17 @@ TURN_REWARD_SETS = ("outcome", "turn")
 
 
 def load_rollouts(path: Path) -> Forest:
-    """The forest of a JSON file, or of one step of a run's journal (`journal/step-*.jsonl.gz`).
+    """The forest of a JSON file, or of one step of a run's journal (`journal/step-*.jsonl.gz`); either may be zipped.
 
     Raises:
         DataError: the file is missing or malformed.
     """
     try:
         data = path.read_bytes()
-        if data.startswith(GZIP):
-            lines = [json.loads(line) for line in gzip.decompress(data).splitlines() if line]
-            return decode(lines)[0]
-        return parse_forest(data.decode("utf-8"), str(path))
+        text = (gzip.decompress(data) if data.startswith(GZIP) else data).decode("utf-8-sig")
+        if _is_journal(text):
+            return decode([json.loads(line) for line in text.split("\n") if line.strip()])[0]
+        return parse_forest(text, str(path))
     except OSError as error:
         hint = "; a journal is a file in RUN_DIR/journal" if path.is_dir() else ""
         raise DataError(f"rollouts: {path} cannot be read ({error.strerror or error}){hint}") from None
@@ -45,8 +45,17 @@ def load_rollouts(path: Path) -> Forest:
         raise DataError(f"rollouts: {path} is not UTF-8 text") from None
     except DataError:
         raise
-    except (EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
+    except (EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise DataError(f"rollouts: {path} is a damaged journal ({type(error).__name__}: {error})") from None
+
+
+def _is_journal(text: str) -> bool:
+    """Whether the first line is a record of its own, as in a journal."""
+    try:
+        first = json.loads(text.partition("\n")[0])
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and "line" in first
 
 
 def credit_report(algos: Sequence[AlgoConfig], forest: Forest, *, seed: int, as_json: bool) -> str:
@@ -115,7 +124,7 @@ def table(forest: Forest, credits: Sequence[Credit]) -> str:
         titles = [title for block in blocks for title in [block.name, *[""] * (len(block.columns) - 1)]]
         lines = _aligned([["", "", *titles], *rows])
     if missing:
-        lines.append(f"calls without an entry: {', '.join(missing)}")
+        lines.append(_printable(f"calls without an entry: {', '.join(missing)}"))
     return "\n".join(lines)
 
 
@@ -168,6 +177,14 @@ def _per_token(values: Sequence[float]) -> str:
     return " ".join(shown) or "-"
 
 
+def _printable(text: str) -> str:
+    """Line breaks, terminal codes and lone surrogates of a name as escapes: a row is one line on every terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    rows = [[_printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

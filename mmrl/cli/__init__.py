@@ -58,6 +58,8 @@ own arguments; `--cfg job` prints what a command line sets. docs/reproducing.md 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code: 0 done, 1 stopped, 2 bad input, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no reason to end
     try:
         return _dispatch(arguments)
     except MmrlError as error:

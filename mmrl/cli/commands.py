@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -97,20 +98,30 @@ def credit_command(arguments: Sequence[str]) -> int:
     """`mmrl credit algo=A[,B] [algo.key=value] rollouts=FILE [seed=N] [--json]`: no task, no model, no torch."""
     as_json = "--json" in arguments
     line = parse_arguments([a for a in arguments if a != "--json"])
+    typed = [override.lstrip("+~").partition("=")[0] for override in line.overrides]
     path = take(line.overrides, "rollouts")
     names = take(line.overrides, "algo")
     problems = [] if path else ["rollouts: missing, expected a forest file or a journal step (rollouts=FILE)"]
     problems += [] if names else ["algo: missing, expected one or more algorithms (algo=A or algo=A,B)"]
+    chosen = [name.strip() for name in (names or "").split(",")]
+    problems += [f"algo: got '{name}' more than once" for name in dict.fromkeys(chosen) if chosen.count(name) > 1]
+    if any(not re.fullmatch(r"[\w./-]*", name) for name in chosen):
+        problems.append(f"algo: got '{names}', expected names joined by commas: algo=A,B")
+        names = None
+    repeated = [key for key in dict.fromkeys(typed) if typed.count(key) > 1]
+    problems += [f"{key}: given more than once" for key in repeated]
     flags = [*(["-m"] if line.multirun else []), *line.flags]
     problems += [f"{' '.join(flags)}: has no effect on mmrl credit; several algorithms are algo=A,B"] if flags else []
     stray = {key for key in typed_keys(line) if key.partition(".")[0] not in ("algo", "seed", "plugins")}
-    problems += [f"{key}: has no effect on mmrl credit, which composes algo= alone" for key in sorted(stray)]
+    problems += [
+        f"{key}: has no effect on mmrl credit, which composes algo= alone" for key in sorted(stray.difference(repeated))
+    ]
     line = _without(line, stray)
-    if not (path and names):
+    if not (path and names) or repeated:
         raise ConfigError(problems)
     _plugins(line)
     algos, seed = [], 0
-    for name in names.split(","):
+    for name in dict.fromkeys(chosen):
         job = CommandLine(overrides=[f"algo={name}", *line.overrides], config_dir=line.config_dir)
         before = len(problems)
         (overrides,) = expand(job, problems)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from mmrl.config.base import Section
+from mmrl.config.base import Section, no_lookalike
 
 Aggregate = Literal["mean", "max", "min", "random"]
 REFILL_ROUNDS = 4
+FACTOR = 1e30
+"""Largest coefficient: times the largest reward it is still a number, and so is its square."""
 STUDENT = "student"
 """Name of the policy in training, among the teachers of mmGRPO."""
 
@@ -22,7 +24,7 @@ class AlgoConfig(Section):
     minibatches: int = Field(1, ge=1, description="optimizer steps per pass; the batch is split by example")
     clip: float = Field(0.2, gt=0, lt=1, description="epsilon of the clipped ratio")
     clip_high: float | None = Field(None, gt=0, description="upper epsilon (clip-higher); null: the same as clip")
-    beta: float = Field(0.001, ge=0, description="weight of the KL term against the reference policy")
+    beta: float = Field(0.001, ge=0, le=FACTOR, description="weight of the KL term against the reference policy")
     loss_mean: Literal["seq", "token", "constant"] = Field("seq", description="how token losses are averaged")
     loss_length: int | None = Field(
         None, ge=1, description="L_max that loss_mean=constant divides by; null: the longest sequence of the batch"
@@ -59,7 +61,9 @@ class GroupConfig(AlgoConfig):
 
     group_size: int = Field(4, ge=2, description="G: samples whose rewards are compared")
     eps: float = Field(1e-6, ge=0, description="added to the standard deviation")
-    ddof: Literal[0, 1] = Field(1, description="1: sample standard deviation, 0: population")
+    ddof: Annotated[Literal[0, 1], BeforeValidator(no_lookalike)] = Field(
+        1, description="1: sample standard deviation, 0: population"
+    )
     scale: bool = Field(True, description="divide by the standard deviation (false: Dr.GRPO)")
     std_over: Literal["group", "batch"] = Field("group", description="rewards whose standard deviation is divided by")
     baseline: Literal["mean", "leave_one_out"] = Field("mean", description="leave_one_out: RLOO")
@@ -177,7 +181,7 @@ class TurnGroupConfig(GroupConfig):
     """What the MT-GRPO algorithms share."""
 
     alpha: float = Field(1.0, ge=0, le=1, description="discount of later turns' advantages, per turn")
-    turn_coef: float = Field(1.0, ge=0, description="coefficient of the intermediate turns' advantages")
+    turn_coef: float = Field(1.0, ge=0, le=FACTOR, description="coefficient of the intermediate turns' advantages")
 
 
 class MtGrpoConfig(TurnGroupConfig):
@@ -246,10 +250,20 @@ class MmgrpoConfig(GroupConfig):
         "failing_only", description="which calls of a rollout that failed to parse are trained"
     )
     failing_index: Literal["zero", "true"] = Field("zero", description="invocation under which it is grouped")
-    format_failure_score: float = Field(-1.0, description="reward of a failing call with no field present")
-    format_failure_best: float = Field(0.0, description="what it rises to with the share of fields present")
+    format_failure_score: float = Field(
+        -1.0, ge=-FACTOR, le=FACTOR, description="reward of a failing call with no field present"
+    )
+    format_failure_best: float = Field(
+        0.0, ge=-FACTOR, le=FACTOR, description="what it rises to with the share of fields present"
+    )
     max_context: int | None = Field(8192, ge=1, description="longest prompt + completion that is trained on")
     overlong: Literal["datapoint", "trajectory"] = Field("datapoint", description="what a longer one takes along")
+
+    @field_validator("failing_index", mode="before")
+    @classmethod
+    def _failing_index(cls, value: Any) -> Any:
+        """`algo.failing_index=true`, as anybody types it, is YAML's truth value and not the word."""
+        return "true" if value is True else value
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:

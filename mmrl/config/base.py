@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -11,3 +13,14 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, protected_namespaces=(), validate_default=True, allow_inf_nan=False
     )
+
+
+def no_lookalike(value: Any) -> Any:
+    """For choices among whole numbers, where Python takes `true` for 1 and 1.0 for 1.
+
+    Raises:
+        ValueError: a truth value or a fraction.
+    """
+    if isinstance(value, bool | float):
+        raise ValueError(f"got {value!r}, expected a whole number")
+    return value

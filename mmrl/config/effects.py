@@ -61,6 +61,10 @@ def _given_server(config: RootConfig, facts: Facts) -> bool:
     return engine_name(config) == "vllm_server" and config.engine.url is not None
 
 
+def _one_module(config: TrainCommandConfig, facts: Facts) -> bool:
+    return facts.modules == 1
+
+
 def _no_fork_above(config: TrainCommandConfig, facts: Facts) -> bool:
     algo = config.algo
     assert isinstance(algo, MhgpoRrConfig)
@@ -129,7 +133,14 @@ TRAIN = (
         lambda config, facts: config.algo.name in ("mhgpo_fof", "mhgpo_is"),
         "with this sampler: no trained call has several successors; use algo=mhgpo_rr or algo=mhgpo_fof_os",
     ),
+    Rule(
+        "algo.aggregate",
+        lambda config, facts: isinstance(config.algo, MhgpoRrConfig) and _no_fork_above(config, facts),
+        "where every tree forks at its first module: no call has several successors",
+    ),
     Rule("algo.regroup", _no_fork_above, "where every tree forks at its first module: there are no single calls"),
+    Rule("algo.fork_probs", _one_module, "with a program of one module: every tree forks there"),
+    Rule("algo.on_missing", _one_module, "with a program of one module: every rollout calls it"),
     Rule("algo.obs", _lacks("observations"), "with this task: its contexts have no observations"),
     *(
         Rule(f"algo.{key}", _lacks("parse_failures"), "with this task: nothing its modules write fails to parse")
@@ -148,10 +159,13 @@ TRAIN = (
         lambda config, facts: isinstance(config.algo, CriticConfig) and config.algo.beta == 0,
         "with algo.beta=0; set algo.beta",
     ),
-    Rule(
-        "algo.critic_warmup_steps",
-        lambda config, facts: isinstance(config.algo, CriticConfig) and config.algo.critic_lr_factor == 0,
-        "with algo.critic_lr_factor=0: the critic is not trained",
+    *(
+        Rule(
+            f"algo.{key}",
+            lambda config, facts: isinstance(config.algo, CriticConfig) and config.algo.critic_lr_factor == 0,
+            "with algo.critic_lr_factor=0: the critic is not trained",
+        )
+        for key in ("critic_warmup_steps", "value_clip")
     ),
 )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from mmrl.config.base import Section
+from mmrl.config.base import Section, no_lookalike
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.retriever import RetrieverConfig
 
@@ -69,7 +69,9 @@ class TaskConfig(Section):
     retrieval_match: Literal["normalized", "case_insensitive"] = Field(
         "normalized", description="search_agent: how an answer is looked for in retrieved text"
     )
-    outcome_rewards: Literal[3, 4] = Field(4, description="tool_agent: 3 leaves the XML format reward out")
+    outcome_rewards: Annotated[Literal[3, 4], BeforeValidator(no_lookalike)] = Field(
+        4, description="tool_agent: 3 leaves the XML format reward out"
+    )
     judge: JudgeConfig | None = Field(
         None, description="endpoint of the reward sets judge_outcome and judge_turn, and of papillon's judges"
     )

@@ -10,12 +10,12 @@ trained. With another error and no reward it is never credited.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mmrl import errors
+from mmrl.credit.rewards import LARGEST
 from mmrl.errors import DataError, nearest, unknown
 from mmrl.records import Call, Forest, Rollout
 
@@ -24,6 +24,8 @@ FAILURES = tuple(
     sorted({kind.kind for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "kind")})
 )
 """What `rollouts[].error` may say."""
+MOST = 10_000_000
+"""Largest count (tokens of a call, fields, turns): what is credited per token must fit into memory."""
 
 CALL_KEYS = (
     *("id", "example", "parent", "module", "invocation", "turn", "prompt_tokens", "teacher", "completion_tokens"),
@@ -173,6 +175,8 @@ class _Reader:
         reward = self._number(raw, "reward")
         if reward is None and error in errors.MODEL_CAUSED:
             reward = 0.0
+        if reward is not None and error in FAILURES and error not in errors.MODEL_CAUSED:
+            self.problem(f"reward: got {reward:g} with error '{error}', which is never credited; expected null")
         record: dict[str, Any] = {
             "id": self._text(raw, "id"),
             "example": self._text(raw, "example"),
@@ -286,8 +290,8 @@ class _Reader:
         value = raw.get(key)
         if value is None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            self.problem(f"{key}: got {value!r}, expected a whole number from 0")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST:
+            self.problem(f"{key}: got {value!r}, expected a whole number from 0 to {MOST}")
             return default
         return value
 
@@ -302,7 +306,7 @@ class _Reader:
         if value is None:
             return default
         if not _is_number(value):
-            self.problem(f"{key}: got {value!r}, expected a finite number or null")
+            self.problem(f"{key}: got {value!r}, expected a finite number (of at most {LARGEST:g} in size) or null")
             return default
         return float(value)
 
@@ -330,9 +334,4 @@ class _Reader:
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond the range of floats
-        return False
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST

@@ -17,6 +17,9 @@ from mmrl import keyed
 from mmrl.errors import DataError
 from mmrl.records import EMPTY, Call, Forest, Rollout
 
+LARGEST = 1e100
+"""Largest size of a reward, penalty, value or log-probability: its square, summed over a batch, is still a number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reward:
@@ -30,7 +33,7 @@ def scored(forest: Forest) -> tuple[Rollout, ...]:
     """Rollouts that are credited: those with a reward and at least one call.
 
     Raises:
-        DataError: a reward, penalty or turn reward is NaN or infinite; names the record.
+        DataError: a reward, penalty or turn reward is NaN, infinite or beyond `LARGEST`; names the record.
     """
     for rollout in forest.rollouts:
         _finite(rollout.reward, f"rollout '{rollout.id}': reward")
@@ -104,5 +107,5 @@ def _aggregate(values: Sequence[float], how: str, key: keyed.Key) -> float:
 
 
 def _finite(value: float | None, what: str) -> None:
-    if value is not None and not math.isfinite(value):
-        raise DataError(f"{what}: got {value}, expected a finite number")
+    if value is not None and not abs(value) <= LARGEST:  # NaN compares false
+        raise DataError(f"{what}: got {value}, expected a finite number of at most {LARGEST:g} in size")
