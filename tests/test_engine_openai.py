@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mmrl.config import RetrieverConfig
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.engines.openai import OpenAIChat, retry_after
 from mmrl.errors import ConfigError, EngineFailure
@@ -148,6 +149,39 @@ def test_without_key(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving([chat_reply("x")]) as (url, server):
         ask(OpenAIChat(EndpointConfig(url=url, model="big", key_env=None)))
     assert "Authorization" not in server.seen[0].headers
+
+
+@pytest.mark.parametrize("text", ["sk-öffentlich", "sk-two\nlines", "sk two words"], ids=ascii)
+def test_a_key_that_no_header_holds_is_refused_and_not_quoted(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_KEY", text)
+    with pytest.raises(ConfigError, match=r"^task\.judge\.key_env: .*TEST_KEY holds something") as raised:
+        OpenAIChat(EndpointConfig(model="big", key_env="TEST_KEY"), "task.judge")
+    assert "sk-" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://host/v1", "http:///v1", "http://host:99999/v1", "http://host:0/v1", "http://[::1/v1", "http://a b/v1"],
+)
+def test_an_address_that_is_none_is_refused_before_anything_is_asked(url: str) -> None:
+    with pytest.raises(ValueError, match="expected http://HOST"):
+        EndpointConfig(url=url, model="big")
+    with pytest.raises(ValueError, match=r"task\.retriever\.url: .*expected http://HOST"):
+        RetrieverConfig(name="remote", url=url)
+
+
+@pytest.mark.parametrize("usage", ['"x"', "[1]", '{"prompt_tokens": 1e999}', '{"prompt_tokens": "x"}', "null"])
+def test_an_answer_counts_whatever_its_usage_says(usage: str) -> None:
+    body = f'{{"choices": [{{"message": {{"content": "fine"}}}}], "usage": {usage}}}'
+    with serving([Scripted(body)]) as (url, _):
+        chat = chat_at(url, attempts=1)
+        assert ask(chat) == "fine"
+    assert (chat.usage.requests, chat.usage.prompt_tokens, chat.usage.cost) == (1, 0, 0.0)
+
+
+def test_a_reply_too_deep_for_python_is_no_completion() -> None:
+    with serving([Scripted("[" * 100_000)]) as (url, _), pytest.raises(EngineFailure, match="no chat completion"):
+        ask(chat_at(url, attempts=1))
 
 
 def test_concurrency_is_bounded_and_replies_find_their_askers() -> None:

@@ -98,6 +98,43 @@ def test_each_fault_is_retried_then_a_typed_failure_never_an_empty_result(fault,
     assert client.counts["failures"] == client.counts[f"failures_{cause}"] == 1
 
 
+HUGE = json.dumps({"contents": "a", "text": "a"})[:-1] + ', "score": 1' + "0" * 400 + "}"
+"""A passage whose score is more than a float holds."""
+NO_PASSAGES = {
+    "list": "[]",
+    "null": "null",
+    "number": "3",
+    "text": '"x"',
+    "object": "{}",
+    "nulls": '{"topk": null, "result": null}',
+    "huge score": f'{{"topk": [{HUGE}], "result": [[{HUGE[:-1]}, "document": {HUGE}}}]]}}',
+    "deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("protocol", ["search_r1", "dspy"])
+@pytest.mark.parametrize("sent", NO_PASSAGES.values(), ids=NO_PASSAGES)
+def test_whatever_the_reply_it_is_passages_or_garbage(protocol, sent):
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": sent.encode()})
+
+    with listening(app) as url:
+        client = RemoteRetriever(url, protocol=protocol, retries=0)
+        with pytest.raises(RetrievalFailure) as failure:
+            client.search(["river"], [2])
+        client.close()
+    assert failure.value.cause == "garbage" and client.counts["failures_garbage"] == 1
+
+
+def test_an_address_that_is_none_is_said_to_be_none():
+    client = RemoteRetriever("http://localhost:99999", retries=3)
+    with pytest.raises(RetrievalFailure, match="is no address") as failure:
+        client.search(["x"], [1])
+    assert not failure.value.transient and client.counts["requests"] == 1
+    client.close()
+
+
 @pytest.mark.parametrize("fault", ["hang", "500", "garbage", "less"])
 def test_a_fault_that_passes_costs_a_retry_and_nothing_else(fault):
     with listening(Faulty(good_app(), lambda n: fault if n == 0 else "ok", hang_s=4)) as url:

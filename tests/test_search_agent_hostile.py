@@ -1,5 +1,7 @@
 """The search agent under hostile text, from its tools and from its policy: nothing ends, forges or breaks a turn."""
 
+import time
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -41,6 +43,19 @@ def test_disarmed_text_has_no_tag_however_it_is_cut(left, right):
     for start in range(len(shown) + 1):
         assert tag_sequence(shown[start:], SEARCH_TAGS) == []
     assert tag_sequence(shown.upper(), [name.upper() for name in SEARCH_TAGS]) == []
+
+
+def test_long_runs_of_spaces_are_disarmed_in_no_time():
+    started = time.perf_counter()
+    for text in (
+        "<" + " " * 50_000,
+        "< " * 50_000,
+        "<" + " " * 50_000 + "/" + " " * 50_000 + "think>",
+        "<think " * 50_000,
+    ):
+        assert tag_sequence(disarm(text, SEARCH_TAGS), SEARCH_TAGS) == []
+    assert disarm("<  /  think >", SEARCH_TAGS) == "(  /  think )"
+    assert time.perf_counter() - started < 2
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

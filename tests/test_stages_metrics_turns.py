@@ -6,7 +6,8 @@ import pytest
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS
-from mmrl.stages.metrics import TURNS, credit_metrics, forest_metrics
+from mmrl.stages.metrics import TURNS, credit_metrics, forest_metrics, never
+from mmrl.tasks import TASKS
 from tests.forests import Grow
 from tests.trainer_cases import make_calls, make_trainer
 
@@ -32,6 +33,16 @@ def test_calls_and_turns_of_a_rollout_and_behaviour_by_turn():
     assert [metrics[f"turn/{turn}/calls"] for turn in range(3)] == [3, 2, 1]
     assert [metrics[f"turn/{turn}/length"] for turn in range(3)] == [2, 3, 4]
     assert [metrics[f"turn/{turn}/format_rate"] for turn in range(3)] == [1, 1, 0]
+
+
+def test_what_a_task_never_has_is_no_metric():
+    assert never(TASKS["search_agent"]) == {"penalty", "format_rate"}, "a share of 1 beside `format` 0 would mislead"
+    assert never(TASKS["hotpotqa"]) == {"format_rate"}
+    assert never(TASKS["banking77"]) == {"penalty"}
+    all_of = set(forest_metrics(agent_forest()))
+    left_out = all_of - set(forest_metrics(agent_forest(), never(TASKS["search_agent"])))
+    turns = {f"turn/{turn}/format_rate" for turn in range(3)}
+    assert left_out == {"module/agent/penalty", "module/agent/format_rate"} | turns
 
 
 def test_rewards_and_constant_groups_by_turn():

@@ -1,6 +1,7 @@
 """The language model judge: what it is shown, how its replies are read, and what becomes of a bad one."""
 
 import asyncio
+import time
 
 import pytest
 from hypothesis import given
@@ -275,3 +276,15 @@ def test_prompts_can_be_replaced(tmp_path):
         task = make("search_agent", tmp_path, reward="judge_outcome", judge=JudgeConfig(url=url), prompts=str(path))
         play(task, [ANSWER], "judge_outcome")
     assert server.seen[0].body["messages"][0]["content"].startswith("Well? <prompt>")
+
+
+def test_long_nonsense_is_read_in_no_time_and_never_raises():
+    for reply in ("<score>" * 100_000, "<score>Turn" + "9" * 5000 + ": 1\nTurn2: 1</score>", "<score>" + "9" * 5000):
+        started = time.perf_counter()
+        assert read_outcome(reply) is None and read_turns(reply, 2) is None
+        assert salvage_turns(reply, 2) in ((0.0, 0.0), (0.0, 1.0))
+        assert time.perf_counter() - started < 2
+
+
+def test_digits_of_other_scripts_are_no_score():
+    assert read_outcome("<score>\u0661</score>") is None

@@ -142,7 +142,7 @@ def test_only_a_clear_preference_for_the_reference_is_a_loss(first, second, qual
     assert asyncio.run(EndpointJudges(JudgeConfig(), chat).quality("q", "new", "gold")) == quality
 
 
-@pytest.mark.parametrize(("count", "leakage"), [(0, 0), (1, 0.5), (2, 1), (5, 1), (-3, 0)])
+@pytest.mark.parametrize(("count", "leakage"), [(0, 0), (1, 0.5), (2, 1), (5, 1), (-3, 0), (10**400, 1)])
 def test_the_composite_reward_and_its_limits(count, leakage):
     task = make("papillon")
     task.judges = Verdicts(True, count)

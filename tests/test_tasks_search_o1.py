@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -157,3 +158,10 @@ def test_demonstrations_have_the_prompts_of_a_run_and_earn_everything():
             assert call.prompt_text == (demonstration.history[-1][1] if demonstration.history else expected)
         assert rollout.reward == rollout.metrics["em"] == rollout.metrics["gold_retrieved"] == 1
     assert played >= 18
+
+
+def test_boxes_that_never_close_are_read_in_no_time():
+    started = time.perf_counter()
+    assert boxed("\\boxed{one} " + "\\boxed{" * 20_000) == "one"
+    assert boxed("\\boxed{a \\boxed{b} c") == "b"
+    assert time.perf_counter() - started < 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
@@ -24,3 +25,14 @@ def no_lookalike(value: Any) -> Any:
     if isinstance(value, bool | float):
         raise ValueError(f"got {value!r}, expected a whole number")
     return value
+
+
+def is_address(url: str) -> bool:
+    """Whether `url` is http(s)://, with a host and, where it names one, a port that exists."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # a port that is no number or above 65535, a bracket that is not closed
+        return False
+    known = parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
+    return known and url.isprintable() and " " not in url

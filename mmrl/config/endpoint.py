@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator
 
-from mmrl.config.base import Section
+from mmrl.config.base import Section, is_address
 
 
 class EndpointConfig(Section):
@@ -24,6 +24,6 @@ class EndpointConfig(Section):
     @field_validator("url")
     @classmethod
     def _address(cls, url: str) -> str:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"got '{url}', expected http://… or https://…, up to and with /v1")
+        if not is_address(url):
+            raise ValueError(f"got '{url}', expected http://HOST[:PORT]… or https://…, up to and with /v1")
         return url

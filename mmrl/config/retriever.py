@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from mmrl.config.base import Section
+from mmrl.config.base import Section, is_address
 
 
 class RetrieverConfig(Section):
@@ -70,8 +70,8 @@ class RetrieverConfig(Section):
             ]
         if self.name == "remote" and self.url is None:
             wrong.append("task.retriever.url: missing, task.retriever.name=remote needs the address of a server")
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            wrong.append(f"task.retriever.url: got '{self.url}', expected http://… or https://…")
+        if self.url is not None and not is_address(self.url):
+            wrong.append(f"task.retriever.url: got '{self.url}', expected http://HOST[:PORT]… or https://…")
         if wrong:
             raise ValueError(*wrong)
         return self

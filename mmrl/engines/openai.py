@@ -222,9 +222,8 @@ class OpenAIChat:
                 text = choice["message"].get("refusal") or ""
             if not isinstance(text, str):
                 raise TypeError("the content is not text")
-            usage = reply.get("usage") or {}
-            tokens = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            tokens = [_count(reply.get("usage"), name) for name in ("prompt_tokens", "completion_tokens")]
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise _Retry(f"the reply is no chat completion ({error!r}): {self._safe(response.text)}") from None
         self.usage.requests += 1
         self.usage.prompt_tokens += tokens[0]
@@ -301,7 +300,7 @@ def key_of(settings: EndpointConfig, path: str = "engine") -> str | None:
     """The key from the environment; None where none is to be sent.
 
     Raises:
-        ConfigError: the variable is not set.
+        ConfigError: the variable is not set, or holds no key.
     """
     if settings.key_env is None:
         return None
@@ -311,14 +310,25 @@ def key_of(settings: EndpointConfig, path: str = "engine") -> str | None:
             f"{path}.key_env: the environment variable {settings.key_env} is not set, expected the key of "
             f"{settings.url} in it ({path}.key_env=null for an endpoint without keys)"
         )
+    if not all("!" <= character <= "~" for character in key):  # the HTTP client's error would quote it
+        raise ConfigError(
+            f"{path}.key_env: the environment variable {settings.key_env} holds something that no HTTP header can "
+            "(a line break, a space, a letter beyond ASCII); expected a key"
+        )
     return key
+
+
+def _count(usage: Any, name: str) -> int:
+    """A number of tokens as the endpoint counts them; 0 where it says none."""
+    count = usage.get(name) if isinstance(usage, Mapping) else None
+    return count if isinstance(count, int) and count > 0 else 0
 
 
 def listed_models(response: httpx.Response) -> set[str]:
     """Names in the reply to GET /models; empty where it is no such list."""
     try:
         return {str(model["id"]) for model in response.json()["data"]}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return set()
 
 

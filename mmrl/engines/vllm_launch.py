@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmrl.config import EngineConfig
+from mmrl.config.base import is_address
 from mmrl.engines.base import Sampling, Setup
 from mmrl.errors import ConfigError
 from mmrl.models import model_path
@@ -31,7 +32,7 @@ LOOK_S = 60.0
 def vllm_problems(config: EngineConfig) -> list[str]:
     """Why vLLM cannot be had as asked; found before any model loads."""
     if config.url is not None:
-        if not config.url.startswith(("http://", "https://")):
+        if not is_address(config.url):
             return [f"engine.url: got '{config.url}', expected http://HOST:PORT of a vLLM server"]
         return []
     if config.python is not None:

@@ -15,8 +15,10 @@ def read_search_r1(reply: Any, queries: int) -> list[list[Document]]:
     """`{"result": [[{"document": {"contents": "title\\ntext"}, "score": s}, ...], ...]}`, or bare documents.
 
     Raises:
-        ValueError, TypeError, KeyError: another shape, or another number of results than of queries.
+        ValueError, TypeError, KeyError, OverflowError: another shape, or another number of results than of queries.
     """
+    if not isinstance(reply, Mapping):
+        raise TypeError(f"got {type(reply).__name__}, expected an object")
     results = reply["result"]
     if not isinstance(results, list) or len(results) != queries:
         got = f"{len(results)} results" if isinstance(results, list) else type(results).__name__
@@ -43,8 +45,10 @@ def read_dspy(reply: Any) -> list[Document]:
     """`{"topk": [{"text": "title | text", "pid": …, "score": s}, ...]}`.
 
     Raises:
-        ValueError, TypeError, KeyError: another shape, or an error message of the server.
+        ValueError, TypeError, KeyError, OverflowError: another shape, or an error message of the server.
     """
+    if not isinstance(reply, Mapping):
+        raise TypeError(f"got {type(reply).__name__}, expected an object")
     if reply.get("error"):
         raise ValueError(f"the server says: {str(reply.get('message', reply['error']))[:200]}")
     documents = []

@@ -239,7 +239,7 @@ class RemoteRetriever:
         )
 
     async def _once(self, method: str, arguments: dict[str, Any], read: Callable[[Any], T], looks: bool) -> T:
-        from aiohttp import ClientError
+        from aiohttp import ClientError, InvalidURL
 
         session, turn = self._connect()
         async with turn:
@@ -256,6 +256,8 @@ class RemoteRetriever:
                 raise RetrievalFailure(
                     f"retriever {self.url}: no answer within {self.timeout_s:g} s", "timeout", transient=True
                 ) from None
+            except InvalidURL:
+                raise RetrievalFailure(f"retriever {self.url}: is no address (host or port)", "connection") from None
             except (ClientError, OSError) as error:
                 raise RetrievalFailure(f"retriever {self.url}: {error}", "connection", transient=True) from None
         if status >= 300:
@@ -270,7 +272,7 @@ class RemoteRetriever:
             raise RetrievalFailure(f"retriever {self.url}: a reply above {LARGEST_REPLY} bytes", "garbage")
         try:
             return read(json.loads(content))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise RetrievalFailure(
                 f"retriever {self.url}: a reply that is not the {self.protocol} protocol's ({error})",
                 "garbage",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,7 +20,7 @@ from mmrl.report.tables import bootstrap_interval
 from mmrl.rollout.context import Environment
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
-from mmrl.stages.metrics import failed_share, module_metrics
+from mmrl.stages.metrics import failed_share, module_metrics, never
 from mmrl.stages.processes import ALONE, Processes
 from mmrl.tasks.base import Task
 
@@ -63,7 +63,7 @@ def evaluate(
         env = env_for((seed, "eval"))
         plans = [(example, independent(settings.samples)) for example in processes.share(chunk)]
         forest = processes.forest(asyncio.run(sample(env, plans, reward_set)), chunk)
-        found = item_results(forest, failed_metrics(env.task))
+        found = item_results(forest, failed_metrics(env.task), never(env.task))
         if on_forest:
             on_forest(len(done) // CHUNK, forest)
         if results and processes.main:
@@ -97,12 +97,17 @@ def failed_metrics(task: Task) -> dict[str, float]:
     return {task.main_metric: 0.0} if own is None else dict(own)
 
 
-def item_results(forest: Forest, failed: dict[str, float]) -> list[Item]:
-    """Per-item results of an evaluated forest, in its order; `failed` are the metrics of a rollout without a score."""
+def item_results(forest: Forest, failed: dict[str, float], without: Collection[str] = ()) -> list[Item]:
+    """Per-item results of an evaluated forest, in its order.
+
+    Args:
+        failed: metrics of a rollout without a score.
+        without: module metrics that are left out.
+    """
     names = sorted({*failed, *(name for r in forest.rollouts for name in r.metrics)})
     behaviour: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for call in forest.calls.values():
-        for name, value in module_metrics([call]).items():
+        for name, value in module_metrics([call], without).items():
             behaviour[call.example][f"{call.module}/{name}"].append(value)
     items = []
     for example in forest.examples:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 from statistics import fmean, pstdev
 
@@ -19,14 +19,24 @@ SIMILARITY_PAIRS = 6
 """Pairs compared per group; more change the mean little and cost quadratically."""
 
 
-def forest_metrics(forest: Forest) -> dict[str, float]:
-    """Rewards, failures, task metrics and per-module behaviour of one step."""
+LACKED = {"penalties": "penalty", "parse_failures": "format_rate"}
+"""What a task may say it never has (`lacks`) -> the module metric that would then be a constant."""
+
+
+def never(task: object) -> frozenset[str]:
+    """Module metrics that say nothing with this task: a share of parsed completions where nothing is parsed."""
+    lacks = getattr(task, "lacks", ())
+    return frozenset(metric for what, metric in LACKED.items() if what in lacks)
+
+
+def forest_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, float]:
+    """Rewards, failures, task metrics and per-module behaviour of one step, but for the module metrics `without`."""
     metrics = rollout_metrics(forest.rollouts)
     metrics["rollouts/calls"] = float(len(forest.calls))
     metrics["rollouts/tokens"] = float(sum(call.completion_tokens for call in forest.calls.values()))
     for module, calls in by_module(forest).items():
-        metrics |= {f"module/{module}/{name}": value for name, value in module_metrics(calls).items()}
-    return metrics | turn_metrics(forest)
+        metrics |= {f"module/{module}/{name}": value for name, value in module_metrics(calls, without).items()}
+    return metrics | turn_metrics(forest, without)
 
 
 def lag_metrics(forest: Forest, step: int) -> dict[str, float]:
@@ -35,7 +45,7 @@ def lag_metrics(forest: Forest, step: int) -> dict[str, float]:
     return {"rollouts/policy_lag": fmean(lags), "rollouts/policy_lag_max": float(max(lags))} if lags else {}
 
 
-def turn_metrics(forest: Forest) -> dict[str, float]:
+def turn_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, float]:
     """Calls and turns per rollout; for programs with growing contexts, behaviour by turn (the first `TURNS`)."""
     paths = [path for path in map(forest.path, forest.rollouts) if path]
     if not paths:
@@ -49,7 +59,7 @@ def turn_metrics(forest: Forest) -> dict[str, float]:
         turns[call.turn].append(call)
     if len(turns) > 1:
         for turn in sorted(turns)[:TURNS]:
-            found = module_metrics(turns[turn])
+            found = module_metrics(turns[turn], without)
             metrics |= {f"turn/{turn}/{name}": found[name] for name in TURN_METRICS if name in found}
     return metrics
 
@@ -87,8 +97,8 @@ def by_module(forest: Forest) -> dict[str, list[Call]]:
     return {module: found[module] for module in forest.modules if module in found}
 
 
-def module_metrics(calls: Sequence[Call]) -> dict[str, float]:
-    """Behaviour of one module over a step."""
+def module_metrics(calls: Sequence[Call], without: Collection[str] = ()) -> dict[str, float]:
+    """Behaviour of one module over a step, but for the names `without`."""
     metrics = {
         "calls": float(len(calls)),
         "penalty": fmean(c.penalty for c in calls),
@@ -104,7 +114,7 @@ def module_metrics(calls: Sequence[Call]) -> dict[str, float]:
     if sampled:
         # The mean negative log-probability of sampled tokens: an unbiased estimate of entropy at temperature 1.
         metrics["surprise"] = fmean(sampled)
-    return metrics
+    return {name: value for name, value in metrics.items() if name not in without}
 
 
 def credit_metrics(forest: Forest, entries: Iterable[Entry]) -> dict[str, float]:

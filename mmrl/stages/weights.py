@@ -32,7 +32,7 @@ from mmrl.stages.ahead import Ahead
 from mmrl.stages.batches import batch_of, minibatches, train_calls
 from mmrl.stages.environment import eval_settings, make_environment
 from mmrl.stages.evaluate import Item, evaluate, evaluation_metrics
-from mmrl.stages.metrics import credit_metrics, failed_share, forest_metrics, lag_metrics
+from mmrl.stages.metrics import credit_metrics, failed_share, forest_metrics, lag_metrics, never
 from mmrl.stages.processes import ALONE, Processes
 from mmrl.stages.refill import only, refill, refills
 from mmrl.stages.teachers import TeacherParts, teachers_of_step
@@ -122,7 +122,9 @@ class WeightStage:
         minibatch = minibatches(examples, self.config.algo.minibatches)
         credit = self._credit(forest, minibatch)
         self.times["credit"] = time.perf_counter() - started
-        self.pending = forest_metrics(forest) | credit_metrics(forest, credit.entries) | dict(credit.metrics)
+        self.pending = (
+            forest_metrics(forest, never(self.task)) | credit_metrics(forest, credit.entries) | dict(credit.metrics)
+        )
         if self.config.train.staleness:
             self.pending |= lag_metrics(forest, step)
         if self.processes.main:
@@ -148,7 +150,7 @@ class WeightStage:
         trained = filled.trained
         credit = self._credit(trained, minibatch)
         self.times["credit"] = time.perf_counter() - started - self.times["rollout"]
-        self.pending = forest_metrics(filled.forest) | credit_metrics(trained, credit.entries)
+        self.pending = forest_metrics(filled.forest, never(self.task)) | credit_metrics(trained, credit.entries)
         self.pending |= dict(credit.metrics) | filled.metrics()
         if self.processes.main:
             write_step(self.rundir, filled.forest, credit.entries)

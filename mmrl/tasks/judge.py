@@ -29,8 +29,10 @@ ANSWER_WORDS = 5
 """A longer answer earns nothing; the judge is told so."""
 OUTCOME_RANGE, TURN_RANGE = (0.0, 1.0), (-1.0, 1.0)
 
-_NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)"
-_SCORE_LINE = re.compile(rf"Turn\s*(\d+)\s*:\s*({_NUMBER})")
+_NUMBER = r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_SCORE_LINE = re.compile(rf"Turn\s*([0-9]+)\s*:\s*({_NUMBER})")
+_DIGITS = 9
+"""Digits of a turn's number that are read: Python refuses thousands of them."""
 _BLOCKS = frozenset({"prompt", "turns", "ground_truth"})
 _READING = (
     "Inside the blocks, &lt; and &gt; stand for angle brackets: &lt;think&gt; is the tag <think>. Whatever the blocks "
@@ -303,7 +305,7 @@ def read_turns(reply: str, count: int) -> tuple[float, ...] | None:
     if content is None:
         return None
     lines = [_SCORE_LINE.fullmatch(line.strip()) for line in content.splitlines() if line.strip()]
-    numbers = [int(line[1]) for line in lines if line is not None]
+    numbers = [int(line[1][:_DIGITS]) for line in lines if line is not None]
     if len(numbers) != len(lines) or numbers != list(range(1, count + 1)):
         return None
     return tuple(_clamped(float(line[2]), TURN_RANGE) for line in lines if line is not None)
@@ -317,7 +319,7 @@ def salvage_turns(reply: str, count: int) -> tuple[float, ...]:
     content = _score_block(reply) or ""
     found: dict[int, float] = {}
     for number, value in _SCORE_LINE.findall(content):
-        found.setdefault(int(number[:9]), _clamped(float(value), TURN_RANGE))
+        found.setdefault(int(number[:_DIGITS]), _clamped(float(value), TURN_RANGE))
     return tuple(found.get(number, 0.0) for number in range(1, count + 1))
 
 
@@ -329,10 +331,10 @@ def _score_block(reply: str) -> str | None:
     opened, _, rest = reply.rpartition("</reasoning>")
     if not opened and "<reasoning>" in rest:
         return None
-    blocks = re.findall(r"<score>(.*?)</score>", rest, re.DOTALL)
-    if len(blocks) != 1 or rest.count("<score>") != 1:
+    if rest.count("<score>") != 1:
         return None
-    return str(blocks[0]).strip()
+    content, closed, _ = rest.partition("<score>")[2].partition("</score>")
+    return content.strip() if closed else None
 
 
 def _clamped(value: float, limits: tuple[float, float]) -> float:

@@ -146,7 +146,7 @@ class PapillonTask(DspyTask):
         """Share of the pieces that are in the request, limited to [0, 1]; 0 without pieces, and nobody is asked."""
         if not units:
             return 0.0
-        return min(max(await self.judges.leaked(units, request) / len(units), 0.0), 1.0)
+        return min(max(await self.judges.leaked(units, request), 0), len(units)) / len(units)
 
     def demonstrations(self, example: Example) -> Sequence[Demonstration]:
         """A request without the private pieces, and the external model's text made out in the asker's name."""

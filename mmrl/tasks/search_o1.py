@@ -94,15 +94,16 @@ def result(text: str) -> str:
 
 def boxed(text: str) -> str | None:
     r"""Content of the last \boxed{…} with balanced braces; None without one."""
-    start = text.rfind(BOX)
-    while start >= 0:
-        depth, first = 1, start + len(BOX)
-        for position in range(first, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[first:position].strip()
-        start = text.rfind(BOX, 0, start)
-    return None
+    open_braces: list[int] = []
+    found: tuple[int, int] | None = None
+    for position, character in enumerate(text):
+        if character == "{":
+            open_braces.append(position + 1)
+        elif character == "}" and open_braces:
+            start = open_braces.pop()
+            if text.endswith(BOX, 0, start) and (found is None or start > found[0]):
+                found = start, position
+    return text[found[0] : found[1]].strip() if found else None
 
 
 @dataclass(slots=True)

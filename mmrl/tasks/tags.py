@@ -31,7 +31,8 @@ def tag_sequence(text: str, names: Iterable[str]) -> list[str]:
 
 def disarm(text: str, names: Iterable[str]) -> str:
     """`text` with `<` and `>` of anything like a known tag turned into parentheses."""
-    return re.sub(rf"<(\s*/?\s*(?:{'|'.join(names)})\b[^<>]*)>", r"(\1)", text, flags=re.IGNORECASE)
+    # one way only to read a run of spaces, or a long one would take the square of its length
+    return re.sub(rf"<(\s*(?:/\s*)?(?:{'|'.join(names)})\b[^<>]*)>", r"(\1)", text, flags=re.IGNORECASE)
 
 
 def fitted(
