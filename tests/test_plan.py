@@ -155,13 +155,12 @@ def test_a_critic_is_sharded_with_the_policy(capsys):
 
 
 def test_rollout_devices_hold_the_engine_and_training_devices_do_not(capsys):
-    """Seven train, one serves. FoF, G = 2, one question: 10 + 2 * 50 + 2 * 30 prompt tokens, 2 * (2 + 3 + 4) sampled;
-    Llama 3.1 8B has 2 * 32 layers * 8 heads * 128 keys and values a token, of two bytes each."""
+    """Seven train, one serves; vLLM fills what engine.gpu_memory gives it (0.4 of 79 GiB) beside the weights."""
     arguments = ["model=llama31_8b_instruct", "device=h100", LENGTHS, "algo=mhgpo_fof", "algo.group_size=2"]
     split = planned(capsys, *arguments, "train.batch_size=1", "hardware=h100x8_split")
     assert (split["processes"], split["rollout_devices"]) == (7, 1)
     rollout = split["rollout_memory_bytes"]
-    assert rollout["KV cache"] == (170 + 18) * 2 * 32 * 8 * 128 * 2
+    assert rollout["KV cache"] == pytest.approx(0.4 * 79 * GIB - rollout["engine's copy"])
     assert rollout["engine's copy"] == 2 * split["parameters"]
     assert rollout["engine's copy"] / GIB == pytest.approx(14.96, abs=0.01)
     assert "KV cache" not in split["memory_bytes"] and "engine's copy" not in split["memory_bytes"]
@@ -169,7 +168,7 @@ def test_rollout_devices_hold_the_engine_and_training_devices_do_not(capsys):
     shared = planned(capsys, *arguments, "train.batch_size=1", "hardware=h100x8")
     assert shared["rollout_memory_bytes"] == {} and shared["rollout_devices"] == 0
     assert shared["memory_bytes"]["engine's copy"] == rollout["engine's copy"]  # one copy on each GPU
-    assert shared["memory_bytes"]["KV cache"] == rollout["KV cache"] / 8
+    assert shared["memory_bytes"]["KV cache"] == rollout["KV cache"]  # its share of each GPU
     # One device prefills what eight would.
     assert split["seconds_per_step"]["prefill"] == pytest.approx(8 * shared["seconds_per_step"]["prefill"])
 
@@ -199,6 +198,10 @@ def test_text_names_modules_memory_and_time(capsys):
         (["lengths=rewriter:10"], "lengths: got 'rewriter:10'"),
         (["lengths=writer:10/2"], "no module writer"),
         (["dry=2", LENGTHS], "leave one of the two out"),
+        (["dry=3000"], "dry: got 3000, the train split has 2400 examples"),
+        (["dry=0", "train.staleness=1"], "train.staleness: got 1 with engine=transformers"),
+        (["dry=0", "train.warmup_steps=3"], "no effect with train.schedule=constant"),
+        (["dry=0", "model.lora={r: 8, targets: [q_proj, lm_head]}"], "model.lora.targets: got lm_head"),
         (["model=qwen3_8b", "dry=2"], "not on this machine"),
         (["model.path=someone/unknown-model"], "does not know the sizes"),
         (["algo.group_size=1"], "algo.group_size"),
@@ -241,3 +244,82 @@ def test_devices():
 )
 def test_durations_are_shown_in_a_unit_that_a_person_reads(spent, shown):
     assert duration(spent) == shown
+
+
+EIGHT = ("model=llama31_8b_instruct", LENGTHS, "hardware=h100x8", "device=h100")
+
+
+@pytest.mark.parametrize(
+    ("sharding", "moved"),
+    [
+        ("fsdp2", {"weights", "reference", "gradients", "optimizer"}),
+        ("zero3", {"weights", "gradients", "optimizer"}),
+        ("zero2", {"gradients", "optimizer"}),
+    ],
+)
+def test_what_is_offloaded_is_counted_in_host_memory(capsys, sharding, moved):
+    plain = planned(capsys, *EIGHT, f"hardware.sharding={sharding}")
+    away = planned(capsys, *EIGHT, f"hardware.sharding={sharding}", "hardware.cpu_offload=true")
+    assert plain["memory_bytes"].keys() - away["memory_bytes"].keys() == moved
+    assert all(away["memory_bytes"][part] == size for part, size in plain["memory_bytes"].items() if part not in moved)
+    assert plain["host_memory_bytes"] == 0
+    assert away["host_memory_bytes"] == pytest.approx(8 * sum(plain["memory_bytes"][part] for part in moved))
+
+
+def test_offloaded_memory_is_told(capsys):
+    """Weights, gradients and two moments of 8.03e9 in float32, the reference in bfloat16: 18 bytes a parameter."""
+    assert main(["plan", *EIGHT, "hardware.cpu_offload=true"]) == 0
+    assert f"host memory: {18 * 8029995008 / GIB:.2f} GiB per machine" in capsys.readouterr().out
+
+
+def test_gathered_layers_of_sharded_weights_by_hand(capsys):
+    """Two of 32 layers and both embeddings in bfloat16; nothing is gathered where every process holds all weights."""
+    layer = 4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336
+    found = planned(capsys, *EIGHT)["memory_bytes"]
+    assert found["gathered layers"] == 2 * (2 * layer + 2 * 128256 * 4096)
+    assert "gathered layers" not in planned(capsys, *EIGHT, "hardware.sharding=none")["memory_bytes"]
+
+
+def test_each_process_s_own_engine_holds_its_share_of_the_cache(capsys):
+    """FoF, G = 2, 32 questions: 32 * 188 tokens over two processes, of 147,456 bytes each; `engine.batch_tokens` bounds
+    each process on its own."""
+    arguments = [
+        "model=qwen3_8b",
+        LENGTHS,
+        "algo=mhgpo_fof",
+        "algo.group_size=2",
+        "train.batch_size=32",
+        "hardware=h100x2",
+    ]
+    assert planned(capsys, *arguments)["memory_bytes"]["KV cache"] == 16 * 188 * 147456
+    few = planned(capsys, *arguments, "engine.batch_tokens=1000")
+    assert few["memory_bytes"]["KV cache"] == 1000 * 147456
+
+
+def test_vllm_that_sleeps_does_not_add_to_the_update(capsys):
+    arguments = ["model=qwen3_8b", "model.lora={r: 16}", LENGTHS, "hardware=gpu1", "engine=vllm_colocated"]
+    awake = planned(capsys, *arguments, "engine.sleep=false")["memory_bytes"]
+    asleep = planned(capsys, *arguments)["memory_bytes"]
+    engine = {"KV cache", "engine's copy"}
+    update = {"gradients", "activations", "logits"}
+    assert engine | update <= awake.keys()
+    larger = max((engine, update), key=lambda parts: sum(awake[part] for part in parts))
+    assert asleep.keys() & (engine | update) == larger
+    assert main(["plan", *arguments]) == 0
+    assert "vLLM sleeps during the update" in capsys.readouterr().out
+
+
+def test_rollouts_beside_the_update_cost_the_longer_of_the_two(capsys):
+    arguments = [*EIGHT, "hardware=h100x8_split", "train.steps=3600"]
+    lockstep, ahead = planned(capsys, *arguments), planned(capsys, *arguments, "train.staleness=1")
+    assert lockstep["hours"] == pytest.approx(sum(lockstep["seconds_per_step"].values()))
+    rollouts = ahead["seconds_per_step"]["prefill"] + ahead["seconds_per_step"]["decode"]
+    assert ahead["hours"] == pytest.approx(max(rollouts, ahead["seconds_per_step"]["update"]))
+
+
+def test_hover_calls_each_module_three_times_and_a_guess_is_called_one(capsys):
+    plan = planned(capsys, "experiment=mmgrpo/table1/hover_qwen3_8b_mmgrpo", "hardware=h100x2")
+    assert sum(load["calls"] for load in plan["calls"].values()) == 4 * 12 * 6
+    assert "guess" not in plan["tokens_from"]
+    plan = planned(capsys, "experiment=mmgrpo/table1/banking77_qwen3_8b_mmgrpo", "hardware=h100x2")
+    assert "from a guess at the lengths of classify.predict" in plan["tokens_from"]

@@ -36,9 +36,10 @@ def make(config: TrainCommandConfig, lengths: str, dry: int | None, name: str | 
     from mmrl.algorithms import problems as algorithm_problems
     from mmrl.models import model_path
     from mmrl.plan.devices import device as find_device
-    from mmrl.plan.load import declared, parse_lengths
+    from mmrl.plan.load import declared, guessed, parse_lengths
     from mmrl.plan.report import Plan
     from mmrl.plan.shapes import shape_of
+    from mmrl.trainer.settings import Settings
 
     given = parse_lengths(lengths)
     on = name or ("cpu" if prepare.plannable(config, None).hardware.device == "cpu" else "h100")
@@ -48,12 +49,21 @@ def make(config: TrainCommandConfig, lengths: str, dry: int | None, name: str | 
     if examples and not here:
         raise ConfigError(f"dry: the weights of {config.model.path} are not on this machine; leave dry out, or dry=0")
     shape = shape_of(config.model)
-    problems = prepare.device_problems(config)
+    problems = prepare.device_problems(config) + prepare.staleness_problems(config)
+    problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
+    known = shape.projections()
+    if config.model.lora is not None and (strange := [t for t in config.model.lora.targets if t not in known]):
+        problems.append(
+            f"model.lora.targets: got {', '.join(strange)}; mmrl plan knows the sizes of {', '.join(known)} alone"
+        )
     config = prepare.plannable(config, name)
     # Counting from lengths needs the program, not the data: those of the mini world stand in for what is not here.
     task = prepare.build_task(config.task if examples else prepare.on_mini_world(config.task), config.seed)
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)
     problems += prepare.assignment(config, task).problems()
+    available = len(task.examples("train")) if examples else 0
+    if examples > available:
+        problems.append(f"dry: got {examples}, the train split has {available} examples")
     if problems:
         raise ConfigError(problems)
     if examples:
@@ -64,4 +74,9 @@ def make(config: TrainCommandConfig, lengths: str, dry: int | None, name: str | 
     else:
         loads = declared(config, task.program.modules, given)
         source = "from declared lengths; dry=N counts instead where the weights are at hand"
+        if unknown := guessed(config, task.program.modules, given):
+            source = (
+                f"from a guess at the lengths of {', '.join(unknown)}, by the task's limits: declare them with lengths=, "
+                "or count with dry=N where the weights are at hand"
+            )
     return Plan(config=config, shape=shape, device=device, loads=loads, source=source)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mmrl.config import TrainCommandConfig
-from mmrl.plan.devices import Device
+from mmrl.plan.devices import GIB, Device
 from mmrl.plan.load import Load
 from mmrl.plan.shapes import Shape
 from mmrl.trainer.layout import CPU_SHARE, CPU_TOKENS, GPU_SHARE, GPU_TOKENS, LEAST_TOKENS
@@ -45,6 +45,18 @@ class Setup:
     """Processes that share the reference and the critic (FSDP2)."""
     generating: int
     """Devices that generate: those kept for rollouts, else those that train (of the main node, with one server)."""
+    offloaded: frozenset[str]
+    """Parts of `memory` that wait in host memory (`hardware.cpu_offload`)."""
+
+
+OFFLOADED = {
+    "fsdp2": frozenset({"weights", "reference", "adapter", "gradients", "optimizer", "critic"}),
+    "zero2": frozenset({"gradients", "optimizer"}),
+    "zero3": frozenset({"weights", "adapter", "gradients", "optimizer"}),
+}
+"""What `hardware.cpu_offload` moves under each way of sharding (FSDP2's policy; ZeRO's optimizer and parameters)."""
+GATHERED_LAYERS = 2
+"""Layers whose sharded weights are whole at once: the one that computes, and the next one."""
 
 
 TRAINED_WIDTH = 4
@@ -71,11 +83,15 @@ def setup(config: TrainCommandConfig, shape: Shape) -> Setup:
         states_over=processes if sharding != "none" else 1,
         others_over=processes if sharding == "fsdp2" else 1,
         generating=hardware.rollout_devices or sampling,
+        offloaded=OFFLOADED.get(sharding, frozenset()) if hardware.cpu_offload else frozenset(),
     )
 
 
 def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float, device: Device) -> dict[str, float]:
     """Bytes per training device by part, as the trainer holds them, and the engine where it has no devices of its own.
+
+    A colocated vLLM that sleeps during the update is in here only where it needs more than the update's own parts do,
+    which are then left out.
 
     Args:
         load: of a whole step.
@@ -84,30 +100,68 @@ def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float,
     made = setup(config, shape)
     pack = max(min(float(pack_tokens(config, shape, device, made)), load.trained_unique / made.processes), longest)
     trained = made.trained_parameters * TRAINED_WIDTH
-    found = {
-        "weights": shape.parameters * made.weights_width / made.weights_over,
-        "reference": made.copies * shape.parameters * made.width / made.others_over,
-        "adapter": trained / made.weights_over if config.model.lora else 0,
-        "gradients": trained / made.states_over,
-        "optimizer": 2 * trained / made.states_over,
-        "critic": _critic_bytes(config, shape, made) / made.others_over,
+    found = _states(config, shape, made)
+    update = {
+        "gradients": 0.0 if "gradients" in made.offloaded else trained / made.states_over,
         "activations": pack * shape.activation_bytes(made.width, config.model.gradient_checkpointing),
-        "logits": min(CHUNK, pack) * shape.vocab * 4 * 3,
+        "logits": min(CHUNK, pack) * shape.vocab * 4.0 * 3,
     }
-    if not config.hardware.rollout_devices:
-        found |= engine_memory(config, shape, load)
+    if made.weights_over > 1:
+        outer = shape.parameters - shape.block_parameters
+        layers = shape.block_parameters * min(GATHERED_LAYERS, shape.layers) / shape.layers
+        update["gathered layers"] = (layers + outer) * made.width
+    engine = {} if config.hardware.rollout_devices else engine_memory(config, shape, load, device)
+    if sleeps(config):
+        found |= update if sum(update.values()) >= sum(engine.values()) else engine
+    else:
+        found |= update | engine
     return {part: float(size) for part, size in found.items() if size}
 
 
-def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load) -> dict[str, float]:
-    """Bytes per generating device by part: vLLM has the whole weights on each of them, `transformers` the trainer's."""
+def host_memory(config: TrainCommandConfig, shape: Shape) -> float:
+    """Bytes of host memory that offloaded parts of all processes of one machine take."""
     made = setup(config, shape)
-    held = min(load.prompt_unique + load.completion, float(config.engine.batch_tokens))
-    found = {
-        "KV cache": held * shape.kv_bytes(made.width) / made.generating,
-        "engine's copy": float(shape.parameters * made.width if config.engine.name.startswith("vllm") else 0),
+    gradients = made.trained_parameters * TRAINED_WIDTH / made.states_over
+    parts = _all_states(config, shape, made) | {"gradients": gradients}
+    return config.hardware.processes * sum(size for part, size in parts.items() if part in made.offloaded)
+
+
+def sleeps(config: TrainCommandConfig) -> bool:
+    """Whether vLLM gives its memory back during the update."""
+    return (
+        config.engine.name == "vllm_colocated" and config.hardware.device != "cpu" and config.engine.sleep is not False
+    )
+
+
+def _states(config: TrainCommandConfig, shape: Shape, made: Setup) -> dict[str, float]:
+    """Bytes per device of what stays between steps, without what waits in host memory."""
+    return {part: size for part, size in _all_states(config, shape, made).items() if part not in made.offloaded}
+
+
+def _all_states(config: TrainCommandConfig, shape: Shape, made: Setup) -> dict[str, float]:
+    trained = made.trained_parameters * TRAINED_WIDTH
+    return {
+        "weights": shape.parameters * made.weights_width / made.weights_over,
+        "reference": made.copies * shape.parameters * made.width / made.others_over,
+        "adapter": trained / made.weights_over if config.model.lora else 0.0,
+        "optimizer": 2 * trained / made.states_over,
+        "critic": _critic_bytes(config, shape, made) / made.others_over,
     }
-    return {part: size for part, size in found.items() if size}
+
+
+def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load, device: Device) -> dict[str, float]:
+    """Bytes per generating device by part: vLLM has the whole weights on each of them, `transformers` the trainer's.
+
+    vLLM fills the rest of its share of the memory with its KV cache, whatever the step asks for.
+    """
+    made = setup(config, shape)
+    if not config.engine.name.startswith("vllm"):
+        held = min((load.prompt_unique + load.completion) / made.generating, float(config.engine.batch_tokens))
+        return {"KV cache": held * shape.kv_bytes(made.width)}
+    copy = float(shape.parameters * made.width)
+    if device.name == "cpu":
+        return {"KV cache": float(config.engine.kv_cache_gb * GIB), "engine's copy": copy}
+    return {"KV cache": max(0.0, config.engine.gpu_memory * device.memory - copy), "engine's copy": copy}
 
 
 def pack_tokens(config: TrainCommandConfig, shape: Shape, device: Device, made: Setup) -> int:

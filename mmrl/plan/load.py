@@ -33,10 +33,13 @@ _SEARCH = {
     "reranker": Lengths(prompt=2000, completion=15),
     "answerer": Lengths(prompt=1200, completion=15),
 }
+_HOVER = Lengths(prompt=4000, completion=300, calls=3)
 DECLARED: Mapping[str, Mapping[str, Lengths]] = {
     "hotpotqa": _SEARCH,
     "2wiki": _SEARCH,
     "musique": _SEARCH,
+    # Three calls of each module in four hops; what an instruction has in common is not counted.
+    "hover": {"generate_query.predict": _HOVER, "append_notes.predict": _HOVER},
     "search_agent": {"agent": Lengths(prompt=300, completion=105, observation=480, calls=4)},
     "tool_agent": {"agent": Lengths(prompt=400, completion=300, observation=400, calls=2)},
 }
@@ -85,6 +88,11 @@ def declared(config: TrainCommandConfig, modules: Sequence[str], given: Mapping[
     steps = {module: float(lengths[module].completion * lengths[module].calls) for module in modules}
     share = config.train.batch_size / draws
     return {module: replace(load.scaled(share), decode_steps=steps[module]) for module, load in total.items()}
+
+
+def guessed(config: TrainCommandConfig, modules: Sequence[str], given: Mapping[str, Lengths]) -> list[str]:
+    """Modules whose lengths nobody has declared."""
+    return [m for m in modules if m not in given and m not in DECLARED.get(config.task.name, {})]
 
 
 def lengths_of(config: TrainCommandConfig, modules: Sequence[str], given: Mapping[str, Lengths]) -> dict[str, Lengths]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mmrl.config import TrainCommandConfig
-from mmrl.plan.cost import engine_memory, memory, seconds, setup
+from mmrl.plan.cost import engine_memory, host_memory, memory, seconds, setup, sleeps
 from mmrl.plan.devices import GIB, Device
 from mmrl.plan.load import Load, total
 from mmrl.plan.shapes import Shape
@@ -47,11 +47,18 @@ class Plan:
         """Bytes per device kept for rollouts, by part; empty without such devices."""
         if not self.config.hardware.rollout_devices:
             return {}
-        return engine_memory(self.config, self.shape, self.step)
+        return engine_memory(self.config, self.shape, self.step, self.device)
 
     def seconds(self) -> dict[str, float]:
         """Seconds of a step by phase."""
         return seconds(self.config, self.shape, self.loads, self.step, self.device)
+
+    def step_seconds(self) -> float:
+        """Seconds of a step; with `train.staleness=1` and devices of their own, rollouts pass beside the update."""
+        times = self.seconds()
+        if self.config.train.staleness and self.config.hardware.rollout_devices:
+            return max(times["update"], times["prefill"] + times["decode"])
+        return sum(times.values())
 
     def warnings(self) -> list[str]:
         """What cannot work or will hurt, with the setting to change."""
@@ -62,10 +69,11 @@ class Plan:
                 f"needs {need / GIB:.0f} GiB per device, {self.device.name} has {self.device.memory / GIB:.0f} GiB: "
                 + self._smaller(parts)
             )
-        share, copy = self.config.engine.gpu_memory, self.rollout_memory().get("engine's copy", 0.0)
+        share = self.config.engine.gpu_memory
+        copy = (self.rollout_memory() or parts).get("engine's copy", 0.0) if self.device.name != "cpu" else 0.0
         if copy > share * self.device.memory:
             found.append(
-                f"the weights alone take {copy / GIB:.0f} GiB of a rollout device, and vLLM may take "
+                f"the weights alone take {copy / GIB:.0f} GiB of a device that generates, and vLLM may take "
                 f"{share * self.device.memory / GIB:.0f} GiB (engine.gpu_memory={share:g}): raise engine.gpu_memory"
             )
         if self.step.calls and not self.step.trained:
@@ -79,13 +87,23 @@ class Plan:
         options = [
             (states, config.model.lora is None, "train an adapter (model.lora={r: 16, alpha: 64})"),
             (parts.get("critic", 0.0), "critic" in parts, "algo.critic=adapter or head"),
-            (parts["activations"], not config.model.gradient_checkpointing, "model.gradient_checkpointing=true"),
             (
-                parts["activations"],
+                parts.get("activations", 0.0),
+                not config.model.gradient_checkpointing,
+                "model.gradient_checkpointing=true",
+            ),
+            (
+                parts.get("activations", 0.0),
                 True,
                 f"a smaller train.microbatch_tokens ({config.train.microbatch_tokens or 'auto'} now)",
             ),
-            (parts.get("KV cache", 0.0), True, f"engine.batch_tokens below {config.engine.batch_tokens}"),
+            (
+                parts.get("KV cache", 0.0),
+                True,
+                f"engine.gpu_memory below {config.engine.gpu_memory:g}"
+                if config.engine.name.startswith("vllm")
+                else f"engine.batch_tokens below {config.engine.batch_tokens}",
+            ),
         ]
         usable = [(size, words) for size, can, words in options if can]
         return max(usable)[1] + ", or more devices (hardware=)"
@@ -101,8 +119,9 @@ class Plan:
             "trained_parameters": made.trained_parameters,
             "memory_bytes": self.memory(),
             "rollout_memory_bytes": self.rollout_memory(),
+            "host_memory_bytes": host_memory(config, self.shape),
             "seconds_per_step": self.seconds(),
-            "hours": config.train.steps * sum(self.seconds().values()) / 3600,
+            "hours": config.train.steps * self.step_seconds() / 3600,
             "device": asdict(self.device),
             "processes": made.processes,
             "rollout_devices": config.hardware.rollout_devices,
@@ -114,7 +133,7 @@ class Plan:
         """Everything, for people."""
         config, made = self.config, setup(self.config, self.shape)
         step, times, kept = self.step, self.seconds(), config.hardware.rollout_devices
-        per_step = sum(times.values())
+        per_step, parts = self.step_seconds(), sum(times.values())
         head = (
             f"{config.algo.name} on {config.task.name} with {config.model.path}: {config.train.steps} steps of "
             f"{config.train.batch_size} examples on {made.processes} x {self.device.name}"
@@ -126,14 +145,24 @@ class Plan:
             f"one step ({self.source})\n" + align(self._work()),
             self._fit("training device" if kept else "device", self.memory()),
             *([self._fit("rollout device", self.rollout_memory())] if kept else []),
+            *self._elsewhere(),
             f"time: {duration(per_step)} a step, {duration(config.train.steps * per_step)} in all, evaluations not "
-            "counted\n" + align([[name, duration(spent), f"{spent / per_step:.0%}"] for name, spent in times.items()]),
+            "counted\n" + align([[name, duration(spent), f"{spent / parts:.0%}"] for name, spent in times.items()]),
             f"assumed: {self.device.flops / 1e12:.3g} TFLOP/s, {self.device.bandwidth / 1e9:.0f} GB/s, update at "
             f"{self.device.utilisation:.0%} of it; sharing saves {_ratio(step.trained, step.trained_unique)} of the "
             "update's tokens. Estimates: docs/performance.md says how far off they were.",
         ]
         blocks += [f"warning: {warning}" for warning in self.warnings()]
         return "\n\n".join(blocks)
+
+    def _elsewhere(self) -> list[str]:
+        """What is in no table of a device."""
+        found, host = [], host_memory(self.config, self.shape)
+        if host:
+            found.append(f"host memory: {_size(host)} per machine for what hardware.cpu_offload keeps there")
+        if sleeps(self.config):
+            found.append("vLLM sleeps during the update: the table has the larger of the two phases")
+        return found
 
     def _fit(self, which: str, parts: Mapping[str, float]) -> str:
         fit = f"{sum(parts.values()) / GIB:.2f} of {self.device.memory / GIB:.0f} GiB per {which}"

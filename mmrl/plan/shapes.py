@@ -45,8 +45,13 @@ class Shape:
 
     def lora_parameters(self, rank: int, targets: tuple[str, ...]) -> int:
         """Parameters of one LoRA adapter of `rank` on the projections `targets`."""
+        sizes = self.projections()
+        return self.layers * rank * sum(sum(sizes[target]) for target in targets if target in sizes)
+
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Name -> inputs and outputs of each linear layer of a decoder layer."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sizes = {
+        return {
             "q_proj": (self.hidden, queries),
             "k_proj": (self.hidden, keys),
             "v_proj": (self.hidden, keys),
@@ -55,12 +60,12 @@ class Shape:
             "gate_proj": (self.hidden, self.intermediate),
             "down_proj": (self.intermediate, self.hidden),
         }
-        return self.layers * rank * sum(sum(sizes[target]) for target in targets if target in sizes)
 
     def activation_bytes(self, width: int, checkpointed: bool) -> int:
-        """Bytes kept for the backward per token: each layer's input, or everything that its backward reads."""
-        per_layer = self.hidden if checkpointed else 8 * self.hidden + 3 * self.intermediate
-        return self.layers * per_layer * width
+        """Bytes kept for the backward per token: everything that it reads, or each layer's input and one whole layer,
+        the one that is being computed again."""
+        layer = 8 * self.hidden + 3 * self.intermediate
+        return (self.layers * self.hidden + layer if checkpointed else self.layers * layer) * width
 
 
 _LLAMA_8B = Shape(
