@@ -10,7 +10,7 @@ import pytest
 from mmrl.cli import main
 from mmrl.report.compare import compare, find_runs
 from mmrl.report.compare_figure import DARK, evaluation_band, figure, training_band
-from mmrl.report.compare_tables import against_rows, seed_rows, summary_rows
+from mmrl.report.compare_tables import against_rows, pair_rows, seed_rows, summary_rows
 from mmrl.report.compare_write import as_text, write, write_docs
 from mmrl.report.files import append_jsonl
 from mmrl.report.rundir import RunDir
@@ -155,6 +155,24 @@ def test_algorithms_are_compared_on_common_seeds_and_items(tmp_path):
     table = {row[0]: dict(zip(against_rows(panel)[0][1:], row[1:], strict=True)) for row in against_rows(panel)[1:]}
     assert table["mhgpo_fof"]["mhgpo_is"] == "+0.300*" and table["mhgpo_is"]["mhgpo_fof"] == "-0.300*"
     assert table["mhgpo_fof"]["mmgrpo"] == "" == table["mmgrpo"]["mmgrpo"]
+
+
+def test_every_pair_has_its_interval_the_better_first(tmp_path):
+    for algo, after in (("mhgpo_fof", 0.3), ("mhgpo_is", 0.6)):
+        made(tmp_path / algo, algo=algo, after=after)
+    made(tmp_path / "other", algo="mmgrpo", seed=5)
+    comparison = compare(find_runs([tmp_path]), "x", METRICS)
+    (panel,) = comparison.panels
+    head, *pairs = pair_rows(panel)
+    assert len(pairs) == 1, "mmgrpo has no seed in common with the others"
+    shown = dict(zip(head, pairs[0], strict=True))
+    assert shown["pair"] == "mhgpo_is - mhgpo_fof" and shown["difference"] == "+0.300"
+    low, high = map(float, shown["95 % interval"].strip("[]").split(", "))
+    assert 0 < low <= 0.3 <= high
+    assert "mhgpo_is - mhgpo_fof" in as_text(comparison)
+    better, worse = (next(g for g in panel.groups if g.label == name) for name in ("mhgpo_is", "mhgpo_fof"))
+    forth, back = panel.against(better, worse), panel.against(worse, better)
+    assert (forth.low, forth.high) == pytest.approx((-back.high, -back.low)), "one draw, seen from both sides"
 
 
 def test_curves_are_means_with_the_range_of_seeds(tmp_path):

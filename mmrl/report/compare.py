@@ -199,7 +199,8 @@ class Panel:
         if not shared:
             return None
         mine, others = ([fmean(found[item] for found in side) for item in shared] for side in scores)
-        return paired_difference(others, mine, (0, "compare", first.label, second.label))
+        # The same draws either way round, so that one interval is the other's mirror image.
+        return paired_difference(others, mine, (0, "compare", *sorted((first.label, second.label))))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Part of `report`; `compare_write` turns them into text, Markdown and HTML.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from statistics import fmean
 
 from mmrl.report.compare import LEAST_GAIN, LEAST_ITEMS, SEEDS, Behaviour, Group, Line, Panel
@@ -72,6 +73,20 @@ def against_rows(panel: Panel) -> Rows:
             cells.append(f"{found.difference:+.3f}{'*' if found.certain else ''}" if found else "")
         rows.append([first.label, *cells])
     return rows
+
+
+def pair_rows(panel: Panel) -> Rows:
+    """After training, one row per pair of algorithms: the better minus the other, with its interval."""
+    rows = [["pair", "items", "difference", "95 % interval"]]
+    for first, second in combinations(panel.groups, 2):
+        found = panel.against(first, second)
+        if found is not None and found.difference < 0:
+            first, second = second, first
+            found = panel.against(first, second)
+        if found is not None:
+            pair = f"{first.label} - {second.label}"
+            rows.append([pair, str(found.n), f"{found.difference:+.3f}", interval(found)])
+    return rows if len(rows) > 1 else []
 
 
 def interval(found: Difference) -> str:

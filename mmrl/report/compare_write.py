@@ -13,7 +13,7 @@ from string import Template
 from mmrl.errors import ConfigError
 from mmrl.report.compare import Comparison, Panel
 from mmrl.report.compare_figure import caption, figure
-from mmrl.report.compare_tables import LEARNS, Rows, against_rows, seed_rows, summary_rows
+from mmrl.report.compare_tables import LEARNS, Rows, against_rows, pair_rows, seed_rows, summary_rows
 from mmrl.report.files import atomic_write
 from mmrl.report.html import table, text
 from mmrl.report.tables import align
@@ -32,7 +32,7 @@ def as_text(comparison: Comparison) -> str:
         parts.append(f"{heading(panel)}\n{align(summary_rows(panel))}")
         parts.append(align(seed_rows(panel)))
         if rows := against_rows(panel):
-            parts.append(f"{AGAINST}\n{align([[*row, ''] for row in rows])}")
+            parts += [f"{AGAINST}\n{align([[*row, ''] for row in rows])}", align(pair_rows(panel))]
     parts += [LEARNS, *comparison.notes]
     return "\n\n".join(parts)
 
@@ -94,10 +94,13 @@ def _markdown(comparison: Comparison, picture: str) -> str:
     for panel in comparison.panels:
         parts += [f"### {heading(panel)}", _markdown_table(summary_rows(panel))]
         if rows := against_rows(panel):
-            parts += [AGAINST, _markdown_table(rows)]
-        details = _markdown_table(seed_rows(panel))
-        parts.append(f"<details><summary>every seed</summary>\n\n{details}\n\n</details>")
+            parts += [AGAINST, _markdown_table(rows), _details("every pair", pair_rows(panel))]
+        parts.append(_details("every seed", seed_rows(panel)))
     return "\n\n".join([*parts, LEARNS, *comparison.notes])
+
+
+def _details(summary: str, rows: Rows) -> str:
+    return f"<details><summary>{summary}</summary>\n\n{_markdown_table(rows)}\n\n</details>"
 
 
 def _markdown_table(rows: Rows) -> str:
@@ -111,7 +114,8 @@ def _body(comparison: Comparison, title: str, svg: str) -> str:
     for panel in comparison.panels:
         parts.append(f"<h2>{text(heading(panel))}</h2>{_table(summary_rows(panel))}")
         if rows := against_rows(panel):
-            parts.append(f"<p class='small soft'>{text(AGAINST)}</p>{_table(rows)}")
+            pairs = f"<details><summary>every pair</summary>{_table(pair_rows(panel))}</details>"
+            parts.append(f"<p class='small soft'>{text(AGAINST)}</p>{_table(rows)}{pairs}")
         parts.append(f"<details><summary>every seed</summary>{_table(seed_rows(panel))}</details>")
     parts.append(f"<p class='small soft'>{text(LEARNS)}</p>")
     parts += [f"<p class='small soft'>{text(note)}</p>" for note in comparison.notes]
