@@ -333,3 +333,10 @@ def test_a_job_that_a_launcher_lost_is_counted_as_not_finished(monkeypatch, tmp_
     assert "-- job 1 of 2: algo=mhgpo_rr task=hotpotqa seed=1" in said.out
     assert "sweep: 1 of 2 runs finished" in said.err
     assert list((tmp_path / "outputs").iterdir()) == []
+
+
+def test_no_row_may_be_said(capsys):
+    assert main(["train", "experiment=null", "--cfg", "job"]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+    assert main(["train", "-m", "experiment=null,mhgpo/table1/mhgpo_rr", "seed=x"]) == 2
+    assert capsys.readouterr().err.startswith("error: seed: got 'x'")

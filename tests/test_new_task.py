@@ -73,6 +73,8 @@ def test_the_next_commands_are_printed(tmp_path, monkeypatch, capsys):
         (["my-task"], "'my-task', expected a name for a Python package"),
         (["class"], "'class', expected a name for a Python package"),
         (["../x"], "expected a name for a Python package"),
+        (["null"], "'null' is a value"),
+        (["NaN"], "'NaN' is a value"),
         (["hotpotqa"], "a task of mmrl's own"),
         (["json"], "installed Python package"),
         (["route", "kind=torch"], "kind"),

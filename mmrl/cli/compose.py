@@ -32,6 +32,8 @@ from mmrl.errors import ConfigError, unknown
 
 PASSED_ON = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--resolve", "--package", "-p")
 """Hydra's own flags that print something and run nothing."""
+NO_ROW = ("experiment=null", "experiment=")
+"""The default, which Hydra cannot be told: it takes null for no choice at all."""
 
 
 @dataclass(slots=True)
@@ -74,7 +76,7 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
             problems.append(f"{argument}: unknown flag (known: -m, --config-dir, {', '.join(PASSED_ON[::2])})")
         elif "=" not in argument and not argument.startswith("~"):
             problems.append(f"{argument}: expected key=value")
-        else:
+        elif argument not in NO_ROW:
             line.overrides.append(argument)
     if problems:
         raise ConfigError(problems)
@@ -109,7 +111,7 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
         jobs = BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
     except HydraException as error:
         raise ConfigError(str(error)) from None
-    return [[forced(o) for o in job if not _unknown_choice(o, line.config_dir, problems)] for job in jobs]
+    return [[forced(o) for o in job if not _left_out(o, line.config_dir, problems)] for job in jobs]
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
@@ -124,7 +126,8 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     return parsed
 
 
-def _unknown_choice(override: str, config_dir: str | None, problems: list[str]) -> bool:
+def _left_out(override: str, config_dir: str | None, problems: list[str]) -> bool:
+    """Whether Hydra must not see an override: no choice, or one that is not there (which is added to `problems`)."""
     key, _, value = override.lstrip("+~").partition("=")
     value = value.strip("'\"")
     if key == "hydra/launcher" and value.startswith("submitit") and importlib.util.find_spec("submitit") is None:
@@ -133,8 +136,10 @@ def _unknown_choice(override: str, config_dir: str | None, problems: list[str]) 
             "install it (pip install 'mmrl[slurm]'), or leave hydra/launcher out"
         )
         return True
-    if key not in GROUPS or override.startswith("~") or (key == "experiment" and value in ("", "null")):
+    if key not in GROUPS or override.startswith("~"):
         return False
+    if f"{key}={value}" in NO_ROW:
+        return True
     choices = options(key, config_dir)
     if value in choices:
         return False

@@ -32,6 +32,10 @@ MAX_TOKENS = {"async": "8", "dspy": "64"}
 PROGRAM = {"async": "function.txt", "dspy": "dspy.txt"}
 
 
+NO_NAMES = frozenset({"null", "true", "false", "nan", "inf"})
+"""What the command line reads as a value."""
+
+
 class NewTaskArguments(Section):
     """`key=value` arguments of `mmrl new-task NAME`."""
 
@@ -66,6 +70,8 @@ def name_problems(name: str, top: Path) -> list[str]:
     """Why a package and task of that name cannot be written into `top`, one sentence each."""
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         return [f"mmrl new-task: got '{name}', expected a name for a Python package: letters, digits, _"]
+    if name.lower() in NO_NAMES:
+        return [f"mmrl new-task: '{name}' is a value and no name where task={name} is typed; expected another name"]
     shipped = {path.stem for path in (conf_dir() / "task").glob("*.yaml")}
     if name in shipped | set(BUILT_IN):
         return [f"mmrl new-task: '{name}' is a task of mmrl's own; expected another name"]
