@@ -14,9 +14,9 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import COMMANDS, main
 from mmrl.cli.commands import validated
 from mmrl.cli.compose import composed, parse_arguments
-from mmrl.cli.options import GROUPS, conf_dir, options
 from mmrl.config import ALGO_SCHEMAS, EvalCommandConfig, TrainCommandConfig, validate
 from mmrl.errors import ConfigError
+from mmrl.folders import GROUPS, conf_dir, options
 
 
 def problems(*arguments):

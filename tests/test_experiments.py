@@ -10,8 +10,8 @@ import yaml
 
 from mmrl.cli import main
 from mmrl.cli.compose import composed
-from mmrl.cli.options import options
 from mmrl.config import EvalCommandConfig, TrainCommandConfig, validate
+from mmrl.folders import options
 from mmrl.tasks import TASKS
 
 ROWS = options("experiment")

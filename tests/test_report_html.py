@@ -184,6 +184,25 @@ def test_the_command_that_evaluates_again_has_what_was_typed_of_the_task(tmp_pat
     )
 
 
+def test_the_command_that_evaluates_again_has_what_a_row_set_of_the_task(tmp_path):
+    """The row's own values where the command line did not replace them; rows of a `--config-dir` count as well."""
+    row = tmp_path / "conf" / "experiment" / "mine" / "row.yaml"
+    row.parent.mkdir(parents=True)
+    row.write_text(
+        "# @package _global_\ndefaults:\n  - override /task: hotpotqa\n  - override /model: big\n"
+        "task:\n  max_tokens: 100\n  retriever:\n    top_k: 5\n  data: {dev: file.json}\nalgo: {beta: 0.1}\n"
+    )
+    run = fake_run(tmp_path / "run")
+    config, environment = run.config, run.environment
+    config["task"] = {**config["task"], "max_tokens": 7, "retriever": {"top_k": 5, "kind": "bm25"}}
+    config["model"] = {**config["model"], "name": "big"}
+    (run.path / "config.yaml").write_text(yaml.safe_dump(config))
+    typed = ["--config-dir", str(tmp_path / "conf"), "experiment=mine/row", "task.max_tokens=7"]
+    (run.path / "environment.json").write_text(json.dumps({**environment, "command": ["mmrl", "train", *typed]}))
+    (line,) = [line for line in finished(run).splitlines() if line.startswith("evaluate")]
+    assert line.split("task=hotpotqa ")[1] == "model=big task.max_tokens=7 task.retriever.top_k=5 split=test"
+
+
 def test_a_failed_drawing_does_not_lose_the_summary(tmp_path, monkeypatch):
     def broken(_):
         raise RuntimeError("no fonts")

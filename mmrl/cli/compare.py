@@ -14,10 +14,10 @@ from typing import Any
 from mmrl.cli.commands import import_config_plugins
 from mmrl.cli.compose import CommandLine, composed, expand, parse_arguments, take
 from mmrl.cli.launch import Job, Launcher
-from mmrl.cli.options import conf_dir, options, user_dirs
 from mmrl.config import TrainCommandConfig, validate
 from mmrl.config.compare import ComparePart, ComparePlan, read_plan
 from mmrl.errors import ConfigError, unknown
+from mmrl.folders import conf_dir, options, user_dirs
 from mmrl.report.compare import Comparison, compare, find_runs
 from mmrl.report.compare_write import as_text, check_docs, write, write_docs
 from mmrl.report.rundir import allocate

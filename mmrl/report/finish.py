@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import pairwise
 from textwrap import fill
 from typing import Any
 
+from mmrl.folders import row_keys
 from mmrl.report.html import write_report
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
@@ -118,10 +120,10 @@ def further(run: RunDir, seen: Overview, trouble: str = "") -> str:
 def evaluation_command(seen: Overview) -> str:
     """The command that evaluates the run on its own task, as its user set that task up.
 
-    `mmrl eval` composes a config of its own, so what was typed of `plugins`, `model=` and `task.*` is to be typed
-    again, by the values of this run (the command of a sweep has several).
+    `mmrl eval` composes a config of its own, so what was typed, or set by a row (`experiment=`), of `plugins`,
+    `model=` and `task.*` is to be typed again, by the values of this run (the command of a sweep has several).
     """
-    typed = dict.fromkeys(word.lstrip("+").partition("=")[0] for word in seen.run.environment.get("command", ()))
+    typed = dict.fromkeys(_set_by(seen.run.environment.get("command", ())))
     words = [f"policy={seen.run.path}", f"task={seen.get('task.name')}"]
     if "model" in typed and seen.get("model.name") != "tiny":
         words.append(f"model={seen.get('model.name')}")
@@ -131,6 +133,16 @@ def evaluation_command(seen: Overview) -> str:
         if (again or key == "plugins") and (value := _as_typed(seen.get(key))) is not None:
             words.append(f"{key}={value}")
     return " ".join(["mmrl eval", *(shlex.quote(word) for word in [*words, *_held_out(seen)])])
+
+
+def _set_by(command: Sequence[str]) -> Iterator[str]:
+    """The config keys that a command line set, those of its rows included."""
+    folder = next((after for word, after in pairwise(command) if word in ("--config-dir", "-cd")), None)
+    for word in command:
+        key, _, value = word.lstrip("+").partition("=")
+        yield key
+        for row in value.split(",") if key == "experiment" else ():
+            yield from row_keys(row, folder)
 
 
 NOT_AGAIN = ("data", "reward", "search_penalty", "final_penalty", "em_needs_format", "outcome_rewards", "judge")
