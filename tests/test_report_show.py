@@ -5,6 +5,7 @@ import pytest
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
+from mmrl.report.series import module_facts
 from mmrl.report.show import show, text_plot
 from mmrl.report.trees import abridged, advantage_of, clean, credit_line, made_of, shown_prediction
 from tests.report_fakes import CONFIG, fake_run, forest
@@ -154,3 +155,9 @@ def test_the_prediction_of_an_agent_is_shown_by_its_answer():
     assert shown_prediction({"answer": "Fonen", "actions": ["search"]}) == "Fonen"
     assert shown_prediction({"answer": None, "ended": "limit"}) == "{'answer': None, 'ended': 'limit'}"
     assert shown_prediction({"label": "refund"}) == "{'label': 'refund'}" and shown_prediction("harp") == "harp"
+
+
+def test_penalties_are_shown_where_there_are_some():
+    history = [{"step": 1, "module/a/penalty": 0.0, "module/a/reward": 1.0}, {"step": 2, "module/b/penalty": 0.0}]
+    assert module_facts(history) == ("reward",)
+    assert module_facts([*history, {"step": 3, "module/b/penalty": -0.1}]) == ("penalty", "reward")

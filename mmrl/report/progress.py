@@ -22,7 +22,7 @@ from rich.text import Text
 from mmrl.config import RootConfig, TrainCommandConfig
 from mmrl.errors import MODEL_CAUSED
 from mmrl.report.alarms import Alarm, current
-from mmrl.report.series import duration, modules_in, number, series, short, sparkline
+from mmrl.report.series import duration, module_facts, modules_in, number, series, short, sparkline
 
 Arguments = ParamSpec("Arguments")
 
@@ -282,7 +282,7 @@ class Progress:
         """One line per module with as many facts as fit, the most telling first."""
         last = self._history[-1]
         names = modules_in([last])
-        present = dict.fromkeys(key.rsplit("/", 1)[1] for key in last if key.startswith("module/"))
+        present = module_facts(self._history)
         behaviour = [fact for fact in present if fact not in SHARED_FACTS]
         room = width - min(max(len("module"), *(len(name) for name in names)), width // 3)
         table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)

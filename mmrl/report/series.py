@@ -53,6 +53,16 @@ def modules_in(history: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key.split("/", 1)[1].rsplit("/", 1)[0] for key in module_keys))
 
 
+def module_facts(history: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Facts that modules have, in order of first appearance; without `penalty` where no module ever got one."""
+    records = list(history)
+    keys = [key for key in keys_in(records) if key.startswith("module/")]
+    penalties = [key for key in keys if key.endswith("/penalty")]
+    never = not any(record.get(key) for record in records for key in penalties)
+    facts = dict.fromkeys(key.rsplit("/", 1)[1] for key in keys)
+    return tuple(fact for fact in facts if fact != "penalty" or not never)
+
+
 def splits_in(history: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """Split names that occur in keys `eval/<split>/…`, in order of first appearance."""
     return tuple(dict.fromkeys(key.split("/")[1] for key in keys_in(history) if key.startswith("eval/")))

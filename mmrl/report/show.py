@@ -18,7 +18,7 @@ from mmrl.report.alarms import Alarm
 from mmrl.report.journal import read_step
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
-from mmrl.report.series import ASCII_BLOCKS, BLOCKS, binned, series, short, trailing_mean
+from mmrl.report.series import ASCII_BLOCKS, BLOCKS, binned, module_facts, series, short, trailing_mean
 from mmrl.report.tables import align, before_after_table
 from mmrl.report.trees import clean, render_example, shown_prediction
 
@@ -137,7 +137,7 @@ def _evaluation_table(seen: Overview, split: str) -> str:
 
 def _module_table(seen: Overview) -> str:
     first, last = seen.training[0], seen.training[-1]
-    facts = [fact for fact in MODULE_FACTS if any(f"module/{name}/{fact}" in last for name in seen.modules)]
+    facts = [fact for fact in MODULE_FACTS if fact in module_facts(seen.training)]
     rows = [["", *facts, ""]]
     for name in seen.modules:
         cells = []
