@@ -1,5 +1,6 @@
 """The journal reads back exactly what was written, whatever a step holds."""
 
+import dataclasses
 import gzip
 import json
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from mmrl.errors import CheckpointError
 from mmrl.records import Call, Forest, Rollout
-from mmrl.report.journal import decode, encode, read_step, write_step
+from mmrl.report.journal import Writer, decode, encode, read_step, write_step
 from mmrl.report.rundir import RunDir
 
 floats = st.floats(allow_nan=False)
@@ -178,3 +179,30 @@ def test_a_damaged_journal_is_one_clear_error(run, damage):
     )
     with pytest.raises(CheckpointError, match="damaged journal"):
         read_step(run, 3)
+
+
+def test_a_writer_has_written_when_it_was_waited_for(tmp_path):
+    run = RunDir.create(tmp_path / "run", {}, [])
+    writer = Writer()
+    for step in (1, 2):
+        writer.write(run, dataclasses.replace(small_forest(), step=step), [])
+    writer.wait()
+    assert run.journal_steps(None) == [1, 2]
+    assert read_step(run, 2)[0] == dataclasses.replace(small_forest(), step=2)
+    writer.close()
+    writer.close()
+    run.close()
+
+
+def test_what_writing_raised_is_raised_to_whoever_waits(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mmrl.report.journal.atomic_write", full)
+    with RunDir.create(tmp_path / "run", {}, []) as run:
+        writer = Writer()
+        writer.write(run, small_forest(), [])
+        with pytest.raises(OSError, match="No space left"):
+            writer.wait()
+        writer.wait()  # it is said once
+        writer.close()

@@ -202,8 +202,10 @@ class Batcher:
 
     def _stop(self) -> None:
         if self._started:
+            started = time.perf_counter()
             self._started = False
             self.decoder.stop()
+            self.busy_s += time.perf_counter() - started
 
     async def _settle(self) -> None:
         """Let programs run until nothing changes any more and, if deterministic, all have asked that can ask."""

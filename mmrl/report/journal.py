@@ -13,6 +13,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from mmrl.errors import CheckpointError
@@ -41,6 +42,36 @@ def write_step(
     # The fastest level and no time stamp: a journal costs little and equal steps give equal files.
     data = gzip.compress(text.encode(), compresslevel=1, mtime=0)
     atomic_write(run.journal_path(forest.step if step is None else step, evaluation), data)
+
+
+class Writer:
+    """Writes the steps' journals one after the other, each in the background while its step trains."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._written: Future[None] | None = None
+
+    def write(self, run: RunDir, forest: Forest, entries: Sequence[Any]) -> None:
+        """Begin `write_step`; see `wait` for what writing the one before raised."""
+        self.wait()
+        self._pool = self._pool or ThreadPoolExecutor(1, "mmrl-journal")
+        self._written = self._pool.submit(write_step, run, forest, entries)
+
+    def wait(self) -> None:
+        """Return once all is on disk.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
+
+    def close(self) -> None:
+        """Let what has begun end; may be called twice."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
 
 
 def read_step(run: RunDir, step: int, *, evaluation: str | None = None) -> tuple[Forest, list[Json]]:

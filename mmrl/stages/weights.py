@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmrl import keyed
@@ -21,7 +21,7 @@ from mmrl.credit.entries import Credit
 from mmrl.errors import SyncFailure, TooManyFailures
 from mmrl.models import encode_text, tokenizer_seconds
 from mmrl.records import Example, Forest
-from mmrl.report.journal import write_step
+from mmrl.report.journal import Writer
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Trackers
@@ -81,6 +81,8 @@ class WeightStage:
     """Metrics of the step under way, from sampling and credit."""
     ahead: Ahead[Rolled] = field(default_factory=Ahead)
     """The next batch, with `train.staleness=1`."""
+    journal: Writer = field(default_factory=Writer)
+    """Writes what a step sampled while it trains."""
 
     def trainer(self, model: Any, resume_from: Any = None) -> MmrlTrainer:
         """The TRL trainer that calls back into this stage."""
@@ -128,7 +130,7 @@ class WeightStage:
         if self.config.train.staleness:
             self.pending |= lag_metrics(forest, step)
         if self.processes.main:
-            write_step(self.rundir, forest, credit.entries)
+            self.journal.write(self.rundir, forest, credit.entries)
         calls = train_calls(forest, credit, minibatch)
         return StepBatch(step=step, calls=calls, minibatches=self.config.algo.minibatches, metrics={})
 
@@ -153,7 +155,7 @@ class WeightStage:
         self.pending = forest_metrics(filled.forest, never(self.task)) | credit_metrics(trained, credit.entries)
         self.pending |= dict(credit.metrics) | filled.metrics()
         if self.processes.main:
-            write_step(self.rundir, filled.forest, credit.entries)
+            self.journal.write(self.rundir, filled.forest, credit.entries)
         calls = train_calls(trained, credit, minibatch)
         return StepBatch(step=step, calls=calls, minibatches=algo.minibatches, metrics={})
 
@@ -175,7 +177,7 @@ class WeightStage:
             self._sync(step - 1)
         else:
             self._sync(step - 1)
-            rolled = asyncio.run(self._roll(examples, step))
+            rolled = self._rolled(examples, step)
             self.times["wait"] = time.perf_counter() - started - self.times.get("sync", 0.0)
         following = step + 1
         if following <= self.config.train.steps:
@@ -213,7 +215,14 @@ class WeightStage:
         Raises:
             TooManyFailures: see `next_batch`.
         """
-        return self._complete(asyncio.run(self._roll(examples, step)), examples, step)
+        return self._complete(self._rolled(examples, step), examples, step)
+
+    def _rolled(self, examples: Sequence[Example], step: int) -> Rolled:
+        """`_roll` to its end, when the engine has freed what it held."""
+        started, busy = time.perf_counter(), self.engine.busy_s
+        rolled = asyncio.run(self._roll(examples, step))
+        whole = {"generate": self.engine.busy_s - busy, "rollout": time.perf_counter() - started}
+        return replace(rolled, seconds={**rolled.seconds, **whole})
 
     async def _roll(self, examples: Sequence[Example], step: int) -> Rolled:
         """This process's rollouts of some examples; reads nothing that training changes."""
@@ -270,10 +279,12 @@ class WeightStage:
     def close(self) -> None:
         """Cancel what is being sampled ahead, and free the engine."""
         self.ahead.close()
+        self.journal.close()
         self.engine.close()
 
     def on_step_end(self, step: int, update: dict[str, float]) -> None:
         """After the last optimizer step of `step`: log, evaluate when due."""
+        self.journal.wait()  # a step whose metrics are there has its journal
         spent = time.perf_counter() - self.step_started
         update_s = update.pop("time/update", 0.0)
         # What is sampled ahead costs a step only the wait for it.

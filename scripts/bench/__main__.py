@@ -27,7 +27,7 @@ SUITE: dict[str, list[str]] = {
     "memory": ["sides=trl,mmrl", "shape=is"],
     "critic": ["repeats=1"],
     "scaling": ["repeats=1"],
-    "overhead": ["steps=2", "repeats=2"],
+    "overhead": ["steps=8", "repeats=2"],
     "limits": ["gpu=cpu"],
 }
 """Bench -> options that fit the suite into its time; alone each measures longer, and tunes its peers."""

@@ -25,6 +25,7 @@ from scripts.bench.common import MODELS, Bar, finish, make_model, options, timed
 from scripts.bench.rollout import NoTokenizer
 
 BAR = 1.5
+"""Where tools take uneven times. Without any there is only the decode batches' filling to gain: no bar."""
 ROLLOUTS, MODULES, PROMPT = 16, 4, (40, 120)
 
 
@@ -144,7 +145,7 @@ def main(arguments: list[str]) -> int:
                 Bar(
                     what=f"programs: lock step / own, {lengths}, {mean_s * 1000:g} ms",
                     value=line["ratio"],
-                    bar=BAR,
+                    bar=BAR if mean_s else None,
                     real=sum(len(request.prompt_ids) for request in turns) + made,
                 )
             )
