@@ -10,7 +10,6 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -18,6 +17,7 @@ from weakref import WeakKeyDictionary, ref
 from mmrl.config import ModelConfig
 from mmrl.config.shipped import SHIPPED
 from mmrl.errors import ConfigError, nearest
+from mmrl.hub import hub_answers
 
 if TYPE_CHECKING:
     import torch
@@ -299,36 +299,16 @@ def _source(model: ModelConfig) -> str:
     return source
 
 
-@lru_cache(maxsize=1)
-def _hub_answers() -> bool:
-    """Whether the hub (or the mirror in HF_ENDPOINT) answers at all; asked once per process.
-
-    Without this question the hub's client tries for a minute per file before it gives up.
-    """
-    import urllib.error
-    import urllib.request
-
-    from huggingface_hub import constants
-
-    try:
-        urllib.request.urlopen(constants.ENDPOINT, timeout=5).close()
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, ValueError):
-        return False
-    return True
-
-
 def _offline(source: str) -> bool:
     """Whether to load only what is on this machine: a folder, or a hub id while the hub is away."""
-    return Path(source).is_dir() or not _hub_answers()
+    return Path(source).is_dir() or not hub_answers()
 
 
 def _unloadable(model: ModelConfig, what: str, error: Exception) -> str:
     at = f" at revision '{model.revision}'" if model.revision else ""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if not Path(model_path(model)).is_dir():
-        if not _hub_answers():
+        if not hub_answers():
             reason = "no such folder, and the hub does not answer (nor is it in the local cache)"
         reason += nearest(model.path, tuple(SHIPPED))
     return f"model.path: cannot load the {what} of '{model.path}'{at}: {reason}"

@@ -173,7 +173,7 @@ def test_no_chat_template_is_refused_unless_one_is_given(tmp_path):
 @pytest.mark.parametrize("load", [load_tokenizer, lambda config: load_model(config, "cpu")])
 @pytest.mark.parametrize("path", ["./nowhere", "nobody/nothing", "tinny", "EMPTY", "FILE", "BROKEN"])
 def test_a_path_that_cannot_be_loaded_is_one_config_error(tmp_path, monkeypatch, load, path):
-    monkeypatch.setattr(mmrl.models, "_hub_answers", lambda: False)
+    monkeypatch.setattr(mmrl.models, "hub_answers", lambda: False)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     (tmp_path / "broken").mkdir()

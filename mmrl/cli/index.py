@@ -102,6 +102,7 @@ def index_command(arguments: Sequence[str]) -> int:
 
 
 def _build(arguments: Sequence[str]) -> int:
+    from mmrl.hub import encoder_problems
     from mmrl.retrieval.index import build_index, partial_of, spec_of
     from mmrl.retrieval.select import packages_missing
     from mmrl.retrieval.sizes import estimate_text, measured_text
@@ -112,6 +113,8 @@ def _build(arguments: Sequence[str]) -> int:
     problems = packages_missing(section)
     if folder.exists():
         problems.append(f"index: {folder} exists, and is left as it is; choose another folder or remove it yourself")
+    if not problems and wanted.retriever != "bm25":
+        problems += encoder_problems("model", str(spec_of(section).settings["model"]))
     try:
         corpus = Corpus(wanted.corpus)
     except DataError as error:
@@ -124,16 +127,19 @@ def _build(arguments: Sequence[str]) -> int:
         return 0
     if partial_of(folder).is_dir():
         print(f"continuing the build in {partial_of(folder)}", flush=True)
-    info = build_index(
-        folder,
-        spec,
-        corpus.passages,
-        sources=wanted.corpus,
-        stamp=corpus.stamp(),
-        device=wanted.device,
-        batch_size=wanted.batch_size,
-        told=lambda written: print(measured_text(spec, written), flush=True),
-    )
+    try:
+        info = build_index(
+            folder,
+            spec,
+            corpus.passages,
+            sources=wanted.corpus,
+            stamp=corpus.stamp(),
+            device=wanted.device,
+            batch_size=wanted.batch_size,
+            told=lambda written: print(measured_text(spec, written), flush=True),
+        )
+    except OSError as error:
+        raise ConfigError(f"mmrl index build: cannot build {folder}: {error}; the same command goes on") from None
     if corpus.skipped:
         print("\n  ".join(["without passages, left out:", *corpus.skipped]))
     print(f"built in {info.build_seconds:.1f} s: {folder}\nuse it: task.retriever.name={info.kind} ", end="")
@@ -187,10 +193,13 @@ def serve_command(arguments: Sequence[str]) -> int:
 def _opened(wanted: Runtime) -> tuple[Any, Any, int]:
     """Info, retriever and number of passages of an index folder."""
     from mmrl.retrieval.index import open_index, read_info
+    from mmrl.retrieval.select import index_problems
     from mmrl.retrieval.store import PassageStore
 
     folder = Path(wanted.index).expanduser()
     info = read_info(folder, KEY)
+    if problems := index_problems(KEY, info):
+        raise DataError(problems)
     try:
         passages = PassageStore(folder)
         retriever = open_index(

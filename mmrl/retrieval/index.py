@@ -101,7 +101,7 @@ def read_info(folder: Path, key: str = "task.retriever.index") -> IndexInfo:
                 raise ValueError(f"{name} has {got} bytes, expected {size}")
             if content is not None and checksum(folder / name) != content:
                 raise ValueError(f"{name} has another content than was written")
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{key}: {folder} is damaged: {error}; build it again") from None
     return info
 

@@ -9,11 +9,12 @@ from typing import Any
 
 from mmrl.config import RetrieverConfig
 from mmrl.errors import DataError, RetrievalFailure
+from mmrl.hub import encoder_problems
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.bm25 import Bm25Retriever
 from mmrl.retrieval.cache import cache_root
 from mmrl.retrieval.child import ChildRetriever
-from mmrl.retrieval.index import cached_index, open_index, read_info
+from mmrl.retrieval.index import IndexInfo, cached_index, open_index, read_info, spec_of
 from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.store import PassageStore
 
@@ -46,14 +47,22 @@ def retriever_problems(config: RetrieverConfig) -> list[str]:
     if config.index is not None:
         try:
             open_index_corpus(config)
+            problems += index_problems("task.retriever.index", read_info(Path(config.index).expanduser()))
         except DataError as error:
             problems += error.problems
+    elif config.name in NEEDS:
+        problems += encoder_problems("task.retriever.model", str(spec_of(config).settings["model"]))
     if config.name == "remote":
         try:
             probe(config)
         except RetrievalFailure as failure:
             problems.append(f"task.retriever.url: {failure}; expected a server of the {config.protocol} protocol there")
     return problems
+
+
+def index_problems(key: str, info: IndexInfo) -> list[str]:
+    """Why an index's own encoder cannot be loaded."""
+    return encoder_problems(f"{key}: its encoder", str(info.settings["model"])) if info.kind in NEEDS else []
 
 
 def packages_missing(config: RetrieverConfig) -> list[str]:
