@@ -124,6 +124,26 @@ def test_files_that_cannot_be_read(tmp_path):
         load_rollouts(bad)
 
 
+@pytest.mark.parametrize(
+    ("record", "change", "says"),
+    [
+        ("q/0#0", {"parent": "q/0#1"}, "call 'q/0#0': parent: a cycle (q/0#0 -> q/0#1)"),
+        ("q/1#1", {"parent": "q/9"}, "call 'q/1#1': parent: got 'q/9', which is no call"),
+        ("q/1", {"leaf": "q/9"}, "rollout 'q/1': leaf: got 'q/9', which is no call"),
+        ("q/1", {"reward": [1.0]}, "rollout 'q/1': reward: got [1.0], expected a finite number"),
+        ("q/2", {"reward": 1.0}, "rollout 'q/2': reward: got 1 with error 'tool'"),
+        ("q/0#1", {"module": "c"}, "call 'q/0#1': module: got 'c', expected one of a, b"),
+    ],
+)
+def test_a_journal_that_was_changed_is_refused_with_its_record(record, change, says, forest, tmp_path):
+    lines = [line | change if line.get("id") == record else line for line in encode(forest, ())]
+    path = tmp_path / "step-000001.jsonl"
+    path.write_text("\n".join(dumps(line) for line in lines))
+    with pytest.raises(DataError) as caught:
+        load_rollouts(path)
+    assert any(problem.startswith(f"{path}: {says}") for problem in caught.value.problems), caught.value.problems
+
+
 def test_an_empty_forest_prints_a_head_only():
     assert credit_report([section("mhgpo_fof")], Grow(("a",)).forest, seed=0, as_json=False).startswith(
         "mhgpo_fof: 0 entries"

@@ -16,7 +16,7 @@ from mmrl.algorithms import assign_credit
 from mmrl.algorithms import problems as check
 from mmrl.config import AlgoConfig
 from mmrl.credit.entries import Credit, Entry
-from mmrl.credit.forest_json import VERSION, parse_forest
+from mmrl.credit.forest_json import VERSION, check_forest, parse_forest
 from mmrl.errors import ConfigError, DataError
 from mmrl.records import Forest
 from mmrl.report.journal import decode
@@ -36,7 +36,9 @@ def load_rollouts(path: Path) -> Forest:
         data = path.read_bytes()
         text = (gzip.decompress(data) if data.startswith(GZIP) else data).decode("utf-8-sig")
         if _is_journal(text):
-            return decode([json.loads(line) for line in text.split("\n") if line.strip()])[0]
+            forest = decode([json.loads(line) for line in text.split("\n") if line.strip()])[0]
+            check_forest(forest, str(path))
+            return forest
         return parse_forest(text, str(path))
     except OSError as error:
         hint = "; a journal is a file in RUN_DIR/journal" if path.is_dir() else ""

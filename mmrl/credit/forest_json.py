@@ -59,14 +59,35 @@ def parse_forest(text: str, source: str) -> Forest:
 
 def dump_forest(forest: Forest) -> dict[str, Any]:
     """The JSON form of a forest; what the form has no place for (texts, prompts, metrics) is left out."""
-    calls = []
     teachers = {call.id: rollout.teacher for rollout in forest.rollouts for call in forest.path(rollout)}
+    written = _written(forest)
+    for call in written["calls"]:
+        if call.get("teacher") is None and teachers.get(call["id"]) is not None:
+            call["teacher"] = teachers[call["id"]]
+        if call.get("completion_ids"):
+            del call["completion_tokens"]
+        else:
+            call.pop("completion_ids", None)
+    return written
+
+
+def check_forest(forest: Forest, source: str) -> None:
+    """Whether a forest that was not read from its JSON form is one that could be.
+
+    Raises:
+        DataError: as `parse_forest`.
+    """
+    reader = _Reader(source)
+    reader.forest(_written(forest))
+    if reader.problems:
+        raise DataError(reader.problems)
+
+
+def _written(forest: Forest) -> dict[str, Any]:
+    """All fields that the form has a place for; reads single records only, so it ends whatever they say."""
+    calls = []
     for call in forest.calls.values():
-        record: dict[str, Any] = {key: getattr(call, key) for key in CALL_KEYS if key != "completion_ids"}
-        record["teacher"] = call.teacher or teachers.get(call.id)
-        if call.completion_ids:
-            del record["completion_tokens"]
-            record["completion_ids"] = call.completion_ids
+        record = {key: getattr(call, key) for key in CALL_KEYS if key != "completion_ids" or call.completion_ids}
         record = {key: list(value) if isinstance(value, tuple) else value for key, value in record.items()}
         calls.append({k: v for k, v in record.items() if v is not None or k in ("parent", "turn_reward")})
     rollouts = [{key: getattr(rollout, key) for key in ROLLOUT_KEYS} for rollout in forest.rollouts]
