@@ -18,7 +18,8 @@ from mmrl.retrieval.base import Document
 from mmrl.retrieval.bm25 import Bm25Retriever
 from mmrl.retrieval.child import ChildRetriever
 from mmrl.retrieval.index import IndexSpec, build_index
-from mmrl.retrieval.server import Batches
+from mmrl.retrieval.remote import RemoteRetriever
+from mmrl.retrieval.server import Batches, make_app
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from tests.fakes import environment
@@ -168,3 +169,14 @@ def test_a_task_with_a_child_server_runs_and_stops_it(index):
     pid = task._retrievers["index"].pid
     task.close()
     assert gone(pid)
+
+
+def test_text_that_utf8_cannot_hold_is_served_as_json_can_and_read_without_it():
+    document = Document(id="0", title="half \ud800", text="Lisbon \udfff")
+    with listening(make_app(Bm25Retriever([document]), {})) as url:
+        status, reply = fetched(f"{url}/retrieve", queries=["Lisbon \ud800"], topk=1)
+        client = RemoteRetriever(url, retries=0)
+        (found,) = client.search(["Lisbon \ud800"], [1])[0]
+        client.close()
+    assert status == 200 and reply["result"][0][0]["title"] == document.title
+    assert (found.title, found.text) == ("half \ufffd", "Lisbon \ufffd")

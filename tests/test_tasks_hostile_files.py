@@ -122,3 +122,14 @@ def test_a_file_of_which_nothing_is_left_says_why(tmp_path):
     config = default_config("papillon", data={"dev": written(tmp_path, rows)}, sample="all")
     with pytest.raises(ConfigError, match="target_response is empty in every row"):
         TASKS["papillon"](config, 0)
+
+
+@pytest.mark.parametrize("name", ["data.json", "data.jsonl"])
+def test_half_a_utf16_pair_is_shown_as_no_character_and_told(tmp_path, caplog, name):
+    rows = [{"question": "a\ud800b", "more": [{"\udfff": ["\ud83d\ude00"]}]}, {"question": "\U0001f600 é"}]
+    text = json.dumps(rows) if name.endswith("json") else "\n".join(map(json.dumps, rows))
+    path = written(tmp_path, text, name)
+    values = [row.values for row in Source("task.data.dev", path).rows("dev")]
+    assert values == [{"question": "a\ufffdb", "more": [{"\ufffd": ["\U0001f600"]}]}, {"question": "\U0001f600 é"}]
+    (warning,) = caplog.records
+    assert path in warning.message and "U+FFFD" in warning.message

@@ -42,3 +42,12 @@ class AsyncRetriever(Protocol):
     async def search_async(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
         """`Retriever.search`, awaited."""
         ...
+
+
+def whole_text(text: str) -> str:
+    """`text` in which U+FFFD stands for each half of a UTF-16 pair: no tokenizer and no file takes those."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mmrl.retrieval.base import Document
+from mmrl.retrieval.base import Document, whole_text
 
 
 def read_search_r1(reply: Any, queries: int) -> list[list[Document]]:
@@ -59,6 +59,7 @@ def read_dspy(reply: Any) -> list[Document]:
 
 
 def _document(name: Any, title: str, text: str, score: Any) -> Document:
+    title, text = whole_text(title), whole_text(text)
     value = float(score)
     if not math.isfinite(value):
         raise ValueError(f"score: got {score}")

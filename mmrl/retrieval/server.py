@@ -11,6 +11,7 @@ the server is made.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import threading
@@ -147,8 +148,12 @@ def make_app(retriever: Retriever, facts: Mapping[str, Any], *, max_batch: int =
         except Exception as error:
             log.exception("search failed")
             status, reply = 500, {"error": True, "message": f"{type(error).__name__}: {error}"}
+        try:
+            response: Response = JSONResponse(reply, status_code=status)
+        except UnicodeEncodeError:  # half of a UTF-16 pair in a query or passage: JSON has it as an escape alone
+            response = Response(json.dumps(reply), status_code=status, media_type="application/json")
         meter.add(path, status, time.perf_counter() - started)
-        return JSONResponse(reply, status_code=status)
+        return response
 
     async def retrieve(request: Request) -> Response:
         async def work() -> dict[str, Any]:

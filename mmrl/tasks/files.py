@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import csv
 import json
+import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import DataError
+from mmrl.retrieval.base import whole_text
 
+log = logging.getLogger("mmrl.data")
+
+HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""JSON's escape of half a UTF-16 pair; most are whole pairs."""
 FORMATS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]*){0,2}")
 HUB_SPLITS: Mapping[str, str] = {"train": "train", "dev": "validation", "test": "test"}
@@ -145,8 +151,10 @@ def _json(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path}: not JSON that can be read ({error})") from None
     if not isinstance(content, list):
         raise ValueError(f"{path}: got {type(content).__name__}, expected a JSON list of records")
+    escapes = bool(HALF.search(text))
     for number, values in enumerate(content):
-        yield Row(f"{path} record {number}", values)
+        where = f"{path} record {number}"
+        yield Row(where, _whole(values, where) if escapes else values)
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
@@ -158,7 +166,28 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path} line {number}: not JSON ({getattr(error, 'msg', error)})") from None
-            yield Row(f"{path} line {number}", values)
+            where = f"{path} line {number}"
+            yield Row(where, _whole(values, where) if HALF.search(line) else values)
+
+
+def _whole(values: Any, where: str) -> Any:
+    """A record whose texts are whole (see `whole_text`)."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        log.warning("%s: holds half of a UTF-16 pair, which is no character; U+FFFD stands for it", where)
+        return _mended(values)
+    return values
+
+
+def _mended(value: Any) -> Any:
+    if isinstance(value, str):
+        return whole_text(value)
+    if isinstance(value, list):
+        return [_mended(item) for item in value]
+    if isinstance(value, dict):
+        return {_mended(key): _mended(item) for key, item in value.items()}
+    return value
 
 
 def _table(path: Path, delimiter: str) -> Iterator[Row]:
