@@ -76,7 +76,7 @@ def make(config: TrainCommandConfig, lengths: str, dry: int | None, name: str | 
         source = "from declared lengths; dry=N counts instead where the weights are at hand"
         if unknown := guessed(config, task.program.modules, given):
             source = (
-                f"from a guess at the lengths of {', '.join(unknown)}, by the task's limits: declare them with lengths=, "
-                "or count with dry=N where the weights are at hand"
+                f"from a guess at the lengths of {', '.join(unknown)}, by the task's limits: declare them with "
+                "lengths=, or count with dry=N where the weights are at hand"
             )
     return Plan(config=config, shape=shape, device=device, loads=loads, source=source)
