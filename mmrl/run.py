@@ -21,7 +21,7 @@ from mmrl.config import (
     TrainCommandConfig,
     validate,
 )
-from mmrl.errors import CheckpointError, MmrlError
+from mmrl.errors import CheckpointError, ConfigError, MmrlError
 from mmrl.evaluation import load_policy
 from mmrl.prepare import (
     as_tuples,
@@ -161,16 +161,19 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
         trackers(tracked, rundir, progress.note) as opened,
     ):
         progress.note(describe_start(config, task, rundir, checkpoint))
-        stage, trainer = build_stage(config, task, rundir, progress, opened, checkpoint, processes)
+        stage: WeightStage | None = None
         try:
+            stage, trainer = build_stage(config, task, rundir, progress, opened, checkpoint, processes)
             before = stage.baseline()
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
             after = stage.items(config.train.steps)
-        except (MmrlError, KeyboardInterrupt):
-            progress.note(f"stopped; continue with: mmrl train resume={rundir.path}")
+        except (MmrlError, KeyboardInterrupt) as error:
+            if stage is not None or not isinstance(error, ConfigError):  # a wrong setting would stop it again
+                progress.note(f"stopped; continue with: mmrl train resume={rundir.path}")
             raise
         finally:
-            stage.close()
+            if stage is not None:
+                stage.close()
         if not processes.main:
             return 0
         text = finish(

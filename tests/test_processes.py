@@ -261,6 +261,7 @@ def test_two_processes_give_the_numbers_of_one(algo, tmp_path):
         out, err = started(*algo, f"hardware={hardware}", f"run.dir={tmp_path / name}").communicate(timeout=600)
         assert "before" in out, err
         assert out.count("training reward") == 1  # one process speaks
+        assert "Warning" not in err
     one, two = (RunDir.read(tmp_path / name) for name in ("one", "two"))
     for mine, theirs in zip(one.history(), two.history(), strict=True):
         assert mine.keys() == theirs.keys()

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from mmrl.cli import main
+from mmrl.errors import ConfigError, EngineFailure
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir, comparable
 
@@ -242,3 +243,25 @@ def test_a_sweep_runs_every_job_in_a_directory_of_its_own(random_model, tmp_path
     runs = sorted(path.parent.relative_to(tmp_path).parts[:3] for path in tmp_path.rglob("summary.json"))
     assert [run[:2] for run in runs] == [("outputs", "hotpotqa")] * 4
     assert [run[2] for run in runs] == ["mhgpo_fof", "mhgpo_fof", "mhgpo_rr", "mhgpo_rr"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, True),
+        (EngineFailure("the server ended with code 1"), 1, True),
+        (ConfigError("engine.args: got --foo"), 2, False),
+    ],
+)
+def test_a_run_stopped_while_its_engine_starts_says_how_to_go_on(
+    error, code, said, random_model, tmp_path, capsys, monkeypatch
+):
+    """A server takes minutes to start; a wrong setting would stop the run again."""
+
+    def stop(*args):
+        raise error
+
+    monkeypatch.setattr("mmrl.run.build_stage", stop)
+    assert main(command(random_model, tmp_path / "run")) == code
+    shown = capsys.readouterr()
+    assert (f"mmrl train resume={tmp_path / 'run'}" in " ".join((shown.out + shown.err).split())) == said

@@ -25,6 +25,6 @@ def test_an_optimizer_key_reaches_the_trainer(key: str, value: float | str, argu
     train = TrainConfig.model_validate({"steps": 10, key: value})
     model = ModelConfig(name="tiny", path="tiny")
     settings = Settings(train=train, algo=GrpoConfig(name="grpo", epochs=2), model=model, seed=0)
-    arguments = settings.arguments(Path("out"), on_cpu=True, autocast=False)
+    arguments = settings.arguments(Path("out"), on_cpu=True, autocast=False, dense=True)
     assert arguments[argument] == value
     assert arguments["max_steps"] == 20

@@ -5,12 +5,16 @@ Part of `trainer`; used by `trl_trainer` alone.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers.utils import logging as hf_logging
+
+# torch 2.13's newer name for it is not one that accelerate passes on, nor one that torch 2.9 knows.
+warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
 
 
 def no_reward(*args: Any, **kwargs: Any) -> list[float | None]:

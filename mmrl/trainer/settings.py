@@ -110,11 +110,14 @@ class Settings:
             task_type="CAUSAL_LM",
         )
 
-    def arguments(self, folder: Path, *, on_cpu: bool, autocast: bool) -> dict[str, Any]:
+    def arguments(self, folder: Path, *, on_cpu: bool, autocast: bool, dense: bool) -> dict[str, Any]:
         """Arguments of TRL's `GRPOConfig`.
 
         Whatever belongs to TRL's own sampling, rewards, logging and saving is off or inert; one optimizer step is one
         `training_step`, so nothing divides the loss.
+
+        Args:
+            dense: every forward uses all weights (so not of a mixture of experts).
         """
         train = self.train
         return {
@@ -145,6 +148,8 @@ class Settings:
             # DDP would broadcast them in forwards, and processes do not all make equally many (`trainer.annotate`);
             # they are rotary tables, equal everywhere.
             "ddp_broadcast_buffers": False,
+            # Looking for unused weights costs a walk over each graph, and PyTorch warns of it.
+            "ddp_find_unused_parameters": False if dense else None,
             "average_tokens_across_devices": False,
             # A resumed run starts its own data stream at the right step; there is nothing to skip.
             "ignore_data_skip": True,

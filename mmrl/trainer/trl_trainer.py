@@ -139,7 +139,9 @@ class MmrlTrainer(Saves, Forwards, GRPOTrainer):
         super().__init__(
             model=model,
             reward_funcs=no_reward,
-            args=one_device(GRPOConfig(**settings.arguments(folder, on_cpu=on_cpu, autocast=autocast))),
+            args=one_device(
+                GRPOConfig(**settings.arguments(folder, on_cpu=on_cpu, autocast=autocast, dense=self.tries))
+            ),
             train_dataset=Dataset.from_dict({"prompt": ["mmrl brings its own batches"] * 2}),
             processing_class=tokenizer,
             callbacks=[StepEnd(self)],
