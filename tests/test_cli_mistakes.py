@@ -1,5 +1,7 @@
 """What a clumsy user types: each mistake is named in the words that were typed, exit code 2, nothing is written."""
 
+import json
+
 import pytest
 
 from mmrl.cli import main
@@ -55,6 +57,10 @@ MISTAKES = {
         ["algo: given more than once", "rollouts: given more than once", "algo.eps: given more than once"],
     ),
     "an algorithm twice": (["credit", "algo=grpo,grpo", "rollouts=x"], ["algo: got 'grpo' more than once"]),
+    "an option of one of several algorithms": (
+        ["credit", "algo=grpo,mhgpo_rr", "algo.aggregate=max", "rollouts=x"],
+        ["algo.aggregate: has no effect with grpo; it is an option of mhgpo_fof"],
+    ),
     "a list of algorithms": (
         ["credit", "algo=[grpo,ppo]", "rollouts=x"],
         ["algo: got '[grpo,ppo]', expected names joined by commas: algo=A,B"],
@@ -85,6 +91,16 @@ def test_of_very_many_names_only_the_nearest_are_printed():
     assert said.startswith("experiment: got 'mtppo', expected one of 61 names, the nearest are mt_ppo, ")
     assert said.endswith("; did you mean 'mt_ppo'?") and said.count("row/") == 4
     assert unknown("algo", "pp", ["mappo", "ppo"]) == "algo: got 'pp', expected one of mappo, ppo; did you mean 'ppo'?"
+
+
+def test_what_a_package_prints_is_no_part_of_the_json(tmp_path, monkeypatch, capsys):
+    (tmp_path / "loud_plugin.py").write_text("print('hello')")
+    monkeypatch.syspath_prepend(tmp_path)
+    forest = tmp_path / "empty.json"
+    forest.write_text('{"version": 1, "modules": ["a"], "calls": [], "rollouts": []}')
+    assert main(["credit", "algo=grpo", "plugins=[loud_plugin]", f"rollouts={forest}", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["calls"] == [] and "hello" in printed.err
 
 
 @pytest.mark.parametrize("code", ["raise RuntimeError('boom')", "def x(:", "import nothing_of_that_name"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -119,7 +120,8 @@ def credit_command(arguments: Sequence[str]) -> int:
     line = _without(line, stray)
     if not (path and names) or repeated:
         raise ConfigError(problems)
-    _plugins(line)
+    with redirect_stdout(sys.stderr):  # what a package prints when it is imported is no part of the result
+        _plugins(line)
     algos, seed = [], 0
     for name in dict.fromkeys(chosen):
         job = CommandLine(overrides=[f"algo={name}", *line.overrides], config_dir=line.config_dir)

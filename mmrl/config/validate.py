@@ -113,7 +113,8 @@ def _unknown_key(schema: type[BaseModel], prefix: tuple[str, ...], location: lis
             if location[-1] in other.model_fields and len(location) == 1
         ]
         if users:
-            return f"{path}: has no effect with this algorithm; it is an option of {', '.join(users)}"
+            chosen = next((name for name, other in ALGO_SCHEMAS.items() if other is schema), "this algorithm")
+            return f"{path}: has no effect with {chosen}; it is an option of {', '.join(users)}"
     return f"{path}: unknown key{nearest(location[-1], fields)} (valid here: {', '.join(sorted(fields))})"
 
 
