@@ -190,6 +190,8 @@ def test_reward_set_of_a_task_with_a_judge_alone():
             ["algo=mmgrpo", "algo.format_failure_score=1e200"],
             "algo.format_failure_score: got 1e+200, expected less than",
         ),
+        (["algo=mmgrpo", "algo.rollouts=100001"], "algo.rollouts: got 100001, expected less than"),
+        (["algo=grpo", "algo.loss_mean=constant", f"algo.loss_length={10**400}"], "algo.loss_length: got 1000"),
         ([FOF, "algo.penalty_scale={answerer: 1e300}"], "algo.penalty_scale.answerer: got 1e+300, expected a finite"),
     ],
 )

@@ -12,6 +12,8 @@ Aggregate = Literal["mean", "max", "min", "random"]
 REFILL_ROUNDS = 4
 FACTOR = 1e30
 """Largest coefficient: times the largest reward it is still a number, and so is its square."""
+MOST_SAMPLES = 100_000
+"""Largest group: beyond it a typing error is likelier than a wish."""
 STUDENT = "student"
 """Name of the policy in training, among the teachers of mmGRPO."""
 
@@ -27,7 +29,10 @@ class AlgoConfig(Section):
     beta: float = Field(0.001, ge=0, le=FACTOR, description="weight of the KL term against the reference policy")
     loss_mean: Literal["seq", "token", "constant"] = Field("seq", description="how token losses are averaged")
     loss_length: int | None = Field(
-        None, ge=1, description="L_max that loss_mean=constant divides by; null: the longest sequence of the batch"
+        None,
+        ge=1,
+        le=10_000_000,
+        description="L_max that loss_mean=constant divides by; null: the longest sequence of the batch",
     )
     temperature: float = Field(1.0, gt=0, description="sampling temperature of training rollouts")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling of training rollouts; 1: off")
@@ -59,7 +64,7 @@ def refuse_penalty_scale(scale: dict[str, float] | None, penalties: bool) -> Non
 class GroupConfig(AlgoConfig):
     """What group-relative algorithms have."""
 
-    group_size: int = Field(4, ge=2, description="G: samples whose rewards are compared")
+    group_size: int = Field(4, ge=2, le=MOST_SAMPLES, description="G: samples whose rewards are compared")
     eps: float = Field(1e-6, ge=0, description="added to the standard deviation")
     ddof: Annotated[Literal[0, 1], BeforeValidator(no_lookalike)] = Field(
         1, description="1: sample standard deviation, 0: population"
@@ -232,7 +237,7 @@ class MmgrpoConfig(GroupConfig):
     """mmGRPO (arXiv 2508.04660): groups by module and invocation, padded, optionally the k most diverse."""
 
     name: Literal["mmgrpo"]
-    rollouts: int = Field(12, ge=2, description="R: rollouts per example")
+    rollouts: int = Field(12, ge=2, le=MOST_SAMPLES, description="R: rollouts per example")
     group_size: int | None = Field(None, ge=2, description="G: keep the G most diverse of a group; null: all R")  # type: ignore[assignment]
     teachers: tuple[TeacherConfig, ...] | None = Field(
         None, description="programs that make the R rollouts, one after the other; null: the student alone"
