@@ -87,7 +87,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     import torch
 
     from mmrl.stages.environment import eval_settings, make_environment
-    from mmrl.stages.evaluate import evaluate, evaluation_metrics, forget_failed
+    from mmrl.stages.evaluate import evaluate, evaluation_metrics, forget_failed, outside_failures
 
     hardware = config.hardware
     torch.set_num_threads(hardware.threads or 1)
@@ -116,7 +116,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     rundir.write_summary(
         {"policy": config.policy, "task": task.name, "split": config.split, "metrics": metrics, "facts": facts}
     )
-    print(evaluation_text(config, facts, metrics, rundir.path))
+    print(evaluation_text(config, facts, metrics, rundir.path, outside_failures(items)))
     return 0
 
 
@@ -172,7 +172,7 @@ def load_policy(policy: Policy, config: RootConfig) -> tuple[Any, Any, dict[str,
 
 
 def evaluation_text(
-    config: EvalCommandConfig, facts: Mapping[str, Any], metrics: Mapping[str, float], path: Path
+    config: EvalCommandConfig, facts: Mapping[str, Any], metrics: Mapping[str, float], path: Path, failures: str = ""
 ) -> str:
     """What `mmrl eval` prints: each metric with its 95 % interval, and what was evaluated on what."""
     rows = [["", "mean", "95 % interval"]]
@@ -183,6 +183,7 @@ def evaluation_text(
     behaviour = {name: value for name, value in metrics.items() if name.startswith("module/")}
     failed = f"{metrics['failed_share']:.1%} of the rollouts failed from outside causes"
     again = f"\nrun again what failed from outside: mmrl eval resume={path}" if metrics["failed_share"] else ""
+    again = (f"\nfrom outside: {failures}" if failures else "") + again
     if config.model.name == "tiny" and "mini world" not in str(facts.get("data", "mini world")):
         facts = {**facts, "note": "the tiny model is made for the mini world and cannot read real text"}
     return "\n\n".join(

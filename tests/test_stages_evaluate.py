@@ -8,7 +8,7 @@ import pytest
 from mmrl.config import EvalConfig, TaskConfig
 from mmrl.errors import ParseFailure, ToolFailure
 from mmrl.stages import evaluate as module
-from mmrl.stages.evaluate import evaluate, evaluation_metrics, forget_failed
+from mmrl.stages.evaluate import evaluate, evaluation_metrics, forget_failed, outside_failures
 from mmrl.tasks import TASKS
 from tests.fakes import Chain, FakeEngine, FakeTask, environment, seeded_letter
 
@@ -57,13 +57,17 @@ def test_items_are_means_over_samples_and_the_interval_holds_the_mean(monkeypatc
 
 def test_failed_rollouts_score_zero_and_are_counted(monkeypatch):
     def broken(text):
-        raise ToolFailure("down")
+        raise ToolFailure("\x1b[2J down\n")
 
     items, _ = run(None, FakeTask(Chain(), tools={"echo": broken}), monkeypatch=monkeypatch)
     metrics = evaluation_metrics(items, SETTINGS, 0)
     assert metrics["reward"] == metrics["score"] == metrics["score_high"] == 0, "the main metric is there all the same"
     assert (metrics["failed_share"], metrics["model_failed"]) == (1, 0)
     assert all(item["errors"] == ["tool", "tool"] for item in items)
+    first = items[0]["id"]
+    assert outside_failures(items) == f"tool {2 * len(items)}; the first, item {first}: [2J down", (
+        "and not only how many"
+    )
 
 
 def test_rollouts_that_the_model_spoilt_are_counted_apart(monkeypatch):
@@ -73,6 +77,7 @@ def test_rollouts_that_the_model_spoilt_are_counted_apart(monkeypatch):
     items, _ = run(None, FakeTask(Chain(), tools={"echo": spoilt}), monkeypatch=monkeypatch)
     metrics = evaluation_metrics(items, SETTINGS, 0)
     assert (metrics["failed_share"], metrics["model_failed"]) == (0, 16)
+    assert outside_failures(items) == ""
 
 
 def test_items_that_failed_from_outside_can_be_evaluated_again(tmp_path, monkeypatch):

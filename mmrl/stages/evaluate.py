@@ -6,7 +6,7 @@ Used before, during and after training, and by `mmrl eval`.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -122,10 +122,21 @@ def item_results(forest: Forest, failed: dict[str, float], without: Collection[s
                 "modules": {name: fmean(values) for name, values in behaviour[example].items()},
                 "predictions": [r.prediction for r in rollouts],
                 "errors": [r.error for r in rollouts if r.error],
+                "messages": [r.error_message for r in rollouts if r.error and r.error not in MODEL_CAUSED],
                 "failed_share": failed_share(rollouts),
             }
         )
     return items
+
+
+def outside_failures(items: Sequence[Item]) -> str:
+    """What failed from outside, and how: the number of each kind, and the first message; empty where nothing did."""
+    counts = Counter(error for item in items for error in item["errors"] if error not in MODEL_CAUSED)
+    if not counts:
+        return ""
+    told = next((f"the first, item {item['id']}: {text}" for item in items for text in item.get("messages", ())), "")
+    shown = "".join(character if character.isprintable() else " " for character in told)
+    return "; ".join(filter(None, [", ".join(f"{k} {n}" for k, n in counts.items()), " ".join(shown.split())[:500]]))
 
 
 def evaluation_metrics(items: Sequence[Item], settings: EvalConfig, seed: int) -> dict[str, float]:

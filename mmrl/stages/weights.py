@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,7 +30,7 @@ from mmrl.rollout.sample import sample
 from mmrl.stages.ahead import Ahead
 from mmrl.stages.batches import batch_of, minibatches, train_calls
 from mmrl.stages.environment import eval_settings, make_environment
-from mmrl.stages.evaluate import Item, evaluate, evaluation_metrics
+from mmrl.stages.evaluate import Item, evaluate, evaluation_metrics, outside_failures
 from mmrl.stages.metrics import credit_metrics, failed_share, forest_metrics, lag_metrics, never
 from mmrl.stages.processes import ALONE, Processes
 from mmrl.stages.refill import only, refill, refills
@@ -328,11 +327,9 @@ class WeightStage:
             return
         if self.processes.main:
             self.rundir.eval_path(0, self.config.eval.split).unlink(missing_ok=True)
-        counts = Counter(error for item in items for error in item["errors"])
-        kinds = ", ".join(f"{kind} {count}" for kind, count in counts.items())
         raise TooManyFailures(
             f"evaluation before training: {share:.0%} of the rollouts failed from outside causes, more than "
-            f"train.max_failed_share={limit:.0%} ({kinds})"
+            f"train.max_failed_share={limit:.0%} ({outside_failures(items)})"
         )
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
