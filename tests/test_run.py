@@ -185,7 +185,9 @@ def test_an_outage_before_training_stops_the_run_which_then_measures_its_start_a
     assert main(command(random_model, run, "train.steps=2")) == 1
     said = capsys.readouterr().err
     assert "failed from outside 100%, each counted as 0" in said
-    assert re.search(r"evaluation before training: 100% of the rollouts failed .*=50% \(tool 4\)", said)
+    assert re.search(
+        r"evaluation before training: 100% of the rollouts failed .*=50% \(tool 4; the first, .*retriever down\)", said
+    )
     assert f"resume={run}" in said
     assert not list((run / "eval").iterdir())
     monkeypatch.setattr(MultihopQaTask, "search", works)
@@ -210,6 +212,7 @@ def test_an_evaluation_tells_its_outages_and_asks_again_on_resume(random_model, 
     assert main(["eval", f"policy={random_model}", f"run.dir={folder}", *small]) == 0
     said = capsys.readouterr().out
     assert "25.0% of the rollouts failed from outside causes" in said
+    assert re.search(r"from outside: tool 1; the first, item \S+: .*retriever down\n", said)
     assert f"mmrl eval resume={folder}" in said
     assert main(["eval", f"resume={folder}"]) == 0
     said = capsys.readouterr().out
