@@ -19,6 +19,7 @@ from mmrl.algorithms import problems as algorithm_problems
 from mmrl.algorithms.options import TURN_SETS
 from mmrl.config import (
     EvalCommandConfig,
+    HardwareConfig,
     RootConfig,
     TaskConfig,
     TrainCommandConfig,
@@ -282,25 +283,39 @@ def settle(config: ConfigT) -> ConfigT:
     device = hardware.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"hardware.device: got cuda (hardware={hardware.name}), this machine has no CUDA device")
-    # Of several machines, the first alone serves, and who is first is not known yet.
-    serving = hardware.rollout_devices if hardware.nodes == 1 and config.engine.url is None else 0
-    wanted = hardware.processes + serving
-    if device == "cuda" and torch.cuda.device_count() < wanted:
-        raise ConfigError(
-            f"hardware.processes: profile '{hardware.name}' asks for {hardware.processes} GPUs to train"
-            + (f" and {serving} to serve rollouts" if serving else "")
-            + f", this machine has {torch.cuda.device_count()}; set hardware.processes, or take another profile"
-        )
+    hardware = hardware.model_copy(update={"device": device})
+    refuse_absent(hardware, served_here=config.engine.url is None)
     threads = hardware.threads or max(1, len(os.sched_getaffinity(0)) // hardware.processes)
     engine = hardware.engine if config.engine.name == "auto" else config.engine.name
     return config.model_copy(
         update={
-            "hardware": hardware.model_copy(update={"device": device, "threads": threads}),
+            "hardware": hardware.model_copy(update={"threads": threads}),
             "engine": config.engine.model_copy(update={"name": engine}),
         }
     )
+
+
+def refuse_absent(hardware: HardwareConfig, served_here: bool) -> None:
+    """Raises `ConfigError` for GPUs that this machine does not have.
+
+    Args:
+        served_here: whether rollout devices, if any, are this machine's.
+    """
+    import torch
+
+    if hardware.device != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise ConfigError(f"hardware.device: got cuda (hardware={hardware.name}), this machine has no CUDA device")
+    # Of several machines, the first alone serves, and who is first is not known yet.
+    serving = hardware.rollout_devices if hardware.nodes == 1 and served_here else 0
+    here = torch.cuda.device_count()
+    if here < hardware.processes + serving:
+        raise ConfigError(
+            f"hardware.processes: profile '{hardware.name}' asks for {hardware.processes} GPUs to train"
+            + (f" and {serving} to serve rollouts" if serving else "")
+            + f", this machine has {here}; set hardware.processes, or take another profile"
+        )
 
 
 def plannable(config: TrainCommandConfig, device: str | None) -> TrainCommandConfig:

@@ -29,6 +29,7 @@ from mmrl.prepare import (
     build_task,
     check_all,
     import_plugins,
+    refuse_absent,
     refuse_kind,
     reward_set,
     settle,
@@ -98,7 +99,9 @@ def resume(folder: Path) -> int:
     from mmrl.trainer.checkpoint import latest
 
     refuse_kind(folder, TrainCommandConfig)
-    hardware = RunDir.read(folder).config.get("hardware", {})
+    stored = RunDir.read(folder).config
+    hardware = stored.get("hardware", {})
+    refuse_absent(validate_hardware(hardware), served_here=stored.get("engine", {}).get("url") is None)
     count = hardware.get("processes", 1) * hardware.get("nodes", 1)
     if launched() is None and count > 1:
         refuse_unlaunched(validate_hardware(hardware))

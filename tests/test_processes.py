@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mmrl.cli import main
 from mmrl.config import EngineConfig, HardwareConfig
@@ -295,3 +296,16 @@ def test_a_killed_process_ends_the_run_and_it_continues(tmp_path):
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads((run / "summary.json").read_text())
     assert [record["step"] for record in RunDir.read(run).history()] == [0, 1, 2, 3]
+
+
+def test_a_run_resumed_where_its_gpu_is_not_is_refused(random_model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mmrl.run.build_stage", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(["train", f"model.path={random_model}", "hardware=cpu", f"run.dir={tmp_path / 'run'}"]) == 130
+    config = tmp_path / "run" / "config.yaml"
+    stored = yaml.safe_load(config.read_text())
+    stored["hardware"]["device"] = "cuda"
+    config.write_text(yaml.safe_dump(stored))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    capsys.readouterr()
+    assert main(["train", f"resume={tmp_path / 'run'}"]) == 2
+    assert "hardware.device: got cuda" in capsys.readouterr().err
