@@ -112,7 +112,9 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
             print(f"stopped; continue with: mmrl eval resume={rundir.path}", file=sys.stderr)
             raise
     metrics = evaluation_metrics(items, config.eval, config.seed)
-    facts = {**task.describe(), **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
+    others = {f"{split} items" for split in ("train", "dev", "test") if split != config.split}
+    facts = {name: fact for name, fact in task.describe().items() if name not in others}
+    facts |= {**describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
     rundir.write_summary(
         {"policy": config.policy, "task": task.name, "split": config.split, "metrics": metrics, "facts": facts}
     )

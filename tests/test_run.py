@@ -212,6 +212,7 @@ def test_an_evaluation_tells_its_outages_and_asks_again_on_resume(random_model, 
     assert main(["eval", f"policy={random_model}", f"run.dir={folder}", *small]) == 0
     said = capsys.readouterr().out
     assert "25.0% of the rollouts failed from outside causes" in said
+    assert "dev items" in said and "train items" not in said and "test items" not in said
     assert re.search(r"from outside: tool 1; the first, item \S+: .*retriever down\n", said)
     assert f"mmrl eval resume={folder}" in said
     assert main(["eval", f"resume={folder}"]) == 0

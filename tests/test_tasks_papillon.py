@@ -274,9 +274,11 @@ def test_the_papers_rows_in_file_order(tmp_path):
     assert (ids["dev"][0], ids["dev"][-1]) == ("row-222", "row-442")
     assert task.examples("train")[0].metadata["units"] == ["ann", "bob"], "pieces without repetition"
     assert task.examples("train")[0].inputs == {"user_query": "query 0"}
+    assert task.describe()["sample"] == "train rows 0 to 110, dev rows 222 to 442, test rows 443 to 663"
     short = write_csv(tmp_path / "short.csv", rows(300))
     assert "has 300 rows, the paper's dev split is rows 222 to 442" in problems("papillon", data={"dev": short})
-    assert len(make("papillon", data={"dev": short}, sample="all").examples("dev")) == 300
+    whole = make("papillon", data={"dev": short}, sample="all")
+    assert len(whole.examples("dev")) == 300 and "sample" not in whole.describe()
 
 
 def test_rows_without_target_are_left_out_and_counted_and_bad_ones_refused(tmp_path):

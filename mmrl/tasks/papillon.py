@@ -166,4 +166,8 @@ class PapillonTask(DspyTask):
         if self.config.external is not None and self.external is not None:
             external = described(self.config.external, self.external)
         facts = {**super().describe(), "external model": external, "judge": self.judges.describe()}
+        if self.sources and self.config.sample == "paper":
+            facts["sample"] = ", ".join(
+                f"{split} rows {ROWS[split][0]} to {ROWS[split][1] - 1}" for split in self.sources
+            )
         return facts | ({"rows without a target, left out": len(self.left_out)} if self.left_out else {})
