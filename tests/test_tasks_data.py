@@ -1,5 +1,6 @@
 import json
 import os
+import time
 from pathlib import Path
 
 import pyarrow
@@ -7,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from mmrl.config import DataConfig, RetrieverConfig, TaskConfig
-from mmrl.errors import DataError
+from mmrl.errors import ConfigError, DataError
 from mmrl.tasks import TASKS
 from mmrl.tasks.data import LAYOUTS, load_records, subset, to_example
 from mmrl.tasks.files import Source
@@ -240,12 +241,42 @@ def test_an_unreachable_hub_id_is_one_clear_error(monkeypatch):
         raise ConnectionError("Couldn't\nreach the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(DataError) as caught:
-        load("hotpotqa/hotpot_qa:distractor")
-    assert str(caught.value) == (
-        "task.data.dev: cannot load 'hotpotqa/hotpot_qa:distractor' (split validation) from the hub: "
-        "ConnectionError: Couldn't reach the Hub"
-    )
+    said = "task.data.dev: cannot load 'hotpotqa/hotpot_qa:distractor' (split validation) from the hub: "
+    for answers, why in (
+        (True, "ConnectionError: Couldn't reach the Hub"),
+        (False, "the hub does not answer, and it is"),
+    ):
+        monkeypatch.setattr("mmrl.tasks.files.hub_answers", lambda answers=answers: answers)
+        with pytest.raises(DataError) as caught:
+            load("hotpotqa/hotpot_qa:distractor")
+        assert str(caught.value).startswith(said + why)
+
+
+def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(monkeypatch, capfd):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr("mmrl.tasks.files.hub_answers", lambda: False)
+    before, started = constants.HF_HUB_OFFLINE, time.perf_counter()
+    with pytest.raises(DataError, match="the hub does not answer"):
+        load("nobody/none-like-this")
+    assert time.perf_counter() - started < 8, "its client alone retries for 25 s"
+    assert "Retrying" not in capfd.readouterr().err and before == constants.HF_HUB_OFFLINE
+
+
+def test_splits_of_one_hub_id_are_sources_of_their_own(tmp_path, monkeypatch):
+    def identities(*specs):
+        return [Source("x", spec).identity(split) for split, spec in zip(("train", "test"), specs, strict=True)]
+
+    one, other = identities("mteb/banking77", "mteb/banking77")
+    assert one != other
+    one, other = identities("mteb/banking77", "mteb/banking77::train")
+    assert one == other, "whatever way it is typed"
+    monkeypatch.chdir(tmp_path)
+    path = saved(tmp_path, [{"text": "hi", "label": "a"}])
+    one, other = identities(path, "data.json")
+    assert one == other
+    with pytest.raises(ConfigError, match=r"task\.data: train and test are all of .*data\.json"):
+        TASKS["banking77"](TaskConfig(name="banking77", data=DataConfig(train=path, test="./data.json")), 0)
 
 
 def test_subset_is_stable_and_seeded():

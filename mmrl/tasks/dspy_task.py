@@ -90,12 +90,12 @@ class DspyTask(ABC):
         """Sources that two splits would use in full."""
         splits_of: dict[str, list[str]] = {}
         for split, spec in self.sources.items():
-            splits_of.setdefault(spec, []).append(split)
+            splits_of.setdefault(Source("", spec).identity(split), []).append(split)
         apart = self.parts if self.config.sample == "paper" else frozenset[str]()
         return [
-            f"task.data: {' and '.join(splits)} are all of {spec}; expected a source each"
+            f"task.data: {' and '.join(splits)} are all of {self.sources[splits[0]]}; expected a source each"
             + (f", or task.sample=paper for {' and '.join(splits)}" if self.parts.issuperset(splits) else "")
-            for spec, splits in splits_of.items()
+            for splits in splits_of.values()
             if len(splits) > 1 and not apart.issuperset(splits)
         ]
 

@@ -12,12 +12,14 @@ import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mmrl.errors import DataError
+from mmrl.hub import hub_answers
 from mmrl.retrieval.base import whole_text
 
 log = logging.getLogger("mmrl.data")
@@ -75,6 +77,19 @@ class Source:
             )
         return None
 
+    def identity(self, split: str) -> str:
+        """The same for two sources exactly if they hold the same rows: a hub id without a split has one for each."""
+        path = Path(self.spec).expanduser()
+        if path.is_file() or not HUB_ID.fullmatch(self.spec):
+            return str(path.resolve())
+        return ":".join(self._hub_place(split))
+
+    def _hub_place(self, split: str) -> tuple[str, str, str]:
+        """Name, config (may be empty) and split of a hub id."""
+        name, _, rest = self.spec.partition(":")
+        config, _, hub_split = rest.partition(":")
+        return name, config, hub_split or HUB_SPLITS[split]
+
     def rows(self, split: str, columns: Columns = ()) -> list[Row]:
         """All rows.
 
@@ -118,17 +133,16 @@ class Source:
     def _hub(self, split: str, columns: Columns) -> Iterator[Row]:
         from datasets import load_dataset
 
-        name, _, rest = self.spec.partition(":")
-        config, _, hub_split = rest.partition(":")
-        chosen = hub_split or HUB_SPLITS[split]
+        name, config, chosen = self._hub_place(split)
+        away = not Path(name).exists() and not hub_answers()  # its client would try for half a minute, a line a try
         try:
-            table = load_dataset(name, config or None, split=chosen)
+            with _offline() if away else nullcontext():
+                table = load_dataset(name, config or None, split=chosen)
         except Exception as error:
             # `datasets` raises many types here: no network, no such repository, config or split
-            raise DataError(
-                f"{self.key}: cannot load '{self.spec}' (split {chosen}) from the hub: "
-                f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            ) from None
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            why = "the hub does not answer, and it is not in the local cache" if away else reason
+            raise DataError(f"{self.key}: cannot load '{self.spec}' (split {chosen}) from the hub: {why}") from None
         names = set(table.column_names)
         wanted = columns(names) if callable(columns) else columns
         missing = [column.replace("|", " or ") for column in wanted if names.isdisjoint(column.split("|"))]
@@ -139,6 +153,20 @@ class Source:
             )
         for number, values in enumerate(table):
             yield Row(f"{self.spec} row {number}", values)
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Datasets from the local cache alone."""
+    import datasets
+    from huggingface_hub import constants
+
+    was = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = was
 
 
 def _json(path: Path) -> Iterator[Row]:
