@@ -199,6 +199,11 @@ def test_values_that_python_or_arithmetic_would_confuse(arguments, problem):
     assert [found for found in refused(*arguments) if found.startswith(problem)]
 
 
+def test_a_penalty_that_is_passed_on_has_an_effect_where_its_module_is_frozen():
+    arguments = ["algo.freeze_modules=[reranker]", "algo.propagate=full", "algo.penalty_scale={reranker: 2.0}"]
+    assert refused(RR, *arguments) == []
+
+
 def test_the_word_true_may_be_typed_as_it_is():
     arguments = ["algo=mmgrpo", "task=banking77", "algo.padding_mode=ragged", "algo.failing_index=true"]
     (config,) = validated("train", TrainCommandConfig, parse_arguments(arguments))

@@ -318,7 +318,8 @@ def test_rollouts_beside_the_update_cost_the_longer_of_the_two(capsys):
 
 
 def test_hover_calls_each_module_three_times_and_a_guess_is_called_one(capsys):
-    plan = planned(capsys, "experiment=mmgrpo/table1/hover_qwen3_8b_mmgrpo", "hardware=h100x2")
+    bm25 = "task.retriever.name=bm25"  # the row's own encoder must be at hand, and no test asks the hub
+    plan = planned(capsys, "experiment=mmgrpo/table1/hover_qwen3_8b_mmgrpo", "hardware=h100x2", bm25)
     assert sum(load["calls"] for load in plan["calls"].values()) == 4 * 12 * 6
     assert "guess" not in plan["tokens_from"]
     plan = planned(capsys, "experiment=mmgrpo/table1/banking77_qwen3_8b_mmgrpo", "hardware=h100x2")
