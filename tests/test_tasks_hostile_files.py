@@ -133,3 +133,14 @@ def test_half_a_utf16_pair_is_shown_as_no_character_and_told(tmp_path, caplog, n
     assert values == [{"question": "a\ufffdb", "more": [{"\ufffd": ["\U0001f600"]}]}, {"question": "\U0001f600 é"}]
     (warning,) = caplog.records
     assert path in warning.message and "U+FFFD" in warning.message
+
+
+def test_questions_that_are_trained_and_evaluated_on_are_told(tmp_path, caplog):
+    path = written(tmp_path, [HOTPOT])
+    TASKS["hotpotqa"](default_config("hotpotqa", data={"train": path, "dev": path}), 0)
+    assert [r.message for r in caplog.records] == [
+        f"task.data: train and dev are both {path}: what is evaluated may have been trained on"
+    ]
+    caplog.clear()
+    TASKS["hotpotqa"](default_config("hotpotqa", data={"dev": path}), 0)
+    assert not caplog.records

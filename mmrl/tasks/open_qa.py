@@ -97,6 +97,7 @@ class OpenQaTask(ABC):
         self.tools: Mapping[str, Tool] = {"search": self._search_tool} if self.searches else {}
         self._retrievers: dict[str, Retriever] = {}
         self._counts: Counter[str] = Counter()
+        self._warn_shared_rows()
         self._warn_missing_titles()
 
     @abstractmethod
@@ -166,6 +167,23 @@ class OpenQaTask(ABC):
         # dev and test subsets are the same for every seed, so that runs can be compared item by item
         key = (split, seed) if split == "train" else (split,)
         return subset(examples, getattr(self.config.data, f"{split}_items"), *key)
+
+    def _warn_shared_rows(self) -> None:
+        """Splits may share a file here (a corpus is made of all of them), but nobody should learn so by accident."""
+        places: dict[str, str] = {}
+        for split in SPLITS:
+            spec = getattr(self.config.data, split)
+            if spec == "mini":
+                continue
+            rows = Source(f"task.data.{split}", spec).identity(split)
+            if rows in places:
+                log.warning(
+                    "task.data: %s and %s are both %s: what is evaluated may have been trained on",
+                    places[rows],
+                    split,
+                    spec,
+                )
+            places.setdefault(rows, split)
 
     def _warn_missing_titles(self) -> None:
         for split, share in self.gold_shares.items():

@@ -109,9 +109,10 @@ class _Built:
             )
         files: dict[str, str] = {}
         for split, spec in self._sources.items():
-            if Source(f"task.data.{split}", spec).path is not None and spec in files:
-                raise DataError(f"task.data: {files[spec]} and {split} are both {spec}; expected a file each")
-            files[spec] = split
+            rows = Source(f"task.data.{split}", spec).identity(split)
+            if rows in files:
+                raise DataError(f"task.data: {files[rows]} and {split} are both {spec}; expected a file each")
+            files[rows] = split
         found = {split: self._read(split) if split in self._sources else [] for split in SPLITS}
         # dev and test subsets are the same for every seed, so that runs can be compared item by item
         return {
