@@ -20,6 +20,7 @@ from mmrl.algorithms.options import TURN_SETS
 from mmrl.config import (
     EvalCommandConfig,
     HardwareConfig,
+    RetrieverConfig,
     RootConfig,
     TaskConfig,
     TrainCommandConfig,
@@ -343,8 +344,12 @@ def plannable(config: TrainCommandConfig, device: str | None) -> TrainCommandCon
 
 
 def on_mini_world(task: TaskConfig) -> TaskConfig:
-    """The same task on the embedded data; a task of one's own keeps its data, having no other."""
+    """The same task on the embedded data, with what needs no weights, server or key; a task of one's own stays."""
     if task.name not in BUILT_IN:
         return task
     data = task.data.model_copy(update={"train": "mini", "dev": "mini", "test": "mini"})
-    return task.model_copy(update={"data": data, "corpus": None})
+    plain: dict[str, Any] = {"data": data, "corpus": None, "retriever": RetrieverConfig(top_k=task.retriever.top_k)}
+    for name in ("judge", "external"):
+        endpoint = getattr(task, name)
+        plain[name] = None if endpoint is None else endpoint.model_copy(update={"key_env": None})
+    return task.model_copy(update=plain)

@@ -198,6 +198,7 @@ def test_text_names_modules_memory_and_time(capsys):
         (["lengths=rewriter:10"], "lengths: got 'rewriter:10'"),
         (["lengths=writer:10/2"], "no module writer"),
         (["dry=2", LENGTHS], "leave one of the two out"),
+        (["hardware=h100x8", "device=cpu"], "hardware.sharding: got fsdp2, which accelerate does not do on a CPU"),
         (["dry=3000"], "dry: got 3000, the train split has 2400 examples"),
         (["dry=0", "train.staleness=1"], "train.staleness: got 1 with engine=transformers"),
         (["dry=0", "train.warmup_steps=3"], "no effect with train.schedule=constant"),
@@ -317,10 +318,20 @@ def test_rollouts_beside_the_update_cost_the_longer_of_the_two(capsys):
     assert ahead["hours"] == pytest.approx(max(rollouts, ahead["seconds_per_step"]["update"]))
 
 
-def test_hover_calls_each_module_three_times_and_a_guess_is_called_one(capsys):
-    bm25 = "task.retriever.name=bm25"  # the row's own encoder must be at hand, and no test asks the hub
-    plan = planned(capsys, "experiment=mmgrpo/table1/hover_qwen3_8b_mmgrpo", "hardware=h100x2", bm25)
+def test_hover_calls_each_module_three_times_and_a_guess_is_called_one(capsys, monkeypatch):
+    plan = planned(capsys, "experiment=mmgrpo/table1/hover_qwen3_8b_mmgrpo", "hardware=h100x2")
     assert sum(load["calls"] for load in plan["calls"].values()) == 4 * 12 * 6
     assert "guess" not in plan["tokens_from"]
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert planned(capsys, "experiment=mmgrpo/table1/papillon_qwen3_8b_mmgrpo")["calls"], "no key, no judge asked"
     plan = planned(capsys, "experiment=mmgrpo/table1/banking77_qwen3_8b_mmgrpo", "hardware=h100x2")
     assert "from a guess at the lengths of classify.predict" in plan["tokens_from"]
+
+
+def test_weights_larger_than_a_device_are_served_elsewhere(capsys):
+    arguments = ["model=qwen25_72b_instruct", LENGTHS, "hardware=multinode", "hardware.cpu_offload=true"]
+    first, second = planned(capsys, *arguments)["warnings"]
+    assert "rollouts on devices of their own" in first
+    assert "the weights alone take 135 GiB" in second and "engine.url" in second and "gpu_memory" not in second
+    given = planned(capsys, *arguments, "engine.url=http://host:8000")
+    assert given["warnings"] == [] and not {"KV cache", "engine's copy"} & given["memory_bytes"].keys()

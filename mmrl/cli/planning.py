@@ -49,6 +49,7 @@ def make(config: TrainCommandConfig, lengths: str, dry: int | None, name: str | 
     if examples and not here:
         raise ConfigError(f"dry: the weights of {config.model.path} are not on this machine; leave dry out, or dry=0")
     shape = shape_of(config.model)
+    config = prepare.plannable(config, name)
     problems = prepare.device_problems(config) + prepare.staleness_problems(config)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     known = shape.projections()
@@ -56,7 +57,6 @@ def make(config: TrainCommandConfig, lengths: str, dry: int | None, name: str | 
         problems.append(
             f"model.lora.targets: got {', '.join(strange)}; mmrl plan knows the sizes of {', '.join(known)} alone"
         )
-    config = prepare.plannable(config, name)
     # Counting from lengths needs the program, not the data: those of the mini world stand in for what is not here.
     task = prepare.build_task(config.task if examples else prepare.on_mini_world(config.task), config.seed)
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)

@@ -152,8 +152,11 @@ def _all_states(config: TrainCommandConfig, shape: Shape, made: Setup) -> dict[s
 def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load, device: Device) -> dict[str, float]:
     """Bytes per generating device by part: vLLM has the whole weights on each of them, `transformers` the trainer's.
 
-    vLLM fills the rest of its share of the memory with its KV cache, whatever the step asks for.
+    vLLM fills the rest of its share of the memory with its KV cache, whatever the step asks for. A server that is given
+    (`engine.url`) has devices that nobody here knows.
     """
+    if config.engine.url is not None:
+        return {}
     made = setup(config, shape)
     if not config.engine.name.startswith("vllm"):
         held = min((load.prompt_unique + load.completion) / made.generating, float(config.engine.batch_tokens))

@@ -71,7 +71,12 @@ class Plan:
             )
         share = self.config.engine.gpu_memory
         copy = (self.rollout_memory() or parts).get("engine's copy", 0.0) if self.device.name != "cpu" else 0.0
-        if copy > share * self.device.memory:
+        if copy > self.device.memory:
+            found.append(
+                f"the weights alone take {copy / GIB:.0f} GiB of a device that generates, {self.device.name} has "
+                f"{self.device.memory / GIB:.0f} GiB: serve them by a vLLM of your own on several (engine.url)"
+            )
+        elif copy > share * self.device.memory:
             found.append(
                 f"the weights alone take {copy / GIB:.0f} GiB of a device that generates, and vLLM may take "
                 f"{share * self.device.memory / GIB:.0f} GiB (engine.gpu_memory={share:g}): raise engine.gpu_memory"
@@ -84,7 +89,9 @@ class Plan:
         """The setting that saves most where it hurts."""
         config = self.config
         states = sum(parts.get(name, 0.0) for name in ("gradients", "optimizer", "reference"))
+        served = parts.get("engine's copy", 0.0)
         options = [
+            (served, True, "rollouts on devices of their own (hardware.rollout_devices, or engine.url)"),
             (states, config.model.lora is None, "train an adapter (model.lora={r: 16, alpha: 64})"),
             (parts.get("critic", 0.0), "critic" in parts, "algo.critic=adapter or head"),
             (
