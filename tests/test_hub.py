@@ -66,3 +66,13 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path, capsys):
     corpus.write_text('{"title": "a", "text": "b"}\n')
     assert main(["index", "build", f"corpus={corpus}", f"index={corpus}/below/index"]) == 2
     assert "error: mmrl index build: cannot build " in capsys.readouterr().err
+
+
+def test_what_is_found_is_shown_on_a_line_and_commands_no_terminal(tmp_path, capsys):
+    corpus, index = tmp_path / "corpus.json", tmp_path / "index"
+    corpus.write_text(json.dumps([{"id": "x\x1by", "title": "Lisbon\x1b[2J", "text": "on\r\nthe\tTagus\x07"}]))
+    assert main(["index", "build", f"corpus={corpus}", f"index={index}"]) == 0
+    capsys.readouterr()
+    assert main(["index", "search", f"index={index}", "query=Tagus"]) == 0
+    shown = capsys.readouterr().out
+    assert "[x y] Lisbon [2J\n     on the Tagus\n" in shown and "\x1b" not in shown and "\x07" not in shown

@@ -162,9 +162,15 @@ def _search(arguments: Sequence[str]) -> int:
     started = time.perf_counter()
     (found,) = retriever.search([wanted.query], [wanted.top_k])
     for rank, document in enumerate(found, 1):
-        print(f"{rank:3d}  {document.score:9.4f}  [{document.id}] {document.title}\n     {document.text[:300]}")
+        title, text = (_line(words) for words in (document.title, document.text[:300]))
+        print(f"{rank:3d}  {document.score:9.4f}  [{_line(document.id)}] {title}\n     {text}")
     print(f"{len(found)} passages in {1000 * (time.perf_counter() - started):.1f} ms")
     return 0
+
+
+def _line(text: str) -> str:
+    """Text of a corpus on one line, without what a terminal would obey."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def serve_command(arguments: Sequence[str]) -> int:
