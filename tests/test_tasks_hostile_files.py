@@ -144,3 +144,10 @@ def test_questions_that_are_trained_and_evaluated_on_are_told(tmp_path, caplog):
     caplog.clear()
     TASKS["hotpotqa"](default_config("hotpotqa", data={"dev": path}), 0)
     assert not caplog.records
+
+
+def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path):
+    """Either could be meant, and reading one of them would train on a guess."""
+    path = written(tmp_path, "text,category,text\na,card_arrival,b\n", "train.csv")
+    with pytest.raises(ConfigError, match=r"train\.csv line 1: more than one column is called 'text'"):
+        TASKS["banking77"](default_config("banking77", data={"train": path}), 0)

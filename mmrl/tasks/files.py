@@ -11,6 +11,7 @@ import csv
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -222,6 +223,9 @@ def _table(path: Path, delimiter: str) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, delimiter=delimiter)
         header = next(reader, [])
+        twice = [name for name, count in Counter(header).items() if count > 1]
+        if twice:
+            raise ValueError(f"{path} line 1: more than one column is called {', '.join(map(repr, twice))}")
         for cells in reader:
             if not cells:
                 continue
