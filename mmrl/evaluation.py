@@ -19,8 +19,8 @@ from mmrl.config import (
     validate,
 )
 from mmrl.errors import MmrlError
-from mmrl.policy import Policy, describe_weights, other_task, resolve
-from mmrl.prepare import as_tuples, build_task, check_all, import_plugins, refuse_kind, reward_set, settle
+from mmrl.policy import Policy, describe_weights, other_task
+from mmrl.prepare import as_tuples, build_task, check_all, import_plugins, refuse_kind, reward_set, served, settle
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir, allocate
 from mmrl.report.tables import align, facts_table
@@ -86,13 +86,14 @@ def resume_evaluation(folder: Path) -> int:
 def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     import torch
 
+    from mmrl.engines import described
     from mmrl.stages.environment import eval_settings, make_environment
     from mmrl.stages.evaluate import evaluate, evaluation_metrics, forget_failed, outside_failures
 
     hardware = config.hardware
     torch.set_num_threads(hardware.threads or 1)
     task = build_task(config.task, config.seed)
-    policy = resolve(config.policy)
+    policy = served(config)
     settings = eval_settings(config, config.eval)
     results = rundir.eval_path(policy.step or 0, config.split)
     # What the journal says of items that failed from outside stays; they are written beside it when they run again.
@@ -108,13 +109,14 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
                 results,
                 lambda chunk, forest: write_step(rundir, forest, evaluation=config.split, step=first + chunk),
             )
+            asked = described(engine)
         except KeyboardInterrupt:
             print(f"stopped; continue with: mmrl eval resume={rundir.path}", file=sys.stderr)
             raise
     metrics = evaluation_metrics(items, config.eval, config.seed)
     others = {f"{split} items" for split in ("train", "dev", "test") if split != config.split}
     facts = {name: fact for name, fact in task.describe().items() if name not in others}
-    facts |= {**describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
+    facts |= {**asked, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
     rundir.write_summary(
         {"policy": config.policy, "task": task.name, "split": config.split, "metrics": metrics, "facts": facts}
     )

@@ -30,7 +30,7 @@ from mmrl.config.algo import CriticConfig
 from mmrl.config.effects import Facts, engine_name, without_effect
 from mmrl.config.task import BUILT_IN
 from mmrl.errors import CheckpointError, ConfigError, unknown
-from mmrl.policy import resolve
+from mmrl.policy import Policy, resolve
 from mmrl.report.rundir import RunDir, refuse_full
 from mmrl.rollout.programs import with_program
 from mmrl.stages.launch import missing_packages
@@ -132,11 +132,11 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
             problems.append(f"hardware: profile '{config.hardware.name}' has several processes, mmrl eval runs in one")
         if not task.examples(config.split):
             problems.append(f"split: the {config.split} split has no examples; set task.data.{config.split}")
-        copied = resolve(config.policy).initial is not None
+        copied = served(config).initial is not None
         problems += engines.problems(
             config.engine, engine_name(config), training=False, copied=copied, device=config.hardware.device
         )
-        return problems + policy_problems(config, task)
+        return problems + endpoint_problems(config, task) + policy_problems(config, task)
     assert isinstance(config, TrainCommandConfig)
     problems += device_problems(config) + missing_packages(config.hardware)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
@@ -150,7 +150,7 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
         device=config.hardware.device,
         rank=config.model.lora.r if config.model.lora is not None else 0,
     )
-    problems += staleness_problems(config) + turns_missing(config, task)
+    problems += endpoint_problems(config, task) + staleness_problems(config) + turns_missing(config, task)
     problems += text_problems(config, task) + teacher_problems(config, task, build_task)
     available = len(task.examples("train"))
     if config.train.batch_size > available:
@@ -187,7 +187,7 @@ def policy_problems(config: EvalCommandConfig, task: Task) -> list[str]:
         problems.append(
             "model.modules: has no effect on mmrl eval, where a checkpoint says which module speaks with what"
         )
-    policy = resolve(config.policy)
+    policy = served(config)
     without = [name for name in task.program.modules if policy.modules is not None and name not in policy.modules]
     if policy.modules is not None and without:
         problems.append(
@@ -197,9 +197,45 @@ def policy_problems(config: EvalCommandConfig, task: Task) -> list[str]:
     return problems
 
 
+def served(config: EvalCommandConfig) -> Policy:
+    """The policy behind `policy=`; with engine=openai that is an endpoint's model, and no weights are here.
+
+    Raises:
+        ConfigError: a path that does not exist, or a folder without weights.
+    """
+    return Policy(base=config.model.path) if engine_name(config) == "openai" else resolve(config.policy)
+
+
+def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
+    """What is wrong with the endpoints that answer for modules; asks each whether it is there."""
+    name = engine_name(config)
+    policy = config.policy if isinstance(config, EvalCommandConfig) else None
+    endpoints = config.engine.endpoints or {}
+    if name != "openai" and not endpoints:
+        return []
+    key = "engine" if name == "openai" else "engine.endpoints"
+    problems = [
+        unknown(key, module, task.program.modules) for module in endpoints if module not in task.program.modules
+    ]
+    samplings = {"eval.top_k": config.eval.top_k}
+    if isinstance(config, TrainCommandConfig):
+        samplings["algo.top_k"] = config.algo.top_k
+        problems = []  # `ModuleAssignment` tells of unknown modules
+    problems += [f"{what}: got {k}, and an endpoint takes no top_k; use 0" for what, k in samplings.items() if k > 0]
+    continues = getattr(task.program, "continues", ())
+    for module in [m for m in task.program.modules if m in continues and (name == "openai" or m in endpoints)]:
+        problems.append(
+            f"{key}: module '{module}' of task={task.name} goes on in the context of an earlier reply, which an "
+            "endpoint that takes messages cannot; use engine=transformers or engine=vllm_server for it"
+        )
+    return problems + engines.unreachable(config.engine, name, policy)
+
+
 def assignment(config: TrainCommandConfig, task: Task) -> ModuleAssignment:
     """Which module speaks with which weights in a training run."""
-    return ModuleAssignment(model=config.model, algo=config.algo, modules=tuple(task.program.modules))
+    answered = {module: endpoint.model for module, endpoint in (config.engine.endpoints or {}).items()}
+    modules = tuple(task.program.modules)
+    return ModuleAssignment(model=config.model, algo=config.algo, modules=modules, answered=answered)
 
 
 def reward_set(config: RootConfig, task: Task) -> str:

@@ -182,7 +182,7 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
         text = finish(
             rundir,
             config,
-            {**task.describe(), **stage.assignment.describe()},
+            {**task.describe(), **stage.assignment.describe(), **engines.described(stage.engine)},
             before,
             after,
             seconds=time.perf_counter() - started,

@@ -7,18 +7,23 @@ Its server is its own: one that `test_vllm` leaves running is dead once `test_vl
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mmrl.config import EngineConfig, JudgeConfig
+from mmrl.config import EndpointConfig, EngineConfig, JudgeConfig
+from mmrl.engines import Completion, Request, Sampling, Setup, build_engine
+from mmrl.engines.endpoint import routed
+from mmrl.models import decode_text, load_model, load_tokenizer, render_prompt
 from tests.agent_fakes import make, play
 from tests.dspy_fakes import filled
 from tests.dspy_fakes import make as make_dspy
 from tests.dspy_fakes import play as play_dspy
-from tests.vllm_cases import PYTHON, serving
+from tests.vllm_cases import PYTHON, TINY, serving
 
 pytestmark = [
     pytest.mark.vllm,
@@ -96,3 +101,40 @@ def test_the_server_is_looked_at_before_a_run(endpoint: dict[str, Any]) -> None:
     found = make_dspy("papillon", external=endpoint, judge=wrong).unreachable()
     assert [said.partition(": ")[0] for said in found] == ["task.judge.model"]
     assert "HTTP 404" in found[0] and "other" in found[0]
+
+
+def test_a_module_at_an_endpoint_says_what_the_embedded_engine_says(endpoint: dict[str, Any]) -> None:
+    """Greedy text of the same weights, through messages and chat completions."""
+    tokenizer = load_tokenizer(TINY)
+    own = build_engine(EngineConfig(name="transformers"), load_model(TINY, "cpu"), tokenizer, Setup(threads=1))
+    config = EngineConfig(name="transformers", endpoints={"answerer": EndpointConfig(**endpoint)})
+    engine = routed(own, config, tokenizer)
+    system = "Answer the question from the documents, as briefly as possible."
+    asked = [
+        ({"role": "system", "content": system}, {"role": "user", "content": f"Where was {name} born?"})
+        for name in ("Lenin Betal", "Verin Somel", "Tijel Gefas")
+    ]
+
+    async def both() -> list[tuple[Completion, Completion]]:
+        found = []
+        for messages in asked:
+            request = Request(
+                prompt_ids=render_prompt(tokenizer, messages),
+                sampling=Sampling(max_tokens=16, temperature=0.0),
+                messages=messages,
+            )
+            engine.enter()
+            here = await engine.generate(request)
+            there = await engine.generate(replace(request, module="answerer"))
+            engine.leave()
+            found.append((here, there))
+        return found
+
+    try:
+        pairs = asyncio.run(both())
+    finally:
+        engine.close()
+    for here, there in pairs:
+        assert there.logprobs is None and here.logprobs is not None
+        assert decode_text(tokenizer, here.ids) == decode_text(tokenizer, there.ids)
+        assert here.finish == there.finish

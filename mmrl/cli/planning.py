@@ -32,11 +32,11 @@ def plan_command(arguments: Sequence[str]) -> int:
 
 def make(config: TrainCommandConfig, lengths: str, dry: int | None, name: str | None, line: CommandLine):  # type: ignore[no-untyped-def]  # the type would load torch
     """The plan of a validated config."""
-    from mmrl import prepare
+    from mmrl import engines, prepare
     from mmrl.algorithms import problems as algorithm_problems
     from mmrl.models import model_path
     from mmrl.plan.devices import device as find_device
-    from mmrl.plan.load import declared, guessed, parse_lengths
+    from mmrl.plan.load import asked_elsewhere, declared, guessed, parse_lengths
     from mmrl.plan.report import Plan
     from mmrl.plan.shapes import shape_of
     from mmrl.trainer.settings import Settings
@@ -52,6 +52,8 @@ def make(config: TrainCommandConfig, lengths: str, dry: int | None, name: str | 
     config = prepare.plannable(config, name)
     problems = prepare.device_problems(config) + prepare.staleness_problems(config)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
+    if config.engine.name == "openai":
+        problems += engines.problems(config.engine, config.engine.name, training=True)
     known = shape.projections()
     if config.model.lora is not None and (strange := [t for t in config.model.lora.targets if t not in known]):
         problems.append(
@@ -79,4 +81,7 @@ def make(config: TrainCommandConfig, lengths: str, dry: int | None, name: str | 
                 f"from a guess at the lengths of {', '.join(unknown)}, by the task's limits: declare them with "
                 "lengths=, or count with dry=N where the weights are at hand"
             )
+    if config.engine.endpoints:
+        loads = asked_elsewhere(loads, config.engine.endpoints)
+        source += f"; an endpoint answers for {', '.join(config.engine.endpoints)}"
     return Plan(config=config, shape=shape, device=device, loads=loads, source=source)

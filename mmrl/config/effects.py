@@ -6,7 +6,7 @@ keys typed on the command line are judged: a config file may carry a paper's val
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,9 +178,10 @@ def without_effect(config: RootConfig, typed: Collection[str], facts: Facts) -> 
     """
     rules = [*COMMON, *(EVAL if isinstance(config, EvalCommandConfig) else TRAIN)]
     problems = [
-        f"{rule.key}: got {_value(config, rule.key)}, which has no effect {rule.why}"
+        f"{key}: got {_value(config, key)}, which has no effect {rule.why}"
         for rule in rules
-        if any(key == rule.key or key.startswith(f"{rule.key}.") for key in typed) and rule.idle(config, facts)
+        for key in sorted(typed)
+        if (key == rule.key or key.startswith(f"{rule.key}.")) and rule.idle(config, facts)
     ]
     if config.task.name in BUILT_IN:
         problems += [
@@ -196,5 +197,5 @@ def _value(config: RootConfig, key: str) -> str:
     """What stands at a key, as it would be typed."""
     value: Any = config
     for part in key.split("."):
-        value = getattr(value, part)
+        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
     return str(value).lower() if isinstance(value, bool) else str(value)

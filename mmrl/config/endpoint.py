@@ -7,11 +7,10 @@ from pydantic import Field, field_validator
 from mmrl.config.base import Section, is_address
 
 
-class EndpointConfig(Section):
-    """A model behind an OpenAI-compatible HTTP endpoint."""
+class Endpoint(Section):
+    """An OpenAI-compatible HTTP endpoint."""
 
     url: str = Field("https://api.openai.com/v1", description="base of the API, up to and with /v1")
-    model: str = Field(description="model name as the endpoint knows it")
     key_env: str | None = Field("OPENAI_API_KEY", description="environment variable with the key; null: no key is sent")
     timeout_s: float = Field(120.0, gt=0, description="limit of one HTTP request")
     attempts: int = Field(6, ge=1, description="tries of one request, the first one included")
@@ -27,3 +26,9 @@ class EndpointConfig(Section):
         if not is_address(url):
             raise ValueError(f"got '{url}', expected http://HOST[:PORT]… or https://…, up to and with /v1")
         return url
+
+
+class EndpointConfig(Endpoint):
+    """A model behind such an endpoint."""
+
+    model: str = Field(description="model name as the endpoint knows it")

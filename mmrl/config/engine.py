@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from mmrl.config.base import Section
+from mmrl.config.endpoint import Endpoint, EndpointConfig
 
 EMBEDDED = frozenset({"schedule", "loop", "batch_tokens"})
 CLIENT = frozenset({"url", "timeout_s", "concurrency"})
@@ -15,6 +16,7 @@ OPTIONS: dict[str, frozenset[str]] = {
     "transformers": EMBEDDED,
     "vllm_server": CLIENT | VLLM | {"python", "start_timeout_s", "restarts", "sync_timeout_s"},
     "vllm_colocated": VLLM | {"sleep"},
+    "openai": frozenset({"endpoint"}),
 }
 """Which options have an effect with which engine."""
 
@@ -22,7 +24,7 @@ OPTIONS: dict[str, frozenset[str]] = {
 class EngineConfig(Section):
     """Generation."""
 
-    name: Literal["auto", "transformers", "vllm_server", "vllm_colocated"] = Field(
+    name: Literal["auto", "transformers", "vllm_server", "vllm_colocated", "openai"] = Field(
         "auto", description="auto: hardware.engine"
     )
     schedule: Literal["deterministic", "greedy"] = Field(
@@ -48,9 +50,13 @@ class EngineConfig(Section):
     )
     kv_cache_gb: int = Field(1, ge=1, description="vLLM on the CPU: memory of its KV cache")
     args: tuple[str, ...] = Field((), description="further arguments of vLLM, e.g. [--max-num-seqs=64]")
+    endpoint: Endpoint = Field(Endpoint(), description="openai: who is asked; its model is what policy= names")
+    endpoints: dict[str, EndpointConfig] | None = Field(
+        None, description="modules that an OpenAI-compatible endpoint answers for; they are out of the loss"
+    )
 
 
 def engine_options() -> dict[str, list[str]]:
     """Option -> the engines with which it has an effect."""
-    keys = [key for key in EngineConfig.model_fields if key != "name"]
+    keys = [key for key in EngineConfig.model_fields if key not in ("name", "endpoints")]
     return {key: [engine for engine, options in OPTIONS.items() if key in options] for key in keys}

@@ -13,6 +13,7 @@ ENGINES: dict[str, str] = {
     "transformers": "mmrl.engines.transformers:TransformersEngine",
     "vllm_server": "mmrl.engines.vllm_server:VllmServerEngine",
     "vllm_colocated": "mmrl.engines.vllm_colocated:VllmColocatedEngine",
+    "openai": "mmrl.engines.endpoint:EndpointEngine",
 }
 """Name in `engine.name` -> `module:class`, imported when it is asked for, since engines import torch."""
 
@@ -35,6 +36,12 @@ def build_engine(config: EngineConfig, model: Any, tokenizer: Any, setup: Setup)
     Args:
         model: the trainer's model; None for engines that need none in this process (`needs_model`).
     """
+    from mmrl.engines.endpoint import routed
+
+    return routed(_own_engine(config, model, tokenizer, setup), config, tokenizer)
+
+
+def _own_engine(config: EngineConfig, model: Any, tokenizer: Any, setup: Setup) -> Any:
     made = engine_class(config.name)
     if config.name == "transformers":
         return made(
@@ -46,6 +53,10 @@ def build_engine(config: EngineConfig, model: Any, tokenizer: Any, setup: Setup)
             adapters=setup.adapters,
             initial=setup.initial,
         )
+    if config.name == "openai":
+        from mmrl.engines.endpoint import named
+
+        return made(named(config, setup.served), tokenizer, "engine.endpoint")
     return made(model, tokenizer, config, setup)
 
 
@@ -70,6 +81,8 @@ def problems(
     if name not in ENGINES:
         return [unknown("hardware.engine" if config.name == "auto" else "engine.name", name, ENGINES)]
     found: list[str] = []
+    if name == "openai":
+        return _openai_problems(config, training)
     if copied and name != "transformers":
         found.append(
             f"engine: {name} serves one set of full weights, and some modules keep the initial ones; use "
@@ -80,6 +93,18 @@ def problems(
 
         found += vllm_problems(config.model_copy(update={"name": name})) + sleep_problems(config, device)
         found += rank_problems(rank)
+    return found
+
+
+def _openai_problems(config: EngineConfig, training: bool) -> list[str]:
+    found = []
+    if training:
+        found.append(
+            "engine: openai, an endpoint, has no weights that could be trained; use it with mmrl eval, or for modules "
+            "that are not trained (engine.endpoints.<module>.url=… .model=…) beside another engine"
+        )
+    if config.endpoints:
+        found.append("engine.endpoints: has no effect with engine=openai, which answers for all modules; leave it out")
     return found
 
 
@@ -114,6 +139,19 @@ def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, f
     return []
 
 
+def unreachable(config: EngineConfig, name: str, policy: str | None = None) -> list[str]:
+    """See `mmrl.engines.endpoint.unreachable`."""
+    from mmrl.engines import endpoint
+
+    return endpoint.unreachable(config, name, policy)
+
+
+def described(engine: Any) -> dict[str, str]:
+    """Facts for a summary: the endpoints that were asked, how often and for how much; none of other engines."""
+    found: dict[str, str] = engine.describe() if hasattr(engine, "describe") else {}
+    return found
+
+
 def serves_all(name: str) -> bool:
     """Whether one server generates for all processes of a run, so that one of them samples for all."""
     return name == "vllm_server"
@@ -134,9 +172,11 @@ __all__ = [
     "Setup",
     "Tokenizer",
     "build_engine",
+    "described",
     "engine_class",
     "needs_model",
     "problems",
     "serves_all",
     "staleness_problems",
+    "unreachable",
 ]

@@ -37,6 +37,8 @@ class Request:
     sampling: Sampling
     module: str = ""
     """Names the adapter when modules have their own weights."""
+    messages: tuple[Mapping[str, str], ...] | None = None
+    """The prompt as messages, for engines that take text; None where it goes on in the context of a call before."""
     order: tuple[int | str, ...] = ()
     """Deterministic sort key of the request within a batch, whatever order requests arrived in."""
 

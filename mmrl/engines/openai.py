@@ -291,6 +291,16 @@ class OpenAIChat:
         return text[:QUOTED]
 
 
+def described(settings: EndpointConfig, chat: Any, *further: str, **counts: int) -> str:
+    """An endpoint for a result's facts: model, address, what was counted so far, and `further` words."""
+    usage = getattr(chat, "usage", None)
+    if usage is not None:
+        counts = {"requests": usage.requests, "retries": usage.retries, "failures": usage.failures} | counts
+    told = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count] + list(further)
+    told += [f"{usage.cost:.2f} USD"] if usage is not None and usage.cost else []
+    return f"{settings.model} at {settings.url}" + (f" ({', '.join(told)})" if told else "")
+
+
 def worth_telling(count: int) -> bool:
     """Whether occurrence number `count` (from 1) is shown: 1, 10, 100, …; all of them would fill the screen."""
     return str(count).strip("0") == "1"

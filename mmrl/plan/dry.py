@@ -72,6 +72,7 @@ def trained_calls(forest: Forest, config: TrainCommandConfig) -> set[str]:
     if getattr(config.algo, "obs", "all") != "all":
         filled = {k: replace(call, values=(0.0,) * call.completion_tokens) for k, call in filled.items()}
     frozen = [module for module, given in (config.model.modules or {}).items() if given.frozen]
+    frozen += config.engine.endpoints or ()
     credit = assign_credit(replace(forest, calls=filled), config.algo, config.seed, frozen=frozen)
     return {entry.call for entry in credit.entries if any(entry.weights)}
 

@@ -5,7 +5,7 @@ Part of `plan`. Tokens come from dry rollouts where an engine is at hand, else f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -90,6 +90,11 @@ def declared(config: TrainCommandConfig, modules: Sequence[str], given: Mapping[
     return {module: replace(load.scaled(share), decode_steps=steps[module]) for module, load in total.items()}
 
 
+def asked_elsewhere(loads: Mapping[str, Load], answered: Collection[str]) -> dict[str, Load]:
+    """The loads with the calls of modules that an endpoint answers for, which cost these devices nothing."""
+    return {module: Load(calls=load.calls) if module in answered else load for module, load in loads.items()}
+
+
 def guessed(config: TrainCommandConfig, modules: Sequence[str], given: Mapping[str, Lengths]) -> list[str]:
     """Modules whose lengths nobody has declared."""
     return [m for m in modules if m not in given and m not in DECLARED.get(config.task.name, {})]
@@ -156,7 +161,9 @@ def _is_trained(config: TrainCommandConfig, tree: Tree, module: str) -> bool:
     """Whether calls of `module` in `tree` enter the loss."""
     algo = config.algo
     only, frozen = getattr(algo, "train_modules", None), getattr(algo, "freeze_modules", ())
-    if (only is not None and module not in only) or module in frozen:
+    if (only is not None and module not in only) or module in frozen or module in (config.engine.endpoints or ()):
+        return False
+    if module in (config.model.modules or {}) and (config.model.modules or {})[module].frozen:
         return False
     return algo.name != "mhgpo_is" or tree.fork_name == module
 

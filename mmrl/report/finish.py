@@ -14,6 +14,7 @@ from itertools import pairwise
 from textwrap import fill
 from typing import Any
 
+from mmrl.config import EndpointConfig
 from mmrl.folders import row_keys
 from mmrl.report.html import write_report
 from mmrl.report.overview import Item, Overview
@@ -132,6 +133,8 @@ def evaluation_command(seen: Overview) -> str:
         again = section == "task" and name and name.partition(".")[0] not in NOT_AGAIN
         if (again or key == "plugins") and (value := _as_typed(seen.get(key))) is not None:
             words.append(f"{key}={value}")
+    if endpoints := seen.get("engine.endpoints"):
+        words.append(f"engine.endpoints={_endpoints(endpoints)}")
     return " ".join(["mmrl eval", *(shlex.quote(word) for word in [*words, *_held_out(seen)])])
 
 
@@ -156,6 +159,20 @@ def _as_typed(value: Any) -> str | None:
     if isinstance(value, list | tuple):
         return f"[{','.join(str(item) for item in value)}]"
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def _endpoints(given: Mapping[str, Mapping[str, Any]]) -> str:
+    """`engine.endpoints` as one types it, without what is at its default."""
+    fields = EndpointConfig.model_fields
+    sections = []
+    for module, endpoint in given.items():
+        typed = {key: value for key, value in endpoint.items() if value != fields[key].default}
+        shown = [
+            f"{key}: '{value}'" if isinstance(value, str) else f"{key}: {_as_typed(value)}"
+            for key, value in typed.items()
+        ]
+        sections.append(f"{module}: {{{', '.join(shown)}}}")
+    return f"{{{', '.join(sections)}}}"
 
 
 def _held_out(seen: Overview) -> list[str]:

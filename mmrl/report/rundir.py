@@ -29,7 +29,7 @@ from mmrl.report.files import append_jsonl, atomic_write, dumps, plain, read_jso
 
 LOCK = "run.lock"
 FOLDERS = ("journal", "eval", "checkpoints")
-NOT_COMPARED = ("time/", "rate/", "memory/")
+NOT_COMPARED = ("time/", "rate/", "memory/", "endpoint/")
 """Metric families that a clock or the machine decides; all others are bit-equal on the same inputs."""
 
 Value = TypeVar("Value")

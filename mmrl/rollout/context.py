@@ -112,6 +112,8 @@ class Wanted:
     parse: Callable[[str], Any] | None
     facts: Mapping[str, Any]
     turn: int
+    messages: tuple[Message, ...] | None
+    """None where it goes on in an earlier context."""
 
 
 ForkHook = Callable[["RolloutContext", str], None]
@@ -165,6 +167,7 @@ class RolloutContext:
                 parse=parse,
                 facts=facts,
                 turn=0 if earlier_turn is None else earlier_turn.turn + 1,
+                messages=None if after is not None or isinstance(messages, str) else tuple(messages),
             )
             reply = await self._generate(event, position, wanted)
         except BaseException as error:
@@ -333,7 +336,13 @@ class RolloutContext:
             stop=wanted.stop,
             seed=keyed.digest(*self.env.key, "sample", call_id, attempt),
         )
-        request = Request(prompt_ids=wanted.prompt_ids, sampling=sampling, module=module, order=(call_id, attempt))
+        request = Request(
+            prompt_ids=wanted.prompt_ids,
+            sampling=sampling,
+            module=module,
+            messages=wanted.messages,
+            order=(call_id, attempt),
+        )
         self.in_flight += 1
         concurrent = self.in_flight > 1
         if concurrent:  # a second request of the same program is one more strand that the schedule must wait for

@@ -75,7 +75,8 @@ class Program(Protocol):
     """A language-model program. Stateless: `run` may be called many times at once."""
 
     modules: tuple[str, ...]
-    """Names that it passes to `ctx.call`, in program order."""
+    """Names that it passes to `ctx.call`, in program order. A program whose modules pass `after=` may name these in
+    `continues`, so that an engine that cannot do that is refused before anything runs."""
 
     async def run(self, example: Example, ctx: Context) -> Any:
         """Execute on `example.inputs`; returns a JSON-serialisable prediction."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.task import JudgeConfig, TaskConfig
-from mmrl.engines.openai import OpenAIChat, worth_telling
+from mmrl.engines.openai import OpenAIChat, described, worth_telling
 from mmrl.errors import ConfigError, EngineFailure, JudgeFailure, RewardFailure
 from mmrl.records import Call
 from mmrl.tasks.base import Score
@@ -112,16 +112,6 @@ class Verdict:
     def metrics(self) -> dict[str, float]:
         """What is counted."""
         return {"judge_asked": float(self.asked), "judge_fallback": float(self.fallback)}
-
-
-def described(settings: EndpointConfig, chat: Chat, *further: str, **counts: int) -> str:
-    """An endpoint for a result's facts: model, address, what was counted so far, and `further` words."""
-    usage = getattr(chat, "usage", None)
-    if usage is not None:
-        counts = {"requests": usage.requests, "retries": usage.retries, "failures": usage.failures} | counts
-    told = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count] + list(further)
-    told += [f"{usage.cost:.2f} USD"] if usage is not None and usage.cost else []
-    return f"{settings.model} at {settings.url}" + (f" ({', '.join(told)})" if told else "")
 
 
 def unreachable(chat: Chat | None) -> list[str]:

@@ -93,6 +93,7 @@ class R1Searcher:
     max_context: int
     """Tokens that the whole context may have."""
     modules: tuple[str, ...] = (MODULE,)
+    continues: ClassVar[frozenset[str]] = frozenset({MODULE})
 
     async def run(self, example: Example, ctx: Context) -> dict[str, Any]:
         """Turns until one ends without a query, or a limit."""

@@ -106,6 +106,7 @@ class SearchAgent:
     max_context: int
     """Tokens that the whole context may have."""
     modules: tuple[str, ...] = (MODULE,)
+    continues: ClassVar[frozenset[str]] = frozenset({MODULE})
 
     async def run(self, example: Example, ctx: Context) -> dict[str, Any]:
         """Turns until an answer or a limit."""

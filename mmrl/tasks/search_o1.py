@@ -121,6 +121,7 @@ class SearchO1:
     max_context: int
     """Tokens that the reasoner's context may have."""
     modules: tuple[str, ...] = (REASONER, CONDENSER)
+    continues: ClassVar[frozenset[str]] = frozenset({REASONER})
 
     async def run(self, example: Example, ctx: Context) -> dict[str, Any]:
         """Turns of the reasoner until one ends without a query, or a limit."""

@@ -126,6 +126,7 @@ class ToolAgent:
     max_context: int | None = None
     """Tokens that the whole context may have."""
     modules: tuple[str, ...] = (MODULE,)
+    continues: ClassVar[frozenset[str]] = frozenset({MODULE})
 
     async def run(self, example: Example, ctx: Context) -> dict[str, Any]:
         """Messages until an answer, a second tool call, or the token limit."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -29,11 +29,14 @@ class ModuleAssignment:
         model: `model.*`.
         algo: `algo.*`, which may freeze modules too.
         modules: the program's, in order.
+        answered: those that an endpoint answers for (`engine.endpoints`).
     """
 
     model: ModelConfig
     algo: AlgoConfig
     modules: tuple[str, ...]
+    answered: Mapping[str, str] = field(default_factory=dict)
+    """Module -> name of the endpoint's model."""
 
     @cached_property
     def adapters(self) -> Mapping[str, str]:
@@ -46,8 +49,8 @@ class ModuleAssignment:
 
     @cached_property
     def frozen(self) -> tuple[str, ...]:
-        """Modules that `model.modules` leaves out of the loss."""
-        return tuple(m for m in self.modules if _given(self.model, m).frozen)
+        """Modules that `model.modules` leaves out of the loss, or that an endpoint answers for."""
+        return tuple(m for m in self.modules if m in self.answered or _given(self.model, m).frozen)
 
     @cached_property
     def initial(self) -> tuple[str, ...]:
@@ -90,8 +93,9 @@ class ModuleAssignment:
     def describe(self) -> dict[str, str]:
         """The line of a summary that says which module speaks with what; empty for one shared policy."""
         still = {m for m, a in self.adapters.items() if a in self.frozen_adapters} | set(self.initial)
-        named = {m: f"{name} (frozen)" if m in still else name for m, name in (self.served or {}).items()}
-        return describe_weights(named)
+        served = self.served or (dict.fromkeys(self.modules, TRAINED) if self.answered else {})
+        named = {m: f"{name} (frozen)" if m in still else name for m, name in served.items()}
+        return describe_weights(named | {m: f"endpoint {model}" for m, model in self.answered.items()})
 
     def record(self) -> dict[str, Any]:
         """What a checkpoint keeps of it, for `policy.resolve`."""
@@ -102,8 +106,9 @@ class ModuleAssignment:
     def problems(self) -> list[str]:
         """What cannot work or has no effect, one sentence each."""
         given = self.model.modules
+        answered = self._answered_problems()
         if given is None:
-            return self._serving_problems()
+            return answered + self._serving_problems()
         found = [unknown("model.modules", name, self.modules) for name in given if name not in self.modules]
         if self.model.lora is None:
             found.append(
@@ -115,7 +120,24 @@ class ModuleAssignment:
                 "algo.frozen_serving: has no effect with model.modules, where a frozen module with an adapter of its "
                 "own acts with the initial weights; leave it out"
             )
-        return found + self._name_problems() + self._sharing_problems() + self._frozen_problems()
+        return answered + found + self._name_problems() + self._sharing_problems() + self._frozen_problems()
+
+    def _answered_problems(self) -> list[str]:
+        found = [unknown("engine.endpoints", name, self.modules) for name in self.answered if name not in self.modules]
+        both = [m for m in self.answered if m in (self.model.modules or {}) or m in self.initial]
+        found += [
+            f"engine.endpoints.{m}: the module has weights of its own too (model.modules or algo.frozen_serving); "
+            "leave one of the two out"
+            for m in both
+        ]
+        if self.answered and isinstance(self.algo, TurnCriticConfig):
+            found.append(
+                f"engine.endpoints: the critic of {self.algo.name} values whole rollouts and would not learn an "
+                "endpoint's part of them; use algo=mappo, which values each call on its own"
+            )
+        if self.answered and self.model.modules is None and not set(self.modules) - self.untrained:
+            found.append("engine.endpoints: no module is left to train; expected at least one without an endpoint")
+        return found
 
     def _serving_problems(self) -> list[str]:
         if isinstance(self.algo, MhgpoConfig) and self.algo.frozen_serving and not self.initial:
@@ -160,7 +182,7 @@ class ModuleAssignment:
             for module, adapter in self.adapters.items()
             if adapter in self.frozen_adapters and _given(self.model, module).lr is not None
         ]
-        for module in self.frozen:
+        for module in (m for m in self.frozen if m not in self.answered):
             path, adapter = f"model.modules.{module}", self.adapters[module]
             others = [m for m, a in self.adapters.items() if a == adapter and m not in self.frozen]
             if others:

@@ -1,0 +1,222 @@
+"""Modules that an OpenAI-compatible endpoint answers for: all of them in an evaluation, frozen ones in training.
+
+Between programs and `openai`, the client. Messages go out and text comes back, so what an endpoint says has no
+log-probabilities and is never trained on; its ids are those that the run's own tokenizer gives the text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mmrl.config import EngineConfig
+from mmrl.config.endpoint import EndpointConfig
+from mmrl.engines.base import Completion, Request
+from mmrl.engines.openai import OpenAIChat, described
+from mmrl.errors import ConfigError, EngineFailure
+from mmrl.models import encode_text
+
+SEEDS = 2**31
+"""Endpoints take seeds below it."""
+
+
+class _Clock:
+    """Seconds during which something is under way, less what somebody else is busy meanwhile."""
+
+    def __init__(self, other: Callable[[], float] = lambda: 0.0):
+        self.seconds = 0.0
+        self._other = other
+        self._count = 0
+        self._since = 0.0
+
+    def start(self) -> None:
+        if not self._count:
+            self._since = time.perf_counter() - self._other()
+        self._count += 1
+
+    def end(self) -> None:
+        self._count -= 1
+        if not self._count:
+            self.seconds += max(0.0, time.perf_counter() - self._other() - self._since)
+
+
+class EndpointEngine:
+    """One endpoint as an engine.
+
+    Args:
+        settings: the endpoint and its model.
+        tokenizer: counts and keeps what is said; the endpoint has its own.
+        path: where `settings` stand in the config.
+
+    Raises:
+        ConfigError: its key is not there.
+    """
+
+    def __init__(self, settings: EndpointConfig, tokenizer: Any, path: str):
+        self.chat = OpenAIChat(settings, path)
+        self.tokenizer = tokenizer
+        self.policy_version = 0
+        self._clock = _Clock()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds during which at least one request was under way."""
+        return self._clock.seconds
+
+    async def generate(self, request: Request) -> Completion:
+        """Raises `EngineFailure`: no usable reply, or a prompt that goes on in an earlier context."""
+        if request.messages is None:
+            raise EngineFailure(
+                f"{self.chat.path}: module '{request.module}' goes on in the context of an earlier reply, which an "
+                "endpoint that takes messages cannot"
+            )
+        sampling = request.sampling
+        self._clock.start()
+        try:
+            text, reason = await self.chat.complete_with_finish(
+                request.messages,
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                seed=sampling.seed % SEEDS,
+            )
+        finally:
+            self._clock.end()
+        return self._completion(text, "length" if reason == "length" else "eos", sampling.stop)
+
+    def _completion(self, text: str, finish: str, stop: Sequence[str]) -> Completion:
+        # Endpoints leave the stop string out and do not say which it was, so they are not told; the cut is made here.
+        ends = [text.index(mark) + len(mark) for mark in stop if mark in text]
+        if ends:
+            text, finish = text[: min(ends)], "stop"
+        ids = tuple(encode_text(self.tokenizer, text))
+        if finish == "eos" or not ids:
+            ids += (self.tokenizer.eos_token_id,)
+        return Completion(ids=ids, logprobs=None, finish=finish, policy_version=self.policy_version)
+
+    def enter(self) -> None:
+        """Nothing waits for programs here."""
+
+    def leave(self) -> None:
+        """Nothing waits for programs here."""
+
+    def rest(self) -> None:
+        """Nothing is held."""
+
+    def set_version(self, version: int, state: Mapping[str, Any] | None = None) -> None:
+        """Its weights are its own."""
+        self.policy_version = version
+
+    def metrics(self) -> dict[str, float]:
+        """What was asked so far and what it cost."""
+        return self.chat.usage.metrics()
+
+    def describe(self) -> dict[str, str]:
+        """The fact for a summary: who was asked, how often, for how much."""
+        usage = self.chat.usage
+        counts = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
+        return {self.chat.path: described(self.chat.settings, self.chat, **counts)}
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.chat.close()
+
+
+class Routed:
+    """An engine with endpoints beside it, each for one module; everything else is the engine's own."""
+
+    def __init__(self, engine: Any, endpoints: Mapping[str, EndpointEngine]):
+        self.engine = engine
+        self.endpoints = endpoints
+
+        self._clock = _Clock(lambda: float(self.engine.busy_s))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of the engine, and those that only endpoints took."""
+        return float(self.engine.busy_s) + self._clock.seconds
+
+    async def generate(self, request: Request) -> Completion:
+        """Raises `EngineFailure`."""
+        endpoint = self.endpoints.get(request.module)
+        if endpoint is None:
+            completion: Completion = await self.engine.generate(request)
+            return completion
+        self._clock.start()
+        try:
+            return await endpoint.generate(request)
+        finally:
+            self._clock.end()
+
+    def set_version(self, version: int, *state: Any) -> None:
+        """The engine serves these weights now; what endpoints say is counted as said beside them."""
+        self.engine.set_version(version, *state)
+        for endpoint in self.endpoints.values():
+            endpoint.set_version(version)
+
+    def metrics(self) -> dict[str, float]:
+        """The engine's, and sums over the endpoints."""
+        found = dict(self.engine.metrics())
+        for endpoint in self.endpoints.values():
+            for name, count in endpoint.metrics().items():
+                found[name] = found.get(name, 0.0) + count
+        return found
+
+    def describe(self) -> dict[str, str]:
+        """The facts of all endpoints."""
+        return {key: fact for endpoint in self.endpoints.values() for key, fact in endpoint.describe().items()}
+
+    def close(self) -> None:
+        """Close all."""
+        try:
+            for endpoint in self.endpoints.values():
+                endpoint.close()
+        finally:
+            self.engine.close()
+
+
+def routed(engine: Any, config: EngineConfig, tokenizer: Any) -> Any:
+    """`engine`, with what `engine.endpoints` says beside it."""
+    if not config.endpoints:
+        return engine
+    made: dict[str, EndpointEngine] = {}
+    try:
+        for module, settings in config.endpoints.items():
+            made[module] = EndpointEngine(settings, tokenizer, f"engine.endpoints.{module}")
+    except BaseException:
+        Routed(engine, made).close()
+        raise
+    return Routed(engine, made)
+
+
+def named(config: EngineConfig, model: str) -> EndpointConfig:
+    """`engine.endpoint` with the model that `policy=` names."""
+    return EndpointConfig(model=model, **config.endpoint.model_dump())
+
+
+def unreachable(config: EngineConfig, name: str, policy: str | None = None) -> list[str]:
+    """Why no request to the endpoints of `engine.*` can succeed, one sentence each; asks each at most one token.
+
+    Args:
+        name: the engine in use.
+        policy: what `policy=` says, in an evaluation.
+    """
+    asked = {f"engine.endpoints.{module}": settings for module, settings in (config.endpoints or {}).items()}
+    if name == "openai" and policy is not None:
+        asked["engine.endpoint"] = named(config, policy)
+    found = []
+    for path, settings in asked.items():
+        try:
+            chat = OpenAIChat(settings, path)
+        except ConfigError as error:
+            found += error.problems
+            continue
+        try:
+            found += chat.unreachable()
+        finally:
+            chat.close()
+    return found
