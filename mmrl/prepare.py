@@ -29,6 +29,7 @@ from mmrl.config import (
 from mmrl.config.algo import CriticConfig
 from mmrl.config.effects import Facts, engine_name, without_effect
 from mmrl.config.task import BUILT_IN
+from mmrl.engines.endpoint import named, unreachable
 from mmrl.errors import CheckpointError, ConfigError, unknown
 from mmrl.policy import Policy, resolve
 from mmrl.report.rundir import RunDir, refuse_full
@@ -209,7 +210,6 @@ def served(config: EvalCommandConfig) -> Policy:
 def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
     """What is wrong with the endpoints that answer for modules; asks each whether it is there."""
     name = engine_name(config)
-    policy = config.policy if isinstance(config, EvalCommandConfig) else None
     endpoints = config.engine.endpoints or {}
     if name != "openai" and not endpoints:
         return []
@@ -228,7 +228,10 @@ def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
             f"{key}: module '{module}' of task={task.name} goes on in the context of an earlier reply, which an "
             "endpoint that takes messages cannot; use engine=transformers or engine=vllm_server for it"
         )
-    return problems + engines.unreachable(config.engine, name, policy)
+    asked = {f"engine.endpoints.{module}": settings for module, settings in endpoints.items()}
+    if name == "openai" and isinstance(config, EvalCommandConfig):
+        asked["engine.endpoint"] = named(config.engine, config.policy)
+    return problems + unreachable(asked)
 
 
 def assignment(config: TrainCommandConfig, task: Task) -> ModuleAssignment:

@@ -139,13 +139,6 @@ def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, f
     return []
 
 
-def unreachable(config: EngineConfig, name: str, policy: str | None = None) -> list[str]:
-    """See `mmrl.engines.endpoint.unreachable`."""
-    from mmrl.engines import endpoint
-
-    return endpoint.unreachable(config, name, policy)
-
-
 def described(engine: Any) -> dict[str, str]:
     """Facts for a summary: the endpoints that were asked, how often and for how much; none of other engines."""
     found: dict[str, str] = engine.describe() if hasattr(engine, "describe") else {}
@@ -178,5 +171,4 @@ __all__ = [
     "problems",
     "serves_all",
     "staleness_problems",
-    "unreachable",
 ]

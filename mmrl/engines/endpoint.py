@@ -7,7 +7,7 @@ log-probabilities and is never trained on; its ids are those that the run's own 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mmrl.config import EngineConfig
@@ -160,11 +160,7 @@ class Routed:
 
     def metrics(self) -> dict[str, float]:
         """The engine's, and sums over the endpoints."""
-        found = dict(self.engine.metrics())
-        for endpoint in self.endpoints.values():
-            for name, count in endpoint.metrics().items():
-                found[name] = found.get(name, 0.0) + count
-        return found
+        return {**self.engine.metrics(), **asked_metrics([self.engine, *self.endpoints.values()])}
 
     def describe(self) -> dict[str, str]:
         """The facts of all endpoints."""
@@ -177,6 +173,17 @@ class Routed:
                 endpoint.close()
         finally:
             self.engine.close()
+
+
+def asked_metrics(engines: Iterable[Any]) -> dict[str, float]:
+    """Sums of `endpoint/*` over engines, of which any may be no endpoint."""
+    found: dict[str, float] = {}
+    for engine in engines:
+        own = engine.metrics() if isinstance(engine, EndpointEngine | Routed) else {}
+        for name, count in own.items():
+            if name.startswith("endpoint/"):
+                found[name] = found.get(name, 0.0) + count
+    return found
 
 
 def routed(engine: Any, config: EngineConfig, tokenizer: Any) -> Any:
@@ -198,16 +205,12 @@ def named(config: EngineConfig, model: str) -> EndpointConfig:
     return EndpointConfig(model=model, **config.endpoint.model_dump())
 
 
-def unreachable(config: EngineConfig, name: str, policy: str | None = None) -> list[str]:
-    """Why no request to the endpoints of `engine.*` can succeed, one sentence each; asks each at most one token.
+def unreachable(asked: Mapping[str, EndpointConfig]) -> list[str]:
+    """Why no request to some endpoints can succeed, one sentence each; asks each at most one token.
 
     Args:
-        name: the engine in use.
-        policy: what `policy=` says, in an evaluation.
+        asked: where an endpoint stands in the config -> the endpoint.
     """
-    asked = {f"engine.endpoints.{module}": settings for module, settings in (config.endpoints or {}).items()}
-    if name == "openai" and policy is not None:
-        asked["engine.endpoint"] = named(config, policy)
     found = []
     for path, settings in asked.items():
         try:

@@ -41,7 +41,8 @@ def forest_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, f
 
 def lag_metrics(forest: Forest, step: int) -> dict[str, float]:
     """How many updates the weights that sampled are behind those that step number `step` starts from."""
-    lags = [step - 1 - call.policy_version for call in forest.calls.values() if call.policy_version is not None]
+    own = [call for call in forest.calls.values() if call.teacher is None and call.policy_version is not None]
+    lags = [step - 1 - call.policy_version for call in own if call.policy_version is not None]
     return {"rollouts/policy_lag": fmean(lags), "rollouts/policy_lag_max": float(max(lags))} if lags else {}
 
 

@@ -1,7 +1,7 @@
 """Teachers of mmGRPO: from `algo.teachers` to programs, engines and tokenizers, and to what one step needs of them.
 
 Part of the weight stage. A teacher is the task's program under another policy: prompts of its own, weights of its own
-(then with an engine of its own, in process), or both.
+(then with an engine of its own, in process) or a model behind an endpoint, or both.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from mmrl import keyed
 from mmrl.config import TaskConfig, TrainCommandConfig
 from mmrl.config.algo import STUDENT, MmgrpoConfig, TeacherConfig
+from mmrl.config.endpoint import EndpointConfig
 from mmrl.errors import ConfigError
 from mmrl.models import encode_text
 from mmrl.policy import Policy, resolve
@@ -54,6 +55,8 @@ def teacher_problems(config: TrainCommandConfig, task: Task, build: BuildTask) -
         except ConfigError as error:
             problems += [f"{where}: {problem}" for problem in error.problems]
             continue
+        if teacher.endpoint is not None:
+            problems += _endpoint_problems(teacher, teacher.endpoint, config, task)
         strange = [name for name in modules if name not in task.program.modules]
         if strange:
             problems.append(
@@ -61,6 +64,23 @@ def teacher_problems(config: TrainCommandConfig, task: Task, build: BuildTask) -
                 f"matched by name (the student's: {', '.join(task.program.modules)})"
             )
     return problems
+
+
+def _endpoint_problems(
+    teacher: TeacherConfig, endpoint: EndpointConfig, config: TrainCommandConfig, task: Task
+) -> list[str]:
+    from mmrl.engines.endpoint import unreachable
+
+    where = f"algo.teachers: {teacher.name}"
+    problems = []
+    if config.algo.top_k > 0:
+        problems.append(f"algo.top_k: got {config.algo.top_k}, and an endpoint ({where}) takes no top_k; use 0")
+    if continuing := [m for m in task.program.modules if m in getattr(task.program, "continues", ())]:
+        problems.append(
+            f"{where}: module '{continuing[0]}' of task={task.name} goes on in the context of an earlier reply, which "
+            "an endpoint that takes messages cannot; give the teacher a policy instead"
+        )
+    return problems + unreachable({f"{where}.endpoint": endpoint})
 
 
 def policy_of(teacher: TeacherConfig) -> Policy | None:
@@ -91,6 +111,7 @@ def build_teachers(
         load: policy and config to model, tokenizer, and the engine's arguments for weights per module.
     """
     from mmrl.engines import engine_class
+    from mmrl.engines.endpoint import EndpointEngine
 
     loaded: dict[str, tuple[Any, Any]] = {}
     found = {}
@@ -106,6 +127,8 @@ def build_teachers(
                 settings = {"max_context": config.task.max_context, "threads": config.hardware.threads, **serving}
                 loaded[key] = (kind(model, other, config.engine, **settings), other)
             own_engine, own_tokenizer = loaded[key]
+        if teacher.endpoint is not None:
+            own_engine = EndpointEngine(teacher.endpoint, tokenizer, f"algo.teachers.{teacher.name}.endpoint")
         found[teacher.name] = TeacherParts(
             task=task_of(teacher, policy, config, build),
             engine=own_engine,

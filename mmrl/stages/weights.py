@@ -17,6 +17,7 @@ from mmrl.algorithms import ALGORITHMS, assign_credit
 from mmrl.config import TrainCommandConfig
 from mmrl.config.algo import GroupConfig
 from mmrl.credit.entries import Credit
+from mmrl.engines.endpoint import asked_metrics
 from mmrl.errors import SyncFailure, TooManyFailures
 from mmrl.models import encode_text, tokenizer_seconds
 from mmrl.records import Example, Forest
@@ -279,7 +280,16 @@ class WeightStage:
         """Cancel what is being sampled ahead, and free the engine."""
         self.ahead.close()
         self.journal.close()
-        self.engine.close()
+        try:
+            for engine in self._other_engines():
+                engine.close()
+        finally:
+            self.engine.close()
+
+    def _other_engines(self) -> list[Any]:
+        """The teachers' own."""
+        found = {id(teacher.engine): teacher.engine for teacher in self.teachers.values()}
+        return [engine for engine in found.values() if engine is not self.engine]
 
     def on_step_end(self, step: int, update: dict[str, float]) -> None:
         """After the last optimizer step of `step`: log, evaluate when due."""
@@ -301,7 +311,7 @@ class WeightStage:
             "rate/tokens_per_s": generated / spent,
             "memory/rss_mb": resident_mb(),
         }
-        metrics |= self.engine.metrics()
+        metrics |= self.engine.metrics() | asked_metrics([self.engine, *self._other_engines()])
         every = self.config.eval.every
         if step == self.config.train.steps or (every and step % every == 0):
             metrics |= self.evaluate(step)
