@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 
+from mmrl.engines.base import Completion
+from mmrl.engines.batcher import Batcher
 from mmrl.errors import LimitFailure, ParseFailure
 from mmrl.records import Example
 from mmrl.rollout.plans import fork_on, fork_on_first, independent, independent_sampling, round_robin
 from mmrl.rollout.sample import sample
 from tests.fakes import Chain, FakeEngine, FakeTask, environment, seeded_letter, spelled
+from tests.test_engine_batcher import Counter
 
 MODULES = ("a", "b", "c")
 
@@ -251,6 +254,41 @@ def test_programs_with_concurrent_calls_fork_too(module):
         path = forest.path(rollout)
         assert [c.module for c in path] == ["a", "b", "c"]
         assert spelled(path[2].prompt_ids) == path[0].text + path[1].text
+
+
+@dataclass
+class Uneven:
+    """Two calls at once, of different lengths."""
+
+    lengths: tuple[int, int]
+    modules: tuple[str, ...] = ("elsewhere", "a", "b")
+    first: str = "a"
+
+    async def run(self, example, ctx):
+        asked = zip((self.first, "b"), self.lengths, strict=True)
+        calls = [ctx.call(m, [{"role": "user", "content": m}], max_tokens=n) for m, n in asked]
+        return "".join(reply.text for reply in await asyncio.gather(*calls))
+
+
+class Waiting(Batcher):
+    """The batcher of the embedded engine, and one module that is answered elsewhere, as an endpoint does."""
+
+    async def generate(self, request):
+        if request.module != "elsewhere":
+            return await super().generate(request)
+        await asyncio.sleep(0.05)
+        return Completion(ids=(1,), logprobs=None, finish="eos")
+
+
+@pytest.mark.parametrize("first", ["a", "elsewhere"])
+@pytest.mark.parametrize("lengths", [(2, 6), (6, 2), (3, 3)])
+def test_of_concurrent_calls_either_may_end_first(lengths, first):
+    """A deterministic batch must not wait for a strand that has its reply and waits for the other one."""
+    engine = Waiting(Counter())
+    env = environment(FakeTask(Uneven(lengths, first=first)), engine, timeout_s=5.0)
+    forest = asyncio.run(sample(env, [(Example(id="q", inputs={}), independent(3))], "outcome"))
+    assert [r.error for r in forest.rollouts] == [None] * 3
+    assert engine.live == 0
 
 
 @dataclass

@@ -344,8 +344,7 @@ class RolloutContext:
             order=(call_id, attempt),
         )
         self.in_flight += 1
-        concurrent = self.in_flight > 1
-        if concurrent:  # a second request of the same program is one more strand that the schedule must wait for
+        if self.in_flight > 1:  # a second request of the same program is one more strand that the schedule waits for
             self.env.engine.enter()
         try:
             return await self.env.engine.generate(request)
@@ -355,7 +354,7 @@ class RolloutContext:
             raise EngineFailure(f"{type(error).__name__}: {error}") from error
         finally:
             self.in_flight -= 1
-            if concurrent:
+            if self.in_flight:  # whichever ends first: the program itself counts for the strand that ends last
                 self.env.engine.leave()
 
     def _check_context(self, prompt_ids: Sequence[int], settings: SamplingSettings) -> None:
