@@ -296,10 +296,18 @@ def test_check():
     assert check("mhgpo_rr") == check("mhgpo_is") == check("mhgpo_fof") == check("mhgpo_fof_os") == []
     assert "algo.train_modules: got 'reranke'" in check("mhgpo_fof", train_modules=("reranke",))[0]
     assert "did you mean 'reranker'" in check("mhgpo_rr", freeze_modules=("reranke",))[0]
-    assert "no module is left" in check("mhgpo_fof", freeze_modules=AGENTS)[0]
+    assert check("mhgpo_fof", freeze_modules=AGENTS) == [
+        "algo.freeze_modules: no module is left to train; "
+        "expected at least one of rewriter, reranker, answerer outside of it"
+    ]
     assert "no module is left" in check("mhgpo_fof", train_modules=())[0]
     assert "expected 3" in check("mhgpo_rr", fork_probs=(0.5, 0.5))[0]
     assert "use algo=mhgpo_fof" in check("mhgpo_fof_os", modules=("only",))[0]
+    assert check("mhgpo_is", train_modules=("answerer",), freeze_modules=("rewriter", "reranker")) == [
+        "algo.freeze_modules: got rewriter, reranker, which has no effect: algo.train_modules leaves it out already"
+    ]
+    (unknown,) = check("mhgpo_is", train_modules=("answerer",), freeze_modules=("reranke",))
+    assert unknown.startswith("algo.freeze_modules: got 'reranke'")
 
 
 def test_a_section_of_another_algorithm_is_refused():
@@ -308,14 +316,27 @@ def test_a_section_of_another_algorithm_is_refused():
         ALGORITHMS["mhgpo_rr"].credit(fof(), algo, 0)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("field", ["reward", "penalty", "turn_reward"])
-def test_numbers_that_are_not_finite_are_refused_with_the_record(value, field):
+def forest_with(field, value):
     grow = Grow(("a",))
     grow.call("q/0", None, "a", **({} if field == "reward" else {field: value}))
     grow.end("q/0", value if field == "reward" else 1.0, id="q/r")
-    with pytest.raises(DataError, match=f"'q/{'r' if field == 'reward' else '0'}': {field}"):
-        credit(grow.forest, "mhgpo_fof")
+    return grow.forest
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1.1e100, -1.1e100])
+@pytest.mark.parametrize("field", ["reward", "penalty", "turn_reward"])
+def test_numbers_that_are_not_finite_or_too_large_are_refused_with_the_record(value, field):
+    with pytest.raises(DataError) as caught:
+        credit(forest_with(field, value), "mhgpo_fof")
+    record = "rollout 'q/r'" if field == "reward" else "call 'q/0'"
+    says = f"{record}: {field}: got {value}, expected a finite number of at most 1e+100 in size"
+    assert caught.value.problems == [says]
+
+
+@pytest.mark.parametrize("value", [1e100, -1e100])
+@pytest.mark.parametrize("field", ["reward", "penalty", "turn_reward"])
+def test_the_largest_numbers_are_credited(value, field):
+    assert [entry.call for entry in credit(forest_with(field, value), "mhgpo_fof").entries] == ["q/0"]
 
 
 def test_frozen_slots_without_tokens_and_later_invocations_do_not_count_in_n():

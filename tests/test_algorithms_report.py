@@ -94,20 +94,32 @@ def test_reads_the_json_form_and_the_journal(forest, tmp_path):
     assert len(reports) == 1
 
 
+def test_texts_with_blanks_and_line_separators_of_unicode_stay_in_their_line(tmp_path):
+    """A journal's lines end at line feeds only: JSON may hold the other separators as they are."""
+    grow = Grow(("a",))
+    for branch, said in enumerate(("two words", "a\u2028b\x85c")):
+        grow.end(grow.call(f"q/{branch}", None, "a", text=said), float(branch))
+    path = tmp_path / "step-000001.jsonl"
+    lines = [json.dumps(json.loads(dumps(line)), ensure_ascii=False) for line in encode(grow.forest, ())]
+    path.write_bytes("\r\n".join([*lines, " ", ""]).encode())
+    assert [call.text for call in load_rollouts(path).calls.values()] == ["two words", "a\u2028b\x85c"]
+
+
 def test_names_that_no_terminal_shows_are_escaped():
     grow = Grow(("a",))
-    for name, outcome in (("\ud800/0", 1.0), ("new\nline\x1b[31m/1", 0.0), ("größe/2", None)):
+    for name, outcome in (("\ud800/0", 1.0), ("größe\n\x1b[31m/1", 0.0), ("größe/2", None)):
         grow.chain(name, "a", outcome, error=None if outcome is not None else "tool")
     text = credit_report([section("grpo", group_size=2)], grow.forest, seed=0, as_json=False)
-    assert [line.split("  ")[0] for line in text.splitlines()[2:4]] == ["\\ud800/0#0", "new\\nline\\x1b[31m/1#0"]
+    assert [line.split("  ")[0] for line in text.splitlines()[2:4]] == ["\\ud800/0#0", "größe\\n\\x1b[31m/1#0"]
     assert text.splitlines()[4] == "calls without an entry: größe/2#0"
     text.encode()
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError) as caught:
         load_rollouts(tmp_path / "none")
-    with pytest.raises(DataError, match="a journal is a file in"):
+    assert str(caught.value) == f"rollouts: {tmp_path / 'none'} cannot be read (No such file or directory)"
+    with pytest.raises(DataError, match=r"Is a directory\); a journal is a file in RUN_DIR/journal$"):
         load_rollouts(tmp_path)
     bad = tmp_path / "bad"
     bad.write_bytes(b"\xff\xff")
@@ -120,7 +132,14 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(DataError, match="damaged journal"):
         load_rollouts(bad)
     bad.write_bytes(gzip.compress(b"{}")[:-4])
-    with pytest.raises(DataError, match="damaged journal"):
+    with pytest.raises(DataError, match=r"damaged journal \(EOFError: "):
+        load_rollouts(bad)
+    deep = "[" * 100_000
+    bad.write_text(deep)
+    with pytest.raises(DataError, match="bad: "):
+        load_rollouts(bad)
+    bad.write_text('{"line": "head"}\n' + deep)
+    with pytest.raises(DataError, match=r"damaged journal \(RecursionError: "):
         load_rollouts(bad)
 
 
@@ -176,6 +195,39 @@ def test_a_table_shows_what_a_critic_estimates_and_what_padding_repeats():
     found = json.loads(credit_report([ppo], grow.forest, seed=0, as_json=True))["calls"][0]
     assert found["returns"] == [1.0, 1.0] and found["raw_advantages"] == [0.75, 0.5]
     assert found["token_rewards"] == [0.0, 0.0] and found["group"] is None and found["mean"] is None
+
+
+def test_a_table_of_two_algorithms_to_the_word():
+    """Rewards 1 and -0: mean 0.5, deviation 1 / sqrt 2, A = 0.5 / 0.707108 on both modules' three tokens; mmGRPO halves
+    its weight between the modules, fills the gap of `b` with a copy, and has blanks beside it. No tokens show `-`.
+    """
+    grow = Grow(("a", "b"))
+    grow.end(grow.call("q/1", grow.call("q/0", None, "a", 2), "b", 1), 1.0)
+    grow.end(grow.call("q/2", None, "a", 0), -0.0)
+    algos = [section("grpo", group_size=2), section("mmgrpo", rollouts=2, filler="max")]
+    lines = credit_report(algos, grow.forest, seed=0, as_json=False).splitlines()
+    columns = ["reward", "parts", "group", "size", "mean", "std", "advantage", "weight"]
+    of_a, of_b = "2 0.5 0.707107", "q:b:0 {}2 1 0 0 0.25"
+    assert [line.split() for line in lines] == [
+        ["grpo", "mmgrpo"],
+        ["call", "module", *columns, *columns],
+        f"q/0 a 1 outcome=1 q {of_a} 0.707106 x2 0.333333 x2 1 outcome=1 q:a:0 {of_a} 0.707106 x2 0.25 x2".split(),
+        f"q/1 b 1 outcome=1 q {of_a} 0.707106 0.333333 1 outcome=1 {of_b.format('')}".split(),
+        f"q/1 b 1 outcome=1 {of_b.format('(filler) ')}".split(),
+        f"q/2 a 0 outcome=0 q {of_a} - - 0 outcome=0 q:a:0 {of_a} - -".split(),
+    ]
+    second = lines[0].index("mmgrpo")
+    assert [line[second : second + 2].strip() for line in lines[1:]] == ["re", "1", "1", "1", "0"]
+    assert [lines[0].index("grpo"), lines[1].index("reward")] == [14, 14]
+
+
+def test_a_call_that_one_algorithm_leaves_out_has_blanks_there():
+    grow = Grow(("a",))
+    grow.chain("q/0", "aa", 1.0)
+    grow.chain("q/1", "a", 0.0)
+    algos = [section("grpo", group_size=2), section("mmgrpo", rollouts=2, padding_mode="truncate")]
+    second = credit_report(algos, grow.forest, seed=0, as_json=False).splitlines()[3]
+    assert second.split() == ["q/0#1", "a", "1", "outcome=1", "q", "2", "0.5", "0.707107", "0.707106", "0.25"]
 
 
 def test_the_seed_reaches_random_choices():

@@ -106,6 +106,11 @@ def test_teachers_go_with_calls():
     assert written["calls"][0]["teacher"] == "gpt"
     read = parse(written)
     assert read.rollouts[0].teacher == "gpt" and read.calls["q/0"].teacher == "gpt"
+    grow.call("q/1", None, "a", teacher="its own")
+    grow.end("q/1", 0.0, teacher="the rollout's")
+    grow.end(grow.call("q/2", None, "a"), 0.0)
+    _, taught, untaught = dump_forest(grow.forest)["calls"]
+    assert taught["teacher"] == "its own" and "teacher" not in untaught
 
 
 def test_a_model_caused_failure_without_reward_is_credited_with_the_default_failure_score():
@@ -156,11 +161,15 @@ MALFORMED = {
     "id missing": (change(["calls", 0, "id"], ...), "call None: id: got None, expected a non-empty text"),
     "unknown module": (change(["calls", 1, "module"], "c"), "call 'c1': module: got 'c', expected one of a, b"),
     "unknown fork": (change(["rollouts", 0, "fork"], "x"), "rollout 'r0': fork: got 'x', expected one of a, b"),
-    "unknown error": (change(["rollouts", 0, "error"], "prase"), "did you mean 'parse'?"),
+    "unknown error": (
+        change(["rollouts", 0, "error"], "prase"),
+        "rollout 'r0': error: got 'prase', expected one of engine, judge",
+    ),
     "unknown parent": (change(["calls", 1, "parent"], "c9"), "call 'c1': parent: got 'c9', which is no call"),
     "cycle": (change(["calls", 0, "parent"], "c1"), "call 'c0': parent: a cycle (c0 -> c1)"),
     "own parent": (change(["calls", 0, "parent"], "c0"), "call 'c0': parent: a cycle (c0)"),
     "unknown leaf": (change(["rollouts", 0, "leaf"], "c7"), "rollout 'r0': leaf: got 'c7', which is no call"),
+    "nearly a leaf": (change(["rollouts", 0, "leaf"], "c11"), "leaf: got 'c11', which is no call; did you mean 'c1'?"),
     "no leaf, no error": (change(["rollouts", 0, "leaf"], None), "rollout 'r0': leaf: got null without an error"),
     "example of the parent": (change(["calls", 1, "example"], "p"), "call 'c1': example: got 'p', its parent has 'q'"),
     "example of the leaf": (
@@ -241,12 +250,55 @@ def test_rollout_ids_occur_once():
         parse(raw)
 
 
+def test_the_largest_count_and_the_largest_number_are_read():
+    raw = change(["calls", 0, "prompt_tokens"], 10_000_000)
+    raw["calls"][0]["penalty"], raw["rollouts"][0]["reward"] = -1e100, 1e100
+    forest = parse(raw)
+    assert forest.calls["c0"].prompt_tokens == 10_000_000
+    assert (forest.calls["c0"].penalty, forest.rollouts[0].reward) == (-1e100, 1e100)
+    raw["calls"][0] |= {"prompt_tokens": 10_000_001, "penalty": -1.1e100}
+    with pytest.raises(DataError) as caught:
+        parse(raw)
+    assert [problem.split(",")[0] for problem in caught.value.problems] == [
+        "f.json: call 'c0': prompt_tokens: got 10000001",
+        "f.json: call 'c0': penalty: got -1.1e+100",
+    ]
+
+
 def test_all_problems_of_a_file_are_told_at_once():
     raw = change(["calls", 0, "penalty"], "x")
     raw["rollouts"][0]["reward"] = "y"
     with pytest.raises(DataError) as caught:
         parse(raw)
     assert len(caught.value.problems) == 2
+
+
+def test_problems_of_several_records_are_told_each():
+    raw = small()
+    raw["calls"] = [{"id": "c9"}, raw["calls"][0], raw["calls"][0]]
+    with pytest.raises(DataError) as caught:
+        parse(raw)
+    assert "f.json: call 'c0': this id occurs twice" in caught.value.problems
+    raw["calls"] = [small()["calls"][0] | {"id": name, "parent": "c00"} for name in ("c0", "c1")]
+    with pytest.raises(DataError) as caught:
+        parse(raw)
+    assert caught.value.problems == [
+        f"f.json: call '{name}': parent: got 'c00', which is no call; did you mean 'c0'?" for name in ("c0", "c1")
+    ]
+
+
+def test_an_unknown_error_is_one_problem_whatever_its_reward():
+    with pytest.raises(DataError) as caught:
+        parse(change(["rollouts", 0, "error"], "prase"))
+    (problem,) = caught.value.problems
+    assert problem.endswith("; did you mean 'parse'?")
+
+
+def test_a_wrong_invocation_is_told_with_the_right_one():
+    raw = change(["calls", 1, "module"], "a")
+    says = r"call 'c1': invocation: got 0, its path has 1 earlier calls of 'a'"
+    with pytest.raises(DataError, match=says):
+        parse(raw)
 
 
 @pytest.mark.parametrize(

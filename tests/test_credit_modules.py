@@ -80,6 +80,31 @@ def test_a_factor_of_zero_is_a_choice():
     assert problems(algo, MODULES, ("outcome",)) == []
 
 
+def test_the_largest_factor_is_taken_and_what_is_beyond_refused():
+    for key in ("advantage_scale", "penalty_scale"):
+        largest, beyond = (
+            ALGO_SCHEMAS["mhgpo_fof"](name="mhgpo_fof", **{key: {"answerer": factor}}) for factor in (1e30, 1.1e30)
+        )
+        assert problems(largest, MODULES, ("outcome",)) == []
+        assert problems(beyond, MODULES, ("outcome",)) == [
+            f"algo.{key}.answerer: got 1.1e+30, expected a finite number from 0 to 1e+30"
+        ]
+
+
+def test_a_factor_of_advantages_that_nothing_takes_is_refused():
+    """A penalty is passed on to the calls before (`propagate=full`), so its factor is another matter."""
+    for out in ({"freeze_modules": ("rewriter",)}, {"train_modules": ("answerer",)}):
+        algo = ALGO_SCHEMAS["mhgpo_fof"](
+            name="mhgpo_fof",
+            advantage_scale={"rewriter": 2.0, "answerer": 3.0},
+            penalty_scale={"rewriter": 2.0, "answerer": 3.0},
+            **out,
+        )
+        assert problems(algo, MODULES, ("outcome",)) == [
+            "algo.advantage_scale.rewriter: got 2.0, which has no effect: the module is not trained"
+        ]
+
+
 def test_minibatches_reach_the_algorithm():
     """Of two examples in mini-batches of their own, each is all of its optimizer step: twice the weight."""
     grow = Grow(MODULES)

@@ -64,10 +64,8 @@ def dump_forest(forest: Forest) -> dict[str, Any]:
     for call in written["calls"]:
         if call.get("teacher") is None and teachers.get(call["id"]) is not None:
             call["teacher"] = teachers[call["id"]]
-        if call.get("completion_ids"):
+        if "completion_ids" in call:
             del call["completion_tokens"]
-        else:
-            call.pop("completion_ids", None)
     return written
 
 
