@@ -71,6 +71,23 @@ def test_show_prints_the_curve_and_the_tree_of_an_example(random_model, tmp_path
     assert "advantage" in shown
 
 
+def test_the_journal_exports_the_form_that_credit_reads(random_model, tmp_path, capsys):
+    run_dir, exported = tmp_path / "run", tmp_path / "forest.json"
+    assert main(command(random_model, run_dir, "train.steps=1", "eval.every=0")) == 0
+    capsys.readouterr()
+    assert main(["show", str(run_dir), "step=1", "--json"]) == 0
+    exported.write_text(capsys.readouterr().out)
+    assert json.loads(exported.read_text())["version"] == 1
+    found = []
+    for path in (exported, RunDir.read(run_dir).journal_path(1, None)):
+        assert main(["credit", "algo=mhgpo_rr,grpo", f"rollouts={path}", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1] and len(found[0][0]["calls"]) > 4
+    for wrong in (["--json"], ["step=1", "example=x", "--json"]):
+        assert main(["show", str(run_dir), *wrong]) == 2
+        assert "--json: writes the rollouts of one step; give step=N" in capsys.readouterr().err
+
+
 def test_the_same_command_gives_the_same_numbers(random_model, tmp_path):
     for name in ("a", "b"):
         assert main(command(random_model, tmp_path / name, "train.steps=3")) == 0

@@ -21,8 +21,8 @@ Usage:
   mmrl eval policy=P [key=value ...]  evaluate a run, checkpoint, adapter, model folder or hub id
   mmrl eval -m policy=P task=a,b,c    several evaluations, side by side as columns
   mmrl eval resume=EVAL_DIR           continue a stopped evaluation
-  mmrl show RUN_DIR [example=ID] [step=N]
-                                      a run's curves, and the tree of calls of an example
+  mmrl show RUN_DIR [example=ID] [step=N [--json]]
+                                      a run's curves, the tree of calls of an example, a step's rollouts as JSON
   mmrl report RUN_DIR                 write a run's report.html again
   mmrl compare RUN_DIR [RUN_DIR ...]  runs side by side: one figure, tables, which algorithm learned
   mmrl compare algo=A,B seed=0,1,2 [task=T] [jobs=N] [key=value ...]

@@ -66,11 +66,14 @@ def eval_command(arguments: Sequence[str]) -> int:
 
 
 def show_command(arguments: Sequence[str]) -> int:
-    """`mmrl show RUN_DIR [example=ID] [step=N]`."""
+    """`mmrl show RUN_DIR [example=ID] [step=N [--json]]`."""
+    as_json = "--json" in arguments
     flags = [a for a in arguments if a.startswith("-")]
     positional = [a for a in arguments if "=" not in a and a not in flags]
     values = dict(a.split("=", 1) for a in arguments if "=" in a and a not in flags)
-    problems = [f"{flag}: unknown flag, mmrl show has none" for flag in flags]
+    problems = [f"{flag}: unknown flag, mmrl show has --json alone" for flag in flags if flag != "--json"]
+    if as_json and ("step" not in values or "example" in values):
+        problems.append("--json: writes the rollouts of one step; give step=N, and no example")
     problems += [unknown("mmrl show", key, ("example", "step")) for key in values if key not in ("example", "step")]
     if len(positional) != 1:
         problems.append(f"mmrl show: got {len(positional)} run directories, expected one: mmrl show RUN_DIR")
@@ -81,6 +84,15 @@ def show_command(arguments: Sequence[str]) -> int:
     from mmrl.report.show import show
 
     step = int(values["step"]) if "step" in values else None
+    if as_json and step is not None:
+        from mmrl.credit.forest_json import dump_forest
+        from mmrl.report.files import dumps
+        from mmrl.report.journal import read_step
+        from mmrl.report.rundir import RunDir
+
+        forest, _ = read_step(RunDir.read(Path(positional[0])), step)
+        print(dumps(dump_forest(forest)))
+        return 0
     print(show(Path(positional[0]), example=values.get("example"), step=step))
     return 0
 
