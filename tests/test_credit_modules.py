@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mmrl.algorithms import ALGORITHMS, assign_credit, problems
 from mmrl.config.algo import ALGO_SCHEMAS
+from mmrl.errors import DataError
 from tests.forests import Grow
 
 MODULES = ("rewriter", "answerer")
@@ -147,3 +150,23 @@ def test_mmrl_credit_takes_the_factors(tmp_path, capsys):
     assert found["0a"]["advantages"] == pytest.approx([2.121320], abs=1e-5)
     assert main([*arguments, "algo.penalty_scale.rewritr=0.4"]) == 2
     assert "did you mean 'rewriter'" in capsys.readouterr().err
+
+
+def test_what_an_endpoint_said_has_no_kl_term_and_moves_nobody():
+    """Its calls have no log-probabilities; frozen, they need none (of a trained module they are missed)."""
+    algo = ALGO_SCHEMAS["mappo"](name="mappo", beta=0.1, kl="reward")
+    annotated = {
+        key: replace(
+            call,
+            values=(0.0,) * call.completion_tokens,
+            logprobs=(-1.0,) * call.completion_tokens if call.module == "answerer" else None,
+            ref_logprobs=(-3.0,) * call.completion_tokens,
+        )
+        for key, call in forest().calls.items()
+    }
+    said = replace(forest(), calls=annotated)
+    found = {e.call: e for e in assign_credit(said, algo, 0, frozen=("rewriter",)).entries}
+    assert [found[c].parts["kl"] for c in ("q/0#0", "q/0#1")] == pytest.approx([0.0, 0.1 * (-3.0 + 1.0)])
+    assert set(found["q/0#0"].weights) == {0.0} and found["q/0#1"].weights[0] > 0
+    with pytest.raises(DataError, match=r"logprobs: missing"):
+        assign_credit(said, algo, 0)

@@ -17,7 +17,7 @@ from mmrl.algorithms.ppo import Ppo
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MhgpoConfig
 from mmrl.credit.entries import Credit
-from mmrl.credit.modules import leave_out, scale_advantages
+from mmrl.credit.modules import leave_out, scale_advantages, without_kl
 from mmrl.records import Forest
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -58,7 +58,7 @@ def assign_credit(
     """
     if frozen and isinstance(algo, MhgpoConfig):
         algo = algo.model_copy(update={"freeze_modules": tuple(dict.fromkeys((*algo.freeze_modules, *frozen)))})
-    credit = ALGORITHMS[algo.name].credit(forest, algo, seed, minibatch)
+    credit = ALGORITHMS[algo.name].credit(without_kl(forest, frozen), algo, seed, minibatch)
     if algo.advantage_scale is not None:
         credit = scale_advantages(credit, forest, algo.advantage_scale)
     return leave_out(credit, forest, frozen) if frozen else credit

@@ -26,6 +26,17 @@ def scale_advantages(credit: Credit, forest: Forest, factors: Mapping[str, float
     return replace(credit, entries=tuple(entries))
 
 
+def without_kl(forest: Forest, frozen: Collection[str]) -> Forest:
+    """The forest where calls of frozen modules that have no log-probabilities (an endpoint's) have a KL term of 0."""
+    calls = {
+        call_id: replace(call, logprobs=nothing, ref_logprobs=nothing)
+        for call_id, call in forest.calls.items()
+        if call.module in frozen and call.logprobs is None
+        for nothing in [(0.0,) * call.completion_tokens]
+    }
+    return replace(forest, calls={**forest.calls, **calls}) if calls else forest
+
+
 def leave_out(credit: Credit, forest: Forest, frozen: Collection[str]) -> Credit:
     """Weight 0 for every token of the frozen modules. The other modules' weights stay as they are.
 
