@@ -130,6 +130,17 @@ class ModuleAssignment:
             "leave one of the two out"
             for m in both
         ]
+        named = {
+            "algo.train_modules": getattr(self.algo, "train_modules", None) or (),
+            "algo.advantage_scale": self.algo.advantage_scale or (),
+        }
+        found += [
+            f"{key}: names '{m}', for which an endpoint answers (engine.endpoints), so it is not trained; leave one of "
+            "the two out"
+            for key, modules in named.items()
+            for m in self.answered
+            if m in modules
+        ]
         if self.answered and isinstance(self.algo, TurnCriticConfig):
             found.append(
                 f"engine.endpoints: the critic of {self.algo.name} values whole rollouts and would not learn an "
