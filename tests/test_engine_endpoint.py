@@ -80,6 +80,8 @@ def test_special_tokens_in_a_reply_are_plain_text(tokenizer):
         (chat_reply(""), (), "", "eos", True),
         (chat_reply("", finish="length"), (), "", "length", True),
         (chat_reply(None), (), "", "eos", True),
+        (chat_reply("cut \ud83d", finish="length"), (), "cut \ufffd", "length", False),
+        (chat_reply("\ud83d\ude00"), (), "\U0001f600", "eos", True),
     ],
 )
 def test_how_a_completion_ends(tokenizer, reply, stop, text, finish, ended):
@@ -101,6 +103,20 @@ def test_what_no_endpoint_can_do_fails_the_rollout(tokenizer):
         ):
             asked(url, tokenizer, replace(ASK, messages=None))
     assert len(server.seen) == 1
+
+
+def test_a_request_whose_rollout_ran_out_of_time_counts_as_given_up(tokenizer):
+    async def impatient(engine):
+        async with asyncio.timeout(0.2):
+            await engine.generate(ASK)
+
+    with serving([replace(chat_reply("late"), delay=1.0)]) as (url, _):
+        engine = EndpointEngine(settings(url), tokenizer, "engine.endpoints.answerer")
+        with pytest.raises(TimeoutError):
+            asyncio.run(impatient(engine))
+        engine.close()
+    assert (engine.metrics()["endpoint/failures"], engine.metrics()["endpoint/requests"]) == (1, 0)
+    assert 0.1 < engine.busy_s < 1
 
 
 class Own:
@@ -184,6 +200,18 @@ def test_a_run_with_a_module_at_an_endpoint_trains_the_others(random_model, tmp_
         assert len(server.seen) > before
 
 
+def test_a_critic_with_the_kl_term_in_its_reward_goes_without_the_endpoints_part(random_model, tmp_path):
+    """Its calls have no log-probabilities; `mappo` puts -beta · (log-prob - reference) into every call's reward."""
+    with serving(answers) as (url, _):
+        endpoint = f"engine.endpoints={{reranker: {{url: '{url}', model: big, key_env: null}}}}"
+        words = command(random_model, tmp_path / "run", "algo=mappo", endpoint, "train.steps=1", "eval.every=0")
+        assert main([word for word in words if not word.startswith("algo.group_size")]) == 0
+    forest, entries = read_step(RunDir.read(tmp_path / "run"), 1)
+    modules = {forest.calls[entry["call"]].module for entry in entries if any(entry["weights"])}
+    assert modules == {"rewriter", "answerer"}
+    assert RunDir.read(tmp_path / "run").history()[1]["train/logprob_gap_max"] < 1e-4
+
+
 def test_an_endpoint_is_evaluated_as_the_policy(tmp_path, capsys):
     with serving(answers) as (url, _):
         words = ["eval", "engine=openai", "policy=big", "task=hotpotqa", "split=dev", "task.data.dev_items=3"]
@@ -211,6 +239,14 @@ def test_an_endpoint_is_evaluated_as_the_policy(tmp_path, capsys):
         (
             ["train", "engine.endpoints.reranker.model=x", "algo.top_k=3"],
             "algo.top_k: got 3, and an endpoint takes no top_k",
+        ),
+        (
+            ["train", "engine.endpoints.reranker.model=x", "algo.train_modules=[rewriter,reranker]"],
+            "algo.train_modules: names 'reranker', for which an endpoint answers",
+        ),
+        (
+            ["train", "engine.endpoints.reranker.model=x", "algo.advantage_scale={reranker: 2.0}"],
+            "algo.advantage_scale: names 'reranker', for which an endpoint answers",
         ),
         (
             ["train", "task=banking77", "algo=mmgrpo", "engine.endpoints={classify.predict: {model: x}}"],

@@ -193,6 +193,9 @@ class OpenAIChat:
             except EngineFailure as failure:
                 self._count_failure(failure)
                 raise
+            except asyncio.CancelledError:  # whoever asked has run out of time (task.timeout_s)
+                self.usage.failures += 1
+                raise
         return found
 
     async def _try(self, body: dict[str, Any]) -> tuple[str, str]:
@@ -222,6 +225,8 @@ class OpenAIChat:
                 text = choice["message"].get("refusal") or ""
             if not isinstance(text, str):
                 raise TypeError("the content is not text")
+            # JSON can spell half of a character outside of the BMP (a reply cut within an emoji); no tokenizer or file can.
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             tokens = [_count(reply.get("usage"), name) for name in ("prompt_tokens", "completion_tokens")]
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise _Retry(f"the reply is no chat completion ({error!r}): {self._safe(response.text)}") from None

@@ -291,6 +291,13 @@ class WeightStage:
         found = {id(teacher.engine): teacher.engine for teacher in self.teachers.values()}
         return [engine for engine in found.values() if engine is not self.engine]
 
+    def _asked(self) -> dict[str, float]:
+        """What endpoints were asked so far and what it cost, by all processes together."""
+        found: dict[str, float] = {}
+        for own in self.processes.gather(asked_metrics([self.engine, *self._other_engines()])):
+            found |= {name: found.get(name, 0.0) + count for name, count in own.items()}
+        return found
+
     def on_step_end(self, step: int, update: dict[str, float]) -> None:
         """After the last optimizer step of `step`: log, evaluate when due."""
         self.journal.wait()  # a step whose metrics are there has its journal
@@ -311,7 +318,7 @@ class WeightStage:
             "rate/tokens_per_s": generated / spent,
             "memory/rss_mb": resident_mb(),
         }
-        metrics |= self.engine.metrics() | asked_metrics([self.engine, *self._other_engines()])
+        metrics |= self.engine.metrics() | self._asked()
         every = self.config.eval.every
         if step == self.config.train.steps or (every and step % every == 0):
             metrics |= self.evaluate(step)
