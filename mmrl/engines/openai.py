@@ -225,7 +225,7 @@ class OpenAIChat:
                 text = choice["message"].get("refusal") or ""
             if not isinstance(text, str):
                 raise TypeError("the content is not text")
-            # JSON can spell half of a character outside of the BMP (a reply cut within an emoji); no tokenizer or file can.
+            # JSON can spell half of an emoji (a reply cut within one); no tokenizer or file can.
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             tokens = [_count(reply.get("usage"), name) for name in ("prompt_tokens", "completion_tokens")]
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
