@@ -224,6 +224,13 @@ def test_an_endpoint_is_evaluated_as_the_policy(tmp_path, capsys):
     assert "engine.endpoint" in capsys.readouterr().out
 
 
+def test_a_password_in_an_address_is_refused_and_not_repeated(capsys):
+    words = ["train", "engine.endpoints={reranker: {url: 'http://me:hush@h/v1', model: x, key_env: null}}"]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "engine.endpoints.reranker.url: got an address with a user or password" in error and "hush" not in error
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 from pydantic import Field, field_validator
 
 from mmrl.config.base import Section, is_address
@@ -25,6 +27,8 @@ class Endpoint(Section):
     def _address(cls, url: str) -> str:
         if not is_address(url):
             raise ValueError(f"got '{url}', expected http://HOST[:PORT]… or https://…, up to and with /v1")
+        if "@" in urlsplit(url).netloc:  # it would stand in config, log and report
+            raise ValueError("got an address with a user or password, which run directories would keep; use key_env")
         return url
 
 
