@@ -137,7 +137,8 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
         problems += engines.problems(
             config.engine, engine_name(config), training=False, copied=copied, device=config.hardware.device
         )
-        return problems + endpoint_problems(config, task) + policy_problems(config, task)
+        problems += endpoint_problems(config, task) + endpoints_away(config)
+        return problems + policy_problems(config, task)
     assert isinstance(config, TrainCommandConfig)
     problems += device_problems(config) + missing_packages(config.hardware)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
@@ -151,7 +152,8 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
         device=config.hardware.device,
         rank=config.model.lora.r if config.model.lora is not None else 0,
     )
-    problems += endpoint_problems(config, task) + staleness_problems(config) + turns_missing(config, task)
+    problems += endpoint_problems(config, task) + endpoints_away(config)
+    problems += staleness_problems(config) + turns_missing(config, task)
     problems += text_problems(config, task) + teacher_problems(config, task, build_task)
     available = len(task.examples("train"))
     if config.train.batch_size > available:
@@ -208,7 +210,7 @@ def served(config: EvalCommandConfig) -> Policy:
 
 
 def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
-    """What is wrong with the endpoints that answer for modules; asks each whether it is there."""
+    """What is wrong with the endpoints that answer for modules; asks nobody."""
     name = engine_name(config)
     endpoints = config.engine.endpoints or {}
     if name != "openai" and not endpoints:
@@ -228,10 +230,16 @@ def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
             f"{key}: module '{module}' of task={task.name} goes on in the context of an earlier reply, which an "
             "endpoint that takes messages cannot; use engine=transformers or engine=vllm_server for it"
         )
+    return problems
+
+
+def endpoints_away(config: RootConfig) -> list[str]:
+    """Why no request to the endpoints that answer for modules can succeed; asks each at most one token."""
+    endpoints = config.engine.endpoints or {}
     asked = {f"engine.endpoints.{module}": settings for module, settings in endpoints.items()}
-    if name == "openai" and isinstance(config, EvalCommandConfig):
+    if engine_name(config) == "openai" and isinstance(config, EvalCommandConfig):
         asked["engine.endpoint"] = named(config.engine, config.policy)
-    return problems + unreachable(asked)
+    return unreachable(asked)
 
 
 def assignment(config: TrainCommandConfig, task: Task) -> ModuleAssignment:

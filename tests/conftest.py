@@ -70,3 +70,19 @@ def random_model(tmp_path_factory) -> str:
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def quick_retries(monkeypatch):
+    """The client of retrieval servers tries again without a pause that a test would have to wait for."""
+    monkeypatch.setattr("mmrl.retrieval.remote.FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("mmrl.retrieval.remote.LONGEST_WAIT_S", 0.002)
+
+
+@pytest.fixture(scope="module")
+def good():
+    """Address of a retrieval server that works."""
+    from tests.retrieval_fakes import good_app, listening
+
+    with listening(good_app()) as url:
+        yield url

@@ -142,12 +142,13 @@ def test_options_of_one_engine_with_another():
 
 
 def test_an_evaluation_has_no_training_options():
-    found = refused("policy=tiny", "eval.split=test", "eval.every=3", command="eval")
+    found = refused("policy=tiny", "eval.split=test", "eval.every=3", "model.lora.r=3", command="eval")
     assert found == [
         "eval.split: got test, which has no effect on mmrl eval; use split=",
         "eval.every: got 3, which has no effect on mmrl eval; it is an option of mmrl train",
+        "model.lora.r: got 3, which has no effect on mmrl eval: policy= says which adapter there is, if any",
     ]
-    assert {rule.key for rule in EVAL} == {"eval.split", "eval.every"}
+    assert {rule.key for rule in EVAL} == {"eval.split", "eval.every", "model.lora"}
     (problem,) = refused("policy=tiny", AGENT, "task.search_penalty=0.2", command="eval")
     assert problem.startswith("task.search_penalty: got 0.2")
     assert refused("policy=tiny", AGENT, "task.search_penalty=0.2", "task.reward=turn", command="eval") == []

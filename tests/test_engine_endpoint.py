@@ -285,6 +285,11 @@ def test_a_password_in_an_address_is_refused_and_not_repeated(capsys):
             ],
             "engine.endpoint.url: nobody answers at http://127.0.0.1:1/v1",
         ),
+        (
+            ["plan", "task=search_o1", "algo=grpo", "engine.endpoints.reasoner.model=x"],
+            "engine.endpoints: module 'reasoner' of task=search_o1 goes on in the context of an earlier reply",
+        ),
+        (["eval", "policy=tiny", "model.lora.r=3"], "model.lora.r: got 3, which has no effect on mmrl eval"),
         (["eval", "policy=tiny", "engine.endpoints.rerank.model=x"], "engine.endpoints: got 'rerank', expected one of"),
     ],
 )

@@ -11,7 +11,6 @@ import pytest
 from mmrl import config as schemas
 from mmrl.errors import ConfigError, RetrievalFailure
 from mmrl.records import Example
-from mmrl.retrieval import remote as remote_module
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.bm25 import Bm25Retriever
 from mmrl.retrieval.remote import Breaker, RemoteRetriever, read_dspy, read_search_r1
@@ -26,16 +25,7 @@ from tests.retrieval_fakes import DOCUMENTS, Faulty, good_app, listening
 QUERIES = ["river Tagus", "city", "capital of Portugal", "river"]
 
 
-@pytest.fixture(autouse=True)
-def quick_retries(monkeypatch):
-    monkeypatch.setattr(remote_module, "FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr(remote_module, "LONGEST_WAIT_S", 0.002)
-
-
-@pytest.fixture(scope="module")
-def good():
-    with listening(good_app()) as url:
-        yield url
+pytestmark = pytest.mark.usefixtures("quick_retries")
 
 
 def fetched(url, **body):

@@ -13,7 +13,6 @@ import pytest
 
 from mmrl.errors import RetrievalFailure
 from mmrl.records import Example
-from mmrl.retrieval import remote as remote_module
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.bm25 import Bm25Retriever
 from mmrl.retrieval.child import ChildRetriever
@@ -23,22 +22,13 @@ from mmrl.retrieval.server import Batches, make_app
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from tests.fakes import environment
-from tests.retrieval_fakes import DOCUMENTS, good_app, listening
+from tests.retrieval_fakes import DOCUMENTS, listening
 from tests.test_retrieval_http import Searcher, agent, fetched
 
 BM25 = IndexSpec(kind="bm25", settings={"k1": 0.9, "b": 0.4})
 
 
-@pytest.fixture(autouse=True)
-def quick_retries(monkeypatch):
-    monkeypatch.setattr(remote_module, "FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr(remote_module, "LONGEST_WAIT_S", 0.002)
-
-
-@pytest.fixture(scope="module")
-def good():
-    with listening(good_app()) as url:
-        yield url
+pytestmark = pytest.mark.usefixtures("quick_retries")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from typing import Any
 
 from mmrl.algorithms.options import section
 from mmrl.config import AlgoConfig
-from mmrl.config.algo import STUDENT, MmgrpoConfig
+from mmrl.config.algo import MmgrpoConfig
+from mmrl.config.teachers import STUDENT
 from mmrl.credit.assemble import compare, entry, group_metrics
 from mmrl.credit.entries import Credit
 from mmrl.credit.padding import module_groups

@@ -62,7 +62,7 @@ def make(config: TrainCommandConfig, lengths: str, dry: int | None, name: str | 
     # Counting from lengths needs the program, not the data: those of the mini world stand in for what is not here.
     task = prepare.build_task(config.task if examples else prepare.on_mini_world(config.task), config.seed)
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)
-    problems += prepare.assignment(config, task).problems()
+    problems += prepare.assignment(config, task).problems() + prepare.endpoint_problems(config, task)
     available = len(task.examples("train")) if examples else 0
     if examples > available:
         problems.append(f"dry: got {examples}, the train split has {available} examples")

@@ -115,6 +115,7 @@ COMMON = (
 EVAL = (
     Rule("eval.split", lambda config, facts: True, "on mmrl eval; use split="),
     Rule("eval.every", lambda config, facts: True, "on mmrl eval; it is an option of mmrl train"),
+    Rule("model.lora", lambda config, facts: True, "on mmrl eval: policy= says which adapter there is, if any"),
 )
 _NO_PENALTIES = "with this task: its modules have no penalties"
 TRAIN = (

@@ -12,8 +12,9 @@ from typing import Any
 
 from mmrl import keyed
 from mmrl.config import TaskConfig, TrainCommandConfig
-from mmrl.config.algo import STUDENT, MmgrpoConfig, TeacherConfig
+from mmrl.config.algo import MmgrpoConfig
 from mmrl.config.endpoint import EndpointConfig
+from mmrl.config.teachers import STUDENT, TeacherConfig
 from mmrl.errors import ConfigError
 from mmrl.models import encode_text
 from mmrl.policy import Policy, resolve

@@ -1,0 +1,41 @@
+"""`algo.teachers`: the programs that make rollouts for mmGRPO beside the student."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from mmrl.config.base import Section
+from mmrl.config.endpoint import EndpointConfig
+
+STUDENT = "student"
+"""Name of the policy in training, among the teachers of mmGRPO."""
+
+
+class TeacherConfig(Section):
+    """One program that makes rollouts for mmGRPO: the task's, under another policy."""
+
+    name: str = Field(min_length=1, description="`student` is the policy in training; any other name is a teacher")
+    policy: str | None = Field(
+        None, description="weights: a run, checkpoint, adapter, folder or hub id; null: the student's as they are"
+    )
+    endpoint: EndpointConfig | None = Field(None, description="a model behind an endpoint, in the place of weights")
+    prompts: str | None = Field(None, description="prompts file, as task.prompts; null: the student's")
+    rollouts: int | None = Field(None, ge=1, description="rollouts per example; null (for all): an equal share of R")
+
+    @model_validator(mode="after")
+    def _policy(self) -> Self:
+        other = self.policy is not None or self.endpoint is not None or self.prompts is not None
+        if self.name == STUDENT and other:
+            raise ValueError(
+                f"got a policy, an endpoint or prompts for {STUDENT}, which is the policy in training; leave them out"
+            )
+        if self.name != STUDENT and not other:
+            raise ValueError(
+                f"got neither policy, endpoint nor prompts for '{self.name}', so it would be the student; set one, or "
+                f"name it {STUDENT}"
+            )
+        if self.policy is not None and self.endpoint is not None:
+            raise ValueError(f"got a policy and an endpoint for '{self.name}'; leave one of the two out")
+        return self
