@@ -60,7 +60,7 @@ bench-retrieval: $(STAMP) ## BM25 over a million passages and its server, agains
 	$(BIN)/python -m scripts.bench.retrieval $(ARGS)
 
 tiny: $(STAMP) ## rebuild the shipped tiny model (resumable, under an hour)
-	$(BIN)/python scripts/build_tiny_model.py $(ARGS)
+	$(BIN)/python -m scripts.tiny_model.build $(ARGS)
 
 clean: ## remove .venv and caches (never outputs/)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info

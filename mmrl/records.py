@@ -42,6 +42,8 @@ class _Empty(Mapping[str, Any]):
         return "{}"
 
 
+LARGEST = 1e100
+"""Largest size of a reward, penalty, value or log-probability: its square, summed over a batch, is still a number."""
 EMPTY: Mapping[str, Any] = _Empty()
 
 

@@ -105,7 +105,7 @@ def _dispatch(arguments: list[str]) -> int:
 def _help() -> str:
     from textwrap import fill
 
-    from mmrl.folders import GROUPS, options
+    from mmrl.config.groups import GROUPS, options
 
     names = {group: options(group) for group in GROUPS}
     rows = names["experiment"]  # the rows of a table count as one choice: there are too many to read

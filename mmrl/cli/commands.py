@@ -31,7 +31,8 @@ def train_command(arguments: Sequence[str]) -> int:
         through_hydra("train", line, lambda raw: None)
         return 0
     configs = validated("train", TrainCommandConfig, line)
-    from mmrl import prepare, run
+    from mmrl.run import check as prepare
+    from mmrl.run import train as run
 
     prepare.check_all(configs, typed_keys(line))
     if not line.multirun:
@@ -45,7 +46,7 @@ def eval_command(arguments: Sequence[str]) -> int:
     resume = take(line.overrides, "resume")
     if resume is not None:
         _nothing_else(line)
-        from mmrl import evaluation
+        from mmrl.run import eval as evaluation
 
         return evaluation.resume_evaluation(Path(resume))
     if line.prints_only:
@@ -53,7 +54,8 @@ def eval_command(arguments: Sequence[str]) -> int:
         through_hydra("eval", line, lambda raw: None)
         return 0
     configs = validated("eval", EvalCommandConfig, line)
-    from mmrl import evaluation, prepare
+    from mmrl.run import check as prepare
+    from mmrl.run import eval as evaluation
 
     prepare.check_all(configs, typed_keys(line))
     command = ["mmrl", "eval", *arguments]
@@ -85,10 +87,10 @@ def show_command(arguments: Sequence[str]) -> int:
 
     step = int(values["step"]) if "step" in values else None
     if as_json and step is not None:
-        from mmrl.credit.forest_json import dump_forest
-        from mmrl.report.files import dumps
+        from mmrl.report.forest import dump_forest
         from mmrl.report.journal import read_step
         from mmrl.report.rundir import RunDir
+        from mmrl.system.files import dumps
 
         forest, _ = read_step(RunDir.read(Path(positional[0])), step)
         print(dumps(dump_forest(forest)))
@@ -148,7 +150,7 @@ def credit_command(arguments: Sequence[str]) -> int:
         problems.append(f"seed: got {seed!r}, expected a whole number, 0 or more")
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    from mmrl.algorithms.report import credit_report, load_rollouts
+    from mmrl.run.credit import credit_report, load_rollouts
 
     print(credit_report(algos, load_rollouts(Path(path)), seed=seed, as_json=as_json))
     return 0
@@ -220,7 +222,7 @@ def _plugins(line: CommandLine) -> None:
     for override in line.overrides:
         key, _, value = override.lstrip("+").partition("=")
         if key == "plugins":
-            from mmrl.prepare import import_plugins
+            from mmrl.run.check import import_plugins
 
             import_plugins(name.strip() for name in value.strip("[]").split(",") if name.strip())
 
@@ -229,14 +231,14 @@ def import_config_plugins(raw: Mapping[str, Any]) -> None:
     """Import what a composed config names as `plugins`: a task's own file may name its package."""
     given = raw.get("plugins")
     if given and isinstance(given, tuple):  # anything else is for validation to refuse
-        from mmrl.prepare import import_plugins
+        from mmrl.run.check import import_plugins
 
         import_plugins(package for package in given if isinstance(package, str))
 
 
 def _resume(folder: str, line: CommandLine) -> int:
     _nothing_else(line)
-    from mmrl import run
+    from mmrl.run import train as run
 
     return run.resume(Path(folder))
 
@@ -265,7 +267,7 @@ def _sweep(line: CommandLine, arguments: Sequence[str], jobs: int) -> int:
 
 def _swept(codes: Path, arguments: tuple[str, ...], jobs: int, raw: Mapping[str, Any]) -> None:
     """One job of a sweep, in this process or in one that a launcher has started."""
-    from mmrl import run
+    from mmrl.run import train as run
 
     name = f"algo={raw['algo']['name']} task={raw['task']['name']} seed={raw['seed']}"
     print(f"-- job {len(list(codes.iterdir())) + 1} of {jobs}: {name}")

@@ -16,8 +16,8 @@ from mmrl.cli.compose import CommandLine, composed, expand, parse_arguments, tak
 from mmrl.cli.launch import Job, Launcher
 from mmrl.config import TrainCommandConfig, validate
 from mmrl.config.compare import ComparePart, ComparePlan, read_plan
+from mmrl.config.groups import conf_dir, options, user_dirs
 from mmrl.errors import ConfigError, unknown
-from mmrl.folders import conf_dir, options, user_dirs
 from mmrl.report.compare import Comparison, compare, find_runs
 from mmrl.report.compare_write import as_text, check_docs, write, write_docs
 from mmrl.report.rundir import allocate
@@ -69,8 +69,8 @@ def _look(positional: Sequence[str], given: Mapping[str, str], line: CommandLine
 
 def _run(given: Mapping[str, str], line: CommandLine) -> int:
     """Start and resume runs, then compare them."""
-    from mmrl.prepare import check_all
-    from mmrl.stages.stopping import stoppable
+    from mmrl.run.check import check_all
+    from mmrl.run.stopping import stoppable
 
     problems: list[str] = []
     plan = _plan(given, line, problems)

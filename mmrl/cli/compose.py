@@ -27,8 +27,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mmrl.config.groups import GROUPS, conf_dir, options, user_dirs
 from mmrl.errors import ConfigError, unknown
-from mmrl.folders import GROUPS, conf_dir, options, user_dirs
 
 PASSED_ON = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--resolve", "--package", "-p")
 """Hydra's own flags that print something and run nothing."""

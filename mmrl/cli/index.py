@@ -102,11 +102,11 @@ def index_command(arguments: Sequence[str]) -> int:
 
 
 def _build(arguments: Sequence[str]) -> int:
-    from mmrl.hub import encoder_problems
+    from mmrl.models.hub import encoder_problems
     from mmrl.retrieval.index import build_index, partial_of, spec_of
     from mmrl.retrieval.select import packages_missing
     from mmrl.retrieval.sizes import estimate_text, measured_text
-    from mmrl.tasks.corpora import Corpus
+    from mmrl.tasks.data.corpus import Corpus
 
     wanted = read_arguments("mmrl index build", BuildArguments, arguments)
     section, folder = wanted.section(), Path(wanted.index).expanduser()

@@ -21,9 +21,9 @@ from typing import Any, Literal
 from mmrl.config import TrainCommandConfig, validate
 from mmrl.errors import ConfigError
 from mmrl.report.compare import flattened
-from mmrl.report.files import read_jsonl
 from mmrl.report.rundir import FOLDERS, LOCK, RunDir
 from mmrl.report.series import duration, number, short
+from mmrl.system.files import read_jsonl
 
 MMRL = [sys.executable, "-m", "mmrl"]
 """The command of a child, before its words."""
@@ -239,7 +239,7 @@ def differences(stored: Mapping[str, Any], asked: TrainCommandConfig) -> list[st
     Raises:
         ConfigError: the stored config is none that this version understands.
     """
-    from mmrl.prepare import as_tuples
+    from mmrl.run.check import as_tuples
 
     there = flattened(validate(TrainCommandConfig, as_tuples(stored)).model_dump(mode="json"))
     here = flattened(asked.model_dump(mode="json"))

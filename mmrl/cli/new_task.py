@@ -17,9 +17,9 @@ from pydantic import Field
 
 from mmrl.cli.arguments import read_arguments
 from mmrl.config.base import Section
+from mmrl.config.groups import conf_dir
 from mmrl.config.task import BUILT_IN
 from mmrl.errors import ConfigError
-from mmrl.folders import conf_dir
 
 TEXTS = Path(__file__).resolve().parent.parent / "assets" / "new_task"
 REPLIES = {"async": ('"0"', '"1"'), "dspy": ('{"department": "billing"}', '{"department": "repair"}')}

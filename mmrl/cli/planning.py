@@ -32,13 +32,14 @@ def plan_command(arguments: Sequence[str]) -> int:
 
 def make(config: TrainCommandConfig, lengths: str, dry: int | None, name: str | None, line: CommandLine):  # type: ignore[no-untyped-def]  # the type would load torch
     """The plan of a validated config."""
-    from mmrl import engines, prepare
+    from mmrl import engines
     from mmrl.algorithms import problems as algorithm_problems
-    from mmrl.models import model_path
+    from mmrl.models.load import model_path
     from mmrl.plan.devices import device as find_device
     from mmrl.plan.load import asked_elsewhere, declared, guessed, parse_lengths
     from mmrl.plan.report import Plan
     from mmrl.plan.shapes import shape_of
+    from mmrl.run import check as prepare
     from mmrl.trainer.settings import Settings
 
     given = parse_lengths(lengths)

@@ -12,8 +12,8 @@ from mmrl.errors import ConfigError, MmrlError
 
 def work() -> int:
     """Run the job. Returns the exit code."""
-    from mmrl import run
-    from mmrl.stages.launch import JOB
+    from mmrl.run import train as run
+    from mmrl.run.launch import JOB
 
     try:
         if JOB not in os.environ:

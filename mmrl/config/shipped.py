@@ -1,6 +1,6 @@
 """The tiny models that ship with mmrl, and which of them `tiny` stands for: the one that plays the task.
 
-The one place that says so; `validate` puts the name in, `mmrl.models` finds the folder.
+The one place that says so; `validate` puts the name in, `mmrl.models.load` finds the folder.
 """
 
 from __future__ import annotations

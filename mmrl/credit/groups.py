@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mmrl import keyed
+from mmrl import rng
 from mmrl.credit.rewards import Reward
 from mmrl.records import Call, Forest
 
@@ -122,7 +122,7 @@ def regroup_singles(
         if how == "by_agent_fork":
             groups.append(Group(name, tuple(members)))
             continue
-        keyed.rng(seed, forest.step, "regroup", *key).shuffle(members)
+        rng.stream(seed, forest.step, "regroup", *key).shuffle(members)
         for start in range(0, len(members) - size + 1, size):
             groups.append(Group(f"{name}:{start // size}", tuple(members[start : start + size])))
     return groups

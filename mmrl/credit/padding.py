@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from mmrl import keyed
+from mmrl import rng
 from mmrl.config.algo import MmgrpoConfig
 from mmrl.credit.groups import Group, Member, slot_id
 from mmrl.credit.rewards import Reward
@@ -102,7 +102,7 @@ def _trace(track: Track, algo: MmgrpoConfig) -> _Trace:
     return _Trace(track, tuple(Member(call, reward) for call in calls))
 
 
-def _rows(traces: Sequence[_Trace], module: str, algo: MmgrpoConfig, key: keyed.Key) -> list[Row]:
+def _rows(traces: Sequence[_Trace], module: str, algo: MmgrpoConfig, key: rng.Key) -> list[Row]:
     """One row per rollout that takes part, padded as `padding_mode` says."""
     rows: dict[str, Row] = {}
     for trace in traces:
@@ -126,10 +126,10 @@ def _row(members: Sequence[Member], algo: MmgrpoConfig) -> Row:
     return dict(enumerate(members))
 
 
-def _filled(row: Row, length: int, filler: str, key: keyed.Key) -> Row:
+def _filled(row: Row, length: int, filler: str, key: rng.Key) -> Row:
     """Fill every missing invocation with an own call: the last one, or one drawn at random."""
     own = list(row.values())
-    chosen = {k: own[-1] if filler == "max" else keyed.rng(*key, k).choice(own) for k in range(len(own), length)}
+    chosen = {k: own[-1] if filler == "max" else rng.stream(*key, k).choice(own) for k in range(len(own), length)}
     return row | {k: replace(member, filler=True) for k, member in chosen.items()}
 
 

@@ -13,12 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from mmrl import keyed
+from mmrl import rng
 from mmrl.errors import DataError
-from mmrl.records import EMPTY, Call, Forest, Rollout
-
-LARGEST = 1e100
-"""Largest size of a reward, penalty, value or log-probability: its square, summed over a batch, is still a number."""
+from mmrl.records import EMPTY, LARGEST, Call, Forest, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +94,11 @@ def merged(rollout: Rollout, path: Sequence[Call]) -> Reward:
     return Reward(rollout.reward + turns, {"outcome": rollout.reward, "turn": turns})
 
 
-def _aggregate(values: Sequence[float], how: str, key: keyed.Key) -> float:
+def _aggregate(values: Sequence[float], how: str, key: rng.Key) -> float:
     if len(values) == 1:
         return values[0]
     if how == "random":
-        return keyed.rng(*key).choice(values)
+        return rng.stream(*key).choice(values)
     aggregates: dict[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "max": max, "min": min}
     return aggregates[how](values)
 

@@ -10,9 +10,9 @@ from mmrl.engines.base import Completion, Elsewhere, Engine, Request, Sampling, 
 from mmrl.errors import ConfigError, unknown
 
 ENGINES: dict[str, str] = {
-    "transformers": "mmrl.engines.transformers:TransformersEngine",
-    "vllm_server": "mmrl.engines.vllm_server:VllmServerEngine",
-    "vllm_colocated": "mmrl.engines.vllm_colocated:VllmColocatedEngine",
+    "transformers": "mmrl.engines.embedded.engine:TransformersEngine",
+    "vllm_server": "mmrl.engines.vllm.server:VllmServerEngine",
+    "vllm_colocated": "mmrl.engines.vllm.colocated:VllmColocatedEngine",
     "openai": "mmrl.engines.endpoint:EndpointEngine",
 }
 """Name in `engine.name` -> `module:class`, imported when it is asked for, since engines import torch."""
@@ -89,7 +89,7 @@ def problems(
             "engine=transformers, or train adapters (model.lora)"
         )
     if name.startswith("vllm"):
-        from mmrl.engines.vllm_launch import rank_problems, sleep_problems, vllm_problems
+        from mmrl.engines.vllm.launch import rank_problems, sleep_problems, vllm_problems
 
         found += vllm_problems(config.model_copy(update={"name": name})) + sleep_problems(config, device)
         found += rank_problems(rank)
@@ -125,7 +125,7 @@ def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, f
             "engine=vllm_server, or train.staleness=0"
         ]
     if name.startswith("vllm"):
-        from mmrl.engines.vllm_launch import exact, logprobs_mode
+        from mmrl.engines.vllm.launch import exact, logprobs_mode
 
         temperature, top_p, top_k = sampling
         asked = Sampling(max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k)

@@ -68,7 +68,7 @@ class Setup:
     adapters: Mapping[str, str] | None = None
     """Module name -> adapter name, where modules have weights of their own."""
     initial: Any = None
-    """A model, never trained, for the modules whose name in `adapters` is `mmrl.policy.INITIAL`."""
+    """A model, never trained, for the modules whose name in `adapters` is `mmrl.models.policy.INITIAL`."""
     weights: ModelConfig | None = None
     """What a server loads before any push."""
     folders: Mapping[str, str] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from mmrl.config.endpoint import EndpointConfig
 from mmrl.engines.base import Completion, Request
 from mmrl.engines.openai import OpenAIChat, described
 from mmrl.errors import ConfigError, EngineFailure
-from mmrl.models import encode_text
+from mmrl.models.chat import encode_text
 
 SEEDS = 2**31
 """Endpoints take seeds below it."""

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmrl.config.endpoint import EndpointConfig
-from mmrl.engines.http import Background
 from mmrl.errors import ConfigError, EngineFailure
+from mmrl.system.portal import Background
 
 if TYPE_CHECKING:
     import httpx

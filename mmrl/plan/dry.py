@@ -81,7 +81,7 @@ def _sample(config: TrainCommandConfig, task: Task, reward_set: str, examples: i
     import torch
 
     from mmrl.engines import engine_class
-    from mmrl.models import load_model, load_tokenizer
+    from mmrl.models.load import load_model, load_tokenizer
     from mmrl.rollout.context import SamplingSettings
     from mmrl.rollout.sample import sample
     from mmrl.stages.environment import make_environment

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmrl.config.schema import ModelConfig
 from mmrl.errors import ConfigError
-from mmrl.models import model_path
+from mmrl.models.load import model_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from textwrap import fill
 from typing import Any
 
 from mmrl.config import EndpointConfig
-from mmrl.folders import row_keys
+from mmrl.config.groups import row_keys
 from mmrl.report.html import write_report
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir

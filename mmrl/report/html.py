@@ -17,7 +17,6 @@ import yaml
 
 from mmrl.errors import MmrlError
 from mmrl.records import Forest, Rollout
-from mmrl.report.files import atomic_write
 from mmrl.report.journal import read_step
 from mmrl.report.overview import Overview
 from mmrl.report.plots import evaluation_curve, lines_over_steps, reward_curve
@@ -25,6 +24,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.series import duration, number, series, short
 from mmrl.report.tables import Difference
 from mmrl.report.trees import Node, abridged, call_name, clean, credit_line, rollout_line, trees
+from mmrl.system.files import atomic_write
 
 EXAMPLES = 3
 """Examples shown of a step."""

@@ -18,8 +18,8 @@ from typing import Any
 
 from mmrl.errors import CheckpointError
 from mmrl.records import Call, Forest, Rollout
-from mmrl.report.files import atomic_write, dumps
 from mmrl.report.rundir import RunDir
+from mmrl.system.files import atomic_write, dumps
 
 TUPLES = ("prompt_ids", "completion_ids", "sampled_ids", "logprobs", "ref_logprobs", "values")
 _PROMPT = ("prompt_ids", "prompt_text")

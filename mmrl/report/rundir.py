@@ -25,7 +25,7 @@ import yaml
 
 from mmrl.errors import CheckpointError, ConfigError, DataError
 from mmrl.report.environment import describe_environment
-from mmrl.report.files import append_jsonl, atomic_write, dumps, plain, read_jsonl, remove_leftovers, repair_jsonl
+from mmrl.system.files import append_jsonl, atomic_write, dumps, plain, read_jsonl, remove_leftovers, repair_jsonl
 
 LOCK = "run.lock"
 FOLDERS = ("journal", "eval", "checkpoints")

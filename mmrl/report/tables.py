@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mmrl import keyed
+from mmrl import rng
 from mmrl.report.series import short
 
 LEVEL = 0.95
@@ -22,10 +22,10 @@ _CELLS = 2_000_000
 """Resampled values held in memory at once."""
 
 
-def bootstrap_means(values: np.ndarray, key: keyed.Key, resamples: int) -> np.ndarray:
+def bootstrap_means(values: np.ndarray, key: rng.Key, resamples: int) -> np.ndarray:
     """Means of `resamples` draws with replacement from `values` (length n >= 1); shape (resamples,), float64."""
     n = len(values)
-    uniforms = np.random.Generator(np.random.Philox(key=keyed.digest(*key, "bootstrap")))
+    uniforms = np.random.Generator(np.random.Philox(key=rng.digest(*key, "bootstrap")))
     means = np.empty(resamples)
     rows = max(1, _CELLS // n)
     for start in range(0, resamples, rows):
@@ -35,7 +35,7 @@ def bootstrap_means(values: np.ndarray, key: keyed.Key, resamples: int) -> np.nd
     return means
 
 
-def bootstrap_interval(values: Sequence[float], key: keyed.Key, resamples: int = 1000) -> tuple[float, float]:
+def bootstrap_interval(values: Sequence[float], key: rng.Key, resamples: int = 1000) -> tuple[float, float]:
     """The 95 % percentile bootstrap interval of the mean of `values`; (nan, nan) without values.
 
     Args:
@@ -75,7 +75,7 @@ class Difference:
 
 
 def paired_difference(
-    before: Sequence[float], after: Sequence[float], key: keyed.Key, resamples: int = 1000
+    before: Sequence[float], after: Sequence[float], key: rng.Key, resamples: int = 1000
 ) -> Difference:
     """Compare two results per item, resampling items (so both values of an item stay together).
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.retrieval.base import Document
-from mmrl.retrieval.cache import load_or_build
+from mmrl.system.artifacts import load_or_build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

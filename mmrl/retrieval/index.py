@@ -22,8 +22,8 @@ from typing import Any
 from mmrl.config import RetrieverConfig
 from mmrl.errors import DataError
 from mmrl.retrieval.base import Document, Retriever
-from mmrl.retrieval.cache import checksum, write_whole
 from mmrl.retrieval.store import PassageStore, Written, write_passages
+from mmrl.system.artifacts import checksum, write_whole
 
 FORMAT = 1
 INFO, PLAN, DONE, LOCK = "index.json", "plan.json", "passages.json", "lock"

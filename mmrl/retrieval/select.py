@@ -9,14 +9,14 @@ from typing import Any
 
 from mmrl.config import RetrieverConfig
 from mmrl.errors import DataError, RetrievalFailure
-from mmrl.hub import encoder_problems
+from mmrl.models.hub import encoder_problems
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.bm25 import Bm25Retriever
-from mmrl.retrieval.cache import cache_root
 from mmrl.retrieval.child import ChildRetriever
 from mmrl.retrieval.index import IndexInfo, cached_index, open_index, read_info, spec_of
 from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.store import PassageStore
+from mmrl.system.artifacts import cache_root
 
 NEEDS: Mapping[str, tuple[str, ...]] = {"dense": ("faiss",), "colbert": ("faiss", "sentence_transformers")}
 """Retriever -> modules of the extra `dense` that it imports."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from mmrl import keyed
+from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.errors import (
     EngineFailure,
@@ -29,7 +29,7 @@ from mmrl.records import EMPTY, Call, Example
 from mmrl.tasks.base import Message, Reply, Task
 
 if TYPE_CHECKING:
-    from mmrl.rollout.taught import Teacher
+    from mmrl.rollout.teachers import Teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Environment:
     decode: Callable[[Sequence[int]], str]
     """Token ids -> text without special tokens."""
     settings: SamplingSettings
-    key: keyed.Key
+    key: rng.Key
     """(run seed, step): with the example and the path, the source of every sampling seed."""
     timeout_s: float = 600.0
     retrieve_s: float = 0.0
@@ -334,7 +334,7 @@ class RolloutContext:
             top_p=settings.top_p,
             top_k=settings.top_k,
             stop=wanted.stop,
-            seed=keyed.digest(*self.env.key, "sample", call_id, attempt),
+            seed=rng.digest(*self.env.key, "sample", call_id, attempt),
         )
         request = Request(
             prompt_ids=wanted.prompt_ids,

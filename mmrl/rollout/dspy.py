@@ -22,8 +22,8 @@ from dspy.utils.exceptions import AdapterParseError
 
 from mmrl.errors import ConfigError, ParseFailure, ProgramFailure, RolloutError
 from mmrl.records import Call, Example
-from mmrl.tasks import tape
 from mmrl.tasks.base import Context, Message
+from mmrl.tasks.dspy import tools as tape
 
 Parse = Callable[[str], Any]
 
@@ -104,7 +104,7 @@ class DspyProgram:
 
 
 class _Host:
-    """One rollout as its module sees it; implements `mmrl.tasks.tape.Host`."""
+    """One rollout as its module sees it; implements `mmrl.tasks.dspy.tools.Host`."""
 
     def __init__(self, ctx: Context, names: Mapping[int, str], loop: asyncio.AbstractEventLoop):
         self.ctx, self.names, self.loop = ctx, names, loop
@@ -129,13 +129,13 @@ class _Host:
         return reply.text
 
     async def tool(self, name: str, **arguments: Any) -> Any:
-        """See `mmrl.tasks.tape.Host.tool`."""
+        """See `mmrl.tasks.dspy.tools.Host.tool`."""
         self.raise_failure()
         with self._first_failure():
             return await self.ctx.tool(name, **arguments)
 
     def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """See `mmrl.tasks.tape.Host.wait`."""
+        """See `mmrl.tasks.dspy.tools.Host.wait`."""
         try:
             on_loop = asyncio.get_running_loop() is self.loop
         except RuntimeError:

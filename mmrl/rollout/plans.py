@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmrl import keyed
+from mmrl import rng
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ def fork_on_first(modules: Sequence[str], width: int, last_width: int = 1) -> tu
     return (Tree(tuple(forks), fork_name=modules[0]),)
 
 
-def round_robin(modules: Sequence[str], width: int, probs: Sequence[float], key: keyed.Key) -> tuple[Tree, ...]:
+def round_robin(modules: Sequence[str], width: int, probs: Sequence[float], key: rng.Key) -> tuple[Tree, ...]:
     """One tree forking at a module drawn with `probs`; the draw is a function of `key` (MHGPO Alg. 3)."""
-    module = keyed.rng(*key, "fork").choices(list(modules), weights=list(probs))[0]
+    module = rng.stream(*key, "fork").choices(list(modules), weights=list(probs))[0]
     return fork_on(module, width)
 
 

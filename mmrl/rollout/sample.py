@@ -17,7 +17,7 @@ from mmrl.errors import ProgramFailure, RewardFailure, RolloutError, RolloutTime
 from mmrl.records import EMPTY, Call, Example, Forest, Rollout
 from mmrl.rollout.context import Environment, Event, RolloutContext
 from mmrl.rollout.plans import Fork, Tree
-from mmrl.rollout.taught import taught
+from mmrl.rollout.teachers import taught
 from mmrl.tasks.base import Score
 
 

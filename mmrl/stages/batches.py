@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmrl import keyed
+from mmrl import rng
 from mmrl.credit.entries import Credit
 from mmrl.records import Example, Forest
 from mmrl.trainer.objective import TrainCall, TrainEntry
@@ -18,7 +18,7 @@ def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> li
     batches = -(-len(examples) // size)
     epoch, index = divmod(step - 1, batches)
     order = list(range(len(examples)))
-    keyed.rng(seed, "order", epoch).shuffle(order)
+    rng.stream(seed, "order", epoch).shuffle(order)
     chosen = order[index * size : (index + 1) * size]
     chosen += order[: size - len(chosen)]
     return [examples[i] for i in chosen]

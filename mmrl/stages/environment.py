@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmrl import keyed
+from mmrl import rng
 from mmrl.config import EvalConfig, RootConfig
 from mmrl.engines.base import Engine
-from mmrl.models import decode_text, render_observation, render_prompt
+from mmrl.models.chat import decode_text, render_observation, render_prompt
 from mmrl.rollout.context import Environment, SamplingSettings
 from mmrl.tasks.base import Task
 
 
 def make_environment(
-    config: RootConfig, task: Task, engine: Engine, tokenizer: Any, settings: SamplingSettings, key: keyed.Key
+    config: RootConfig, task: Task, engine: Engine, tokenizer: Any, settings: SamplingSettings, key: rng.Key
 ) -> Environment:
     """The environment that rollouts of one step or evaluation share."""
     return Environment(

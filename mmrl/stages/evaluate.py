@@ -15,13 +15,13 @@ from typing import Any
 from mmrl.config import EvalConfig
 from mmrl.errors import MODEL_CAUSED
 from mmrl.records import Example, Forest
-from mmrl.report.files import append_jsonl, atomic_write, dumps, read_jsonl, repair_jsonl
 from mmrl.report.tables import bootstrap_interval
 from mmrl.rollout.context import Environment
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.stages.metrics import failed_share, module_metrics, never
-from mmrl.stages.processes import ALONE, Processes
+from mmrl.system.files import append_jsonl, atomic_write, dumps, read_jsonl, repair_jsonl
+from mmrl.system.processes import ALONE, Processes
 from mmrl.tasks.base import Task
 
 CHUNK = 256

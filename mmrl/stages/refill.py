@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from mmrl import keyed
+from mmrl import rng
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import GroupConfig
 from mmrl.credit.entries import Credit
@@ -55,7 +55,7 @@ def refill(
     credit: Callable[[Forest], Credit],
     *,
     rounds: int,
-    key: keyed.Key,
+    key: rng.Key,
 ) -> Filled:
     """Sample until as many examples as in `first` carry signal, or the rounds or the pool are used up.
 
@@ -69,7 +69,7 @@ def refill(
     """
     own = {example.id for example in first}
     waiting = [example for example in pool if example.id not in own]
-    keyed.rng(*key, "refill").shuffle(waiting)
+    rng.stream(*key, "refill").shuffle(waiting)
     asked = list(first)
     forest = sample(first)
     found = with_signal(forest, credit(forest))

@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmrl import keyed
+from mmrl import rng
 from mmrl.config import TaskConfig, TrainCommandConfig
 from mmrl.config.algo import MmgrpoConfig
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.teachers import STUDENT, TeacherConfig
 from mmrl.errors import ConfigError
-from mmrl.models import encode_text
-from mmrl.policy import Policy, resolve
+from mmrl.models.chat import encode_text
+from mmrl.models.policy import Policy, resolve
 from mmrl.records import Call
 from mmrl.rollout.context import SamplingSettings
-from mmrl.rollout.taught import Teacher
+from mmrl.rollout.teachers import Teacher
 from mmrl.stages.environment import make_environment
 from mmrl.tasks.base import Task
 
@@ -143,7 +143,7 @@ def teachers_of_step(
     parts: Mapping[str, TeacherParts],
     config: TrainCommandConfig,
     settings: SamplingSettings,
-    key: keyed.Key,
+    key: rng.Key,
     tokenizer: Any,
 ) -> dict[str, Teacher]:
     """The teachers as rollouts of one step use them; `tokenizer` is the student's."""

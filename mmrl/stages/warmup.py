@@ -1,8 +1,8 @@
 """Supervised warm start: TRL's SFT on demonstrations that a task can make. A stage before reinforcement learning.
 
-A demonstration is rendered to exactly the ids that a rollout would send (`mmrl.models.render_prompt`), followed by its
-completion and the end-of-turn token; only these last two are trained, unless `prompt_weight` says more. Batches are cut
-by length and token budget, so that a CPU spends its time on words and not on padding, and which demonstration comes
+A demonstration is rendered to exactly the ids that a rollout would send (`mmrl.models.chat.render_prompt`), followed by
+its completion and the end-of-turn token; only these last two are trained, unless `prompt_weight` says more. Batches are
+cut by length and token budget, so that a CPU spends its time on words and not on padding, and which demonstration comes
 when is a pure function of the seed. A stage that was killed continues from its last checkpoint with the same batches.
 """
 
@@ -19,9 +19,9 @@ import torch
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
-from mmrl import keyed
+from mmrl import rng
 from mmrl.errors import CheckpointError, ConfigError, DataError
-from mmrl.models import encode_text, render_observation, render_prompt
+from mmrl.models.chat import encode_text, render_observation, render_prompt
 from mmrl.tasks.base import Demonstration
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def plan_batches(encoded: Sequence[Encoded], settings: WarmStartSettings) -> lis
     wanted = settings.steps * settings.batches
     passes = 0
     while len(batches) < wanted:
-        draws = keyed.rng(settings.seed, "warmup", passes)
+        draws = rng.stream(settings.seed, "warmup", passes)
         rows = [index for index, item in enumerate(encoded) for _ in range(_times(item, settings, draws.random()))]
         if not rows:
             raise ConfigError(f"warmup.mix: got {dict(settings.mix)}, expected a positive share for some module")
@@ -294,7 +294,7 @@ def _check_fingerprint(
 ) -> None:
     """Checkpoints may only be continued with the data and settings that made them."""
     wanted = asdict(settings) | {"mix": dict(settings.mix)}
-    wanted["data"] = f"{keyed.digest(*(str((e.prompt_ids, e.completion_ids)) for e in encoded)):032x}"
+    wanted["data"] = f"{rng.digest(*(str((e.prompt_ids, e.completion_ids)) for e in encoded)):032x}"
     path = output / "warmup.json"
     if resuming and path.exists():
         found = json.loads(path.read_text(encoding="utf-8"))

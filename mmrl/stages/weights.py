@@ -12,14 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mmrl import keyed
+from mmrl import rng
 from mmrl.algorithms import ALGORITHMS, assign_credit
 from mmrl.config import TrainCommandConfig
 from mmrl.config.algo import GroupConfig
 from mmrl.credit.entries import Credit
 from mmrl.engines.endpoint import asked_metrics
 from mmrl.errors import SyncFailure, TooManyFailures
-from mmrl.models import encode_text, tokenizer_seconds
+from mmrl.models.assignment import ModuleAssignment
+from mmrl.models.chat import encode_text, tokenizer_seconds
 from mmrl.records import Example, Forest
 from mmrl.report.journal import Writer
 from mmrl.report.progress import Progress
@@ -33,13 +34,12 @@ from mmrl.stages.batches import batch_of, minibatches, train_calls
 from mmrl.stages.environment import eval_settings, make_environment
 from mmrl.stages.evaluate import Item, evaluate, evaluation_metrics, outside_failures
 from mmrl.stages.metrics import credit_metrics, failed_share, forest_metrics, lag_metrics, never
-from mmrl.stages.processes import ALONE, Processes
 from mmrl.stages.refill import only, refill, refills
 from mmrl.stages.teachers import TeacherParts, teachers_of_step
+from mmrl.system.processes import ALONE, Processes
 from mmrl.tasks.base import Canonical, Task
 from mmrl.trainer.adapters import make_adapters
 from mmrl.trainer.annotate import annotate
-from mmrl.trainer.modules import ModuleAssignment
 from mmrl.trainer.trl_trainer import MmrlTrainer, StepBatch, build_trainer
 
 
@@ -372,7 +372,7 @@ class WeightStage:
         """Per-item results after `step` steps, evaluated now or read back."""
         settings = eval_settings(self.config, self.config.eval)
 
-        def environment(key: keyed.Key) -> Environment:  # only asked for when something is left to evaluate
+        def environment(key: rng.Key) -> Environment:  # only asked for when something is left to evaluate
             self._sync(step)
             return make_environment(self.config, self.task, self.engine, self.tokenizer, settings, key)
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mmrl.config.task import TaskConfig
-from mmrl.tasks.banking77 import Banking77Task
+from mmrl.tasks.agents.qa_direct import DirectQaTask
+from mmrl.tasks.agents.r1_searcher import R1SearcherTask
+from mmrl.tasks.agents.search_agent import SearchAgentTask
+from mmrl.tasks.agents.search_o1 import SearchO1Task
+from mmrl.tasks.agents.tool_agent import ToolAgentTask
 from mmrl.tasks.base import Task
-from mmrl.tasks.custom import CustomTask
-from mmrl.tasks.hover import HoverTask
-from mmrl.tasks.multihop_qa import MultihopQaTask
-from mmrl.tasks.papillon import PapillonTask
-from mmrl.tasks.qa_direct import DirectQaTask
-from mmrl.tasks.r1_searcher import R1SearcherTask
-from mmrl.tasks.search_agent import SearchAgentTask
-from mmrl.tasks.search_o1 import SearchO1Task
-from mmrl.tasks.tool_agent import ToolAgentTask
+from mmrl.tasks.dspy.banking77 import Banking77Task
+from mmrl.tasks.dspy.custom import CustomTask
+from mmrl.tasks.dspy.hover import HoverTask
+from mmrl.tasks.dspy.papillon import PapillonTask
+from mmrl.tasks.search_program.task import MultihopQaTask
 
 TASKS: dict[str, Callable[[TaskConfig, int], Task]] = {
     "hotpotqa": MultihopQaTask,

@@ -16,12 +16,13 @@ from mmrl.config.task import TaskConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Example
 from mmrl.retrieval.base import AsyncRetriever, Document, Retriever
-from mmrl.retrieval.cache import cache_root
 from mmrl.retrieval.select import open_index_corpus, open_retriever, retriever_problems
+from mmrl.system.artifacts import cache_root
 from mmrl.tasks import metrics
+from mmrl.tasks.agents.judge import Judge, build_judge, unreachable
 from mmrl.tasks.base import Tool
-from mmrl.tasks.coverage import coverage, label
-from mmrl.tasks.data import (
+from mmrl.tasks.data.coverage import coverage, label
+from mmrl.tasks.data.layouts import (
     LAYOUTS,
     Record,
     load_corpus,
@@ -30,8 +31,7 @@ from mmrl.tasks.data import (
     subset,
     to_example,
 )
-from mmrl.tasks.files import Source
-from mmrl.tasks.judge import Judge, build_judge, unreachable
+from mmrl.tasks.data.rows import Source
 from mmrl.tasks.mini.examples import mini_corpus
 from mmrl.tasks.prompts import Templates, load_prompts
 

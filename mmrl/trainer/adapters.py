@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import set_seed
 
 from mmrl.errors import ConfigError
-from mmrl.trainer.modules import ModuleAssignment
+from mmrl.models.assignment import ModuleAssignment
 from mmrl.trainer.objective import TrainCall
 
 

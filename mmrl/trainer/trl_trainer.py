@@ -67,7 +67,8 @@ def build_trainer(
     `algo.minibatches` optimizer steps, then `on_step_end(step, metrics)`, then a checkpoint where one is due.
 
     Args:
-        model: the base model on its device (`mmrl.models.load_model`); with `model_config.lora` it is wrapped in place.
+        model: the base model on its device (`mmrl.models.load.load_model`); with `model_config.lora` it is wrapped
+            in place.
             Its weights at this point are the reference policy.
         output_dir: where checkpoints go.
         resume_from: a complete checkpoint of the same config.

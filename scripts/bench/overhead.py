@@ -34,7 +34,7 @@ FOREST = {
     ],
 }
 TASK = """
-from mmrl import prepare
+from mmrl.run import check as prepare
 from mmrl.cli.commands import validated
 from mmrl.cli.compose import parse_arguments
 from mmrl.config import TrainCommandConfig

@@ -20,7 +20,7 @@ import torch
 
 from mmrl.config import EngineConfig
 from mmrl.engines.base import Completion, Request, Sampling
-from mmrl.engines.transformers import TransformersEngine
+from mmrl.engines.embedded.engine import TransformersEngine
 from scripts.bench.common import MODELS, Bar, clock, finish, make_model, options, timed
 
 BARS = {"short": 1.5, "fork": 3.0}

@@ -25,7 +25,7 @@ from datasets import Dataset
 from mmrl.config import AlgoConfig, EngineConfig, ModelConfig, TrainConfig
 from mmrl.credit.advantages import normalise
 from mmrl.engines.base import Completion, Request, Sampling
-from mmrl.engines.transformers import TransformersEngine
+from mmrl.engines.embedded.engine import TransformersEngine
 from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
 from mmrl.trainer.trl_trainer import build_trainer
 from scripts.bench.common import MODELS, Bar, clock, finish, make_model, options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mmrl import keyed
+from mmrl import rng
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.tasks.mini.claims import make_claims
@@ -54,7 +54,7 @@ def mini_single(split: str, corpus: str = "mini") -> list[Example]:
 def mini_search(split: str, corpus: str = "mini") -> list[Example]:
     """Single-hop questions and half as many two-hop ones, mixed in a fixed order."""
     questions = [*make_singles(split), *make_bridges(split)]
-    questions.sort(key=lambda question: keyed.digest("mini", "search", question.id))
+    questions.sort(key=lambda question: rng.digest("mini", "search", question.id))
     return [_example(question, corpus) for question in questions]
 
 

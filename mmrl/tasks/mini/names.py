@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import MutableSequence, Sequence
 from typing import TypeVar
 
-from mmrl import keyed
+from mmrl import rng
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Draws:
     """
 
     def __init__(self, *key: int | str):
-        self._random = keyed.rng("mini", *key).random
+        self._random = rng.stream("mini", *key).random
 
     def below(self, count: int) -> int:
         """An integer in [0, count)."""

@@ -1,0 +1,58 @@
+"""Where configs are found, which choices each group has and what a row (`experiment=`) sets, without Hydra.
+
+Below `config`; the command line composes from these folders, and a finished run names what its row had set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+GROUPS = ("task", "algo", "model", "hardware", "engine", "experiment")
+"""Config groups: folders of `conf/`, in the order in which they are composed."""
+
+
+def conf_dir() -> Path:
+    """The shipped configs: `mmrl/conf` of an installed wheel, `conf/` at the top of a checkout."""
+    packaged = Path(__file__).resolve().parents[1] / "conf"
+    return packaged if packaged.is_dir() else packaged.parent.parent / "conf"
+
+
+def user_dirs(config_dir: str | None = None) -> list[Path]:
+    """Folders that overlay the shipped configs, first wins: `--config-dir`, then the current folder's `conf/`."""
+    found = [Path(config_dir).resolve()] if config_dir else []
+    local = Path.cwd() / "conf"
+    if local.is_dir() and local.resolve() != conf_dir().resolve():
+        found.append(local.resolve())
+    return found
+
+
+def options(group: str, config_dir: str | None = None) -> list[str]:
+    """Names that `group=` accepts."""
+    names: set[str] = set()
+    for folder in [*user_dirs(config_dir), conf_dir()]:
+        root = folder / group
+        names |= {path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml")}
+    return sorted(names)
+
+
+def row_keys(row: str, config_dir: str | None = None) -> list[str]:
+    """What the file of `experiment=row` sets: config keys, and a group that it chooses by its name; [] without one."""
+    import yaml
+
+    for folder in [*user_dirs(config_dir), conf_dir()]:
+        path = folder / "experiment" / f"{row}.yaml"
+        if path.is_file():
+            content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            chosen = [key for item in content.pop("defaults", ()) if isinstance(item, Mapping) for key in item]
+            return [*(key.removeprefix("override ").strip("/") for key in chosen), *_leaves(content)]
+    return []
+
+
+def _leaves(section: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}"

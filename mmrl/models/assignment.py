@@ -1,0 +1,220 @@
+"""Which module speaks with which weights: from `model.modules` and the algorithm's frozen modules to one assignment.
+
+Part of `trainer`; no torch here, so that a config is judged before any model loads. `run` hands the assignment to the
+trainer (`adapters`), the engine and the checkpoint, from which `policy.resolve` reads it back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from mmrl.config import AlgoConfig, ModelConfig, ModuleWeights
+from mmrl.config.algo import MhgpoConfig, TurnCriticConfig
+from mmrl.errors import unknown
+from mmrl.models.policy import INITIAL, TRAINED, describe_weights
+
+RESERVED = ("default", "critic")
+"""Adapter names with a meaning of their own: the shared policy's (peft) and the critic's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleAssignment:
+    """The weights of each module of a program.
+
+    Args:
+        model: `model.*`.
+        algo: `algo.*`, which may freeze modules too.
+        modules: the program's, in order.
+        answered: those that an endpoint answers for (`engine.endpoints`).
+    """
+
+    model: ModelConfig
+    algo: AlgoConfig
+    modules: tuple[str, ...]
+    answered: Mapping[str, str] = field(default_factory=dict)
+    """Module -> name of the endpoint's model."""
+
+    @cached_property
+    def adapters(self) -> Mapping[str, str]:
+        """Module -> LoRA adapter; empty where all modules share one policy."""
+        if self.model.modules is not None:
+            return {m: _given(self.model, m).adapter or adapter_name(m) for m in self.modules}
+        if self.initial and self.model.lora is not None:
+            return {m: INITIAL if m in self.initial else TRAINED for m in self.modules}
+        return {}
+
+    @cached_property
+    def frozen(self) -> tuple[str, ...]:
+        """Modules that `model.modules` leaves out of the loss, or that an endpoint answers for."""
+        return tuple(m for m in self.modules if m in self.answered or _given(self.model, m).frozen)
+
+    @cached_property
+    def initial(self) -> tuple[str, ...]:
+        """Modules that `algo.frozen_serving` lets act with the initial weights."""
+        if not isinstance(self.algo, MhgpoConfig) or not self.algo.frozen_serving:
+            return ()
+        return tuple(m for m in self.modules if not self.algo.trains(m))
+
+    @property
+    def copied(self) -> bool:
+        """Whether a frozen copy of the whole initial model serves the modules `initial`, for want of adapters."""
+        return bool(self.initial) and not self.adapters
+
+    @property
+    def served(self) -> Mapping[str, str] | None:
+        """Module -> name of the weights that an engine serves it with; None: one shared policy."""
+        if self.copied:
+            return {m: INITIAL if m in self.initial else TRAINED for m in self.modules}
+        return self.adapters or None
+
+    @cached_property
+    def untrained(self) -> frozenset[str]:
+        """All modules that are out of the loss, whoever says so."""
+        algo = self.algo
+        by_algo = {m for m in self.modules if isinstance(algo, MhgpoConfig) and not algo.trains(m)}
+        return frozenset({*self.frozen, *by_algo})
+
+    @property
+    def frozen_adapters(self) -> frozenset[str]:
+        """Adapters that take no update: those of which every module is out of the loss."""
+        trained = {adapter for m, adapter in self.adapters.items() if m not in self.untrained}
+        return frozenset(self.adapters.values()) - trained
+
+    @property
+    def rates(self) -> Mapping[str, float]:
+        """Adapter -> learning rate, where it is not `train.lr`."""
+        given = [(adapter, _given(self.model, m).lr) for m, adapter in self.adapters.items()]
+        return {adapter: lr for adapter, lr in given if lr is not None}
+
+    def describe(self) -> dict[str, str]:
+        """The line of a summary that says which module speaks with what; empty for one shared policy."""
+        still = {m for m, a in self.adapters.items() if a in self.frozen_adapters} | set(self.initial)
+        served = self.served or (dict.fromkeys(self.modules, TRAINED) if self.answered else {})
+        named = {m: f"{name} (frozen)" if m in still else name for m, name in served.items()}
+        return describe_weights(named | {m: f"endpoint {model}" for m, model in self.answered.items()})
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, for `policy.resolve`."""
+        if self.copied:
+            return {"modules": self.served, "base": self.model.path}
+        return {"modules": self.adapters} if self.adapters else {}
+
+    def problems(self) -> list[str]:
+        """What cannot work or has no effect, one sentence each."""
+        given = self.model.modules
+        answered = self._answered_problems()
+        if given is None:
+            return answered + self._serving_problems()
+        found = [unknown("model.modules", name, self.modules) for name in given if name not in self.modules]
+        if self.model.lora is None:
+            found.append(
+                "model.modules: weights per module are LoRA adapters, and model.lora is null; set model.lora "
+                "(for example model.lora.r=16), or leave model.modules out"
+            )
+        if isinstance(self.algo, MhgpoConfig) and self.algo.frozen_serving:
+            found.append(
+                "algo.frozen_serving: has no effect with model.modules, where a frozen module with an adapter of its "
+                "own acts with the initial weights; leave it out"
+            )
+        return answered + found + self._name_problems() + self._sharing_problems() + self._frozen_problems()
+
+    def _answered_problems(self) -> list[str]:
+        found = [unknown("engine.endpoints", name, self.modules) for name in self.answered if name not in self.modules]
+        both = [m for m in self.answered if m in (self.model.modules or {}) or m in self.initial]
+        found += [
+            f"engine.endpoints.{m}: the module has weights of its own too (model.modules or algo.frozen_serving); "
+            "leave one of the two out"
+            for m in both
+        ]
+        named = {
+            "algo.train_modules": getattr(self.algo, "train_modules", None) or (),
+            "algo.advantage_scale": self.algo.advantage_scale or (),
+        }
+        found += [
+            f"{key}: names '{m}', for which an endpoint answers (engine.endpoints), so it is not trained; leave one of "
+            "the two out"
+            for key, modules in named.items()
+            for m in self.answered
+            if m in modules
+        ]
+        if self.answered and isinstance(self.algo, TurnCriticConfig):
+            found.append(
+                f"engine.endpoints: the critic of {self.algo.name} values whole rollouts and would not learn an "
+                "endpoint's part of them; use algo=mappo, which values each call on its own"
+            )
+        if self.answered and self.model.modules is None and not set(self.modules) - self.untrained:
+            found.append("engine.endpoints: no module is left to train; expected at least one without an endpoint")
+        return found
+
+    def _serving_problems(self) -> list[str]:
+        if isinstance(self.algo, MhgpoConfig) and self.algo.frozen_serving and not self.initial:
+            return ["algo.frozen_serving: has no effect without a frozen module; set algo.freeze_modules"]
+        return []
+
+    def _name_problems(self) -> list[str]:
+        found = []
+        targets = self.model.lora.targets if self.model.lora else ()
+        for module, adapter in self.adapters.items():
+            path = f"model.modules.{module}.adapter"
+            if adapter in (*RESERVED, *targets) or adapter.isdigit() or adapter.startswith("lora_"):
+                found.append(
+                    f"{path}: the name '{adapter}' is taken (by mmrl, or inside of the model); give it another one"
+                )
+            elif not re.fullmatch(r"[A-Za-z0-9_-]+", adapter):
+                found.append(f"{path}: got '{adapter}', expected letters, digits, _ and -")
+        return found
+
+    def _sharing_problems(self) -> list[str]:
+        """Modules on one adapter that disagree about it, or that would share it by the accident of their names."""
+        found = []
+        for adapter in dict.fromkeys(self.adapters.values()):
+            users = [m for m, a in self.adapters.items() if a == adapter]
+            own = [m for m in users if _given(self.model, m).adapter is None]
+            if len(own) > 1:
+                found.append(
+                    f"model.modules: the own adapters of {', '.join(own)} would all be called '{adapter}'; "
+                    "give them names (model.modules.<module>.adapter)"
+                )
+            rates = {lr for m in users if (lr := _given(self.model, m).lr) is not None}
+            if len(rates) > 1:
+                found.append(
+                    f"model.modules: {', '.join(users)} share the adapter '{adapter}' and differ in lr "
+                    f"({', '.join(f'{rate:g}' for rate in sorted(rates))}); expected one lr for it"
+                )
+        return found
+
+    def _frozen_problems(self) -> list[str]:
+        found = [
+            f"model.modules.{module}.lr: has no effect on a frozen module; leave it out"
+            for module, adapter in self.adapters.items()
+            if adapter in self.frozen_adapters and _given(self.model, module).lr is not None
+        ]
+        for module in (m for m in self.frozen if m not in self.answered):
+            path, adapter = f"model.modules.{module}", self.adapters[module]
+            others = [m for m, a in self.adapters.items() if a == adapter and m not in self.frozen]
+            if others:
+                found.append(
+                    f"{path}.frozen: its adapter '{adapter}' is trained by {', '.join(others)}; "
+                    "freeze all of them, or give it another adapter"
+                )
+            if isinstance(self.algo, TurnCriticConfig):
+                found.append(
+                    f"{path}.frozen: the critic of {self.algo.name} values whole rollouts and would not learn the "
+                    "frozen module's part of them; use algo=mappo, which values each call on its own"
+                )
+        if self.frozen and not set(self.modules) - self.untrained:
+            found.append("model.modules: no module is left to train; expected at least one that is not frozen")
+        return found
+
+
+def adapter_name(module: str) -> str:
+    """Name of a module's own adapter."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", module)
+
+
+def _given(model: ModelConfig, module: str) -> ModuleWeights:
+    return (model.modules or {}).get(module) or ModuleWeights()

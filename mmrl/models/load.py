@@ -1,0 +1,200 @@
+"""Weights and tokenizer from a `model.*` section, and messages to prompt ids.
+
+Used by engines, trainer, stages and run, so that all of them load the same weights in the same way and render a prompt
+to the same ids. Nothing here imports torch or transformers until it is called.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmrl.config import ModelConfig
+from mmrl.config.shipped import SHIPPED
+from mmrl.errors import ConfigError, nearest
+from mmrl.models.hub import hub_answers
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ASSETS = Path(__file__).parents[1] / "assets"
+TINY = ASSETS / "tiny"
+"""The first of the models shipped with the package (`mmrl.config.shipped`)."""
+
+
+def model_path(model: ModelConfig) -> str:
+    """Where the weights are: the packaged folder of a shipped model, else `model.path` as typed."""
+    return str(ASSETS / model.path) if model.path in SHIPPED else str(Path(model.path).expanduser())
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model`, with the chat template and thinking mode that the config asks for.
+
+    Raises:
+        ConfigError: `model.path` cannot be loaded, or there is no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    source = _source(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=model.revision, local_files_only=_offline(source))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(_unloadable(model, "tokenizer", error)) from error
+    if model.chat_template is not None:
+        tokenizer.chat_template = _read_template(model.chat_template)
+    if not isinstance(tokenizer.chat_template, str):
+        raise ConfigError(
+            f"model.chat_template: the tokenizer of '{model.path}' has no chat template, expected a Jinja file here"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"model.path: the tokenizer of '{model.path}' has no end-of-turn (eos) token")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = _with_thinking(tokenizer.chat_template, model)
+    return tokenizer
+
+
+def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedModel:
+    """The causal language model of `model` on `device`, in training shape: all dropout off, SDPA attention.
+
+    Raises:
+        ConfigError: `model.path` cannot be loaded.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    source = _source(model)
+    known = {"revision": model.revision, "local_files_only": _offline(source)}
+    disable_progress_bar()  # its bar of loaded tensors would tear the run's own display
+    try:
+        # The config first: the model's loader asks the hub for an adapter even when told to stay offline.
+        config = AutoConfig.from_pretrained(source, **known)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            **known,
+            dtype=_dtype(model, torch.device(device)),
+            attn_implementation="sdpa",
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(_unloadable(model, "model", error)) from error
+    _switch_dropout_off(loaded)
+    loaded.to(torch.device(device))  # type: ignore[arg-type]  # transformers wraps `to` without its signature
+    return loaded
+
+
+def load_configs(model: ModelConfig) -> tuple[Any, Any]:
+    """The config and, where there is one, the generation config of `model`, without its weights.
+
+    Raises:
+        ConfigError: `model.path` cannot be loaded.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    source = _source(model)
+    known: dict[str, Any] = {"revision": model.revision, "local_files_only": _offline(source)}
+    try:
+        config = AutoConfig.from_pretrained(source, **known)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(_unloadable(model, "config", error)) from error
+    try:
+        return config, GenerationConfig.from_pretrained(source, **known)
+    except OSError:
+        return config, None
+
+
+def refuse_targets(model: ModelConfig) -> None:
+    """Look for `model.lora.targets` among the model's layers, before its weights are loaded.
+
+    peft passes over a name that is not there as long as another one is.
+
+    Raises:
+        ConfigError: a name stands for no linear layer.
+    """
+    if model.lora is None:
+        return
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config, _ = load_configs(model)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    names = [name for name, part in skeleton.named_modules() if isinstance(part, torch.nn.Linear)]
+    missing = [t for t in model.lora.targets if not any(name == t or name.endswith(f".{t}") for name in names)]
+    if missing:
+        there = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+        raise ConfigError(
+            f"model.lora.targets: {model.path} has no linear layer called {', '.join(missing)}; expected some of "
+            f"{there}"
+        )
+
+
+def _source(model: ModelConfig) -> str:
+    """`model_path`, after a check of what can be checked without the network."""
+    source = model_path(model)
+    looks_local = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1
+    folder = Path(source)
+    if folder.is_file():
+        raise ConfigError(f"model.path: '{model.path}' is a file, expected a folder or a hub id (owner/name)")
+    if not folder.exists() and looks_local:
+        raise ConfigError(f"model.path: no folder '{model.path}', expected `tiny`, a folder or a hub id (owner/name)")
+    if folder.is_dir() and not (folder / "config.json").exists():
+        raise ConfigError(f"model.path: '{model.path}' has no config.json, expected the folder of a saved model")
+    return source
+
+
+def _offline(source: str) -> bool:
+    """Whether to load only what is on this machine: a folder, or a hub id while the hub is away."""
+    return Path(source).is_dir() or not hub_answers()
+
+
+def _unloadable(model: ModelConfig, what: str, error: Exception) -> str:
+    at = f" at revision '{model.revision}'" if model.revision else ""
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if not Path(model_path(model)).is_dir():
+        if not hub_answers():
+            reason = "no such folder, and the hub does not answer (nor is it in the local cache)"
+        reason += nearest(model.path, tuple(SHIPPED))
+    return f"model.path: cannot load the {what} of '{model.path}'{at}: {reason}"
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.chat_template: cannot read '{path}': {error}") from error
+
+
+def _with_thinking(template: str, model: ModelConfig) -> str:
+    """The template with its thinking mode fixed, so that every user of the tokenizer renders the same prompt."""
+    if "enable_thinking" in template:
+        return f"{{%- set enable_thinking = {str(model.thinking).lower()} -%}}{template}"
+    if model.thinking:
+        raise ConfigError(f"model.thinking: the chat template of '{model.path}' has no thinking mode, expected false")
+    return template
+
+
+def _dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
+    import torch
+
+    if model.dtype == "auto":
+        computes = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if computes else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[model.dtype]
+
+
+def _switch_dropout_off(model: PreTrainedModel) -> None:
+    """The ratio of the loss compares log-probabilities of one policy, so the forward must be deterministic."""
+    import torch
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "dropout_p"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    for name, value in vars(model.config).items():
+        if isinstance(value, float) and (name.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate"))):
+            setattr(model.config, name, 0.0)

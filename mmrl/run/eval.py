@@ -1,0 +1,201 @@
+"""`mmrl eval`: any policy on any task's split, item by item, kept and continued; and the weights of a policy, loaded.
+
+Called by `cli`; `run` loads the policies of teachers through it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmrl.config import (
+    EvalCommandConfig,
+    RootConfig,
+    validate,
+)
+from mmrl.errors import MmrlError
+from mmrl.models.policy import Policy, describe_weights, other_task
+from mmrl.report.journal import write_step
+from mmrl.report.rundir import RunDir, allocate
+from mmrl.report.tables import align, facts_table
+from mmrl.run.check import as_tuples, build_task, check_all, import_plugins, refuse_kind, reward_set, served, settle
+from mmrl.run.stopping import released, stoppable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
+    """`mmrl eval`: evaluate any policy on any task's split; per-item results are kept, so a stopped one continues."""
+    config = settle(_placed(config))
+    assert config.run.dir is not None
+    with RunDir.create(config.run.dir, config.model_dump(mode="json"), command) as rundir:
+        return _evaluate(config, rundir)
+
+
+def _placed(config: EvalCommandConfig) -> EvalCommandConfig:
+    """With a run directory."""
+    if config.run.dir is not None:
+        return config
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    path = allocate(Path("outputs") / config.task.name / "eval", stamp)
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(path)})})
+
+
+def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence[str]) -> int:
+    """`mmrl eval -m`: one evaluation after the other, then all of them side by side. Returns the worst exit code.
+
+    Args:
+        configs: column name -> config. An evaluation that stops leaves its column out and does not stop the others.
+    """
+    from mmrl.report.columns import columns_text
+
+    codes: list[int] = []
+    columns: dict[str, Mapping[str, Any]] = {}
+    for name, config in configs.items():
+        config = _placed(config)
+        assert config.run.dir is not None
+        print(f"-- evaluation {len(codes) + 1} of {len(configs)}: {name}")
+        try:
+            codes.append(evaluate_policy(config, command))
+            summary = json.loads((Path(config.run.dir) / "summary.json").read_text(encoding="utf-8"))
+            columns[name] = summary
+        except MmrlError as error:
+            print(f"error: {error}", file=sys.stderr)
+            codes.append(error.exit_code)
+    print(f"\n{columns_text(columns)}")
+    return max(codes, default=0)
+
+
+def resume_evaluation(folder: Path) -> int:
+    """Continue a stopped `mmrl eval`: items already evaluated are kept, those that failed from outside run again."""
+    refuse_kind(folder, EvalCommandConfig)
+    with RunDir.open(folder, command=["mmrl", "eval", f"resume={folder}"]) as rundir:
+        import_plugins(rundir.config.get("plugins", ()))
+        config = validate(EvalCommandConfig, as_tuples(rundir.config))
+        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})
+        check_all([config.model_copy(update={"run": config.run.model_copy(update={"dir": None})})])
+        return _evaluate(config, rundir)
+
+
+def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
+    import torch
+
+    from mmrl.engines import described
+    from mmrl.stages.environment import eval_settings, make_environment
+    from mmrl.stages.evaluate import evaluate, evaluation_metrics, forget_failed, outside_failures
+
+    hardware = config.hardware
+    torch.set_num_threads(hardware.threads or 1)
+    task = build_task(config.task, config.seed)
+    policy = served(config)
+    settings = eval_settings(config, config.eval)
+    results = rundir.eval_path(policy.step or 0, config.split)
+    # What the journal says of items that failed from outside stays; they are written beside it when they run again.
+    first = len(rundir.journal_steps(config.split)) if forget_failed(results) else 0
+    with stoppable(), released(task), evaluation_engine(config, policy, rundir) as (engine, tokenizer):
+        try:
+            items = evaluate(
+                lambda key: make_environment(config, task, engine, tokenizer, settings, key),
+                task.examples(config.split),
+                config.eval,
+                config.seed,
+                reward_set(config, task),
+                results,
+                lambda chunk, forest: write_step(rundir, forest, evaluation=config.split, step=first + chunk),
+            )
+            asked = described(engine)
+        except KeyboardInterrupt:
+            print(f"stopped; continue with: mmrl eval resume={rundir.path}", file=sys.stderr)
+            raise
+    metrics = evaluation_metrics(items, config.eval, config.seed)
+    others = {f"{split} items" for split in ("train", "dev", "test") if split != config.split}
+    facts = {name: fact for name, fact in task.describe().items() if name not in others}
+    facts |= {**asked, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
+    rundir.write_summary(
+        {"policy": config.policy, "task": task.name, "split": config.split, "metrics": metrics, "facts": facts}
+    )
+    print(evaluation_text(config, facts, metrics, rundir.path, outside_failures(items)))
+    return 0
+
+
+@contextmanager
+def evaluation_engine(config: EvalCommandConfig, policy: Policy, rundir: RunDir) -> Iterator[tuple[Any, Any]]:
+    """The engine that serves `policy`, and the tokenizer; closed at the end."""
+    from mmrl.engines import Setup, build_engine, needs_model
+    from mmrl.models.load import load_tokenizer
+
+    weights = config.model.model_copy(update={"path": policy.base})
+    model: Any = None
+    tokenizer: Any = None
+    serving: dict[str, Any] = {"adapters": policy.modules}
+    if needs_model(config.engine.name):
+        model, tokenizer, serving = load_policy(policy, config)
+    setup = Setup(
+        max_context=config.task.max_context,
+        threads=config.hardware.threads,
+        **serving,
+        weights=weights,
+        folders=policy.adapters or ({"default": policy.adapter} if policy.adapter is not None else {}),
+        device=config.hardware.device,
+        folder=rundir.path,
+        served=config.policy,
+    )
+    tokenizer = tokenizer or load_tokenizer(weights)
+    engine = build_engine(config.engine, model, tokenizer, setup)
+    try:
+        engine.set_version(policy.step or 0)
+        yield engine, tokenizer
+    finally:
+        engine.close()
+
+
+def load_policy(policy: Policy, config: RootConfig) -> tuple[Any, Any, dict[str, Any]]:
+    """Model (with its adapters) and tokenizer of a policy, and the engine's arguments for weights per module."""
+    from mmrl.models.load import load_model, load_tokenizer
+
+    weights = config.model.model_copy(update={"path": policy.base})
+    model: Any = load_model(weights, config.hardware.device)
+    adapters = policy.adapters or ({"default": policy.adapter} if policy.adapter is not None else {})
+    if adapters:
+        from peft import PeftModel
+
+        (first, folder), *others = adapters.items()
+        model = PeftModel.from_pretrained(model, folder, adapter_name=first)
+        for name, folder in others:
+            model.load_adapter(folder, adapter_name=name)
+    initial = None
+    if policy.initial is not None:
+        initial = load_model(config.model.model_copy(update={"path": policy.initial}), config.hardware.device)
+    return model, load_tokenizer(weights), {"adapters": policy.modules, "initial": initial}
+
+
+def evaluation_text(
+    config: EvalCommandConfig, facts: Mapping[str, Any], metrics: Mapping[str, float], path: Path, failures: str = ""
+) -> str:
+    """What `mmrl eval` prints: each metric with its 95 % interval, and what was evaluated on what."""
+    rows = [["", "mean", "95 % interval"]]
+    for name in metrics:
+        if f"{name}_low" in metrics:
+            interval = f"[{metrics[f'{name}_low']:.4f}, {metrics[f'{name}_high']:.4f}]"
+            rows.append([name, f"{metrics[name]:.4f}", interval])
+    behaviour = {name: value for name, value in metrics.items() if name.startswith("module/")}
+    failed = f"{metrics['failed_share']:.1%} of the rollouts failed from outside causes"
+    again = f"\nrun again what failed from outside: mmrl eval resume={path}" if metrics["failed_share"] else ""
+    again = (f"\nfrom outside: {failures}" if failures else "") + again
+    if config.model.name == "tiny" and "mini world" not in str(facts.get("data", "mini world")):
+        facts = {**facts, "note": "the tiny model is made for the mini world and cannot read real text"}
+    return "\n\n".join(
+        [
+            f"{config.policy} on {config.task.name}, {config.split} ({metrics['n']:.0f} items, seed {config.seed})",
+            align(rows),
+            facts_table(behaviour),
+            facts_table(facts),
+            f"{failed}, {metrics['model_failed']:.0f} by the model's own doing{again}\nper item: {path}",
+        ]
+    )

@@ -1,0 +1,245 @@
+"""Starts the processes of a run on this machine, watches them, and ends them together.
+
+Part of `stages`; called by `run` when a hardware profile asks for more than one process and no launcher has started
+them. The processes find each other by torchrun's environment variables, so a run started by torchrun, accelerate or
+SLURM takes the same path from there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mmrl.config import HardwareConfig
+from mmrl.errors import ConfigError
+from mmrl.system.child_process import end_with_parent
+
+JOB = "MMRL_JOB"
+"""Environment variable that hands a worker its job: the validated config as JSON, or the run to continue."""
+GRACE_S = 20.0
+"""Seconds that the other processes have to end after one has died."""
+
+
+def start(job: Mapping[str, Any], hardware: HardwareConfig, run_dir: str) -> int:
+    """Run `job` in `hardware.processes` processes; returns the exit code.
+
+    A process that dies takes the others along: the last checkpoint stays, and what to type next is printed. They end
+    with this process too, also when it is killed outright.
+    """
+    port = free_port()
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "mmrl.cli.worker"],
+            env={**os.environ, **environment(hardware, rank, port), JOB: json.dumps(job)},
+            preexec_fn=end_with_parent,  # nobody would watch them any more
+        )
+        for rank in range(hardware.processes)
+    ]
+    with passing_on(workers):
+        failed = _wait(workers)
+        if failed is None:
+            return 0
+        _end(workers)
+    code = workers[failed].returncode
+    if code < 0:
+        print(
+            f"error: process {failed} of {len(workers)} was killed by signal {-code} ({signal.Signals(-code).name}); "
+            f"the others were ended\nstopped; continue with: mmrl train resume={run_dir}",
+            file=sys.stderr,
+        )
+        return 1
+    return code
+
+
+def environment(hardware: HardwareConfig, rank: int, port: int) -> dict[str, str]:
+    """What one process needs to find the others, and how accelerate is to wrap the model."""
+    found = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(hardware.processes),
+        "LOCAL_WORLD_SIZE": str(hardware.processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(hardware.threads or 1),
+    }
+    return found | wrapping(hardware)
+
+
+def wrapping(hardware: HardwareConfig) -> dict[str, str]:
+    """accelerate's own variables for a hardware profile; what `accelerate launch` would set from its config file."""
+    offload = str(hardware.cpu_offload).lower()
+    if hardware.device == "cpu":
+        return {"ACCELERATE_USE_CPU": "true"}
+    if hardware.sharding == "fsdp2":
+        return {
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": "2",
+            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+            "FSDP_RESHARD_AFTER_FORWARD": "true",
+            "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+            "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+            "FSDP_OFFLOAD_PARAMS": offload,
+        }
+    if hardware.sharding.startswith("zero"):
+        device = "cpu" if hardware.cpu_offload else "none"
+        return {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": hardware.sharding.removeprefix("zero"),
+            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": device,
+            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": device if hardware.sharding == "zero3" else "none",
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+        }
+    return {}
+
+
+def server_devices(hardware: HardwareConfig) -> tuple[int, ...]:
+    """GPUs of the managed server: those kept for it, else those that train too; empty on a CPU or with one process."""
+    if hardware.device == "cpu" or (hardware.processes == 1 and not hardware.rollout_devices):
+        return ()
+    first = hardware.processes if hardware.rollout_devices else 0
+    return tuple(range(first, first + (hardware.rollout_devices or hardware.processes)))
+
+
+def launch_line(hardware: HardwareConfig) -> str:
+    """What to run on each node of a run over several."""
+    return (
+        f"torchrun --nnodes {hardware.nodes} --nproc-per-node {hardware.processes} --rdzv-backend c10d "
+        "--rdzv-endpoint HOST:PORT -m mmrl train …"
+    )
+
+
+def problems(hardware: HardwareConfig, engine: str, modules: bool, critic: str | None = None) -> list[str]:
+    """What cannot work of a hardware profile, one sentence each.
+
+    Args:
+        engine: the engine that samples.
+        modules: whether there are weights per module.
+        critic: kind of the algorithm's critic, if it has one. FSDP2 shards it beside the policy; DeepSpeed takes one
+            model, and DDP wants every trained weight in every backward pass, so no second adapter.
+    """
+    found = []
+    total = hardware.processes * hardware.nodes
+    if hardware.sharding != "none" and hardware.device == "cpu":
+        found.append(
+            f"hardware.sharding: got {hardware.sharding}, which accelerate does not do on a CPU; use none "
+            "(every process holds the whole model)"
+        )
+    if hardware.sharding != "none" and total == 1:
+        found.append(f"hardware.sharding: got {hardware.sharding}, which has no effect with one process; use none")
+    if hardware.sharding != "none" and engine == "transformers":
+        found.append(
+            f"hardware.sharding: got {hardware.sharding}, but engine=transformers samples from the whole weights; use "
+            "engine=vllm_server"
+        )
+    if hardware.sharding.startswith("zero") and critic:
+        found.append(
+            f"hardware.sharding: got {hardware.sharding}, under which a critic cannot be trained (DeepSpeed takes one "
+            "model); use fsdp2, or none (every process holds the whole model)"
+        )
+    if hardware.cpu_offload and hardware.sharding == "none":
+        found.append("hardware.cpu_offload: has an effect only with hardware.sharding=fsdp2, zero2 or zero3")
+    if total > 1 and engine == "vllm_colocated":
+        found.append(
+            f"engine: vllm_colocated runs in one process, profile '{hardware.name}' has {total}; use "
+            "engine=vllm_server, which one server answers for all of them"
+        )
+    if hardware.rollout_devices and engine != "vllm_server":
+        found.append(
+            f"hardware.rollout_devices: got {hardware.rollout_devices}, which has an effect only with "
+            f"engine=vllm_server (this run has {engine})"
+        )
+    if total > 1 and critic == "adapter" and hardware.sharding == "none":
+        found.append(
+            f"algo.critic: got adapter, which needs one process or hardware.sharding=fsdp2 (this run has {total}, and "
+            "none); use separate or head"
+        )
+    if total > 1 and modules:
+        found.append(f"hardware.processes: got {total} in all, weights per module need 1")
+    return found
+
+
+def missing_packages(hardware: HardwareConfig) -> list[str]:
+    """What a hardware profile needs and this interpreter does not have, one sentence each; imports nothing."""
+    if hardware.sharding.startswith("zero") and not installed("deepspeed"):
+        return [
+            f"hardware.sharding: got {hardware.sharding}, which needs DeepSpeed, and {sys.executable} does not have "
+            "it; install it (pip install 'mmrl[deepspeed]'), or use hardware.sharding=fsdp2"
+        ]
+    return []
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be imported here."""
+    return importlib.util.find_spec(package) is not None
+
+
+def adopt(hardware: HardwareConfig) -> None:
+    """Under a launcher of the user's (torchrun, SLURM): what it does not say of how accelerate is to wrap the model."""
+    os.environ.update(wrapping(hardware))
+
+
+def refuse_unlaunched(hardware: HardwareConfig) -> None:
+    """Raises `ConfigError` for a run over several nodes that no launcher has started."""
+    if hardware.nodes > 1:
+        raise ConfigError(
+            f"hardware.nodes: got {hardware.nodes}; mmrl starts processes on one machine only. Run this on each node: "
+            f"{launch_line(hardware)} (or through SLURM, docs/hardware.md)"
+        )
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _wait(workers: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """The rank of the first process that failed; None when all are done."""
+    while True:
+        codes = [worker.poll() for worker in workers]
+        for rank, code in enumerate(codes):
+            if code:
+                return rank
+        if all(code == 0 for code in codes):
+            return None
+        time.sleep(0.1)
+
+
+def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End what still runs: asked first, then killed."""
+    deadline = time.monotonic() + GRACE_S
+    for worker in workers:
+        if worker.poll() is None:
+            worker.terminate()
+    for worker in workers:
+        try:
+            worker.wait(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
+
+
+@contextmanager
+def passing_on(workers: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the workers; nothing is left behind whatever happens here."""
+
+    def end(number: int, frame: Any) -> None:
+        _end(workers)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _end(workers)

@@ -1,0 +1,1 @@
+"""Agents that reason, search and answer inside one growing context, and their rewards."""

@@ -1,0 +1,111 @@
+"""Answering from memory, in one call and without search: the task `qa_direct`, the "LLM" rows of arXiv 2506.02718.
+
+Two prompts, plain and chain of thought (`task.chain_of_thought`). Trainable like any program; on the mini world
+with a tiny model that has been told single facts, what is learnt is to commit to one answer, and to think first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mmrl.config.task import RetrieverConfig, TaskConfig
+from mmrl.records import Call, Example
+from mmrl.tasks import metrics
+from mmrl.tasks.base import Context, Demonstration, ModuleScore, Program, Score
+from mmrl.tasks.mini.examples import mini_questions
+from mmrl.tasks.open_qa import OpenQaTask
+from mmrl.tasks.prompts import Template, Templates, Texts, messages
+from mmrl.tasks.search_program.program import parse_answer
+
+MODULE = "solver"
+_QUESTION = frozenset({"question"})
+TEMPLATES: Templates = {
+    MODULE: {
+        "system": Template("Answer the question as briefly as possible. Write the answer alone.", optional=_QUESTION),
+        "system_chain_of_thought": Template(
+            "Think step by step, then write the answer as briefly as possible on a last line that begins with Answer:",
+            optional=_QUESTION,
+        ),
+        "user": Template("Question: {question}", required=_QUESTION),
+    }
+}
+"""`system_chain_of_thought` takes the place of `system` with `task.chain_of_thought`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectPrompts:
+    """Renders what the solver reads."""
+
+    texts: Texts
+
+    def question(self, question: str, chain_of_thought: bool) -> list[dict[str, str]]:
+        """The one prompt."""
+        texts = self.texts[MODULE]
+        system = texts["system_chain_of_thought" if chain_of_thought else "system"]
+        return messages(system.format(question=question), texts["user"].format(question=question))
+
+
+@dataclass(slots=True)
+class DirectAnswer:
+    """Implements `mmrl.tasks.base.Program`: reads `inputs["question"]`; the prediction is `{"answer"}`."""
+
+    prompts: DirectPrompts
+    chain_of_thought: bool
+    modules: tuple[str, ...] = (MODULE,)
+
+    async def run(self, example: Example, ctx: Context) -> dict[str, Any]:
+        """One call."""
+        reply = await ctx.call(MODULE, self.prompts.question(example.inputs["question"], self.chain_of_thought))
+        return {"answer": parse_answer(reply.text)}
+
+
+class DirectQaTask(OpenQaTask):
+    """Implements `mmrl.tasks.base.Task`; see `OpenQaTask` for arguments and errors."""
+
+    templates = TEMPLATES
+    searches = False
+    unread: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        RetrieverConfig.model_fields, "the program does not search, it answers from memory"
+    )
+    main_metric = "f1"
+
+    def __init__(self, config: TaskConfig, seed: int):
+        super().__init__(config.model_copy(update={"dataset": config.dataset or "hotpotqa"}), seed)
+        self.prompts = DirectPrompts(self.texts)
+        self.program: Program = DirectAnswer(self.prompts, config.chain_of_thought)
+
+    def mini_examples(self, split: str, corpus: str) -> list[Example]:
+        """The questions that the search programs have to answer with the mini world's documents."""
+        return mini_questions(self.config.dataset or "hotpotqa", split, corpus, stepwise=True)
+
+    def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+        """Reward: F1 without the yes/no rule, as for the search program that it is compared with."""
+        self.check_reward_set(reward_set)
+        answer = prediction["answer"]
+        reward = self.best(metrics.f1, answer, example)
+        return Score(reward=reward, metrics=self.answer_metrics(answer, example), parts={"f1": reward})
+
+    def score_call(self, call: Call) -> ModuleScore:
+        """No penalty; how much was written."""
+        return ModuleScore(facts={"answer_words": float(len(call.text.split()))})
+
+    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
+        """The answer, plain and after the steps to it, whatever the config: one warm start serves both prompts.
+
+        Empty for other data than the mini world's.
+        """
+        hops = example.metadata.get("hops")
+        if not hops:
+            return []
+        question, answer = example.inputs["question"], example.metadata["answers"][0]
+        thought = " ".join(f"{hop['query']}: {hop['answer']}." for hop in hops)
+        return [
+            Demonstration(module=MODULE, messages=self.prompts.question(question, False), completion=answer),
+            Demonstration(
+                module=MODULE,
+                messages=self.prompts.question(question, True),
+                completion=f"{thought}\nAnswer: {answer}",
+            ),
+        ]

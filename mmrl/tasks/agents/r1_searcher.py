@@ -1,0 +1,229 @@
+"""Reasoning with search in one context, trained in two stages of outcome rewards: the task `r1_searcher`.
+
+The baseline "R1-Searcher" of arXiv 2506.02718, Table 1. The prompt opens the reasoning, a single `</think>` ends it,
+one `<answer>` pair follows; queries stand between markers, and what is found goes on in the same turn, never trained.
+Reward sets: `stage1` (search and format, with cover exact match), then `outcome` (stage 2: F1 less a format penalty).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mmrl.config.task import TaskConfig
+from mmrl.records import Call, Example
+from mmrl.tasks import metrics
+from mmrl.tasks.agents.growing import asked, disarm_markers, last_block, listed
+from mmrl.tasks.agents.tags import disarm, fitted
+from mmrl.tasks.base import Context, Demonstration, Message, ModuleScore, Program, Score
+from mmrl.tasks.mini.examples import mini_questions
+from mmrl.tasks.mini.names import Draws
+from mmrl.tasks.open_qa import OpenQaTask
+from mmrl.tasks.prompts import Template, Templates, Texts, messages
+
+MODULE = "searcher"
+QUERY = ("<|begin_of_query|>", "<|end_of_query|>")
+DOCUMENTS = ("<|begin_of_documents|>", "<|end_of_documents|>")
+STOP = (QUERY[1], "</answer>")
+OPEN, CLOSE = f"\n{DOCUMENTS[0]}\n", f"\n{DOCUMENTS[1]}\n"
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+TAGS = ("think", "answer")
+
+_QUESTION = frozenset({"question"})
+TEMPLATES: Templates = {
+    MODULE: {
+        "system": Template("", optional=_QUESTION),
+        "user": Template(
+            "Think about the question, end your thoughts with </think>, then write the answer alone, such as "
+            f"<answer> Beijing </answer>. While you think you may look things up: write {QUERY[0]} query {QUERY[1]} "
+            f"and what is found comes back in {DOCUMENTS[0]} {DOCUMENTS[1]}.\n"
+            "Question: {question}\n<think>",
+            required=_QUESTION,
+        ),
+        "document": Template(
+            "({index}) {title} | {text}", required=frozenset({"text"}), optional=frozenset({"index", "title"})
+        ),
+        "nothing": Template("(1) Nothing was found."),
+    }
+}
+"""`nothing` stands for an empty result."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearcherPrompts:
+    """Renders what the searcher reads."""
+
+    texts: Texts
+    snippet_words: int
+    """A document's text is cut to this many whitespace words."""
+
+    def question(self, question: str) -> list[dict[str, str]]:
+        """The first prompt; it opens the thoughts."""
+        texts = self.texts[MODULE]
+        return messages(texts["system"].format(question=question), texts["user"].format(question=question))
+
+    def documents(self, found: Sequence[Mapping[str, Any]]) -> str:
+        """Retrieved documents, in which nothing looks like a marker or tag of the searcher."""
+        texts = self.texts[MODULE]
+        shown = listed(texts["document"], found, self.snippet_words)
+        return disarm_markers(disarm(shown, TAGS)) or texts["nothing"].format()
+
+
+def result(text: str) -> str:
+    """The observation that holds retrieved documents."""
+    return f"{OPEN}{text}{CLOSE}"
+
+
+@dataclass(slots=True)
+class R1Searcher:
+    """Implements `mmrl.tasks.base.Program`.
+
+    Reads `inputs["question"]` and `inputs["corpus"]`. The prediction is `{"answer", "queries", "titles", "ended"}`: the
+    content of the last `<answer>` pair or null; the executed queries; titles of all documents found; what ended it
+    (`answer`: a turn without a query; `searches`: a query beyond the limit; `context`: no room left).
+    """
+
+    prompts: SearcherPrompts
+    searches: int
+    """Queries that are executed."""
+    max_observation: int
+    """Tokens that an observation may have."""
+    max_context: int
+    """Tokens that the whole context may have."""
+    modules: tuple[str, ...] = (MODULE,)
+    continues: ClassVar[frozenset[str]] = frozenset({MODULE})
+
+    async def run(self, example: Example, ctx: Context) -> dict[str, Any]:
+        """Turns until one ends without a query, or a limit."""
+        queries: list[str] = []
+        titles: list[str] = []
+        ended = "answer"
+        reply = await ctx.call(MODULE, self.prompts.question(example.inputs["question"]), stop=STOP)
+        sampled = reply.text
+        while (query := asked(reply.text, QUERY)) is not None:
+            if len(queries) == self.searches:
+                ended = "searches"
+                break
+            queries.append(query)
+            found = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
+            titles += [document["title"] for document in found]
+            # One token must be left for the next turn.
+            room = min(self.max_observation, self.max_context - len(reply.context) - 1)
+            observation, fits = fitted(ctx, reply, self.prompts.documents(found), result, room)
+            if not fits:
+                ended = "context"
+                break
+            reply = await ctx.call(MODULE, observation, after=reply, stop=STOP)
+            sampled += reply.text
+        answer = last_block(sampled, "<answer>", "</answer>")
+        return {"answer": answer, "queries": queries, "titles": titles, "ended": ended}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the rewards want to know of the sampled text of a rollout (documents are the program's, not in it)."""
+
+    balanced: bool
+    """As many query openings as endings, and no document marker: only the program writes those."""
+    framed: bool
+    """Exactly one `</think>`, no `<think>` (the prompt has it), exactly one answer pair."""
+    chinese: bool
+    """Chinese characters outside of the documents."""
+
+    @classmethod
+    def of(cls, sampled: str) -> Form:
+        """Read it off a text."""
+        counts = [sampled.count(marker) for marker in (*QUERY, *DOCUMENTS)]
+        tags = [sampled.count(tag) for tag in ("<think>", "</think>", "<answer>", "</answer>")]
+        return cls(counts[0] == counts[1] and not any(counts[2:]), tags == [0, 1, 1, 1], bool(CHINESE.search(sampled)))
+
+
+def stage1(form: Form, covered: bool, searched: bool) -> dict[str, float]:
+    """Parts of the first stage's reward, -1 to 2: cover exact match +1 or -1, +0.5 for a search, +0.5 for the frame."""
+    return {
+        "cover_match": 1.0 if covered else -1.0,
+        "retrieval": 0.5 * (form.balanced and searched),
+        "format": 0.5 * form.framed,
+    }
+
+
+def stage2(form: Form, f1: float) -> dict[str, float]:
+    """Parts of the second stage's reward, -1 to 1: F1, and -1 where the form is wrong."""
+    wrong = not form.balanced or not form.framed or form.chinese
+    return {"f1": f1, "format": -1.0 * wrong}
+
+
+class R1SearcherTask(OpenQaTask):
+    """Implements `mmrl.tasks.base.Task`; see `OpenQaTask` for arguments and errors."""
+
+    templates = TEMPLATES
+    unread: ClassVar[Mapping[str, str]] = {"dedup": "each search has one query"}
+    reward_sets: tuple[str, ...] = ("outcome", "stage1")
+    main_metric = "f1"
+
+    def __init__(self, config: TaskConfig, seed: int):
+        super().__init__(config.model_copy(update={"dataset": config.dataset or "hotpotqa"}), seed)
+        self.prompts = SearcherPrompts(self.texts, config.retriever.snippet_words)
+        self.program: Program = R1Searcher(
+            self.prompts, config.max_turns, config.max_observation, config.max_context or 4096
+        )
+
+    def mini_examples(self, split: str, corpus: str) -> list[Example]:
+        """Multi-hop questions, or single-hop ones for a data set of such."""
+        return mini_questions(self.config.dataset or "hotpotqa", split, corpus)
+
+    def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+        """Reward sets: `outcome` (stage 2) and `stage1`. Both rewards' answer metrics have no yes/no rule."""
+        self.check_reward_set(reward_set)
+        answer = prediction["answer"] or ""
+        form = Form.of("".join(call.text for call in path))
+        if reward_set == "stage1":
+            covered = bool(answer) and self.best(metrics.accuracy, answer, example, closed=False) > 0
+            parts = stage1(form, covered, bool(prediction["queries"]))
+        else:
+            parts = stage2(form, self.best(metrics.f1, answer, example))
+        scores = self.answer_metrics(answer, example) | {
+            "format": float(form.balanced and form.framed and not form.chinese),
+            "searches": float(len(prediction["queries"])),
+        }
+        gold = set(example.metadata.get("titles", ()))
+        if gold:
+            scores["gold_retrieved"] = len(gold & set(prediction["titles"])) / len(gold)
+        return Score(reward=sum(parts.values()), metrics=scores, parts=parts)
+
+    def score_call(self, call: Call) -> ModuleScore:
+        """No penalty; whether the turn searched, answered or did neither."""
+        searched = asked(call.text, QUERY) is not None
+        answered = not searched and last_block(call.text, "<answer>", "</answer>") is not None
+        return ModuleScore(
+            facts={
+                "action_search": float(searched),
+                "action_answer": float(answered),
+                "action_none": float(not searched and not answered),
+            }
+        )
+
+    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
+        """One search per hop and the answer, as turns of one context; empty for other data than the mini world's.
+
+        Also empty where the retriever misses a document that the reasoning needs: thoughts must be true.
+        """
+        hops = example.metadata.get("hops")
+        if not hops:
+            return []
+        first = self.prompts.question(example.inputs["question"])
+        thought = Draws("r1_searcher", example.id).pick(["look it up", "search first"])
+        history: list[tuple[str, str | Sequence[Message]]] = []
+        shown = []
+        for hop in hops:
+            turn = f"{thought} {QUERY[0]} {hop['query']} {QUERY[1]}"
+            shown.append(Demonstration(module=MODULE, messages=first, history=tuple(history), completion=turn))
+            found = self.search([hop["query"]], example.inputs["corpus"])
+            if hop["title"] not in [document["title"] for document in found]:
+                return []
+            history.append((turn, result(self.prompts.documents(found))))
+            thought = f"it is {hop['answer']}"
+        answered = f"{thought} </think>\n<answer> {example.metadata['answers'][0]} </answer>"
+        return [*shown, Demonstration(module=MODULE, messages=first, history=tuple(history), completion=answered)]

@@ -1,0 +1,162 @@
+"""Verifiable rewards of agents, per turn and for the outcome (arXiv 2505.11821; semantics §3.2, §4.2). Pure functions.
+
+Read by `search_agent` and `tool_agent`; credit places what they return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mmrl.config.task import TaskConfig
+from mmrl.tasks import metrics
+from mmrl.tasks.agents.tags import first_pair, tag_sequence
+
+SEARCH_TAGS = ("think", "search", "information", "answer")
+FINAL = ["think", "/think", "answer", "/answer"]
+INTERMEDIATE = ["think", "/think", "search", "/search"]
+"""What the model writes; the program adds `<information>…</information>`."""
+RETRIEVED, WELL_FORMED, MALFORMED, RIGHT_FORMAT = 0.3, 0.1, -0.2, 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class SearchTurn:
+    """One turn of the search agent."""
+
+    text: str
+    """What the model generated."""
+    information: str | None
+    """Retrieved text that the program inserted after it; None where it did not search."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether a search pair was generated, executed or not."""
+        pair = first_pair(self.text, ("search", "answer"))
+        return pair is not None and pair[0] == "search"
+
+
+@dataclass(frozen=True, slots=True)
+class SearchReward:
+    """Rewards of one rollout of the search agent."""
+
+    final: float
+    """Last turn."""
+    intermediate: tuple[float, ...]
+    """The turns before it."""
+    format: bool
+    """All turns are well formed."""
+    final_format: bool
+    retrieval: bool
+    """Some inserted information holds an accepted answer."""
+
+
+def search_reward(turns: Sequence[SearchTurn], em: bool, answers: Sequence[str], rules: TaskConfig) -> SearchReward:
+    """Rewards of the table in semantics §4.2.
+
+    Args:
+        turns: all of them, the last generated one last (it may lack an answer: a limit was reached).
+        em: whether the answer of the last turn is an exact match.
+        answers: accepted ones.
+    """
+    final_format = final_well_formed(turns[-1].text, rules.format_check)
+    if em and (final_format or not rules.em_needs_format):
+        final = 1.0
+    else:
+        final = RIGHT_FORMAT if final_format else rules.final_penalty
+    intermediate, searches, well_formed, hits = [], 0, final_format, False
+    for turn in turns[:-1]:
+        searches += turn.asked
+        formed = intermediate_well_formed(turn, rules.format_check)
+        hit = turn.information is not None and holds_answer(turn.information, answers, rules)
+        intermediate.append(
+            (RETRIEVED if hit else 0.0) + (WELL_FORMED if formed else MALFORMED) - rules.search_penalty * searches
+        )
+        well_formed, hits = well_formed and formed, hits or hit
+    return SearchReward(final, tuple(intermediate), well_formed, final_format, hits)
+
+
+def merged_reward(em: bool, answered: bool, reward: SearchReward) -> float:
+    """PPO-MR: one number for the whole rollout."""
+    if em:
+        return 1.0 if reward.format else 0.8
+    if reward.format:
+        return 0.3 if reward.retrieval else 0.2
+    return 0.1 if answered else 0.0
+
+
+def final_well_formed(text: str, check: Literal["strict", "loose"]) -> bool:
+    """The last turn thinks once, then answers once, and has no other known tag."""
+    tags = tag_sequence(text, SEARCH_TAGS)
+    if check == "strict":
+        return tags == FINAL
+    return _opening(tags) == ["think", "answer"] and "/answer" in tags[tags.index("answer") :]
+
+
+def intermediate_well_formed(turn: SearchTurn, check: Literal["strict", "loose"]) -> bool:
+    """An earlier turn thinks once, then searches once, and the program inserted what was found.
+
+    `loose` looks at opening tags only and does not mind an answer tag.
+    """
+    tags = tag_sequence(turn.text, SEARCH_TAGS)
+    if turn.information is None:
+        return False
+    return tags == INTERMEDIATE if check == "strict" else _opening(tags, ignored="answer") == ["think", "search"]
+
+
+def _opening(tags: Sequence[str], ignored: str = "") -> list[str]:
+    return [tag for tag in tags if not tag.startswith("/") and tag != ignored]
+
+
+def holds_answer(text: str, answers: Sequence[str], rules: TaskConfig) -> bool:
+    """Whether `text` contains an accepted answer; one that is empty after normalisation is in no text."""
+    if rules.retrieval_match == "case_insensitive":
+        return contains(text, answers)
+    normalized = metrics.normalize(text, rules.punctuation)
+    golds = (metrics.normalize(answer, rules.punctuation) for answer in answers)
+    return any(gold and gold in normalized for gold in golds)
+
+
+def contains(text: str, answers: Sequence[str]) -> bool:
+    """Whether some answer is in `text`, without regard to case and outer spaces."""
+    lowered = text.lower()
+    return any(answer.strip() and answer.strip().lower() in lowered for answer in answers)
+
+
+def tag_usage(messages: Sequence[str], names: Sequence[str]) -> float:
+    """0.2 x the mean over messages of how nearly each used tag opens once and closes once.
+
+    A message scores the mean of 1 - |count - 1| over opening and closing tags of the names that it uses at all; 0 when
+    it uses none, and never less.
+    """
+    return 0.2 * _mean([_tag_usage(message, names) for message in messages])
+
+
+def _tag_usage(message: str, names: Sequence[str]) -> float:
+    tags = tag_sequence(message, names)
+    used = [name for name in names if name in tags or f"/{name}" in tags]
+    checks = [1 - abs(tags.count(tag) - 1) for name in used for tag in (name, f"/{name}")]
+    return max(0.0, _mean(checks))
+
+
+def xml_format(messages: Sequence[str]) -> float:
+    """0.2 x the mean over messages of how far each is `<reasoning>…</reasoning>` with a tool call or an answer.
+
+    A message scores 0.4 x the share of the field sets {reasoning}, {tool, answer} of which it has a tag (0 unless some
+    pair is whole), 0.2 if some pair is whole, 0.2 if it starts with `<reasoning>`, 0.2 if it ends with `</tool>` or
+    `</answer>`.
+    """
+    return 0.2 * _mean([_xml_format(message.strip()) for message in messages])
+
+
+def _xml_format(message: str) -> float:
+    score = 0.0
+    if first_pair(message, ("reasoning", "tool", "answer")):
+        present = sum(bool(tag_sequence(message, names)) for names in (("reasoning",), ("tool", "answer")))
+        score += 0.4 * present / 2 + 0.2
+    score += 0.2 * message.startswith("<reasoning>")
+    return score + 0.2 * message.endswith(("</tool>", "</answer>"))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,242 @@
+"""A search agent that thinks, searches and answers inside one growing context: the task `search_agent`.
+
+The environment of Search-R1 with the turn-level rewards of arXiv 2505.11821 (semantics §4.1, §4.2). Retrieved text goes
+on inside the assistant's turn. A limit that is reached without an answer is an ordinary rollout with a badly formed
+last turn, never an exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mmrl.config.task import TaskConfig
+from mmrl.records import Call, Example
+from mmrl.tasks import metrics
+from mmrl.tasks.agents.judge import JUDGE_SETS, judged
+from mmrl.tasks.agents.judge import TEMPLATES as JUDGE_TEMPLATES
+from mmrl.tasks.agents.rewards import SEARCH_TAGS, SearchTurn, merged_reward, search_reward
+from mmrl.tasks.agents.tags import disarm, first_pair, fitted
+from mmrl.tasks.base import Context, Demonstration, Message, ModuleScore, Program, Score
+from mmrl.tasks.mini.examples import mini_search
+from mmrl.tasks.mini.names import Draws
+from mmrl.tasks.open_qa import OpenQaTask
+from mmrl.tasks.prompts import Template, Templates, Texts, messages, snippet
+
+MODULE = "agent"
+STOP = ("</search>", "</answer>")
+CONTEXT = 4096
+"""Tokens of a whole rollout where `task.max_context` says nothing."""
+OPEN, CLOSE = "\n\n<information>", "</information>\n\n"
+
+_QUESTION = frozenset({"question"})
+TEMPLATES: Templates = {
+    MODULE: {
+        "system": Template("", optional=_QUESTION),
+        "user": Template(
+            "Answer the question. Think first, inside <think> and </think>. To look something up, write "
+            "<search> query </search>; what is found comes back inside <information> and </information>. Search as "
+            "often as you need to. Then write the answer alone, such as <answer> Beijing </answer>.\n"
+            "Question: {question}",
+            required=_QUESTION,
+        ),
+        "correction": Template(
+            "\nThat was neither a search nor an answer. I must write a query inside <search> and </search>, or the "
+            "answer inside <answer> and </answer>.\n"
+        ),
+        "document": Template(
+            "Doc {index}(Title: {title}) {text}\n",
+            required=frozenset({"text"}),
+            optional=frozenset({"index", "title"}),
+        ),
+    },
+    "judge": JUDGE_TEMPLATES,
+}
+"""`correction` follows a turn without an action; `document` writes one retrieved document."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentPrompts:
+    """Renders what the agent reads."""
+
+    texts: Texts
+    snippet_words: int
+    """A document's text is cut to this many whitespace words."""
+
+    def question(self, question: str) -> list[dict[str, str]]:
+        """The first prompt."""
+        texts = self.texts[MODULE]
+        return messages(texts["system"].format(question=question), texts["user"].format(question=question))
+
+    def correction(self) -> str:
+        """What follows a turn that did nothing."""
+        return self.texts[MODULE]["correction"].format()
+
+    def documents(self, found: Sequence[Mapping[str, Any]]) -> str:
+        """Retrieved documents, in which nothing looks like a tag of the agent."""
+        shown = "".join(
+            self.texts[MODULE]["document"].format(
+                index=index, title=document["title"], text=snippet(document["text"], self.snippet_words)
+            )
+            for index, document in enumerate(found, 1)
+        )
+        return disarm(shown, SEARCH_TAGS)
+
+
+def information(documents: str) -> str:
+    """The observation that holds retrieved documents."""
+    return f"{OPEN}{documents}{CLOSE}"
+
+
+@dataclass(slots=True)
+class SearchAgent:
+    """Implements `mmrl.tasks.base.Program`.
+
+    Reads `inputs["question"]` and `inputs["corpus"]`. The prediction is `{"answer", "actions", "queries", "ended"}`:
+    the answer or null; one of `search`, `answer`, `none` per turn; the executed queries; what ended it (`answer`,
+    `turns` or `context`).
+    """
+
+    prompts: AgentPrompts
+    search_turns: int
+    """Turns whose search is executed; one more follows that may only answer."""
+    max_observation: int
+    """Tokens that an observation may have."""
+    max_context: int
+    """Tokens that the whole context may have."""
+    modules: tuple[str, ...] = (MODULE,)
+    continues: ClassVar[frozenset[str]] = frozenset({MODULE})
+
+    async def run(self, example: Example, ctx: Context) -> dict[str, Any]:
+        """Turns until an answer or a limit."""
+        actions: list[str] = []
+        queries: list[str] = []
+        answer: str | None = None
+        ended = "turns"
+        reply = await ctx.call(MODULE, self.prompts.question(example.inputs["question"]), stop=STOP)
+        while True:
+            action, content = first_pair(reply.text, ("search", "answer")) or ("none", "")
+            actions.append(action)
+            if action == "answer":
+                answer, ended = content, "answer"
+                break
+            if len(actions) > self.search_turns:
+                break
+            # One token must be left for the next turn.
+            limit = min(self.max_observation, self.max_context - len(reply.context) - 1)
+            observation, fits = self.prompts.correction(), True
+            if action == "search":
+                queries.append(content)
+                found = await ctx.tool("search", queries=[content], corpus=example.inputs["corpus"])
+                observation, fits = fitted(ctx, reply, self.prompts.documents(found), information, limit)
+            if not fits or ctx.measure(observation, after=reply) > limit:
+                ended = "context"
+                break
+            reply = await ctx.call(MODULE, observation, after=reply, stop=STOP)
+        return {"answer": answer, "actions": actions, "queries": queries, "ended": ended}
+
+
+class SearchAgentTask(OpenQaTask):
+    """Implements `mmrl.tasks.base.Task`; see `OpenQaTask` for arguments and errors."""
+
+    templates = TEMPLATES
+    unread: ClassVar[Mapping[str, str]] = {"dedup": "each search has one query"}
+    reward_sets: tuple[str, ...] = ("outcome", "turn", "merged", *JUDGE_SETS)
+    failed_metrics: ClassVar[Mapping[str, float]] = {
+        "em": 0.0,
+        "f1": 0.0,
+        "format": 0.0,
+        "retrieval": 0.0,
+        "answered": 0.0,
+    }
+
+    def __init__(self, config: TaskConfig, seed: int):
+        super().__init__(config, seed)
+        self.prompts = AgentPrompts(self.texts, config.retriever.snippet_words)
+        self.program: Program = SearchAgent(
+            self.prompts,
+            search_turns=config.max_turns - config.count_final_call,
+            max_observation=config.max_observation,
+            max_context=config.max_context or CONTEXT,
+        )
+
+    def mini_examples(self, split: str, corpus: str) -> list[Example]:
+        """Single-hop and two-hop questions."""
+        return mini_search(split, corpus)
+
+    def score(
+        self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str
+    ) -> Score | Awaitable[Score]:
+        """Reward sets: `outcome` (exact match), `turn` (with intermediate rewards), `merged` (PPO-MR: one number).
+
+        `judge_outcome` and `judge_turn` ask the judge for what `outcome` and `turn` compute.
+        """
+        self.check_reward_set(reward_set)
+        answers, answer = example.metadata["answers"], prediction["answer"] or ""
+        turns = turns_of(prediction["actions"], path)
+        em = self.best(metrics.exact_match, answer, example) if answer else 0.0
+        reward = search_reward(turns, bool(em), answers, self.config)
+        scores = {
+            "em": em,
+            "f1": self.best(metrics.f1, answer, example, closed=True),
+            "format": float(reward.format),
+            "retrieval": float(reward.retrieval),
+            "searches": float(sum(turn.asked for turn in turns)),
+            "turns": float(len(turns)),
+            "answered": float(bool(answer)),
+        }
+        if reward_set == "outcome":
+            return Score(reward=em, metrics=scores, parts={"em": em})
+        if reward_set == "merged":
+            merged = merged_reward(bool(em), bool(answer), reward)
+            return Score(reward=merged, metrics=scores, parts={"merged": merged})
+        if reward_set in JUDGE_SETS:
+            asked = self.prompts.question(example.inputs["question"])[-1]["content"]
+            return judged(self.judge, reward_set, asked, path, answers, scores)
+        own = {call.id: value for call, value in zip(path[:-1], reward.intermediate, strict=True)}
+        parts = {"final": reward.final, "intermediate": sum(reward.intermediate)}
+        return Score(reward=reward.final, metrics=scores, parts=parts, turn_rewards=own)
+
+    def score_call(self, call: Call) -> ModuleScore:
+        """No penalty; which action the turn took."""
+        pair = first_pair(call.text, ("search", "answer"))
+        action = pair[0] if pair else "none"
+        return ModuleScore(facts={f"action_{name}": float(action == name) for name in ("search", "answer", "none")})
+
+    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
+        """One search per hop and the answer, as turns of one context; empty for other data than the mini world's.
+
+        Also empty where the retriever misses a document that the reasoning needs: thoughts must be true.
+        """
+        hops = example.metadata.get("hops")
+        if not hops:
+            return []
+        first = self.prompts.question(example.inputs["question"])
+        draws = Draws("search_agent", example.id)
+        thought = draws.pick(["look it up", "search first"])
+        history: list[tuple[str, str | Sequence[Message]]] = []
+        shown = []
+        for hop in hops:
+            asked = f"<think> {thought} </think>\n<search> {hop['query']} </search>"
+            shown.append(Demonstration(module=MODULE, messages=first, history=tuple(history), completion=asked))
+            found = self.search([hop["query"]], example.inputs["corpus"])
+            if hop["title"] not in [document["title"] for document in found]:
+                return []
+            history.append((asked, information(self.prompts.documents(found))))
+            thought = f"it is {hop['answer']}"
+        answered = f"<think> {thought} </think>\n<answer> {example.metadata['answers'][0]} </answer>"
+        return [*shown, Demonstration(module=MODULE, messages=first, history=tuple(history), completion=answered)]
+
+
+def turns_of(actions: Sequence[str], path: Sequence[Call]) -> list[SearchTurn]:
+    """The turns of a rollout; what a turn's search found is what the next call was asked with."""
+    following = [call.prompt_text for call in path[1:]]
+    return [
+        SearchTurn(call.text, _inside(after) if action == "search" and after is not None else None)
+        for call, action, after in zip(path, actions, [*following, None], strict=True)
+    ]
+
+
+def _inside(observation: str) -> str:
+    return observation.removeprefix(OPEN).removesuffix(CLOSE)

@@ -1,0 +1,228 @@
+r"""Reasoning with search in one context, results condensed by a second call: the task `search_o1`.
+
+The baseline "Search-o1" of arXiv 2506.02718, Table 1 (training-free there; trainable here like any program). The
+reasoner writes a query between markers; the condenser, the same model in a context of its own, sees the reasoning so
+far, the query and the documents; only what it writes enters the reasoner's context. The answer stands in \boxed{}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mmrl.config.task import TaskConfig
+from mmrl.records import Call, Example
+from mmrl.tasks import metrics
+from mmrl.tasks.agents.growing import asked, disarm_markers, listed
+from mmrl.tasks.agents.tags import fitted
+from mmrl.tasks.base import Context, Demonstration, Message, ModuleScore, Program, Score
+from mmrl.tasks.mini.examples import mini_questions
+from mmrl.tasks.mini.names import Draws
+from mmrl.tasks.open_qa import OpenQaTask
+from mmrl.tasks.prompts import Template, Templates, Texts, messages
+
+REASONER, CONDENSER = "reasoner", "condenser"
+QUERY = ("<|begin_search_query|>", "<|end_search_query|>")
+RESULT = ("<|begin_search_result|>", "<|end_search_result|>")
+OPEN, CLOSE = f"\n{RESULT[0]} ", f" {RESULT[1]}\n"
+BOX = "\\boxed{"
+
+_QUESTION = frozenset({"question"})
+TEMPLATES: Templates = {
+    REASONER: {
+        "system": Template("", optional=_QUESTION),
+        "user": Template(
+            "Reason step by step to answer the question. To look something up, write "
+            f"{QUERY[0]} query {QUERY[1]}; what helps comes back in {RESULT[0]} {RESULT[1]}. "
+            "You may search {searches} times. Write the answer alone as \\boxed{{answer}}.\nQuestion: {question}",
+            required=_QUESTION,
+            optional=frozenset({"searches"}),
+        ),
+        "nothing": Template("Nothing helpful was found."),
+        "limit": Template("No more searches are left. Answer now."),
+    },
+    CONDENSER: {
+        "system": Template("", optional=frozenset({"query"})),
+        "user": Template(
+            "Reasoning so far: {reasoning}\nQuery: {query}\n{documents}\n"
+            "Write only what in the documents helps with the query.",
+            required=frozenset({"query", "documents"}),
+            optional=frozenset({"reasoning"}),
+        ),
+        "document": Template(
+            "Document{index}: {title} | {text}",
+            required=frozenset({"text"}),
+            optional=frozenset({"index", "title"}),
+        ),
+    },
+}
+"""`nothing` stands for an empty result; `limit` answers a search beyond `task.max_turns`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchO1Prompts:
+    """Renders what the two modules read."""
+
+    texts: Texts
+    searches: int
+    snippet_words: int
+    """A document's text is cut to this many whitespace words."""
+
+    def question(self, question: str) -> list[dict[str, str]]:
+        """The reasoner's first prompt."""
+        texts = self.texts[REASONER]
+        user = texts["user"].format(question=question, searches=self.searches)
+        return messages(texts["system"].format(question=question), user)
+
+    def condense(self, reasoning: str, query: str, found: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+        """The condenser's prompt."""
+        texts = self.texts[CONDENSER]
+        documents = disarm_markers(listed(texts["document"], found, self.snippet_words))
+        user = texts["user"].format(reasoning=reasoning, query=query, documents=documents)
+        return messages(texts["system"].format(query=query), user)
+
+    def fixed(self, role: str) -> str:
+        """`nothing` or `limit`."""
+        return self.texts[REASONER][role].format()
+
+
+def result(text: str) -> str:
+    """The observation that holds a search result."""
+    return f"{OPEN}{text}{CLOSE}"
+
+
+def boxed(text: str) -> str | None:
+    r"""Content of the last \boxed{…} with balanced braces; None without one."""
+    open_braces: list[int] = []
+    found: tuple[int, int] | None = None
+    for position, character in enumerate(text):
+        if character == "{":
+            open_braces.append(position + 1)
+        elif character == "}" and open_braces:
+            start = open_braces.pop()
+            if text.endswith(BOX, 0, start) and (found is None or start > found[0]):
+                found = start, position
+    return text[found[0] : found[1]].strip() if found else None
+
+
+@dataclass(slots=True)
+class SearchO1:
+    """Implements `mmrl.tasks.base.Program`.
+
+    Reads `inputs["question"]` and `inputs["corpus"]`. The prediction is `{"answer", "queries", "titles", "ended"}`: the
+    answer or null; the executed queries; titles of all documents found; what ended it (`answer`: a turn without a
+    query; `searches`: a query after the limit had been told; `context`: no room left).
+    """
+
+    prompts: SearchO1Prompts
+    max_observation: int
+    """Tokens that a search result may have."""
+    max_context: int
+    """Tokens that the reasoner's context may have."""
+    modules: tuple[str, ...] = (REASONER, CONDENSER)
+    continues: ClassVar[frozenset[str]] = frozenset({REASONER})
+
+    async def run(self, example: Example, ctx: Context) -> dict[str, Any]:
+        """Turns of the reasoner until one ends without a query, or a limit."""
+        queries: list[str] = []
+        titles: list[str] = []
+        ended, told = "answer", False
+        reply = await ctx.call(REASONER, self.prompts.question(example.inputs["question"]), stop=(QUERY[1],))
+        sampled, reasoning = reply.text, reply.text
+        while (query := asked(reply.text, QUERY)) is not None:
+            if told:
+                ended = "searches"
+                break
+            if len(queries) < self.prompts.searches:
+                queries.append(query)
+                found = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
+                titles += [document["title"] for document in found]
+                text = await self._condensed(ctx, reasoning, query, found)
+            else:
+                told, text = True, self.prompts.fixed("limit")
+            # One token must be left for the next turn.
+            room = min(self.max_observation, self.max_context - len(reply.context) - 1)
+            observation, fits = fitted(ctx, reply, text, result, room)
+            if not fits:
+                ended = "context"
+                break
+            reply = await ctx.call(REASONER, observation, after=reply, stop=(QUERY[1],))
+            sampled, reasoning = sampled + reply.text, reasoning + observation + reply.text
+        return {"answer": boxed(sampled), "queries": queries, "titles": titles, "ended": ended}
+
+    async def _condensed(self, ctx: Context, reasoning: str, query: str, found: Sequence[Mapping[str, Any]]) -> str:
+        """What the condenser makes of the documents; it is not asked about none."""
+        if not found:
+            return self.prompts.fixed("nothing")
+        reply = await ctx.call(CONDENSER, self.prompts.condense(reasoning, query, found))
+        return disarm_markers(reply.text.strip()) or self.prompts.fixed("nothing")
+
+
+class SearchO1Task(OpenQaTask):
+    """Implements `mmrl.tasks.base.Task`; see `OpenQaTask` for arguments and errors."""
+
+    templates = TEMPLATES
+    unread: ClassVar[Mapping[str, str]] = {"dedup": "each search has one query"}
+    main_metric = "f1"
+
+    def __init__(self, config: TaskConfig, seed: int):
+        super().__init__(config.model_copy(update={"dataset": config.dataset or "hotpotqa"}), seed)
+        self.prompts = SearchO1Prompts(self.texts, config.max_turns, config.retriever.snippet_words)
+        self.program: Program = SearchO1(self.prompts, config.max_observation, config.max_context or 4096)
+
+    def mini_examples(self, split: str, corpus: str) -> list[Example]:
+        """Multi-hop questions, or single-hop ones for a data set of such."""
+        return mini_questions(self.config.dataset or "hotpotqa", split, corpus)
+
+    def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+        """Reward: F1 without the yes/no rule, as for the search program that it is compared with."""
+        self.check_reward_set(reward_set)
+        answer = prediction["answer"] or ""
+        reward = self.best(metrics.f1, answer, example)
+        scores = self.answer_metrics(answer, example) | {"searches": float(len(prediction["queries"]))}
+        gold = set(example.metadata.get("titles", ()))
+        if gold:
+            scores["gold_retrieved"] = len(gold & set(prediction["titles"])) / len(gold)
+        return Score(reward=reward, metrics=scores, parts={"f1": reward})
+
+    def score_call(self, call: Call) -> ModuleScore:
+        """No penalty; whether the reasoner searched, answered or did neither, and how much the condenser wrote."""
+        if call.module == CONDENSER:
+            return ModuleScore(facts={"words": float(len(call.text.split()))})
+        searched = asked(call.text, QUERY) is not None
+        answered = not searched and boxed(call.text) is not None
+        return ModuleScore(
+            facts={
+                "action_search": float(searched),
+                "action_answer": float(answered),
+                "action_none": float(not searched and not answered),
+            }
+        )
+
+    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
+        """One search per hop, each condensed, and the answer; empty for other data than the mini world's.
+
+        Also empty where the retriever misses a document that the reasoning needs: thoughts must be true.
+        """
+        hops = example.metadata.get("hops")
+        if not hops:
+            return []
+        first = self.prompts.question(example.inputs["question"])
+        thought = Draws("search_o1", example.id).pick(["look it up", "search first"])
+        history: list[tuple[str, str | Sequence[Message]]] = []
+        shown, reasoning = [], ""
+        for hop in hops:
+            turn = f"{thought} {QUERY[0]} {hop['query']} {QUERY[1]}"
+            shown.append(Demonstration(module=REASONER, messages=first, history=tuple(history), completion=turn))
+            reasoning += turn
+            found = self.search([hop["query"]], example.inputs["corpus"])
+            if hop["title"] not in [document["title"] for document in found]:
+                return []
+            thought = f"it is {hop['answer']}"
+            prompt = self.prompts.condense(reasoning, hop["query"], found)
+            shown.append(Demonstration(module=CONDENSER, messages=prompt, completion=thought))
+            history.append((turn, result(thought)))
+            reasoning += result(thought)
+        answered = f"{thought} {BOX}{example.metadata['answers'][0]}}}"
+        return [*shown, Demonstration(module=REASONER, messages=first, history=tuple(history), completion=answered)]

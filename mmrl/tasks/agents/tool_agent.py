@@ -1,0 +1,267 @@
+"""An agent that may call a search tool once and then answers: the task `tool_agent`, two turns in the usual case.
+
+The environment of MT-GRPO's case study (arXiv 2505.11821, App. E; semantics §3.2). A tool's result is a user message.
+Whatever the model writes, the rollout ends in an answer, a second tool call or the token limit, never in an exception.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mmrl.config.task import TaskConfig
+from mmrl.records import Call, Example
+from mmrl.tasks import metrics
+from mmrl.tasks.agents.judge import OUTCOME, judged
+from mmrl.tasks.agents.rewards import contains, tag_usage, xml_format
+from mmrl.tasks.agents.tags import disarm, first_pair, fitted
+from mmrl.tasks.base import Context, Demonstration, Message, ModuleScore, Program, Score
+from mmrl.tasks.mini.examples import mini_single
+from mmrl.tasks.mini.names import Draws
+from mmrl.tasks.open_qa import OpenQaTask
+from mmrl.tasks.prompts import Template, Templates, Texts, messages
+
+MODULE = "agent"
+STOP = ("</tool>", "</answer>")
+TAGS = ("reasoning", "tool", "result", "answer")
+OWN_TAGS = ("reasoning", "tool", "answer")
+"""What the model may write."""
+TOOL = "wiki_search"
+TOOL_CALLS = 2
+"""The rollout ends with this many tool calls; the last of them is not executed."""
+
+_QUESTION = frozenset({"question"})
+TEMPLATES: Templates = {
+    MODULE: {
+        "system": Template(
+            "You can use this tool:\n"
+            "wiki_search: finds the encyclopedia article that fits best. Arguments: query\n"
+            "Take these steps once:\n"
+            "1. Think inside <reasoning> tags.\n"
+            '2. Call the tool with JSON inside <tool> tags: {{"name": "wiki_search", "args": {{"query": "..."}}}}\n'
+            "3. Its output comes inside <result> tags.\n"
+            "4. Think about it inside <reasoning> tags.\n"
+            "5. Write the answer alone inside <answer> tags.\n"
+            "Call the tool once, even if its output does not help.",
+            optional=_QUESTION,
+        ),
+        "user": Template("{question}", required=_QUESTION),
+        "correction": Template("Error: no tool call or answer could be read. Check your tags."),
+        "document": Template("{title}. {text}", required=frozenset({"text"}), optional=frozenset({"index", "title"})),
+    },
+    "judge": {"judge_outcome": OUTCOME},
+}
+"""`correction` answers a message without an action; `document` writes the article found."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPrompts:
+    """Renders what the agent reads."""
+
+    texts: Texts
+
+    def question(self, question: str) -> list[dict[str, str]]:
+        """The first prompt."""
+        texts = self.texts[MODULE]
+        return messages(texts["system"].format(question=question), texts["user"].format(question=question))
+
+    def correction(self) -> list[dict[str, str]]:
+        """The user message after one that did nothing."""
+        return [{"role": "user", "content": self.texts[MODULE]["correction"].format()}]
+
+    def articles(self, found: Sequence[Mapping[str, Any]]) -> str:
+        """What the search found, in which nothing looks like a tag of the agent."""
+        shown = "\n".join(
+            self.texts[MODULE]["document"].format(index=index, title=document["title"], text=document["text"])
+            for index, document in enumerate(found, 1)
+        )
+        return disarm(shown, TAGS) or "No article was found."
+
+
+def result(text: str) -> Sequence[Message]:
+    """The user message that holds a tool's output."""
+    return [{"role": "user", "content": f"<result>{text}</result>"}]
+
+
+def read_command(text: str) -> tuple[str | None, str]:
+    """The query of a tool command, or None and what is wrong with it.
+
+    Args:
+        text: content of a `<tool>` pair; should be `{"name": "wiki_search", "args": {"query": text}}`.
+    """
+    try:
+        command = json.loads(text)
+    except (ValueError, RecursionError):
+        return None, "Error: the tool command is not JSON"
+    if not isinstance(command, dict):
+        return None, "Error: the tool command is not a JSON object"
+    if not command.get("name"):
+        return None, "Error: the tool command has no name"
+    if command["name"] != TOOL:
+        return None, f"Error: there is no such tool, only {TOOL}"
+    args = command.get("args", {})
+    if not isinstance(args, dict) or set(args) != {"query"} or not isinstance(args["query"], str):
+        return None, f"Error: {TOOL} takes one argument, query, a text"
+    return args["query"], ""
+
+
+@dataclass(slots=True)
+class ToolAgent:
+    """Implements `mmrl.tasks.base.Program`.
+
+    Reads `inputs["question"]` and `inputs["corpus"]`. The prediction is `{"answer", "actions", "succeeded", "ended"}`:
+    the answer or null; `tool`, `answer` or `none` per message; whether the executed tool call worked (null: none was
+    executed); what ended it (`answer`, `calls` or `tokens`).
+    """
+
+    prompts: ToolPrompts
+    max_tokens: int
+    """Tokens that one message may have."""
+    max_observation: int
+    """Tokens that a tool's output may have."""
+    max_completion: int
+    """Tokens that everything after the first prompt may have."""
+    max_context: int | None = None
+    """Tokens that the whole context may have."""
+    modules: tuple[str, ...] = (MODULE,)
+    continues: ClassVar[frozenset[str]] = frozenset({MODULE})
+
+    async def run(self, example: Example, ctx: Context) -> dict[str, Any]:
+        """Messages until an answer, a second tool call, or the token limit."""
+        actions: list[str] = []
+        succeeded: bool | None = None
+        answer: str | None = None
+        ended = "tokens"
+        prompt = self.prompts.question(example.inputs["question"])
+        limit = min(self.max_tokens, self.max_completion)
+        reply = await ctx.call(MODULE, prompt, stop=STOP, max_tokens=limit)
+        end = len(reply.context) - reply.tokens + self.max_completion
+        end = min(end, self.max_context or end)
+        while True:
+            answer, command = _content(reply.text, "answer"), _content(reply.text, "tool")
+            actions.append("answer" if answer is not None else "none" if command is None else "tool")
+            if answer is not None:
+                ended = "answer"
+                break
+            if actions.count("tool") >= TOOL_CALLS:
+                ended = "calls"
+                break
+            room = min(self.max_observation, end - len(reply.context) - 1)
+            if command is None:
+                observation: Sequence[Message] = self.prompts.correction()
+                fits = ctx.measure(observation, after=reply) <= room
+            else:
+                query, output = read_command(command)
+                if query is not None:
+                    found = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
+                    output = self.prompts.articles(found)
+                observation, fits = fitted(ctx, reply, output, result, room)
+            if not fits:
+                break
+            if command is not None:
+                succeeded = query is not None
+            left = end - len(reply.context) - ctx.measure(observation, after=reply)
+            reply = await ctx.call(MODULE, observation, after=reply, stop=STOP, max_tokens=min(self.max_tokens, left))
+        return {"answer": answer, "actions": actions, "succeeded": succeeded, "ended": ended}
+
+
+def _content(text: str, name: str) -> str | None:
+    pair = first_pair(text, (name,))
+    return pair[1] if pair else None
+
+
+class ToolAgentTask(OpenQaTask):
+    """Implements `mmrl.tasks.base.Task`; see `OpenQaTask` for arguments and errors."""
+
+    templates = TEMPLATES
+    unread: ClassVar[Mapping[str, str]] = {
+        "dedup": "a tool call has one query",
+        "snippet_words": "articles are shown whole, up to task.max_observation",
+    }
+    reward_sets: tuple[str, ...] = ("outcome", "turn", "judge_outcome")
+    failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0, "f1": 0.0, "answered": 0.0}
+
+    def __init__(self, config: TaskConfig, seed: int):
+        super().__init__(config, seed)
+        self.prompts = ToolPrompts(self.texts)
+        self.program: Program = ToolAgent(
+            self.prompts, config.max_tokens, config.max_observation, config.max_completion, config.max_context
+        )
+
+    def mini_examples(self, split: str, corpus: str) -> list[Example]:
+        """Single-hop questions."""
+        return mini_single(split, corpus)
+
+    def score(
+        self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str
+    ) -> Score | Awaitable[Score]:
+        """Reward: the sum of the outcome rewards; the set `turn` adds those of the tool call, if one was executed.
+
+        `judge_outcome` asks the judge whether the answer is right. (Its turn rubric is that of the search agent.)
+        """
+        self.check_reward_set(reward_set)
+        answers, answer = example.metadata["answers"], prediction["answer"] or ""
+        texts = [call.text for call in path]
+        wanted = {gold.strip().lower() for gold in answers} - {""}
+        outcome = {
+            "answer_presence": 0.5 * contains(answer, answers),
+            "exact_match": float(answer.strip().lower() in wanted),
+            "tag_usage": tag_usage(texts, OWN_TAGS),
+            "xml_format": xml_format(texts),
+        }
+        # Everything sampled up to the first result is the first turn, so its last call carries the turn's reward.
+        called = prediction["actions"].index("tool") if prediction["succeeded"] is not None else None
+        tool = {"tool_execution": 0.0, "result_answer": 0.0}
+        if called is not None:
+            shown = path[called + 1].prompt_text.partition("<result>")[2].removesuffix("</result>")
+            tool = {
+                "tool_execution": 0.2 * bool(prediction["succeeded"]),
+                "result_answer": 0.5 * contains(shown, answers),
+            }
+        scores = {
+            "em": outcome["exact_match"],
+            "f1": self.best(metrics.f1, answer, example, closed=True),
+            "answered": float(bool(answer)),
+            **outcome,
+            **tool,
+            "tool_calls": float(prediction["actions"].count("tool")),
+            "turns": float(len(path)),
+        }
+        if reward_set == "judge_outcome":
+            return judged(self.judge, reward_set, example.inputs["question"], path, answers, scores)
+        parts = {
+            name: value for name, value in outcome.items() if name != "xml_format" or self.config.outcome_rewards == 4
+        }
+        own = {path[called].id: sum(tool.values())} if reward_set == "turn" and called is not None else {}
+        return Score(reward=sum(parts.values()), metrics=scores, parts=parts, turn_rewards=own)
+
+    def score_call(self, call: Call) -> ModuleScore:
+        """No penalty; which action the message took."""
+        answer, command = _content(call.text, "answer"), _content(call.text, "tool")
+        action = "answer" if answer is not None else "none" if command is None else "tool"
+        return ModuleScore(facts={f"action_{name}": float(action == name) for name in ("tool", "answer", "none")})
+
+    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
+        """A tool call and the answer; empty for other data than the mini world's, and where the search misses."""
+        hops = example.metadata.get("hops")
+        if not hops:
+            return []
+        (hop,) = hops
+        first = self.prompts.question(example.inputs["question"])
+        draws = Draws("tool_agent", example.id)
+        thought = draws.pick(["look it up", "search first"])
+        command = json.dumps({"name": TOOL, "args": {"query": hop["query"]}})
+        asked = f"<reasoning> {thought} </reasoning>\n<tool> {command} </tool>"
+        found = self.search([hop["query"]], example.inputs["corpus"])
+        if hop["title"] not in [document["title"] for document in found]:
+            return []
+        history = ((asked, result(self.prompts.articles(found))),)
+        answered = (
+            f"<reasoning> it is {hop['answer']} </reasoning>\n<answer> {example.metadata['answers'][0]} </answer>"
+        )
+        return [
+            Demonstration(module=MODULE, messages=first, completion=asked),
+            Demonstration(module=MODULE, messages=first, history=history, completion=answered),
+        ]

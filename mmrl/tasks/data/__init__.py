@@ -1,0 +1,1 @@
+"""Data sets and corpora: official record layouts, files, hub data sets, passages."""

@@ -1,0 +1,297 @@
+"""Question answering data: official record layouts to examples and paragraphs. Used by `open_qa`.
+
+A *layout* says how one data set writes a record. Files hold the official JSON; the hub's copies hold the same fields
+in columns; both come through the same reader. Files with nothing but questions and answers are read under any layout.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mmrl import rng
+from mmrl.errors import DataError
+from mmrl.records import Example
+from mmrl.retrieval.base import Document
+from mmrl.tasks.data.rows import Row, Source
+
+log = logging.getLogger("mmrl.data")
+
+Paragraph = tuple[str, str]
+"""Title and text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What every layout is read into."""
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    titles: tuple[str, ...]
+    """Titles of the gold paragraphs, without repetition."""
+    kind: str
+    paragraphs: tuple[Paragraph, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a data set writes its records."""
+
+    columns: tuple[str, ...]
+    """Columns of its hub copy."""
+    read: Callable[[Mapping[str, Any]], Record]
+    """May raise `KeyError` (missing field), `TypeError` or `ValueError` (wrong shape)."""
+
+
+def _hotpot(values: Mapping[str, Any]) -> Record:
+    """HotpotQA (distractor and fullwiki) and 2WikiMultihopQA."""
+    context = _pairs(values["context"], "context", ("title", "sentences"))
+    facts = _pairs(values["supporting_facts"], "supporting_facts", ("title", "sent_id"))
+    if not all(isinstance(title, str) and _is_texts(sentences) for title, sentences in context):
+        raise TypeError("context: expected a list of sentences for each title")
+    if not all(isinstance(title, str) for title, _ in facts):
+        raise TypeError("supporting_facts: expected a title in each pair")
+    return Record(
+        id=_text(values.get("_id") or values["id"], "id"),
+        question=_text(values["question"], "question"),
+        answers=(_text(values["answer"], "answer"),),
+        titles=tuple(dict.fromkeys(title for title, _ in facts)),
+        kind=str(values.get("type", "")),
+        paragraphs=tuple((title, "".join(sentences)) for title, sentences in context),
+    )
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _pairs(value: Any, field: str, columns: tuple[str, str]) -> list[tuple[Any, Any]]:
+    """Pairs in the files' form `[[a, b], ...]` or in the hub's, two columns."""
+    if isinstance(value, Mapping):
+        return list(zip(value[columns[0]], value[columns[1]], strict=True))
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        raise TypeError(f"{field}: expected a list of [{', '.join(columns)}] pairs")
+    return [(first, second) for first, second in value]
+
+
+def _musique(values: Mapping[str, Any]) -> Record:
+    """MuSiQue-Ans."""
+    paragraphs = values["paragraphs"]
+    if not isinstance(paragraphs, list) or not all(isinstance(paragraph, Mapping) for paragraph in paragraphs):
+        raise TypeError("paragraphs: expected a list of objects")
+    aliases = values.get("answer_aliases") or []
+    if not isinstance(aliases, list):
+        raise TypeError(f"answer_aliases: got {type(aliases).__name__}, expected a list of texts")
+    answers = [_text(values["answer"], "answer"), *(_text(alias, "answer_aliases") for alias in aliases)]
+    return Record(
+        id=_text(values["id"], "id"),
+        question=_text(values["question"], "question"),
+        answers=tuple(answers),
+        titles=_supporting(paragraphs, required=True),
+        kind=f"{str(values['id']).split('hop')[0]}hop",
+        paragraphs=tuple((p["title"], _string(p["paragraph_text"], "paragraphs: paragraph_text")) for p in paragraphs),
+    )
+
+
+def _supporting(paragraphs: Sequence[Mapping[str, Any]], *, required: bool) -> tuple[str, ...]:
+    """Titles of the gold paragraphs; every paragraph has to have one."""
+    titles = [_string(p["title"], "paragraphs: title") for p in paragraphs]
+    gold = [p["is_supporting"] if required else p.get("is_supporting") for p in paragraphs]
+    return tuple(dict.fromkeys(title for title, supports in zip(titles, gold, strict=True) if supports))
+
+
+def _popqa(values: Mapping[str, Any]) -> Record:
+    """PopQA with gold passages."""
+    paragraphs = [p for p in values["paragraphs"] if isinstance(p, Mapping)]  # the file has null where one is missing
+    return Record(
+        id=_text(values["id"], "id"),
+        question=_text(values["question"], "question"),
+        answers=_answers(values),
+        titles=_supporting(paragraphs, required=False),
+        kind=str(values.get("prop", "")),
+        paragraphs=tuple((p["title"], _string(p["text"], "paragraphs: text")) for p in paragraphs),
+    )
+
+
+def _questions(values: Mapping[str, Any]) -> Record:
+    """A question with its accepted answers and nothing else."""
+    return Record(
+        id=_text(values["id"], "id"),
+        question=_text(values["question"], "question"),
+        answers=_answers(values),
+        titles=(),
+        kind=str(values.get("type", "")),
+        paragraphs=(),
+    )
+
+
+ANSWER_FIELDS = ("possible_answers", "golden_answers", "answers", "answer")
+"""Fields that hold accepted answers (PopQA's, FlashRAG's, others'), the first one there counts."""
+
+
+def _answers(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Accepted answers: one text, a list, a list written as JSON text, or TriviaQA's record of aliases."""
+    field = next((name for name in ANSWER_FIELDS if name in values), "answer")
+    value = values[field]
+    if field == "possible_answers" and isinstance(value, str):
+        value = json.loads(value)
+    if isinstance(value, Mapping):
+        value = value.get("normalized_aliases") or value["aliases"]
+    found = [value] if isinstance(value, str | int) else value
+    if not isinstance(found, list | tuple):
+        raise TypeError(f"{field}: got {type(found).__name__}, expected text or a list of texts")
+    if not found:
+        raise ValueError(f"{field}: is empty")
+    return tuple(dict.fromkeys(_text(answer, field) for answer in found))
+
+
+EVIDENCE = ("context", "supporting_facts", "paragraphs")
+"""A record with one of these is in its data set's own layout; one without any has a question and answers alone."""
+LAYOUTS: Mapping[str, Layout] = {
+    "hotpotqa": Layout(("id", "question", "answer", "type", "level", "supporting_facts", "context"), _hotpot),
+    "2wiki": Layout(("id", "question", "answer", "type", "supporting_facts", "context"), _hotpot),
+    "musique": Layout(("id", "question", "answer", "paragraphs"), _musique),
+    "nq": Layout(("question", "|".join(ANSWER_FIELDS)), _questions),
+    "triviaqa": Layout(("question", "|".join(ANSWER_FIELDS)), _questions),
+    "popqa": Layout(("id", "question", "|".join(ANSWER_FIELDS)), _popqa),
+}
+"""`task.dataset` -> layout."""
+OWN_LAYOUTS = ("hotpotqa", "2wiki", "musique", "popqa")
+"""Those whose records bring evidence, so that a record of another one can be told."""
+
+
+def hub_columns(layout: Layout, names: Collection[str]) -> Sequence[str]:
+    """Columns that a hub data set must have: its own layout's, or a question and answers where it has no evidence."""
+    if set(EVIDENCE).isdisjoint(names):
+        return ("question", "|".join(ANSWER_FIELDS))
+    return layout.columns
+
+
+def load_records(source: Source, split: str, layout: Layout) -> list[Record]:
+    """All records of a source.
+
+    Raises:
+        DataError: a missing or malformed file, a record without a field or with an empty answer, or duplicate ids.
+    """
+    records: dict[str, Record] = {}
+    for number, row in enumerate(source.rows(split, partial(hub_columns, layout))):
+        record = _record(source, row, layout, f"{split}-{number}")
+        if record.id in records:
+            raise DataError(f"{source.key}: {row.where}: duplicate id '{record.id}'")
+        records[record.id] = record
+    return list(records.values())
+
+
+def _record(source: Source, row: Row, layout: Layout, number: str) -> Record:
+    """One row as a record; where a row has neither id nor evidence, `number` is its id."""
+    values = row.values
+    if not isinstance(values, Mapping):
+        raise DataError(f"{source.key}: {row.where}: got {type(values).__name__}, expected a record (a JSON object)")
+    name = values.get("_id") or values.get("id")
+    if name is not None and values.get("data_source"):  # several sets in one, each with ids of its own (Search-R1's)
+        name = f"{values['data_source']}-{name}"
+    where = f"{source.key}: {row.where}" + (f" (id '{name}')" if name else "")
+    bare = not any(field in values for field in EVIDENCE)
+    try:
+        record = _questions({**values, "id": name or number}) if bare else layout.read(values)
+    except KeyError as error:
+        fields = ", ".join(map(str, values))
+        fitting = [] if bare else [name for name in OWN_LAYOUTS if _reads(LAYOUTS[name], values)]
+        hint = f"; task.dataset={' or '.join(fitting)} reads such records" if fitting else ""
+        raise DataError(f"{where}: misses the field {error}; it has {fields}{hint}") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"{where}: {error}") from None
+    return record
+
+
+def _reads(layout: Layout, values: Mapping[str, Any]) -> bool:
+    try:
+        layout.read(values)
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _string(value: Any, field: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{field}: got {type(value).__name__}, expected text")
+    return value
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise TypeError(f"{field}: got {type(value).__name__}, expected text")
+    if not str(value).strip():
+        raise ValueError(f"{field}: is empty")
+    return str(value)
+
+
+def to_example(record: Record, corpus: str) -> Example:
+    """A record as an example that searches the corpus of that name."""
+    return Example(
+        id=record.id,
+        inputs={"question": record.question, "corpus": corpus},
+        metadata={"answers": list(record.answers), "titles": list(record.titles), "type": record.kind},
+    )
+
+
+def paragraphs_of(records: Iterable[Record]) -> list[Document]:
+    """The union of the records' paragraphs, in order of first appearance, without repetition of (title, text)."""
+    union = dict.fromkeys(paragraph for record in records for paragraph in record.paragraphs)
+    return [Document(id=str(number), title=title, text=text) for number, (title, text) in enumerate(union)]
+
+
+def load_corpus(key: str, spec: str) -> list[Document]:
+    """A corpus from a file or the hub, held in memory; see `passage` for the records that it may have.
+
+    Raises:
+        DataError: a missing or malformed file, a document without a field, or duplicate ids.
+    """
+    source = Source(key, spec)
+    documents: dict[str, Document] = {}
+    for number, row in enumerate(source.rows("train", ("title", "text"))):
+        document = passage(source, row, number)
+        if document.id in documents:
+            raise DataError(f"{key}: {row.where}: duplicate id '{document.id}'")
+        documents[document.id] = document
+    return list(documents.values())
+
+
+def passage(source: Source, row: Row, number: int) -> Document:
+    """One passage: `title` and `text` (or its sentences), `[title, text]`, or `contents` with the title as first line.
+
+    Raises:
+        DataError: another shape.
+    """
+    values = row.values
+    if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == 2:
+        title, text = values
+        values = {"title": title, "text": text}
+    if not isinstance(values, Mapping):
+        raise DataError(
+            f"{source.key}: {row.where}: got {type(values).__name__}, expected a document with title and text"
+        )
+    if "text" not in values and isinstance(values.get("contents"), str):  # as in Search-R1's wiki-18
+        title, _, text = values["contents"].partition("\n")
+        values = {**values, "title": title.strip().strip('"'), "text": text}
+    if isinstance(values.get("text"), list) and all(isinstance(sentence, str) for sentence in values["text"]):
+        values = {**values, "text": "".join(values["text"])}
+    for field in ("title", "text"):
+        if not isinstance(values.get(field), str):
+            got = f"got {type(values[field]).__name__}, expected text" if field in values else "is missing"
+            raise DataError(f"{source.key}: {row.where}: {field} {got} (fields: {', '.join(map(str, values))})")
+    name = values.get("id")
+    return Document(id=str(number if name is None else name), title=values["title"], text=values["text"])
+
+
+def subset(examples: Sequence[Example], items: int | None, *key: int | str) -> list[Example]:
+    """The first `items` after a shuffle keyed by `key`; all, in their own order, without a limit."""
+    if items is None or items >= len(examples):
+        return list(examples)
+    order = sorted(examples, key=lambda example: (rng.digest("subset", *key, example.id), example.id))
+    return order[:items]

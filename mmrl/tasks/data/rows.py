@@ -1,0 +1,264 @@
+"""Rows from data files and from the hub: plain dictionaries, each with a name for error messages. Used by loaders.
+
+A source is a path (`.json`, `.jsonl`, `.csv`, `.tsv`, `.parquet`, or `.txt` as DPR writes topics) or a hub id
+`owner/name[:config[:split]]`.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import DataError
+from mmrl.models.hub import hub_answers
+from mmrl.retrieval.base import whole_text
+
+log = logging.getLogger("mmrl.data")
+
+HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""JSON's escape of half a UTF-16 pair; most are whole pairs."""
+FORMATS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]*){0,2}")
+HUB_SPLITS: Mapping[str, str] = {"train": "train", "dev": "validation", "test": "test"}
+
+
+Columns = Sequence[str] | Callable[[Collection[str]], Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One record of a source."""
+
+    where: str
+    """File and line, or file and number, for messages."""
+    values: Any
+    """The record as it was read; usually a mapping."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A place to read rows from.
+
+    Args:
+        key: the config key that named it (`task.data.train`).
+        spec: what the user wrote.
+    """
+
+    key: str
+    spec: str
+
+    @property
+    def path(self) -> Path | None:
+        """The file, or None for a hub id.
+
+        Raises:
+            DataError: neither a file nor a hub id.
+        """
+        path = Path(self.spec).expanduser()
+        if path.is_file():
+            if path.suffix.lower() not in FORMATS:
+                raise DataError(f"{self.key}: {self.spec}: expected a {', '.join(FORMATS)} file")
+            return path
+        looks_like_file = path.suffix.lower() in FORMATS or not HUB_ID.fullmatch(self.spec)
+        if looks_like_file:
+            what = "is a folder" if path.is_dir() else "no such file"
+            raise DataError(
+                f"{self.key}: '{self.spec}': {what}; expected mini, a {', '.join(FORMATS)} file, "
+                "or a hub id owner/name[:config[:split]]"
+            )
+        return None
+
+    def identity(self, split: str) -> str:
+        """The same for two sources exactly if they hold the same rows: a hub id without a split has one for each."""
+        path = Path(self.spec).expanduser()
+        if path.is_file() or not HUB_ID.fullmatch(self.spec):
+            return str(path.resolve())
+        return ":".join(self._hub_place(split))
+
+    def _hub_place(self, split: str) -> tuple[str, str, str]:
+        """Name, config (may be empty) and split of a hub id."""
+        name, _, rest = self.spec.partition(":")
+        config, _, hub_split = rest.partition(":")
+        return name, config, hub_split or HUB_SPLITS[split]
+
+    def rows(self, split: str, columns: Columns = ()) -> list[Row]:
+        """All rows.
+
+        Args:
+            split: `train`, `dev` or `test`; names the hub split where the id does not.
+            columns: columns that a hub data set must have (`a|b`: one of the two), or what says so from those it has.
+
+        Raises:
+            DataError: unreadable, malformed or empty.
+        """
+        rows = list(self.stream(split, columns))
+        if not rows:
+            raise DataError(f"{self.key}: {self.spec}: has no records")
+        return rows
+
+    def stream(self, split: str, columns: Columns = ()) -> Iterator[Row]:
+        """`rows` one by one, for sources larger than memory (all but `.json`); an empty source is no error here."""
+        path = self.path
+        return self._hub(split, columns) if path is None else self._file(path)
+
+    def _file(self, path: Path) -> Iterator[Row]:
+        readers: Mapping[str, Callable[[Path], Iterator[Row]]] = {
+            ".json": _json,
+            ".jsonl": _jsonl,
+            ".csv": partial(_table, delimiter=","),
+            ".tsv": partial(_table, delimiter="\t"),
+            ".parquet": _parquet,
+            ".txt": _topics,
+        }
+        try:
+            yield from readers[path.suffix.lower()](path)
+        except OSError as error:
+            raise DataError(f"{self.key}: cannot read {path}: {error.strerror or error}") from None
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.key}: {path} is not UTF-8 (byte {error.start})") from None
+        except ValueError as error:
+            raise DataError(f"{self.key}: {error}") from None
+        except csv.Error as error:
+            raise DataError(f"{self.key}: {path}: {error}") from None
+
+    def _hub(self, split: str, columns: Columns) -> Iterator[Row]:
+        from datasets import load_dataset
+
+        name, config, chosen = self._hub_place(split)
+        away = not Path(name).exists() and not hub_answers()  # its client would try for half a minute, a line a try
+        try:
+            with _offline() if away else nullcontext():
+                table = load_dataset(name, config or None, split=chosen)
+        except Exception as error:
+            # `datasets` raises many types here: no network, no such repository, config or split
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            why = "the hub does not answer, and it is not in the local cache" if away else reason
+            raise DataError(f"{self.key}: cannot load '{self.spec}' (split {chosen}) from the hub: {why}") from None
+        names = set(table.column_names)
+        wanted = columns(names) if callable(columns) else columns
+        missing = [column.replace("|", " or ") for column in wanted if names.isdisjoint(column.split("|"))]
+        if missing:
+            raise DataError(
+                f"{self.key}: {self.spec}: misses the columns {', '.join(missing)}; "
+                f"it has {', '.join(table.column_names)}"
+            )
+        for number, values in enumerate(table):
+            yield Row(f"{self.spec} row {number}", values)
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Datasets from the local cache alone."""
+    import datasets
+    from huggingface_hub import constants
+
+    was = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = was
+
+
+def _json(path: Path) -> Iterator[Row]:
+    text = path.read_text(encoding="utf-8-sig")
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} line {error.lineno}: not JSON ({error.msg})") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
+        raise ValueError(f"{path}: not JSON that can be read ({error})") from None
+    if not isinstance(content, list):
+        raise ValueError(f"{path}: got {type(content).__name__}, expected a JSON list of records")
+    escapes = bool(HALF.search(text))
+    for number, values in enumerate(content):
+        where = f"{path} record {number}"
+        yield Row(where, _whole(values, where) if escapes else values)
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path} line {number}: not JSON ({getattr(error, 'msg', error)})") from None
+            where = f"{path} line {number}"
+            yield Row(where, _whole(values, where) if HALF.search(line) else values)
+
+
+def _whole(values: Any, where: str) -> Any:
+    """A record whose texts are whole (see `whole_text`)."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        log.warning("%s: holds half of a UTF-16 pair, which is no character; U+FFFD stands for it", where)
+        return _mended(values)
+    return values
+
+
+def _mended(value: Any) -> Any:
+    if isinstance(value, str):
+        return whole_text(value)
+    if isinstance(value, list):
+        return [_mended(item) for item in value]
+    if isinstance(value, dict):
+        return {_mended(key): _mended(item) for key, item in value.items()}
+    return value
+
+
+def _table(path: Path, delimiter: str) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.reader(lines, delimiter=delimiter)
+        header = next(reader, [])
+        twice = [name for name, count in Counter(header).items() if count > 1]
+        if twice:
+            raise ValueError(f"{path} line 1: more than one column is called {', '.join(map(repr, twice))}")
+        for cells in reader:
+            if not cells:
+                continue
+            if len(cells) != len(header):
+                raise ValueError(
+                    f"{path} line {reader.line_num}: got {len(cells)} cells, "
+                    f"the header has {len(header)} ({', '.join(header)})"
+                )
+            yield Row(f"{path} line {reader.line_num}", dict(zip(header, cells, strict=True)))
+
+
+def _topics(path: Path) -> Iterator[Row]:
+    """Topics of DPR and Anserini: question, tab, a Python list of answers; no header."""
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.reader(lines, delimiter="\t")
+        for cells in reader:
+            where = f"{path} line {reader.line_num}"
+            try:
+                question, answers = cells
+                yield Row(where, {"question": question, "answer": ast.literal_eval(answers)})
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                raise ValueError(f"{where}: expected a question, a tab and a list of answers") from None
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path} is not a parquet file: {error}") from None
+    number = 0
+    for batch in table.iter_batches():
+        for values in batch.to_pylist():
+            yield Row(f"{path} row {number}", values)
+            number += 1

@@ -1,0 +1,134 @@
+"""Intent classification with one chain of thought: the task `banking77` (arXiv 2508.04660; semantics §1.8).
+
+Exact match, 0 or 1. Data: the official CSV files (`text`, `category`), the hub's copy (`text`, `label_text`), JSON with
+either, or the mini world's support queries. Of files, the paper's sample is used unless the config says how many.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mmrl import rng
+from mmrl.errors import ConfigError, DataError
+from mmrl.records import Call, Example
+from mmrl.tasks.base import Demonstration, Score
+from mmrl.tasks.dspy.base import SPLITS, DspyTask, text_of, unique
+from mmrl.tasks.mini.examples import mini_support
+
+SAMPLE: Mapping[str, tuple[int, int]] = {"train": (0, 250), "dev": (250, 500)}
+"""Where the items are that the paper draws (250 and 500), in a shuffle of their source, and how many; all test items
+are used."""
+SAMPLE_SEED = 0
+"""The paper does not state its own."""
+MODULE = "classify.predict"
+
+
+class Banking77Task(DspyTask):
+    """Implements `mmrl.tasks.base.Task`; see `DspyTask` for arguments and errors."""
+
+    main_metric = "em"
+    failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0}
+    parts = frozenset(SAMPLE)
+
+    def load(self) -> Mapping[str, Sequence[Example]]:
+        """The mini world's splits, or those of the files; a split left at `mini` beside files is empty."""
+        self.labels: tuple[str, ...] = ()
+        if not self.sources:
+            if self.config.labels is not None:
+                raise ConfigError("task.labels: has no effect on the mini world; leave it out, or set task.data")
+            found = {split: mini_support(split) for split in SPLITS}
+            self.labels = _labels(example for split in found.values() for example in split)
+            return found
+        rows = {split: self._read(split) for split in self.sources}
+        first = next(iter(rows))
+        self.labels = self._given_labels() or _labels(rows[first])
+        self._check_labels(rows, f"task.data.{first}" if self.config.labels is None else "task.labels")
+        return self._samples(rows)
+
+    def _read(self, split: str) -> list[Example]:
+        key = f"task.data.{split}"
+        found = []
+        for number, row in enumerate(self.rows(split, ("text",))):
+            text = text_of(key, row, "text")
+            label = text_of(key, row, "category", "label_text", "label")
+            name = str(row.values.get("id") or f"{split}-{number}")
+            found.append((row, Example(id=name, inputs={"text": text}, metadata={"label": label})))
+        return unique(key, found)
+
+    def _given_labels(self) -> tuple[str, ...]:
+        path = self.config.labels
+        if path is None:
+            return ()
+        try:
+            labels = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        except OSError as error:
+            raise DataError(f"task.labels: cannot read '{path}': {error.strerror or error}") from None
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"task.labels: {path} is not JSON: {error}") from None
+        if not isinstance(labels, list) or not labels or not all(isinstance(label, str) for label in labels):
+            raise DataError(f"task.labels: {path}: expected a list of texts")
+        return tuple(dict.fromkeys(labels))
+
+    def _check_labels(self, rows: Mapping[str, Sequence[Example]], whose: str) -> None:
+        problems = []
+        for split, examples in rows.items():
+            strange = sorted({example.metadata["label"] for example in examples} - set(self.labels))
+            if strange:
+                shown = ", ".join(f"'{label}'" for label in strange[:3])
+                problems.append(
+                    f"task.data.{split}: {len(strange)} labels are not among the {len(self.labels)} of {whose}: "
+                    f"{shown}{', …' if len(strange) > 3 else ''}"
+                )
+        if problems:
+            raise DataError(problems)
+
+    def _samples(self, rows: Mapping[str, Sequence[Example]]) -> dict[str, Sequence[Example]]:
+        """The paper's numbers of items, at their places in one shuffle of a source, so that train and dev may share
+        one; or all rows."""
+        found: dict[str, Sequence[Example]] = {split: [] for split in SPLITS}
+        for split, examples in rows.items():
+            found[split] = examples
+            if self.config.sample == "paper" and split in SAMPLE:
+                order = sorted(
+                    examples, key=lambda example: rng.digest("banking77", SAMPLE_SEED, example.inputs["text"])
+                )
+                first, count = SAMPLE[split]
+                found[split] = order[first : first + count]
+                if not found[split]:
+                    raise DataError(
+                        f"task.data.{split}: {self.sources[split]} has {len(examples)} rows, the paper's {split} "
+                        f"sample begins after {first} of a shuffle; set task.sample=all to use every row"
+                    )
+        return found
+
+    def make_program(self) -> Any:
+        """See `DspyTask.make_program`."""
+        from mmrl.tasks.dspy.banking77_program import Banking77
+
+        return Banking77(self.labels)
+
+    def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+        """Reward and metric: whether the label is the gold one, letter for letter."""
+        self.check_reward_set(reward_set)
+        hit = float(prediction["label"] == example.metadata["label"])
+        return Score(reward=hit, metrics={"em": hit}, parts={"em": hit})
+
+    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
+        """A short reason and the label, for mini-world queries."""
+        reason = example.metadata.get("reason")
+        if reason is None:
+            return []
+        return [self.shown(MODULE, example.inputs, {"reasoning": reason, "label": example.metadata["label"]})]
+
+    def describe(self) -> Mapping[str, Any]:
+        """See `mmrl.tasks.base.Task.describe`."""
+        facts = {**super().describe(), "labels": len(self.labels)}
+        drawn = [f"{SAMPLE[s][1]} {s}" for s in self.sources if s in SAMPLE and self.config.sample == "paper"]
+        return facts | ({"sample": f"{', '.join(drawn)} drawn with seed {SAMPLE_SEED}"} if drawn else {})
+
+
+def _labels(examples: Any) -> tuple[str, ...]:
+    return tuple(sorted({example.metadata["label"] for example in examples}))

@@ -1,0 +1,224 @@
+"""What the tasks with DSPy programs share: splits, prompts of predictors, demonstrations, facts for summaries.
+
+Base of `banking77`, `papillon`, `hover` and `custom`. The program of such a task is a raw `dspy.Module`; whoever builds
+the task wraps it (`mmrl.rollout.programs`). DSPy takes seconds to import, so it is imported when a task is built.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mmrl.config.task import TaskConfig
+from mmrl.errors import ConfigError, DataError, unknown
+from mmrl.records import Call, Example
+from mmrl.tasks.base import Demonstration, ModuleScore, Tool
+from mmrl.tasks.data.layouts import subset
+from mmrl.tasks.data.rows import Row, Source
+from mmrl.tasks.prompts import Template, load_prompts
+
+SPLITS = ("train", "dev", "test")
+
+
+class DspyTask(ABC):
+    """Implements `mmrl.tasks.base.Task` but for `score`; subclasses bring the program and the examples.
+
+    Args:
+        config: the `task` section.
+        seed: the run's seed; it draws the training subset of `task.data.train_items`, and nothing else.
+
+    Raises:
+        ConfigError: options without effect, bad prompts or data; all problems that can be found at once.
+    """
+
+    unread: ClassVar[tuple[str, ...]] = ("dataset", "corpus", "retriever", "punctuation")
+    """Options of `task` without effect here."""
+    parts: ClassVar[frozenset[str]] = frozenset()
+    """Splits that take rows of their own of a source that they share, with `task.sample=paper`."""
+    reward_sets: tuple[str, ...] = ("outcome",)
+    lacks: ClassVar[frozenset[str]] = frozenset({"penalties", "observations"})
+    """What the program never has, so that options about it are refused (`mmrl.config.effects.Facts`)."""
+    main_metric: str
+
+    def __init__(self, config: TaskConfig, seed: int):
+        self.name = config.name
+        self.config = config
+        self.failure_score = config.failure_score
+        self.tools: Mapping[str, Tool] = {}
+        problems = self.option_problems() + self.source_problems()
+        self._examples: dict[str, list[Example]] = {}
+        try:
+            loaded = self.load()
+            for split in SPLITS:
+                # dev and test subsets are the same for every seed, so that runs can be compared item by item
+                key = (split, seed) if split == "train" else (split,)
+                self._examples[split] = subset(loaded[split], getattr(config.data, f"{split}_items"), *key)
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+        self.program: Any = self.make_program()
+        self._predictors: dict[str, Any] = {}
+        if hasattr(self.program, "named_predictors"):
+            set_prompts(self.program, config.prompts)
+            self._predictors = dict(self.program.named_predictors())
+        elif config.prompts is not None:
+            raise ConfigError("task.prompts: has no effect with this program, whose prompts are its own code")
+
+    @abstractmethod
+    def load(self) -> Mapping[str, Sequence[Example]]:
+        """All examples of each split, or those of the paper's sample. Raises `ConfigError`."""
+
+    @abstractmethod
+    def make_program(self) -> Any:
+        """The raw `dspy.Module`, called with the inputs of an example as keywords."""
+
+    def option_problems(self) -> list[str]:
+        """Options that were set and have no effect."""
+        fields = type(self.config).model_fields
+        changed = [
+            name
+            for name in self.unread
+            if getattr(self.config, name) != fields[name].get_default(call_default_factory=True)
+        ]
+        return [f"task.{name}: has no effect with task {self.name}; leave it out" for name in changed]
+
+    def source_problems(self) -> list[str]:
+        """Sources that two splits would use in full."""
+        splits_of: dict[str, list[str]] = {}
+        for split, spec in self.sources.items():
+            splits_of.setdefault(Source("", spec).identity(split), []).append(split)
+        apart = self.parts if self.config.sample == "paper" else frozenset[str]()
+        return [
+            f"task.data: {' and '.join(splits)} are all of {self.sources[splits[0]]}; expected a source each"
+            + (f", or task.sample=paper for {' and '.join(splits)}" if self.parts.issuperset(splits) else "")
+            for splits in splits_of.values()
+            if len(splits) > 1 and not apart.issuperset(splits)
+        ]
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Split -> file or hub id, for the splits that have one."""
+        return {split: spec for split in SPLITS if (spec := getattr(self.config.data, split)) != "mini"}
+
+    def rows(self, split: str, columns: Sequence[str] = ()) -> list[Row]:
+        """The rows of a split's source, each checked to be an object."""
+        source = Source(f"task.data.{split}", self.sources[split])
+        rows = source.rows(split, columns)
+        for row in rows:
+            if not isinstance(row.values, Mapping):
+                raise DataError(f"{source.key}: {row.where}: got {type(row.values).__name__}, expected an object")
+        return rows
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """See `mmrl.tasks.base.Task.examples`."""
+        return self._examples[split]
+
+    def score_call(self, call: Call) -> ModuleScore:
+        """These programs have no penalties of single modules."""
+        return ModuleScore()
+
+    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
+        """See `mmrl.tasks.base.Task.demonstrations`; none unless a subclass makes some."""
+        return []
+
+    def shown(self, module: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Demonstration:
+        """What a predictor would be asked for `inputs`, and `outputs` in the form that it should answer in."""
+        import dspy
+
+        predictor = self._predictors[module]
+        adapter = dspy.settings.adapter or dspy.ChatAdapter()
+        return Demonstration(
+            module=module,
+            messages=adapter.format(predictor.signature, predictor.demos, dict(inputs)),
+            completion=adapter.format_assistant_message_content(predictor.signature, dict(outputs)).strip(),
+        )
+
+    def check_reward_set(self, reward_set: str) -> None:
+        """Refuse a reward set that the task does not offer."""
+        if reward_set not in self.reward_sets:
+            raise ConfigError(unknown("task.reward", reward_set, self.reward_sets))
+
+    def describe(self) -> Mapping[str, Any]:
+        """See `mmrl.tasks.base.Task.describe`."""
+        data = ", ".join(f"{split} {spec}" for split, spec in self.sources.items()) or "mini world"
+        return {"data": data, **{f"{split} items": len(self._examples[split]) for split in SPLITS}}
+
+
+def unique(key: str, examples: Sequence[tuple[Row, Example]]) -> list[Example]:
+    """The examples, if no two have the same id.
+
+    Raises:
+        DataError: two do.
+    """
+    found: dict[str, Example] = {}
+    for row, example in examples:
+        if example.id in found:
+            raise DataError(f"{key}: {row.where}: duplicate id '{example.id}'")
+        found[example.id] = example
+    return list(found.values())
+
+
+def text_of(key: str, row: Row, *names: str, empty: bool = False) -> str:
+    """The first of the fields `names` that a row has, as text.
+
+    Raises:
+        DataError: it has none of them, or something other than text, or nothing in it (unless `empty`).
+    """
+    name = next((name for name in names if name in row.values), None)
+    if name is None:
+        fields = ", ".join(map(str, row.values))
+        raise DataError(f"{key}: {row.where}: {' or '.join(names)} is missing (fields: {fields})")
+    value = row.values[name]
+    if value is None and empty:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(f"{key}: {row.where}: {name}: got {type(value).__name__}, expected text")
+    if not value.strip() and not empty:
+        raise DataError(f"{key}: {row.where}: {name}: is empty")
+    return value
+
+
+def set_prompts(program: Any, path: str | None) -> None:
+    """Replace what predictors are told: instructions from a YAML file (`module: {instructions: text}`), or instructions
+    and demonstrations from a JSON file that DSPy saved (`program.save("file.json")`).
+
+    Raises:
+        ConfigError: no such file, malformed, or made for other predictors.
+    """
+    if path is None:
+        return
+    predictors = dict(program.named_predictors())
+    if path.endswith(".json"):
+        _load_state(program, predictors, path)
+        return
+    # braces of default instructions are no placeholders
+    doubled = {name: p.signature.instructions.replace("{", "{{").replace("}", "}}") for name, p in predictors.items()}
+    templates = {name: {"instructions": Template(text)} for name, text in doubled.items()}
+    for name, roles in load_prompts(templates, path).items():
+        predictor = predictors[name]
+        predictor.signature = predictor.signature.with_instructions(roles["instructions"].format())
+
+
+def _load_state(program: Any, predictors: Mapping[str, Any], path: str) -> None:
+    try:
+        state = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"task.prompts: cannot read '{path}': {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"task.prompts: {path} is not JSON: {error}") from None
+    saved = set(state) - {"metadata"} if isinstance(state, dict) else set()
+    if saved != set(predictors):
+        raise ConfigError(
+            f"task.prompts: {path} holds {', '.join(sorted(saved)) or 'no predictors'}, "
+            f"expected the state of {', '.join(predictors)}"
+        )
+    try:
+        program.load_state(state)
+    except Exception as error:  # DSPy raises what the first wrong key leads to
+        raise ConfigError(f"task.prompts: {path} cannot be loaded: {type(error).__name__}: {error}") from None
+    for predictor in predictors.values():
+        predictor.lm = None

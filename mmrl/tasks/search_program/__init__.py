@@ -1,0 +1,1 @@
+"""The three-agent search program of MHGPO and the multi-hop tasks that it answers."""

@@ -1,0 +1,119 @@
+"""Multi-hop question answering with the three-agent search program: the tasks `hotpotqa`, `2wiki`, `musique`.
+
+Data come from the mini world, official files or the hub; retrieval is BM25; the reward is token F1, penalties and
+behaviour metrics are those of MHGPO (semantics §2.1, §2.7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmrl.config.task import TaskConfig
+from mmrl.records import Call, Example
+from mmrl.tasks import metrics
+from mmrl.tasks.base import Demonstration, Message, ModuleScore, Program, Score
+from mmrl.tasks.data.layouts import LAYOUTS
+from mmrl.tasks.mini.examples import mini_multihop
+from mmrl.tasks.mini.names import Draws
+from mmrl.tasks.open_qa import OpenQaTask
+from mmrl.tasks.search_program.program import (
+    TEMPLATES,
+    USED_QUERIES,
+    SearchProgram,
+    SearchPrompts,
+    parse_queries,
+    parse_selection,
+)
+
+LONG_ANSWER_WORDS = 30
+"""An answerer's output of more whitespace words is penalised."""
+PENALTIES: Mapping[str, float] = {"rewriter": -0.5, "reranker": -0.5, "answerer": -1.0}
+
+
+class MultihopQaTask(OpenQaTask):
+    """Implements `mmrl.tasks.base.Task`; see `OpenQaTask` for arguments and errors."""
+
+    templates = TEMPLATES
+    main_metric = "f1"
+    lacks = frozenset({"observations", "parse_failures"})
+
+    def __init__(self, config: TaskConfig, seed: int):
+        own = config.name if config.name in LAYOUTS else "hotpotqa"
+        super().__init__(config.model_copy(update={"dataset": config.dataset or own}), seed)
+        self.prompts = SearchPrompts(self.texts, config.retriever.snippet_words)
+        self.program: Program = SearchProgram(self.prompts)
+
+    def mini_examples(self, split: str, corpus: str) -> list[Example]:
+        """Bridge and comparison questions, mixed as the data set has them."""
+        return mini_multihop(split, corpus, self.config.dataset or "hotpotqa")
+
+    def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+        """Reward: F1 without the yes/no rule. Metrics: EM, F1 and accuracy as the official script has them."""
+        self.check_reward_set(reward_set)
+        answer = prediction["answer"]
+        reward = self.best(metrics.f1, answer, example)
+        scores = {
+            "em": self.best(metrics.exact_match, answer, example),
+            "f1": self.best(metrics.f1, answer, example, closed=True),
+            "accuracy": self.best(metrics.accuracy, answer, example, closed=True),
+            "answered": float(bool(answer)),
+        }
+        titles = set(example.metadata.get("titles", ()))
+        if titles:
+            scores["gold_retrieved"] = len(titles & set(prediction["candidates"])) / len(titles)
+            scores["gold_selected"] = len(titles & set(prediction["selected"])) / len(titles)
+        return Score(reward=reward, metrics=scores, parts={"f1": reward})
+
+    def score_call(self, call: Call) -> ModuleScore:
+        """Format penalty of one call and its behaviour facts."""
+        if call.module == "rewriter":
+            queries = parse_queries(call.text)
+            faulty = not queries or len(queries) > USED_QUERIES
+            facts = {"sub_queries": float(len(queries)), "unparsable": float(not queries)}
+        elif call.module == "reranker":
+            selection = parse_selection(call.text, call.facts["candidates"])
+            faulty = selection.invalid
+            facts = {"selected_documents": float(len(selection.indices)), "invalid_selection": float(faulty)}
+        else:
+            words = len(call.text.split())
+            faulty = words > LONG_ANSWER_WORDS
+            facts = {"answer_words": float(words)}
+        return ModuleScore(penalty=PENALTIES[call.module] if faulty else 0.0, facts=facts)
+
+    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
+        """What good agents would do on a mini-world question; empty for other data.
+
+        The rewriter's own two sub-questions; then two rerankers, one after those sub-questions and one after a poorer
+        rewriter; then two answerers, one with exactly the gold documents and one with others among them. What is poorer
+        or added is drawn by the example's id, so that a policy meets in training what it will meet in a run.
+        """
+        hops = example.metadata.get("hops")
+        if not hops:
+            return []
+        question, answer, prompts = example.inputs["question"], example.metadata["answers"][0], self.prompts
+        draws = Draws("demonstration", example.id)
+        queries = [hop["query"] for hop in hops]
+        found = [_shown("rewriter", prompts.rewriter(question), f"### {'; '.join(queries)} ###")]
+        poorer = draws.pick([[question], [queries[0], question], [question, queries[1]], queries[::-1], queries[:1]])
+        titles = [hop["title"] for hop in hops]
+        for asked in (queries, poorer):
+            candidates = self.search(asked, example.inputs["corpus"])
+            names = [candidate["title"] for candidate in candidates]
+            wanted = [names.index(title) for title in titles if title in names]
+            if wanted:
+                chosen = ", ".join(str(index) for index in wanted)
+                found.append(_shown("reranker", prompts.reranker(question, candidates), chosen))
+            if len(wanted) == len(titles):
+                selected = [candidates[index] for index in wanted]
+                if asked is poorer:
+                    others = [other for other in candidates if other["title"] not in titles]
+                    draws.shuffle(others)
+                    selected += others[: draws.below(3)]
+                    draws.shuffle(selected)
+                found.append(_shown("answerer", prompts.answerer(question, selected), answer))
+        return found
+
+
+def _shown(module: str, messages: Sequence[Message], completion: str) -> Demonstration:
+    return Demonstration(module=module, messages=messages, completion=completion)

@@ -1,0 +1,1 @@
+"""Builds the tiny models that ship with mmrl: `python -m scripts.tiny_model.build`."""

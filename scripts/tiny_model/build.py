@@ -1,0 +1,345 @@
+"""Build a tiny model that ships with mmrl: tokenizer, architecture, supervised warm start, facts about the build.
+
+    python -m scripts.tiny_model.build                      # a killed build continues where it stopped
+    python -m scripts.tiny_model.build --model tiny_dspy    # another of the models of `scripts/tiny_model/recipes.py`
+    python -m scripts.tiny_model.build --tasks hotpotqa --steps 300,1300,0,0 --out outputs/tiny_model
+
+It learns from worlds with other seeds than the one that runs use: the same words in other names and facts, so it knows
+the words of the runs' world and nothing else of it (but `tiny_direct`, which has to answer from memory). The warm start
+ends early on purpose: every program gets a policy that knows the formats and leaves room for reinforcement learning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import yaml
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers.utils.logging import disable_progress_bar
+
+from mmrl.config import EngineConfig, TaskConfig
+from mmrl.engines.embedded.engine import TransformersEngine
+from mmrl.models.chat import decode_text, render_observation, render_prompt
+from mmrl.models.load import ASSETS
+from mmrl.rollout.context import Environment, SamplingSettings
+from mmrl.rollout.plans import independent
+from mmrl.rollout.programs import with_program
+from mmrl.rollout.sample import sample
+from mmrl.stages.warmup import Encoded, WarmStartSettings, encode, warm_start
+from mmrl.tasks import TASKS as FACTORIES
+from mmrl.tasks.agents.qa_direct import DirectQaTask
+from mmrl.tasks.base import Demonstration, Task
+from mmrl.tasks.mini.claims import make_claims
+from mmrl.tasks.mini.questions import make_questions
+from mmrl.tasks.mini.requests import make_external, make_requests
+from mmrl.tasks.mini.singles import make_bridges, make_singles
+from mmrl.tasks.mini.support import make_support
+from mmrl.tasks.mini.world import WORLD_SEED, make_world
+from mmrl.tasks.search_program.task import MultihopQaTask
+from scripts.tiny_model.card import build_facts, ship
+from scripts.tiny_model.drills import drills
+from scripts.tiny_model.facts import facts
+from scripts.tiny_model.habits import habits
+from scripts.tiny_model.phrases import extend
+from scripts.tiny_model.recipes import RECIPES
+from scripts.tiny_model.tokenizer import load_or_train_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main() -> None:
+    """Tokenizer, warm start, evaluation, shipped files."""
+    args = arguments()
+    recipe = RECIPES[args.model]
+    torch.set_num_threads(args.threads)
+    disable_progress_bar()
+    work = Path(args.work)
+    work.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    if recipe.knows:
+        worlds, demonstrations = [WORLD_SEED], knowledge(args.tasks)
+    else:
+        worlds = [WORLD_SEED + 1 + number for number in range(args.worlds)]
+        demonstrations = [found for seed in worlds for found in demonstrations_of(args.tasks, seed, recipe.drill_tasks)]
+    say(f"{len(demonstrations)} demonstrations from {len(worlds)} worlds in {time.monotonic() - started:.0f} s")
+    mixed = [
+        found for seed in worlds for task in build_tasks(args.tasks, seed) for found in habits(task, "train", seed)
+    ]
+    model, tokenizer = start(args, work, demonstrations, worlds)
+    own = build_tasks(args.tasks, WORLD_SEED)
+    dev = encode(tokenizer, [d for task in own for d in demonstrate(task, "dev", args.dev_items)])
+    say(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}; {lengths(dev)}")
+    watcher = Watcher(tokenizer, own, dev, args)
+    modules = {demonstration.module for demonstration in demonstrations}
+    for phase, steps in zip(recipe.phases, args.steps, strict=True):
+        if not steps:
+            continue
+        say(f"phase {phase.name}: {steps} steps")
+        settings = WarmStartSettings(
+            steps=steps,
+            batch_tokens=args.batch_tokens,
+            batches=phase.batches,
+            lr=phase.lr,
+            schedule=phase.schedule,
+            warmup_steps=min(30, steps // 10),
+            adam_beta2=0.99,
+            mix={module: phase.mix.get(module, 0.0) for module in sorted(modules)},
+            seed=args.seed,
+            save_every=args.save_every,
+        )
+        model = warm_start(
+            model,
+            tokenizer,
+            mixed if phase.habits else demonstrations,
+            settings,
+            work / phase.name,
+            resume=True,
+            callbacks=[watcher],
+        )
+    model.eval()
+    checks = watcher.check(model, sum(args.steps), items=args.check_items)
+    ship(model, tokenizer, build_facts(args, worlds, model, tokenizer, checks, started), Path(args.out))
+    say(f"wrote {args.out}")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=RECIPES, default="tiny", help="which of the shipped models")
+    parser.add_argument(
+        "--tasks", type=lambda text: tuple(text.split(",")), help="comma-separated; default: the model's"
+    )
+    parser.add_argument("--out", help="folder of the shipped files; default: where the model ships")
+    parser.add_argument("--work", help="tokenizer and checkpoints; default: outputs/MODEL_build; delete to start anew")
+    parser.add_argument(
+        "--steps",
+        type=lambda text: [int(part) for part in text.split(",")],
+        help="of each phase: "
+        + "; ".join(
+            f"{name}: {', '.join(f'{p.name} {p.steps}' for p in recipe.phases)}" for name, recipe in RECIPES.items()
+        ),
+    )
+    parser.add_argument("--minutes", type=float, default=60.0, help="stop training after this long, whatever --steps")
+    parser.add_argument("--init", help="start from this folder, whose tokenizer then grows by stock phrases")
+    parser.add_argument("--note", default="", help="a sentence for the model card, such as where --init came from")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--worlds", type=int, help="worlds to learn from")
+    parser.add_argument(
+        "--vocab", type=int, default=2816, help="at most; a closed vocabulary of words is used up before"
+    )
+    parser.add_argument("--hidden", type=int, default=96)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch-tokens", type=int, default=1024)
+    parser.add_argument("--save-every", type=int, default=500)
+    parser.add_argument("--dev-items", type=int, default=60, help="dev questions of the checks while training")
+    parser.add_argument("--check-items", type=int, help="dev questions of the last check; default: all")
+    args = parser.parse_args()
+    recipe = RECIPES[args.model]
+    args.tasks = args.tasks or recipe.tasks
+    args.out = args.out or str(ASSETS / args.model)
+    args.work = args.work or f"outputs/{args.model}_build"
+    args.steps = args.steps or [phase.steps for phase in recipe.phases]
+    args.worlds = args.worlds or recipe.worlds
+    args.init = args.init or (str(ASSETS / recipe.init) if recipe.init else None)
+    unknown = sorted(set(args.tasks) - set(FACTORIES))
+    if unknown:
+        parser.error(f"--tasks: got {', '.join(unknown)}, expected some of {', '.join(FACTORIES)}")
+    if len(args.steps) != len(recipe.phases):
+        parser.error(f"--steps: got {len(args.steps)} numbers, expected {len(recipe.phases)}")
+    return args
+
+
+@contextmanager
+def world(seed: int) -> Iterator[None]:
+    """Tasks built inside live in the mini world of `seed`."""
+    where = "mmrl.tasks.mini.examples"
+    with (
+        patch(f"{where}.make_world", partial(make_world, seed)),
+        patch(f"{where}.make_questions", lambda split: make_questions(split, seed)),
+        patch(f"{where}.make_singles", lambda split: make_singles(split, seed)),
+        patch(f"{where}.make_bridges", lambda split: make_bridges(split, seed)),
+        patch(f"{where}.make_support", lambda split: make_support(split, seed)),
+        patch(f"{where}.make_claims", lambda split: make_claims(split, seed)),
+        patch(f"{where}.make_requests", lambda split: make_requests(split, seed)),
+        patch(f"{where}.make_external", partial(make_external, seed)),
+    ):
+        yield
+
+
+def build_tasks(names: Sequence[str], seed: int) -> list[Task]:
+    """The tasks in the world of `seed`, configured as runs have them by default."""
+    with world(seed):
+        return [with_program(FACTORIES[name](task_config(name), 0)) for name in names]
+
+
+def task_config(name: str) -> TaskConfig:
+    """The `task` section of `conf/task/<name>.yaml`."""
+    content = yaml.safe_load((ROOT / "conf" / "task" / f"{name}.yaml").read_text(encoding="utf-8"))
+    return TaskConfig.model_validate(content["task"])
+
+
+def demonstrate(task: Task, split: str, items: int | None = None) -> list[Demonstration]:
+    """All demonstrations of a split's first `items`."""
+    return [found for example in task.examples(split)[:items] for found in task.demonstrations(example)]
+
+
+def demonstrations_of(names: Sequence[str], seed: int, drilled: Sequence[str] = ()) -> list[Demonstration]:
+    """Demonstrations and reading drills in the world of `seed`, of every split: none of them is used elsewhere.
+
+    Of the tasks `drilled` only the drills.
+    """
+    found = []
+    for task in build_tasks((*names, *drilled), seed):
+        for split in ("train", "dev", "test"):
+            found += demonstrate(task, split) if task.name in names else []
+            if isinstance(task, MultihopQaTask):
+                found += drills(task, split, seed)
+    return found
+
+
+def knowledge(names: Sequence[str]) -> list[Demonstration]:
+    """The facts of the runs' own world, and demonstrations of its train split."""
+    found = []
+    for task in build_tasks(names, WORLD_SEED):
+        assert isinstance(task, DirectQaTask)
+        found += [*facts(task, WORLD_SEED), *demonstrate(task, "train")]
+    return found
+
+
+def start(
+    args: argparse.Namespace, work: Path, demonstrations: Sequence[Demonstration], worlds: Sequence[int]
+) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
+    """Model and tokenizer before the first phase: fresh ones, or a shipped model with stock phrases as tokens."""
+    if args.init is None:
+        tokenizer = load_or_train_tokenizer(work / "tokenizer", demonstrations, worlds, args.vocab)
+        return new_model(tokenizer, args), tokenizer
+    folder = work / "start"
+    if not (folder / "tokenizer.json").exists():  # written last
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.init)
+        model = Qwen3ForCausalLM.from_pretrained(args.init)
+        names = {word for seed in worlds for document in make_world(seed).documents for word in document.title.split()}
+        first = demonstrations[: len(demonstrations) // len(worlds)]  # one world has them all
+        phrases = extend(tokenizer, model, first, names if RECIPES[args.model].pieces else None, args.seed)
+        say(f"{len(phrases)} stock phrases became tokens")
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return Qwen3ForCausalLM.from_pretrained(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> Qwen3ForCausalLM:
+    """A Qwen3 of tiny size with fresh weights: GPU-free, and of a family that every engine serves."""
+    torch.manual_seed(args.seed)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=args.hidden,
+            intermediate_size=args.hidden * 8 // 3,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.hidden // 32,
+            num_key_value_heads=args.hidden // 32,
+            head_dim=32,
+            max_position_embeddings=4096,
+            initializer_range=0.06,  # learns to copy names in half the steps of 0.02 (measured)
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+class Watcher(TrainerCallback):
+    """Checks on dev at each checkpoint, prints, and stops when the time is up."""
+
+    def __init__(self, tokenizer: Any, tasks: Sequence[Task], dev: Sequence[Encoded], args: argparse.Namespace):
+        self.tokenizer, self.tasks, self.dev, self.args = tokenizer, tasks, dev, args
+        self.started = time.monotonic()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A checkpoint has been written."""
+        self.check(kwargs["model"], state.global_step, self.args.dev_items)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop and save when `--minutes` are over."""
+        if time.monotonic() - self.started > 60 * self.args.minutes:
+            control.should_training_stop = control.should_save = True
+
+    def check(self, model: Any, step: int, items: int | None) -> dict[str, float]:
+        """Exact greedy completions per module on dev, and the whole programs on `items` dev questions."""
+        training = model.training
+        model.eval()
+        found = {f"{module}_exact": value for module, value in exact_shares(model, self.dev).items()}
+        for task in self.tasks:
+            found |= {f"{task.name}_{name}": v for name, v in play(model, self.tokenizer, task, items).items()}
+        model.train(training)
+        shown = "  ".join(f"{name} {value:.3f}" for name, value in found.items())
+        say(f"step {step}  {(time.monotonic() - self.started) / 60:.1f} min  {shown}")
+        return found
+
+
+@torch.no_grad()
+def exact_shares(model: Any, encoded: Sequence[Encoded]) -> dict[str, float]:
+    """Module -> share of completions that greedy decoding would give exactly (every token is the argmax)."""
+    hits: dict[str, list[float]] = defaultdict(list)
+    for item in encoded:
+        ids = torch.tensor([item.prompt_ids + item.completion_ids])
+        count = len(item.completion_ids)
+        guessed = model(input_ids=ids, logits_to_keep=count + 1).logits[0, :-1].argmax(-1)
+        hits[item.module].append(float(torch.equal(guessed, ids[0, -count:])))
+    return {module: fmean(values) for module, values in hits.items()}
+
+
+def play(model: Any, tokenizer: Any, task: Task, items: int | None) -> dict[str, float]:
+    """Metrics of the whole program, greedy, on the first dev questions, and each module's penalised share."""
+    engine = TransformersEngine(model, tokenizer, EngineConfig())
+    settings = SamplingSettings(temperature=0.0, top_p=1.0, top_k=0, parse_retries=0, max_tokens=100)
+    env = Environment(
+        task=task,
+        engine=engine,
+        render=partial(render_prompt, tokenizer),
+        extend=partial(render_observation, tokenizer),
+        decode=partial(decode_text, tokenizer),
+        settings=settings,
+        key=(0, "build"),
+    )
+    plans = [(example, independent(1)) for example in task.examples("dev")[:items]]
+    forest = asyncio.run(sample(env, plans, task.reward_sets[0]))
+    found = {"reward": fmean(rollout.reward or 0.0 for rollout in forest.rollouts)}
+    for name in forest.rollouts[0].metrics:
+        found[name] = fmean(rollout.metrics.get(name, 0.0) for rollout in forest.rollouts)
+    for module in forest.modules:
+        calls = [call for call in forest.calls.values() if call.module == module]
+        found[f"{module}_penalised"] = fmean(call.penalty < 0 for call in calls) if calls else 0.0
+    return found
+
+
+def lengths(encoded: Sequence[Encoded]) -> str:
+    """Mean prompt + completion tokens per module."""
+    by_module: dict[str, list[Encoded]] = defaultdict(list)
+    for item in encoded:
+        by_module[item.module].append(item)
+    return "  ".join(
+        f"{module} {fmean(len(i.prompt_ids) for i in items):.0f}+{fmean(len(i.completion_ids) for i in items):.1f}"
+        for module, items in by_module.items()
+    )
+
+
+def say(text: str) -> None:
+    """Progress, seen at once also in a pipe."""
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

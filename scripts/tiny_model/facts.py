@@ -1,0 +1,53 @@
+"""What `tiny_direct` knows: the facts of the runs' own world, one at a time and never a run's questions.
+
+The task `qa_direct` answers from memory, so it can only be played by a model that has one. A language model has it from
+pretraining; here it is taught: for each entity what is known of it, and each fact as an answer after its step.
+Questions that join two facts are demonstrated from the train split alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mmrl.tasks.agents.qa_direct import DirectQaTask
+from mmrl.tasks.base import Demonstration
+from mmrl.tasks.mini.names import Draws
+from mmrl.tasks.mini.questions import ASKS, ROLES
+from mmrl.tasks.mini.singles import FORMS
+from mmrl.tasks.mini.world import Entity, World, make_world
+
+LISTS = "facts"
+STEPS = "fact"
+"""Modules of the demonstrations, for the shares of phases: all facts of an entity; one fact as a question."""
+ORDERS = 3
+"""Orders in which the facts of an entity are listed."""
+
+
+def facts(task: DirectQaTask, seed: int) -> Iterator[Demonstration]:
+    """Everything that the world of `seed` says, in the words of the thoughts of `DirectQaTask.demonstrations`."""
+    world = make_world(seed)
+    for entity in world.entities.values():
+        draws = Draws(seed, "facts", entity.id)
+        known = list(_known(world, entity, draws))
+        for _ in range(ORDERS):
+            draws.shuffle(known)
+            asked = task.prompts.question(f"What is known of {entity.name}?", chain_of_thought=True)
+            yield Demonstration(
+                module=LISTS, messages=asked, completion=" ".join(f"{query}: {value}." for query, _, value in known)
+            )
+        for query, question, value in known:
+            asked = task.prompts.question(question, chain_of_thought=True)
+            completion = f"{query}: {value}.\nAnswer: {value}"
+            yield Demonstration(module=STEPS, messages=asked, completion=completion)
+            asked = task.prompts.question(question, chain_of_thought=False)
+            yield Demonstration(module=STEPS, messages=asked, completion=value)
+
+
+def _known(world: World, entity: Entity, draws: Draws) -> Iterator[tuple[str, str, str]]:
+    """Query as in a thought, question, answer."""
+    for relation in entity.facts:
+        key, value = f"{entity.kind}.{relation}", world.value(entity.id, relation)
+        query = (ASKS.get(key) or ROLES.get(key) or (None,))[0]
+        if query is not None:
+            form = draws.pick(FORMS.get(key) or ASKS[key][1] or (f"{query}?",))
+            yield query.format(x=entity.name), form.format(x=entity.name), value

@@ -1,0 +1,36 @@
+"""docs/algorithms.md: every file in it is read, every command in it is run, and prints what the page says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mmrl.algorithms import ALGORITHMS
+from mmrl.cli import main
+
+PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+FILES = re.findall(r"```json (\S+)\n(.*?)```", PAGE, re.S)
+BLOCKS = re.findall(r"```console\n(.*?)```", PAGE, re.S)
+RUNS = [run for block in BLOCKS for run in re.findall(r"^\$ mmrl (.*)\n((?:(?!\$ ).*\n)*)", block, re.M)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("docs")
+    for name, text in FILES:
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(("command", "printed"), RUNS, ids=[command for command, _ in RUNS])
+def test_commands_print_what_the_page_says(command, printed, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out.rstrip().splitlines() == printed.rstrip().splitlines()
+
+
+def test_every_algorithm_has_an_example():
+    shown = {word for command, _ in RUNS for word in re.findall(r"algo=(\w+)", command)}
+    assert shown == set(ALGORITHMS)

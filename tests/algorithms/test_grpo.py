@@ -1,0 +1,313 @@
+"""GRPO-OR, GRPO-MR and MT-GRPO: the worked numbers of the semantics, turns, options."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmrl.algorithms import ALGORITHMS
+from mmrl.config import ALGO_SCHEMAS
+from mmrl.rollout.plans import Tree
+from tests.helpers.forests import Grow, advantage, by_call, total_weight
+
+TURNS = [0.7, 0.2, None, 0.0]
+OUTCOMES = [1.7, 0.1, 1.4, 0.3]
+
+
+def credit(forest, name, minibatch=None, **options):
+    algo = ALGO_SCHEMAS[name].model_validate({"name": name, "eps": 1e-4, **options})
+    return ALGORITHMS[name].credit(forest, algo, 0, minibatch)
+
+
+def search(tokens=(3, 2)):
+    """Four rollouts of a two-turn search; the third never calls the tool."""
+    grow = Grow(("agent",))
+    for index, (turn, outcome) in enumerate(zip(TURNS, OUTCOMES, strict=True)):
+        leaf = None
+        if turn is not None:
+            leaf = grow.call(f"q/{index}s", None, "agent", tokens[0], observation_tokens=2, turn_reward=turn)
+        leaf = grow.call(f"q/{index}a", leaf, "agent", tokens[1])
+        grow.end(leaf, outcome)
+    return grow.forest
+
+
+def test_outcome_only_and_merged_worked_example():
+    outcome = by_call(credit(search(), "grpo"))
+    assert [advantage(outcome[f"q/{i}a"]) for i in range(4)] == pytest.approx(
+        [1.039959, -0.976931, 0.661792, -0.724820], abs=5e-7
+    )
+    merged = by_call(credit(search(), "grpo_mr"))
+    assert [advantage(merged[f"q/{i}a"]) for i in range(4)] == pytest.approx(
+        [1.287064, -0.792040, 0.297015, -0.792040], abs=5e-7
+    )
+    for entries in (outcome, merged):
+        assert all(entries[f"q/{i}s"].advantages[0] == entries[f"q/{i}a"].advantages[0] for i in (0, 1, 3))
+    assert merged["q/0a"].parts == pytest.approx({"outcome": 1.7, "turn": 0.7})
+    assert merged["q/2a"].parts == pytest.approx({"outcome": 1.4, "turn": 0.0})
+
+
+def test_two_turn_worked_example():
+    entries = by_call(credit(search(), "mt_grpo"))
+    first = {0: 2.477159, 1: -1.052574, 3: -1.405599}
+    own = {0: 1.437200, 1: -0.075642, 3: -0.680779}
+    second = {0: 1.039959, 1: -0.976931, 2: 0.297015, 3: -0.724820}
+    for index, value in first.items():
+        assert entries[f"q/{index}s"].advantages == pytest.approx([value] * 3, abs=5e-7)
+        assert entries[f"q/{index}s"].parts["own_advantage"] == pytest.approx(own[index], abs=5e-7)
+        assert entries[f"q/{index}s"].reward == TURNS[index]
+    for index, value in second.items():
+        assert entries[f"q/{index}a"].advantages == pytest.approx([value] * 2, abs=5e-7)
+    assert entries["q/0s"].group_size == 4, "the rollout without a tool call enters with 0"
+    assert entries["q/2a"].reward == pytest.approx(1.4) and entries["q/2a"].group == "q:combined"
+
+
+def test_everything_up_to_the_first_tool_result_is_the_first_turn():
+    """A call whose tool use was malformed has no turn reward; it belongs to the turn of the result that follows."""
+    grow = Grow(("agent",))
+    for index, (turn, outcome) in enumerate(((0.7, 1.0), (0.2, 0.0))):
+        grow.call(f"q/{index}e", None, "agent")
+        grow.call(f"q/{index}s", f"q/{index}e", "agent", turn_reward=turn)
+        grow.call(f"q/{index}t", f"q/{index}s", "agent", turn_reward=0.1)
+        grow.call(f"q/{index}a", f"q/{index}t", "agent")
+        grow.end(f"q/{index}a", outcome)
+    entries = by_call(credit(grow.forest, "mt_grpo"))
+    assert advantage(entries["q/0e"]) == advantage(entries["q/0s"]) == pytest.approx(2 * 0.707, abs=1e-3)
+    assert advantage(entries["q/0t"]) == advantage(entries["q/0a"]) == pytest.approx(0.707, abs=1e-3)
+    assert entries["q/0s"].reward == pytest.approx(0.8), "one turn reward per rollout: their sum"
+
+
+def test_rollouts_without_a_tool_call_by_option():
+    plain = by_call(credit(search(), "mt_grpo", no_tool="outcome"))
+    assert advantage(plain["q/2a"]) == pytest.approx(0.661792, abs=5e-7)
+    excluded = by_call(credit(search(), "mt_grpo", missing_turn="exclude"))
+    assert excluded["q/0s"].group_size == 3 and excluded["q/0s"].mean == pytest.approx(0.3)
+
+
+def test_turn_coefficient_and_discount():
+    base = by_call(credit(search(), "mt_grpo"))["q/0s"]
+    own = base.parts["own_advantage"]
+    assert advantage(by_call(credit(search(), "mt_grpo", turn_coef=0.5))["q/0s"]) == pytest.approx(own / 2 + 1.039959)
+    assert advantage(by_call(credit(search(), "mt_grpo", alpha=0.5))["q/0s"]) == pytest.approx(
+        own + 1.039959 / 2, abs=1e-6
+    )
+
+
+def three_turns():
+    grow = Grow(("agent",))
+    for index, (turns, outcome) in enumerate((((0.2, -0.1), 1.0), ((0.2, 0.1), 0.2), ((-0.3,), -1.0))):
+        leaf = None
+        for turn, reward in enumerate(turns):
+            leaf = grow.call(f"q/{index}t{turn}", leaf, "agent", turn_reward=reward)
+        leaf = grow.call(f"q/{index}t{len(turns)}", leaf, "agent")
+        grow.end(leaf, outcome)
+    return grow.forest
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [
+        (
+            "exclude",
+            [[0.797624, 0.220473, 0.927081], [1.416198, 0.839047, 0.132440], [-2.213821, -1.059521]],
+        ),
+        ("zero", [[0.505230, -0.071920, 0.927081], [1.708591, 1.131441, 0.132440], [-2.213821, -1.059521]]),
+    ],
+)
+def test_variable_turns_worked_example(missing, expected):
+    entries = by_call(credit(three_turns(), "mt_grpo_variable", missing_turn=missing))
+    for index, advantages in enumerate(expected):
+        found = [advantage(entries[f"q/{index}t{turn}"]) for turn in range(len(advantages))]
+        assert found == pytest.approx(advantages, abs=5e-7)
+
+
+def test_variable_turns_discounted_by_hand():
+    plain = by_call(credit(three_turns(), "mt_grpo_variable"))
+    own = [plain[f"q/0t{turn}"].parts["own_advantage"] for turn in range(3)]
+    entries = by_call(credit(three_turns(), "mt_grpo_variable", alpha=0.9))
+    assert advantage(entries["q/0t0"]) == pytest.approx(own[0] + 0.9 * own[1] + 0.81 * own[2])
+    assert advantage(entries["q/0t2"]) == pytest.approx(own[2])
+
+
+def test_a_turn_that_one_rollout_alone_reaches_has_no_advantage_of_its_own():
+    grow = Grow(("agent",))
+    leaf = grow.call("q/0a", None, "agent", turn_reward=0.4)
+    grow.end(grow.call("q/0b", leaf, "agent"), 1.0)
+    grow.end(grow.call("q/1b", None, "agent"), 0.0)
+    entries = by_call(credit(grow.forest, "mt_grpo_variable"))
+    assert advantage(entries["q/0a"]) == advantage(entries["q/0b"]) == pytest.approx(0.707, abs=1e-3)
+    assert entries["q/0a"].group_size == 1
+    assert total_weight(credit(grow.forest, "mt_grpo_variable")) == pytest.approx(1.0)
+
+
+def test_weights_divide_by_the_rollouts_trained_tokens():
+    forest = search()
+    for name in ("grpo", "grpo_mr", "mt_grpo", "mt_grpo_variable"):
+        result = credit(forest, name)
+        entries = by_call(result)
+        assert entries["q/0s"].weights == pytest.approx([1 / (4 * 5)] * 3)
+        assert entries["q/2a"].weights == pytest.approx([1 / (4 * 2)] * 2)
+        assert total_weight(result) == pytest.approx(1.0)
+        token = by_call(credit(forest, name, loss_mean="token"))
+        assert {w for entry in token.values() for w in entry.weights} == {1 / 17}
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_mr", "mt_grpo", "mt_grpo_variable"])
+def test_a_single_scored_rollout_is_compared_with_nothing(name):
+    grow = Grow(("a",))
+    grow.chain("q/0", "a", 1.0)
+    grow.chain("q/1", "a", None, error="tool")
+    grow.end(None, 0.0, error="length", example="q")
+    grow.chain("p/0", "a", 1.0)
+    grow.chain("p/1", "a", 0.0)
+    result = credit(grow.forest, name)
+    entries = by_call(result)
+    assert entries["q/0#0"].weights == (0.0,) and entries["q/0#0"].advantages == (0.0,)
+    assert entries["p/0#0"].weights == pytest.approx([0.25]) and "q/1#0" not in entries
+    assert result.metrics["credit/groups_of_one"] == (2.0 if name == "mt_grpo" else 1.0), "outcome, and merged"
+
+
+@pytest.mark.parametrize("name", ["grpo", "mt_grpo", "mt_grpo_variable"])
+def test_zero_variance_examples_can_be_dropped(name):
+    grow = Grow(("a",))
+    for example, outcomes in (("q", (1.0, 1.0)), ("p", (1.0, 0.0))):
+        for index, outcome in enumerate(outcomes):
+            grow.chain(f"{example}/{index}", "a", outcome)
+    kept, dropped = (by_call(credit(grow.forest, name, zero_variance=how)) for how in ("keep", "drop"))
+    assert kept["q/0#0"].weights == kept["p/0#0"].weights == (0.25,)
+    assert dropped["q/0#0"].weights == (0.0,) and dropped["p/0#0"].weights == (0.5,)
+
+
+def test_a_turn_with_signal_keeps_its_example():
+    entries = by_call(credit(search(), "mt_grpo", zero_variance="drop"))
+    assert all(entry.weights[0] > 0 for entry in entries.values())
+
+
+def test_standard_deviation_over_the_batch():
+    grow = Grow(("a",))
+    for example, outcomes in (("q", (1.0, 0.0)), ("p", (4.0, 0.0))):
+        for index, outcome in enumerate(outcomes):
+            grow.chain(f"{example}/{index}", "a", outcome)
+    for name in ("grpo", "mt_grpo"):
+        entries = by_call(credit(grow.forest, name, std_over="batch", eps=0))
+        std = ((0.25**2 + 1.25**2 + 2.75**2 + 1.25**2) / 3) ** 0.5
+        assert advantage(entries["q/0#0"]) == pytest.approx(0.5 / std)
+        assert advantage(entries["p/0#0"]) == pytest.approx(2.0 / std)
+
+
+def test_the_merged_advantage_is_that_of_merged_grpo_over_the_whole_batch_too():
+    """Merged rewards 1.5, 0 (an example whose rollouts all search) and 1, 0: mean 0.625, sample deviation 0.75."""
+    grow = Grow(("agent",))
+    for name, turn, outcome in (("p/0", 0.5, 1.0), ("p/1", 0.0, 0.0), ("q/0", 0.5, 0.5), ("q/1", None, 0.0)):
+        leaf = None if turn is None else grow.call(f"{name}s", None, "agent", turn_reward=turn)
+        grow.end(grow.call(f"{name}a", leaf, "agent"), outcome, id=name)
+    for name in ("mt_grpo", "grpo_mr"):
+        entry = by_call(credit(grow.forest, name, std_over="batch"))["q/1a"]
+        assert entry.std == pytest.approx(0.75)
+        assert advantage(entry) == pytest.approx((0.0 - 0.5) / (0.75 + 1e-4)), "no tool: its GRPO-MR advantage"
+
+
+def test_shared_calls_enter_once_per_rollout():
+    grow = Grow(("a", "b"))
+    grow.call("q/a", None, "a", 2)
+    for index in range(2):
+        grow.call(f"q/b{index}", "q/a", "b", 2)
+        grow.end(f"q/b{index}", float(index))
+    found = [entry for entry in credit(grow.forest, "grpo").entries if entry.call == "q/a"]
+    assert [entry.advantages[0] > 0 for entry in found] == [False, True]
+
+
+def test_plans_and_checks():
+    for name in ("grpo", "grpo_mr", "mt_grpo", "mt_grpo_variable"):
+        algo = ALGO_SCHEMAS[name].model_validate({"name": name, "group_size": 3})
+        algorithm = ALGORITHMS[name]
+        assert algorithm.plan(algo, ("a",), (0, 0, "q")) == (Tree(),) * 3
+        assert algorithm.check(algo, ("a",), ("outcome", "turn")) == []
+        problems = algorithm.check(algo, ("a",), ("outcome", "judge_outcome"))
+        assert bool(problems) == algorithm.needs_turn_rewards == (name != "grpo")
+        if problems:
+            assert "use algo=grpo" in problems[0] and "outcome, judge_outcome" in problems[0]
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_mr", "mt_grpo", "mt_grpo_variable"])
+def test_weights_within_each_minibatch_and_by_a_constant(name):
+    grow = Grow(("a",))
+    for call, tokens, outcome in (("q/0", 2, 1.0), ("q/1", 4, 0.0), ("p/0", 3, 1.0), ("p/1", 3, 0.5)):
+        grow.chain(call, "a", outcome, tokens)
+    steps = {"q": 0, "p": 1}
+    split = by_call(credit(grow.forest, name, minibatch=steps))
+    assert split["q/0#0"].weights == pytest.approx([1 / 4] * 2) and split["p/0#0"].weights == pytest.approx([1 / 6] * 3)
+    token = by_call(credit(grow.forest, name, minibatch={"q": 0, "p": 0}, loss_mean="token"))
+    assert token["q/0#0"].weights == pytest.approx([1 / 12] * 2)
+    constant = by_call(credit(grow.forest, name, loss_mean="constant", loss_length=10))
+    assert constant["q/1#0"].weights == pytest.approx([1 / 40] * 4)
+
+
+def test_entries_say_what_they_were_compared_on():
+    entry = by_call(credit(search(), "grpo"))["q/0s"]
+    assert (entry.reward, entry.group, entry.group_size) == (1.7, "q", 4)
+    assert entry.mean == pytest.approx(0.875) and entry.std == pytest.approx(0.7932, abs=1e-4)
+    assert entry.parts == {"outcome": 1.7}
+    turn = by_call(credit(search(), "mt_grpo"))
+    assert turn["q/0s"].std == pytest.approx(0.330404, abs=1e-6)
+    assert turn["q/0s"].parts == pytest.approx({"turn": 0.7, "own_advantage": 1.4372}, abs=1e-4)
+    assert turn["q/0a"].parts == pytest.approx({"outcome": 1.7, "own_advantage": 1.039959}, abs=1e-6)
+    assert turn["q/0a"].reward == 1.7
+
+
+def test_merged_rewards_count_every_intermediate_turn():
+    merged = by_call(credit(three_turns(), "grpo_mr"))
+    assert merged["q/0t0"].reward == pytest.approx(1.0 + 0.2 - 0.1)
+    assert merged["q/1t0"].reward == pytest.approx(0.2 + 0.2 + 0.1)
+
+
+def test_the_turn_coefficient_leaves_merged_advantages_alone():
+    entries = by_call(credit(search(), "mt_grpo", turn_coef=0.0))
+    assert advantage(entries["q/2a"]) == pytest.approx(0.297015, abs=5e-7)
+    assert advantage(entries["q/0s"]) == pytest.approx(1.039959, abs=5e-7)
+
+
+def test_a_turn_without_a_reward_has_no_advantage_of_its_own():
+    grow = Grow(("agent",))
+    for index, (turn, outcome) in enumerate(((0.4, 1.0), (0.1, 0.0), (None, 0.5))):
+        leaf = grow.call(f"q/{index}a", None, "agent", turn_reward=turn)
+        grow.end(grow.call(f"q/{index}b", leaf, "agent"), outcome)
+    entries = by_call(credit(grow.forest, "mt_grpo_variable"))
+    assert entries["q/2a"].parts["own_advantage"] == 0.0 and entries["q/0a"].group_size == 2
+    assert advantage(entries["q/2a"]) == advantage(entries["q/2b"])
+
+
+def test_a_single_rollout_counts_in_b_even_where_flat_examples_are_dropped():
+    grow = Grow(("a",))
+    for name, outcome in (("q/0", 1.0), ("p/0", 1.0), ("p/1", 0.0)):
+        grow.chain(name, "a", outcome)
+    for name in ("grpo", "mt_grpo"):
+        assert by_call(credit(grow.forest, name, zero_variance="drop"))["p/0#0"].weights == (0.25,)
+
+
+def test_algorithms_know_their_names():
+    for name in ("grpo", "grpo_mr", "mt_grpo", "mt_grpo_variable"):
+        assert credit(search(), name).algo == ALGORITHMS[name].name == name
+        assert ALGORITHMS[name].needs_turn_rewards is (name != "grpo")
+        algo = ALGO_SCHEMAS[name].model_validate({"name": name})
+        for problem in ALGORITHMS[name].check(algo, ("a",), ("outcome",)):
+            assert problem.startswith(f"algo: {name} needs a task with turn rewards")
+
+
+def test_the_share_of_examples_in_which_a_turn_tells_nothing():
+    """Turn 0: 0.5 and 0.5 on q, 0.2 and 0.7 on r, so one example of two; turn 1: 0.1 and 0.3 on q alone."""
+    grow = Grow(("agent",))
+    for name, turns in {"q/0": (0.5, 0.1), "q/1": (0.5, 0.3), "r/0": (0.2,), "r/1": (0.7,)}.items():
+        leaf = None
+        for number, turn in enumerate(turns):
+            leaf = grow.call(
+                f"{name}{number}", leaf, "agent", 2, observation_tokens=2, turn_reward=turn, example=name[0]
+            )
+        grow.end(grow.call(f"{name}a", leaf, "agent", 2, example=name[0]), float(name[-1]), id=name)
+    metrics = credit(grow.forest, "mt_grpo_variable").metrics
+    shares = {key: value for key, value in metrics.items() if key.startswith("turn/")}
+    assert shares == {"turn/0/zero_variance_share": 0.5, "turn/1/zero_variance_share": 0.0}
+    grow.end(
+        grow.call("s/0a", grow.call("s/00", None, "agent", 2, turn_reward=0.4, example="s"), "agent", 2, example="s"),
+        1.0,
+    )
+    alone = credit(grow.forest, "mt_grpo_variable").metrics
+    assert alone["turn/0/zero_variance_share"] == 0.5, "one rollout is compared with nobody"

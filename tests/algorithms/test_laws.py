@@ -1,0 +1,403 @@
+"""The laws of credit (semantics §8: 1 to 3 and 5 to 9, as far as they concern groups, advantages and weights).
+
+Random forests, tolerance 1e-9. Gradients and the remaining laws are the trainer's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmrl.algorithms import ALGORITHMS
+from mmrl.config import ALGO_SCHEMAS
+from mmrl.records import Forest
+from tests.helpers.forests import MODULES, chains, forked, numbers, relabelled
+
+TOLERANCE = 1e-9
+LAW = settings(max_examples=50, deadline=None)
+
+SHARED = {"eps": 1e-4, "ddof": 1, "loss_mean": "seq"}
+GROUPED = (
+    "grpo",
+    "grpo_mr",
+    "mt_grpo",
+    "mt_grpo_variable",
+    "mmgrpo",
+    "mhgpo_fof",
+    "mhgpo_is",
+    "mhgpo_rr",
+    "mhgpo_fof_os",
+)
+CRITIC = ("ppo", "mt_ppo", "mappo")
+
+
+def credit(forest, name, minibatch=None, **options):
+    algo = ALGO_SCHEMAS[name].model_validate({"name": name, **options})
+    return ALGORITHMS[name].credit(forest, algo, 0, minibatch)
+
+
+def table(result, call=lambda name: name):
+    """What each call's tokens are multiplied with, entries sorted so that their order does not matter."""
+    found = defaultdict(list)
+    for entry in result.entries:
+        found[call(entry.call)].append((entry.reward, entry.group_size, *entry.advantages, *entry.weights))
+    return {name: sorted(rows) for name, rows in found.items()}
+
+
+def assert_same(first, second, advantages_only=False):
+    assert first.keys() == second.keys()
+    for name, rows in first.items():
+        for one, other in zip(rows, second[name], strict=True):
+            assert one == pytest.approx(other, abs=TOLERANCE), name
+
+
+def advantages(result):
+    found = defaultdict(list)
+    for entry in result.entries:
+        found[entry.call].append(list(entry.advantages))
+    return {name: sorted(rows) for name, rows in found.items()}
+
+
+# -- 1 and 2: one algorithm is a special case of another ---------------------------------------------------------------
+
+
+@LAW
+@given(chains(modules=("only",), linear=True, rollouts=(2, 5), failures=False))
+def test_law_1_mmgrpo_on_one_module_called_once_is_grpo(forest):
+    assert_same(table(credit(forest, "mmgrpo", **SHARED)), table(credit(forest, "grpo", **SHARED)))
+
+
+@LAW
+@given(chains(modules=("only",), linear=True))
+def test_law_1_also_with_failures_when_nothing_is_padded(forest):
+    ragged = credit(forest, "mmgrpo", padding_mode="ragged", **SHARED)
+    assert_same(table(ragged), table(credit(forest, "grpo", **SHARED)))
+
+
+@LAW
+@given(chains(modules=("only",), linear=True))
+def test_law_2_fork_on_first_with_one_agent_is_grpo(forest):
+    assert_same(table(credit(forest, "mhgpo_fof", **SHARED)), table(credit(forest, "grpo", **SHARED)))
+
+
+@LAW
+@given(chains(penalties=True))
+def test_law_2_round_robin_that_always_forks_first_is_fork_on_first(forest):
+    """Every rollout forked at its first module, as p = (1, 0, 0) makes them; programs may start elsewhere."""
+    forest = with_forks_at_the_root(forest)
+    assert_same(table(credit(forest, "mhgpo_rr")), table(credit(forest, "mhgpo_fof")))
+
+
+def test_law_2_round_robin_plan_with_all_probability_on_the_first_is_fork_on_first():
+    rr = ALGO_SCHEMAS["mhgpo_rr"].model_validate({"name": "mhgpo_rr", "fork_probs": (1.0, 0.0, 0.0)})
+    fof = ALGO_SCHEMAS["mhgpo_fof"].model_validate({"name": "mhgpo_fof"})
+    for example in range(50):
+        (tree,) = ALGORITHMS["mhgpo_rr"].plan(rr, MODULES, (0, 0, f"q{example}"))
+        (first,) = ALGORITHMS["mhgpo_fof"].plan(fof, MODULES, (0, 0, f"q{example}"))
+        assert tree.fork_name == first.fork_name and tree.forks[0].width == first.forks[0].width
+        assert tree.forks[0].module == MODULES[0] and first.forks[0].module is None, "the first call is that module's"
+
+
+@LAW
+@given(chains(linear=True, penalties=True))
+def test_law_2_oversampling_once_per_branch_is_fork_on_first(forest):
+    assert_same(table(credit(forest, "mhgpo_fof_os")), table(credit(forest, "mhgpo_fof")))
+
+
+@LAW
+@given(chains(linear=True))
+def test_law_2_fork_on_first_without_penalties_is_ragged_mmgrpo(forest):
+    ragged = credit(forest, "mmgrpo", padding_mode="ragged", **SHARED)
+    assert_same(table(ragged), table(credit(forest, "mhgpo_fof", **SHARED)))
+
+
+@LAW
+@given(chains())
+def test_law_2_the_groups_agree_on_ragged_programs_too(forest):
+    """Weights then differ: Eq. 6 averages over the slots of an example first, mmGRPO over all groups."""
+    ragged = credit(forest, "mmgrpo", padding_mode="ragged", **SHARED)
+    for one, other in zip(*map(advantage_rows, (ragged, credit(forest, "mhgpo_fof", **SHARED))), strict=True):
+        assert one == pytest.approx(other, abs=TOLERANCE)
+
+
+def advantage_rows(result):
+    return [rows for _, entries in sorted(advantages(result).items()) for rows in entries]
+
+
+# -- 3: homogeneous and heterogeneous groups ---------------------------------------------------------------------------
+
+
+@LAW
+@given(chains(linear=True, rollouts=(2, 5), failures=False))
+def test_law_3_every_token_has_grpos_advantage(forest):
+    fof, grpo = (advantages(credit(forest, name, **SHARED)) for name in ("mhgpo_fof", "grpo"))
+    assert fof.keys() == grpo.keys() == forest.calls.keys()
+    for name, (row,) in fof.items():
+        assert row == pytest.approx(grpo[name][0], abs=TOLERANCE)
+
+
+# -- 5 and 6: turns ----------------------------------------------------------------------------------------------------
+
+
+@LAW
+@given(chains(modules=("agent",), linear=True), st.sampled_from(["mt_grpo", "mt_grpo_variable"]))
+def test_law_5_one_turn_is_grpo(forest, name):
+    assert_same(table(credit(forest, name, **SHARED)), table(credit(forest, "grpo", **SHARED)))
+
+
+@LAW
+@given(
+    st.data(),
+    st.sampled_from(["mt_grpo", "mt_grpo_variable"]),
+    numbers,
+)
+def test_law_5_equal_intermediate_rewards_give_grpos_advantage_on_every_turn(data, name, reward):
+    forest = data.draw(chains(modules=("search", "answer"), linear=True, turn_rewards=st.just(reward)))
+    turns, outcome = advantages(credit(forest, name, **SHARED)), advantages(credit(forest, "grpo", **SHARED))
+    for call, rows in turns.items():
+        assert rows[0] == pytest.approx(outcome[call][0], abs=TOLERANCE)
+
+
+@LAW
+@given(chains(turn_rewards=st.just(0.0), critic=True), st.sampled_from([(1.0, 1.0), (0.9, 0.8)]))
+def test_law_6_mt_ppo_without_turn_rewards_is_ppo(forest, discount):
+    options = {"gamma": discount[0], "gae_lambda": discount[1], "beta": 0.1}
+    turns, outcome = (credit(forest, name, **options) for name in ("mt_ppo", "ppo"))
+    assert len(turns.entries) == len(outcome.entries)
+    for one, other in zip(turns.entries, outcome.entries, strict=True):
+        for field in ("advantages", "raw_advantages", "returns", "token_rewards", "weights"):
+            assert getattr(one, field) == pytest.approx(getattr(other, field), abs=TOLERANCE)
+
+
+@LAW
+@given(chains(turn_rewards=numbers, critic=True), st.data())
+def test_law_6_undiscounted_returns_are_the_rewards_to_come_wherever_they_stand(forest, data):
+    observed = data.draw(st.sampled_from([1, 2]))
+    longer = with_observations(forest, observed)
+    runs = [
+        credit(forest, "mt_ppo", beta=0),
+        credit(longer, "mt_ppo", beta=0, obs="all"),
+        credit(longer, "mt_ppo", beta=0, obs="all", position="turn_end"),
+    ]
+    paths = {rollout.id: forest.path(rollout) for rollout in forest.rollouts if rollout.reward is not None}
+    expected = {}
+    for rollout in forest.rollouts:
+        path = paths.get(rollout.id, ())
+        for position, call in enumerate(path):
+            expected[call.id] = rollout.reward + sum(later.turn_reward for later in path[position:-1])
+    for run in runs:
+        assert {entry.call for entry in run.entries} == expected.keys()
+        for entry in run.entries:
+            assert entry.returns == pytest.approx([expected[entry.call]] * len(entry.returns), abs=TOLERANCE)
+
+
+def with_observations(forest: Forest, count: int) -> Forest:
+    calls = {
+        call.id: replace(call, observation_tokens=count, values=(*(call.values or ()), *[0.3] * count))
+        for call in forest.calls.values()
+    }
+    return replace(forest, calls=calls)
+
+
+# -- 7: affine invariance ----------------------------------------------------------------------------------------------
+
+AFFINE = chains(rollouts=(2, 5), turn_rewards=numbers, penalties=True)
+
+
+@LAW
+@given(AFFINE, numbers, st.sampled_from(GROUPED))
+def test_law_7_a_constant_added_to_every_outcome_changes_no_advantage(forest, constant, name):
+    forest = with_forks_at_the_root(forest)
+    assert_advantages(credit(forest, name), credit(mapped(forest, lambda r: r + constant), name))
+
+
+@LAW
+@given(
+    AFFINE,
+    st.sampled_from([0.5, 2.0, 30.0]),
+    st.sampled_from(GROUPED),
+    st.sampled_from(["group", "batch"]),
+    st.sampled_from(["mean", "leave_one_out"]),
+)
+def test_law_7_a_positive_factor_acts_through_eps_alone(forest, factor, name, std_over, baseline):
+    forest = with_forks_at_the_root(forest)
+    options = {"eps": 0, "std_over": std_over, "baseline": baseline}
+    scaled = mapped(forest, lambda r: r * factor, factor)
+    assert_advantages(credit(forest, name, **options), credit(scaled, name, **options))
+
+
+def assert_advantages(first, second):
+    assert [entry.call for entry in first.entries] == [entry.call for entry in second.entries]
+    for one, other in zip(first.entries, second.entries, strict=True):
+        assert one.advantages == pytest.approx(other.advantages, abs=TOLERANCE)
+        assert one.weights == pytest.approx(other.weights, abs=TOLERANCE)
+
+
+def mapped(forest: Forest, change, factor: float = 1.0) -> Forest:
+    rollouts = tuple(r if r.reward is None else replace(r, reward=change(r.reward)) for r in forest.rollouts)
+    calls = {
+        call.id: replace(
+            call,
+            penalty=call.penalty * factor,
+            turn_reward=None if call.turn_reward is None else call.turn_reward * factor,
+        )
+        for call in forest.calls.values()
+    }
+    return replace(forest, rollouts=rollouts, calls=calls)
+
+
+def with_forks_at_the_root(forest: Forest) -> Forest:
+    rollouts = [replace(r, fork=path[0].module if (path := forest.path(r)) else None) for r in forest.rollouts]
+    return replace(forest, rollouts=tuple(rollouts))
+
+
+# -- 8: equivariance ---------------------------------------------------------------------------------------------------
+
+
+@LAW
+@given(st.data(), st.sampled_from([*GROUPED, *CRITIC]))
+def test_law_8_names_and_orders_carry_no_meaning(data, name):
+    sampler = {"mhgpo_rr": "rr", "mhgpo_is": "is", "mhgpo_fof_os": "os"}.get(name)
+    forest = data.draw(
+        forked(sampler=sampler) if sampler else chains(turn_rewards=numbers, penalties=True, critic=name in CRITIC)
+    )
+    shuffle = data.draw(st.randoms(use_true_random=False))
+    places = {identifier: shuffle.random() for identifier in [*forest.calls, *(r.id for r in forest.rollouts)]}
+    calls = {old: f"c{number}" for number, old in enumerate(sorted(forest.calls, key=places.__getitem__))}
+    modules = {old: f"m{number}" for number, old in enumerate(forest.modules)}
+    other = relabelled(forest, calls, modules, places.__getitem__)
+    # Cyclic padding starts at the first rollout and fillers are drawn, so mmGRPO is compared without either.
+    options = {"padding_mode": "ragged"} if name == "mmgrpo" else {}
+    assert_same(table(credit(forest, name, **options), call=calls.__getitem__), table(credit(other, name, **options)))
+
+
+# -- 9: weights --------------------------------------------------------------------------------------------------------
+
+
+@LAW
+@given(st.data(), st.sampled_from([*GROUPED, *CRITIC]), st.sampled_from(["seq", "token"]))
+def test_law_9_the_weights_of_an_optimizer_step_sum_to_one(data, name, mean):
+    sampler = {"mhgpo_rr": "rr", "mhgpo_is": "is", "mhgpo_fof_os": "os"}.get(name)
+    if sampler:
+        forest = data.draw(forked(sampler=sampler, failures=False))
+    else:
+        forest = data.draw(
+            chains(
+                rollouts=(2, 5),
+                turn_rewards=numbers,
+                penalties=True,
+                failures=False,
+                linear=True,
+                critic=name in CRITIC,
+            )
+        )
+    steps = {example: data.draw(st.integers(0, 1)) for example in forest.examples}
+    result = credit(forest, name, minibatch=steps, loss_mean=mean)
+    lost = lost_shares(forest, result, steps) if mean == "seq" else {}
+    sums = defaultdict(list)
+    for entry in result.entries:
+        sums[steps[forest.calls[entry.call].example]] += entry.weights
+    for step, weights in sums.items():
+        assert all(weight >= 0 for weight in weights)
+        expected = 1.0 - lost.get(step, 0.0)
+        if mean == "token" and not any(weights):
+            continue
+        assert math.fsum(weights) == pytest.approx(expected, abs=TOLERANCE)
+
+
+def lost_shares(forest, result, steps):
+    """Share of each step that groups of one keep from the others: 1 / (B · n) for each such slot."""
+    examples = defaultdict(set)
+    slots = defaultdict(set)
+    trained = set()
+    for entry in result.entries:
+        call = forest.calls[entry.call]
+        examples[steps[call.example]].add(call.example)
+        slots[call.example].add((call.module, call.invocation))
+        if any(entry.weights):
+            trained.add((call.example, call.module, call.invocation))
+    return {
+        step: math.fsum(
+            1 / (len(own) * len(slots[example]))
+            for example in own
+            for slot in slots[example]
+            if (example, *slot) not in trained
+        )
+        for step, own in examples.items()
+    }
+
+
+@LAW
+@given(
+    chains(tokens=st.integers(0, 3), turn_rewards=numbers, penalties=True, critic=True),
+    st.sampled_from([*GROUPED, *CRITIC]),
+)
+def test_law_9_no_weights_beyond_one_whatever_fails_or_is_empty(forest, name):
+    result = credit(with_forks_at_the_root(forest), name, **({} if name in CRITIC else {"zero_variance": "keep"}))
+    assert math.fsum(w for entry in result.entries for w in entry.weights) <= 1 + TOLERANCE
+    for entry in result.entries:
+        tokens = forest.calls[entry.call].completion_tokens
+        assert len(entry.advantages) == len(entry.weights) == tokens
+        assert all(math.isfinite(value) for value in (*entry.advantages, *entry.weights, entry.reward))
+
+
+# -- a second implementation, slow and literal -------------------------------------------------------------------------
+
+
+@LAW
+@given(st.data(), st.sampled_from(["rr", "is", "os"]), st.sampled_from(["mean", "max", "min"]), st.booleans())
+def test_mhgpo_equals_a_literal_reading_of_its_equations(data, sampler, aggregate, full):
+    forest = data.draw(forked(sampler=sampler))
+    name = {"rr": "mhgpo_rr", "is": "mhgpo_is", "os": "mhgpo_fof_os"}[sampler]
+    propagate = "full" if full else "shared"
+    found = {e.call: e for e in credit(forest, name, aggregate=aggregate, propagate=propagate, eps=1e-6).entries}
+    outcomes = {r.leaf: r.reward for r in forest.rollouts}
+    fork_of = {call.id: rollout.fork for rollout in forest.rollouts for call in forest.path(rollout)}
+
+    def shared(call_id):
+        below = [call.id for call in forest.calls.values() if call.parent == call_id]
+        if not below:
+            return outcomes.get(call_id)
+        values = []
+        for child in below:
+            value = shared(child)
+            if value is not None:
+                values.append(value + (forest.calls[child].penalty if full else 0.0))
+        if not values:
+            return None
+        return {"mean": sum(values) / len(values), "max": max(values), "min": min(values)}[aggregate]
+
+    groups = defaultdict(list)
+    rewards = {}
+    for call in forest.calls.values():
+        base = shared(call.id)
+        if base is None:
+            continue
+        rewards[call.id] = base + call.penalty
+        position, fork = MODULES.index(call.module), MODULES.index(fork_of[call.id])
+        if sampler == "is" and position != fork:
+            continue
+        single = sampler == "rr" and position < fork
+        groups[("batch", call.module, fork) if single else (call.example, call.module)].append(call.id)
+    assert rewards.keys() == found.keys()
+    kept = {call: members for members in groups.values() if len(members) > 1 for call in members}
+    for call_id, entry in found.items():
+        call = forest.calls[call_id]
+        assert entry.reward == pytest.approx(rewards[call_id], abs=TOLERANCE)
+        if call_id not in kept:
+            assert not any(entry.weights)
+            continue
+        values = [rewards[member] for member in kept[call_id]]
+        mean = sum(values) / len(values)
+        std = (sum((v - mean) ** 2 for v in values) / (len(values) - 1)) ** 0.5
+        assert entry.advantages[0] == pytest.approx((rewards[call_id] - mean) / (std + 1e-6), abs=1e-9)
+        scored = {forest.calls[c].example for c in rewards}
+        agents = {forest.calls[c].module for c in rewards if forest.calls[c].example == call.example}
+        own = [c for c in kept if (forest.calls[c].example, forest.calls[c].module) == (call.example, call.module)]
+        expected = 1 / (len(scored) * len(agents) * len(own) * call.completion_tokens)
+        assert entry.weights == pytest.approx([expected] * call.completion_tokens, abs=TOLERANCE)

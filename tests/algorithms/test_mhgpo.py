@@ -1,0 +1,373 @@
+"""MHGPO: the worked numbers of the semantics, failures, options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mmrl.algorithms import ALGORITHMS
+from mmrl.config import ALGO_SCHEMAS
+from mmrl.errors import ConfigError, DataError
+from mmrl.rollout.plans import Fork, Tree
+from tests.helpers.forests import Grow, advantage, by_call, total_weight
+
+AGENTS = ("rewriter", "reranker", "answerer")
+
+
+def credit(forest, name, seed=0, minibatch=None, **options):
+    algo = ALGO_SCHEMAS[name].model_validate({"name": name, **options})
+    return ALGORITHMS[name].credit(forest, algo, seed, minibatch)
+
+
+def fof(f1=(1.0, 0.4, 0.0), penalties=True):
+    """Three branches; reranker of branch 2 has penalty -0.5, answerer of branch 3 has -1."""
+    grow = Grow(AGENTS)
+    for branch, outcome in enumerate(f1, 1):
+        grow.call(f"q/{branch}w", None, "rewriter", 5)
+        grow.call(f"q/{branch}r", f"q/{branch}w", "reranker", 3, penalty=-0.5 if penalties and branch == 2 else 0.0)
+        grow.call(f"q/{branch}a", f"q/{branch}r", "answerer", 2, penalty=-1.0 if penalties and branch == 3 else 0.0)
+        grow.end(f"q/{branch}a", outcome, fork="rewriter")
+    return grow.forest
+
+
+@pytest.mark.parametrize(
+    ("propagate", "agent", "rewards", "advantages"),
+    [
+        ("shared", "w", [1.0, 0.4, 0.0], [1.059624, -0.132453, -0.927171]),
+        ("shared", "r", [1.0, -0.1, 0.0], [1.150791, -0.657595, -0.493196]),
+        ("shared", "a", [1.0, 0.4, -1.0], [0.844440, 0.259828, -1.104268]),
+        ("full", "w", [1.0, -0.1, -1.0], [1.031614, -0.066556, -0.965059]),
+        ("full", "r", [1.0, -0.1, -1.0], [1.031614, -0.066556, -0.965059]),
+        ("full", "a", [1.0, 0.4, -1.0], [0.844440, 0.259828, -1.104268]),
+    ],
+)
+def test_fof_worked_example(propagate, agent, rewards, advantages):
+    entries = by_call(credit(fof(), "mhgpo_fof", group_size=3, propagate=propagate))
+    own = [entries[f"q/{branch}{agent}"] for branch in (1, 2, 3)]
+    assert [entry.reward for entry in own] == pytest.approx(rewards, abs=1e-12)
+    assert [advantage(entry) for entry in own] == pytest.approx(advantages, abs=5e-7)
+    assert {entry.group_size for entry in own} == {3}
+
+
+def round_robin_forest(rewriter_tokens=5):
+    """q0 forks at the rewriter, q1 and q2 at the reranker."""
+    grow = Grow(AGENTS)
+    for branch, outcome in enumerate((0.0, 1.0)):
+        grow.call(f"q0/{branch}w", None, "rewriter", rewriter_tokens)
+        grow.call(f"q0/{branch}r", f"q0/{branch}w", "reranker", 3)
+        grow.call(f"q0/{branch}a", f"q0/{branch}r", "answerer", 2)
+        grow.end(f"q0/{branch}a", outcome, fork="rewriter")
+    for example, outcomes, penalty in (("q1", (0.6, 0.2), -0.5), ("q2", (1.0, 0.5), 0.0)):
+        grow.call(f"{example}/w", None, "rewriter", rewriter_tokens, penalty=penalty)
+        for branch, outcome in enumerate(outcomes):
+            grow.call(f"{example}/{branch}r", f"{example}/w", "reranker", 3)
+            grow.call(f"{example}/{branch}a", f"{example}/{branch}r", "answerer", 2)
+            grow.end(f"{example}/{branch}a", outcome, fork="reranker")
+    return grow.forest
+
+
+def test_round_robin_worked_example():
+    result = credit(round_robin_forest(), "mhgpo_rr", group_size=2)
+    entries = by_call(result)
+    assert entries["q1/w"].parts == pytest.approx({"shared": 0.4, "penalty": -0.5})
+    assert entries["q1/w"].reward == pytest.approx(-0.1)
+    assert entries["q2/w"].reward == pytest.approx(0.75)
+    assert entries["q1/w"].group == entries["q2/w"].group
+    assert advantage(entries["q1/w"]) == pytest.approx(-0.707106, abs=5e-7)
+    assert advantage(entries["q2/w"]) == pytest.approx(0.707106, abs=5e-7)
+    for example, size in (("q0", 0.707106), ("q1", 0.707104), ("q2", 0.707105)):
+        high, low = (1, 0) if example == "q0" else (0, 1)
+        for agent in "ra":
+            assert advantage(entries[f"{example}/{high}{agent}"]) == pytest.approx(size, abs=5e-7)
+            assert advantage(entries[f"{example}/{low}{agent}"]) == pytest.approx(-size, abs=5e-7)
+    assert entries["q1/w"].weights == pytest.approx([1 / 45] * 5, abs=1e-12)
+    assert entries["q0/0w"].weights == pytest.approx([1 / 90] * 5, abs=1e-12)
+    assert total_weight(result) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_round_robin_reads_the_fork_from_the_tree_when_it_is_not_recorded():
+    forest = round_robin_forest()
+    bare = replace(forest, rollouts=tuple(replace(rollout, fork=None) for rollout in forest.rollouts))
+    assert credit(bare, "mhgpo_rr", group_size=2) == credit(forest, "mhgpo_rr", group_size=2)
+
+
+def oversampled():
+    grow = Grow(AGENTS)
+    for branch, outcomes in enumerate(((1.0, 0.5), (0.0, 0.4))):
+        grow.call(f"q/{branch}w", None, "rewriter")
+        grow.call(f"q/{branch}r", f"q/{branch}w", "reranker")
+        for sample, outcome in enumerate(outcomes):
+            grow.call(f"q/{branch}a{sample}", f"q/{branch}r", "answerer")
+            grow.end(f"q/{branch}a{sample}", outcome, fork="rewriter")
+    return grow.forest
+
+
+@pytest.mark.parametrize(("aggregate", "shared"), [("mean", (0.75, 0.2)), ("max", (1.0, 0.4)), ("min", (0.5, 0.0))])
+def test_oversampling_worked_example(aggregate, shared):
+    entries = by_call(credit(oversampled(), "mhgpo_fof_os", group_size=2, aggregate=aggregate))
+    for agent in "wr":
+        assert [entries[f"q/{branch}{agent}"].reward for branch in (0, 1)] == pytest.approx(shared)
+    answers = [entries[f"q/{name}"] for name in ("0a0", "0a1", "1a0", "1a1")]
+    assert [advantage(entry) for entry in answers] == pytest.approx(
+        [1.276441, 0.060783, -1.154875, -0.182349], abs=5e-7
+    )
+    assert answers[0].weights == pytest.approx([1 / (3 * 4)])
+
+
+def test_oversampled_calls_can_be_compared_per_branch():
+    result = credit(oversampled(), "mhgpo_fof_os", group_size=2, os_group="parent")
+    entries = by_call(result)
+    assert entries["q/0a0"].group == entries["q/0a1"].group != entries["q/1a0"].group
+    assert entries["q/0a0"].mean == pytest.approx(0.75)
+    assert entries["q/0w"].group == entries["q/1w"].group
+    assert entries["q/0a0"].weights == pytest.approx([1 / (3 * 4)])
+    assert total_weight(result) == pytest.approx(1.0)
+
+
+def test_random_aggregation_takes_one_successor_and_follows_the_seed():
+    taken = {
+        seed: by_call(credit(oversampled(), "mhgpo_fof_os", seed=seed, group_size=2, aggregate="random"))["q/0r"].reward
+        for seed in range(20)
+    }
+    assert set(taken.values()) == {1.0, 0.5}
+    again = by_call(credit(oversampled(), "mhgpo_fof_os", seed=3, group_size=2, aggregate="random"))
+    assert again["q/0r"].reward == taken[3]
+
+
+def independent_trees():
+    """IS with G = 2: one tree per agent."""
+    grow = Grow(AGENTS)
+    outcomes = iter([1.0, 0.0, 0.6, 0.2, 0.9, 0.3])
+    for fork in range(3):
+        parent = None
+        for position in range(fork):
+            parent = grow.call(f"q/{fork}:{position}", parent, AGENTS[position])
+        for branch in range(2):
+            above = parent
+            for position in range(fork, 3):
+                above = grow.call(f"q/{fork}:{position}.{branch}", above, AGENTS[position])
+            grow.end(above, next(outcomes), fork=AGENTS[fork])
+    return grow.forest
+
+
+def test_independent_sampling_keeps_only_the_forked_calls():
+    forest = independent_trees()
+    result = credit(forest, "mhgpo_is", group_size=2)
+    entries = by_call(result)
+    assert len(forest.calls) == sum((agent - 1) + 2 * (3 - agent + 1) for agent in (1, 2, 3))
+    trained = {call_id for call_id, entry in entries.items() if any(entry.weights)}
+    assert trained == {"q/0:0.0", "q/0:0.1", "q/1:1.0", "q/1:1.1", "q/2:2.0", "q/2:2.1"}
+    assert entries["q/1:1.0"].reward == 0.6, "backed up from a suffix that is itself not trained"
+    assert entries["q/1:0"].group is None and entries["q/1:0"].reward == pytest.approx(0.4)
+    assert entries["q/2:2.0"].weights == pytest.approx([1 / 6])
+    assert total_weight(result) == pytest.approx(1.0)
+
+
+def test_outside_failures_shrink_groups_and_are_never_credited():
+    grow = Grow(AGENTS)
+    for branch, outcome in enumerate((1.0, 0.4, None)):
+        grow.chain(f"q/{branch}", AGENTS, outcome, error=None if outcome is not None else "tool", fork="rewriter")
+    entries = by_call(credit(grow.forest, "mhgpo_fof", group_size=3))
+    assert not any(call_id.startswith("q/2") for call_id in entries)
+    assert {entry.group_size for entry in entries.values()} == {2}
+    assert entries["q/0#0"].weights == pytest.approx([1 / 6])
+
+
+def test_aggregation_runs_over_the_remaining_children():
+    grow = Grow(AGENTS)
+    grow.call("q/w", None, "rewriter")
+    for branch, outcome in enumerate((0.6, None)):
+        grow.call(f"q/r{branch}", "q/w", "reranker")
+        grow.end(f"q/r{branch}", outcome, error=None if outcome is not None else "timeout", fork="reranker")
+    entries = by_call(credit(grow.forest, "mhgpo_rr", group_size=2))
+    assert entries["q/w"].reward == 0.6
+    assert set(entries) == {"q/w", "q/r0"}
+    assert not any(entries["q/r0"].weights), "a group of one is left out of the loss"
+
+
+def test_model_caused_failures_are_credited_where_they_ended():
+    grow = Grow(AGENTS)
+    grow.chain("q/0", AGENTS, 1.0, fork="rewriter")
+    grow.chain("q/1", AGENTS[:1], 0.0, error="parse", fork="rewriter")
+    entries = by_call(credit(grow.forest, "mhgpo_fof", group_size=2))
+    assert advantage(entries["q/1#0"]) == pytest.approx(-0.707106, abs=5e-7)
+    assert not any(entries["q/0#1"].weights) and entries["q/0#1"].group_size == 1
+
+
+def test_a_step_without_any_scored_rollout_has_no_entries():
+    grow = Grow(AGENTS)
+    grow.end(None, None, error="tool")
+    grow.end(None, 0.0, error="length")
+    for name in ("mhgpo_is", "mhgpo_fof", "mhgpo_rr", "mhgpo_fof_os"):
+        result = credit(grow.forest, name)
+        assert result.entries == ()
+        assert result.metrics["credit/groups"] == result.metrics["credit/zero_variance_share"] == 0
+
+
+def test_frozen_modules_have_no_weight_and_do_not_count_in_n():
+    starred = by_call(credit(fof(), "mhgpo_fof", group_size=3, train_modules=("reranker",)))
+    minus = credit(fof(), "mhgpo_fof", group_size=3, freeze_modules=("reranker",))
+    assert {entry.call[-1] for entry in starred.values() if any(entry.weights)} == {"r"}
+    assert starred["q/1r"].weights == pytest.approx([1 / 9] * 3)
+    assert by_call(minus)["q/1w"].weights == pytest.approx([1 / (2 * 3 * 5)] * 5)
+    assert total_weight(minus) == pytest.approx(1.0)
+    assert advantage(by_call(minus)["q/1r"]) == pytest.approx(1.150791, abs=5e-7)
+
+
+def test_final_reward_only():
+    entries = by_call(credit(fof(), "mhgpo_fof", group_size=3, penalties=False))
+    assert [entries[f"q/3{agent}"].reward for agent in "wra"] == [0.0, 0.0, 0.0]
+
+
+def test_a_module_that_an_example_never_calls_is_no_slot_of_it():
+    grow = Grow((*AGENTS, "never"))
+    for branch, outcome in enumerate((1.0, 0.0)):
+        grow.chain(f"q/{branch}", AGENTS, outcome, fork="rewriter")
+    result = credit(grow.forest, "mhgpo_fof", group_size=2)
+    assert by_call(result)["q/0#0"].weights == pytest.approx([1 / 6])
+    assert total_weight(result) == pytest.approx(1.0)
+
+
+def test_ragged_invocations_form_their_own_slots():
+    grow = Grow(("a", "b"))
+    grow.chain("q/0", "abb", 1.0, fork="a")
+    grow.chain("q/1", "ab", 0.5, fork="a")
+    grow.chain("q/2", "abb", 0.0, fork="a")
+    entries = by_call(credit(grow.forest, "mhgpo_fof", group_size=3))
+    assert entries["q/0#2"].group_size == 2 and entries["q/0#1"].group_size == 3
+    assert entries["q/0#2"].weights == pytest.approx([1 / (3 * 2)])
+    assert entries["q/0#1"].weights == pytest.approx([1 / (3 * 3)])
+
+
+def test_a_completion_without_tokens_is_compared_and_weighs_nothing():
+    grow = Grow(("a",))
+    for branch, (outcome, tokens) in enumerate(((1.0, 2), (0.0, 0), (0.5, 4))):
+        grow.chain(f"q/{branch}", "a", outcome, tokens, fork="a")
+    result = credit(grow.forest, "mhgpo_fof", group_size=3)
+    entries = by_call(result)
+    assert entries["q/1#0"].weights == () and entries["q/1#0"].group_size == 3
+    assert entries["q/0#0"].mean == pytest.approx(0.5)
+    assert total_weight(result) == pytest.approx(1.0)
+
+
+def test_weights_are_normalised_within_each_minibatch():
+    minibatch = {"q0": 0, "q1": 1, "q2": 1}
+    forest = round_robin_forest()
+    entries = by_call(credit(forest, "mhgpo_rr", group_size=2, minibatch=minibatch))
+    for index in (0, 1):
+        own = [e for e in entries.values() if minibatch[forest.calls[e.call].example] == index]
+        assert sum(sum(e.weights) for e in own) == pytest.approx(1.0)
+    assert entries["q1/w"].group == entries["q2/w"].group, "the pool of round robin is the whole batch"
+
+
+@pytest.mark.parametrize(("mean", "length"), [("token", None), ("constant", 7), ("constant", None)])
+def test_loss_means(mean, length):
+    options = {"loss_length": length} if length else {}
+    entries = by_call(credit(fof(), "mhgpo_fof", group_size=3, loss_mean=mean, **options))
+    found = {agent: entries[f"q/1{agent}"].weights[0] for agent in "wra"}
+    if mean == "token":
+        assert found == pytest.approx(dict.fromkeys("wra", 1 / 30))
+    else:
+        assert found == pytest.approx(dict.fromkeys("wra", 1 / (9 * (length or 5))))
+
+
+def test_plans():
+    def plan(name, modules=AGENTS, key=(0, 0, "q"), **options):
+        algo = ALGO_SCHEMAS[name].model_validate({"name": name, "group_size": 3, **options})
+        return ALGORITHMS[name].plan(algo, modules, key)
+
+    assert plan("mhgpo_fof") == (Tree((Fork(None, 3),), "rewriter"),)
+    assert plan("mhgpo_fof_os") == (Tree((Fork(None, 3), Fork("answerer", 3)), "rewriter"),)
+    assert plan("mhgpo_is") == tuple(Tree((Fork(agent, 3),), agent) for agent in AGENTS)
+    assert plan("mhgpo_rr", fork_probs=(0, 0, 1)) == (Tree((Fork("answerer", 3),), "answerer"),)
+    drawn = [plan("mhgpo_rr", key=(0, 0, f"q{i}"))[0].fork_name for i in range(2000)]
+    shares = [drawn.count(agent) / 2000 for agent in AGENTS]
+    assert shares == pytest.approx([0.7, 0.1, 0.2], abs=0.04)
+    four = [plan("mhgpo_rr", modules=tuple("abcd"), key=(0, 0, f"q{i}"))[0].fork_name for i in range(2000)]
+    assert [four.count(name) / 2000 for name in "abcd"] == pytest.approx([0.25] * 4, abs=0.04)
+
+
+def test_check():
+    def check(name, modules=AGENTS, **options):
+        algo = ALGO_SCHEMAS[name].model_validate({"name": name, **options})
+        return ALGORITHMS[name].check(algo, modules, ("outcome",))
+
+    assert check("mhgpo_rr") == check("mhgpo_is") == check("mhgpo_fof") == check("mhgpo_fof_os") == []
+    assert "algo.train_modules: got 'reranke'" in check("mhgpo_fof", train_modules=("reranke",))[0]
+    assert "did you mean 'reranker'" in check("mhgpo_rr", freeze_modules=("reranke",))[0]
+    assert check("mhgpo_fof", freeze_modules=AGENTS) == [
+        "algo.freeze_modules: no module is left to train; "
+        "expected at least one of rewriter, reranker, answerer outside of it"
+    ]
+    assert "no module is left" in check("mhgpo_fof", train_modules=())[0]
+    assert "expected 3" in check("mhgpo_rr", fork_probs=(0.5, 0.5))[0]
+    assert "use algo=mhgpo_fof" in check("mhgpo_fof_os", modules=("only",))[0]
+    assert check("mhgpo_is", train_modules=("answerer",), freeze_modules=("rewriter", "reranker")) == [
+        "algo.freeze_modules: got rewriter, reranker, which has no effect: algo.train_modules leaves it out already"
+    ]
+    (unknown,) = check("mhgpo_is", train_modules=("answerer",), freeze_modules=("reranke",))
+    assert unknown.startswith("algo.freeze_modules: got 'reranke'")
+
+
+def test_a_section_of_another_algorithm_is_refused():
+    algo = ALGO_SCHEMAS["mhgpo_fof"].model_validate({"name": "mhgpo_fof"})
+    with pytest.raises(ConfigError, match="expected one of type MhgpoRrConfig"):
+        ALGORITHMS["mhgpo_rr"].credit(fof(), algo, 0)
+
+
+def forest_with(field, value):
+    grow = Grow(("a",))
+    grow.call("q/0", None, "a", **({} if field == "reward" else {field: value}))
+    grow.end("q/0", value if field == "reward" else 1.0, id="q/r")
+    return grow.forest
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1.1e100, -1.1e100])
+@pytest.mark.parametrize("field", ["reward", "penalty", "turn_reward"])
+def test_numbers_that_are_not_finite_or_too_large_are_refused_with_the_record(value, field):
+    with pytest.raises(DataError) as caught:
+        credit(forest_with(field, value), "mhgpo_fof")
+    record = "rollout 'q/r'" if field == "reward" else "call 'q/0'"
+    says = f"{record}: {field}: got {value}, expected a finite number of at most 1e+100 in size"
+    assert caught.value.problems == [says]
+
+
+@pytest.mark.parametrize("value", [1e100, -1e100])
+@pytest.mark.parametrize("field", ["reward", "penalty", "turn_reward"])
+def test_the_largest_numbers_are_credited(value, field):
+    assert [entry.call for entry in credit(forest_with(field, value), "mhgpo_fof").entries] == ["q/0"]
+
+
+def test_frozen_slots_without_tokens_and_later_invocations_do_not_count_in_n():
+    grow = Grow(("a", "b"))
+    for branch, outcome in enumerate((1.0, 0.0)):
+        grow.call(f"q/{branch}a", None, "a")
+        grow.call(f"q/{branch}b", f"q/{branch}a", "b", tokens=0)
+        grow.end(f"q/{branch}b", outcome, fork="a")
+    assert by_call(credit(grow.forest, "mhgpo_fof"))["q/0a"].weights == pytest.approx([0.5])
+    repeated = Grow(("a",))
+    for branch, outcome in enumerate((1.0, 0.0)):
+        repeated.chain(f"q/{branch}", "aa", outcome, fork="a")
+    result = by_call(credit(repeated.forest, "mhgpo_is"))
+    assert result["q/0#0"].weights == pytest.approx([0.5]) and result["q/0#1"].weights == (0.0,)
+    frozen = by_call(credit(repeated.forest, "mhgpo_is", freeze_modules=("a",)))
+    assert not any(any(entry.weights) for entry in frozen.values())
+
+
+def test_token_means_are_taken_within_each_minibatch():
+    minibatch = {"q0": 0, "q1": 1, "q2": 1}
+    forest = round_robin_forest()
+    entries = by_call(credit(forest, "mhgpo_rr", group_size=2, minibatch=minibatch, loss_mean="token"))
+    assert entries["q0/0w"].weights == pytest.approx([1 / 20] * 5)
+    assert entries["q1/w"].weights == pytest.approx([1 / 30] * 5)
+
+
+def test_two_modules_are_enough_for_oversampling():
+    algo = ALGO_SCHEMAS["mhgpo_fof_os"].model_validate({"name": "mhgpo_fof_os"})
+    assert ALGORITHMS["mhgpo_fof_os"].check(algo, ("a", "b"), ("outcome",)) == []
+
+
+def test_calls_without_a_group_still_show_what_their_reward_is_made_of():
+    entries = by_call(credit(independent_trees(), "mhgpo_is", group_size=2))
+    assert entries["q/1:0"].parts == pytest.approx({"shared": 0.4, "penalty": 0.0})

@@ -1,0 +1,124 @@
+"""MHGPO: which calls are compared with which, and the options of a group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.algorithms.test_mhgpo import AGENTS, credit, fof, round_robin_forest
+from tests.helpers.forests import Grow, advantage, by_call
+
+
+def singles(count, forks):
+    """`count` round-robin trees with one single rewriter each; two reranker branches."""
+    grow = Grow(AGENTS, step=4)
+    for index in range(count):
+        grow.call(f"q{index}/w", None, "rewriter")
+        grow.call(f"q{index}/r", f"q{index}/w", "reranker")
+        for branch in range(2):
+            leaf = grow.call(f"q{index}/a{branch}", f"q{index}/r", "answerer")
+            grow.end(leaf, (index * 7 + branch) % 5 / 4, fork=forks[index % len(forks)])
+    return grow.forest
+
+
+@pytest.mark.parametrize("regroup", ["alg3", "agent_chunks"])
+def test_chunked_regrouping(regroup):
+    forest = singles(5, ["answerer"])
+    entries = by_call(credit(forest, "mhgpo_rr", group_size=3, regroup=regroup))
+    chunks: dict[str, list[str]] = {}
+    for entry in entries.values():
+        if entry.group and entry.group.startswith("RR"):
+            chunks.setdefault(entry.group, []).append(entry.call)
+    assert [len(calls) for calls in chunks.values()] == [3] * (3 if regroup == "alg3" else 2)
+    mixed = [len({forest.calls[call].module for call in calls}) > 1 for calls in chunks.values()]
+    assert any(mixed) == (regroup == "alg3")
+    left = [e for call, e in entries.items() if call[-1] in "wr" and e.group is None]
+    assert len(left) == (1 if regroup == "alg3" else 4), "the remainder is dropped"
+    assert not any(any(e.weights) for e in left)
+    again = by_call(credit(forest, "mhgpo_rr", group_size=3, regroup=regroup, seed=1))
+    assert [e.group for e in entries.values()] != [e.group for e in again.values()]
+
+
+def test_singles_whose_trees_forked_elsewhere_are_not_compared():
+    entries = by_call(credit(round_robin_forest(), "mhgpo_rr", group_size=2))
+    other = by_call(credit(singles(4, ["answerer"]), "mhgpo_rr", group_size=2))
+    assert entries["q1/w"].group == "RR:rewriter:0:reranker"
+    assert {other[f"q{i}/w"].group for i in range(4)} == {"RR:rewriter:0:answerer"}
+
+
+def test_group_options():
+    constant = by_call(credit(fof((0.5, 0.5, 0.5), penalties=False), "mhgpo_fof", group_size=3))
+    assert advantage(constant["q/1w"]) == 0.0 and constant["q/1w"].weights[0] > 0
+    unscaled = by_call(credit(fof(), "mhgpo_fof", group_size=3, scale=False))
+    assert advantage(unscaled["q/1r"]) == pytest.approx(0.7) and unscaled["q/1r"].std is None
+    rloo = by_call(credit(fof(), "mhgpo_fof", group_size=3, scale=False, baseline="leave_one_out"))
+    assert advantage(rloo["q/1r"]) == pytest.approx(1.0 - (-0.1 + 0.0) / 2)
+    batch = by_call(credit(fof(), "mhgpo_fof", group_size=3, std_over="batch", eps=0))
+    values = [1, 0.4, 0, 1, -0.1, 0, 1, 0.4, -1]
+    mean = sum(values) / 9
+    std = (sum((v - mean) ** 2 for v in values) / 8) ** 0.5
+    assert advantage(batch["q/1r"]) == pytest.approx(0.7 / std)
+    population = by_call(credit(fof(), "mhgpo_fof", group_size=3, ddof=0, eps=0))
+    assert population["q/1w"].std == pytest.approx((((1 - 7 / 15) ** 2 + (1 / 15) ** 2 + (7 / 15) ** 2) / 3) ** 0.5)
+
+
+def test_zero_variance_groups_can_be_dropped_as_if_never_sampled():
+    grow = Grow(("a", "b"))
+    for branch, (outcome, penalty) in enumerate(((1.0, 0.0), (1.0, -0.5))):
+        grow.call(f"q/{branch}a", None, "a")
+        grow.call(f"q/{branch}b", f"q/{branch}a", "b", penalty=penalty)
+        grow.end(f"q/{branch}b", outcome, fork="a")
+    result = credit(grow.forest, "mhgpo_fof", group_size=2, zero_variance="drop")
+    entries = by_call(result)
+    assert not any(entries["q/0a"].weights)
+    assert entries["q/0b"].weights == pytest.approx([0.5])
+    assert result.metrics["credit/zero_variance_share"] == 0.5
+    assert result.metrics["credit/a/zero_variance_share"] == 1.0
+    assert result.metrics["credit/b/zero_variance_share"] == 0.0
+
+
+def test_chunks_cover_a_pool_that_divides_evenly():
+    entries = by_call(credit(singles(6, ["answerer"]), "mhgpo_rr", group_size=3, regroup="agent_chunks"))
+    groups = [e.group for call, e in entries.items() if call.endswith("/w")]
+    assert sorted(groups) == ["RR:rewriter:0:0"] * 3 + ["RR:rewriter:0:1"] * 3
+
+
+def test_permutations_differ_between_steps_and_between_slots():
+    def order(step):
+        forest = replace(singles(6, ["answerer"]), step=step)
+        entries = by_call(credit(forest, "mhgpo_rr", group_size=3, regroup="agent_chunks"))
+        return [[entries[f"q{i}/{agent}"].group[-1] for i in range(6)] for agent in "wr"]
+
+    found = [order(step) for step in range(8)]
+    assert len({tuple(writers) for writers, _ in found}) > 1
+    assert any(writers != rankers for writers, rankers in found)
+
+
+def test_a_pool_for_every_module_and_fork():
+    entries = by_call(credit(singles(6, ["answerer", "reranker"]), "mhgpo_rr", group_size=2))
+    assert {e.group for call, e in entries.items() if call.endswith("/w")} == {
+        "RR:rewriter:0:answerer",
+        "RR:rewriter:0:reranker",
+    }
+
+
+def test_a_batch_standard_deviation_leaves_groups_of_one_out():
+    grow = Grow(("a",))
+    for name, outcome in (("q/0", 1.0), ("q/1", 0.0), ("p/0", 50.0)):
+        grow.chain(name, "a", outcome, fork="a")
+    entries = by_call(credit(grow.forest, "mhgpo_fof", std_over="batch", eps=0))
+    assert advantage(entries["q/0#0"]) == pytest.approx(0.5 / 0.5**0.5)
+
+
+@pytest.mark.parametrize("options", [{"freeze_modules": ("a",)}, {"zero_variance": "drop"}])
+def test_the_longest_sequence_is_one_of_the_loss(options):
+    """Module a writes 9 tokens in each rollout, and is frozen or tells nothing; module b writes 3 and 2."""
+    grow = Grow(("a", "b"))
+    for index, (penalty, tokens) in enumerate(((0.0, 3), (-1.0, 2))):
+        leaf = grow.call(f"q/{index}a", None, "a", 9)
+        grow.end(grow.call(f"q/{index}b", leaf, "b", tokens, penalty=penalty), 1.0, fork="a")
+    entries = by_call(credit(grow.forest, "mhgpo_fof", loss_mean="constant", **options))
+    assert set(entries["q/0a"].weights) == {0.0}
+    assert entries["q/0b"].weights == pytest.approx([1 / (2 * 3)] * 3)
+    assert entries["q/1b"].weights == pytest.approx([1 / (2 * 3)] * 2)

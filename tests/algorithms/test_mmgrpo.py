@@ -1,0 +1,324 @@
+"""mmGRPO: the worked groups of the semantics, padding, selection, failures, options."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from mmrl.algorithms import ALGORITHMS
+from mmrl.config.algo import MmgrpoConfig
+from mmrl.rollout.plans import Tree
+from tests.helpers.forests import Grow, advantage, total_weight
+
+MAX = {"eps": 1e-4, "filler": "max"}
+
+
+def credit(forest, seed=0, minibatch=None, **options):
+    return ALGORITHMS["mmgrpo"].credit(forest, MmgrpoConfig(name="mmgrpo", **options), seed, minibatch)
+
+
+def worked(tokens=1):
+    """r0 ABB 1.0; r1 AB 0.0; r2 ABBB 0.5; r3: A ok, B fails with 1 of 2 fields."""
+    grow = Grow(("A", "B"))
+    grow.chain("q/r0", "ABB", 1.0, tokens)
+    grow.chain("q/r1", "AB", 0.0, tokens)
+    grow.chain("q/r2", "ABBB", 0.5, tokens)
+    grow.call("q/r3#0", None, "A", tokens)
+    grow.call("q/r3#1", "q/r3#0", "B", tokens, ok=False, present_fields=1, expected_fields=2)
+    grow.end("q/r3#1", 0.0, id="q/r3", error="parse")
+    return grow.forest
+
+
+def groups(result):
+    """Group id -> [(call, reward, advantage, filler?)]."""
+    found = {}
+    for entry in result.entries:
+        found.setdefault(entry.group, []).append(
+            (entry.call.removeprefix("q/"), entry.reward, advantage(entry), entry.filler_of is not None)
+        )
+    return found
+
+
+def column(members, index):
+    return [member[index] for member in members]
+
+
+def test_worked_example_fill():
+    found = groups(credit(worked(), **MAX))
+    assert list(found) == ["q:A:0", "q:B:0", "q:B:1", "q:B:2"]
+    assert column(found["q:A:0"], 0) == ["r0#0", "r1#0", "r2#0", "r0#0"]
+    assert column(found["q:A:0"], 1) == [1, 0, 0.5, 1]
+    assert column(found["q:A:0"], 2) == pytest.approx([0.783186, -1.305310, -0.261062, 0.783186], abs=5e-7)
+    assert column(found["q:A:0"], 3) == [False, False, False, True]
+    expected = {
+        "q:B:0": (["r0#1", "r1#1", "r2#1", "r3#1"], [False] * 4),
+        "q:B:1": (["r0#2", "r1#1", "r2#2", "r3#1"], [False, True, False, True]),
+        "q:B:2": (["r0#2", "r1#1", "r2#3", "r3#1"], [True, True, False, True]),
+    }
+    for group, (calls, fillers) in expected.items():
+        assert column(found[group], 0) == calls
+        assert column(found[group], 1) == [1, 0, 0.5, -0.5]
+        assert column(found[group], 2) == pytest.approx([1.161715, -0.387238, 0.387238, -1.161715], abs=5e-7)
+        assert column(found[group], 3) == fillers
+
+
+def test_worked_example_variants():
+    trajectory = groups(credit(worked(), failing_traces="trajectory", on_missing="skip_example", **MAX))
+    assert column(trajectory["q:A:0"], 0) == ["r0#0", "r1#0", "r2#0", "r3#0"]
+    assert column(trajectory["q:A:0"], 1) == [1, 0, 0.5, -0.5]
+    assert "q:A:0" not in groups(credit(worked(), on_missing="skip_example", **MAX))
+    assert list(groups(credit(worked(), padding_mode="truncate", eps=1e-4))) == ["q:A:0", "q:B:0"]
+    selected = groups(credit(worked(), group_size=3, rollouts=4, **MAX))
+    assert column(selected["q:A:0"], 0) == ["r0#0", "r2#0", "r1#0"]
+    assert column(selected["q:A:0"], 2) == pytest.approx([0.999800, 0, -0.999800], abs=5e-7)
+    assert column(selected["q:B:0"], 0) == ["r0#1", "r1#1", "r3#1"]
+    assert column(selected["q:B:0"], 2) == pytest.approx([1.090947, -0.218189, -0.872757], abs=5e-7)
+
+
+def test_worked_loss_of_one_group():
+    """Advantages 1, -0.5, -0.5 over 2, 1 and 3 tokens: the three means of given token losses."""
+    losses = {"q/0#0": [-1.199807, -0.999793], "q/1#0": [0.452419], "q/2#0": [0.500749, 0.452419, 0.674929]}
+    grow = Grow(("a",))
+    for index, outcome in enumerate((1.0, 0.0, 0.0)):
+        grow.chain(f"q/{index}", "a", outcome, len(losses[f"q/{index}#0"]))
+    for options, expected in (
+        ({}, -0.034894),
+        ({"loss_mean": "token"}, -0.019847),
+        ({"loss_mean": "constant", "loss_length": 4}, -0.009924),
+    ):
+        entries = credit(grow.forest, padding_mode="ragged", **options).entries
+        loss = sum(w * x for e in entries for w, x in zip(e.weights, losses[e.call], strict=True))
+        assert loss == pytest.approx(expected, abs=1e-6)
+
+
+def test_random_fillers_are_own_calls_and_follow_the_seed():
+    grow = Grow(("A",))
+    grow.chain("q/r0", "A" * 8, 1.0)
+    grow.chain("q/r1", "AAA", 0.0)
+    chosen = {}
+    for seed in range(6):
+        found = groups(credit(grow.forest, seed=seed))
+        chosen[seed] = tuple(found[f"q:A:{k}"][1][0] for k in range(8))
+        assert chosen[seed][:3] == ("r1#0", "r1#1", "r1#2")
+        assert set(chosen[seed]) <= {"r1#0", "r1#1", "r1#2"}
+    assert len(set(chosen.values())) > 1
+    assert chosen[3] == tuple(groups(credit(grow.forest, seed=3))[f"q:A:{k}"][1][0] for k in range(8))
+
+
+def test_fill_from_the_group_repeats_its_head():
+    found = groups(credit(worked(), fill_source="group", eps=1e-4))
+    assert column(found["q:B:1"], 0) == ["r0#2", "r2#2", "r0#2", "r2#2"]
+    assert column(found["q:B:2"], 0) == ["r2#3"] * 4
+    assert column(found["q:B:2"], 2) == [0, 0, 0, 0]
+
+
+def test_ragged_groups_have_their_true_size():
+    result = credit(worked(), padding_mode="ragged")
+    found = groups(result)
+    assert column(found["q:A:0"], 0) == ["r0#0", "r1#0", "r2#0"]
+    assert column(found["q:B:1"], 0) == ["r0#2", "r2#2"]
+    assert column(found["q:B:2"], 0) == ["r2#3"]
+    alone = [e for e in result.entries if e.group == "q:B:2"]
+    assert alone[0].weights == (0.0,), "a group of one is not trained"
+    assert total_weight(result) == pytest.approx(3 / 4), "and its share is not given to others"
+    large = groups(credit(worked(), padding_mode="ragged", rollouts=4, group_size=2))
+    assert column(large["q:A:0"], 0) == ["r0#0", "r1#0"] and column(large["q:B:2"], 0) == ["r2#3"]
+
+
+def test_the_invocation_of_a_failing_call():
+    grow = Grow(("A",))
+    grow.chain("q/r0", "AAA", 1.0)
+    first = grow.call("q/r1#0", None, "A")
+    grow.call("q/r1#1", first, "A", ok=False, expected_fields=2)
+    grow.end("q/r1#1", 0.0, id="q/r1", error="parse")
+    assert column(groups(credit(grow.forest, padding_mode="ragged"))["q:A:0"], 0) == ["r0#0", "r1#1"]
+    true = groups(credit(grow.forest, padding_mode="ragged", failing_index="true"))
+    assert column(true["q:A:0"], 0) == ["r0#0"]
+    assert column(true["q:A:1"], 0) == ["r0#1", "r1#1"]
+    assert column(true["q:A:1"], 1) == [1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("present", "expected", "reward"), [(0, 0, -1.0), (0, 3, -1.0), (1, 3, -2 / 3), (2, 3, -1 / 3), (3, 3, 0.0)]
+)
+def test_format_failure_rewards(present, expected, reward):
+    grow = Grow(("A",))
+    grow.chain("q/r0", "A", 1.0)
+    grow.call("q/r1#0", None, "A", ok=False, present_fields=present, expected_fields=expected)
+    grow.end("q/r1#0", 0.0, error="parse")
+    entry = credit(grow.forest).entries[1]
+    assert entry.reward == pytest.approx(reward) and entry.parts == {"format": pytest.approx(reward)}
+    shifted = credit(grow.forest, format_failure_score=-2, format_failure_best=1).entries[1]
+    assert shifted.reward == pytest.approx(-2 + 3 * (reward + 1))
+
+
+def test_other_model_caused_failures_take_the_rollouts_reward_on_every_call():
+    grow = Grow(("A", "B"))
+    grow.chain("q/r0", "AB", 1.0)
+    grow.chain("q/r1", "AB", 0.0, error="limit")
+    assert [entry.reward for entry in credit(grow.forest).entries] == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_outside_failures_leave_a_place_that_padding_fills():
+    grow = Grow(("A",))
+    grow.chain("q/r0", "A", 1.0)
+    grow.chain("q/r1", "A", 0.0)
+    grow.chain("q/r2", "A", None, error="tool")
+    found = groups(credit(grow.forest))
+    assert column(found["q:A:0"], 0) == ["r0#0", "r1#0", "r0#0"]
+
+
+def overlong():
+    grow = Grow(("A", "B"))
+    grow.chain("q/r0", "AB", 1.0)
+    grow.chain("q/r1", "AB", 0.0)
+    grow.call("q/r2#0", None, "A", prompt_tokens=95, tokens=5)
+    grow.call("q/r2#1", "q/r2#0", "B", prompt_tokens=96, tokens=5)
+    grow.end("q/r2#1", 0.5, id="q/r2")
+    return grow.forest
+
+
+def test_overlong_calls_are_filtered():
+    def used(**options):
+        return {entry.call for entry in credit(overlong(), **options).entries if entry.call.startswith("q/r2")}
+
+    assert used() == {"q/r2#0", "q/r2#1"}
+    assert used(max_context=100) == {"q/r2#0"}
+    assert used(max_context=100, overlong="trajectory") == set()
+    assert used(max_context=100, overlong="trajectory", on_missing="skip_example") == set()
+    assert len(credit(overlong(), max_context=100, overlong="trajectory", on_missing="skip_example").entries) == 6
+    assert used(max_context=None) == {"q/r2#0", "q/r2#1"}
+    assert credit(overlong(), max_context=4).entries != (), "unknown prompts count as empty"
+    grow = Grow(("A",))
+    for index in range(2):
+        grow.call(f"q/{index}", None, "A", tokens=9)
+        grow.end(f"q/{index}", float(index))
+    assert credit(grow.forest, max_context=8).entries == (), "a group left empty is dropped"
+
+
+def test_weights_are_the_mean_over_groups_of_the_mean_over_members():
+    grow = Grow(("A", "B"))
+    for rollout, tokens in enumerate((2, 4)):
+        grow.call(f"q/{rollout}a", None, "A", tokens)
+        grow.call(f"q/{rollout}b", f"q/{rollout}a", "B", 5)
+        grow.end(f"q/{rollout}b", float(rollout))
+    grow.chain("p/0", "A", 1.0, 3)
+    grow.chain("p/1", "A", 0.0, 3)
+    result = credit(grow.forest)
+    weights = {entry.call: entry.weights for entry in result.entries}
+    assert weights["q/0a"] == pytest.approx([1 / (3 * 2 * 2)] * 2)
+    assert weights["q/1a"] == pytest.approx([1 / (3 * 2 * 4)] * 4)
+    assert weights["p/0#0"] == pytest.approx([1 / (3 * 2 * 3)] * 3)
+    split = credit(grow.forest, minibatch={"q": 0, "p": 1})
+    assert {e.call: e.weights for e in split.entries}["p/0#0"] == pytest.approx([1 / (2 * 3)] * 3)
+    assert total_weight(split) == pytest.approx(2.0)
+
+
+def test_zero_variance_groups_can_be_dropped():
+    grow = Grow(("A",))
+    for example, outcomes in (("q", (1.0, 1.0)), ("p", (1.0, 0.0))):
+        for index, outcome in enumerate(outcomes):
+            grow.chain(f"{example}/{index}", "A", outcome)
+    result = credit(grow.forest, zero_variance="drop")
+    assert {e.call: e.weights for e in result.entries} == {
+        "q/0#0": (0.0,),
+        "q/1#0": (0.0,),
+        "p/0#0": (0.5,),
+        "p/1#0": (0.5,),
+    }
+
+
+def test_selection_takes_even_ranks():
+    grow = Grow(("A",))
+    for index in range(6):
+        grow.chain(f"q/r{index}", "A", index / 5)
+    found = groups(credit(grow.forest, rollouts=6, group_size=3))
+    assert column(found["q:A:0"], 0) == ["r5#0", "r3#0", "r0#0"], "rank 2.5 rounds to the even rank 2"
+    kept = groups(credit(grow.forest, rollouts=6, group_size=6))
+    assert column(kept["q:A:0"], 0) == [f"r{i}#0" for i in range(6)], "a group of the right size keeps its order"
+
+
+def test_more_places_than_members_repeat_ranks():
+    from mmrl.credit.padding import most_diverse
+
+    grow = Grow(("A",))
+    grow.chain("q/r0", "A", 1.0)
+    grow.chain("q/r1", "A", 0.0)
+    from mmrl.credit.groups import Member
+    from mmrl.credit.rewards import Reward
+
+    members = [Member(call, Reward(reward)) for call, reward in zip(grow.calls.values(), (1.0, 0.0), strict=True)]
+    picked = most_diverse(members, 4)
+    assert [m.reward.total for m in picked] == [1.0, 1.0, 0.0, 0.0]
+    assert [m.filler for m in picked] == [False, True, False, True]
+
+
+def test_plan_is_teacher_major():
+    def plan(**options):
+        return ALGORITHMS["mmgrpo"].plan(MmgrpoConfig(name="mmgrpo", rollouts=4, **options), ("A",), (0, 0, "q"))
+
+    assert plan() == (Tree(),) * 4
+    gpt = {"name": "gpt", "policy": "tiny"}
+    counted = ({**gpt, "rollouts": 1}, {"name": "student", "rollouts": 3})
+    assert plan(teachers=counted) == (Tree(teacher="gpt"), Tree(), Tree(), Tree())
+    assert plan(teachers=({"name": "student"}, gpt)) == (Tree(), Tree(), Tree(teacher="gpt"), Tree(teacher="gpt"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rollouts": 4, "group_size": 5}, "group_size: got 5, expected at most rollouts=4"),
+        ({"group_size": 1}, "greater than or equal to 2"),
+        ({"padding_mode": "ragged", "filler": "max"}, "filler: got max"),
+        ({"fill_source": "group", "filler": "max"}, "filler: got max"),
+        ({"padding_mode": "truncate", "fill_source": "group"}, "fill_source: got group"),
+        ({"failing_index": "true"}, "failing_index: got true"),
+        ({"max_context": None, "overlong": "trajectory"}, "overlong: got trajectory"),
+        ({"loss_length": 4}, "loss_length: got 4, which has no effect"),
+        ({"scale": False, "std_over": "batch"}, "std_over: got batch"),
+    ],
+)
+def test_combinations_without_effect_are_refused(options, message):
+    with pytest.raises(ValidationError, match=message):
+        MmgrpoConfig(name="mmgrpo", **options)
+
+
+def test_fillers_are_drawn_for_each_place_on_its_own():
+    grow = Grow(("A",))
+    grow.chain("q/r0", "A" * 12, 1.0)
+    grow.chain("q/r1", "AAA", 0.0)
+    found = groups(credit(grow.forest))
+    assert len({found[f"q:A:{k}"][1][0] for k in range(3, 12)}) > 1
+
+
+def test_the_last_own_call_fills_every_place():
+    grow = Grow(("A",))
+    grow.chain("q/r0", "A" * 6, 1.0)
+    grow.chain("q/r1", "AAA", 0.0)
+    found = groups(credit(grow.forest, filler="max"))
+    assert [found[f"q:A:{k}"][1][0] for k in range(6)] == ["r1#0", "r1#1", "r1#2", "r1#2", "r1#2", "r1#2"]
+
+
+def test_a_call_of_just_the_longest_length_is_trained():
+    grow = Grow(("A",))
+    for index in range(2):
+        grow.end(grow.call(f"q/{index}", None, "A", tokens=8), float(index))
+    assert len(credit(grow.forest, max_context=8).entries) == 2
+    assert credit(grow.forest, max_context=7).entries == ()
+
+
+def test_token_means_metrics_and_parts():
+    grow = Grow(("A",))
+    for name, tokens, outcome in (("q/0", 2, 1.0), ("q/1", 4, 0.0), ("p/0", 3, 1.0), ("p/1", 3, 1.0)):
+        grow.chain(name, "A", outcome, tokens)
+    result = credit(grow.forest, minibatch={"q": 0, "p": 1}, loss_mean="token")
+    assert {e.call: e.weights[0] for e in result.entries} == {
+        "q/0#0": 1 / 6,
+        "q/1#0": 1 / 6,
+        "p/0#0": 1 / 6,
+        "p/1#0": 1 / 6,
+    }
+    whole = {e.weights[0] for e in credit(grow.forest, loss_mean="token").entries}
+    assert whole == {1 / 12}
+    assert result.metrics["credit/groups"] == 2.0 and result.metrics["credit/zero_variance_share"] == 0.5
+    assert result.entries[0].parts == {"outcome": 1.0} and result.algo == "mmgrpo"

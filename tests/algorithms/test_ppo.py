@@ -1,0 +1,266 @@
+"""PPO, MT-PPO and MAPPO: the worked numbers of the semantics, placement, whitening, KL, refusals."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from mmrl.algorithms import ALGORITHMS
+from mmrl.config import ALGO_SCHEMAS
+from mmrl.errors import DataError
+from mmrl.rollout.plans import Tree
+from tests.helpers.forests import Grow, by_call, total_weight
+
+VALUES = (0.4, 0.5, 0.1, 0.6, 0.3, 0.2, 0.8, 0.7)
+
+
+def credit(forest, name, minibatch=None, **options):
+    algo = ALGO_SCHEMAS[name].model_validate({"name": name, "beta": 0, **options})
+    return ALGORITHMS[name].credit(forest, algo, 0, minibatch)
+
+
+def search(observed, turns=(0.0, 0.2), outcome=1.0):
+    """Two searches and an answer: mask 1 1 0 1 1 0 1 1."""
+    values = [VALUES[0:3], VALUES[3:6], VALUES[6:8]]
+    grow = Grow(("agent",))
+    leaf = None
+    for index, own in enumerate(values):
+        leaf = grow.call(
+            f"q/{index}",
+            leaf,
+            "agent",
+            2,
+            observation_tokens=1 if index < 2 else 0,
+            turn_reward=turns[index] if index < 2 else None,
+            values=own if observed else own[:2],
+        )
+    grow.end(leaf, outcome)
+    return grow.forest
+
+
+def flat(entries, field):
+    return [value for index in range(3) for value in getattr(entries[f"q/{index}"], field)]
+
+
+@pytest.mark.parametrize(
+    ("gamma", "lam", "obs", "position", "expected"),
+    [
+        (1, 1, "all", "last_generated", [0.8, 0.7, 0.6, 0.9, 0.2, 0.3]),
+        (1, 1, "all", "turn_end", [0.8, 0.7, 0.6, 0.9, 0.2, 0.3]),
+        (1, 1, "skip", "last_generated", [0.8, 0.7, 0.6, 0.9, 0.2, 0.3]),
+        (0.9, 0.8, "all", "turn_end", [-0.026802, -0.106669, -0.025983, 0.422246, 0.046, 0.3]),
+        (0.9, 0.8, "skip", "last_generated", [0.151504, 0.140977, 0.140246, 0.653120, 0.046, 0.3]),
+    ],
+)
+def test_mt_ppo_worked_example(gamma, lam, obs, position, expected):
+    forest = search(observed=obs == "all")
+    result = credit(forest, "mt_ppo", gamma=gamma, gae_lambda=lam, obs=obs, position=position)
+    assert flat(by_call(result), "raw_advantages") == pytest.approx(expected, abs=5e-7)
+
+
+def test_mt_ppo_returns_and_whitening_worked_example():
+    entries = by_call(credit(search(observed=False), "mt_ppo"))
+    assert flat(entries, "returns") == pytest.approx([1.2, 1.2, 1.2, 1.2, 1, 1])
+    assert flat(entries, "advantages") == pytest.approx(
+        [0.777454, 0.418629, 0.059804, 1.136279, -1.375496, -1.016671], abs=5e-7
+    )
+    assert flat(entries, "token_rewards") == pytest.approx([0, 0, 0, 0.2, 0, 1])
+    assert [entries[f"q/{i}"].parts for i in range(3)] == [{"turn": 0.0}, {"turn": 0.2}, {"outcome": 1.0}]
+    assert entries["q/1"].reward == pytest.approx(0.2)
+
+
+def test_whitening_over_all_tokens_counts_observations():
+    """Advantages at t = 0..7 with obs=all, turn_end: 0.8 0.7 1.1 0.6 0.9 1.0 0.2 0.3."""
+    everything = [0.8, 0.7, 1.1, 0.6, 0.9, 1.0, 0.2, 0.3]
+    mean = sum(everything) / 8
+    std = (sum((a - mean) ** 2 for a in everything) / 7) ** 0.5
+    entries = by_call(credit(search(True), "mt_ppo", obs="all", position="turn_end", whiten="all"))
+    trained = [0.8, 0.7, 0.6, 0.9, 0.2, 0.3]
+    assert flat(entries, "advantages") == pytest.approx([(a - mean) / std for a in trained], abs=1e-6)
+    none = by_call(credit(search(True), "mt_ppo", obs="all", whiten="none"))
+    assert flat(none, "advantages") == flat(none, "raw_advantages")
+
+
+def test_ppo_places_the_outcome_on_the_last_token():
+    entries = by_call(credit(search(observed=False), "ppo"))
+    assert flat(entries, "token_rewards") == [0, 0, 0, 0, 0, 1]
+    sampled = [VALUES[t] for t in (0, 1, 3, 4, 6, 7)]
+    assert flat(entries, "raw_advantages") == pytest.approx([1 - value for value in sampled])
+    assert [entries[f"q/{i}"].parts for i in range(3)] == [{}, {}, {"outcome": 1.0}]
+
+
+def test_a_turn_without_tokens_leaves_its_reward_on_the_token_before():
+    grow = Grow(("agent",))
+    grow.call("q/0", None, "agent", 2, turn_reward=0.1, values=(0.0, 0.0))
+    grow.call("q/1", "q/0", "agent", 0, turn_reward=0.2, values=())
+    grow.call("q/2", "q/1", "agent", 1, values=(0.0,))
+    grow.end("q/2", 1.0)
+    grow.end(grow.call("p/0", None, "agent", 0, turn_reward=None, values=()), 1.0)
+    entries = by_call(credit(grow.forest, "mt_ppo"))
+    assert flat(entries, "token_rewards") == pytest.approx([0, 0.3, 1.0])
+    assert entries["p/0"].advantages == entries["p/0"].token_rewards == ()
+
+
+def test_a_first_turn_without_tokens_leaves_its_reward_on_the_first_token():
+    grow = Grow(("agent",))
+    grow.call("q/0", None, "agent", 0, turn_reward=0.1, values=())
+    grow.call("q/1", "q/0", "agent", 2, values=(0.0, 0.0))
+    grow.end("q/1", 1.0)
+    entries = by_call(credit(grow.forest, "mt_ppo"))
+    assert entries["q/1"].token_rewards == pytest.approx((0.1, 1.0))
+
+
+def agents():
+    """F1 0.6, beta 0.1; the answerer has penalty -1."""
+    grow = Grow(("rewriter", "answerer"))
+    grow.call("q/w", None, "rewriter", 2, values=(0.3, 0.2), logprobs=(-1.0, -0.5), ref_logprobs=(-1.2, -0.5))
+    grow.call(
+        "q/a",
+        "q/w",
+        "answerer",
+        3,
+        penalty=-1.0,
+        values=(0.5, 0.1, 0.4),
+        logprobs=(-0.2, -0.3, -0.9),
+        ref_logprobs=(-0.2, -0.8, -0.4),
+    )
+    grow.end("q/a", 0.6)
+    return grow.forest
+
+
+def test_mappo_worked_example():
+    entries = by_call(credit(agents(), "mappo", beta=0.1))
+    writer, answerer = entries["q/w"], entries["q/a"]
+    assert writer.token_rewards == pytest.approx([-0.02, 0.6])
+    assert answerer.token_rewards == pytest.approx([0, -0.05, -0.35])
+    assert writer.raw_advantages == pytest.approx([0.28, 0.4])
+    assert answerer.raw_advantages == pytest.approx([-0.9, -0.5, -0.75])
+    assert writer.returns == pytest.approx([0.58, 0.6])
+    assert answerer.returns == pytest.approx([-0.4, -0.4, -0.35])
+    assert writer.advantages == pytest.approx([0.960436, 1.161224], abs=5e-7)
+    assert answerer.advantages == pytest.approx([-1.013979, -0.344686, -0.762994], abs=5e-7)
+    assert answerer.parts == pytest.approx({"shared": 0.6, "penalty": -1.0, "kl": 0.0})
+    lower = by_call(credit(agents(), "mappo", beta=0.1, gae_lambda=0.95))
+    assert lower["q/w"].raw_advantages == pytest.approx([0.26, 0.4])
+    assert lower["q/a"].raw_advantages == pytest.approx([-0.839375, -0.4625, -0.75])
+
+
+def test_mappo_options():
+    final = by_call(credit(agents(), "mappo", penalties=False))
+    assert final["q/a"].token_rewards == pytest.approx([0, 0, 0.6])
+    unwhitened = by_call(credit(agents(), "mappo", whiten="none"))
+    assert unwhitened["q/a"].advantages == unwhitened["q/a"].raw_advantages
+    in_loss = by_call(credit(agents(), "mappo", beta=0.1, kl="loss"))
+    assert in_loss["q/w"].token_rewards == pytest.approx([0, 0.6])
+
+
+def test_mappo_leaves_out_what_no_scored_rollout_reaches_and_empty_calls():
+    grow = Grow(("a", "b"))
+    grow.call("q/0", None, "a", 0, values=())
+    grow.call("q/1", "q/0", "b", 1, values=(0.5,))
+    grow.end("q/1", 1.0)
+    grow.call("p/0", None, "a", 1)
+    grow.end("p/0", None, error="engine")
+    result = credit(grow.forest, "mappo")
+    assert set(by_call(result)) == {"q/0", "q/1"}
+    assert by_call(result)["q/0"].token_rewards == ()
+    assert by_call(result)["q/1"].advantages == (0.0,), "one token alone is its own mean"
+
+
+def test_kl_is_in_the_reward_of_sampled_tokens_only():
+    grow = Grow(("agent",))
+    grow.call("q/0", None, "agent", 1, observation_tokens=1, turn_reward=0.5, values=(0.0, 0.0), logprobs=(-1.0, -9.0),
+              ref_logprobs=(-2.0, -1.0))  # fmt: skip
+    grow.call("q/1", "q/0", "agent", 1, values=(0.0,), logprobs=(-1.0,), ref_logprobs=(-1.5,))
+    grow.end("q/1", 1.0)
+    entries = by_call(credit(grow.forest, "mt_ppo", beta=0.1, obs="all"))
+    assert entries["q/0"].token_rewards == pytest.approx([0.5 - 0.1])
+    assert entries["q/0"].raw_advantages == pytest.approx([1.0 - 0.05 + 0.5 - 0.1])
+    assert entries["q/0"].parts == pytest.approx({"turn": 0.5, "kl": -0.1})
+
+
+def test_mappo_never_reads_values_of_observations():
+    grow = Grow(("a",))
+    grow.end(grow.call("q/0", None, "a", 1, observation_tokens=2, values=(0.5,)), 1.0)
+    assert by_call(credit(grow.forest, "mappo"))["q/0"].raw_advantages == pytest.approx((0.5,))
+
+
+def test_whitening_over_trained_tokens_ignores_estimates_at_observations():
+    entries = by_call(credit(search(True), "mt_ppo", obs="all", position="turn_end"))
+    assert flat(entries, "advantages") == pytest.approx(
+        [0.777454, 0.418629, 0.059804, 1.136279, -1.375496, -1.016671], abs=5e-7
+    )
+
+
+def test_weights_are_the_token_mean():
+    grow = Grow(("agent",))
+    for example, tokens in (("q", 3), ("p", 5)):
+        grow.end(grow.call(f"{example}/0", None, "agent", tokens, values=(0.0,) * tokens), 1.0)
+    for name in ("ppo", "mappo"):
+        assert {w for e in credit(grow.forest, name).entries for w in e.weights} == {1 / 8}
+        by_sequence = credit(grow.forest, name, loss_mean="seq")
+        assert by_call(by_sequence)["p/0"].weights == pytest.approx([1 / 10] * 5)
+        split = by_call(credit(grow.forest, name, minibatch={"q": 0, "p": 1}, loss_mean="seq"))
+        assert split["q/0"].weights == pytest.approx([1 / 3] * 3) and split["p/0"].weights == pytest.approx([1 / 5] * 5)
+        constant = by_call(credit(grow.forest, name, loss_mean="constant", loss_length=10))
+        assert constant["q/0"].weights == pytest.approx([1 / 20] * 3)
+        assert total_weight(credit(grow.forest, name)) == pytest.approx(1.0)
+        assert credit(grow.forest, name).algo == name
+
+
+@pytest.mark.parametrize("name", ["ppo", "mt_ppo", "mappo"])
+def test_what_the_critic_and_the_kl_term_need_is_asked_for_by_call(name):
+    grow = Grow(("agent",))
+    grow.end(grow.call("q/0", None, "agent", 2), 1.0)
+    with pytest.raises(DataError, match=r"call 'q/0': values: missing, expected a critic's value per token"):
+        credit(grow.forest, name)
+    grow.calls.clear()
+    grow.call("q/0", None, "agent", 2, values=(1.0,))
+    with pytest.raises(DataError, match=r"call 'q/0': values: got 1 numbers, expected 2"):
+        credit(grow.forest, name)
+    grow.call("q/0", None, "agent", 2, values=(1.0, 1.0))
+    with pytest.raises(DataError, match=r"call 'q/0': logprobs: missing.*algo\.beta=0"):
+        credit(grow.forest, name, beta=0.1)
+    grow.call("q/0", None, "agent", 2, values=(1.0, 1.0), logprobs=(1.0, 1.0), ref_logprobs=(1.0,))
+    with pytest.raises(DataError, match=r"call 'q/0': ref_logprobs: got 1 numbers, expected 2"):
+        credit(grow.forest, name, beta=0.1)
+
+
+def test_values_must_cover_observations_exactly_when_they_take_part():
+    with pytest.raises(DataError, match=r"call 'q/0': values: got 3 numbers, expected 2"):
+        credit(search(observed=True), "mt_ppo")
+    with pytest.raises(DataError, match=r"call 'q/0': values: got 2 numbers, expected 3"):
+        credit(search(observed=False), "mt_ppo", obs="all")
+
+
+@pytest.mark.parametrize("options", [{"position": "turn_end"}, {"whiten": "all"}])
+def test_skipping_observations_refuses_what_would_be_lost_on_them(options):
+    with pytest.raises(ValidationError, match="needs obs=all"):
+        ALGO_SCHEMAS["mt_ppo"].model_validate({"name": "mt_ppo", **options})
+
+
+def test_an_empty_step_has_no_entries():
+    grow = Grow(("agent",))
+    grow.end(None, None, error="tool")
+    for name in ("ppo", "mt_ppo", "mappo"):
+        assert credit(grow.forest, name).entries == ()
+
+
+def test_explained_variance():
+    perfect = Grow(("agent",))
+    for example, outcome in (("q", 1.0), ("p", 0.0)):
+        perfect.end(perfect.call(f"{example}/0", None, "agent", 1, values=(outcome,)), outcome)
+    assert credit(perfect.forest, "ppo").metrics["credit/explained_variance"] == pytest.approx(1.0)
+
+
+def test_plans_and_checks():
+    for name in ("ppo", "mt_ppo", "mappo"):
+        algo = ALGO_SCHEMAS[name].model_validate({"name": name})
+        algorithm = ALGORITHMS[name]
+        assert algorithm.plan(algo, ("a",), (0, 0, "q")) == (Tree(),)
+        assert algorithm.needs_critic
+        problems = algorithm.check(algo, ("a",), ("outcome",))
+        assert algorithm.needs_turn_rewards is (name == "mt_ppo") is bool(problems)
+        assert algorithm.name == name
+        if problems:
+            assert problems[0].startswith("algo: mt_ppo needs") and "use algo=ppo" in problems[0]

@@ -1,0 +1,342 @@
+"""The command line: composition, one clear error for each mistake, exit code 2, light imports."""
+
+import importlib.util
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmrl.algorithms import ALGORITHMS
+from mmrl.cli import COMMANDS, main
+from mmrl.cli.commands import validated
+from mmrl.cli.compose import composed, parse_arguments
+from mmrl.config import ALGO_SCHEMAS, EvalCommandConfig, TrainCommandConfig, validate
+from mmrl.config.groups import GROUPS, conf_dir, options
+from mmrl.errors import ConfigError
+
+
+def problems(*arguments):
+    with pytest.raises(ConfigError) as caught:
+        validated("train", TrainCommandConfig, parse_arguments(arguments))
+    return caught.value.problems
+
+
+def test_help_imports_neither_torch_nor_hydra():
+    code = (
+        "import sys; from mmrl.cli import main; code = main(['--help']);"
+        "heavy = {'torch', 'hydra', 'transformers', 'numpy', 'pydantic'} & set(sys.modules);"
+        "sys.exit(str(heavy) if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for command in COMMANDS:
+        assert f"mmrl {command}" in done.stdout
+    for algo in ALGO_SCHEMAS:
+        assert algo in done.stdout
+
+
+def test_names_in_yaml_registry_and_schema_are_the_same():
+    assert options("algo") == sorted(ALGO_SCHEMAS) == sorted(ALGORITHMS)
+    for name in options("algo"):
+        raw = composed("train", [f"algo={name}"])
+        assert raw["algo"]["name"] == name
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{group}={name}"]
+        for group in GROUPS
+        if group != "experiment"  # tests/config/test_experiments.py: some rows train, some evaluate
+        for name in sorted(
+            p.relative_to(conf_dir() / group).with_suffix("").as_posix() for p in (conf_dir() / group).rglob("*.yaml")
+        )
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_every_shipped_config_composes_and_validates(overrides):
+    config = validate(TrainCommandConfig, composed("train", overrides))
+    group, _, name = overrides[0].partition("=")
+    if group in ("task", "algo", "model", "hardware", "engine"):
+        assert getattr(config, group).name == name
+
+
+def test_the_tiny_model_scales_every_algorithm_down():
+    for algo, model in itertools.product(options("algo"), ["tiny"]):
+        config = validate(TrainCommandConfig, composed("train", [f"algo={algo}", f"model={model}"]))
+        assert config.train.batch_size <= 64
+        assert config.model.lora is None
+
+
+def test_the_paper_values_come_back_with_another_model():
+    config = validate(TrainCommandConfig, composed("train", ["algo=mhgpo_rr", "model=llama31_8b_instruct"]))
+    assert (config.train.lr, config.train.batch_size, config.train.steps) == (5e-7, 512, 176)
+    assert (config.algo.beta, config.algo.clip, config.algo.top_p) == (0.001, 0.2, 0.9)
+
+
+def test_all_errors_come_at_once_in_the_words_of_the_command_line():
+    found = problems("algo=mhgpo_fo", "task=hotpot", "seed=abc", "train.lrr=3", "train.lr=x", "modl=tiny")
+    text = "\n".join(found)
+    for start in (
+        "algo: got 'mhgpo_fo'",
+        "task: got 'hotpot'",
+        "seed: got 'abc'",
+        "train.lrr: unknown key",
+        "train.lr: got 'x'",
+        "modl: unknown key",
+    ):
+        assert any(problem.startswith(start) for problem in found), (start, text)
+    assert "did you mean 'mhgpo_fof'?" in text
+    assert "did you mean 'lr'?" in text
+    assert len(found) == 6
+
+
+@pytest.mark.parametrize(
+    ("override", "starts", "says"),
+    [
+        ("algo.group_size=1", "algo.group_size: got 1", "2"),
+        ("algo.group_size=2.5", "algo.group_size: got 2.5", "integer"),
+        ("algo.fork_probs=[.5,.1,.1]", "algo.fork_probs: got [0.5, 0.1, 0.1]", "sum to 1"),
+        ("algo.clip=-1", "algo.clip: got -1", "greater than 0"),
+        ("train.steps=0", "train.steps: got 0", "1"),
+        ("train.steps=true", "train.steps: got True", "integer"),
+        ("eval.split=validation", "eval.split: got 'validation'", "'dev'"),
+        ("run.report_to=[comet]", "run.report_to.0: got 'comet'", "'wandb'"),
+        ("model.path=null", "model.path: got None", "string"),
+        ("train.lr=${nope}", "train.lr: Interpolation key 'nope' not found", ""),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_was_expected(override, starts, says):
+    (problem,) = problems(override)
+    assert problem.startswith(starts)
+    assert says in problem
+
+
+def test_an_option_without_effect_is_refused_and_its_users_are_named():
+    (problem,) = problems("algo=mhgpo_fof", "algo.fork_probs=[1,0,0]")
+    assert problem.startswith("algo.fork_probs: has no effect")
+    assert "mhgpo_rr" in problem
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train.steps"], "expected key=value"),
+        (["--foo"], "unknown flag"),
+        (["algo={"], "not an override"),
+        (["seed=1,2"], "run a sweep with -m"),
+        (["--config-dir", "nowhere"], "no folder 'nowhere'"),
+    ],
+)
+def test_arguments_that_cannot_be_read(arguments, says):
+    assert any(says in problem for problem in problems(*arguments))
+
+
+def test_a_sweep_isvalidated_whole_before_anything_runs():
+    configs = validated("train", TrainCommandConfig, parse_arguments(["-m", "algo=mhgpo_fof,mhgpo_rr", "seed=1,2"]))
+    assert [(c.algo.name, c.seed) for c in configs] == [
+        ("mhgpo_fof", 1),
+        ("mhgpo_fof", 2),
+        ("mhgpo_rr", 1),
+        ("mhgpo_rr", 2),
+    ]
+    assert problems("-m", "seed=1,x,y") == ["seed: got 'x', expected integer", "seed: got 'y', expected integer"]
+
+
+def test_the_users_conf_folder_overlays_the_shipped_one(tmp_path, monkeypatch):
+    (tmp_path / "conf" / "algo").mkdir(parents=True)
+    (tmp_path / "conf" / "model").mkdir()
+    (tmp_path / "conf" / "algo" / "mine.yaml").write_text(
+        "# @package _global_\nalgo: {name: mhgpo_rr, group_size: 7}\n"
+    )
+    (tmp_path / "conf" / "model" / "tiny.yaml").write_text(
+        "# @package _global_\nmodel: {name: tiny, path: tiny}\ntrain: {lr: 0.5}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert "mine" in options("algo")
+    config = validate(TrainCommandConfig, composed("train", ["algo=mine"]))
+    assert (config.algo.group_size, config.train.lr) == (7, 0.5)
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert "mine" not in options("algo")
+    assert validate(TrainCommandConfig, composed("train", [])).train.lr == 3e-4
+    config = validate(TrainCommandConfig, composed("train", ["algo=mine"], str(tmp_path / "conf")))
+    assert config.algo.group_size == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["trian"], 2, "did you mean 'train'?"),
+        (["train", "algo=nope"], 2, "error: algo: got 'nope'"),
+        (["eval"], 2, "policy: missing"),
+        (["eval", "policy=./nowhere"], 2, "policy: got './nowhere'"),
+        (["show"], 2, "expected one: mmrl show RUN_DIR"),
+        (["show", "nowhere"], 2, "nowhere"),
+        (["train", "resume=nowhere"], 2, "nowhere: no such run directory"),
+        (["train", "resume=nowhere", "seed=3"], 2, "remove seed=3"),
+        (["train", "task.data.train=missing.json"], 2, "task.data.train"),
+        (["train", "task.reward=judge"], 2, "task.reward: got 'judge'"),
+        (["train", "train.batch_size=1000000"], 2, "train.batch_size: got 1000000"),
+        (["train", "algo.minibatches=25"], 2, "algo.minibatches: got 25"),
+        (["train", "model.path=./nowhere"], 2, "model.path: no folder './nowhere'"),
+        (["train", "hardware.sharding=fsdp2"], 2, "hardware.sharding: got fsdp2"),
+        (["train", "algo=mmgrpo", "algo.failure_score=0"], 2, "algo.failure_score: is called algo.format_failure_best"),
+        (["train", "algo=grpo", "algo.failure_score=0"], 2, "algo.failure_score: is called algo.format_failure_best"),
+        (["train", "model.path=tinny"], 2, "did you mean 'tiny'?"),
+        (["train", "-m", "seed=1,2", "run.dir=x"], 2, "run.dir: the runs of a sweep"),
+        (["train", "run.dir=/dev/null"], 2, "run.dir: /dev/null is a file"),
+    ],
+)
+def test_mistakes_end_with_exit_code_2_and_no_traceback(arguments, code, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == code
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert captured.err.startswith("error: ")
+    assert "Traceback" not in captured.err
+    assert not (tmp_path / "outputs").exists(), "nothing may be written before the input is known to be right"
+
+
+def test_a_launcher_that_is_not_installed_is_refused_with_what_to_install(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *rest: None if name == "submitit" else find(name, *rest)
+    )
+    assert main(["train", "-m", "hydra/launcher=submitit_slurm", "seed=1,2", "train.lrr=1"]) == 2
+    shown = capsys.readouterr().err
+    assert "hydra/launcher: got submitit_slurm, which needs hydra-submitit-launcher" in shown
+    assert "pip install 'mmrl[slurm]'" in shown and "train.lrr: unknown key" in shown
+
+
+def test_a_profile_for_a_gpu_is_refused_where_there_is_none(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["train", "hardware=gpu1"]) == 2
+    assert "this machine has no CUDA device" in capsys.readouterr().err
+
+
+def test_a_run_directory_in_use_is_never_overwritten(tmp_path, capsys):
+    (tmp_path / "precious.txt").write_text("mine")
+    assert main(["train", f"run.dir={tmp_path}"]) == 2
+    assert "run.dir" in capsys.readouterr().err
+    assert (tmp_path / "precious.txt").read_text() == "mine"
+
+
+def test_cfg_job_prints_the_composed_config():
+    done = subprocess.run(
+        [sys.executable, "-m", "mmrl", "train", "algo=mhgpo_is", "--cfg", "job"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "name: mhgpo_is" in done.stdout
+
+
+def test_shell_completion_completes_after_the_command_word():
+    import os
+
+    line = "mmrl train algo=mhgpo_f"
+    env = {**os.environ, "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    done = subprocess.run([sys.executable, "-m", "mmrl", "-sc", "query=bash"], capture_output=True, text=True, env=env)
+    assert "algo=mhgpo_fof" in done.stdout, done.stdout + done.stderr
+
+
+def test_eval_needs_a_policy_and_takes_one():
+    config = validate(EvalCommandConfig, composed("eval", ["++policy=tiny", "++split=test"]))
+    assert (config.policy, config.split) == ("tiny", "test")
+
+
+def test_tiny_stands_for_the_shipped_model_that_plays_the_task():
+    found = validate(EvalCommandConfig, composed("eval", ["task=papillon", "++policy=tiny"]))
+    assert (found.policy, found.model.path) == ("tiny_dspy", "tiny_dspy")
+    teachers = "algo.teachers=[{name: student}, {name: gpt, policy: tiny}]"
+    config = validate(TrainCommandConfig, composed("train", ["task=banking77", "algo=mmgrpo", teachers]))
+    assert (config.model.name, config.model.path) == ("tiny", "tiny_dspy")
+    assert [teacher.policy for teacher in config.algo.teachers] == [None, "tiny_dspy"]
+    own = validate(TrainCommandConfig, composed("train", ["task=banking77", "model.path=some/folder"]))
+    assert own.model.path == "some/folder"
+    assert validate(TrainCommandConfig, composed("train", ["task=tool_agent"])).model.path == "tiny"
+
+
+FOREST = {
+    "version": 1,
+    "modules": ["a"],
+    "calls": [
+        {"id": name, "example": "q", "parent": None, "module": "a", "invocation": 0, "turn": 0, "completion_tokens": 2}
+        for name in ("c0", "c1")
+    ],
+    "rollouts": [
+        {"id": "r0", "example": "q", "leaf": "c0", "reward": 1.0, "error": None, "fork": "a"},
+        {"id": "r1", "example": "q", "leaf": "c1", "reward": 0.0, "error": None, "fork": "a"},
+    ],
+}
+
+
+def test_credit_prints_json_alone_with_the_papers_values(tmp_path, capsys):
+    path = tmp_path / "forest.json"
+    path.write_text(json.dumps(FOREST))
+    assert main(["credit", "algo=mhgpo_fof", "algo.group_size=2", f"rollouts={path}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["version"], found["algo"]) == (1, "mhgpo_fof")
+    assert [round(call["advantages"][0], 4) for call in found["calls"]] == [0.7071, -0.7071]
+
+
+def test_credit_prints_several_algorithms_side_by_side_without_torch(tmp_path):
+    path = tmp_path / "forest.json"
+    path.write_text(json.dumps(FOREST))
+    code = (
+        "import sys; from mmrl.cli import main;"
+        f"code = main(['credit', 'algo=mhgpo_fof,grpo', 'rollouts={path}']);"
+        "sys.exit('torch loaded' if 'torch' in sys.modules else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "mhgpo_fof" in done.stdout and "grpo" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["algo=mhgpo_fof"], "rollouts: missing"),
+        (["rollouts=x.json"], "algo: missing"),
+        (["algo=mhgpo_fo", "rollouts=x.json"], "did you mean 'mhgpo_fof'?"),
+        (["algo=mhgpo_fof", "rollouts=x.json"], "x.json"),
+        (["algo=mhgpo_fof", "rollouts=x.json", "train.lr=1"], "train.lr: has no effect on mmrl credit"),
+        (["algo=mhgpo_fof", "rollouts=x.json", "seed=x"], "seed: got 'x'"),
+    ],
+)
+def test_mistakes_of_credit(arguments, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["credit", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_job_that_a_launcher_lost_is_counted_as_not_finished(monkeypatch, tmp_path, capsys):
+    """Jobs may run in other processes (submitit): what they leave behind is files, and they are pickled."""
+    from mmrl.cli import commands
+
+    def only_the_first(name, line, job):
+        assert pickle.loads(pickle.dumps(job)).args == job.args
+        job({"algo": {"name": "mhgpo_rr"}, "task": {"name": "hotpotqa"}, "seed": 1})
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands, "validated", lambda *_: [None, None])
+    monkeypatch.setattr(commands, "validate", lambda schema, raw: raw)
+    monkeypatch.setattr(commands, "through_hydra", only_the_first)
+    monkeypatch.setattr("mmrl.run.check.check_all", lambda *_: None)
+    monkeypatch.setattr("mmrl.run.train", lambda config, command: 0)
+    assert main(["train", "-m", "seed=1,2"]) == 1
+    said = capsys.readouterr()
+    assert "-- job 1 of 2: algo=mhgpo_rr task=hotpotqa seed=1" in said.out
+    assert "sweep: 1 of 2 runs finished" in said.err
+    assert list((tmp_path / "outputs").iterdir()) == []
+
+
+def test_no_row_may_be_said(capsys):
+    assert main(["train", "experiment=null", "--cfg", "job"]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+    assert main(["train", "-m", "experiment=null,mhgpo/table1/mhgpo_rr", "seed=x"]) == 2
+    assert capsys.readouterr().err.startswith("error: seed: got 'x'")

@@ -1,0 +1,112 @@
+"""`mmrl new-task` writes a package whose own test passes and which trains, from a folder that is not mmrl's."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmrl.cli import main
+
+TOP = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A folder with one package of each kind."""
+    folder = tmp_path_factory.mktemp("mine")
+    assert main(["new-task", "route_plain", f"dir={folder}"]) == 0
+    assert main(["new-task", "route_dspy", "kind=dspy", f"dir={folder}"]) == 0
+    return folder
+
+
+def test_the_written_tests_pass_under_pytest(written):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "route_plain", "route_dspy"],
+        cwd=written,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(TOP)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6 passed" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["route_plain", "route_dspy"])
+def test_it_trains_and_evaluates_by_its_name_alone(name, written, random_model, monkeypatch, capsys):
+    monkeypatch.chdir(written)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    small = [f"model.path={random_model}", f"run.dir=run_{name}", "hardware.threads=1", "task.max_tokens=6"]
+    sizes = ["algo.rollouts=2", "train.steps=1", "train.batch_size=2", "eval.items=2"]
+    assert main(["train", f"task={name}", "algo=mmgrpo", *small, *sizes]) == 0, capsys.readouterr()
+    config = (written / f"run_{name}" / "config.yaml").read_text()
+    assert name in config and f"{name}/train.jsonl" in config
+    step = json.loads((written / f"run_{name}" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert step
+
+
+def test_the_users_code_is_under_fifty_lines(written):
+    for name in ("route_plain", "route_dspy"):
+        lines = (written / name / "__init__.py").read_text() + (written / "conf/task" / f"{name}.yaml").read_text()
+        assert len(lines.splitlines()) < 55
+        assert len((written / name / "__init__.py").read_text().splitlines()) < 50
+
+
+def test_the_next_commands_are_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["new-task", "route"]) == 0
+    printed = capsys.readouterr().out
+    for command in ("python -m pytest route\n", "mmrl train task=route ", "mmrl eval task=route policy="):
+        assert command in printed
+    assert "cd " not in printed and "model=" not in printed
+    assert main(["new-task", "other", "kind=dspy"]) == 0
+    assert "model=NAME" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "got 0 names"),
+        (["a", "b"], "got 2 names"),
+        (["my-task"], "'my-task', expected a name for a Python package"),
+        (["class"], "'class', expected a name for a Python package"),
+        (["../x"], "expected a name for a Python package"),
+        (["null"], "'null' is a value"),
+        (["NaN"], "'NaN' is a value"),
+        (["hotpotqa"], "a task of mmrl's own"),
+        (["json"], "installed Python package"),
+        (["route", "kind=torch"], "kind"),
+        (["route", "colour=red"], "colour"),
+        (["route", "dir=nowhere"], "dir: no folder 'nowhere'"),
+        (["--force", "route"], "--force"),
+    ],
+)
+def test_bad_input_is_one_clear_error_and_writes_nothing(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["new-task", *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("taken", ["route/mine.txt", "conf/task/route.yaml"])
+def test_nothing_is_overwritten(taken, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / taken).parent.mkdir(parents=True)
+    (tmp_path / taken).write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["new-task", "route"]) == 2
+    assert "exists, and nothing is overwritten" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before and (tmp_path / taken).read_text() == "mine"
+
+
+def test_the_toy_records_are_balanced_and_their_splits_apart():
+    rows = {
+        split: [json.loads(line) for line in (TOP / f"mmrl/assets/new_task/{split}.jsonl").read_text().splitlines()]
+        for split in ("train", "dev")
+    }
+    for split in rows.values():
+        counts = [sum(row["department"] == name for row in split) for name in ("billing", "delivery", "repair")]
+        assert len(set(counts)) == 1
+    assert not {row["message"] for row in rows["train"]} & {row["message"] for row in rows["dev"]}

@@ -1,0 +1,211 @@
+"""What the user typed and has no effect is refused, with what to use instead; what has one is not."""
+
+import pytest
+
+from mmrl.cli.commands import typed_keys, validated
+from mmrl.cli.compose import parse_arguments
+from mmrl.config import EvalCommandConfig, TrainCommandConfig
+from mmrl.config.effects import COMMON, EVAL, TRAIN
+from mmrl.config.engine import engine_options
+from mmrl.errors import ConfigError
+from mmrl.run import check as prepare
+
+
+def refused(*arguments, command="train"):
+    line = parse_arguments(arguments)
+    try:
+        prepare.check_all(
+            validated(command, TrainCommandConfig if command == "train" else EvalCommandConfig, line), typed_keys(line)
+        )
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+AGENT, FOF, RR = "task=search_agent", "algo=mhgpo_fof", "algo=mhgpo_rr"
+CASES = [
+    (["eval.top_p=0.9"], "eval.top_p: got 0.9", "set eval.temperature", ["eval.temperature=0.6"]),
+    (["eval.top_k=20"], "eval.top_k: got 20", "set eval.temperature", ["eval.temperature=0.6"]),
+    (["eval.samples=4"], "eval.samples: got 4", "set eval.temperature", ["eval.temperature=0.6"]),
+    (["eval.parse_retries=1"], "eval.parse_retries: got 1", "fails to parse", None),
+    (
+        [AGENT, "algo=ppo", "task.search_penalty=0.0"],
+        "task.search_penalty: got 0.0",
+        "task.reward=turn",
+        ["algo=mt_ppo"],
+    ),
+    (
+        [AGENT, "algo=grpo", "task.final_penalty=0.0"],
+        "task.final_penalty: got 0.0",
+        "task.reward=turn",
+        ["algo=grpo_mr"],
+    ),
+    (
+        [AGENT, "algo=grpo", "task.em_needs_format=false"],
+        "task.em_needs_format: got false",
+        "turn",
+        ["task.reward=turn"],
+    ),
+    (["task.max_turns=4"], "task.max_turns: got 4", "it is an option of search_agent", [AGENT, "algo=grpo"]),
+    (["model.revision=main"], "model.revision: got main", "hub id", ["model=llama31_8b_instruct"]),
+    (["hardware.engine=transformers", "engine=transformers"], "hardware.engine: got", "leave one", ["engine=auto"]),
+    (["run.wandb_project=x"], "run.wandb_project: got x", "report_to=[wandb]", ["run.report_to=[wandb]"]),
+    (["algo.clip=0.3", "algo.ratio_one=true"], "algo.clip: got 0.3", "ratio_one", ["algo.ratio_one=false"]),
+    (["algo.parse_retries=2"], "algo.parse_retries: got 2", "fails to parse", None),
+    ([AGENT, "algo=mappo", "algo.penalties=false"], "algo.penalties: got false", "no penalties", ["task=hotpotqa"]),
+    ([AGENT, FOF, "algo.propagate=full"], "algo.propagate: got full", "no penalties", ["task=hotpotqa"]),
+    (
+        [FOF, "algo.propagate=full", "algo.penalties=false"],
+        "algo.propagate: got full",
+        "leave one",
+        ["algo.penalties=true"],
+    ),
+    ([FOF, "algo.aggregate=max"], "algo.aggregate: got max", "algo=mhgpo_rr", [RR]),
+    (["algo=mhgpo_is", "algo.aggregate=min"], "algo.aggregate: got min", "mhgpo_fof_os", ["algo=mhgpo_fof_os"]),
+    (
+        [RR, "algo.regroup=alg3", "algo.fork_probs=[1.0,0.0,0.0]"],
+        "algo.regroup: got alg3",
+        "single calls",
+        ["algo.fork_probs=[.5,.5,.0]"],
+    ),
+    ([RR, AGENT, "algo.regroup=alg3"], "algo.regroup: got alg3", "single calls", ["task=hotpotqa"]),
+    (["algo=ppo", "algo.obs=all"], "algo.obs: got all", "no observations", [AGENT]),
+    (["algo=mmgrpo", "algo.failing_traces=trajectory"], "algo.failing_traces: got trajectory", "fails to parse", None),
+    (["algo=grpo", "algo.eps=0.1", "algo.scale=false"], "algo.eps: got 0.1", "algo.scale=false", ["algo.scale=true"]),
+    (["algo=ppo", "algo.kl=loss"], "algo.kl: got loss", "set algo.beta", ["algo.beta=0.01"]),
+    (
+        ["algo=ppo", "algo.critic_warmup_steps=5", "algo.critic_lr_factor=0"],
+        "algo.critic_warmup_steps: got 5",
+        "not trained",
+        ["algo.critic_lr_factor=2"],
+    ),
+    (
+        ["algo=mappo", "algo.value_clip=0.3", "algo.critic_lr_factor=0"],
+        "algo.value_clip: got 0.3",
+        "not trained",
+        ["algo.critic_lr_factor=2"],
+    ),
+    (
+        [RR, "algo.aggregate=max", "algo.fork_probs=[1.0,0.0,0.0]"],
+        "algo.aggregate: got max",
+        "several successors",
+        ["algo.fork_probs=[.5,.5,.0]"],
+    ),
+    ([RR, AGENT, "algo.aggregate=max"], "algo.aggregate: got max", "several successors", ["task=hotpotqa"]),
+    ([RR, AGENT, "algo.fork_probs=[1.0]"], "algo.fork_probs: got", "one module", None),
+    ([AGENT, "algo=mmgrpo", "algo.on_missing=skip_example"], "algo.on_missing: got", "one module", ["task=hotpotqa"]),
+    (
+        [RR, "algo.train_modules=[reranker]", "algo.freeze_modules=[answerer]"],
+        "algo.freeze_modules: got answerer",
+        "leaves it out already",
+        ["algo.train_modules=[reranker,answerer]"],
+    ),
+    (
+        [RR, "algo.freeze_modules=[reranker]", "algo.advantage_scale={reranker: 2.0}"],
+        "algo.advantage_scale.reranker: got 2.0",
+        "not trained",
+        ["algo.freeze_modules=[answerer]"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "starts", "says", "cure"), CASES, ids=lambda value: str(value)[:40])
+def test_typed_keys_without_effect_are_refused_and_the_cure_works(arguments, starts, says, cure):
+    found = [problem for problem in refused(*arguments) if problem.startswith(starts)]
+    assert len(found) == 1 and says in found[0] and "no effect" in found[0]
+    if cure is not None:
+        changed = {argument.partition("=")[0] for argument in cure}
+        kept = [argument for argument in arguments if argument.partition("=")[0] not in changed]
+        assert refused(*kept, *cure) == []
+
+
+def test_every_rule_has_a_case():
+    tested = {case[1].partition(":")[0] for case in CASES}
+    others = {"algo.penalty_scale", "algo.ddof"}
+    others |= {f"engine.{key}" for key in engine_options()}  # each tested in test_config_engine.py
+    others |= {f"algo.{key}" for key in ("format_failure_score", "format_failure_best", "failing_index")}
+    assert {rule.key for rule in (*COMMON, *TRAIN)} <= tested | others
+
+
+def test_what_a_file_says_is_not_judged():
+    """`algo=ppo` brings kl=reward and critic_warmup_steps, `model=tiny` beta=0: nobody typed a key without effect."""
+    assert refused("algo=ppo", AGENT) == []
+    assert refused(FOF, "algo.aggregate=mean") != []
+
+
+def test_options_of_one_engine_with_another():
+    """There may be a single engine here, so the rule is asked itself."""
+    (rule,) = [rule for rule in COMMON if rule.key == "engine.loop"]
+    (config,) = validated("train", TrainCommandConfig, parse_arguments(["engine.loop=hf"]))
+    other = config.model_copy(update={"hardware": config.hardware.model_copy(update={"engine": "elsewhere"})})
+    assert not rule.idle(config, None) and rule.idle(other, None)
+
+
+def test_an_evaluation_has_no_training_options():
+    found = refused("policy=tiny", "eval.split=test", "eval.every=3", "model.lora.r=3", command="eval")
+    assert found == [
+        "eval.split: got test, which has no effect on mmrl eval; use split=",
+        "eval.every: got 3, which has no effect on mmrl eval; it is an option of mmrl train",
+        "model.lora.r: got 3, which has no effect on mmrl eval: policy= says which adapter there is, if any",
+    ]
+    assert {rule.key for rule in EVAL} == {"eval.split", "eval.every", "model.lora"}
+    (problem,) = refused("policy=tiny", AGENT, "task.search_penalty=0.2", command="eval")
+    assert problem.startswith("task.search_penalty: got 0.2")
+    assert refused("policy=tiny", AGENT, "task.search_penalty=0.2", "task.reward=turn", command="eval") == []
+
+
+@pytest.mark.parametrize("algo", ["mt_ppo", "mt_grpo", "mt_grpo_variable", "grpo_mr"])
+def test_turn_algorithms_need_a_reward_set_with_turn_rewards(algo):
+    (problem,) = refused(AGENT, f"algo={algo}", "task.reward=outcome")
+    assert problem == (
+        f"task.reward: got outcome, which has no turn rewards, and algo={algo} needs them; "
+        "use task.reward=turn, or leave it out"
+    )
+    (problem,) = refused(f"algo={algo}")
+    assert problem.startswith(f"algo: {algo} needs a task with turn rewards, this one offers outcome; use algo=")
+    assert refused(AGENT, f"algo={algo}") == []
+    (problem,) = refused(AGENT, f"algo={algo}", "task.reward=outcom")
+    assert problem.startswith("task.reward: got 'outcom', expected one of")
+
+
+def test_reward_set_of_a_task_with_a_judge_alone():
+    class Judged:
+        reward_sets = ("outcome", "judge_turn")
+
+    (config,) = validated("train", TrainCommandConfig, parse_arguments(["algo=mt_ppo"]))
+    assert prepare.reward_set(config, Judged()) == "judge_turn"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["algo=grpo", "algo.ddof=true"], "algo.ddof: got True, expected a whole number"),
+        (["algo=grpo", "algo.ddof=1.0"], "algo.ddof: got 1.0, expected a whole number"),
+        (["algo=grpo", "algo.ddof=2"], "algo.ddof: got 2, expected 0 or 1"),
+        (
+            ["task=tool_agent", "algo=grpo", "task.outcome_rewards=4.0"],
+            "task.outcome_rewards: got 4.0, expected a whole",
+        ),
+        (["algo=mmgrpo", "algo.failing_index=false"], "algo.failing_index: got False, expected 'zero' or 'true'"),
+        (
+            ["algo=mmgrpo", "algo.format_failure_score=1e200"],
+            "algo.format_failure_score: got 1e+200, expected less than",
+        ),
+        (["algo=mmgrpo", "algo.rollouts=100001"], "algo.rollouts: got 100001, expected less than"),
+        (["algo=grpo", "algo.loss_mean=constant", f"algo.loss_length={10**400}"], "algo.loss_length: got 1000"),
+        ([FOF, "algo.penalty_scale={answerer: 1e300}"], "algo.penalty_scale.answerer: got 1e+300, expected a finite"),
+    ],
+)
+def test_values_that_python_or_arithmetic_would_confuse(arguments, problem):
+    assert [found for found in refused(*arguments) if found.startswith(problem)]
+
+
+def test_a_penalty_that_is_passed_on_has_an_effect_where_its_module_is_frozen():
+    arguments = ["algo.freeze_modules=[reranker]", "algo.propagate=full", "algo.penalty_scale={reranker: 2.0}"]
+    assert refused(RR, *arguments) == []
+
+
+def test_the_word_true_may_be_typed_as_it_is():
+    arguments = ["algo=mmgrpo", "task=banking77", "algo.padding_mode=ragged", "algo.failing_index=true"]
+    (config,) = validated("train", TrainCommandConfig, parse_arguments(arguments))
+    assert config.algo.failing_index == "true" and refused(*arguments) == []

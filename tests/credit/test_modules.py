@@ -1,0 +1,172 @@
+"""What the config says of single modules: factors of penalties and advantages, frozen modules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mmrl.algorithms import ALGORITHMS, assign_credit, problems
+from mmrl.config.algo import ALGO_SCHEMAS
+from mmrl.errors import DataError
+from tests.helpers.forests import Grow
+
+MODULES = ("rewriter", "answerer")
+
+
+def forest():
+    """Two branches: outcomes 1 and 0; the second rewriter has a penalty of -0.5."""
+    grow = Grow(MODULES)
+    for name, reward, penalty in (("q/0", 1.0, 0.0), ("q/1", 0.0, -0.5)):
+        first = grow.call(f"{name}#0", None, "rewriter", 2, penalty=penalty, example="q")
+        grow.end(grow.call(f"{name}#1", first, "answerer", 1), reward, id=name)
+    return grow.forest
+
+
+def credit(name="mhgpo_fof", frozen=(), **options):
+    algo = ALGO_SCHEMAS[name](name=name, **options)
+    return {e.call: e for e in assign_credit(forest(), algo, 0, frozen=frozen).entries}
+
+
+def test_a_penalty_times_its_factor_worked_by_hand():
+    """Rewards of the rewriter: 1 and 0 - 0.4 · 0.5 = -0.2; mean 0.4, deviation 1.2 / sqrt 2 = 0.848528."""
+    found = credit(penalty_scale={"rewriter": 0.4}, eps=0.0)
+    assert [found[c].reward for c in ("q/0#0", "q/1#0")] == pytest.approx([1.0, -0.2])
+    assert (found["q/1#0"].mean, found["q/1#0"].std) == pytest.approx((0.4, 0.848528), abs=1e-6)
+    assert found["q/1#0"].parts == {"shared": 0.0, "penalty": -0.2}
+    assert credit()["q/1#0"].reward == -0.5
+    unscaled = credit(penalty_scale={"rewriter": 0.0}, eps=0.0)
+    assert [unscaled[c].reward for c in ("q/0#0", "q/1#0")] == [1.0, 0.0]
+
+
+def test_advantages_times_their_factor_worked_by_hand():
+    """A = ±1 / sqrt 2 = ±0.707107 for the answerer, tripled or doubled; nothing else moves."""
+    plain, found = credit(eps=0.0), credit(eps=0.0, advantage_scale={"answerer": 3.0})
+    assert found["q/0#1"].advantages == pytest.approx((2.121320,), abs=1e-6)
+    assert found["q/1#1"].advantages == pytest.approx((-2.121320,), abs=1e-6)
+    doubled = credit(eps=0.0, advantage_scale={"answerer": 2.0})
+    assert doubled["q/0#1"].advantages == pytest.approx((1.414214,), abs=1e-6)
+    for call in ("q/0#0", "q/1#0"):
+        assert found[call] == plain[call]
+    assert all(found[c].weights == plain[c].weights and found[c].reward == plain[c].reward for c in plain)
+
+
+@pytest.mark.parametrize("name", ["mmgrpo", "grpo"])
+def test_a_frozen_module_has_no_weight_and_moves_no_other(name):
+    plain, found = credit(name), credit(name, frozen=("rewriter",))
+    for call in ("q/0#0", "q/1#0"):
+        assert not any(found[call].weights)
+        assert found[call].advantages == plain[call].advantages
+    for call in ("q/0#1", "q/1#1"):
+        assert found[call] == plain[call]
+
+
+def test_mhgpo_counts_a_frozen_module_out_of_n():
+    """Eq. 6: B = 1, n = 1 instead of 2, G = 2, |o| = 1."""
+    assert credit()["q/0#1"].weights == pytest.approx((0.25,))
+    assert credit(frozen=("rewriter",))["q/0#1"].weights == pytest.approx((0.5,))
+    assert credit(frozen=("rewriter",)) == credit(freeze_modules=("rewriter",))
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_unknown_modules_and_wrong_factors_are_named(name):
+    algo = ALGO_SCHEMAS[name](name=name, advantage_scale={"rewritr": 1.0, "answerer": -1.0})
+    found = "\n".join(problems(algo, MODULES, ("outcome", "turn")))
+    assert "algo.advantage_scale: got 'rewritr'" in found and "did you mean 'rewriter'" in found
+    assert "algo.advantage_scale.answerer: got -1.0, expected a finite number from 0" in found
+
+
+def test_a_factor_of_zero_is_a_choice():
+    algo = ALGO_SCHEMAS["mhgpo_fof"](
+        name="mhgpo_fof", advantage_scale={"answerer": 0.0}, penalty_scale={"rewriter": 0.0}
+    )
+    assert problems(algo, MODULES, ("outcome",)) == []
+
+
+def test_the_largest_factor_is_taken_and_what_is_beyond_refused():
+    for key in ("advantage_scale", "penalty_scale"):
+        largest, beyond = (
+            ALGO_SCHEMAS["mhgpo_fof"](name="mhgpo_fof", **{key: {"answerer": factor}}) for factor in (1e30, 1.1e30)
+        )
+        assert problems(largest, MODULES, ("outcome",)) == []
+        assert problems(beyond, MODULES, ("outcome",)) == [
+            f"algo.{key}.answerer: got 1.1e+30, expected a finite number from 0 to 1e+30"
+        ]
+
+
+def test_a_factor_of_advantages_that_nothing_takes_is_refused():
+    """A penalty is passed on to the calls before (`propagate=full`), so its factor is another matter."""
+    for out in ({"freeze_modules": ("rewriter",)}, {"train_modules": ("answerer",)}):
+        algo = ALGO_SCHEMAS["mhgpo_fof"](
+            name="mhgpo_fof",
+            advantage_scale={"rewriter": 2.0, "answerer": 3.0},
+            penalty_scale={"rewriter": 2.0, "answerer": 3.0},
+            **out,
+        )
+        assert problems(algo, MODULES, ("outcome",)) == [
+            "algo.advantage_scale.rewriter: got 2.0, which has no effect: the module is not trained"
+        ]
+
+
+def test_minibatches_reach_the_algorithm():
+    """Of two examples in mini-batches of their own, each is all of its optimizer step: twice the weight."""
+    grow = Grow(MODULES)
+    for example in ("p", "q"):
+        for number in (0, 1):
+            first = grow.call(f"{example}/{number}#0", None, "rewriter", 2, example=example)
+            last = grow.call(f"{example}/{number}#1", first, "answerer", 1, example=example)
+            grow.end(last, float(number), id=f"{example}/{number}")
+    algo = ALGO_SCHEMAS["grpo"](name="grpo")
+    together = assign_credit(grow.forest, algo, 0).entries
+    apart = assign_credit(grow.forest, algo, 0, {"p": 0, "q": 1}).entries
+    assert [sum(a.weights) for a in apart] == pytest.approx([2 * sum(t.weights) for t in together])
+
+
+def test_factors_of_penalties_that_are_off_are_refused():
+    with pytest.raises(ValueError, match="penalty_scale: has no effect with penalties=false"):
+        ALGO_SCHEMAS["mappo"](name="mappo", penalties=False, penalty_scale={"rewriter": 2.0})
+
+
+def test_mmrl_credit_takes_the_factors(tmp_path, capsys):
+    import json
+
+    from mmrl.cli import main
+
+    path = tmp_path / "f.json"
+    calls = [
+        {"id": f"{i}{m[0]}", "example": "q", "parent": None if m == "rewriter" else f"{i}r", "module": m}
+        | {"invocation": 0, "turn": 0, "completion_tokens": 1, "penalty": -0.5 if (i, m) == (1, "rewriter") else 0.0}
+        for i in (0, 1)
+        for m in MODULES
+    ]
+    rollouts = [
+        {"id": f"q/{i}", "example": "q", "leaf": f"{i}a", "reward": float(1 - i), "error": None} for i in (0, 1)
+    ]
+    path.write_text(json.dumps({"version": 1, "modules": MODULES, "calls": calls, "rollouts": rollouts}))
+    arguments = ["credit", "algo=mhgpo_fof", f"rollouts={path}", "--json"]
+    assert main([*arguments, "algo.penalty_scale.rewriter=0.4", "algo.advantage_scale={answerer: 3.0}"]) == 0
+    found = {c["id"]: c for c in json.loads(capsys.readouterr().out)["calls"]}
+    assert found["1r"]["reward"] == pytest.approx(-0.2)
+    assert found["0a"]["advantages"] == pytest.approx([2.121320], abs=1e-5)
+    assert main([*arguments, "algo.penalty_scale.rewritr=0.4"]) == 2
+    assert "did you mean 'rewriter'" in capsys.readouterr().err
+
+
+def test_what_an_endpoint_said_has_no_kl_term_and_moves_nobody():
+    """Its calls have no log-probabilities; frozen, they need none (of a trained module they are missed)."""
+    algo = ALGO_SCHEMAS["mappo"](name="mappo", beta=0.1, kl="reward")
+    annotated = {
+        key: replace(
+            call,
+            values=(0.0,) * call.completion_tokens,
+            logprobs=(-1.0,) * call.completion_tokens if call.module == "answerer" else None,
+            ref_logprobs=(-3.0,) * call.completion_tokens,
+        )
+        for key, call in forest().calls.items()
+    }
+    said = replace(forest(), calls=annotated)
+    found = {e.call: e for e in assign_credit(said, algo, 0, frozen=("rewriter",)).entries}
+    assert [found[c].parts["kl"] for c in ("q/0#0", "q/0#1")] == pytest.approx([0.0, 0.1 * (-3.0 + 1.0)])
+    assert set(found["q/0#0"].weights) == {0.0} and found["q/0#1"].weights[0] > 0
+    with pytest.raises(DataError, match=r"logprobs: missing"):
+        assign_credit(said, algo, 0)

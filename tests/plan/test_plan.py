@@ -1,0 +1,337 @@
+"""`mmrl plan`: work counted by hand, known sizes, memory and time that follow the settings, its command line."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmrl.cli import main
+from mmrl.errors import ConfigError
+from mmrl.plan.devices import GIB, GPUS, device
+from mmrl.plan.load import Lengths, parse_lengths, unique_tokens
+from mmrl.plan.report import duration
+from mmrl.plan.shapes import KNOWN, read_shape
+
+
+def planned(capsys, *arguments):
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+LENGTHS = "lengths=rewriter:10/2,reranker:50/3,answerer:30/4"
+
+
+@pytest.mark.parametrize(
+    ("algo", "calls"),
+    [("mhgpo_fof", (4, 4, 4)), ("mhgpo_is", (6, 9, 12)), ("mhgpo_fof_os", (4, 4, 16)), ("mappo", (1, 1, 1))],
+)
+def test_calls_of_a_question_are_those_of_the_paper(capsys, algo, calls):
+    extra = [] if algo == "mappo" else ["algo.group_size=4"]
+    plan = planned(capsys, f"algo={algo}", LENGTHS, "train.batch_size=1", *extra)
+    assert tuple(plan["calls"][m]["calls"] for m in ("rewriter", "reranker", "answerer")) == pytest.approx(calls)
+
+
+def test_round_robin_is_the_expectation_over_draws(capsys):
+    plan = planned(
+        capsys, "algo=mhgpo_rr", LENGTHS, "train.batch_size=1", "algo.group_size=4", "algo.fork_probs=[0,1,0]"
+    )
+    assert [plan["calls"][m]["calls"] for m in plan["calls"]] == pytest.approx([1, 4, 4])
+
+
+def test_tokens_by_hand(capsys):
+    """FoF, G = 2, one question: the rewriter's prompt is shared, later prompts are not."""
+    calls = planned(capsys, "algo=mhgpo_fof", "algo.group_size=2", LENGTHS, "train.batch_size=1")["calls"]
+    assert calls["rewriter"] == pytest.approx(
+        {
+            "calls": 2,
+            "prompt": 20,
+            "prompt_unique": 10,
+            "completion": 4,
+            "trained": 24,
+            "trained_unique": 14,
+            "decode_steps": 2,
+        }
+    )
+    assert calls["answerer"]["trained"] == calls["answerer"]["trained_unique"] == pytest.approx(68)
+
+
+def test_independent_sampling_trains_the_forked_module_alone(capsys):
+    """IS, G = 2: of 3 + 4 + 6 calls, 2 of each module enter the loss, each pair on one prompt."""
+    calls = planned(capsys, "algo=mhgpo_is", "algo.group_size=2", LENGTHS, "train.batch_size=1")["calls"]
+    assert [calls[m]["trained"] for m in calls] == pytest.approx([24, 106, 68])
+    assert calls["reranker"]["trained_unique"] == pytest.approx(56)
+
+
+def test_turns_of_one_context_are_forwarded_once(capsys):
+    """Two turns of 5 tokens, 7 observed between them, prompt 20, two rollouts."""
+    plan = planned(
+        capsys, "algo=mt_grpo", "task=tool_agent", "algo.group_size=2", "train.batch_size=1", "lengths=agent:20/5/7x2"
+    )
+    load = plan["calls"]["agent"]
+    assert load["calls"] == pytest.approx(4)
+    assert load["prompt"] == pytest.approx(2 * (20 + 32))
+    assert load["trained_unique"] == pytest.approx(20 + 2 * (5 + 7 + 5))
+
+
+def test_dry_rollouts_are_counted(capsys):
+    plan = planned(capsys, "algo=mhgpo_fof", "algo.group_size=2", "train.batch_size=2", "dry=2", "hardware.threads=1")
+    assert "dry rollouts of 2" in plan["tokens_from"]
+    assert plan["calls"]["rewriter"]["calls"] == 4
+    assert 0 < plan["calls"]["answerer"]["trained_unique"] < plan["calls"]["answerer"]["trained"]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6).map(tuple), max_size=12))
+def test_unique_tokens_are_the_distinct_prefixes(sequences):
+    prefixes = {sequence[: length + 1] for sequence in sequences for length in range(len(sequence))}
+    assert unique_tokens(sequences) == len(prefixes)
+
+
+@pytest.mark.parametrize(
+    ("path", "billions"),
+    [("Qwen/Qwen3-8B", 8.19), ("meta-llama/Llama-3.1-8B-Instruct", 8.03), ("Qwen/Qwen2.5-7B", 7.62)],
+)
+def test_known_models_have_their_published_sizes(path, billions):
+    assert KNOWN[path].parameters / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+def test_the_shipped_model_has_the_size_of_its_weights(capsys):
+    from mmrl.config import ModelConfig
+    from mmrl.models.load import load_model
+
+    count = sum(p.numel() for p in load_model(ModelConfig(name="tiny", path="tiny"), "cpu").parameters())
+    plan = planned(capsys, LENGTHS)
+    assert plan["parameters"] == pytest.approx(count, rel=0.01)  # norms are left out
+
+
+def test_lora_parameters_of_a_known_adapter():
+    """r 16 on all seven projections of Qwen3-8B: per layer 16 * (sum of inputs and outputs)."""
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj")
+    sides = (4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 12288) * 3
+    assert KNOWN["Qwen/Qwen3-8B"].lora_parameters(16, targets) == 36 * 16 * sides
+
+
+def test_an_adapter_needs_less_memory_than_full_training(capsys):
+    arguments = ["model=qwen3_8b", "device=h200", LENGTHS, "train.batch_size=4"]
+    full = planned(capsys, *arguments)
+    lora = planned(capsys, *arguments, "model.lora={r: 16, alpha: 64}")
+    assert lora["memory_bytes"]["optimizer"] < 0.02 * full["memory_bytes"]["optimizer"]
+    assert "reference" in full["memory_bytes"] and "reference" not in lora["memory_bytes"]
+    assert lora["trained_parameters"] < 0.01 * lora["parameters"]
+    assert lora["seconds_per_step"]["update"] < full["seconds_per_step"]["update"]
+
+
+def test_what_cannot_fit_is_said_with_the_setting_to_change(capsys):
+    plan = planned(capsys, "model=qwen25_72b_instruct", "device=h100", LENGTHS)
+    (warning,) = plan["warnings"]
+    assert "GiB" in warning and "model.lora" in warning
+
+
+def test_memory_of_full_training_by_hand(capsys):
+    parts = planned(capsys, "model=llama31_8b_instruct", "device=h200", LENGTHS)["memory_bytes"]
+    assert parts["weights"] == parts["gradients"] == parts["optimizer"] / 2  # float32: trl_trainer trains no bfloat16
+    assert parts["weights"] / GIB == pytest.approx(29.91, abs=0.01)
+    assert parts["reference"] / GIB == pytest.approx(14.96, abs=0.01)
+
+
+def test_sharded_states_are_shared_by_all_processes(capsys):
+    model = ["model=llama31_8b_instruct", "device=h100", LENGTHS]
+    whole = planned(capsys, *model)["memory_bytes"]
+    eight = planned(capsys, *model, "hardware=h100x8")
+    two_nodes = planned(capsys, *model, "hardware=multinode")
+    assert (eight["processes"], two_nodes["processes"]) == (8, 16)
+    for part in ("weights", "gradients", "optimizer", "reference"):
+        assert eight["memory_bytes"][part] == whole[part] / 8
+        assert two_nodes["memory_bytes"][part] == whole[part] / 16
+
+
+def test_a_critic_is_sharded_with_the_policy(capsys):
+    """Weights, gradient and two moments in float32: 16 bytes a parameter, over eight processes."""
+    arguments = ["algo=mt_ppo", "task=tool_agent", "lengths=agent:20/5", "model=qwen25_7b", "hardware=h100x8"]
+    plan = planned(capsys, *arguments, "device=h100")
+    assert plan["memory_bytes"]["critic"] == 16 * plan["parameters"] / 8
+    whole = planned(capsys, *arguments, "device=h100", "hardware.sharding=none")
+    assert whole["memory_bytes"]["critic"] == 16 * plan["parameters"]
+
+
+def test_rollout_devices_hold_the_engine_and_training_devices_do_not(capsys):
+    """Seven train, one serves; vLLM fills what engine.gpu_memory gives it (0.4 of 79 GiB) beside the weights."""
+    arguments = ["model=llama31_8b_instruct", "device=h100", LENGTHS, "algo=mhgpo_fof", "algo.group_size=2"]
+    split = planned(capsys, *arguments, "train.batch_size=1", "hardware=h100x8_split")
+    assert (split["processes"], split["rollout_devices"]) == (7, 1)
+    rollout = split["rollout_memory_bytes"]
+    assert rollout["KV cache"] == pytest.approx(0.4 * 79 * GIB - rollout["engine's copy"])
+    assert rollout["engine's copy"] == 2 * split["parameters"]
+    assert rollout["engine's copy"] / GIB == pytest.approx(14.96, abs=0.01)
+    assert "KV cache" not in split["memory_bytes"] and "engine's copy" not in split["memory_bytes"]
+    assert split["memory_bytes"]["weights"] == pytest.approx(4 * split["parameters"] / 7)
+    shared = planned(capsys, *arguments, "train.batch_size=1", "hardware=h100x8")
+    assert shared["rollout_memory_bytes"] == {} and shared["rollout_devices"] == 0
+    assert shared["memory_bytes"]["engine's copy"] == rollout["engine's copy"]  # one copy on each GPU
+    assert shared["memory_bytes"]["KV cache"] == rollout["KV cache"]  # its share of each GPU
+    # One device prefills what eight would.
+    assert split["seconds_per_step"]["prefill"] == pytest.approx(8 * shared["seconds_per_step"]["prefill"])
+
+
+def test_rollout_devices_have_a_table_and_a_warning_of_their_own(capsys):
+    arguments = ["model=llama31_8b_instruct", "device=h100", LENGTHS, "hardware=h100x8_split"]
+    assert main(["plan", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert "on 7 x h100, rollouts on 1 more" in shown
+    assert "GiB per training device" in shown and "GiB per rollout device" in shown
+    (warning,) = planned(capsys, *arguments, "engine.gpu_memory=0.1")["warnings"]
+    assert "engine.gpu_memory=0.1" in warning and "15 GiB" in warning and "8 GiB" in warning
+
+
+def test_text_names_modules_memory_and_time(capsys):
+    assert main(["plan", LENGTHS, "device=h200", "model=qwen3_8b"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("rewriter", "answerer", "memory:", "KV cache", "time:", "update", "parameters trained", "assumed"):
+        assert word in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["dry=many"], "dry: got 'many'"),
+        (["device=h2000"], "device"),
+        (["lengths=rewriter:10"], "lengths: got 'rewriter:10'"),
+        (["lengths=writer:10/2"], "no module writer"),
+        (["dry=2", LENGTHS], "leave one of the two out"),
+        (["hardware=h100x8", "device=cpu"], "hardware.sharding: got fsdp2, which accelerate does not do on a CPU"),
+        (["dry=3000"], "dry: got 3000, the train split has 2400 examples"),
+        (["dry=0", "train.staleness=1"], "train.staleness: got 1 with engine=transformers"),
+        (["dry=0", "train.warmup_steps=3"], "no effect with train.schedule=constant"),
+        (["dry=0", "model.lora={r: 8, targets: [q_proj, lm_head]}"], "model.lora.targets: got lm_head"),
+        (["model=qwen3_8b", "dry=2"], "not on this machine"),
+        (["model.path=someone/unknown-model"], "does not know the sizes"),
+        (["algo.group_size=1"], "algo.group_size"),
+        (["-m", "seed=1,2"], "takes one run"),
+    ],
+)
+def test_bad_input_is_refused(capsys, arguments, expected):
+    assert main(["plan", *arguments]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_lengths_are_read():
+    assert parse_lengths("a:1/2,b:3/4/5x6") == {
+        "a": Lengths(prompt=1, completion=2),
+        "b": Lengths(prompt=3, completion=4, observation=5, calls=6),
+    }
+
+
+def test_a_config_without_sizes_is_refused():
+    with pytest.raises(ConfigError, match="num_attention_heads"):
+        read_shape({"hidden_size": 8}, "here/config.json")
+
+
+def test_devices():
+    assert device("h200") is GPUS["h200"]
+    measured = device("cpu")
+    assert measured.flops > 1e8 and measured.bandwidth > 1e8 and measured.memory > GIB
+
+
+@pytest.mark.parametrize(
+    ("spent", "shown"),
+    [
+        (0.5, "0.50 s"),
+        (119, "119 s"),
+        (120, "2.0 min"),
+        (7200, "2.0 hours"),
+        (90 * 3600, "3.8 days"),
+        (1e9, "11,574 days"),
+    ],
+)
+def test_durations_are_shown_in_a_unit_that_a_person_reads(spent, shown):
+    assert duration(spent) == shown
+
+
+EIGHT = ("model=llama31_8b_instruct", LENGTHS, "hardware=h100x8", "device=h100")
+
+
+@pytest.mark.parametrize(
+    ("sharding", "moved"),
+    [
+        ("fsdp2", {"weights", "reference", "gradients", "optimizer"}),
+        ("zero3", {"weights", "gradients", "optimizer"}),
+        ("zero2", {"gradients", "optimizer"}),
+    ],
+)
+def test_what_is_offloaded_is_counted_in_host_memory(capsys, sharding, moved):
+    plain = planned(capsys, *EIGHT, f"hardware.sharding={sharding}")
+    away = planned(capsys, *EIGHT, f"hardware.sharding={sharding}", "hardware.cpu_offload=true")
+    assert plain["memory_bytes"].keys() - away["memory_bytes"].keys() == moved
+    assert all(away["memory_bytes"][part] == size for part, size in plain["memory_bytes"].items() if part not in moved)
+    assert plain["host_memory_bytes"] == 0
+    assert away["host_memory_bytes"] == pytest.approx(8 * sum(plain["memory_bytes"][part] for part in moved))
+
+
+def test_offloaded_memory_is_told(capsys):
+    """Weights, gradients and two moments of 8.03e9 in float32, the reference in bfloat16: 18 bytes a parameter."""
+    assert main(["plan", *EIGHT, "hardware.cpu_offload=true"]) == 0
+    assert f"host memory: {18 * 8029995008 / GIB:.2f} GiB per machine" in capsys.readouterr().out
+
+
+def test_gathered_layers_of_sharded_weights_by_hand(capsys):
+    """Two of 32 layers and both embeddings in bfloat16; nothing is gathered where every process holds all weights."""
+    layer = 4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336
+    found = planned(capsys, *EIGHT)["memory_bytes"]
+    assert found["gathered layers"] == 2 * (2 * layer + 2 * 128256 * 4096)
+    assert "gathered layers" not in planned(capsys, *EIGHT, "hardware.sharding=none")["memory_bytes"]
+
+
+def test_each_process_s_own_engine_holds_its_share_of_the_cache(capsys):
+    """FoF, G = 2, 32 questions: 32 * 188 tokens over two processes, of 147,456 bytes each; `engine.batch_tokens` bounds
+    each process on its own."""
+    arguments = [
+        "model=qwen3_8b",
+        LENGTHS,
+        "algo=mhgpo_fof",
+        "algo.group_size=2",
+        "train.batch_size=32",
+        "hardware=h100x2",
+    ]
+    assert planned(capsys, *arguments)["memory_bytes"]["KV cache"] == 16 * 188 * 147456
+    few = planned(capsys, *arguments, "engine.batch_tokens=1000")
+    assert few["memory_bytes"]["KV cache"] == 1000 * 147456
+
+
+def test_vllm_that_sleeps_does_not_add_to_the_update(capsys):
+    arguments = ["model=qwen3_8b", "model.lora={r: 16}", LENGTHS, "hardware=gpu1", "engine=vllm_colocated"]
+    awake = planned(capsys, *arguments, "engine.sleep=false")["memory_bytes"]
+    asleep = planned(capsys, *arguments)["memory_bytes"]
+    engine = {"KV cache", "engine's copy"}
+    update = {"gradients", "activations", "logits"}
+    assert engine | update <= awake.keys()
+    larger = max((engine, update), key=lambda parts: sum(awake[part] for part in parts))
+    assert asleep.keys() & (engine | update) == larger
+    assert main(["plan", *arguments]) == 0
+    assert "vLLM sleeps during the update" in capsys.readouterr().out
+
+
+def test_rollouts_beside_the_update_cost_the_longer_of_the_two(capsys):
+    arguments = [*EIGHT, "hardware=h100x8_split", "train.steps=3600"]
+    lockstep, ahead = planned(capsys, *arguments), planned(capsys, *arguments, "train.staleness=1")
+    assert lockstep["hours"] == pytest.approx(sum(lockstep["seconds_per_step"].values()))
+    rollouts = ahead["seconds_per_step"]["prefill"] + ahead["seconds_per_step"]["decode"]
+    assert ahead["hours"] == pytest.approx(max(rollouts, ahead["seconds_per_step"]["update"]))
+
+
+def test_hover_calls_each_module_three_times_and_a_guess_is_called_one(capsys, monkeypatch):
+    plan = planned(capsys, "experiment=mmgrpo/table1/hover_qwen3_8b_mmgrpo", "hardware=h100x2")
+    assert sum(load["calls"] for load in plan["calls"].values()) == 4 * 12 * 6
+    assert "guess" not in plan["tokens_from"]
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert planned(capsys, "experiment=mmgrpo/table1/papillon_qwen3_8b_mmgrpo")["calls"], "no key, no judge asked"
+    plan = planned(capsys, "experiment=mmgrpo/table1/banking77_qwen3_8b_mmgrpo", "hardware=h100x2")
+    assert "from a guess at the lengths of classify.predict" in plan["tokens_from"]
+
+
+def test_weights_larger_than_a_device_are_served_elsewhere(capsys):
+    arguments = ["model=qwen25_72b_instruct", LENGTHS, "hardware=multinode", "hardware.cpu_offload=true"]
+    first, second = planned(capsys, *arguments)["warnings"]
+    assert "rollouts on devices of their own" in first
+    assert "the weights alone take 135 GiB" in second and "engine.url" in second and "gpu_memory" not in second
+    given = planned(capsys, *arguments, "engine.url=http://host:8000")
+    assert given["warnings"] == [] and not {"KV cache", "engine's copy"} & given["memory_bytes"].keys()

@@ -1,0 +1,321 @@
+"""The JSON form of a forest: what is read, what is refused and how it is said, and the round trip."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+
+from mmrl.errors import DataError
+from mmrl.report.forest import dump_forest, parse_forest
+from tests.helpers.forests import Grow
+
+
+def small():
+    return {
+        "version": 1,
+        "modules": ["a", "b"],
+        "calls": [
+            {
+                "id": "c0",
+                "example": "q",
+                "parent": None,
+                "module": "a",
+                "completion_tokens": 3,
+                "logprobs": [-1, -2, -3],
+            },
+            {
+                "id": "c1",
+                "example": "q",
+                "parent": "c0",
+                "module": "b",
+                "invocation": 0,
+                "turn": 1,
+                "completion_ids": [5, 6],
+                "observation_tokens": 1,
+                "values": [0.1, 0.2, 0.3],
+                "penalty": -0.5,
+            },
+        ],
+        "rollouts": [{"id": "r0", "example": "q", "leaf": "c1", "reward": 1, "error": None, "fork": "a"}],
+    }
+
+
+def parse(raw):
+    return parse_forest(json.dumps(raw), "f.json")
+
+
+def test_reads_the_form_with_its_defaults():
+    forest = parse(small())
+    first, second = forest.calls["c0"], forest.calls["c1"]
+    assert (first.invocation, first.turn, first.ok, first.penalty, first.turn_reward) == (0, 0, True, 0.0, None)
+    assert first.logprobs == (-1.0, -2.0, -3.0) and first.values is None and first.prompt_tokens is None
+    assert second.completion_tokens == 2 and second.completion_ids == (5, 6) and second.values == (0.1, 0.2, 0.3)
+    assert forest.rollouts[0].reward == 1.0 and forest.rollouts[0].fork == "a"
+    assert forest.modules == ("a", "b")
+
+
+def test_calls_may_stand_in_any_order():
+    raw = small()
+    raw["calls"].reverse()
+    assert list(parse(raw).calls) == ["c0", "c1"]
+
+
+def test_round_trip():
+    grow = Grow(("a", "b"))
+    grow.call("q/0", None, "a", 2, completion_ids=(7, 8), logprobs=(-1.0, -0.5), prompt_tokens=9, turn_reward=0.2)
+    grow.call("q/1", "q/0", "b", 0, ok=False, present_fields=1, expected_fields=2, penalty=-1.0, observation_tokens=4)
+    grow.end("q/1", 0.0, error="parse", fork="a")
+    grow.end(None, None, error="tool")
+    assert parse(dump_forest(grow.forest)) == grow.forest
+
+
+def test_repeated_modules_count_their_invocations():
+    grow = Grow(("a", "b"))
+    grow.chain("q/0", "abaab", 1.0)
+    read = parse(dump_forest(grow.forest))
+    assert [call.invocation for call in read.calls.values()] == [0, 0, 1, 2, 1]
+    assert read == grow.forest
+
+
+def test_token_ids_start_at_zero_and_lists_may_be_empty():
+    raw = change(["calls", 1, "completion_ids"], [0, 1])
+    assert parse(raw).calls["c1"].completion_ids == (0, 1)
+    raw["calls"][1] |= {"completion_ids": [], "observation_tokens": 0, "values": []}
+    assert parse(raw).calls["c1"].completion_tokens == 0
+    raw["calls"][1]["values"] = [1.0]
+    with pytest.raises(DataError, match=r"got 1 numbers, expected 0, one per completion token$"):
+        parse(raw)
+
+
+def test_what_is_written_is_json_with_its_nulls():
+    written = dump_forest(parse(small()))
+    assert json.loads(json.dumps(written)) == written
+    assert written["calls"][0]["parent"] is None and written["calls"][0]["turn_reward"] is None
+    assert "values" not in written["calls"][0] and written["calls"][1]["values"] == [0.1, 0.2, 0.3]
+    assert written["calls"][1]["completion_ids"] == [5, 6] and "completion_tokens" not in written["calls"][1]
+
+
+def test_teachers_go_with_calls():
+    grow = Grow(("a",))
+    grow.call("q/0", None, "a")
+    grow.end("q/0", 1.0, teacher="gpt")
+    written = dump_forest(grow.forest)
+    assert written["calls"][0]["teacher"] == "gpt"
+    read = parse(written)
+    assert read.rollouts[0].teacher == "gpt" and read.calls["q/0"].teacher == "gpt"
+    grow.call("q/1", None, "a", teacher="its own")
+    grow.end("q/1", 0.0, teacher="the rollout's")
+    grow.end(grow.call("q/2", None, "a"), 0.0)
+    _, taught, untaught = dump_forest(grow.forest)["calls"]
+    assert taught["teacher"] == "its own" and "teacher" not in untaught
+
+
+def test_a_model_caused_failure_without_reward_is_credited_with_the_default_failure_score():
+    raw = small()
+    raw["rollouts"][0] |= {"reward": None, "error": "parse"}
+    assert parse(raw).rollouts[0].reward == 0.0
+    raw["rollouts"][0]["error"] = "tool"
+    assert parse(raw).rollouts[0].reward is None
+
+
+def test_a_rollout_that_failed_before_its_first_call():
+    raw = small()
+    raw["rollouts"].append({"id": "r1", "example": "q", "leaf": None, "reward": None, "error": "engine", "fork": None})
+    forest = parse(raw)
+    assert forest.path(forest.rollouts[1]) == ()
+
+
+def change(path, value):
+    """A copy of `small()` with one value replaced (or removed: value is ...)."""
+    raw = deepcopy(small())
+    at = raw
+    for part in path[:-1]:
+        at = at[part]
+    if value is ...:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return raw
+
+
+MALFORMED = {
+    "not an object": ([], "got list, expected an object"),
+    "version": (change(["version"], 2), "version: got 2, expected 1"),
+    "version missing": (change(["version"], ...), "version: missing"),
+    "unknown key above": (small() | {"extra": 1}, "extra: unknown key"),
+    "no modules": (change(["modules"], []), "modules: got [], expected a list of different names"),
+    "modules twice": (change(["modules"], ["a", "a"]), "modules: got"),
+    "module not text": (change(["modules"], ["a", 1]), "modules: got"),
+    "calls no list": (change(["calls"], {}), "calls: got dict, expected a list"),
+    "rollouts no list": (change(["rollouts"], None), "rollouts: got NoneType, expected a list"),
+    "call no object": (change(["calls", 0], 3), "calls[0]: got int, expected an object"),
+    "rollout no object": (change(["rollouts", 0], "r"), "rollouts[0]: got str, expected an object"),
+    "unknown call key": (
+        change(["calls", 0, "penalti"], 1),
+        "calls[0] 'c0': penalti: unknown key; did you mean 'penalty'?",
+    ),
+    "unknown rollout key": (change(["rollouts", 0, "rewards"], 1), "rollouts[0] 'r0': rewards: unknown key"),
+    "id missing": (change(["calls", 0, "id"], ...), "call None: id: got None, expected a non-empty text"),
+    "unknown module": (change(["calls", 1, "module"], "c"), "call 'c1': module: got 'c', expected one of a, b"),
+    "unknown fork": (change(["rollouts", 0, "fork"], "x"), "rollout 'r0': fork: got 'x', expected one of a, b"),
+    "unknown error": (
+        change(["rollouts", 0, "error"], "prase"),
+        "rollout 'r0': error: got 'prase', expected one of engine, judge",
+    ),
+    "unknown parent": (change(["calls", 1, "parent"], "c9"), "call 'c1': parent: got 'c9', which is no call"),
+    "cycle": (change(["calls", 0, "parent"], "c1"), "call 'c0': parent: a cycle (c0 -> c1)"),
+    "own parent": (change(["calls", 0, "parent"], "c0"), "call 'c0': parent: a cycle (c0)"),
+    "unknown leaf": (change(["rollouts", 0, "leaf"], "c7"), "rollout 'r0': leaf: got 'c7', which is no call"),
+    "nearly a leaf": (change(["rollouts", 0, "leaf"], "c11"), "leaf: got 'c11', which is no call; did you mean 'c1'?"),
+    "no leaf, no error": (change(["rollouts", 0, "leaf"], None), "rollout 'r0': leaf: got null without an error"),
+    "example of the parent": (change(["calls", 1, "example"], "p"), "call 'c1': example: got 'p', its parent has 'q'"),
+    "example of the leaf": (
+        change(["rollouts", 0, "example"], "p"),
+        "rollout 'r0': example: got 'p', its leaf has 'q'",
+    ),
+    "invocation": (change(["calls", 1, "invocation"], 1), "call 'c1': invocation: got 1, its path has 0 earlier calls"),
+    "negative": (change(["calls", 0, "turn"], -1), "call 'c0': turn: got -1, expected a whole number from 0"),
+    "bool for number": (change(["calls", 0, "turn"], True), "call 'c0': turn: got True"),
+    "no length": (change(["calls", 0, "completion_tokens"], ...), "call 'c0': expected completion_tokens or"),
+    "lengths differ": (change(["calls", 1, "completion_tokens"], 3), "completion_tokens: got 3, completion_ids has 2"),
+    "ids": (change(["calls", 1, "completion_ids"], ["x"]), "call 'c1': completion_ids: expected a list of token ids"),
+    "values too short": (
+        change(["calls", 1, "values"], [1.0]),
+        "call 'c1': values: got 1 numbers, expected 2, one per",
+    ),
+    "logprobs too long": (
+        change(["calls", 0, "logprobs"], [1.0] * 4),
+        "call 'c0': logprobs: got 4 numbers, expected 3",
+    ),
+    "values not numbers": (change(["calls", 1, "values"], ["x", 1]), "call 'c1': values: expected a list of finite"),
+    "values NaN": (change(["calls", 1, "values"], [float("nan"), 1]), "call 'c1': values: expected a list of finite"),
+    "reward NaN": (change(["rollouts", 0, "reward"], float("nan")), "rollout 'r0': reward: got nan, expected a finite"),
+    "reward inf": (change(["rollouts", 0, "reward"], float("inf")), "rollout 'r0': reward: got inf"),
+    "reward too large": (change(["rollouts", 0, "reward"], 10**400), "rollout 'r0': reward: got 1000"),
+    "reward whose square is no number": (
+        change(["rollouts", 0, "reward"], 1e200),
+        "rollout 'r0': reward: got 1e+200, expected a finite number (of at most 1e+100 in size) or null",
+    ),
+    "value whose square is no number": (
+        change(["calls", 1, "values"], [-1e200, 1]),
+        "call 'c1': values: expected a list of finite",
+    ),
+    "more tokens than fit": (
+        change(["calls", 0, "completion_tokens"], 10**12),
+        "call 'c0': completion_tokens: got 1000000000000, expected a whole number from 0 to 10000000",
+    ),
+    "rewarded, and failed from outside": (
+        change(["rollouts", 0, "error"], "tool"),
+        "rollout 'r0': reward: got 1 with error 'tool', which is never credited; expected null",
+    ),
+    "reward text": (change(["rollouts", 0, "reward"], "1"), "rollout 'r0': reward: got '1'"),
+    "penalty inf": (change(["calls", 0, "penalty"], float("-inf")), "call 'c0': penalty: got -inf"),
+    "turn reward on the leaf": (
+        change(["calls", 1, "turn_reward"], 0.1),
+        "call 'c1': turn_reward: got a number on the",
+    ),
+    "more fields than there are": (
+        change(["calls", 0, "present_fields"], 2),
+        "call 'c0': present_fields: got 2 of 0 expected_fields",
+    ),
+    "observed values": (
+        change(["calls", 1, "values"], [1.0] * 5),
+        "values: got 5 numbers, expected 2, one per completion token (or 3 with observation tokens)",
+    ),
+    "negative id": (change(["calls", 1, "completion_ids"], [0, -1]), "completion_ids: expected a list of token ids"),
+    "empty text": (change(["calls", 0, "example"], ""), "call 'c0': example: got '', expected a non-empty text"),
+    "null example": (change(["calls", 0, "example"], None), "call 'c0': example: got None"),
+    "ok": (change(["calls", 0, "ok"], 1), "call 'c0': ok: got 1, expected true or false"),
+    "call twice": (change(["calls", 1, "id"], "c0"), "call 'c0': this id occurs twice"),
+    "parent number": (change(["calls", 1, "parent"], 0), "call 'c1': parent: got 0, expected a name or null"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_files_are_refused_with_file_and_record(case):
+    raw, message = MALFORMED[case]
+    with pytest.raises(DataError) as caught:
+        parse(raw)
+    assert any(message in problem for problem in caught.value.problems), caught.value.problems
+    assert all(problem.startswith("f.json: ") for problem in caught.value.problems)
+
+
+def test_rollout_ids_occur_once():
+    raw = small()
+    raw["rollouts"].append(raw["rollouts"][0])
+    with pytest.raises(DataError, match="rollout 'r0': this id occurs twice"):
+        parse(raw)
+
+
+def test_the_largest_count_and_the_largest_number_are_read():
+    raw = change(["calls", 0, "prompt_tokens"], 10_000_000)
+    raw["calls"][0]["penalty"], raw["rollouts"][0]["reward"] = -1e100, 1e100
+    forest = parse(raw)
+    assert forest.calls["c0"].prompt_tokens == 10_000_000
+    assert (forest.calls["c0"].penalty, forest.rollouts[0].reward) == (-1e100, 1e100)
+    raw["calls"][0] |= {"prompt_tokens": 10_000_001, "penalty": -1.1e100}
+    with pytest.raises(DataError) as caught:
+        parse(raw)
+    assert [problem.split(",")[0] for problem in caught.value.problems] == [
+        "f.json: call 'c0': prompt_tokens: got 10000001",
+        "f.json: call 'c0': penalty: got -1.1e+100",
+    ]
+
+
+def test_all_problems_of_a_file_are_told_at_once():
+    raw = change(["calls", 0, "penalty"], "x")
+    raw["rollouts"][0]["reward"] = "y"
+    with pytest.raises(DataError) as caught:
+        parse(raw)
+    assert len(caught.value.problems) == 2
+
+
+def test_problems_of_several_records_are_told_each():
+    raw = small()
+    raw["calls"] = [{"id": "c9"}, raw["calls"][0], raw["calls"][0]]
+    with pytest.raises(DataError) as caught:
+        parse(raw)
+    assert "f.json: call 'c0': this id occurs twice" in caught.value.problems
+    raw["calls"] = [small()["calls"][0] | {"id": name, "parent": "c00"} for name in ("c0", "c1")]
+    with pytest.raises(DataError) as caught:
+        parse(raw)
+    assert caught.value.problems == [
+        f"f.json: call '{name}': parent: got 'c00', which is no call; did you mean 'c0'?" for name in ("c0", "c1")
+    ]
+
+
+def test_an_unknown_error_is_one_problem_whatever_its_reward():
+    with pytest.raises(DataError) as caught:
+        parse(change(["rollouts", 0, "error"], "prase"))
+    (problem,) = caught.value.problems
+    assert problem.endswith("; did you mean 'parse'?")
+
+
+def test_a_wrong_invocation_is_told_with_the_right_one():
+    raw = change(["calls", 1, "module"], "a")
+    says = r"call 'c1': invocation: got 0, its path has 1 earlier calls of 'a'"
+    with pytest.raises(DataError, match=says):
+        parse(raw)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"version": 1,\n "modules": }', "f.json:2: not JSON"),
+        ('{"calls": [{"id": "c0", "reward": 1, "reward": 2}]}', "'reward' occurs twice in the record with id 'c0'"),
+        ("[" * 100_000, "f.json: "),
+    ],
+)
+def test_broken_text_is_refused(text, message):
+    with pytest.raises(DataError, match=message):
+        parse_forest(text, "f.json")
+
+
+def test_texts_and_prompts_are_left_out_of_the_form():
+    forest = parse(small())
+    call = replace(forest.calls["c0"], text="hello", prompt_text="secret", prompt_ids=(1, 2))
+    written = json.dumps(dump_forest(replace(forest, calls={**forest.calls, "c0": call})))
+    assert "hello" not in written and "secret" not in written

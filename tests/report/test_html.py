@@ -1,0 +1,222 @@
+"""The HTML report: one file, nothing loaded, nothing injected; and the text at the end of a run."""
+
+import json
+import re
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from mmrl.report.finish import finish
+from mmrl.report.html import report, telling_examples
+from mmrl.report.overview import Overview
+from mmrl.report.plots import evaluation_curve, lines_over_steps, reward_curve
+from mmrl.report.rundir import RunDir
+from tests.helpers.report_fakes import CONFIG, fake_run, forest, items, metrics
+
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+EVIL = '"><script>alert(1)</script>'
+
+
+class Checker(HTMLParser):
+    """Collects tags and attributes; `open_tags` must be empty at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.open_tags, self.tags, self.attributes, self.words = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open_tags.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open_tags.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def checked(page):
+    checker = Checker()
+    checker.feed(page)
+    checker.close()
+    assert checker.open_tags == []
+    return checker
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    run = fake_run(tmp_path_factory.mktemp("html") / "run")
+    return report(run.path).read_text()
+
+
+def test_the_page_is_well_formed_and_loads_nothing(page):
+    found = checked(page)
+    assert not {"script", "link", "iframe", "img", "object"} & set(found.tags)
+    assert not [name for name, _ in found.attributes if name.startswith("on")]
+    links = [value for name, value in found.attributes if name in ("href", "src", "xlink:href")]
+    assert all(link.startswith("#") for link in links)
+    assert "Content-Security-Policy" in page and "@import" not in page
+    assert not re.search(r"url\((?!#)", page)
+
+
+def test_the_page_has_every_part(page):
+    words = " ".join(checked(page).words)
+    for part in ("What this run was", "mini world", "tiny model", "Before and after", "0.417 → 0.883", "Curves")[:]:
+        assert part in words
+    for part in ("Modules", "What the program did", "resolved config", "environment", "No alarm rang", "rewriter"):
+        assert part in words
+    assert page.count("<svg") >= 8
+    assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
+    assert not re.search(r"#0102", page)  # every drawing colour follows the theme
+
+
+def test_what_a_model_wrote_is_text(page):
+    assert "<script>" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "\x1b" not in page
+
+
+def test_names_cannot_inject_either(tmp_path):
+    config = {**CONFIG, "run": {"name": EVIL}, "task": {"name": EVIL, "data": {"train": EVIL, "dev": EVIL}}}
+    run = fake_run(tmp_path / "run", steps=3, config=config)
+    with RunDir.open(run.path) as open_run:
+        odd = {f"module/{EVIL}/reward": 1.0, f"module/_x$^/{EVIL}": 0.5, f"eval/dev/{EVIL}": 1.0}
+        open_run.append_metrics(4, metrics(4) | odd)
+        open_run.append_metrics(5, metrics(5) | {key: value / 2 for key, value in odd.items()})
+    page = report(run.path).read_text()
+    assert "<script>" not in page
+    checked(page)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_that_hardly_began_has_a_page(tmp_path, steps):
+    run = fake_run(tmp_path / "run", steps=steps, evaluate=False)
+    checked(report(run.path).read_text())
+
+
+def test_alarms_are_in_the_page(tmp_path):
+    with fake_run(tmp_path / "run", steps=3) as run:
+        for step in range(4, 20):
+            run.append_metrics(step, {"credit/zero_variance_share": 1.0, "reward/mean": float("nan")})
+    page = report(run.path).read_text()
+    assert "zero_variance" in page and "not_finite" in page and "No alarm rang" not in page
+
+
+def test_a_damaged_journal_is_said_on_the_page(tmp_path):
+    run = fake_run(tmp_path / "run", steps=3)
+    run.journal_path(3).write_bytes(b"nonsense")
+    assert "damaged journal" in report(run.path).read_text()
+
+
+def test_telling_examples_differ_or_failed():
+    assert telling_examples(forest(1)[0], 3) == ["q0", "q2", "q1"]
+    assert telling_examples(forest(1)[0], 1) == ["q0"]
+
+
+def test_curves_without_values_are_empty():
+    assert reward_curve([]) == evaluation_curve({}, "dev") == lines_over_steps([{"step": 1}], {"a": "b"}, "x") == ""
+
+
+def test_a_long_curve_is_thinned():
+    history = [{"step": step, "reward/mean": step % 7} for step in range(5000)]
+    assert len(reward_curve(history)) < 60_000
+
+
+def finished(run, **more):
+    config = SimpleNamespace(seed=0, eval=SimpleNamespace(split="dev", bootstrap=200))
+    facts = {"data": "mini world", "documents": 1200}
+    return finish(run, config, facts, items(0), items(40), seconds=74.2, main_metric="f1", **more)
+
+
+def test_the_end_of_a_run(tmp_path):
+    run = fake_run(tmp_path / "run")
+    text = finished(run)
+    lines = text.splitlines()
+    assert lines[0] == "mhgpo_rr-hotpotqa-s0: 40 steps of mhgpo_rr on hotpotqa with tiny in 1 min 14 s"
+    assert text.index("  f1 ") < text.index("  em ")
+    assert f"report         {run.report_path}" in lines
+    assert f"look further   mmrl show {run.path}" in lines
+    assert "mini world" in text
+    summary = json.loads((run.path / "summary.json").read_text())
+    assert summary["comparison"]["em"]["before"] == pytest.approx(0.41667, abs=1e-4)
+    assert summary["comparison"]["em"]["certain"] is True
+    assert summary["steps"] == 40
+    assert run.report_path.is_file()
+    assert RunDir.read(run.path).summary == summary
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"dev": "mini", "test": "mini"}, "split=test"),
+        ({"dev": "dev.json", "test": "test.json"}, "task.data.test=test.json split=test"),
+        ({"dev": "dev.json", "test": "mini"}, "task.data.dev=dev.json split=dev"),
+    ],
+)
+def test_the_command_that_evaluates_again_stays_on_the_users_data(tmp_path, data, says):
+    run = fake_run(tmp_path / "run")
+    config = run.config
+    config["task"]["data"] = data
+    (run.path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert f"evaluate       mmrl eval policy={run.path} task=hotpotqa {says}" in finished(run).splitlines()
+
+
+def test_the_command_that_evaluates_again_has_what_was_typed_of_the_task(tmp_path):
+    run = fake_run(tmp_path / "run")
+    config, environment = run.config, run.environment
+    task = {"program": "mine:P", "inputs": ["question"], "chain_of_thought": True, "final_penalty": 0.0}
+    config["task"] = {**config["task"], **task, "top_k": 9}
+    config["plugins"] = ["mine"]
+    (run.path / "config.yaml").write_text(yaml.safe_dump(config))
+    typed = [f"task.{name}=x,y" for name in task] + ["++plugins=[mine]", "train.steps=3", "model=tiny"]
+    (run.path / "environment.json").write_text(json.dumps({**environment, "command": ["mmrl", "train", "-m", *typed]}))
+    (line,) = [line for line in finished(run).splitlines() if line.startswith("evaluate")]
+    assert line.split("task=hotpotqa ")[1] == (
+        "task.program=mine:P 'task.inputs=[question]' task.chain_of_thought=true 'plugins=[mine]' split=test"
+    )
+
+
+def test_the_command_that_evaluates_again_has_what_a_row_set_of_the_task(tmp_path):
+    """The row's own values where the command line did not replace them; rows of a `--config-dir` count as well."""
+    row = tmp_path / "conf" / "experiment" / "mine" / "row.yaml"
+    row.parent.mkdir(parents=True)
+    row.write_text(
+        "# @package _global_\ndefaults:\n  - override /task: hotpotqa\n  - override /model: big\n"
+        "task:\n  max_tokens: 100\n  retriever:\n    top_k: 5\n  data: {dev: file.json}\nalgo: {beta: 0.1}\n"
+    )
+    run = fake_run(tmp_path / "run")
+    config, environment = run.config, run.environment
+    config["task"] = {**config["task"], "max_tokens": 7, "retriever": {"top_k": 5, "kind": "bm25"}}
+    config["model"] = {**config["model"], "name": "big"}
+    (run.path / "config.yaml").write_text(yaml.safe_dump(config))
+    typed = ["--config-dir", str(tmp_path / "conf"), "experiment=mine/row", "task.max_tokens=7"]
+    (run.path / "environment.json").write_text(json.dumps({**environment, "command": ["mmrl", "train", *typed]}))
+    (line,) = [line for line in finished(run).splitlines() if line.startswith("evaluate")]
+    assert line.split("task=hotpotqa ")[1] == "model=big task.max_tokens=7 task.retriever.top_k=5 split=test"
+
+
+def test_a_failed_drawing_does_not_lose_the_summary(tmp_path, monkeypatch):
+    def broken(_):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr("mmrl.report.finish.write_report", broken)
+    run = fake_run(tmp_path / "run", steps=3)
+    assert "report not written (RuntimeError: no fonts)" in finished(run)
+    assert run.summary["steps"] == 3
+
+
+def test_the_report_that_a_run_writes_at_its_end_calls_it_finished(tmp_path):
+    with RunDir.create(tmp_path / "run", {"seed": 0}, []) as run:
+        assert Overview.of(run).state == "running"
+        run.write_summary({"steps": 1})
+        assert Overview.of(run).state == "finished"
+    (run.path / "summary.json").unlink()
+    assert Overview.of(RunDir.read(run.path)).state.startswith("stopped; continue with")

@@ -1,0 +1,61 @@
+"""docs/metrics.md explains what is logged, and the report reads keys that are explained there."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from mmrl.records import Call
+from mmrl.report import alarms, html
+from mmrl.report.alarms import Thresholds
+
+ROOT = Path(__file__).resolve().parents[2]
+DOC = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+FAMILIES = ("reward", "train", "credit", "critic", "refill", "rollouts", "time", "rate", "memory")
+LOGGING = [
+    *(ROOT / "mmrl").glob("stages/*.py"),
+    *(ROOT / "mmrl").glob("trainer/*.py"),
+    *(ROOT / "mmrl").glob("credit/*.py"),
+]
+
+
+def keys_in_source():
+    pattern = re.compile(rf'(?<!f)"((?:{"|".join(FAMILIES)})/[a-z0-9_]+)"')
+    return sorted({key for path in LOGGING for key in pattern.findall(path.read_text(encoding="utf-8"))})
+
+
+def test_there_are_keys_to_check():
+    assert len(keys_in_source()) > 10
+
+
+@pytest.mark.parametrize("key", keys_in_source())
+def test_every_logged_key_is_explained(key):
+    assert f"`{key}`" in DOC
+
+
+def test_every_fact_that_all_modules_have_is_explained():
+    from mmrl.stages.metrics import module_metrics
+
+    call = Call(id="a", example="e", parent=None, module="m", completion_tokens=1, logprobs=(-0.5,))
+    for fact in module_metrics([call]):
+        assert f"`module/<m>/{fact}`" in DOC
+
+
+@pytest.mark.parametrize("key", [*html.HEALTH, *alarms.MUST_BE_FINITE, *(f"time/{name}" for name in html.TIMES)])
+def test_every_key_that_the_report_reads_is_explained(key):
+    assert f"`{key}`" in DOC
+
+
+def test_every_alarm_is_explained():
+    keys = ["module/m/entropy", "module/m/ok", "module/m/invalid", "module/m/length", "similarity/m"]
+    records = [{"step": step} | dict.fromkeys(keys, 1.0) for step in range(1, 9)]
+    names = {name for name, *_ in alarms.findings(records, Thresholds())}
+    explained = set(re.findall(r"^\| `(\w+)` \|", DOC.split("## Alarms")[1], flags=re.M))
+    assert names == explained and len(names) >= 8
+
+
+def test_thresholds_are_documented_in_place():
+    source = (ROOT / "mmrl" / "report" / "alarms.py").read_text(encoding="utf-8")
+    for field in fields(Thresholds):
+        assert re.search(rf'    {field.name}: .*\n    """', source), field.name

@@ -1,0 +1,164 @@
+"""The progress display: right in a terminal, quiet elsewhere, and never the end of a run."""
+
+import io
+import re
+import sys
+
+import pytest
+from rich.console import Console
+
+from mmrl.report.progress import Progress
+from tests.helpers.report_fakes import MODULES, evaluation, metrics
+
+
+def terminal(width=100, **more):
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=40, legacy_windows=False, **more)
+
+
+def pipe(encoding="utf-8"):
+    return Console(file=io.TextIOWrapper(io.BytesIO(), encoding=encoding), force_terminal=False, width=80)
+
+
+def written(console):
+    console.file.flush()
+    buffer = console.file
+    return buffer.buffer.getvalue().decode() if hasattr(buffer, "buffer") else buffer.getvalue()
+
+
+def played(console, steps=25, total=40):
+    progress = Progress(total=total, title="a run", main_metric="em", console=console)
+    with progress:
+        progress.evaluation(0, "dev", evaluation(0))
+        for step in range(1, steps + 1):
+            progress.step(step, metrics(step))
+        progress.evaluation(steps, "dev", evaluation(20))
+        progress.note("a checkpoint was saved")
+    return progress
+
+
+def drawn(progress, width):
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(progress.render(width))
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [120, 80, 40, 20])
+def test_the_display_fits_its_terminal(width):
+    text = drawn(played(terminal(width)), width)
+    assert all(len(line) <= width for line in text.splitlines())
+    assert "step 25/40" in text
+    if width >= 40:
+        assert re.search(r"reward +0\.\d", text)
+        assert all(name in text for name in MODULES)
+
+
+def test_the_display_shows_reward_evaluation_speed_and_modules():
+    text = drawn(played(terminal(120)), 120)
+    assert "62%" in text and "left" in text
+    assert re.search(r"dev em +0\.817 .*\[0\.757, 0\.877\].*from 0\.417", text)
+    assert "12.3k tokens/s" in text and "generate 50%" in text
+    assert re.search(r"rewriter .*0\.\d+", text)
+
+
+def test_without_a_terminal_there_are_few_plain_lines():
+    console = pipe()
+    played(console, steps=600, total=600)
+    lines = written(console).splitlines()
+    assert "\x1b" not in written(console)
+    assert 25 <= sum(line.startswith("step ") for line in lines) <= 40
+    assert lines[-3].startswith("step 600/600") and "done" in lines[-3]
+    assert any(line.startswith("evaluation on dev at step 0: em 0.417 [0.357, 0.477]") for line in lines)
+    assert "a checkpoint was saved" in lines
+
+
+def test_short_runs_show_every_step():
+    console = pipe()
+    played(console, steps=5, total=5)
+    assert [line.split()[1] for line in written(console).splitlines() if line.startswith("step ")] == [
+        f"{n}/5" for n in range(1, 6)
+    ]
+
+
+def test_rollouts_that_failed_from_outside_are_told_with_their_kinds():
+    console = pipe()
+    with Progress(total=2, console=console) as progress:
+        progress.evaluation(0, "dev", {"n": 8.0, "em": 0.1, "failed_share": 0.25})
+        failed = {"rollouts/failed_share": 0.5, "rollouts/failed/judge": 3.0, "rollouts/failed/parse": 2.0}
+        progress.step(1, {"reward/mean": 0.5} | failed)
+        progress.step(2, {"reward/mean": 0.5, "rollouts/failed_share": 0.0, "rollouts/failed/parse": 2.0})
+    evaluation, first, second = written(console).splitlines()
+    assert evaluation.endswith("n 8  failed from outside 25%, each counted as 0")
+    assert "failed from outside 50% (judge 3)" in first
+    assert "failed" not in second
+
+
+def test_run_progress_false_gives_plain_lines_in_a_terminal():
+    class Run:
+        name, progress = "named", False
+
+    class Config:
+        run = Run()
+
+    console = terminal()
+    with Progress(Config(), total=2, console=console) as progress:
+        progress.step(1, metrics(1))
+    assert "named: 2 steps to go" in written(console)
+    assert "\x1b[?25l" not in written(console)  # the cursor is never hidden
+
+
+def test_an_encoding_without_blocks_gets_ascii():
+    console = pipe("ascii")
+    progress = played(console)
+    progress.note("Lísbon → Pörto")
+    assert written(console).isascii()
+    assert drawn(progress, 80).isascii()
+
+
+def test_no_color_is_obeyed(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    played(console)
+    assert not re.search(r"\x1b\[(?:\d+;)*3[1-7]m", written(console))
+
+
+def test_an_alarm_is_said_once():
+    console = pipe()
+    with Progress(total=50, console=console) as progress:
+        for step in range(1, 30):
+            progress.step(step, {"reward/mean": 0.5, "credit/zero_variance_share": 1.0})
+    assert written(console).count("alarm zero_variance") == 1
+
+
+class Broken(io.StringIO):
+    def write(self, text):
+        raise OSError("disk full")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_broken_screen_never_ends_the_run(is_terminal, capsys):
+    console = Console(file=Broken(), force_terminal=is_terminal, width=80)
+    streams = sys.stdout, sys.stderr
+    with Progress(total=3, title="x", console=console) as progress:
+        for step in (1, 2, 3):
+            progress.step(step, metrics(step))
+        progress.note("still here")
+        progress.evaluation(3, "dev", {"em": 1.0})
+        progress.status("x")
+    assert progress.off
+    assert (sys.stdout, sys.stderr) == streams
+    assert capsys.readouterr().err.count("switched off") == 1
+
+
+@pytest.mark.parametrize("odd", [{}, {"reward/mean": None}, {"reward/mean": float("nan")}, {"module/x/reward": "text"}])
+def test_odd_metrics_are_shown_as_missing(odd, capsys):
+    console = terminal()
+    with Progress(total=3, console=console) as progress:
+        progress.step(1, odd)
+        progress.evaluation(1, "dev", odd)
+    assert not progress.off
+    assert capsys.readouterr().err == ""
+
+
+def test_the_runs_own_exceptions_pass():
+    with pytest.raises(KeyboardInterrupt), Progress(total=3, console=terminal()):
+        raise KeyboardInterrupt

@@ -1,0 +1,163 @@
+"""`mmrl show`: what is printed can be trusted, and what cannot be shown is said."""
+
+import pytest
+
+from mmrl.errors import CheckpointError, ConfigError
+from mmrl.report.journal import write_step
+from mmrl.report.rundir import RunDir
+from mmrl.report.series import module_facts
+from mmrl.report.show import show, text_plot
+from mmrl.report.trees import abridged, advantage_of, clean, credit_line, made_of, shown_prediction
+from tests.helpers.report_fakes import CONFIG, fake_run, forest
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return fake_run(tmp_path_factory.mktemp("show") / "run")
+
+
+def test_the_overview_has_curve_evaluations_modules_and_the_way_on(run):
+    text = show(run.path)
+    assert text.startswith("mhgpo_rr-hotpotqa-s0: mhgpo_rr on hotpotqa with tiny, 40 of 40 steps, stopped; continue")
+    assert "reward per step" in text and "█" in text
+    assert "0     0.417 [0.357, 0.477]" in text
+    assert "em       0.417  0.883      +0.467" in text
+    assert "rewriter" in text and "0.441→0.776" in text
+    assert f"mmrl show {run.path} step=40" in text
+
+
+def test_a_running_and_a_finished_run_say_so(tmp_path):
+    run = fake_run(tmp_path / "run", steps=3)
+    with RunDir.open(run.path):
+        assert "running" in show(run.path).splitlines()[0]
+    run.write_summary({"name": "x"})
+    assert "finished" in show(run.path).splitlines()[0]
+
+
+def test_a_run_without_steps_is_shown(tmp_path):
+    RunDir.create(tmp_path / "run", CONFIG, []).close()
+    assert "0 of 40 steps" in show(tmp_path / "run")
+
+
+def test_a_run_that_only_evaluated_before_training_is_shown(tmp_path):
+    run = fake_run(tmp_path / "run", steps=0)
+    assert "evaluations on dev" in show(run.path)
+    assert "first against last" not in show(run.path)
+
+
+def test_the_examples_of_a_step(run):
+    lines = show(run.path, step=40).splitlines()
+    assert lines[0] == "step 40: 3 examples, 6 rollouts, 10 calls"
+    assert next(line for line in lines if line.lstrip().startswith("q2")).split()[:6] == [
+        *("q2", "3", "0.500", "0.000", "1.000", "1"),
+    ]
+
+
+def test_the_tree_of_an_example(run):
+    text = show(run.path, example="q0", step=39)
+    assert text.startswith("example q0 · step 39 · 2 rollouts")
+    rewriter, reranker, first, second = (text.index(f"[q0/{name}]") for name in ("0#0", "0#1", "0#2", "1#2"))
+    assert rewriter < reranker < first < second
+    assert text.count("[q0/0#1]") == 1  # a shared call is shown once
+    assert "├─ answerer" in text and "└─ answerer" in text
+    assert "asked: as above" in text
+    assert "reward 0.750 = shared 0.800 + penalty -0.050 · group q0|rewriter (n 2, mean 0.500, std 0.300)" in text
+    assert "advantage +0.830" in text
+    assert "⇒ q0/1 reward 0.000 = answer 0.000 · em 0.000" in text
+    assert "characters…]" in text.replace("\n│       ", "")
+
+
+def test_without_a_step_the_last_one_with_the_example_is_taken(run):
+    assert "example q1 · step 40" in show(run.path, example="q1")
+
+
+def test_failures_are_in_the_tree(run):
+    assert "could not be parsed" in show(run.path, example="q1")
+    assert "parse failure: no <ids>" in show(run.path, example="q1")
+    assert "q2/9 failed (tool): retriever down; not credited" in show(run.path, example="q2")
+
+
+def test_a_models_text_cannot_drive_the_terminal(run):
+    assert "\x1b" not in show(run.path, example="q0") + show(run.path, step=40)
+    assert clean("a\x1b[2Jb\nc\x00\u202e") == "a\\x1b[2Jb ⏎ c\\x00\\x202e"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"example": "q11"},
+            ConfigError,
+            r"got 'q11', which none of the 3 journalled steps has; did you mean",
+        ),
+        ({"example": "Q0", "step": 40}, ConfigError, r"example: got 'Q0', expected one of the 3 examples of step 40"),
+        ({"step": 7}, CheckpointError, r"no journal of step 7; journals exist for steps 38 to 40"),
+        ({"example": "q0", "step": 7}, CheckpointError, r"no journal of step 7"),
+    ],
+)
+def test_what_is_not_there_is_one_clear_error(run, arguments, error, message):
+    with pytest.raises(error, match=message) as raised:
+        show(run.path, **arguments)
+    assert raised.value.exit_code == 2
+
+
+def test_not_a_run(tmp_path):
+    with pytest.raises(CheckpointError, match="not a run directory"):
+        show(tmp_path)
+
+
+def test_a_run_without_journals_has_no_examples(tmp_path):
+    RunDir.create(tmp_path / "run", CONFIG, []).close()
+    with pytest.raises(CheckpointError, match="no journals yet"):
+        show(tmp_path / "run", example="q0")
+
+
+def test_an_uncredited_call_says_so(tmp_path):
+    with RunDir.create(tmp_path / "run", CONFIG, []) as run:
+        write_step(run, forest(1)[0], [])
+        assert "no credit" in show(run.path, example="q0")
+
+
+def test_the_plot_rises_where_the_values_do():
+    lines = text_plot([0.0, 0.5, 1.0], 1, 3, width=60, height=4).splitlines()
+    assert lines[0].lstrip().startswith("1.000") and lines[3].lstrip().startswith("0.000")
+    top, bottom = (lines[row].split("│")[1] for row in (0, 3))
+    assert top.strip() == "█" * 6 and top.startswith(" " * 12)
+    assert bottom == "▁" * 6 + "█" * 12
+    assert text_plot([2.0] * 100, 1, 100, width=40).count("\n") == 9
+
+
+def test_a_long_text_keeps_its_ends():
+    assert abridged("a" * 50 + "b" * 500 + "c" * 50, 50, 50) == "a" * 50 + " […500 characters…] " + "c" * 50
+    assert abridged("short", 1, 1) == "short"
+
+
+def test_advantages_and_credit_in_words():
+    assert advantage_of({"advantages": (0.5, 0.5)}) == "+0.500"
+    assert advantage_of({"advantages": (-1.0, 1.0)}) == "-1.000 … +1.000 (mean +0.000)"
+    assert advantage_of({}) == "-"
+    line = credit_line({"reward": 1.0, "advantages": (1.0,), "weights": (0.0,), "filler_of": "x"})
+    assert "left out of the loss" in line and "repeated to fill its group" in line
+
+
+def test_parts_are_a_sum_only_where_they_add_up():
+    assert made_of(1.25, {"f1": 0.75, "form": 0.5}) == " = f1 0.750 + form 0.500"
+    assert made_of(-0.4, {"turn": -0.4, "own_advantage": -0.5}) == " (turn -0.400, own_advantage -0.500)"
+    assert made_of(None, {"f1": 0.0}) == " (f1 0.000)" and made_of(1.0, {}) == ""
+    assert credit_line({"reward": 0.2, "parts": {"turn": 0.2, "own_advantage": 1.0}}).startswith("reward 0.200 (turn")
+
+
+def test_a_sum_of_zero_does_not_show_its_rounding():
+    assert 0.3 - 0.2 - 0.1 != 0.0 and made_of(0.0, {"turn": 0.3 - 0.2 - 0.1}) == " = turn 0.000"
+
+
+def test_the_prediction_of_an_agent_is_shown_by_its_answer():
+    assert shown_prediction({"answer": "Fonen", "actions": ["search"]}) == "Fonen"
+    assert shown_prediction({"answer": None, "ended": "limit"}) == "{'answer': None, 'ended': 'limit'}"
+    assert shown_prediction({"label": "refund"}) == "{'label': 'refund'}" and shown_prediction("harp") == "harp"
+
+
+def test_penalties_are_shown_where_there_are_some():
+    history = [{"step": 1, "module/a/penalty": 0.0, "module/a/reward": 1.0}, {"step": 2, "module/b/penalty": 0.0}]
+    assert module_facts(history) == ("reward",)
+    assert module_facts([*history, {"step": 3, "module/b/penalty": -0.1}]) == ("penalty", "reward")

@@ -1,0 +1,204 @@
+import logging
+import math
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmrl.retrieval.base import Document
+from mmrl.retrieval.bm25 import Bm25Retriever, tokenize, top_indices
+from mmrl.system.artifacts import cache_root
+
+TEXTS = ["red kettle on the stove", "blue kettle", "a red red door", "green lamp by the door", "kettle kettle lamp"]
+
+
+def corpus(texts=TEXTS):
+    return [Document(id=str(n), title=f"t{n}", text=text) for n, text in enumerate(texts)]
+
+
+def reference(documents, query, k1=0.9, b=0.4):
+    """Lucene's BM25 written out from its formula."""
+    stop = frozenset({"the", "a", "on", "by"})
+    bags = [Counter(tokenize(f"{d.title} {d.text}", stop)) for d in documents]
+    mean = sum(sum(bag.values()) for bag in bags) / len(bags)
+    scores = []
+    for bag in bags:
+        length = sum(bag.values())
+        score = 0.0
+        for word in tokenize(query, stop):
+            n = sum(word in other for other in bags)
+            idf = math.log(1 + (len(bags) - n + 0.5) / (n + 0.5))
+            score += idf * bag[word] / (bag[word] + k1 * (1 - b + b * length / mean))
+        scores.append(score)
+    return scores
+
+
+@pytest.mark.parametrize("query", ["red kettle", "the door", "lamp lamp kettle", "t3", "RED, (door)!"])
+def test_scores_and_order_are_those_of_the_formula(query):
+    expected = reference(corpus(), query)
+    found = Bm25Retriever(corpus()).search([query], [5])[0]
+    order = sorted((i for i in range(5) if expected[i] > 0), key=lambda i: (-round(expected[i], 5), i))
+    assert [int(d.id) for d in found] == order
+    assert [d.score for d in found] == pytest.approx([expected[i] for i in order], rel=1e-5)
+
+
+def test_settings_matter():
+    expected = reference(corpus(), "kettle", k1=2.0, b=0.9)
+    found = Bm25Retriever(corpus(), k1=2.0, b=0.9).search(["kettle"], [5])[0]
+    assert {int(d.id): d.score for d in found} == pytest.approx(
+        {i: s for i, s in enumerate(expected) if s > 0}, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("query", ["", "zebra", "the a of", "###", "?!"])
+def test_a_query_without_a_known_word_finds_nothing(query):
+    assert Bm25Retriever(corpus()).search([query], [3]) == [[]]
+
+
+def test_fewer_documents_than_asked_and_none_asked():
+    retriever = Bm25Retriever(corpus())
+    assert len(retriever.search(["door"], [10])[0]) == 2
+    assert retriever.search(["door", "lamp"], [0, 1])[0] == []
+    assert retriever.search([], []) == []
+
+
+def test_one_budget_for_each_query():
+    with pytest.raises(ValueError):
+        Bm25Retriever(corpus()).search(["door", "lamp"], [1])
+
+
+def test_ties_come_in_corpus_order():
+    retriever = Bm25Retriever([Document(id=str(n), title="x", text="same words here") for n in range(50)])
+    for k in (1, 7, 49, 50, 99):
+        assert [d.id for d in retriever.search(["words"], [k])[0]] == [str(n) for n in range(min(k, 50))]
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0]), min_size=1, max_size=40), st.integers(1, 45))
+def test_top_indices_equal_a_full_sort(scores, k):
+    expected = sorted((i for i, s in enumerate(scores) if s > 0), key=lambda i: (-scores[i], i))[:k]
+    assert top_indices(np.array(scores, dtype=np.float32), k) == expected
+
+
+def test_corpus_of_stop_words_only():
+    assert Bm25Retriever([Document(id="0", title="the", text="of a")]).search(["the thing"], [3]) == [[]]
+
+
+def test_index_is_built_once_and_gives_the_same_after_loading(tmp_path, monkeypatch):
+    built = Bm25Retriever(corpus()).search(["red kettle", "lamp"], [4, 4])
+    first = Bm25Retriever(corpus(), cache=tmp_path).search(["red kettle", "lamp"], [4, 4])
+    monkeypatch.setattr("mmrl.retrieval.bm25._build", lambda *_: pytest.fail("built again"))
+    again = Bm25Retriever(corpus(), cache=tmp_path)
+    assert isinstance(again._index.scores["data"], np.memmap)
+    assert built == first == again.search(["red kettle", "lamp"], [4, 4])
+    assert [path.name for path in (tmp_path / "bm25").iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "k1"), [([*TEXTS[:-1], "kettle kettle lamps"], 0.9), (TEXTS[::-1], 0.9), (TEXTS, 1.2)]
+)
+def test_another_corpus_order_or_setting_has_another_index(tmp_path, texts, k1):
+    Bm25Retriever(corpus(), cache=tmp_path)
+    other = Bm25Retriever(corpus(texts), k1=k1, cache=tmp_path)
+    assert len(list((tmp_path / "bm25").iterdir())) == 2
+    assert other.search(["kettle"], [5]) == Bm25Retriever(corpus(texts), k1=k1).search(["kettle"], [5])
+
+
+def _truncate(folder):
+    path = folder / "data.csc.index.npy"
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def _flip(folder):
+    path = folder / "indices.csc.index.npy"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _truncate,
+        _flip,
+        lambda folder: (folder / "vocab.index.json").unlink(),
+        lambda folder: (folder / "manifest.json").write_text("{"),
+        lambda folder: (folder / "manifest.json").unlink(),
+    ],
+)
+def test_a_damaged_cache_is_rebuilt_with_a_notice(tmp_path, caplog, damage):
+    expected = Bm25Retriever(corpus(), cache=tmp_path).search(["red kettle"], [4])
+    damage(next((tmp_path / "bm25").iterdir()))
+    with caplog.at_level(logging.WARNING):
+        assert Bm25Retriever(corpus(), cache=tmp_path).search(["red kettle"], [4]) == expected
+    assert "rebuilt" in caplog.text
+    caplog.clear()
+    Bm25Retriever(corpus(), cache=tmp_path)
+    assert not caplog.text
+
+
+def test_an_unwritable_cache_keeps_the_index_in_memory(tmp_path, caplog):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    assert Bm25Retriever(corpus(), cache=blocked).search(["lamp"], [5]) == Bm25Retriever(corpus()).search(["lamp"], [5])
+    assert "stays in memory" in caplog.text
+
+
+def _search_from_scratch(folder):
+    return [d.id for d in Bm25Retriever(corpus(TEXTS * 200), cache=folder).search(["red lamp"], [6])[0]]
+
+
+def test_concurrent_builders_agree(tmp_path):
+    with ProcessPoolExecutor(4) as pool:
+        results = list(pool.map(_search_from_scratch, [tmp_path] * 8))
+    assert all(result == results[0] and len(result) == 6 for result in results)
+    assert len(list((tmp_path / "bm25").iterdir())) == 1
+
+
+def test_cache_root(monkeypatch, tmp_path):
+    monkeypatch.setenv("MMRL_CACHE", str(tmp_path / "env"))
+    assert cache_root(None) == tmp_path / "env"
+    assert cache_root(str(tmp_path / "own")) == tmp_path / "own"
+    monkeypatch.delenv("MMRL_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_root(None) == tmp_path / ".cache" / "mmrl"
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.text(alphabet="ab cd", max_size=12), min_size=1, max_size=8),
+    st.text(alphabet="ab cd", max_size=8),
+    st.integers(1, 9),
+)
+def test_results_are_sorted_unique_and_share_a_word(texts, query, k):
+    documents = corpus(texts)
+    found = Bm25Retriever(documents).search([query], [k])[0]
+    scores = [d.score for d in found]
+    assert scores == sorted(scores, reverse=True)
+    assert len({d.id for d in found}) == len(found) <= k
+    stop = frozenset({"a"})
+    for document in found:
+        assert set(tokenize(query, stop)) & set(tokenize(f"{document.title} {document.text}", stop))
+
+
+def test_import_brings_no_heavy_library():
+    code = (
+        "import sys, mmrl.retrieval.bm25; "
+        "assert not {'torch', 'bm25s', 'datasets', 'jax', 'numba'} & set(sys.modules), 'heavy import'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_progress_shows_for_large_corpora_in_a_terminal_only(monkeypatch, capfd):
+    Bm25Retriever(corpus())
+    monkeypatch.setattr("mmrl.retrieval.bm25.LARGE_CORPUS", 2)
+    Bm25Retriever(corpus())
+    assert capfd.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the captured stream for a terminal
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert len(Bm25Retriever(corpus()).search(["lamp"], [5])[0]) == 2
+    assert "BM25 index" in capfd.readouterr().err

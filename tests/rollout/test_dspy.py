@@ -1,0 +1,324 @@
+"""DSPy modules as programs: prompts byte for byte, one call per request, typed parse failures, forks by replay."""
+
+import asyncio
+from typing import Literal
+
+import dspy
+import pytest
+
+from mmrl.errors import ConfigError
+from mmrl.records import Example
+from mmrl.rollout.dspy import DspyProgram
+from mmrl.rollout.plans import fork_on, fork_on_first, independent
+from mmrl.rollout.programs import with_program
+from mmrl.rollout.sample import sample
+from mmrl.tasks.dspy.tools import use_tool, use_tool_sync
+from tests.helpers.fakes import FakeEngine, FakeTask, environment, seeded_letter, spelled
+
+
+def filled(**fields):
+    return "\n\n".join(f"[[ ## {name} ## ]]\n{value}" for name, value in fields.items()) + "\n\n[[ ## completed ## ]]\n"
+
+
+class TwoSteps(dspy.Module):
+    """Async: a chain of thought, a tool, a plain predictor."""
+
+    def __init__(self):
+        super().__init__()
+        self.draft = dspy.ChainOfThought("text -> idea")
+        self.final = dspy.Predict("text, idea -> answer")
+
+    async def aforward(self, text):
+        idea = (await self.draft.acall(text=text)).idea
+        idea += await use_tool("echo", text="+")
+        return await self.final.acall(text=text, idea=idea)
+
+
+class Blocking(dspy.Module):
+    """The same with `forward` alone, as most DSPy programs are written."""
+
+    def __init__(self):
+        super().__init__()
+        self.draft = dspy.ChainOfThought("text -> idea")
+        self.final = dspy.Predict("text, idea -> answer")
+
+    def forward(self, text):
+        idea = self.draft(text=text).idea
+        idea += use_tool_sync("echo", text="+")
+        return self.final(text=text, idea=idea)
+
+
+def obliging(request):
+    """Fills whichever fields the request's module has with a seeded letter."""
+    letter = seeded_letter(request)
+    return filled(reasoning="so", idea=letter) if request.module == "draft.predict" else filled(answer=letter)
+
+
+def run(module, plans, answer=obliging, examples=1, retries=0, reward=lambda p: 1.0, **fields):
+    engine = FakeEngine(answer)
+    task = with_program(FakeTask(module, reward=reward))
+    env = environment(task, engine, retries=retries, **fields)
+    forest = asyncio.run(sample(env, [(e, plans) for e in task.examples("train")[:examples]], "outcome"))
+    assert engine.live == 0
+    return forest, engine
+
+
+def only(forest):
+    (rollout,) = forest.rollouts
+    return rollout
+
+
+@pytest.mark.parametrize("module", [TwoSteps, Blocking])
+def test_each_predictor_is_a_module_by_its_attribute_path(module):
+    forest, _ = run(module(), independent(1))
+    assert forest.modules == ("draft.predict", "final")
+    calls = forest.path(only(forest))
+    assert [call.module for call in calls] == ["draft.predict", "final"]
+    assert only(forest).error is None
+    assert set(only(forest).prediction) == {"answer"}
+
+
+@pytest.mark.parametrize("module", [TwoSteps, Blocking])
+def test_prompts_are_byte_for_byte_what_dspy_renders(module):
+    made = module()
+    made.final.signature = made.final.signature.with_instructions("Be brief.")
+    made.final.demos = [dspy.Example(text="t", idea="i", answer="a"), {"text": "half", "answer": "b"}]
+    forest, engine = run(made, independent(1))
+    first = engine.requests[0]
+    expected = dspy.ChatAdapter().format(made.draft.predict.signature, [], {"text": "train0"})
+    assert spelled(first.prompt_ids) == "|".join(m["content"] for m in expected)
+    idea = seeded_letter(first) + "+"
+    expected = dspy.ChatAdapter().format(made.final.signature, made.final.demos, {"text": "train0", "idea": idea})
+    assert len(expected) == 6, "instructions, two demonstrations of two messages each, the request"
+    assert spelled(engine.requests[1].prompt_ids) == "|".join(m["content"] for m in expected)
+    assert "Be brief." in forest.path(only(forest))[1].prompt_text
+
+
+@pytest.mark.parametrize("module", [TwoSteps, Blocking])
+@pytest.mark.parametrize(("plan", "calls"), [("draft.predict", 4), ("final", 3)])
+def test_forks_at_each_module_replay_what_comes_before(module, plan, calls):
+    forest, engine = run(module(), fork_on(plan, 2))
+    assert [rollout.error for rollout in forest.rollouts] == [None, None]
+    assert len(engine.requests) == len(forest.calls) == calls
+    forked = [call for call in forest.calls.values() if call.module == plan]
+    assert len(forked) == 2 and len({call.prompt_ids for call in forked}) == 1
+    assert len({call.parent for call in forked}) == 1
+    assert len({call.text for call in forked}) == 2, "each branch samples with a seed of its own"
+
+
+@pytest.mark.parametrize("module", [TwoSteps, Blocking])
+def test_many_rollouts_at_once_do_not_mix(module):
+    # more than DSPy's own pool of 8 threads, which would deadlock a deterministic engine
+    echoes = lambda r: (  # noqa: E731
+        filled(reasoning="so", idea=spelled(r.prompt_ids).split("[[ ## text ## ]]\n")[-1].split("\n")[0])
+        if r.module == "draft.predict"
+        else filled(answer=spelled(r.prompt_ids).split("[[ ## idea ## ]]\n")[-1].split("\n")[0])
+    )
+    forest, _ = run(module(), fork_on_first(("draft.predict", "final"), 5), answer=echoes, examples=8)
+    assert len(forest.rollouts) == 40
+    for rollout in forest.rollouts:
+        assert rollout.prediction == {"answer": f"train{rollout.example[1:]}+"}
+
+
+@pytest.mark.parametrize("module", [TwoSteps, Blocking])
+def test_a_parse_failure_is_one_call_with_its_raw_text_and_its_own_prompt(module):
+    def answer(request):
+        return obliging(request) if request.module == "draft.predict" else "nothing of the kind"
+
+    forest, engine = run(module(), independent(1), answer=answer)
+    assert only(forest).error == "parse" and only(forest).reward == 0.0
+    assert len(engine.requests) == 2, "no hidden second request in JSON"
+    first, failing = forest.path(only(forest))
+    assert first.ok and not failing.ok
+    assert failing.module == "final" and failing.text == "nothing of the kind"
+    assert (failing.present_fields, failing.expected_fields) == (0, 1)
+    assert "[[ ## idea ## ]]" in failing.prompt_text
+
+
+@pytest.mark.parametrize(
+    ("text", "present"),
+    [
+        ("", 0),
+        (filled(reasoning="so"), 1),
+        (filled(idea="x"), 1),
+        ("[[ ## completed ## ]]", 0),
+    ],
+)
+def test_present_and_expected_fields(text, present):
+    forest, _ = run(TwoSteps(), independent(1), answer=lambda request: text)
+    (call,) = forest.path(only(forest))
+    assert (call.present_fields, call.expected_fields) == (present, 2)
+    assert only(forest).error == "parse"
+
+
+WRITTEN = {
+    "chat": (dspy.ChatAdapter(), lambda label: filled(reasoning="so", label=label)),
+    "json": (dspy.JSONAdapter(), lambda label: f'{{"reasoning": "so", "label": "{label}"}}'),
+    "xml": (dspy.XMLAdapter(), lambda label: f"<reasoning>so</reasoning><label>{label}</label>"),
+}
+
+
+@pytest.mark.parametrize("form", list(WRITTEN))
+def test_a_value_of_the_wrong_type_counts_as_nothing_read(form):
+    adapter, written = WRITTEN[form]
+    module = dspy.ChainOfThought(dspy.Signature("text -> label").with_updated_fields("label", type_=Literal["a", "b"]))
+    with dspy.context(adapter=adapter):
+        wrong, engine = run(module, independent(1), answer=lambda request: written("c"))
+        right, _ = run(module, independent(1), answer=lambda request: written("b"))
+    (call,) = wrong.path(only(wrong))
+    assert (call.present_fields, call.expected_fields, call.ok) == (0, 2, False)
+    assert only(wrong).error == "parse" and len(engine.requests) == 1
+    assert only(right).prediction == {"reasoning": "so", "label": "b"}
+
+
+def test_json_replies_are_parsed_by_the_users_adapter():
+    with dspy.context(adapter=dspy.JSONAdapter()):
+        forest, engine = run(dspy.Predict("text -> answer"), independent(1), answer=lambda r: '{"answer": "yes"}')
+    assert only(forest).prediction == {"answer": "yes"} and len(engine.requests) == 1
+    assert forest.modules == ("self",)
+
+
+def test_retries_of_a_reply_that_does_not_parse():
+    seen = []
+
+    def answer(request):
+        seen.append(request.sampling.seed)
+        return "no" if len(seen) < 3 else filled(answer="yes")
+
+    forest, _ = run(dspy.Predict("text -> answer"), independent(1), answer=answer, retries=3)
+    (call,) = forest.path(only(forest))
+    assert (call.attempts, call.ok, only(forest).error) == (3, True, None)
+    assert len(set(seen)) == 3
+
+
+class Swallowing(dspy.Module):
+    def __init__(self, method):
+        super().__init__()
+        self.answer = dspy.Predict("text -> answer")
+        if method == "async":
+            self.aforward = self._aforward
+
+    def forward(self, text):
+        try:
+            return self.answer(text=text)
+        except Exception:
+            return {"answer": "fine"}
+
+    async def _aforward(self, text):
+        try:
+            return await self.answer.acall(text=text)
+        except Exception:
+            return {"answer": "fine"}
+
+
+@pytest.mark.parametrize("method", ["async", "sync"])
+def test_a_module_cannot_swallow_a_failure(method):
+    forest, _ = run(Swallowing(method), independent(1), answer=lambda request: "no")
+    assert only(forest).error == "parse" and not forest.path(only(forest))[0].ok
+
+
+class Drifting(dspy.Module):
+    """Asks for something else each time it runs."""
+
+    runs = 0
+
+    def __init__(self):
+        super().__init__()
+        self.one = dspy.Predict("text -> answer")
+        self.two = dspy.Predict("text -> answer")
+
+    async def aforward(self, text):
+        type(self).runs += 1
+        await self.one.acall(text=f"{text}{type(self).runs}")
+        return await self.two.acall(text=text)
+
+
+def test_divergence_from_the_tape_is_an_error_that_says_where():
+    forest, _ = run(Drifting(), fork_on("two", 2), answer=lambda request: filled(answer="x"))
+    errors = sorted(str(rollout.error) for rollout in forest.rollouts)
+    assert errors == ["None", "replay"]
+    failed = next(rollout for rollout in forest.rollouts if rollout.error)
+    assert "position 0" in failed.error_message and failed.reward is None
+
+
+class Odd(dspy.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.answer = dspy.Predict("text -> answer", **({"temperature": 0.3} if how == "option" else {}))
+        self.how = how
+
+    async def aforward(self, text):
+        if self.how == "bare":
+            return dspy.settings.lm("hello")
+        if self.how == "blocking":
+            return self.answer(text=text)
+        if self.how == "made":
+            return await dspy.Predict("text -> answer").acall(text=text)
+        if self.how == "adapter":
+            with dspy.context(adapter=dspy.ChatAdapter()):
+                return await self.answer.acall(text=text)
+        result = await self.answer.acall(text=text)
+        return {"answer": object()} if self.how == "json" else result
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("option", "sets temperature"),
+        ("bare", "without await"),
+        ("blocking", "without await"),
+        ("made", "none of the program's predictors (answer)"),
+        ("adapter", "bypassed the adapter"),
+        ("json", "cannot be written as JSON"),
+    ],
+)
+def test_what_cannot_be_recorded_is_a_program_failure_that_says_why(how, message):
+    forest, _ = run(Odd(how), independent(1), answer=lambda request: filled(answer="x"))
+    assert only(forest).error == "program" and only(forest).reward is None
+    assert message in only(forest).error_message
+
+
+def test_a_program_without_predictors_or_with_an_lm_of_its_own_is_refused():
+    with pytest.raises(ConfigError, match="no predictors"):
+        DspyProgram(dspy.Module())
+    module = TwoSteps()
+    module.final.lm = dspy.utils.DummyLM([{"answer": "x"}])
+    with pytest.raises(ConfigError, match=r"final have an LM of their own"):
+        DspyProgram(module)
+
+
+class Stuck(dspy.Module):
+    def __init__(self):
+        super().__init__()
+        self.answer = dspy.Predict("text -> answer")
+
+    def forward(self, text):
+        return self.answer(text=text)
+
+
+def test_a_timeout_ends_the_thread_of_a_blocking_module():
+    import threading
+    import time
+
+    async def never(request):
+        await asyncio.sleep(60)
+
+    engine = FakeEngine(obliging)
+    engine.generate = never
+    task = with_program(FakeTask(Stuck()))
+    env = environment(task, engine, timeout_s=0.1)
+    example = Example(id="q", inputs={"text": "x"})
+    forest = asyncio.run(sample(env, [(example, independent(3))], "outcome"))
+    assert [rollout.error for rollout in forest.rollouts] == ["timeout"] * 3
+    for _ in range(100):
+        if not any(thread.name == "mmrl-dspy" for thread in threading.enumerate()):
+            break
+        time.sleep(0.02)
+    assert not any(thread.name == "mmrl-dspy" for thread in threading.enumerate())
+
+
+def test_plain_programs_stay_as_they_are():
+    from tests.helpers.fakes import Chain
+
+    program = Chain()
+    assert with_program(FakeTask(program)).program is program

@@ -1,0 +1,349 @@
+"""Plans, forks by replay, failures as data."""
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from mmrl.engines.base import Completion
+from mmrl.engines.embedded.batcher import Batcher
+from mmrl.errors import LimitFailure, ParseFailure
+from mmrl.records import Example
+from mmrl.rollout.plans import fork_on, fork_on_first, independent, independent_sampling, round_robin
+from mmrl.rollout.sample import sample
+from tests.engines.test_batcher import Counter
+from tests.helpers.fakes import Chain, FakeEngine, FakeTask, environment, seeded_letter, spelled
+
+MODULES = ("a", "b", "c")
+
+
+def run(program, plans, answer=seeded_letter, pause=lambda: 0.0, examples=1, retries=0, timeout_s=60.0, **task_fields):
+    engine = FakeEngine(answer, pause)
+    task = FakeTask(program, **task_fields)
+    env = environment(task, engine, retries=retries, timeout_s=timeout_s)
+    chosen = task.examples("train")[:examples]
+    forest = asyncio.run(sample(env, [(example, plans) for example in chosen], "outcome"))
+    assert engine.live == 0, "every program that entered must have left"
+    return forest, engine
+
+
+@pytest.mark.parametrize(
+    ("plan", "calls", "rollouts"),
+    [
+        (independent(4), 12, 4),
+        (fork_on_first(MODULES, 4), 12, 4),
+        (fork_on("b", 4), 1 + 8, 4),
+        (fork_on("c", 4), 2 + 4, 4),
+        (independent_sampling(MODULES, 4), 27, 12),
+        (fork_on_first(MODULES, 4, last_width=4), 2 * 4 + 16, 16),
+    ],
+)
+def test_calls_per_question_are_those_of_the_paper(plan, calls, rollouts):
+    # MHGPO, n = 3 agents, G = 4: nG, sum over i of (i-1) + G(n-i+1), (n-1)G + G^2.
+    forest, engine = run(Chain(), plan)
+    assert len(forest.calls) == calls == len(engine.requests)
+    assert len(forest.rollouts) == rollouts
+    assert all(len(forest.path(r)) == 3 for r in forest.rollouts)
+
+
+def test_a_fork_shares_its_prefix_and_samples_one_prompt():
+    forest, _ = run(Chain(), fork_on("b", 3))
+    forked = [c for c in forest.calls.values() if c.module == "b"]
+    trunk = [c for c in forest.calls.values() if c.module == "a"]
+    assert len(trunk) == 1
+    assert {c.parent for c in forked} == {trunk[0].id}
+    assert len({c.prompt_ids for c in forked}) == 1
+    assert len({c.text for c in forked}) > 1, "branches must be sampled with their own seeds"
+    assert {r.fork for r in forest.rollouts} == {"b"}
+
+
+def test_over_sampling_forks_the_last_module_of_each_branch():
+    forest, _ = run(Chain(), fork_on_first(MODULES, 2, last_width=3))
+    for call in (c for c in forest.calls.values() if c.module == "b"):
+        leaves = [forest.calls[child] for child in forest.children[call.id]]
+        assert len(leaves) == 3
+        assert len({leaf.prompt_ids for leaf in leaves}) == 1
+
+
+def test_parents_come_before_children_and_ids_are_unique():
+    forest, _ = run(Chain(), independent_sampling(MODULES, 2), examples=3)
+    seen = set()
+    for call in forest.calls.values():
+        assert call.parent is None or call.parent in seen
+        seen.add(call.id)
+    assert len({r.id for r in forest.rollouts}) == len(forest.rollouts)
+
+
+def test_round_robin_draws_by_probability_and_key():
+    drawn = [round_robin(MODULES, 4, (0.7, 0.1, 0.2), (0, 1, f"q{i}"))[0].fork_name for i in range(3000)]
+    shares = [drawn.count(m) / len(drawn) for m in MODULES]
+    assert shares == pytest.approx([0.7, 0.1, 0.2], abs=0.03)
+    assert drawn[:50] == [round_robin(MODULES, 4, (0.7, 0.1, 0.2), (0, 1, f"q{i}"))[0].fork_name for i in range(50)]
+
+
+def test_timing_changes_nothing():
+    jitter = random.Random(3)
+    calm, _ = run(Chain(), independent_sampling(MODULES, 2), examples=3)
+    shaken, _ = run(Chain(), independent_sampling(MODULES, 2), examples=3, pause=lambda: jitter.random() / 50)
+    assert calm.calls == shaken.calls
+    assert list(calm.calls) == list(shaken.calls)
+    assert calm.rollouts == shaken.rollouts
+
+
+def test_all_rollouts_of_a_step_run_at_once():
+    # Rollouts of 3 sequential calls with 20 ms each: 8 examples × 4 at once take about 60 ms, one by one 1.9 s.
+    import time
+
+    started = time.perf_counter()
+    run(Chain(), independent(4), pause=lambda: 0.02, examples=8)
+    assert time.perf_counter() - started < 0.96
+
+
+@dataclass
+class Loop:
+    """Calls `a` until it says 'n', up to five times, and `b` in between: invocations and turns are counted."""
+
+    modules: tuple[str, ...] = ("a", "b")
+
+    async def run(self, example, ctx):
+        for _ in range(3):
+            await ctx.call("a", [{"role": "user", "content": "x"}])
+        await ctx.call("b", [{"role": "user", "content": "y"}])
+        return "a"
+
+
+def test_invocations_count_per_module_and_forks_are_at_the_first():
+    forest, _ = run(Loop(), fork_on("a", 2))
+    path = forest.path(forest.rollouts[1])
+    assert [(c.module, c.invocation) for c in path] == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
+    assert len(forest.calls) == 8
+
+
+@dataclass
+class Picky:
+    """Its only module must say 'a'; anything else cannot be parsed."""
+
+    modules: tuple[str, ...] = ("a",)
+
+    async def run(self, example, ctx):
+        def parse(text):
+            if text != "a":
+                raise ParseFailure("expected a", present=1, expected=2)
+            return text
+
+        return (await ctx.call("a", [{"role": "user", "content": "x"}], parse=parse)).parsed
+
+
+def test_a_parse_failure_is_a_typed_rollout_with_the_failure_score():
+    forest, engine = run(Picky(), independent(1), answer=lambda r: "z", retries=2, failure_score=-0.25)
+    (rollout,) = forest.rollouts
+    (call,) = forest.calls.values()
+    assert (rollout.error, rollout.reward) == ("parse", -0.25)
+    assert (call.ok, call.present_fields, call.expected_fields, call.attempts) == (False, 1, 2, 3)
+    assert len(engine.requests) == 3
+    assert len({r.sampling.seed for r in engine.requests}) == 3, "each attempt is a fresh sample"
+
+
+def test_only_the_attempt_that_parsed_is_recorded():
+    texts = iter(["z", "a"])
+    forest, _ = run(Picky(), independent(1), answer=lambda r: next(texts), retries=2)
+    (call,) = forest.calls.values()
+    assert (call.text, call.ok, call.attempts) == ("a", True, 2)
+    assert forest.rollouts[0].error is None
+
+
+@dataclass
+class Faulty:
+    """Fails in a chosen way after its first call."""
+
+    how: str
+    modules: tuple[str, ...] = ("a",)
+
+    async def run(self, example, ctx):
+        await ctx.call("a", [{"role": "user", "content": "x"}])
+        if self.how == "program":
+            raise KeyError("boom")
+        if self.how == "limit":
+            raise LimitFailure("no answer in time")
+        if self.how == "timeout":
+            await asyncio.sleep(30)
+        if self.how == "module":
+            await ctx.call("nobody", [])
+        return await ctx.tool("broken" if self.how == "tool" else "missing")
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "reward"),
+    [
+        ("program", "program", None),
+        ("limit", "limit", 0.0),
+        ("timeout", "timeout", None),
+        ("tool", "tool", None),
+        ("missing", "program", None),
+        ("module", "program", None),
+    ],
+)
+def test_each_failure_has_its_type_and_only_the_models_own_are_credited(how, kind, reward):
+    def broken():
+        raise OSError("retriever down")
+
+    forest, _ = run(Faulty(how), independent(2), tools={"broken": broken}, timeout_s=0.2)
+    assert [(r.error, r.reward) for r in forest.rollouts] == [(kind, reward)] * 2
+    assert len(forest.calls) == 2, "calls made before the failure stay in the forest"
+
+
+def test_an_engine_error_is_typed():
+    def explode(request):
+        raise RuntimeError("out of memory")
+
+    forest, _ = run(Chain(), independent(1), answer=explode)
+    assert (forest.rollouts[0].error, forest.rollouts[0].leaf) == ("engine", None)
+    assert "out of memory" in forest.rollouts[0].error_message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_is_a_failure_of_the_reward(value):
+    forest, _ = run(Chain(), independent(1), reward=lambda prediction: value)
+    assert (forest.rollouts[0].error, forest.rollouts[0].reward) == ("reward", None)
+
+
+class Fickle:
+    """Asks for something else each time it is run: it depends on more than its example and ctx."""
+
+    modules = ("a", "b")
+
+    def __init__(self):
+        self.runs = 0
+
+    async def run(self, example, ctx):
+        self.runs += 1
+        await ctx.call("a", [{"role": "user", "content": f"run {self.runs}"}])
+        await ctx.call("b", [{"role": "user", "content": "x"}])
+        return "a"
+
+
+def test_a_program_that_diverges_from_its_tape_is_an_error_that_says_where():
+    forest, _ = run(Fickle(), fork_on("b", 2))
+    diverged = [r for r in forest.rollouts if r.error == "replay"]
+    assert len(diverged) == 1
+    assert "position 0" in diverged[0].error_message
+    assert "'a'" in diverged[0].error_message
+
+
+@dataclass
+class Parallel:
+    """Two calls at once, then one that sees both."""
+
+    modules: tuple[str, ...] = ("a", "b", "c")
+
+    async def run(self, example, ctx):
+        left, right = await asyncio.gather(
+            ctx.call("a", [{"role": "user", "content": "l"}]), ctx.call("b", [{"role": "user", "content": "r"}])
+        )
+        return (await ctx.call("c", [{"role": "user", "content": left.text + right.text}])).text
+
+
+@pytest.mark.parametrize("module", ["a", "b", "c"])
+def test_programs_with_concurrent_calls_fork_too(module):
+    jitter = random.Random(1)
+    forest, _ = run(Parallel(), fork_on(module, 3), pause=lambda: jitter.random() / 50)
+    assert len(forest.rollouts) == 3
+    assert not [r.error for r in forest.rollouts if r.error]
+    for rollout in forest.rollouts:
+        path = forest.path(rollout)
+        assert [c.module for c in path] == ["a", "b", "c"]
+        assert spelled(path[2].prompt_ids) == path[0].text + path[1].text
+
+
+@dataclass
+class Uneven:
+    """Two calls at once, of different lengths."""
+
+    lengths: tuple[int, int]
+    modules: tuple[str, ...] = ("elsewhere", "a", "b")
+    first: str = "a"
+
+    async def run(self, example, ctx):
+        asked = zip((self.first, "b"), self.lengths, strict=True)
+        calls = [ctx.call(m, [{"role": "user", "content": m}], max_tokens=n) for m, n in asked]
+        return "".join(reply.text for reply in await asyncio.gather(*calls))
+
+
+class Waiting(Batcher):
+    """The batcher of the embedded engine, and one module that is answered elsewhere, as an endpoint does."""
+
+    async def generate(self, request):
+        if request.module != "elsewhere":
+            return await super().generate(request)
+        await asyncio.sleep(0.05)
+        return Completion(ids=(1,), logprobs=None, finish="eos")
+
+
+@pytest.mark.parametrize("first", ["a", "elsewhere"])
+@pytest.mark.parametrize("lengths", [(2, 6), (6, 2), (3, 3)])
+def test_of_concurrent_calls_either_may_end_first(lengths, first):
+    """A deterministic batch must not wait for a strand that has its reply and waits for the other one."""
+    engine = Waiting(Counter())
+    env = environment(FakeTask(Uneven(lengths, first=first)), engine, timeout_s=5.0)
+    forest = asyncio.run(sample(env, [(Example(id="q", inputs={}), independent(3))], "outcome"))
+    assert [r.error for r in forest.rollouts] == [None] * 3
+    assert engine.live == 0
+
+
+@dataclass
+class Turns:
+    """Two turns in one context with an observation between them, then a call of its own."""
+
+    modules: tuple[str, ...] = ("agent",)
+
+    async def run(self, example, ctx):
+        first = await ctx.call("agent", [{"role": "user", "content": "go"}])
+        found = await ctx.tool("echo", text="[seen]")
+        second = await ctx.call("agent", found, after=first, max_observation=4)
+        await ctx.call("agent", [{"role": "user", "content": "new"}])
+        return second.text
+
+
+@pytest.mark.parametrize("plans", [independent(1), fork_on("agent", 2)])
+def test_a_turn_goes_on_token_for_token_after_the_one_before(plans):
+    forest, _ = run(Turns(), plans)
+    for rollout in forest.rollouts:
+        first, second, own = forest.path(rollout)
+        assert spelled(second.prompt_ids) == "go" + first.text + "[see"
+        assert (first.turn, second.turn, own.turn) == (0, 1, 0)
+        assert (first.observation_tokens, second.observation_tokens) == (4, 0)
+        assert [first.invocation, second.invocation, own.invocation] == [0, 1, 2]
+
+
+class Impostor:
+    modules = ("agent",)
+
+    async def run(self, example, ctx):
+        from mmrl.tasks.base import Reply
+
+        await ctx.call("agent", "text", after=Reply(text="", parsed=None, finish="eos", context=(1, 2)))
+
+
+def test_only_a_reply_of_this_rollout_can_be_continued():
+    forest, _ = run(Impostor(), independent(1))
+    assert forest.rollouts[0].error == "program"
+    assert "after=" in forest.rollouts[0].error_message
+
+
+def test_penalties_and_facts_come_from_the_task():
+    forest, _ = run(Chain(), independent(1), answer=lambda r: "z")
+    assert [c.penalty for c in forest.calls.values()] == [-0.5] * 3
+    assert all(c.facts == {"words": 1} for c in forest.calls.values())
+
+
+def test_examples_do_not_share_seeds():
+    forest, _ = run(Chain(("a",)), independent(1), answer=lambda r: chr(97 + r.sampling.seed % 26), examples=8)
+    assert len({c.text for c in forest.calls.values()}) > 3
+    assert isinstance(forest.rollouts[0].example, str)
+    assert forest.examples == tuple(f"q{i}" for i in range(8))
+
+
+def test_example_records_refuse_unknown_fields():
+    with pytest.raises(TypeError):
+        Example(id="q", inputs={}, gold="x")

@@ -1,0 +1,136 @@
+"""Rollouts of teachers: the teacher's inputs and outputs around the student's prompts, failures as they were."""
+
+import asyncio
+from dataclasses import dataclass, replace
+
+import pytest
+
+from mmrl.algorithms import ALGORITHMS
+from mmrl.config.algo import MmgrpoConfig
+from mmrl.errors import ParseFailure
+from mmrl.rollout.sample import sample
+from mmrl.rollout.teachers import Teacher
+from tests.helpers.fakes import Chain, FakeEngine, FakeTask, environment, letters, seeded_letter, spelled
+
+
+@dataclass
+class Told(Chain):
+    """As `Chain`, with instructions before every prompt, and a parser that refuses `!`."""
+
+    instructions: str = ""
+    extra: bool = False
+
+    async def run(self, example, ctx):
+        text = example.inputs["text"]
+        for module in (*self.modules, *("a" * self.extra)):
+            shown = f"{self.instructions}{module}:{text}"
+            reply = await ctx.call(module, [{"role": "user", "content": shown}], parse=self.parse)
+            text += reply.text
+            text += await ctx.tool("echo", text=reply.text)
+        return text
+
+    @staticmethod
+    def parse(text):
+        if "!" in text:
+            raise ParseFailure("no exclamations", present=1, expected=2)
+        return text
+
+
+def run(
+    teacher_program=None, teacher_answer=lambda request: "T" + request.module, student=None, counts=(2, 1), **teacher
+):
+    echoes = []
+    tools = {"echo": lambda text: echoes.append(text) or "+"}
+    task = FakeTask(student or Told(), tools=tools)
+    engine, other = FakeEngine(seeded_letter), FakeEngine(teacher_answer)
+    env = environment(task, engine)
+    own = environment(replace(task, program=teacher_program or Told(instructions="be wise ")), other)
+    env.teachers = {"wise": Teacher(environment=own, retell=teacher.get("retell", lambda call: call.completion_ids))}
+    algo = MmgrpoConfig(
+        name="mmgrpo",
+        rollouts=sum(counts),
+        teachers=({"name": "student", "rollouts": counts[0]}, {"name": "wise", "prompts": "p", "rollouts": counts[1]}),
+    )
+    plan = ALGORITHMS["mmgrpo"].plan(algo, task.program.modules, (0, 1, "q0"))
+    forest = asyncio.run(sample(env, [(e, plan) for e in task.examples("train")[:2]], "outcome"))
+    assert engine.live == other.live == 0
+    return forest, engine, other, echoes
+
+
+def test_a_teachers_answers_stand_behind_the_students_prompts():
+    forest, engine, other, echoes = run()
+    taught = [rollout for rollout in forest.rollouts if rollout.teacher]
+    assert [rollout.teacher for rollout in forest.rollouts] == [None, None, "wise"] * 2, "teacher-major"
+    assert len(taught) == 2 and len(other.requests) == 6 and len(engine.requests) == 12
+    for rollout in taught:
+        path = forest.path(rollout)
+        assert [call.module for call in path] == ["a", "b", "c"] and [call.text for call in path] == ["Ta", "Tb", "Tc"]
+        assert all(call.teacher == "wise" and call.logprobs is None and call.policy_version is None for call in path)
+        assert all(spelled(call.prompt_ids).startswith(f"{call.module}:train") for call in path), "no instructions"
+        assert spelled(path[2].prompt_ids).endswith("Ta+Tb+"), "the teacher's outputs are in the student's prompts"
+        assert rollout.prediction.endswith("Ta+Tb+Tc+") and rollout.reward is not None
+    assert all(spelled(request.prompt_ids).startswith("be wise ") for request in other.requests)
+    assert len(echoes) == 18, "a tool is run once for each rollout: the student's program is given what it returned"
+    assert all(call.logprobs is not None for call in forest.calls.values() if call.teacher is None)
+
+
+def test_another_vocabulary_is_spelled_again():
+    forest, *_ = run(retell=lambda call: letters(call.text.lower()))
+    assert {call.text for call in forest.calls.values() if call.teacher} == {"ta", "tb", "tc"}
+
+
+def test_a_teachers_parse_failure_ends_its_rollout_and_is_trained():
+    forest, *_ = run(teacher_answer=lambda request: "!" if request.module == "b" else "x")
+    (first, _) = [rollout for rollout in forest.rollouts if rollout.teacher]
+    path = forest.path(first)
+    assert first.error == "parse" and first.reward == 0.0
+    assert [(call.module, call.ok) for call in path] == [("a", True), ("b", False)]
+    assert (path[1].present_fields, path[1].expected_fields, path[1].text) == (1, 2, "!")
+    assert path[1].teacher == "wise" and path[1].logprobs is None
+
+
+def test_outside_failures_of_a_teacher_are_never_credited():
+    def broken(request):
+        raise OSError("no such host")
+
+    forest, *_ = run(teacher_answer=broken)
+    failed = [rollout for rollout in forest.rollouts if rollout.teacher]
+    assert [(rollout.error, rollout.reward, rollout.leaf) for rollout in failed] == [("engine", None, None)] * 2
+    assert "no such host" in failed[0].error_message
+
+
+def test_a_crash_of_the_teachers_own_code_is_its_own():
+    class Crashes(Told):
+        async def run(self, example, ctx):
+            await ctx.call("a", [{"role": "user", "content": "?"}])
+            raise KeyError("oops")
+
+    forest, *_ = run(teacher_program=Crashes())
+    failed = [rollout for rollout in forest.rollouts if rollout.teacher]
+    assert [rollout.error for rollout in failed] == ["program", "program"] and "oops" in failed[0].error_message
+
+
+def test_a_student_that_asks_for_what_the_teacher_never_said_has_diverged():
+    forest, *_ = run(student=Told(extra=True))
+    failed = [rollout for rollout in forest.rollouts if rollout.teacher]
+    assert [(rollout.error, rollout.reward) for rollout in failed] == [("replay", None)] * 2
+    assert "call 1 of module 'a', which teacher 'wise' never made" in failed[0].error_message
+    assert all(rollout.error is None for rollout in forest.rollouts if rollout.teacher is None)
+
+
+@pytest.mark.parametrize(
+    ("teachers", "says"),
+    [
+        (({"name": "a", "prompts": "p", "rollouts": 3},), "teachers: got 3 rollouts in all"),
+        (({"name": "a", "prompts": "p", "rollouts": 2}, {"name": "student"}), "for all or for none"),
+        (({"name": "a", "prompts": "p"}, {"name": "a", "policy": "tiny"}), "a different name for each"),
+        (tuple({"name": f"t{i}", "prompts": "p"} for i in range(3)), "a number that divides rollouts=4"),
+        (({"name": "a"},), "so it would be the student"),
+        (({"name": "student", "policy": "tiny"},), "leave them out"),
+        (({"name": "a", "prompts": "p", "rollouts": 0}, {"name": "student", "rollouts": 4}), "greater than or equal"),
+        ((), "expected a number that divides"),
+    ],
+)
+def test_teachers_that_do_not_add_up_are_refused(teachers, says):
+    with pytest.raises(ValueError, match=says):
+        MmgrpoConfig(name="mmgrpo", rollouts=4, teachers=teachers)

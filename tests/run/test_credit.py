@@ -1,0 +1,245 @@
+"""`mmrl credit` without its command line: files in, table or JSON out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mmrl.algorithms import ALGORITHMS
+from mmrl.config import ALGO_SCHEMAS
+from mmrl.errors import ConfigError, DataError
+from mmrl.report.forest import dump_forest
+from mmrl.report.journal import encode
+from mmrl.run.credit import credit_report, load_rollouts
+from mmrl.system.files import dumps
+from tests.helpers.forests import Grow
+
+
+def section(name, **options):
+    return ALGO_SCHEMAS[name].model_validate({"name": name, **options})
+
+
+@pytest.fixture
+def forest():
+    grow = Grow(("a", "b"))
+    for branch, outcome in enumerate((1.0, 0.0, None)):
+        grow.chain(f"q/{branch}", "ab", outcome, 2, error=None if outcome is not None else "tool", fork="a")
+    return grow.forest
+
+
+def test_json_of_one_algorithm(forest):
+    algo = section("mhgpo_fof", group_size=2)
+    found = json.loads(credit_report([algo], forest, seed=0, as_json=True))
+    assert found["version"] == 1 and found["algo"] == "mhgpo_fof"
+    assert [call["id"] for call in found["calls"]] == ["q/0#0", "q/0#1", "q/1#0", "q/1#1"]
+    first = found["calls"][0]
+    assert first["reward"] == 1.0 and first["parts"] == {"shared": 1.0, "penalty": 0.0}
+    assert first["group_size"] == 2 and first["mean"] == 0.5 and first["std"] == pytest.approx(0.5**0.5)
+    assert first["advantages"] == pytest.approx([0.707106] * 2, abs=5e-7)
+    assert first["weights"] == pytest.approx([1 / 8] * 2)
+    assert first["returns"] is None and first["filler_of"] is None
+    assert "raw_advantages" not in first
+
+
+def test_several_algorithms_stand_side_by_side(forest):
+    algos = [section("mhgpo_fof", group_size=2), section("mhgpo_is", group_size=2)]
+    found = json.loads(credit_report(algos, forest, seed=0, as_json=True))
+    assert [item["algo"] for item in found] == ["mhgpo_fof", "mhgpo_is"]
+    lines = credit_report(algos, forest, seed=0, as_json=False).splitlines()
+    assert "mhgpo_fof" in lines[0] and "mhgpo_is" in lines[0]
+    assert lines[1].split().count("advantage") == 2
+    assert lines[2].startswith("q/0#0") and lines[2].count("0.707106 x2") == 2
+    assert lines[-1] == "calls without an entry: q/2#0, q/2#1"
+
+
+def test_what_several_algorithms_lack_is_said_with_their_names(forest):
+    algos = [section("mhgpo_fof", group_size=2), section("ppo", beta=0.0), section("mappo", beta=0.1)]
+    with pytest.raises(DataError) as caught:
+        credit_report(algos, forest, seed=0, as_json=True)
+    first, second = caught.value.problems
+    assert first.startswith("algo=ppo: call 'q/0#0': values: missing")
+    assert second.startswith("algo=mappo: call 'q/0#0': logprobs: missing")
+
+
+def test_table_of_one_algorithm(forest):
+    text = credit_report([section("mhgpo_fof", group_size=2)], forest, seed=0, as_json=False)
+    assert text.splitlines()[0] == "mhgpo_fof: 4 entries"
+    assert "q:a:0" in text and "0.125 x2" in text
+
+
+def test_problems_with_the_forests_modules_are_config_errors(forest):
+    algo = section("mhgpo_fof", train_modules=("answerer",))
+    with pytest.raises(ConfigError, match=r"algo\.train_modules: got 'answerer'"):
+        credit_report([algo], forest, seed=0, as_json=True)
+
+
+def test_reads_the_json_form_and_the_journal(forest, tmp_path):
+    plain = tmp_path / "forest.json"
+    plain.write_text(json.dumps(dump_forest(forest)))
+    journal = tmp_path / "step-000001.jsonl.gz"
+    journal.write_bytes(gzip.compress("".join(dumps(line) + "\n" for line in encode(forest, ())).encode()))
+    unzipped = tmp_path / "step-000001.jsonl"
+    unzipped.write_bytes(gzip.decompress(journal.read_bytes()))
+    zipped = tmp_path / "forest.json.gz"
+    zipped.write_bytes(gzip.compress(plain.read_bytes()))
+    marked = tmp_path / "from-windows.json"
+    marked.write_text(plain.read_text(), encoding="utf-8-sig")
+    algo = section("mhgpo_rr", group_size=2)
+    paths = (plain, journal, unzipped, zipped, marked)
+    reports = {credit_report([algo], load_rollouts(path), seed=0, as_json=True) for path in paths}
+    assert len(reports) == 1
+
+
+def test_texts_with_blanks_and_line_separators_of_unicode_stay_in_their_line(tmp_path):
+    """A journal's lines end at line feeds only: JSON may hold the other separators as they are."""
+    grow = Grow(("a",))
+    for branch, said in enumerate(("two words", "a\u2028b\x85c")):
+        grow.end(grow.call(f"q/{branch}", None, "a", text=said), float(branch))
+    path = tmp_path / "step-000001.jsonl"
+    lines = [json.dumps(json.loads(dumps(line)), ensure_ascii=False) for line in encode(grow.forest, ())]
+    path.write_bytes("\r\n".join([*lines, " ", ""]).encode())
+    assert [call.text for call in load_rollouts(path).calls.values()] == ["two words", "a\u2028b\x85c"]
+
+
+def test_names_that_no_terminal_shows_are_escaped():
+    grow = Grow(("a",))
+    for name, outcome in (("\ud800/0", 1.0), ("größe\n\x1b[31m/1", 0.0), ("größe/2", None)):
+        grow.chain(name, "a", outcome, error=None if outcome is not None else "tool")
+    text = credit_report([section("grpo", group_size=2)], grow.forest, seed=0, as_json=False)
+    assert [line.split("  ")[0] for line in text.splitlines()[2:4]] == ["\\ud800/0#0", "größe\\n\\x1b[31m/1#0"]
+    assert text.splitlines()[4] == "calls without an entry: größe/2#0"
+    text.encode()
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(DataError) as caught:
+        load_rollouts(tmp_path / "none")
+    assert str(caught.value) == f"rollouts: {tmp_path / 'none'} cannot be read (No such file or directory)"
+    with pytest.raises(DataError, match=r"Is a directory\); a journal is a file in RUN_DIR/journal$"):
+        load_rollouts(tmp_path)
+    bad = tmp_path / "bad"
+    bad.write_bytes(b"\xff\xff")
+    with pytest.raises(DataError, match="not UTF-8"):
+        load_rollouts(bad)
+    bad.write_text("{}")
+    with pytest.raises(DataError, match="version: missing"):
+        load_rollouts(bad)
+    bad.write_bytes(gzip.compress(b'{"line": "call"}'))
+    with pytest.raises(DataError, match="damaged journal"):
+        load_rollouts(bad)
+    bad.write_bytes(gzip.compress(b"{}")[:-4])
+    with pytest.raises(DataError, match=r"damaged journal \(EOFError: "):
+        load_rollouts(bad)
+    deep = "[" * 100_000
+    bad.write_text(deep)
+    with pytest.raises(DataError, match="bad: "):
+        load_rollouts(bad)
+    bad.write_text('{"line": "head"}\n' + deep)
+    with pytest.raises(DataError, match=r"damaged journal \(RecursionError: "):
+        load_rollouts(bad)
+
+
+@pytest.mark.parametrize(
+    ("record", "change", "says"),
+    [
+        ("q/0#0", {"parent": "q/0#1"}, "call 'q/0#0': parent: a cycle (q/0#0 -> q/0#1)"),
+        ("q/1#1", {"parent": "q/9"}, "call 'q/1#1': parent: got 'q/9', which is no call"),
+        ("q/1", {"leaf": "q/9"}, "rollout 'q/1': leaf: got 'q/9', which is no call"),
+        ("q/1", {"reward": [1.0]}, "rollout 'q/1': reward: got [1.0], expected a finite number"),
+        ("q/2", {"reward": 1.0}, "rollout 'q/2': reward: got 1 with error 'tool'"),
+        ("q/0#1", {"module": "c"}, "call 'q/0#1': module: got 'c', expected one of a, b"),
+    ],
+)
+def test_a_journal_that_was_changed_is_refused_with_its_record(record, change, says, forest, tmp_path):
+    lines = [line | change if line.get("id") == record else line for line in encode(forest, ())]
+    path = tmp_path / "step-000001.jsonl"
+    path.write_text("\n".join(dumps(line) for line in lines))
+    with pytest.raises(DataError) as caught:
+        load_rollouts(path)
+    assert any(problem.startswith(f"{path}: {says}") for problem in caught.value.problems), caught.value.problems
+
+
+def test_an_empty_forest_prints_a_head_only():
+    assert credit_report([section("mhgpo_fof")], Grow(("a",)).forest, seed=0, as_json=False).startswith(
+        "mhgpo_fof: 0 entries"
+    )
+
+
+def test_every_schema_has_its_algorithm():
+    assert set(ALGORITHMS) == set(ALGO_SCHEMAS)
+    assert all(ALGORITHMS[name].name == name for name in ALGORITHMS)
+
+
+def test_imports_neither_torch_nor_hydra():
+    code = "import sys, mmrl.run.credit; print({'torch', 'transformers', 'hydra', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_a_table_shows_what_a_critic_estimates_and_what_padding_repeats():
+    grow = Grow(("a", "b"))
+    grow.call("q/0", None, "a", 2, values=(0.25, 0.5))
+    grow.end(grow.call("q/1", "q/0", "b", 1, values=(0.0,)), 1.0)
+    grow.end(grow.call("q/2", None, "a", 0, values=()), 0.00025)
+    ppo, mmgrpo = section("ppo", beta=0, whiten="none"), section("mmgrpo", filler="max", rollouts=2)
+    alone = credit_report([ppo], grow.forest, seed=0, as_json=False).splitlines()
+    assert alone[1].split()[:4] == ["call", "module", "reward", "parts"]
+    assert "0.75 0.5" in alone[2] and "1 x2" in alone[2] and "0.333333 x2" in alone[2]
+    both = credit_report([ppo, mmgrpo], grow.forest, seed=0, as_json=False).splitlines()
+    assert sum(line.startswith("q/1") for line in both) == 2 and sum("(filler)" in line for line in both) == 1
+    assert "0.00025" in both[-1]
+    found = json.loads(credit_report([ppo], grow.forest, seed=0, as_json=True))["calls"][0]
+    assert found["returns"] == [1.0, 1.0] and found["raw_advantages"] == [0.75, 0.5]
+    assert found["token_rewards"] == [0.0, 0.0] and found["group"] is None and found["mean"] is None
+
+
+def test_a_table_of_two_algorithms_to_the_word():
+    """Rewards 1 and -0: mean 0.5, deviation 1 / sqrt 2, A = 0.5 / 0.707108 on both modules' three tokens; mmGRPO halves
+    its weight between the modules, fills the gap of `b` with a copy, and has blanks beside it. No tokens show `-`.
+    """
+    grow = Grow(("a", "b"))
+    grow.end(grow.call("q/1", grow.call("q/0", None, "a", 2), "b", 1), 1.0)
+    grow.end(grow.call("q/2", None, "a", 0), -0.0)
+    algos = [section("grpo", group_size=2), section("mmgrpo", rollouts=2, filler="max")]
+    lines = credit_report(algos, grow.forest, seed=0, as_json=False).splitlines()
+    columns = ["reward", "parts", "group", "size", "mean", "std", "advantage", "weight"]
+    of_a, of_b = "2 0.5 0.707107", "q:b:0 {}2 1 0 0 0.25"
+    assert [line.split() for line in lines] == [
+        ["grpo", "mmgrpo"],
+        ["call", "module", *columns, *columns],
+        f"q/0 a 1 outcome=1 q {of_a} 0.707106 x2 0.333333 x2 1 outcome=1 q:a:0 {of_a} 0.707106 x2 0.25 x2".split(),
+        f"q/1 b 1 outcome=1 q {of_a} 0.707106 0.333333 1 outcome=1 {of_b.format('')}".split(),
+        f"q/1 b 1 outcome=1 {of_b.format('(filler) ')}".split(),
+        f"q/2 a 0 outcome=0 q {of_a} - - 0 outcome=0 q:a:0 {of_a} - -".split(),
+    ]
+    second = lines[0].index("mmgrpo")
+    assert [line[second : second + 2].strip() for line in lines[1:]] == ["re", "1", "1", "1", "0"]
+    assert [lines[0].index("grpo"), lines[1].index("reward")] == [14, 14]
+
+
+def test_a_call_that_one_algorithm_leaves_out_has_blanks_there():
+    grow = Grow(("a",))
+    grow.chain("q/0", "aa", 1.0)
+    grow.chain("q/1", "a", 0.0)
+    algos = [section("grpo", group_size=2), section("mmgrpo", rollouts=2, padding_mode="truncate")]
+    second = credit_report(algos, grow.forest, seed=0, as_json=False).splitlines()[3]
+    assert second.split() == ["q/0#1", "a", "1", "outcome=1", "q", "2", "0.5", "0.707107", "0.707106", "0.25"]
+
+
+def test_the_seed_reaches_random_choices():
+    grow = Grow(("a",))
+    grow.chain("q/r0", "a" * 9, 1.0)
+    grow.chain("q/r1", "aaa", 0.0)
+    reports = [credit_report([section("mmgrpo")], grow.forest, seed=s, as_json=True) for s in (0, 1, 1)]
+    assert reports[0] != reports[1] == reports[2]
+
+
+def test_bad_forests_are_named_by_their_file(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text("{}")
+    with pytest.raises(DataError, match=r"mine\.json: version: missing"):
+        load_rollouts(path)

@@ -1,0 +1,311 @@
+"""Several processes: shares and their union, what a launcher is told, refusals, and runs of two against one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmrl.cli import main
+from mmrl.config import EngineConfig, HardwareConfig
+from mmrl.engines.base import Setup
+from mmrl.engines.vllm.launch import server_environment
+from mmrl.errors import ConfigError
+from mmrl.records import Example
+from mmrl.report.rundir import RunDir, comparable
+from mmrl.run import launch
+from mmrl.run.launch import adopt, environment, missing_packages, problems, server_devices, wrapping
+from mmrl.system.processes import Processes, join, merged
+from tests.helpers.forests import Grow
+
+SMALL = (
+    "train.steps=2",
+    "train.batch_size=4",
+    "train.save_every=1",
+    "eval.items=6",
+    "eval.every=0",
+    "hardware.threads=1",
+    "algo.beta=0.001",
+)
+
+
+def profile(**values):
+    return HardwareConfig(name="test", **{"device": "cuda", **values})
+
+
+def test_shares_make_up_the_whole():
+    items = list(range(7))
+    shares = [Processes(rank, 3).share(items) for rank in range(3)]
+    assert sorted(item for share in shares for item in share) == items
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_with_one_server_the_main_process_samples_for_all():
+    main_one, other = Processes(0, 2, one_samples=True), Processes(1, 2, one_samples=True)
+    assert main_one.share([1, 2, 3]) == [1, 2, 3] and other.share([1, 2, 3]) == []
+    assert main_one.part([1, 2, 3]) == [1, 3] and other.part([1, 2, 3]) == [2]
+
+
+@pytest.mark.parametrize(
+    ("values", "devices"),
+    [
+        ({"processes": 7, "rollout_devices": 1}, (7,)),
+        ({"processes": 2}, (0, 1)),
+        ({"processes": 1}, ()),
+        ({"device": "cpu", "processes": 2}, ()),
+    ],
+)
+def test_gpus_of_the_managed_server(values, devices, monkeypatch):
+    assert server_devices(profile(**values)) == devices
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,0,1,2,3")
+    setup = Setup(device=values.get("device", "cuda"), devices=devices)
+    seen = server_environment(EngineConfig(), setup).get("CUDA_VISIBLE_DEVICES")
+    assert seen == {(7,): "3", (0, 1): "4,5", (): None}[devices]
+
+
+def test_a_run_of_one_needs_nobody():
+    alone = Processes()
+    assert alone.main and alone.gather("x") == ["x"] and alone.first("x") == "x"
+    assert join(1, "cpu") == alone
+
+
+def test_shares_of_a_forest_are_put_together_in_the_batch_s_order():
+    examples = [Example(id=name, inputs={}) for name in "abc"]
+    shares = [Grow(["m"]), Grow(["m"])]
+    for share, names in zip(shares, (("c/0", "a/0"), ("b/0",)), strict=True):
+        for name in names:
+            share.chain(name, ["m"], 1.0)
+    whole = merged([share.forest for share in shares], examples)
+    assert list(whole.calls) == ["a/0#0", "b/0#0", "c/0#0"]
+    assert [found.id for found in whole.rollouts] == ["a/0", "b/0", "c/0"]
+
+
+def test_a_launcher_that_started_another_number_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="asks for 2 processes in all, the launcher started 3"):
+        join(2, "cpu")
+
+
+def test_what_a_process_is_told():
+    found = environment(profile(processes=2, sharding="fsdp2", cpu_offload=True), 1, 29500)
+    assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_PORT"]) == ("1", "2", "29500")
+    assert found["FSDP_VERSION"] == "2" and found["FSDP_OFFLOAD_PARAMS"] == "true"
+    assert wrapping(profile(sharding="zero3"))["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+    assert wrapping(profile(device="cpu")) == {"ACCELERATE_USE_CPU": "true"}
+    assert wrapping(profile()) == {}
+
+
+def test_accelerate_reads_the_variables_of_fsdp2(monkeypatch):
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    for name, value in wrapping(profile(processes=2, sharding="fsdp2", cpu_offload=True)).items():
+        monkeypatch.setenv(name, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is True
+    assert plugin.cpu_offload
+
+
+@pytest.mark.parametrize(
+    ("values", "engine", "modules", "expected"),
+    [
+        ({"device": "cpu", "processes": 2, "sharding": "fsdp2"}, "vllm_server", False, "on a CPU"),
+        ({"sharding": "zero2"}, "vllm_server", False, "one process"),
+        ({"processes": 2, "sharding": "fsdp2"}, "transformers", False, "engine=vllm_server"),
+        ({"cpu_offload": True}, "transformers", False, "hardware.cpu_offload"),
+        ({"rollout_devices": 1}, "transformers", False, "hardware.rollout_devices"),
+        ({"processes": 2}, "transformers", True, "weights per module"),
+    ],
+)
+def test_profiles_that_cannot_work_are_refused(values, engine, modules, expected):
+    (problem,) = problems(profile(**values), engine, modules)
+    assert expected in problem
+
+
+def test_profiles_that_can_are_not():
+    assert problems(profile(processes=8, sharding="fsdp2"), "vllm_server", False) == []
+    assert problems(profile(processes=8), "vllm_server", False, critic="head") == []
+
+
+def test_critics_on_several_processes():
+    for kind in ("separate", "adapter", "head"):
+        assert problems(profile(processes=8, sharding="fsdp2"), "vllm_server", False, critic=kind) == []
+    (problem,) = problems(profile(processes=8, sharding="zero3"), "vllm_server", False, critic="separate")
+    assert "hardware.sharding: got zero3" in problem and "use fsdp2" in problem
+    (problem,) = problems(profile(processes=8), "vllm_server", False, critic="adapter")
+    assert "algo.critic: got adapter" in problem and "hardware.sharding=fsdp2" in problem
+    assert problems(profile(), "vllm_server", False, critic="adapter") == []
+    assert problems(profile(processes=7, sharding="fsdp2", rollout_devices=1), "vllm_server", False) == []
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_zero_without_deepspeed_is_refused_before_anything_loads(stage, monkeypatch, capsys, tmp_path):
+    arguments = ["hardware=h100x8", f"hardware.sharding={stage}", "engine.url=http://127.0.0.1:1"]
+    monkeypatch.setattr(launch, "installed", lambda package: package != "deepspeed")
+    monkeypatch.setattr("mmrl.models.load.load_model", None)
+    assert main(["train", *arguments, f"run.dir={tmp_path / 'run'}"]) == 2
+    shown = capsys.readouterr().err
+    assert f"hardware.sharding: got {stage}, which needs DeepSpeed" in shown
+    assert "pip install 'mmrl[deepspeed]'" in shown and "hardware.sharding=fsdp2" in shown
+    assert "Traceback" not in shown and not (tmp_path / "run").exists()
+    assert missing_packages(profile(processes=8, sharding="fsdp2")) == []
+    monkeypatch.setattr(launch, "installed", lambda package: True)
+    assert missing_packages(profile(processes=8, sharding=stage)) == []
+
+
+def test_packages_that_a_profile_s_engine_needs_are_asked_for_too(monkeypatch, capsys, tmp_path):
+    """Both at once: DeepSpeed of the sharding, vLLM of the profile's own engine."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    arguments = ["hardware=h100x8", "hardware.sharding=zero2", f"run.dir={tmp_path / 'run'}"]
+    assert main(["train", *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert "needs DeepSpeed" in shown and "engine: vllm_server needs vLLM" in shown
+
+
+def test_a_launcher_s_processes_wrap_the_model_as_the_profile_says(monkeypatch):
+    """torchrun and SLURM say who the processes are; without accelerate's variables it would be DDP, in silence."""
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "16"})
+    adopt(profile(processes=8, nodes=2, sharding="fsdp2"))
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true" and os.environ["FSDP_VERSION"] == "2"
+
+
+def test_several_nodes_are_started_by_a_launcher(capsys, tmp_path):
+    arguments = ["hardware=cpu2", "hardware.nodes=2", f"run.dir={tmp_path / 'run'}"]
+    assert main(["train", *arguments]) == 2
+    assert "torchrun --nnodes 2 --nproc-per-node 2" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_runs_in_one_process(capsys):
+    assert main(["eval", "policy=tiny", "hardware=cpu2"]) == 2
+    assert "mmrl eval runs in one" in capsys.readouterr().err
+
+
+def test_more_gpus_than_the_machine_has_are_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 7)
+    monkeypatch.setattr("mmrl.models.load.load_tokenizer", None)
+    where = f"run.dir={tmp_path / 'run'}"
+    for arguments, said in (
+        (["hardware=h100x2", "hardware.processes=8"], "asks for 8 GPUs to train, this machine has 7"),
+        (["hardware=h100x8_split", "engine.python=python"], "asks for 7 GPUs to train and 1 to serve rollouts, this"),
+    ):
+        monkeypatch.setattr("mmrl.engines.vllm.launch._has_vllm", lambda python: True)
+        assert main(["train", *arguments, where]) == 2
+        shown = " ".join(capsys.readouterr().err.split())
+        assert "hardware.processes: profile" in shown and said in shown
+    assert not (tmp_path / "run").exists()
+
+
+STARTER = """
+import sys
+from mmrl.config import HardwareConfig
+from mmrl.run import launch
+sys.executable = sys.argv[1]
+launch.start({}, HardwareConfig(name="two", device="cpu", processes=2), "run")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has died")
+def test_processes_end_when_who_started_them_is_killed_outright(tmp_path):
+    worker, pids = tmp_path / "worker", tmp_path / "pids"
+    worker.write_text(f"#!/bin/sh\necho $$ >> {pids}\nexec sleep 600\n")
+    worker.chmod(0o755)
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTER, str(worker)], env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    )
+    deadline = time.monotonic() + 60
+    while not pids.exists() or len(pids.read_text().split()) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    left = [int(pid) for pid in pids.read_text().split()]
+    try:
+        while any(alive(pid) for pid in left) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(alive(pid) for pid in left)
+    finally:
+        for pid in filter(alive, left):
+            os.kill(pid, signal.SIGKILL)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def started(*arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "mmrl", "train", *SMALL, *arguments],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "algo", [("algo=mhgpo_rr",), ("task=tool_agent", "algo=ppo", "algo.critic_warmup_steps=0")], ids=["mhgpo_rr", "ppo"]
+)
+def test_two_processes_give_the_numbers_of_one(algo, tmp_path):
+    for name, hardware in (("one", "cpu"), ("two", "cpu2")):
+        out, err = started(*algo, f"hardware={hardware}", f"run.dir={tmp_path / name}").communicate(timeout=600)
+        assert "before" in out, err
+        assert out.count("training reward") == 1  # one process speaks
+        assert "Warning" not in err
+    one, two = (RunDir.read(tmp_path / name) for name in ("one", "two"))
+    for mine, theirs in zip(one.history(), two.history(), strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in comparable(mine).items():
+            if key != "train/tokens_forwarded" and not key.startswith("train/logprob_gap"):
+                assert theirs[key] == pytest.approx(value, rel=1e-4, abs=1e-4, nan_ok=True), key
+    assert one.journal_steps() == two.journal_steps() == [1, 2]
+
+
+def test_a_killed_process_ends_the_run_and_it_continues(tmp_path):
+    run = tmp_path / "run"
+    process = started("hardware=cpu2", f"run.dir={run}", "train.steps=3")
+    deadline = time.monotonic() + 300
+    while not (run / "checkpoints" / "checkpoint-1").is_dir():
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
+    os.kill(int(workers.split()[1]), signal.SIGKILL)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "killed by signal 9 (SIGKILL)" in err and f"mmrl train resume={run}" in err
+    assert "Traceback" not in out + err
+    resumed = subprocess.run(
+        [sys.executable, "-m", "mmrl", "train", f"resume={run}"],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads((run / "summary.json").read_text())
+    assert [record["step"] for record in RunDir.read(run).history()] == [0, 1, 2, 3]
+
+
+def test_a_run_resumed_where_its_gpu_is_not_is_refused(random_model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mmrl.run.train.build_stage", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(["train", f"model.path={random_model}", "hardware=cpu", f"run.dir={tmp_path / 'run'}"]) == 130
+    config = tmp_path / "run" / "config.yaml"
+    stored = yaml.safe_load(config.read_text())
+    stored["hardware"]["device"] = "cuda"
+    config.write_text(yaml.safe_dump(stored))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    capsys.readouterr()
+    assert main(["train", f"resume={tmp_path / 'run'}"]) == 2
+    assert "hardware.device: got cuda" in capsys.readouterr().err

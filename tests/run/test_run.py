@@ -1,0 +1,288 @@
+"""Whole runs through the command line, with a really small random model: the line from config to report."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mmrl.cli import main
+from mmrl.errors import ConfigError, EngineFailure
+from mmrl.report.journal import read_step
+from mmrl.report.rundir import RunDir, comparable
+
+SMALL = [
+    "hardware=cpu",
+    "hardware.threads=1",
+    "train.batch_size=2",
+    "algo.group_size=2",
+    "task.max_tokens=6",
+    "task.retriever.top_k=2",
+    "eval.items=4",
+    "eval.bootstrap=100",
+    "eval.every=2",
+    "train.save_every=2",
+    "train.lr=0.01",
+    "algo.beta=0.001",  # so that every call is trained, also where all rewards of a group are equal
+]
+
+
+def command(random_model, run_dir, *overrides):
+    return ["train", f"model.path={random_model}", f"run.dir={run_dir}", *SMALL, *overrides]
+
+
+def numbers(run_dir):
+    return [comparable(record) for record in RunDir.read(run_dir).history()]
+
+
+@pytest.mark.parametrize("algo", ["mhgpo_is", "mhgpo_fof", "mhgpo_rr", "mhgpo_fof_os"])
+def test_a_run_ends_with_a_table_and_a_report(algo, random_model, tmp_path, capsys):
+    assert main(command(random_model, tmp_path / "run", f"algo={algo}", "train.steps=2")) == 0
+    out = capsys.readouterr().out
+    assert "before" in out and "after" in out
+    assert f"mmrl show {tmp_path / 'run'}" in out
+    run = RunDir.read(tmp_path / "run")
+    assert [record["step"] for record in run.history()] == [0, 1, 2]
+    assert run.report_path.stat().st_size > 1000
+    assert run.summary["algo"] == algo
+    assert {"eval/dev/f1", "eval/dev/em", "eval/dev/f1_low"} <= set(run.history()[-1])
+    for record in run.history()[1:]:
+        assert record["train/logprob_gap_max"] < 1e-4
+        assert record["rollouts/failed_share"] == 0
+
+
+def test_show_prints_the_curve_and_the_tree_of_an_example(random_model, tmp_path, capsys):
+    assert main(command(random_model, tmp_path / "run", "algo=mhgpo_fof", "train.steps=1")) == 0
+    capsys.readouterr()
+    assert main(["show", str(tmp_path / "run")]) == 0
+    assert "reward" in capsys.readouterr().out
+    example = json.loads((tmp_path / "run" / "eval" / "step-000000-dev.jsonl").read_text().splitlines()[0])["id"]
+    assert main(["show", str(tmp_path / "run"), f"example={example}"]) == 2, "dev items are not in the training journal"
+    assert example in capsys.readouterr().err
+    trained = next(iter(read_step(RunDir.read(tmp_path / "run"), 1)[0].examples))
+    assert main(["show", str(tmp_path / "run"), f"example={trained}", "step=1"]) == 0
+    shown = capsys.readouterr().out
+    assert all(module in shown for module in ("rewriter", "reranker", "answerer"))
+    assert "advantage" in shown
+
+
+def test_the_journal_exports_the_form_that_credit_reads(random_model, tmp_path, capsys):
+    run_dir, exported = tmp_path / "run", tmp_path / "forest.json"
+    assert main(command(random_model, run_dir, "train.steps=1", "eval.every=0")) == 0
+    capsys.readouterr()
+    assert main(["show", str(run_dir), "step=1", "--json"]) == 0
+    exported.write_text(capsys.readouterr().out)
+    assert json.loads(exported.read_text())["version"] == 1
+    found = []
+    for path in (exported, RunDir.read(run_dir).journal_path(1, None)):
+        assert main(["credit", "algo=mhgpo_rr,grpo", f"rollouts={path}", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1] and len(found[0][0]["calls"]) > 4
+    for wrong in (["--json"], ["step=1", "example=x", "--json"]):
+        assert main(["show", str(run_dir), *wrong]) == 2
+        assert "--json: writes the rollouts of one step; give step=N" in capsys.readouterr().err
+
+
+def test_the_same_command_gives_the_same_numbers(random_model, tmp_path):
+    for name in ("a", "b"):
+        assert main(command(random_model, tmp_path / name, "train.steps=3")) == 0
+    assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
+    assert main(command(random_model, tmp_path / "c", "train.steps=3", "seed=1")) == 0
+    assert numbers(tmp_path / "a") != numbers(tmp_path / "c")
+
+
+def start(arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "mmrl", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [["algo=mhgpo_rr"], ["algo=mhgpo_fof", "algo.epochs=2", "algo.minibatches=2"]])
+def test_killed_at_random_instants_and_resumed_a_run_gives_bit_equal_numbers(extra, random_model, tmp_path):
+    steps = ["train.steps=8", *extra]
+    whole = start(command(random_model, tmp_path / "whole", *steps))
+    assert whole.wait() == 0, whole.stderr.read()
+
+    instants = random.Random(os.getpid())
+    killed, arguments = tmp_path / "killed", command(random_model, tmp_path / "killed", *steps)
+    kills = 0
+    for _ in range(30):
+        process = start(arguments)
+        if kills < 3:
+            wait_for_progress(process, killed)
+            time.sleep(instants.random() * 1.5)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+            if (killed / "summary.json").exists():
+                break
+            arguments = ["train", f"resume={killed}"] if (killed / "config.yaml").exists() else arguments
+        else:
+            assert process.wait() == 0, process.stderr.read()
+            break
+    assert numbers(tmp_path / "whole") == numbers(killed)
+
+
+def wait_for_progress(process, run_dir):
+    """Until the run has trained at least one step more, or ended."""
+    metrics = run_dir / "metrics.jsonl"
+    seen = metrics.read_bytes() if metrics.exists() else b""
+    while process.poll() is None:
+        if metrics.exists() and len(metrics.read_bytes()) > len(seen):
+            return
+        time.sleep(0.02)
+
+
+def test_a_finished_run_is_not_continued(random_model, tmp_path, capsys):
+    assert main(command(random_model, tmp_path / "run", "train.steps=1")) == 0
+    assert main(["train", f"resume={tmp_path / 'run'}"]) == 2
+    assert "finished" in capsys.readouterr().err
+
+
+def test_eval_of_a_run_agrees_with_the_runs_own_last_evaluation(random_model, tmp_path, capsys):
+    assert main(command(random_model, tmp_path / "run", "train.steps=2")) == 0
+    after = RunDir.read(tmp_path / "run").history()[-1]
+    arguments = ["eval.items=4", "task.max_tokens=6", "task.retriever.top_k=2", "hardware=cpu", "hardware.threads=1"]
+    assert main(["eval", f"policy={tmp_path / 'run'}", f"run.dir={tmp_path / 'eval'}", *arguments]) == 0
+    metrics = RunDir.read(tmp_path / "eval").summary["metrics"]
+    for name in ("em", "f1", "accuracy"):
+        assert metrics[name] == after[f"eval/dev/{name}"]
+    assert "95 % interval" in capsys.readouterr().out
+
+
+def test_lora_trains_the_adapter_and_evaluates_from_it(random_model, tmp_path):
+    lora = ["model.lora.r=4", "model.lora.alpha=8", "model.lora.dropout=0.0", "model.lora.targets=[q_proj,v_proj]"]
+    assert main(command(random_model, tmp_path / "run", "train.steps=2", *lora)) == 0
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("checkpoint-*")
+    assert (checkpoint / "adapter_config.json").exists()
+    arguments = ["eval.items=2", "task.max_tokens=6", "hardware=cpu", f"run.dir={tmp_path / 'eval'}"]
+    assert main(["eval", f"policy={tmp_path / 'run'}", *arguments]) == 0
+
+
+def test_too_many_outside_failures_stop_the_run_with_its_state_saved(random_model, tmp_path, capsys, monkeypatch):
+    from mmrl.tasks.search_program.task import MultihopQaTask
+
+    searches = {"n": 0}
+    works = MultihopQaTask.search
+
+    def breaks(self, queries, corpus):
+        searches["n"] += 1
+        if searches["n"] > 30:
+            raise OSError("retriever down")
+        return works(self, queries, corpus)
+
+    monkeypatch.setattr("mmrl.run.check._TASKS", {})
+    monkeypatch.setattr(MultihopQaTask, "search", breaks)
+    code = main(command(random_model, tmp_path / "run", "algo=mhgpo_fof", "train.steps=50", "eval.every=0"))
+    captured = capsys.readouterr()
+    assert code == 1
+    assert "retriever down" in captured.err
+    assert f"resume={tmp_path / 'run'}" in captured.err
+    assert list((tmp_path / "run" / "checkpoints").glob("checkpoint-*"))
+
+
+def test_an_outage_before_training_stops_the_run_which_then_measures_its_start_again(
+    random_model, tmp_path, capsys, monkeypatch
+):
+    from mmrl.tasks.search_program.task import MultihopQaTask
+
+    run, works = tmp_path / "run", MultihopQaTask.search
+
+    def breaks(self, queries, corpus):
+        raise OSError("retriever down")
+
+    monkeypatch.setattr("mmrl.run.check._TASKS", {})
+    monkeypatch.setattr(MultihopQaTask, "search", breaks)
+    assert main(command(random_model, run, "train.steps=2")) == 1
+    said = capsys.readouterr().err
+    assert "failed from outside 100%, each counted as 0" in said
+    assert re.search(
+        r"evaluation before training: 100% of the rollouts failed .*=50% \(tool 4; the first, .*retriever down\)", said
+    )
+    assert f"resume={run}" in said
+    assert not list((run / "eval").iterdir())
+    monkeypatch.setattr(MultihopQaTask, "search", works)
+    assert main(["train", f"resume={run}"]) == 0
+    assert RunDir.read(run).history()[0]["eval/dev/failed_share"] == 0
+    assert "failed from outside" not in capsys.readouterr().out
+
+
+def test_an_evaluation_tells_its_outages_and_asks_again_on_resume(random_model, tmp_path, capsys, monkeypatch):
+    from mmrl.tasks.search_program.task import MultihopQaTask
+
+    folder, works, searches = tmp_path / "eval", MultihopQaTask.search, iter([False, True])
+
+    def breaks(self, queries, corpus):
+        if next(searches, False):
+            raise OSError("retriever down")
+        return works(self, queries, corpus)
+
+    monkeypatch.setattr("mmrl.run.check._TASKS", {})
+    monkeypatch.setattr(MultihopQaTask, "search", breaks)
+    small = ["task.max_tokens=6", "task.retriever.top_k=2", "eval.items=4", "hardware=cpu", "hardware.threads=1"]
+    assert main(["eval", f"policy={random_model}", f"run.dir={folder}", *small]) == 0
+    said = capsys.readouterr().out
+    assert "25.0% of the rollouts failed from outside causes" in said
+    assert "dev items" in said and "train items" not in said and "test items" not in said
+    assert re.search(r"from outside: tool 1; the first, item \S+: .*retriever down\n", said)
+    assert f"mmrl eval resume={folder}" in said
+    assert main(["eval", f"resume={folder}"]) == 0
+    said = capsys.readouterr().out
+    assert "0.0% of the rollouts failed from outside causes" in said and "resume=" not in said
+    run = RunDir.read(folder)
+    first, second = (read_step(run, step, evaluation="dev")[0] for step in run.journal_steps("dev"))
+    assert (len(first.rollouts), len(second.rollouts)) == (4, 1)
+
+
+def test_a_sweep_runs_every_job_in_a_directory_of_its_own(random_model, tmp_path):
+    model = [f"model.path={random_model}"]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mmrl",
+            "train",
+            "-m",
+            "algo=mhgpo_fof,mhgpo_rr",
+            "seed=1,2",
+            "train.steps=1",
+            *model,
+            *SMALL,
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    runs = sorted(path.parent.relative_to(tmp_path).parts[:3] for path in tmp_path.rglob("summary.json"))
+    assert [run[:2] for run in runs] == [("outputs", "hotpotqa")] * 4
+    assert [run[2] for run in runs] == ["mhgpo_fof", "mhgpo_fof", "mhgpo_rr", "mhgpo_rr"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, True),
+        (EngineFailure("the server ended with code 1"), 1, True),
+        (ConfigError("engine.args: got --foo"), 2, False),
+    ],
+)
+def test_a_run_stopped_while_its_engine_starts_says_how_to_go_on(
+    error, code, said, random_model, tmp_path, capsys, monkeypatch
+):
+    """A server takes minutes to start; a wrong setting would stop the run again."""
+
+    def stop(*args):
+        raise error
+
+    monkeypatch.setattr("mmrl.run.train.build_stage", stop)
+    assert main(command(random_model, tmp_path / "run")) == code
+    shown = capsys.readouterr()
+    assert (f"mmrl train resume={tmp_path / 'run'}" in " ".join((shown.out + shown.err).split())) == said

@@ -1,0 +1,40 @@
+"""The docs say what is there: generated parts are fresh, links lead somewhere, every metric has its line."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+TOP = Path(__file__).parents[2]
+
+
+def test_the_generated_parts_are_up_to_date():
+    done = subprocess.run([sys.executable, "-m", "scripts.docs", "--check"], cwd=TOP, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}; run: make docs"
+
+
+def test_every_module_of_the_package_is_in_the_readmes_tree():
+    readme = (TOP / "README.md").read_text()
+    for path in (TOP / "mmrl").rglob("*.py"):
+        if path.name != "__init__.py":
+            assert re.search(rf"^  {re.escape(path.name)}\s+\S", readme, re.M), path
+
+
+def test_links_between_docs_lead_somewhere():
+    for page in [TOP / "README.md", *(TOP / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_no_path_of_one_machine_is_in_the_project():
+    listed = subprocess.run(["git", "ls-files"], cwd=TOP, capture_output=True, text=True).stdout.splitlines()
+    home = re.compile(r"(?<![\w.])/(work|root|farm|home)/")
+    for name in listed:
+        path = TOP / name
+        if (
+            path.suffix in (".py", ".md", ".yaml", ".toml", "")
+            and path.is_file()
+            and name != "tests/scripts/test_docs.py"
+        ):
+            assert not home.search(path.read_text(errors="ignore")), name

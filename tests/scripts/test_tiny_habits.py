@@ -1,0 +1,61 @@
+"""Poor habits of the tiny model: each module has one, it is recognisably worse, and it still parses."""
+
+import random
+
+import pytest
+
+from mmrl.tasks.agents.r1_searcher import Form
+from mmrl.tasks.agents.search_o1 import boxed
+from mmrl.tasks.search_program.program import parse_answer
+from scripts.tiny_model import build
+from scripts.tiny_model.habits import poor
+from scripts.tiny_model.recipes import RECIPES
+
+
+@pytest.fixture(scope="module", params=["qa_direct", "search_o1", "r1_searcher"])
+def pairs(request):
+    """Demonstrations of some examples with a poor version of each that has one."""
+    (task,) = build.build_tasks((request.param,), 1)
+    found = []
+    for number, example in enumerate(task.examples("dev")[:25]):
+        for demonstration in task.demonstrations(example):
+            worse = poor(demonstration, example, random.Random(number))
+            if worse.completion != demonstration.completion:
+                found.append((example, demonstration, worse))
+    return found
+
+
+def test_every_module_of_a_baseline_has_a_habit_that_keeps_its_prompt(pairs):
+    assert {demonstration.module for _, demonstration, _ in pairs} in (
+        {"solver"},
+        {"reasoner", "condenser"},
+        {"searcher"},
+    )
+    for _, demonstration, worse in pairs:
+        assert (worse.module, worse.messages, worse.history) == (
+            demonstration.module,
+            demonstration.messages,
+            demonstration.history,
+        )
+
+
+def test_a_habit_is_worse_and_still_in_format(pairs):
+    for example, _, worse in pairs:
+        answer = example.metadata["answers"][0]
+        if worse.module == "solver":
+            assert parse_answer(worse.completion) != answer
+        elif worse.module == "reasoner":
+            assert boxed(worse.completion) is not None
+        elif worse.module == "condenser":
+            assert worse.completion == "Nothing helpful was found."
+        else:
+            form = Form.of(worse.completion)
+            assert form.framed
+            assert form.balanced
+
+
+def test_every_module_of_a_baseline_has_a_share_in_every_phase():
+    recipe = RECIPES["tiny_qa"]
+    for phase in recipe.phases:
+        for task in build.build_tasks(recipe.tasks, 1):
+            assert set(task.program.modules) <= set(phase.mix)

@@ -1,0 +1,218 @@
+"""The shipped tiny model and its build: what it is, what it can play, and that it has not seen the world of runs."""
+
+import json
+
+import pytest
+import torch
+
+from mmrl.config import ModelConfig
+from mmrl.config.shipped import SHIPPED, shipped_for
+from mmrl.models.chat import decode_text, encode_text, render_prompt
+from mmrl.models.load import ASSETS, TINY, load_model, load_tokenizer
+from mmrl.tasks.base import Demonstration
+from mmrl.tasks.mini.questions import make_questions
+from mmrl.tasks.mini.world import WORLD_SEED
+from scripts.tiny_model import build
+from scripts.tiny_model.drills import drills
+from scripts.tiny_model.phrases import extend, stock_phrases
+from scripts.tiny_model.recipes import AGENTS, RECIPES
+
+CONFIG = ModelConfig(name="tiny", path="tiny")
+MEGABYTE = 1e6
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(CONFIG, "cpu").eval()
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return json.loads((TINY / "build.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def hotpotqa():
+    return build.build_tasks(("hotpotqa",), WORLD_SEED)[0]
+
+
+def test_it_is_small_and_says_what_it_is(model, tokenizer, facts):
+    assert sum(path.stat().st_size for path in TINY.iterdir()) < 6 * MEGABYTE
+    assert sum(parameter.numel() for parameter in model.parameters()) == facts["parameters"] < 2e6
+    assert len(tokenizer) == facts["vocabulary"] == model.config.vocab_size
+    assert model.config.max_position_embeddings == 4096
+    assert model.config.tie_word_embeddings
+    ends = model.generation_config.eos_token_id
+    assert (ends if isinstance(ends, list) else [ends]) == [tokenizer.eos_token_id]
+    assert (TINY / "README.md").read_text(encoding="utf-8").startswith("# The tiny model")
+
+
+def test_it_has_not_seen_the_world_that_runs_use(facts):
+    assert facts["world_seed_of_runs"] == WORLD_SEED
+    assert WORLD_SEED not in facts["worlds_learnt_from"]
+    own = {question.text for split in ("train", "dev", "test") for question in make_questions(split)}
+    for seed in facts["worlds_learnt_from"][:1]:
+        other = [question.text for question in make_questions("train", seed)]
+        assert sum(text in own for text in other) < 0.05 * len(other)  # names are drawn from few words, so some meet
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "\n\n a\tb ", "Zürich 東京 \U0001f600 عربى", "a\x00b", "1984", "<|im_end|>", "don't  STOP—now"]
+)
+def test_any_text_is_encoded_without_loss_and_without_special_tokens(tokenizer, text):
+    ids = encode_text(tokenizer, text)
+    assert decode_text(tokenizer, ids) == text
+    assert not set(ids) & set(tokenizer.all_special_ids)
+
+
+def test_digits_are_single_tokens(tokenizer):
+    assert [tokenizer.decode([token]) for token in encode_text(tokenizer, "1984")] == list("1984")
+
+
+def test_a_name_is_the_same_tokens_wherever_it_stands(tokenizer):
+    name = make_questions("dev")[0].hops[0].title
+    ids = encode_text(tokenizer, name)
+    for text in (f"Who is {name}?", f"Document3: {name} | {name}, born in 1920", f"the film {name}\n"):
+        found = encode_text(tokenizer, text)
+        assert any(found[start : start + len(ids)] == ids for start in range(len(found))), text
+
+
+def test_prompts_are_those_of_the_chat_template(tokenizer, hotpotqa):
+    for demonstration in build.demonstrate(hotpotqa, "dev", 5):
+        messages = [dict(message) for message in demonstration.messages]
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert list(render_prompt(tokenizer, messages)) == expected
+
+
+def test_it_plays_hotpotqa_and_leaves_room_to_learn(model, tokenizer, hotpotqa):
+    torch.manual_seed(0)
+    found = build.play(model, tokenizer, hotpotqa, 60)
+    for module in hotpotqa.program.modules:  # it knows each format, whatever else it does
+        assert found[f"{module}_penalised"] < 0.95
+    assert 0.03 < found["f1"] < 0.4
+
+
+@pytest.mark.parametrize(("name", "acts"), [("search_agent", "searches"), ("tool_agent", "tool_calls")])
+def test_it_plays_the_agents_and_leaves_room_to_learn(model, tokenizer, name, acts):
+    torch.manual_seed(0)
+    found = build.play(model, tokenizer, build.build_tasks((name,), WORLD_SEED)[0], 60)
+    assert found["answered"] > 0.5  # it knows the tags
+    assert 0.3 < found[acts] < 1.5  # and uses the tool in part of its rollouts
+    assert 0.02 < found["em"] < 0.4
+
+
+def test_drills_can_be_answered_from_their_documents():
+    task = build.build_tasks(("hotpotqa",), 1)[0]
+    checked = 0
+    for drill in list(drills(task, "dev", 1))[:50]:
+        documents = drill.messages[-1]["content"].split("\nNow answer: ")[0]
+        for part in drill.completion.split("\nNow answer: "):
+            answer = part.split("\n")[-1]
+            assert answer in ("yes", "no") or answer in documents
+            checked += 1
+    assert checked > 200
+
+
+def test_other_worlds_are_other_worlds():
+    one, other = (build.build_tasks(("hotpotqa",), seed)[0] for seed in (WORLD_SEED, 1))
+    assert [e.inputs["question"] for e in one.examples("dev")] == [q.text for q in make_questions("dev")]
+    assert [e.inputs["question"] for e in other.examples("dev")] == [q.text for q in make_questions("dev", 1)]
+
+
+def test_every_listed_program_has_a_share_in_the_phase_that_teaches_formats():
+    (play,) = (phase for phase in AGENTS.phases if phase.name == "play")
+    for task in build.build_tasks(AGENTS.tasks, WORLD_SEED):
+        assert set(task.program.modules) <= set(play.mix)
+
+
+@pytest.mark.parametrize("argument", ["--tasks=hotpotqa,nothing", "--steps=1,2"])
+def test_bad_arguments_are_refused(monkeypatch, capsys, argument):
+    monkeypatch.setattr("sys.argv", ["build_tiny_model.py", argument])
+    with pytest.raises(SystemExit) as caught:
+        build.arguments()
+    assert caught.value.code == 2
+    assert "expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_model_is_small_and_says_what_it_is(name):
+    facts = json.loads((ASSETS / name / "build.json").read_text(encoding="utf-8"))
+    config = ModelConfig(name="tiny", path=name)
+    assert sum(path.stat().st_size for path in (ASSETS / name).iterdir()) < 6 * MEGABYTE
+    assert sum(parameter.numel() for parameter in load_model(config, "cpu").parameters()) == facts["parameters"]
+    assert len(load_tokenizer(config)) == facts["vocabulary"]
+    assert set(facts["tasks"]) == set(RECIPES[name].tasks) >= set(SHIPPED[name]) - {"2wiki", "musique"}
+    assert (facts["world_seed_of_runs"] in facts["worlds_learnt_from"]) == RECIPES[name].knows
+
+
+def test_each_task_of_the_mini_world_has_one_shipped_model():
+    tasks = [task for tasks in SHIPPED.values() for task in tasks]
+    assert len(tasks) == len(set(tasks))
+    assert {task: shipped_for(task) for task in ("hotpotqa", "tool_agent", "dspy", "mine")} == dict.fromkeys(
+        ("hotpotqa", "tool_agent", "dspy", "mine"), "tiny"
+    )
+    assert shipped_for("banking77") == shipped_for("hover") == "tiny_dspy"
+    assert shipped_for("search_agent") == shipped_for("search_o1") == "tiny_qa"
+    assert shipped_for("qa_direct") == "tiny_direct"
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "low", "high"),
+    [
+        ("banking77", "reward", 0.1, 0.8),
+        ("papillon", "reward", 0.3, 0.85),
+        ("hover", "reward", 0.1, 0.85),
+        ("qa_direct", "answered", 0.5, 1.01),
+        ("search_o1", "searches", 0.3, 2.5),
+        ("r1_searcher", "searches", 0.3, 2.5),
+    ],
+)
+def test_a_continued_model_plays_its_tasks_and_leaves_room_to_learn(name, metric, low, high):
+    config = ModelConfig(name="tiny", path=shipped_for(name))
+    model, tokenizer = load_model(config, "cpu").eval(), load_tokenizer(config)
+    torch.manual_seed(0)
+    found = build.play(model, tokenizer, build.build_tasks((name,), WORLD_SEED)[0], 30)
+    assert low < found[metric] < high
+    assert found["reward"] < 0.85
+
+
+def _asked(question):
+    instructions = "Read the query of a buyer with care.\nThen say in one word what it is about."
+    return Demonstration(
+        module="teller",
+        messages=[
+            {"role": "system", "content": instructions},
+            {"role": "user", "content": f"[[ ## q ## ]]\n{question}"},
+        ],
+        completion="[[ ## a ## ]]\nno",
+    )
+
+
+def test_stock_phrases_are_instructions_tags_and_runs_of_small_words_but_no_names():
+    shown = [_asked(f"Please send it back to {name} Works?") for name in ("Dakon", "Lume", "Peres") * 12]
+    found = stock_phrases(shown, {"Dakon", "Lume", "Peres", "Works"})
+    assert found[0] == shown[0].messages[0]["content"]
+    assert {"[[ ## q ## ]]\n", "[[ ## a ## ]]\n", "Please send it back to"} >= set(found) - {found[0], "no"}
+    assert "Please send it back to" not in stock_phrases(shown)
+    assert not [phrase for phrase in found[1:] if "Dakon" in phrase or "Works" in phrase]
+
+
+def test_a_grown_tokenizer_writes_stock_phrases_as_one_token_and_all_else_as_before():
+    tokenizer, model = load_tokenizer(CONFIG), load_model(CONFIG, "cpu")
+    shown = [_asked(f"Please send it back to {name} Works?") for name in ("Dakon", "Lume", "Peres") * 12]
+    before, plain = len(tokenizer), "Who directed the film Silent Dakon?\n"
+    ids = encode_text(tokenizer, plain)
+    logits = model(input_ids=torch.tensor([ids])).logits
+    phrases = extend(tokenizer, model, shown, {"Dakon", "Lume", "Peres", "Works"}, 0)
+    assert len(tokenizer) == before + len(phrases) == model.config.vocab_size
+    assert all(len(encode_text(tokenizer, phrase)) == 1 for phrase in phrases)
+    assert encode_text(tokenizer, plain) == ids
+    torch.testing.assert_close(model(input_ids=torch.tensor([ids])).logits[..., :before], logits)
+    text = f"{phrases[0]}<|im_end|> {phrases[-1]}!"
+    assert decode_text(tokenizer, encode_text(tokenizer, text)) == text
+    assert not set(encode_text(tokenizer, text)) & set(tokenizer.all_special_ids)

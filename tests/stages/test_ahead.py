@@ -1,0 +1,232 @@
+"""`train.staleness=1`: the next batch is sampled while this one trains, from weights one step older."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmrl.cli import main
+from mmrl.engines.embedded.engine import TransformersEngine
+from mmrl.errors import SyncFailure
+from mmrl.report.journal import read_step
+from mmrl.report.rundir import RunDir, comparable
+from mmrl.stages.ahead import Ahead
+from tests.run.test_run import SMALL
+
+STEPS = 4
+# A random model earns nothing, so that only the decay moves its weights.
+OPTIONS = ["algo=mhgpo_fof", "train.staleness=1", "train.weight_decay=2.0", "train.save_every=1", "train.keep=10"]
+EVENTS: list[tuple[Any, ...]] = []
+
+
+class OwnWeights(TransformersEngine):
+    """Stands for a server: samples from a copy of the weights, which is as old as the last push."""
+
+    def __init__(self, model: Any, tokenizer: Any, config: Any, setup: Any):
+        self.trained = model
+        self.served = copy.deepcopy(model).eval()
+        super().__init__(self.served, tokenizer, config, max_context=setup.max_context, threads=setup.threads)
+        self.policy_version = -1
+
+    def set_version(self, version: int, state: Any = None) -> None:
+        EVENTS.append(("push", version, threading.current_thread().name))
+        super().set_version(version)  # refuses while anything is in flight
+        with torch.no_grad():
+            for own, newest in zip(self.served.parameters(), self.trained.parameters(), strict=True):
+                own.copy_(newest)
+
+    async def generate(self, request: Any) -> Any:
+        EVENTS.append(("call", self.policy_version, threading.current_thread().name))
+        return await super().generate(request)
+
+    def close(self) -> None:
+        EVENTS.append(("close",))
+        super().close()
+
+
+@pytest.fixture(autouse=True)
+def _a_server_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    EVENTS.clear()
+    monkeypatch.setattr("mmrl.engines.ENGINES", {"vllm_server": f"{__name__}:OwnWeights", "transformers": "unused:x"})
+    monkeypatch.setattr("mmrl.engines.vllm.launch.vllm_problems", lambda config: [])
+
+
+def command(model: str, folder: Path, *overrides: str) -> list[str]:
+    return ["train", f"model.path={model}", f"run.dir={folder}", *SMALL, "engine=vllm_server", *overrides]
+
+
+def versions(folder: Path, step: int) -> set[int | None]:
+    return {call.policy_version for call in read_step(RunDir.read(folder), step)[0].calls.values()}
+
+
+def numbers(folder: Path) -> list[dict[str, float]]:
+    return [comparable(record) for record in RunDir.read(folder).history()]
+
+
+@pytest.fixture(scope="module")
+def stale(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[Any, ...]]]:
+    """A run of `STEPS` steps with an evaluation in its middle, and what its engine saw."""
+    folder = tmp_path_factory.mktemp("stale") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mmrl.engines.ENGINES", {"vllm_server": f"{__name__}:OwnWeights"})
+        patch.setattr("mmrl.engines.vllm.launch.vllm_problems", lambda config: [])
+        EVENTS.clear()
+        assert main(command(random_model, folder, *OPTIONS, f"train.steps={STEPS}")) == 0
+    return folder, list(EVENTS)
+
+
+def test_each_batch_after_the_first_comes_from_weights_one_step_older(stale: Any) -> None:
+    folder, _ = stale
+    assert [versions(folder, step) for step in range(1, STEPS + 1)] == [{0}, {0}, {1}, {2}]
+    history = RunDir.read(folder).history()
+    assert [record["rollouts/policy_lag"] for record in history[1:]] == [0, 1, 1, 1]
+    assert [record["rollouts/policy_lag_max"] for record in history[1:]] == [0, 1, 1, 1]
+
+
+def test_recorded_log_probabilities_are_those_of_the_older_weights(stale: Any, random_model: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, _ = stale
+    forest = read_step(RunDir.read(folder), STEPS)[0]
+    gaps = {}
+    for version in (STEPS - 2, STEPS - 1):
+        model = AutoModelForCausalLM.from_pretrained(str(folder / "checkpoints" / f"checkpoint-{version}")).eval()
+        worst = 0.0
+        for call in forest.calls.values():
+            ids = torch.tensor([call.prompt_ids + call.completion_ids])
+            with torch.no_grad():
+                scores = model(input_ids=ids).logits[0].log_softmax(-1)
+            start = len(call.prompt_ids) - 1
+            ours = [float(scores[start + t, token]) for t, token in enumerate(call.completion_ids)]
+            worst = max(worst, *(abs(a - b) for a, b in zip(ours, call.logprobs, strict=True)))
+        gaps[version] = worst
+    assert gaps[STEPS - 2] < 1e-4 < gaps[STEPS - 1]
+
+
+def test_the_ratio_is_against_the_weights_that_sampled(stale: Any) -> None:
+    """The gap between recorded and recomputed log-probabilities is then one step of training, not rounding."""
+    history = RunDir.read(stale[0]).history()[1:]
+    assert history[0]["train/logprob_gap_max"] < 1e-4
+    assert all(record["train/logprob_gap_max"] > 1e-4 for record in history[1:])
+    assert all(abs(record["train/ratio_mean"] - 1) > 1e-6 for record in history[1:])
+
+
+def test_weights_are_pushed_between_batches_and_never_under_one(stale: Any) -> None:
+    _, events = stale
+    pushes = [event[1] for event in events if event[0] == "push"]
+    assert pushes == list(range(STEPS + 1)), "each version once, evaluations after steps 2 and 4 included"
+    threads = {event[2] for event in events if event[0] == "push"}
+    assert threads == {threading.main_thread().name}
+    ahead = {event[1] for event in events if event[0] == "call" and event[2] == "mmrl-ahead"}
+    assert ahead == {0, 1, 2}
+    assert events[-1] == ("close",)
+
+
+def test_a_stale_run_repeats_itself(stale: Any, random_model: str, tmp_path: Path) -> None:
+    assert main(command(random_model, tmp_path / "again", *OPTIONS, f"train.steps={STEPS}")) == 0
+    assert numbers(tmp_path / "again") == numbers(stale[0])
+
+
+def test_without_staleness_nothing_runs_beside_the_trainer(random_model: str, tmp_path: Path) -> None:
+    assert main(command(random_model, tmp_path / "run", "algo=mhgpo_fof", "train.steps=2")) == 0
+    assert [versions(tmp_path / "run", step) for step in (1, 2)] == [{0}, {1}]
+    assert {event[2] for event in EVENTS if event[0] == "call"} == {threading.main_thread().name}
+    assert all("rollouts/policy_lag" not in record for record in RunDir.read(tmp_path / "run").history())
+
+
+def test_a_stopped_run_goes_on_with_a_batch_of_the_newest_weights(
+    random_model: str, tmp_path: Path, capsys: Any
+) -> None:
+    folder, real = tmp_path / "run", OwnWeights.set_version
+
+    def broken(self: Any, version: int, state: Any = None) -> None:
+        if version == 2:
+            raise SyncFailure("the server said no")
+        real(self, version, state)
+
+    options = ["algo=mhgpo_fof", "train.staleness=1", "train.steps=4", "train.save_every=10", "eval.every=0"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OwnWeights, "set_version", broken)
+        assert main(command(random_model, folder, *options)) != 0
+    said = capsys.readouterr().err
+    assert "the server said no" in said and f"mmrl train resume={folder}" in said
+    assert not [thread for thread in threading.enumerate() if thread.name == "mmrl-ahead"]
+    assert (folder / "checkpoints" / "checkpoint-2").is_dir(), "the state after the last finished step is saved"
+    assert main(["train", f"resume={folder}"]) == 0
+    assert [versions(folder, step) for step in (1, 2, 3, 4)] == [{0}, {0}, {2}, {2}]
+
+
+def test_dspy_programs_are_sampled_in_the_other_thread_too(random_model: str, tmp_path: Path) -> None:
+    options = ["task=banking77", "algo=mmgrpo", "algo.rollouts=2", "algo.group_size=2", "train.steps=3"]
+    small = [option for option in SMALL if not option.startswith(("task.retriever", "algo.group_size"))]
+    engine = ["engine=vllm_server", "train.staleness=1", "train.weight_decay=2.0"]
+    folder = tmp_path / "run"
+    assert main(["train", *options, f"model.path={random_model}", f"run.dir={folder}", *small, *engine]) == 0
+    assert [versions(folder, step) for step in (1, 2, 3)] == [{0}, {0}, {1}]
+    assert all(record["rollouts/failed_share"] == 0 for record in RunDir.read(folder).history()[1:])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["engine=transformers"], "train.staleness: got 1 with engine=transformers"),
+        (["algo.ratio_one=true"], "train.staleness: got 1 with algo.ratio_one=true"),
+        (["train.old_logprobs=recompute"], "train.staleness: got 1 with train.old_logprobs=recompute"),
+        (["algo.zero_variance=refill"], "train.staleness: got 1 with algo.zero_variance=refill"),
+        (["algo.temperature=0.7", "algo.top_p=0.9"], "vLLM can record none with algo.temperature=0.7"),
+        (["train.staleness=2"], "train.staleness: got 2, expected less than or equal to 1"),
+    ],
+)
+def test_what_cannot_be_corrected_is_refused(
+    options: list[str], says: str, random_model: str, tmp_path: Path, capsys: Any
+) -> None:
+    assert main(command(random_model, tmp_path / "run", "train.staleness=1", *options)) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
+
+
+async def _slowly(value: int, seconds: float = 0.05) -> int:
+    await asyncio.sleep(seconds)
+    return value
+
+
+def test_ahead_hands_over_what_was_made_once_and_for_its_step() -> None:
+    ahead: Ahead[int] = Ahead()
+    ahead.wait()  # nothing to wait for
+    ahead.start(2, lambda: _slowly(7))
+    with pytest.raises(RuntimeError, match="step 2 has been sampled ahead"):
+        ahead.start(3, lambda: _slowly(8))
+    with pytest.raises(RuntimeError, match="step 3 is asked for, step 2"):
+        ahead.take(3)
+    ahead.wait()
+    assert (ahead.step, ahead.take(2), ahead.step) == (2, 7, None)
+
+
+def test_ahead_raises_what_sampling_raised_to_whoever_takes_it() -> None:
+    async def fails() -> int:
+        raise SyncFailure("gone")
+
+    ahead: Ahead[int] = Ahead()
+    ahead.start(1, fails)
+    ahead.wait()
+    with pytest.raises(SyncFailure, match="gone"):
+        ahead.take(1)
+    ahead.start(2, lambda: _slowly(1))
+    assert ahead.take(2) == 1
+
+
+def test_ahead_ends_at_once_when_it_is_closed() -> None:
+    ahead: Ahead[int] = Ahead()
+    ahead.start(1, lambda: _slowly(1, 60))
+    started = time.monotonic()
+    ahead.close()
+    ahead.close()
+    assert time.monotonic() - started < 10
+    assert not [thread for thread in threading.enumerate() if thread.name == "mmrl-ahead"]

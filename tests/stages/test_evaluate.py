@@ -1,0 +1,126 @@
+"""Evaluation: per-item results, failures as zeros, resuming, independence of chunks."""
+
+import itertools
+import json
+
+import pytest
+
+from mmrl.config import EvalConfig, TaskConfig
+from mmrl.errors import ParseFailure, ToolFailure
+from mmrl.stages import evaluate as module
+from mmrl.stages.evaluate import evaluate, evaluation_metrics, forget_failed, outside_failures
+from mmrl.tasks import TASKS
+from tests.helpers.fakes import Chain, FakeEngine, FakeTask, environment, seeded_letter
+
+SETTINGS = EvalConfig(samples=2, bootstrap=100)
+
+
+def run(tmp_path, task=None, answer=seeded_letter, chunk=3, settings=SETTINGS, monkeypatch=None):
+    task = task or FakeTask(Chain())
+    engine = FakeEngine(answer)
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    items = evaluate(
+        lambda key: environment(task, engine, key=key),
+        task.examples("dev"),
+        settings,
+        0,
+        "outcome",
+        tmp_path / "items.jsonl" if tmp_path else None,
+    )
+    return items, engine
+
+
+def test_results_do_not_depend_on_the_chunks(monkeypatch):
+    assert run(None, chunk=1, monkeypatch=monkeypatch)[0] == run(None, chunk=8, monkeypatch=monkeypatch)[0]
+
+
+def test_a_stopped_evaluation_continues_where_it_was_and_gives_the_same(tmp_path, monkeypatch):
+    whole, _ = run(tmp_path, monkeypatch=monkeypatch)
+    path = tmp_path / "items.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3]) + lines[3][:20])  # killed while writing the fourth item
+    again, engine = run(tmp_path, monkeypatch=monkeypatch)
+    assert again == whole
+    assert len(engine.requests) == 5 * 2 * 3, "three of eight items were there already"
+    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == [item["id"] for item in whole]
+
+
+def test_items_are_means_over_samples_and_the_interval_holds_the_mean(monkeypatch):
+    items, _ = run(None, monkeypatch=monkeypatch)
+    metrics = evaluation_metrics(items, SETTINGS, 0)
+    mean = sum(item["metrics"]["score"] for item in items) / len(items)
+    assert metrics["score"] == pytest.approx(mean)
+    assert metrics["score_low"] <= mean <= metrics["score_high"]
+    assert metrics["n"] == 8
+    assert "module/a/length" in metrics
+
+
+def test_failed_rollouts_score_zero_and_are_counted(monkeypatch):
+    def broken(text):
+        raise ToolFailure("\x1b[2J down\n")
+
+    items, _ = run(None, FakeTask(Chain(), tools={"echo": broken}), monkeypatch=monkeypatch)
+    metrics = evaluation_metrics(items, SETTINGS, 0)
+    assert metrics["reward"] == metrics["score"] == metrics["score_high"] == 0, "the main metric is there all the same"
+    assert (metrics["failed_share"], metrics["model_failed"]) == (1, 0)
+    assert all(item["errors"] == ["tool", "tool"] for item in items)
+    first = items[0]["id"]
+    assert outside_failures(items) == f"tool {2 * len(items)}; the first, item {first}: [2J down", (
+        "and not only how many"
+    )
+
+
+def test_rollouts_that_the_model_spoilt_are_counted_apart(monkeypatch):
+    def spoilt(text):
+        raise ParseFailure("no field")
+
+    items, _ = run(None, FakeTask(Chain(), tools={"echo": spoilt}), monkeypatch=monkeypatch)
+    metrics = evaluation_metrics(items, SETTINGS, 0)
+    assert (metrics["failed_share"], metrics["model_failed"]) == (0, 16)
+    assert outside_failures(items) == ""
+
+
+def test_items_that_failed_from_outside_can_be_evaluated_again(tmp_path, monkeypatch):
+    whole, _ = run(tmp_path, monkeypatch=monkeypatch)
+    path = tmp_path / "items.jsonl"
+    path.unlink()
+    calls = itertools.count()
+
+    def sometimes(text):
+        if next(calls) == 5:
+            raise ToolFailure("down")
+        return text
+
+    broken, _ = run(tmp_path, FakeTask(Chain(), tools={"echo": sometimes}), monkeypatch=monkeypatch)
+    assert sum(item["failed_share"] > 0 for item in broken) == 1
+    assert forget_failed(path) == 1
+    again, engine = run(tmp_path, monkeypatch=monkeypatch)
+    assert again == whole
+    assert len(engine.requests) == 1 * 2 * 3, "the others are kept"
+    assert forget_failed(path) == forget_failed(tmp_path / "none") == 0
+
+
+def test_a_task_says_what_a_failed_rollout_counts_in_its_official_metrics(monkeypatch):
+    calls = itertools.count()
+
+    def sometimes(text):
+        if next(calls) % 3 == 0:
+            raise ToolFailure("down")
+        return text
+
+    task = FakeTask(Chain(), tools={"echo": sometimes})
+    task.failed_metrics = {"score": 0.0, "leakage": 1.0}
+    items, _ = run(None, task, monkeypatch=monkeypatch)
+    assert {len(item["errors"]) for item in items} > {1}
+    assert all(item["metrics"]["leakage"] == len(item["errors"]) / 2 for item in items)
+
+
+@pytest.mark.parametrize("name", sorted(TASKS.keys() - {"dspy"}))
+def test_each_built_in_task_names_its_official_metrics(name):
+    task = TASKS[name](TaskConfig(name=name, dataset="hotpotqa" if name == "search_agent" else None), 0)
+    assert task.main_metric in task.failed_metrics
+
+
+def test_only_the_first_items_are_evaluated_when_asked(monkeypatch):
+    items, _ = run(None, settings=EvalConfig(items=2, bootstrap=100), monkeypatch=monkeypatch)
+    assert [item["id"] for item in items] == ["q0", "q1"]

@@ -1,0 +1,138 @@
+"""Refilling a step: what is sampled further, what is kept, and that a whole run does it again after a kill."""
+
+import json
+import math
+
+import pytest
+
+from mmrl.algorithms import ALGORITHMS
+from mmrl.cli import main
+from mmrl.config import ALGO_SCHEMAS
+from mmrl.records import Example
+from mmrl.report.journal import read_step
+from mmrl.report.rundir import RunDir, comparable
+from mmrl.stages.refill import refill
+from tests.helpers.forests import Grow
+from tests.run.test_run import command
+
+POOL = [Example(id=f"q{number}", inputs={}) for number in range(12)]
+
+
+def rewards_of(example, settled):
+    return (1.0, 1.0) if example.id in settled else (0.0, 1.0)
+
+
+def run(first, settled, rounds, key=(0, 1)):
+    asked = []
+
+    def sample(examples):
+        asked.append([example.id for example in examples])
+        grow = Grow(("a",))
+        for example in examples:
+            for index, reward in enumerate(rewards_of(example, settled)):
+                grow.chain(f"{example.id}/{index}", ("a",), reward)
+        return grow.forest
+
+    algo = ALGO_SCHEMAS["grpo"].model_validate({"name": "grpo", "group_size": 2, "zero_variance": "refill"})
+    return refill(
+        first, POOL, sample, lambda forest: ALGORITHMS["grpo"].credit(forest, algo, 0), rounds=rounds, key=key
+    ), asked
+
+
+def test_a_step_with_signal_everywhere_is_left_alone():
+    filled, asked = run(POOL[:3], (), 4)
+    assert asked == [["q0", "q1", "q2"]]
+    assert [example.id for example in filled.kept] == ["q0", "q1", "q2"]
+    assert filled.rounds == 0 and filled.trained.calls == filled.forest.calls
+
+
+def test_as_many_others_as_are_missing_take_the_place_of_examples_without_signal():
+    filled, asked = run(POOL[:3], ("q0", "q2"), 4)
+    assert len(asked) == 2 and len(asked[1]) == 2
+    assert not {"q0", "q1", "q2"} & set(asked[1])
+    assert [example.id for example in filled.kept] == ["q1", *asked[1]]
+    assert set(filled.forest.examples) == {"q0", "q1", "q2", *asked[1]}
+    assert filled.trained.examples == ("q1", *asked[1])
+    assert filled.forest.meta["refill"] == {"rounds": 1, "left_out": ["q0", "q2"]}
+    assert filled.metrics() == {"refill/rounds": 1.0, "refill/examples": 5.0, "refill/kept_share": 3 / 5}
+
+
+def test_rounds_and_pool_bound_it():
+    everything = [example.id for example in POOL]
+    filled, asked = run(POOL[:4], everything, 1)
+    assert [len(part) for part in asked] == [4, 4]
+    assert filled.kept == () and filled.trained.calls == {} and filled.trained.rollouts == ()
+    filled, asked = run(POOL[:4], everything, 50)
+    assert sorted(name for part in asked for name in part) == sorted(everything), "each example once, then no more"
+    assert filled.rounds == 2
+
+
+def test_what_is_sampled_further_depends_on_seed_and_step_alone():
+    chosen = {key: run(POOL[:3], ("q0", "q1"), 1, key)[1][1] for key in ((0, 1), (0, 2), (1, 1), (0, 3))}
+    assert run(POOL[:3], ("q0", "q1"), 1, (0, 2))[1][1] == chosen[0, 2]
+    assert len({tuple(names) for names in chosen.values()}) > 1
+
+
+@pytest.mark.parametrize("algo", ["mhgpo_rr"])
+def test_a_run_refills_journals_all_it_sampled_and_is_the_same_when_resumed(algo, random_model, tmp_path, monkeypatch):
+    size = "algo.rollouts=2" if algo == "mmgrpo" else "algo.group_size=2"
+    # A random model earns nothing, so most groups are constant: penalties are all the signal there is.
+    options = [f"algo={algo}", "algo.zero_variance=refill", "algo.refill_rounds=2", "train.steps=3", "eval.every=0"]
+    base = [a for a in command(random_model, tmp_path / "a", *options) if not a.startswith("algo.group_size")]
+    assert main([*base, size, "train.save_every=1"]) == 0
+    run_a = RunDir.read(tmp_path / "a")
+    refilled = [record["refill/rounds"] for record in run_a.history()[1:]]
+    assert len(refilled) == 3 and all(0 <= rounds <= 2 for rounds in refilled) and any(refilled)
+    for step in (1, 2, 3):
+        forest, entries = read_step(run_a, step)
+        record = run_a.history()[step]
+        assert record["refill/examples"] == len(forest.examples)
+        trained = {forest.calls[e["call"]].example for e in entries if any(e["weights"])}
+        assert not trained & set(forest.meta["refill"]["left_out"])
+        assert record["rollouts/count"] == len(forest.rollouts)
+    # The same run, stopped between its steps and continued.
+    from mmrl.stages.weights import WeightStage
+
+    calls = {"n": 0}
+    ends = WeightStage.on_step_end
+
+    def stops(self, step, update):
+        calls["n"] += 1
+        if calls["n"] == 2:
+            raise KeyboardInterrupt
+        ends(self, step, update)
+
+    monkeypatch.setattr(WeightStage, "on_step_end", stops)
+    again = [a.replace(str(tmp_path / "a"), str(tmp_path / "b")) for a in base]
+    assert main([*again, size, "train.save_every=1"]) == 130
+    monkeypatch.setattr(WeightStage, "on_step_end", ends)
+    assert main(["train", f"resume={tmp_path / 'b'}"]) == 0
+    assert json.dumps([comparable(r) for r in run_a.history()]) == json.dumps(
+        [comparable(r) for r in RunDir.read(tmp_path / "b").history()]
+    )
+
+
+def test_credit_treats_refill_as_drop():
+    grow = Grow(("a",))
+    for example, rewards in (("q0", (1.0, 1.0)), ("q1", (0.0, 1.0))):
+        for index, reward in enumerate(rewards):
+            grow.chain(f"{example}/{index}", ("a",), reward)
+    for name in ("grpo", "mhgpo_fof", "mmgrpo", "mt_grpo"):
+        weights = []
+        for choice in ("drop", "refill"):
+            algo = ALGO_SCHEMAS[name].model_validate({"name": name, "zero_variance": choice})
+            entries = ALGORITHMS[name].credit(grow.forest, algo, 0).entries
+            weights.append([(entry.call, entry.weights) for entry in entries])
+        assert weights[0] == weights[1]
+        assert math.fsum(w for _, own in weights[0] for w in own) == pytest.approx(1.0)
+
+
+def test_refill_without_effect_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["train", "algo=grpo", "algo.zero_variance=refill", "task.data.train_items=8", "train.batch_size=8"]
+    assert main(arguments) == 2
+    assert "algo.zero_variance: got refill, which has no effect with train.batch_size=8" in capsys.readouterr().err
+    assert main(["train", "algo=grpo", "algo.refill_rounds=2"]) == 2
+    assert "algo.refill_rounds: got 2, which has no effect with zero_variance=keep" in capsys.readouterr().err
+    assert main(["train", "algo=ppo", "task=search_agent", "algo.zero_variance=refill"]) == 2
+    assert "it is an option of grpo" in capsys.readouterr().err

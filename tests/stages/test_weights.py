@@ -1,0 +1,110 @@
+"""Data order and mini-batches of the weight stage."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmrl.credit.entries import Credit, Entry
+from mmrl.errors import SyncFailure
+from mmrl.records import Call, Example, Forest
+from mmrl.stages.batches import batch_of, minibatches, train_calls
+from mmrl.stages.weights import WeightStage
+from mmrl.system.processes import Processes
+
+EXAMPLES = [Example(id=f"q{i}", inputs={}) for i in range(10)]
+
+
+@given(size=st.integers(1, 10), seed=st.integers(0, 5))
+def test_each_epoch_holds_every_example_and_no_batch_one_twice(size, seed):
+    batches = -(-10 // size)
+    for epoch in range(2):
+        chosen = [batch_of(EXAMPLES, size, epoch * batches + i + 1, seed) for i in range(batches)]
+        assert all(len(batch) == size == len({e.id for e in batch}) for batch in chosen)
+        counts = Counter(e.id for batch in chosen for e in batch)
+        assert set(counts) == {e.id for e in EXAMPLES}
+        assert max(counts.values()) - min(counts.values()) <= 1, "topped up with least-used examples"
+
+
+def test_epochs_and_seeds_are_shuffled_differently_and_repeatably():
+    def order(epoch, seed):
+        return [e.id for i in range(5) for e in batch_of(EXAMPLES, 2, epoch * 5 + i + 1, seed)]
+
+    assert order(0, 0) == order(0, 0)
+    assert order(0, 0) != order(1, 0)
+    assert order(0, 0) != order(0, 1)
+
+
+@given(count=st.integers(1, 10))
+def test_minibatches_split_by_example_evenly(count):
+    assigned = minibatches(EXAMPLES, count)
+    sizes = Counter(assigned.values())
+    assert set(sizes) == set(range(count))
+    assert max(sizes.values()) - min(sizes.values()) <= 1
+    assert list(assigned.values()) == sorted(assigned.values())
+
+
+def call(name, example):
+    return Call(
+        id=name, example=example, parent=None, module="m", completion_tokens=2, prompt_ids=(1,), completion_ids=(2, 3)
+    )
+
+
+def test_a_call_is_trained_once_with_all_its_entries_and_uncredited_calls_are_not():
+    calls = {name: call(name, "q1") for name in ("a", "b")}
+    forest = Forest(calls=calls, rollouts=(), modules=("m",))
+    entries = tuple(Entry(call="a", reward=1.0, advantages=(value, value), weights=(0.5, 0.5)) for value in (1.0, -1.0))
+    (trained,) = train_calls(forest, Credit(algo="x", entries=entries), {"q1": 3})
+    assert (trained.id, trained.minibatch, trained.completion_ids) == ("a", 3, (2, 3))
+    assert [entry.advantages[0] for entry in trained.entries] == [1.0, -1.0]
+
+
+@pytest.mark.parametrize("step", [1, 7])
+def test_a_batch_may_be_the_whole_split(step):
+    assert {e.id for e in batch_of(EXAMPLES, 10, step, 0)} == {e.id for e in EXAMPLES}
+
+
+class Told(Processes):
+    """One of two processes, of which the main one samples for both; `heard` is what that one says."""
+
+    __slots__ = ("heard",)
+
+    def gather(self, value):
+        return [value if self.main else self.heard, value]
+
+
+class Refusing:
+    """The engine of the main process, whose server takes no weights."""
+
+    policy_version = 0
+
+    def set_version(self, version, state=None):
+        raise SyncFailure("the server says no")
+
+
+class Taking(Refusing):
+    """What stands for it elsewhere."""
+
+    def set_version(self, version, state=None):
+        self.policy_version = version
+
+
+@pytest.mark.parametrize(("rank", "engine"), [(0, Refusing), (1, Taking)])
+def test_a_push_that_fails_on_the_main_process_stops_all_at_the_same_point(rank, engine):
+    """Or the main one would wait in the saving of the state for others that wait for its rollouts."""
+    processes = Told(rank, 2, one_samples=True)
+    object.__setattr__(processes, "heard", "the server says no")
+    nothing = dict.fromkeys(("config", "task", "tokenizer", "rundir", "progress", "trackers", "assignment"))
+    stage = WeightStage(
+        **nothing, train=(), heldout=(), reward_set="", processes=processes, engine=engine(), updates=NoShards()
+    )
+    with pytest.raises(SyncFailure, match="the server says no"):
+        stage._sync(1)
+
+
+class NoShards:
+    """A trainer whose processes hold whole weights."""
+
+    def whole_state(self):
+        return None

@@ -1,0 +1,196 @@
+"""Intent classification: data, the paper's sample, exact match, parse failures, the mini world's queries."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from mmrl.records import Example
+from mmrl.tasks.mini.support import INTENTS, make_support
+from mmrl.tasks.mini.world import make_world
+from tests.helpers.dspy_fakes import by_prompt, filled, make, play, problems, write_csv, write_json
+
+
+def rows(count, labels=("a", "b"), start=0):
+    return [{"text": f"query {start + n}", "category": labels[n % len(labels)]} for n in range(count)]
+
+
+def test_the_default_is_the_mini_world():
+    task = make("banking77")
+    assert task.describe()["data"] == "mini world" and task.describe()["labels"] == len(INTENTS)
+    assert [len(task.examples(split)) for split in ("train", "dev", "test")] == [1200, 400, 400]
+    assert task.program.modules == ("classify.predict",)
+
+
+def test_mini_splits_share_no_query_and_no_product_and_are_balanced():
+    products = {p.name: p.part for p in make_world().entities.values() if p.kind == "product"}
+    texts = {}
+    for split in ("train", "dev", "test"):
+        queries = make_support(split)
+        assert all(products[query.product] == split for query in queries)
+        counts = [sum(query.label == label for query in queries) for label in INTENTS]
+        assert max(counts) - min(counts) <= 1
+        texts[split] = {query.text for query in queries}
+        assert len(texts[split]) == len(queries)
+        assert not any(name in text for text in texts[split] for name, part in products.items() if part != split)
+    assert not texts["train"] & texts["dev"] and not texts["dev"] & texts["test"]
+
+
+def test_every_intent_has_a_related_one():
+    assert all(intent.related in INTENTS and intent.related != label for label, intent in INTENTS.items())
+
+
+def test_demonstrations_are_what_the_program_would_want():
+    task = make("banking77")
+    examples = task.examples("dev")[:30]
+    forest = play(task, by_prompt(task, examples), examples)
+    assert [rollout.reward for rollout in forest.rollouts] == [1.0] * 30
+    assert all(rollout.metrics == {"em": 1.0} for rollout in forest.rollouts)
+
+
+@pytest.mark.parametrize(
+    ("label", "error", "reward"),
+    [
+        ("refund", None, 1.0),
+        ("exchange", None, 0.0),
+        ("refunds", "parse", 0.0),
+        ("", "parse", 0.0),
+        ("'refund'", None, 1.0),  # DSPy takes quotes off a Literal
+    ],
+)
+def test_exact_match_and_labels_outside_the_set(label, error, reward):
+    task = make("banking77")
+    example = Example(id="e", inputs={"text": "money back"}, metadata={"label": "refund"})
+    forest = play(task, lambda request: filled(reasoning="so", label=label), [example])
+    (rollout,) = forest.rollouts
+    assert (rollout.error, rollout.reward) == (error, reward)
+    if error:
+        (call,) = forest.path(rollout)
+        assert (call.present_fields, call.expected_fields) == (0, 2), "a value outside the set counts as nothing read"
+
+
+def test_the_papers_sample_of_files_is_the_same_for_every_seed(tmp_path):
+    train = write_csv(tmp_path / "train.csv", rows(600))
+    dev = write_csv(tmp_path / "test.csv", rows(800, start=600))
+    tasks = [make("banking77", seed, data={"train": train, "dev": dev}) for seed in (0, 1)]
+    for task in tasks:
+        assert [len(task.examples(split)) for split in ("train", "dev", "test")] == [250, 500, 0]
+        assert task.describe()["sample"] == "250 train, 500 dev drawn with seed 0"
+    assert [e.id for e in tasks[0].examples("train")] == [e.id for e in tasks[1].examples("train")]
+    whole = make("banking77", data={"train": train, "dev": dev, "dev_items": 20}, sample="all")
+    assert [len(whole.examples(split)) for split in ("train", "dev")] == [600, 20]
+    assert "sample" not in whole.describe()
+
+
+def test_one_file_for_train_and_dev_is_shared_out(tmp_path):
+    path = write_csv(tmp_path / "all.csv", rows(800))
+    task = make("banking77", data={"train": path, "dev": path})
+    train, dev = ({e.inputs["text"] for e in task.examples(split)} for split in ("train", "dev"))
+    assert (len(train), len(dev)) == (250, 500) and not train & dev
+    alone = make("banking77", data={"dev": path})
+    assert {e.inputs["text"] for e in alone.examples("dev")} == dev, "the same items when only dev is asked for"
+    told = problems("banking77", data={"train": path, "dev": path}, sample="all")
+    assert "train and dev are all of" in told and "task.sample=paper" in told
+    assert "train and test are all of" in problems("banking77", data={"train": path, "test": path})
+    few = write_csv(tmp_path / "few.csv", rows(20))
+    assert "has 20 rows" in problems("banking77", data={"dev": few})
+
+
+def test_columns_of_the_hubs_copy(tmp_path):
+    table = {"text": ["x", "y"], "label": [11, 12], "label_text": ["card_arrival", "card_linking"]}
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "hub.parquet")
+    task = make("banking77", data={"train": str(tmp_path / "hub.parquet")})
+    assert sorted(e.metadata["label"] for e in task.examples("train")) == ["card_arrival", "card_linking"]
+
+
+def test_given_labels_are_in_the_prompt_in_their_order(tmp_path):
+    train = write_csv(tmp_path / "train.csv", rows(4))
+    labels = write_json(tmp_path / "labels.json", ["z", "b", "a"])
+    task = make("banking77", data={"train": train}, labels=labels)
+    forest = play(task, lambda request: filled(reasoning="so", label="z"), task.examples("train")[:1])
+    (rollout,) = forest.rollouts
+    assert rollout.error is None
+    assert "one of: z; b; a" in forest.path(rollout)[0].prompt_text
+
+
+def test_bad_data_is_told_by_file_and_row(tmp_path):
+    missing = write_csv(tmp_path / "missing.csv", [{"text": "x", "kind": "a"}])
+    assert "line 2: category or label_text or label is missing (fields: text, kind)" in problems(
+        "banking77", data={"train": missing}
+    )
+    empty = write_csv(tmp_path / "empty.csv", [{"text": " ", "category": "a"}])
+    assert "line 2: text: is empty" in problems("banking77", data={"train": empty})
+    gold = write_csv(tmp_path / "gold.csv", [{"text": "x", "category": ""}])
+    assert "line 2: category: is empty" in problems("banking77", data={"train": gold})
+    twice = write_csv(tmp_path / "twice.csv", [{"id": "q", "text": t, "category": "a"} for t in "xy"])
+    assert "line 3: duplicate id 'q'" in problems("banking77", data={"train": twice})
+    numbers = write_json(tmp_path / "numbers.json", [{"text": "x", "label": 3}])
+    assert "label: got int, expected text" in problems("banking77", data={"train": numbers})
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    assert "line 1: got list, expected an object" in problems("banking77", data={"train": str(tmp_path / "list.jsonl")})
+
+
+def test_labels_that_the_label_set_lacks_are_refused(tmp_path):
+    train = write_csv(tmp_path / "train.csv", rows(4))
+    dev = write_csv(tmp_path / "dev.csv", rows(4, labels=("a", "c")))
+    assert "task.data.dev: 1 labels are not among the 2 of task.data.train: 'c'" in problems(
+        "banking77", data={"train": train, "dev": dev}, sample="all"
+    )
+    labels = write_json(tmp_path / "labels.json", ["a"])
+    assert "not among the 1 of task.labels: 'b'" in problems("banking77", data={"train": train}, labels=labels)
+    bad = write_json(tmp_path / "bad.json", {"a": 1})
+    assert "task.labels" in problems("banking77", data={"train": train}, labels=bad)
+    assert "task.labels: has no effect on the mini world" in problems("banking77", labels=labels)
+
+
+def test_options_without_effect_are_refused():
+    told = problems("banking77", corpus="mini", punctuation="space")
+    assert "task.corpus: has no effect with task banking77" in told and "task.punctuation" in told
+
+
+def test_prompts_from_files(tmp_path):
+    path = tmp_path / "prompts.yaml"
+    path.write_text("classify.predict: {instructions: 'Name the intent of {{text}}.'}\n")
+    task = make("banking77", prompts=str(path))
+    prompt = task.demonstrations(task.examples("dev")[0])[0].messages[0]["content"]
+    assert "Name the intent of {text}." in prompt
+    path.write_text("predict: {instructions: x}\n")
+    assert "task.prompts" in problems("banking77", prompts=str(path))
+
+
+def test_prompts_that_dspy_saved(tmp_path):
+    path = tmp_path / "program.json"
+    program = make("banking77").program.module
+    program.classify.predict.demos = [{"text": "t", "reasoning": "r", "label": "refund"}]
+    program.classify.predict.signature = program.classify.predict.signature.with_instructions("Be exact.")
+    program.save(path)
+    task = make("banking77", prompts=str(path))
+    messages = task.demonstrations(task.examples("dev")[0])[0].messages
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "user"]
+    assert "Be exact." in messages[0]["content"]
+    path.write_text(json.dumps({"other": {}}))
+    assert "holds other, expected the state of classify.predict" in problems("banking77", prompts=str(path))
+    path.write_text("{")
+    assert "is not JSON" in problems("banking77", prompts=str(path))
+
+
+def test_real_files(data_dir):
+    folder = data_dir / "banking77"
+    if not folder.is_dir():
+        pytest.skip(f"no banking77 in {data_dir}")
+    data = {"train": str(folder / "train.csv"), "dev": str(folder / "test.csv")}
+    task = make("banking77", data=data, labels=str(folder / "categories.json"))
+    assert task.describe()["labels"] == 77
+    assert [len(task.examples(split)) for split in ("train", "dev")] == [250, 500]
+    derived = make("banking77", data=data)
+    assert derived.describe()["labels"] == 77
+    gold = {e.inputs["text"]: e.metadata["label"] for e in derived.examples("dev")}
+
+    def answer(request):
+        text = "".join(map(chr, request.prompt_ids)).rpartition("[[ ## text ## ]]\n")[2]
+        text = text.partition("\n\nRespond with the corresponding")[0]
+        return filled(reasoning="so", label=gold[text])
+
+    forest = play(derived, answer, derived.examples("dev")[:100])
+    assert [rollout.reward for rollout in forest.rollouts] == [1.0] * 100

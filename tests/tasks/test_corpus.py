@@ -1,0 +1,127 @@
+"""The corpora that questions are asked of: their files, the union of the paragraphs, what is missing from them."""
+
+import logging
+
+import pytest
+
+from mmrl.cli import main
+from mmrl.config import DataConfig
+from mmrl.errors import ConfigError, DataError
+from mmrl.tasks.data.layouts import load_corpus
+from tests.tasks.test_data import FOLDER, make, needs_data, record, saved
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("c.jsonl", '{"id": "x", "title": "A", "text": "one two"}\n{"id": "y", "title": "B", "text": "three"}\n'),
+        ("c.json", '[{"title": "A", "text": "one two"}, {"title": "B", "text": "three"}]'),
+        ("c.json", '[["A", ["one", " two"]], ["B", "three"]]'),
+        ("c.tsv", "id\ttext\ttitle\nx\tone two\tA\ny\tthree\tB\n"),
+    ],
+)
+def test_corpus_forms(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    found = load_corpus("task.corpus", str(tmp_path / name))
+    assert [(d.title, d.text) for d in found] == [("A", "one two"), ("B", "three")]
+    assert len({d.id for d in found}) == 2
+
+
+def test_corpus_parquet(tmp_path):
+    path = saved(tmp_path, [{"title": "A", "text": "one"}], "c.parquet")
+    assert load_corpus("task.corpus", path)[0].title == "A"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("c.jsonl", '{"title": "A", "text": "x"}\n{"title": "B"}\n', "line 2: text is missing (fields: title)"),
+        ("c.jsonl", '{"title": 3, "text": "x"}\n', "line 1: title got int, expected text"),
+        ("c.jsonl", '"text"\n', "line 1: got str, expected a document"),
+        ("c.jsonl", '{"id": 1, "title": "A", "text": "x"}\n' * 2, "line 2: duplicate id '1'"),
+        ("c.tsv", "id\ttext\n1\tx\n", "line 2: title is missing (fields: id, text)"),
+        ("c.tsv", "title\ttext\nA\tx\ty\n", "line 2: got 3 cells, the header has 2"),
+        ("c.json", "[]", "has no records"),
+    ],
+)
+def test_bad_corpora(tmp_path, name, content, expected):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError) as caught:
+        load_corpus("task.corpus", str(tmp_path / name))
+    assert str(caught.value).startswith("task.corpus: ")
+    assert expected in str(caught.value)
+
+
+def test_the_corpus_is_the_union_of_the_paragraphs_of_the_files(tmp_path):
+    first = saved(tmp_path, [record(0)], "a.json")
+    second = saved(tmp_path, [record(1, context=[["Thing", ["Made by Ada.", " In Porto."]], ["New", ["n"]]])], "b.json")
+    task = make(data=DataConfig(train=first, dev=second))
+    corpus = task.examples("dev")[0].inputs["corpus"]
+    assert corpus == task.examples("train")[0].inputs["corpus"] != task.examples("test")[0].inputs["corpus"]
+    assert [d.title for d in task.corpora[corpus]] == ["Thing", "Ada", "Other", "New"]
+    assert task.search(["porto"], corpus)[0]["title"] == "Thing"
+    assert task.search(["porto"], task.examples("test")[0].inputs["corpus"]) == []
+    assert not task.demonstrations(task.examples("train")[0])
+    assert task.demonstrations(task.examples("test")[0])
+
+
+def test_same_title_with_other_text_is_kept(tmp_path):
+    path = saved(tmp_path, [record(0), record(1, context=[["Thing", ["Something else."]]])])
+    task = make(data=DataConfig(train=path, dev=path, test=path))
+    (documents,) = task.corpora.values()
+    assert [d.title for d in documents].count("Thing") == 2
+    assert len({d.id for d in documents}) == len(documents)
+
+
+def test_a_given_corpus_serves_every_split(tmp_path):
+    corpus = saved(tmp_path, [{"title": "Ada", "text": "Ada of Porto"}], "c.json")
+    own = saved(tmp_path, [record(0)])
+    task = make(data=DataConfig(train=own, dev=own), corpus=corpus)
+    assert {example.inputs["corpus"] for split in ("train", "dev") for example in task.examples(split)} == {"given"}
+    assert task.search(["porto"], "given")[0]["title"] == "Ada"
+    assert task.examples("test") == [], "the mini world's questions have nothing to search in it"
+    assert "test" not in task.describe()["partial corpus"] + task.describe().get("corpus coverage", "")
+    assert make(corpus="mini").examples("dev")[0].inputs["corpus"] == "mini"
+
+
+def test_missing_gold_titles_warn_with_the_share(tmp_path, caplog):
+    rows = [record(0), record(1), record(2, supporting_facts=[["Thing", 0], ["Nowhere", 0]])]
+    with caplog.at_level(logging.WARNING):
+        task = make(data=DataConfig(dev=saved(tmp_path, rows)))
+    assert "task.data.dev: only 66.7 % of the questions" in caplog.text
+    assert "dev 66.7%" in task.describe()["partial corpus"]
+    assert task.gold_shares["train"] == 1
+
+
+def test_bad_corpus_and_bad_data_are_config_errors(tmp_path):
+    for options in ({"corpus": "no.jsonl"}, {"data": DataConfig(test=saved(tmp_path, [record(0, answer="")]))}):
+        with pytest.raises(ConfigError):
+            make(**options)
+
+
+@pytest.mark.data
+@needs_data
+def test_passage_collection_as_corpus():
+    path = FOLDER / "2wikimultihopqa" / "2wikimultihopqa_corpus.json"
+    assert len(load_corpus("task.corpus", str(path))) == 6119
+
+
+def test_the_plan_of_an_index_tells_its_size_and_makes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for corpus in ("mini", "passages.jsonl"):
+        (tmp_path / "passages.jsonl").write_text('{"title": "a", "text": "b"}\n')
+        assert main(["index", "build", f"corpus={corpus}", "index=made", "plan=true"]) == 0
+        assert "passages" in capsys.readouterr().out.splitlines()[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["passages.jsonl"]
+
+
+def test_files_without_passages_stand_on_lines_of_their_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "passages.jsonl").write_text('{"title": "a", "text": "b"}\n')
+    for name in ("x", "y"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    assert main(["index", "build", "corpus=data", "index=made"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("without passages, left out:")
+    assert lines[at + 1 : at + 3] == ["  data/x.jsonl", "  data/y.jsonl"]

@@ -1,0 +1,110 @@
+"""`task=dspy`: a user's own module or function, metric and data, named by import paths."""
+
+import json
+import sys
+
+import pytest
+
+from tests.helpers.dspy_fakes import filled, make, play, problems
+
+OWN = """
+import dspy
+
+class Answerer(dspy.Module):
+    def __init__(self):
+        super().__init__()
+        self.answer = dspy.Predict("question -> answer")
+
+    def forward(self, question):
+        return self.answer(question=question)
+
+made = Answerer()
+
+async def plain(example, ctx):
+    reply = await ctx.call("speaker", [{"role": "user", "content": example.inputs["question"]}])
+    return reply.text
+
+def attributes(example, pred, trace=None):
+    return example.gold == pred.answer
+
+def mapping(record, prediction):
+    return {"score": 0.25, "words": len(prediction.split()), "note": "text"}
+
+async def later(record, prediction):
+    return 0.5
+
+def silly(record, prediction):
+    return "good"
+
+def broken():
+    raise ValueError("no")
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_program.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("own_program", None)
+    rows = [{"question": f"q{n}", "gold": f"a{n}"} for n in range(4)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def task(path, **options):
+    defaults = {"program": "own_program:Answerer", "metric": "own_program:attributes", "inputs": ("question",)}
+    return make("dspy", data={"train": path}, **{**defaults, **options})
+
+
+@pytest.mark.parametrize("program", ["own_program:Answerer", "own_program:made"])
+def test_a_dspy_module_with_a_dspy_metric(own, program):
+    made = task(own, program=program)
+    assert made.program.modules == ("answer",)
+    assert made.describe()["program"] == program
+    forest = play(made, lambda request: filled(answer="a1"), made.examples("train"))
+    assert [rollout.reward for rollout in forest.rollouts] == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_an_async_function_with_named_modules(own):
+    made = task(own, program="own_program:plain", metric="own_program:mapping", modules=("speaker",))
+    forest = play(made, lambda request: "two words", made.examples("train")[:1])
+    (rollout,) = forest.rollouts
+    assert forest.modules == ("speaker",) and rollout.reward == 0.25
+    assert rollout.metrics == {"score": 0.25, "words": 2.0}
+
+
+def test_metrics_may_be_async_and_must_give_numbers(own):
+    later = task(own, metric="own_program:later")
+    assert play(later, lambda r: filled(answer="x"), later.examples("train")[:1]).rollouts[0].reward == 0.5
+    silly = task(own, metric="own_program:silly")
+    (rollout,) = play(silly, lambda r: filled(answer="x"), silly.examples("train")[:1]).rollouts
+    assert rollout.error == "reward" and "'good'" in rollout.error_message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"program": "own_program"}, "task.program: got 'own_program', expected package.module:name"),
+        ({"program": "no_such_module:x"}, "task.program: cannot import 'no_such_module'"),
+        ({"program": "own_program:absent"}, "task.program: 'own_program' has no 'absent'"),
+        ({"program": "own_program:broken"}, "broken() raised ValueError: no"),
+        ({"program": "own_program:number"}, "task.program"),
+        ({"program": "own_program:plain"}, "task.modules: missing"),
+        ({"modules": ("x",)}, "task.modules: has no effect"),
+        ({"metric": "own_program:number"}, "task.metric: own_program:number is a int"),
+        ({"inputs": ("query",)}, "line 1: query is missing (fields: question, gold)"),
+        ({"corpus": "mini"}, "task.corpus: has no effect"),
+    ],
+)
+def test_bad_configs_say_what_is_wrong(own, options, message):
+    defaults = {"program": "own_program:Answerer", "metric": "own_program:attributes", "inputs": ("question",)}
+    assert message in problems("dspy", data={"train": own}, **{**defaults, **options})
+
+
+def test_what_is_missing_is_told_at_once():
+    told = problems("dspy")
+    assert all(f"task.{name}: missing" in told for name in ("program", "metric", "inputs"))
+    assert "has no mini world" in problems("dspy", program="json:dumps", metric="json:dumps", inputs=("a",))

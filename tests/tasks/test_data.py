@@ -1,0 +1,407 @@
+import json
+import os
+import time
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from mmrl.config import DataConfig, RetrieverConfig, TaskConfig
+from mmrl.errors import ConfigError, DataError
+from mmrl.tasks import TASKS
+from mmrl.tasks.data.layouts import LAYOUTS, load_records, subset, to_example
+from mmrl.tasks.data.rows import Source
+
+FOLDER = Path(os.environ.get("MMRL_DATA") or Path(__file__).parents[3] / "shared" / "data")
+needs_data = pytest.mark.skipif(not (FOLDER / "hotpotqa").is_dir(), reason="no public data: set MMRL_DATA")
+
+
+def record(number=0, **changes):
+    base = {
+        "_id": f"r{number}",
+        "question": f"Who made thing {number}?",
+        "answer": "Ada",
+        "type": "bridge",
+        "level": "hard",
+        "supporting_facts": [["Thing", 0], ["Thing", 1], ["Ada", 0]],
+        "context": [["Thing", ["Made by Ada.", " In Porto."]], ["Ada", ["Ada lives."]], ["Other", ["Else."]]],
+    }
+    return {key: value for key, value in {**base, **changes}.items() if value is not ...}
+
+
+def hub_columns(row):
+    """A record as the hub's `hotpotqa/hotpot_qa` writes it."""
+    titles, sentences = zip(*row["context"], strict=True)
+    names, numbers = zip(*row["supporting_facts"], strict=True)
+    return {
+        "id": row["_id"],
+        **{key: row[key] for key in ("question", "answer", "type", "level")},
+        "supporting_facts": {"title": list(names), "sent_id": list(numbers)},
+        "context": {"title": list(titles), "sentences": [list(s) for s in sentences]},
+    }
+
+
+def saved(tmp_path, rows, name="data.json"):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n\n" for row in rows), encoding="utf-8")
+    else:
+        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return str(path)
+
+
+def make(**options):
+    return TASKS["hotpotqa"](TaskConfig(name="hotpotqa", **options), 0)
+
+
+def load(spec, layout="hotpotqa", split="dev"):
+    return load_records(Source(f"task.data.{split}", spec), split, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.parquet"])
+def test_official_records(tmp_path, name):
+    rows = [record(0), record(1)]
+    found = load(saved(tmp_path, rows if name != "a.parquet" else [hub_columns(row) for row in rows], name))
+    assert [r.id for r in found] == ["r0", "r1"]
+    assert found[0].titles == ("Thing", "Ada")
+    assert found[0].answers == ("Ada",)
+    assert found[0].paragraphs[0] == ("Thing", "Made by Ada. In Porto.")
+    example = to_example(found[0], "c")
+    assert example.inputs == {"question": "Who made thing 0?", "corpus": "c"}
+    assert example.metadata == {"answers": ["Ada"], "titles": ["Thing", "Ada"], "type": "bridge"}
+
+
+def test_musique_records(tmp_path):
+    row = {
+        "id": "2hop__1_2",
+        "question": "Q?",
+        "answer": "Ada",
+        "answer_aliases": ["Ada L."],
+        "paragraphs": [
+            {"idx": 0, "title": "T", "paragraph_text": "x", "is_supporting": True},
+            {"idx": 1, "title": "U", "paragraph_text": "y", "is_supporting": False},
+        ],
+    }
+    found = load(saved(tmp_path, [row], "m.jsonl"), "musique")[0]
+    assert (found.answers, found.titles, found.kind) == (("Ada", "Ada L."), ("T",), "2hop")
+    assert found.paragraphs == (("T", "x"), ("U", "y"))
+    with pytest.raises(DataError, match=r"misses the field 'context'.*; task.dataset=musique reads such records"):
+        load(saved(tmp_path, [row], "m.jsonl"), "hotpotqa")
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([record(0), record(1, answer=...)], "record 1 (id 'r1'): misses the field 'answer'"),
+        ([record(0, context=...)], "record 0 (id 'r0'): misses the field 'context'"),
+        ([record(0, _id=...)], "record 0: misses the field 'id'"),
+        ([record(0), record(0, question="other")], "record 1: duplicate id 'r0'"),
+        ([record(0, answer=" ")], "(id 'r0'): answer: is empty"),
+        ([record(0, question="")], "(id 'r0'): question: is empty"),
+        ([record(0, answer=["Ada"])], "(id 'r0'): answer: got list, expected text"),
+        ([record(0, context=None)], "(id 'r0'): context: expected a list of [title, sentences] pairs"),
+        ([record(0, context=[["T", "text"]])], "(id 'r0'): context: expected a list of sentences"),
+        ([record(0, supporting_facts=["T"])], "(id 'r0'): supporting_facts: expected a list"),
+        ([["not", "a", "record"]], "record 0: got list, expected a record"),
+        ([], "has no records"),
+        ({"data": []}, "got dict, expected a JSON list"),
+    ],
+)
+def test_bad_records_name_file_and_record(tmp_path, rows, expected):
+    path = saved(tmp_path, rows)
+    with pytest.raises(DataError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert message.startswith("task.data.dev: ")
+    assert path in message
+    assert expected in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.json", b'[\n{"a": 1},\n{"b" 2}]', "a.json line 3: not JSON"),
+        ("a.json", b"", "a.json line 1: not JSON"),
+        ("a.jsonl", b'{"a": 1}\n\n{oops}\n', "a.jsonl line 3: not JSON"),
+        ("a.jsonl", b"\n \n", "has no records"),
+        ("a.json", b'["\xff"]', "is not UTF-8"),
+        ("a.parquet", b"PAR1 not", "a.parquet is not a parquet file"),
+        ("a.xls", b"x", "expected a .json, .jsonl, .csv, .tsv, .parquet, .txt file"),
+    ],
+)
+def test_malformed_files_name_the_line(tmp_path, name, content, expected):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        load(str(tmp_path / name))
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", ["nothing.json", "./nothing", "/no/such/dir/file", "minni", "a/b/c"])
+def test_neither_file_nor_hub_id(spec):
+    with pytest.raises(DataError, match=r"task\.data\.dev: .*: no such file; expected mini"):
+        load(spec)
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(DataError, match="is a folder"):
+        load(str(tmp_path))
+
+
+def test_hub_data_set_through_local_parquet_of_the_same_schema(tmp_path, monkeypatch):
+    # `datasets` takes a local folder by the same call as a hub id; nothing is fetched
+    for split, rows in (("train", [record(0), record(1)]), ("validation", [record(2)])):
+        saved(tmp_path, [hub_columns(row) for row in rows], f"hotpotqa/hotpot_qa/{split}.parquet")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    assert [r.id for r in load("hotpotqa/hotpot_qa", split="train")] == ["r0", "r1"]
+    assert load("hotpotqa/hotpot_qa", split="dev")[0] == load(saved(tmp_path, [record(2)]))[0]
+    assert [r.id for r in load("hotpotqa/hotpot_qa:default:train", split="dev")] == ["r0", "r1"]
+    with pytest.raises(DataError, match=r"split test\) from the hub"):
+        load("hotpotqa/hotpot_qa", split="test")
+    with pytest.raises(DataError, match="misses the columns paragraphs"):
+        load("hotpotqa/hotpot_qa", "musique")
+
+
+PARAGRAPHS = [{"idx": 0, "title": "T", "paragraph_text": "x", "is_supporting": True}]
+TRIVIA = {"value": "Ada", "aliases": ["Ada", "A."], "normalized_aliases": ["ada", "a"]}
+HUB = [
+    # id, split of the repository, layout, a row with its columns, accepted answers
+    ("google-research-datasets/nq_open", "validation", "nq", {"question": "Q?", "answer": ["Ada", "A."]}, 2),
+    (
+        "mandarjoshi/trivia_qa",
+        "validation",
+        "triviaqa",
+        {"question": "Q?", "question_id": "t1", "question_source": "s", "answer": TRIVIA},
+        2,
+    ),
+    (
+        "akariasai/PopQA",
+        "test",
+        "popqa",
+        {"id": 7, "subj": "S", "prop": "capital", "question": "Q?", "possible_answers": '["Ada", "A."]'},
+        2,
+    ),
+    *(
+        (
+            "RUC-NLPIR/FlashRAG_datasets",
+            "test",
+            layout,
+            {"id": "dev_0", "question": "Q?", "golden_answers": ["Ada", "A."]},
+            2,
+        )
+        for layout in ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique")
+    ),
+    (
+        "dgslibisey/MuSiQue",
+        "validation",
+        "musique",
+        {"id": "2hop__1", "question": "Q?", "answer": "Ada", "answer_aliases": ["A."], "paragraphs": PARAGRAPHS},
+        2,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "split", "layout", "row", "answers"), HUB)
+def test_columns_of_the_hub_data_sets_through_local_parquet(tmp_path, monkeypatch, name, split, layout, row, answers):
+    saved(tmp_path, [row], f"{name}/{split}.parquet")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    (found,) = load(f"{name}::{split}", layout)
+    assert (found.question, len(found.answers)) == ("Q?", answers)
+    assert bool(found.paragraphs) == ("paragraphs" in row)
+
+
+def test_ids_of_several_sets_in_one_are_told_apart(tmp_path):
+    rows = [{"id": "train_0", "data_source": name, "question": "Q?", "golden_answers": ["A"]} for name in ("nq", "h")]
+    assert [r.id for r in load(saved(tmp_path, rows, "mix.parquet"), "nq")] == ["nq-train_0", "h-train_0"]
+
+
+def test_a_hub_data_set_without_answers_is_told_which_column_is_missing(tmp_path, monkeypatch):
+    saved(tmp_path, [{"id": "x", "question": "Q?"}], "some/set/validation.parquet")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    for layout in LAYOUTS:
+        with pytest.raises(DataError) as caught:
+            load("some/set", layout)
+        assert str(caught.value) == (
+            "task.data.dev: some/set: misses the columns possible_answers or golden_answers or answers or answer; "
+            "it has id, question"
+        )
+
+
+def test_an_unreachable_hub_id_is_one_clear_error(monkeypatch):
+    import datasets
+
+    def refuse(*_args, **_options):
+        raise ConnectionError("Couldn't\nreach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    said = "task.data.dev: cannot load 'hotpotqa/hotpot_qa:distractor' (split validation) from the hub: "
+    for answers, why in (
+        (True, "ConnectionError: Couldn't reach the Hub"),
+        (False, "the hub does not answer, and it is"),
+    ):
+        monkeypatch.setattr("mmrl.tasks.data.rows.hub_answers", lambda answers=answers: answers)
+        with pytest.raises(DataError) as caught:
+            load("hotpotqa/hotpot_qa:distractor")
+        assert str(caught.value).startswith(said + why)
+
+
+def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(monkeypatch, capfd):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr("mmrl.tasks.data.rows.hub_answers", lambda: False)
+    before, started = constants.HF_HUB_OFFLINE, time.perf_counter()
+    with pytest.raises(DataError, match="the hub does not answer"):
+        load("nobody/none-like-this")
+    assert time.perf_counter() - started < 8, "its client alone retries for 25 s"
+    assert "Retrying" not in capfd.readouterr().err and before == constants.HF_HUB_OFFLINE
+
+
+def test_splits_of_one_hub_id_are_sources_of_their_own(tmp_path, monkeypatch):
+    def identities(*specs):
+        return [Source("x", spec).identity(split) for split, spec in zip(("train", "test"), specs, strict=True)]
+
+    one, other = identities("mteb/banking77", "mteb/banking77")
+    assert one != other
+    one, other = identities("mteb/banking77", "mteb/banking77::train")
+    assert one == other, "whatever way it is typed"
+    monkeypatch.chdir(tmp_path)
+    path = saved(tmp_path, [{"text": "hi", "label": "a"}])
+    one, other = identities(path, "data.json")
+    assert one == other
+    with pytest.raises(ConfigError, match=r"task\.data: train and test are all of .*data\.json"):
+        TASKS["banking77"](TaskConfig(name="banking77", data=DataConfig(train=path, test="./data.json")), 0)
+
+
+def test_subset_is_stable_and_seeded():
+    examples = make().examples("train")[:50]
+    chosen = subset(examples, 10, "train", 1)
+    assert chosen == subset(list(reversed(examples)), 10, "train", 1)
+    assert chosen != subset(examples, 10, "train", 2)
+    assert subset(examples, 20, "train", 1)[:10] == chosen
+    assert subset(examples, None, "train", 1) == examples
+
+
+@pytest.mark.data
+@needs_data
+@pytest.mark.parametrize(
+    ("dataset", "file", "count", "share"),
+    [
+        ("hotpotqa", "hotpotqa/hotpot_train_sample.json", 800, 1.0),
+        ("hotpotqa", "hotpotqa/hotpot_dev_distractor_sample.json", 565, 1.0),
+        ("hotpotqa", "hotpotqa/hotpot_dev_fullwiki_sample.json", 916, 0.2),
+        ("2wiki", "2wikimultihopqa/dev_sample.json", 657, 1.0),
+        ("musique", "musique/dev_sample.jsonl", 200, 1.0),
+    ],
+)
+def test_official_files(dataset, file, count, share):
+    task = make(dataset=dataset, data=DataConfig(dev=str(FOLDER / file)), retriever=RetrieverConfig(top_k=10))
+    examples = task.examples("dev")
+    assert len(examples) == count
+    assert task.gold_shares["dev"] >= share
+    example = examples[0]
+    assert (
+        task.score(
+            example,
+            {"answer": example.metadata["answers"][0], "candidates": [], "selected": []},
+            (),
+            "outcome",
+        ).metrics["em"]
+        == 1
+    )
+    assert len(task.search([example.inputs["question"]], example.inputs["corpus"])) == 10
+
+
+@pytest.mark.parametrize(
+    ("layout", "row", "answers"),
+    [
+        ("nq", {"question": "Q?", "answer": ["a", "b", "a"]}, ("a", "b")),
+        ("nq", {"question": "Q?", "answer": "a"}, ("a",)),
+        ("nq", {"question": "Q?", "answers": ["a"]}, ("a",)),
+        ("triviaqa", {"question": "Q?", "answer": {"aliases": ["A"], "normalized_aliases": ["a"]}}, ("a",)),
+        ("popqa", {"question": "Q?", "possible_answers": '["a", "b"]'}, ("a", "b")),
+        ("hotpotqa", {"question": "Q?", "answer": "yes", "type": "comparison"}, ("yes",)),
+        ("musique", {"question": "Q?", "answer": ["a"]}, ("a",)),
+    ],
+)
+def test_records_of_questions_alone_are_read_under_any_layout(tmp_path, layout, row, answers):
+    found = load(saved(tmp_path, [row, row], "q.jsonl"), layout)
+    assert [r.id for r in found] == ["dev-0", "dev-1"]
+    assert (found[0].question, found[0].answers, found[0].titles, found[0].paragraphs) == ("Q?", answers, (), ())
+
+
+def test_popqa_with_passages(tmp_path):
+    row = {
+        "id": 7,
+        "question": "Q?",
+        "possible_answers": '["a"]',
+        "prop": "author",
+        "paragraphs": [
+            {"title": "T", "text": "x", "is_supporting": True},
+            {"title": "U", "text": "y", "is_supporting": False},
+        ],
+    }
+    (found,) = load(saved(tmp_path, [row]), "popqa")
+    assert (found.id, found.titles, found.kind) == ("7", ("T",), "author")
+    assert found.paragraphs == (("T", "x"), ("U", "y"))
+
+
+def test_dpr_topics(tmp_path):
+    path = tmp_path / "topics.txt"
+    path.write_text('who sings it\t[\'Linda\', "Reba\'s"]\n"a ""quoted"" one"\t[\'x\']\n', encoding="utf-8")
+    found = load(str(path), "nq")
+    assert [r.question for r in found] == ["who sings it", 'a "quoted" one']
+    assert found[0].answers == ("Linda", "Reba's")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"question": "Q?"}, "misses the field 'answer'"),
+        ({"answer": "a"}, "misses the field 'question'"),
+        ({"question": "Q?", "answer": []}, "answer: is empty"),
+        ({"question": "Q?", "answer": [" "]}, "answer: is empty"),
+        ({"question": "Q?", "answer": 1.5}, "answer: got float, expected text or a list of texts"),
+        ({"question": "Q?", "answer": [None]}, "answer: got NoneType, expected text"),
+        ({"question": "Q?", "possible_answers": "a, b"}, "record 0: "),
+    ],
+)
+def test_bad_questions_name_file_and_record(tmp_path, row, expected):
+    with pytest.raises(DataError) as caught:
+        load(saved(tmp_path, [row]), "nq")
+    assert expected in str(caught.value)
+    assert "record 0" in str(caught.value)
+
+
+@pytest.mark.parametrize("line", ["no tab", "a\tb\tc", "q\t[oops", "q\t__import__('os')"])
+def test_bad_topics_name_the_line(tmp_path, line):
+    path = tmp_path / "topics.txt"
+    path.write_text(f"q\t['a']\n{line}\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"topics\.txt line 2: expected a question, a tab and a list of answers"):
+        load(str(path), "nq")
+
+
+@pytest.mark.skipif(not (FOLDER / "nq_open").is_dir(), reason="no public data: set MMRL_DATA")
+@pytest.mark.parametrize(
+    ("layout", "name", "rows"),
+    [
+        ("nq", "nq_open/NQ-open.dev.jsonl", 3610),
+        ("nq", "nq_open/topics.dpr.nq.dev.txt", 8757),
+        ("triviaqa", "triviaqa/topics.dpr.trivia.dev.txt", 8837),
+        ("popqa", "popqa/test.jsonl", 14267),
+        ("popqa", "popqa/popqa.json", 1000),
+        ("hotpotqa", "hotpotqa/hotpot_dev_v1_simplified.json", 7105),
+        ("2wiki", "2wikimultihopqa/dev_qa.jsonl", 12576),
+        ("musique", "musique/dev_qa.jsonl", 2417),
+    ],
+)
+def test_public_question_files(layout, name, rows):
+    found = load(str(FOLDER / name), layout)
+    assert len(found) == rows
+    assert all(record.question.strip() and record.answers for record in found)

@@ -1,0 +1,247 @@
+"""The four-hop program: queries, passages kept, recall and the strict score, HoVer's records, the mini claims."""
+
+import itertools
+import random
+
+import pytest
+
+from mmrl.records import Example
+from mmrl.rollout.plans import fork_on
+from mmrl.tasks.dspy.hover_program import needed
+from mmrl.tasks.mini.claims import make_claims
+from mmrl.tasks.mini.world import make_world
+from tests.helpers.dspy_fakes import by_prompt, filled, make, play, problems, write_json
+
+
+def claim(number, question=None, hops=3, titles=("A", "B"), **changes):
+    record = {
+        "uid": f"u{number}",
+        "claim": f"claim {number}",
+        "supporting_facts": [[title, 0] for title in titles],
+        "label": "SUPPORTED",
+        "num_hops": hops,
+        "hpqa_id": question or f"q{number}",
+    }
+    return {key: value for key, value in {**record, **changes}.items() if value is not ...}
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_json(tmp_path / "corpus.json", [{"title": t, "text": f"{t} is here"} for t in "ABC"])
+
+
+def test_the_default_is_the_mini_world():
+    task = make("hover")
+    assert task.program.modules == ("generate_query.predict", "append_notes.predict")
+    assert task.describe()["data"] == "mini world" and "partial corpus" not in task.describe()
+    assert task.reward_sets == ("outcome", "strict")
+
+
+def test_mini_splits_share_no_claim_and_no_document():
+    titles = {split: {title for c in make_claims(split) for title in c.titles} for split in ("train", "dev", "test")}
+    assert [len({c.text for c in make_claims(split)}) for split in titles] == [800, 300, 300]
+    assert not titles["train"] & titles["dev"] and not titles["dev"] & titles["test"]
+    world = {entity.name: entity for entity in make_world().entities.values()}
+    for c in make_claims("dev"):
+        subject, person, city = (world[title] for title in c.titles)
+        assert subject.name in c.text and person.name not in c.text and city.name not in c.text
+        assert person.id in subject.facts.values() and city.id == person.facts["birth_city"]
+        country = next(e.name for e in world.values() if e.id == city.facts["country"])
+        assert (country in c.text) == (c.label == "SUPPORTED")
+    labels = [c.label for c in make_claims("dev")]
+    assert labels.count("SUPPORTED") == 150
+
+
+def test_demonstrations_find_nearly_everything():
+    task = make("hover")
+    examples = task.examples("dev")[:60]
+    shown = by_prompt(task, examples)
+    # the last notes are not demonstrated: after the third hop nothing new is found
+    forest = play(task, lambda r: quiet(shown, r), examples)
+    recalls = [rollout.metrics["recall"] for rollout in forest.rollouts]
+    assert sum(recalls) / len(recalls) > 0.9
+    assert {len(forest.path(rollout)) for rollout in forest.rollouts} == {6}, "three queries and three notes"
+
+
+def quiet(shown, request):
+    try:
+        return shown(request)
+    except KeyError:
+        return filled(
+            reasoning="so",
+            new_key_facts="nothing new",
+            search_query1="None",
+            search_query2="None",
+            search_query3="None",
+        )
+
+
+class Search:
+    """A task's search tool that logs what it was asked; passages are named after the query, better ones first."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, queries, top_k):
+        self.asked.append((list(queries), top_k))
+        # every query also brings one passage that all share
+        return [
+            {"long_text": "Shared | text" if n == 0 else f"{query}-{n} | text", "score": 1.0 / (n + 1)}
+            for query in queries
+            for n in range(top_k)
+        ]
+
+
+def scripted(queries):
+    hops = itertools.cycle(queries)
+
+    def answer(request):
+        if request.module == "append_notes.predict":
+            return filled(reasoning="so", new_key_facts="fact")
+        first, second, third = next(hops)
+        return filled(reasoning="so", search_query1=first, search_query2=second, search_query3=third)
+
+    return answer
+
+
+def test_passages_per_hop_and_in_all(tmp_path, corpus):
+    path = write_json(tmp_path / "hover.json", [claim(n) for n in range(3)])
+    task = make("hover", data={"dev": path}, corpus=corpus, sample="all")
+    task.tools = {"search": (search := Search())}
+    example = task.examples("dev")[0]
+    queries = [("x", "y", "x"), ("None", "z", "none."), ("u", "v", "w")]
+    (rollout,) = play(task, scripted(queries), [example]).rollouts
+    assert rollout.error is None
+    assert search.asked == [(["claim 0"], 10), (["x", "y"], 10), (["z"], 10), (["u", "v", "w"], 30)]
+    docs = rollout.prediction["retrieved_docs"]
+    # the last hop brings 3 x 29 + 1 different passages and keeps 70 of them: best first, so 1/1, then 1/2, ...
+    assert len(docs) == 100
+    assert docs[10:13] == ["Shared | text", "x-1 | text", "y-1 | text"]
+    assert [doc.split("-")[0] for doc in docs[31:37]] == ["u", "v", "w", "u", "v", "w"]
+    assert rollout.prediction["key_facts"] == ["fact"] * 3
+    assert rollout.metrics["passages"] == 100.0
+
+
+def test_no_query_at_all_searches_nothing_and_goes_on(tmp_path, corpus):
+    path = write_json(tmp_path / "hover.json", [claim(0)])
+    task = make("hover", data={"dev": path}, corpus=corpus, sample="all")
+    task.tools = {"search": (search := Search())}
+    (rollout,) = play(task, scripted([("None", "NONE", " ")]), task.examples("dev")).rollouts
+    assert rollout.error is None and search.asked == [(["claim 0"], 10)]
+    assert len(rollout.prediction["retrieved_docs"]) == 10 and len(rollout.prediction["key_facts"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("queries", "kept"),
+    [
+        (["a", "b", "c"], ["a", "b", "c"]),
+        (["a", "a", "b"], ["a", "b"]),
+        (["None", "none", "NONE."], []),
+        ([None, "", "  "], []),
+        (["'None'", '"a"', " a "], ['"a"', "a"]),
+        (["None of the films", "x", "x"], ["None of the films", "x"]),
+    ],
+)
+def test_which_queries_are_searched(queries, kept):
+    assert needed(queries) == kept
+
+
+def score(task, docs, titles=("A", "B"), reward_set="outcome"):
+    example = Example(id="e", inputs={}, metadata={"titles": list(titles)})
+    return task.score(example, {"retrieved_docs": docs}, [], reward_set)
+
+
+def test_recall_and_the_strict_score():
+    task = make("hover")
+    assert score(task, ["A | x", "C | y"]).metrics == {"recall": 0.5, "all_titles": 0.0, "passages": 2.0}
+    assert score(task, ["B | x", "A | y"]).metrics["all_titles"] == 1.0
+    assert score(task, ["A | x"]).reward == 0.5 and score(task, ["A | x"], reward_set="strict").reward == 0.0
+    assert score(task, [], titles=["A"]).reward == 0.0
+    assert score(task, ["C | A | B"]).metrics["recall"] == 0.0, "a title ends at the first bar"
+    assert score(task, ["The porto! | x"], titles=["Porto"]).metrics["recall"] == 1.0, "titles are compared normalised"
+    same = score(task, ["Will & Grace | x", "Cafe\u0301 | y"], titles=["Will &amp; Grace", "Caf\u00e9"])
+    assert same.metrics["recall"] == 1.0, "as copies of Wikipedia write them"
+    assert score(task, ["B | x"], titles=["B", "The B"]).metrics["all_titles"] == 1.0, "two names of one page"
+    late = [f"C{n} | x" for n in range(100)] + ["A | x"]
+    assert score(task, late).metrics["recall"] == 0.0, "only the first 100 count"
+
+
+def test_the_papers_sample(tmp_path, corpus):
+    rows = [claim(n, question=f"q{n // 2}", hops=3 if n % 4 < 2 else 2) for n in range(2400)]
+    path = write_json(tmp_path / "hover.json", rows)
+    task = make("hover", data={"train": path, "dev": path}, corpus=corpus)
+    expected = [f"u{n}" for n in range(0, 2400, 4)]  # three hops, the first claim of each question
+    random.Random(0).shuffle(expected)
+    assert [e.id for e in task.examples("train")] == expected[:500]
+    assert [e.id for e in task.examples("dev")] == expected[500:600]
+    assert task.describe()["sample"] == "3-hop claims, one per question, shuffled with seed 0"
+    every = make("hover", data={"dev": path}, corpus=corpus, claim_hops=None)
+    assert len(every.examples("dev")) == 500
+    assert len(make("hover", data={"dev": path}, corpus=corpus, sample="all").examples("dev")) == 1200
+
+
+def test_the_hubs_form_of_supporting_facts(tmp_path, corpus):
+    facts = [{"key": "A", "value": 1}, {"key": "A", "value": 2}, {"key": "C", "value": 0}]
+    path = write_json(tmp_path / "hover.json", [claim(0, supporting_facts=facts)])
+    task = make("hover", data={"dev": path}, corpus=corpus, sample="all")
+    assert task.examples("dev")[0].metadata["titles"] == ["A", "C"]
+    assert task.examples("dev")[0].inputs == {"claim": "claim 0"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([claim(0, supporting_facts=...)], "record 0: supporting_facts is missing"),
+        ([claim(0, supporting_facts=[])], "record 0: supporting_facts: is empty"),
+        ([claim(0, supporting_facts=[3])], "expected [title, sentence] pairs"),
+        ([claim(0, claim=" ")], "record 0: claim: is empty"),
+        ([claim(0, num_hops="3")], "num_hops: got '3', expected a number"),
+        ([claim(0), claim(0, question="other")], "record 1: duplicate id 'u0'"),
+        ([claim(0, hpqa_id=...)], "hpqa_id is missing"),
+    ],
+)
+def test_bad_records_are_told_by_place(tmp_path, corpus, rows, message):
+    path = write_json(tmp_path / "hover.json", rows)
+    assert message in problems("hover", data={"dev": path}, corpus=corpus, sample="all")
+
+
+def test_claims_without_a_corpus_and_options_without_effect(tmp_path, corpus):
+    path = write_json(tmp_path / "hover.json", [claim(0)])
+    assert "task.corpus: got null" in problems("hover", data={"dev": path}, sample="all")
+    told = problems("hover", retriever={"top_k": 5, "dedup": True}, claim_hops=4, punctuation="space")
+    assert "use task.hop_top_k" in told and "task.retriever.dedup" in told
+    assert "claims of the mini world have 3 hops" in told and "task.punctuation" in told
+    assert "has 1 claims of task.claim_hops=3" in problems("hover", data={"dev": path}, corpus=corpus)
+
+
+def test_a_corpus_without_the_gold_titles_is_labelled(tmp_path, corpus):
+    rows = [claim(0), claim(1, titles=("A", "Z")), claim(2, titles=("Z",)), claim(3, titles=("C",))]
+    task = make("hover", data={"dev": write_json(tmp_path / "h.json", rows)}, corpus=corpus, sample="all")
+    assert task.describe()["partial corpus"] == (
+        "claims with all gold titles in it: dev 50.0%; gold titles in it, about the most that recall can be: dev 66.7%"
+    )
+
+
+@pytest.mark.parametrize(("module", "calls"), [("generate_query.predict", 1 + 2 * 5), ("append_notes.predict", 2 * 6)])
+def test_forks_at_each_module(module, calls):
+    task = make("hover")
+
+    def answer(request):
+        return quiet(lambda r: (_ for _ in ()).throw(KeyError()), request)
+
+    forest = play(task, answer, task.examples("dev")[:1], fork_on(module, 2))
+    assert len(forest.calls) == calls and [r.error for r in forest.rollouts] == [None, None]
+
+
+def test_real_files(data_dir):
+    folder = data_dir / "hover"
+    if not folder.is_dir():
+        pytest.skip(f"no hover in {data_dir}")
+    path = str(folder / "hover_dev_release_v1.1.json")
+    task = make("hover", data={"train": path, "dev": path}, corpus="mini")
+    assert [len(task.examples(split)) for split in ("train", "dev")] == [500, 272]
+    assert not {e.id for e in task.examples("train")} & {e.id for e in task.examples("dev")}
+    assert all(e.metadata["hops"] == 3 for e in task.examples("dev"))
+    assert "dev 0.0%" in task.describe()["partial corpus"]
+    unlabelled = str(folder / "hover_test_release_v1.1.json")
+    assert "record 0" in problems("hover", data={"dev": unlabelled}, corpus="mini")

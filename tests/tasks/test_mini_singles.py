@@ -1,0 +1,85 @@
+"""Single-hop questions of the mini world, and two-hop ones that are answered one search at a time."""
+
+import hashlib
+import json
+
+import pytest
+
+from mmrl.tasks.mini.examples import mini_search, mini_single
+from mmrl.tasks.mini.questions import make_questions
+from mmrl.tasks.mini.singles import SINGLE_SIZES, SINGLES, make_bridges, make_singles
+from mmrl.tasks.mini.world import WORLD_SEED, make_world
+
+SPLITS = tuple(SINGLE_SIZES)
+
+
+def fingerprint(seed):
+    state = hashlib.sha256()
+    for split in SPLITS:
+        for question in (*make_singles(split, seed), *make_bridges(split, seed)):
+            state.update(json.dumps([question.id, question.text, question.answer, question.hops[-1].query]).encode())
+    return state.hexdigest()
+
+
+def test_the_questions_are_those_that_the_tiny_model_was_made_for():
+    # changing them means rebuilding the tiny model (scripts/tiny_model/build.py), then this line
+    assert fingerprint(WORLD_SEED) == "daf4c29e2ee38348199a16848036a55c2b40f62eaf61074f3ce095fff4af2600"
+    assert fingerprint(WORLD_SEED) != fingerprint(WORLD_SEED + 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sizes_ids_and_texts(seed):
+    questions = [question for split in SPLITS for question in make_singles(split, seed)]
+    assert len(questions) == sum(SINGLE_SIZES.values())
+    assert len({question.id for question in questions}) == len(questions)
+    assert len({question.text for question in questions}) == len(questions)
+    assert {question.form for question in make_singles("train", seed)} == set(SINGLES)
+
+
+def named(questions):
+    """Names of subjects and of answers that are entities, countries left out."""
+    world = make_world()
+    names = {entity.name: entity for entity in world.entities.values()}
+    said = {value for q in questions for value in (q.answer, *(hop.title for hop in q.hops))}
+    return {name for name in said if name in names and names[name].kind != "country"}
+
+
+@pytest.mark.parametrize("make", [make_singles, make_bridges])
+@pytest.mark.parametrize(("split", "other"), [("train", "dev"), ("train", "test"), ("dev", "test")])
+def test_splits_share_no_subject_or_named_answer(make, split, other):
+    assert not named(make(split)) & named(make_questions(other))
+    assert not named(make(split)) & named(make_singles(other))
+
+
+def test_answers_can_be_read_in_the_gold_document():
+    texts = {document.title: f"{document.title} {document.text}" for document in make_world().documents}
+    for split in SPLITS:
+        for question in make_singles(split):
+            (hop,) = question.hops
+            assert hop.title in question.text
+            assert hop.title in hop.query
+            assert hop.answer == question.answer
+            assert question.answer in texts[hop.title]
+
+
+def test_the_second_search_names_what_the_first_one_found():
+    originals = {question.id: question for split in SPLITS for question in make_questions(split)}
+    for split in SPLITS:
+        for question in make_bridges(split):
+            original = originals[question.id]
+            first, second = question.hops
+            assert (question.text, question.answer, first) == (original.text, original.answer, original.hops[0])
+            assert second.title == first.answer
+            assert second.title in second.query
+            assert first.title not in second.query
+
+
+def test_examples():
+    for split in SPLITS:
+        singles, mixed = mini_single(split), mini_search(split)
+        assert len(mixed) == len(singles) * 3 // 2
+        assert len({example.id for example in mixed}) == len(mixed)
+        assert {example.id for example in singles} < {example.id for example in mixed}
+        first = [example.metadata["type"] for example in mixed[:60]]
+        assert 5 < first.count("bridge") < 40
+        assert all(set(example.inputs) == {"question", "corpus"} for example in mixed)

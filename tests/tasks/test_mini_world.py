@@ -1,0 +1,146 @@
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mmrl.tasks.mini.questions import SIZES, make_questions
+from mmrl.tasks.mini.world import PARTS, WORLD_SEED, make_world
+
+SPLITS = tuple(SIZES)
+
+
+def fingerprint(seed):
+    state = hashlib.sha256()
+    for document in make_world(seed).documents:
+        state.update(json.dumps([document.id, document.title, document.text]).encode())
+    for split in SPLITS:
+        for question in make_questions(split, seed):
+            state.update(json.dumps([question.id, question.text, question.answer]).encode())
+    return state.hexdigest()
+
+
+def test_sizes():
+    assert len(make_questions("train")) >= 2000
+    assert len(make_questions("dev")) >= 300
+    assert len(make_questions("test")) >= 300
+    assert 300 <= len(make_world().documents) <= 1500
+    assert all(10 <= len(document.text.split()) <= 35 for document in make_world().documents)
+
+
+def test_the_same_in_every_process():
+    # another hash seed would show any dependence on the order of sets
+    code = "from tests.tasks.test_mini_world import fingerprint; print(fingerprint(0), fingerprint(5))"
+    environment = {**os.environ, "PYTHONHASHSEED": "77"}
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=root)
+    assert found.stdout.split() == [fingerprint(0), fingerprint(5)]
+    assert fingerprint(0) != fingerprint(5)
+
+
+def test_the_shipped_world_is_the_one_that_the_tiny_model_was_warmed_up_on():
+    # changing the world means rebuilding the tiny model (scripts/tiny_model/build.py), then this line
+    assert fingerprint(WORLD_SEED) == "74a6ce2392861958c54c69c6ac3bce8970e45d4832e086550bae39e864d68eff"
+
+
+def test_names_and_titles_are_unique():
+    names = [entity.name for entity in make_world().entities.values()]
+    assert len(set(names)) == len(names)
+    assert [document.title for document in make_world().documents] == names
+
+
+def test_no_question_is_shared_or_repeated():
+    texts = [question.text for split in SPLITS for question in make_questions(split)]
+    ids = [question.id for split in SPLITS for question in make_questions(split)]
+    assert len(set(texts)) == len(texts)
+    assert len(set(ids)) == len(ids)
+
+
+def entities_of(split):
+    """Names of everything but countries that the questions of a split speak of: subjects, bridges, answers."""
+    world = make_world()
+    names = {entity.name: entity for entity in world.entities.values()}
+    found = set()
+    for question in make_questions(split):
+        for value in (question.answer, *(h.title for h in question.hops), *(h.answer for h in question.hops)):
+            if value in names and names[value].kind != "country":
+                found.add(value)
+        found |= {world.entities[entity].name for entity in question.entities}
+    return found
+
+
+@pytest.mark.parametrize(("split", "other"), [("train", "dev"), ("train", "test"), ("dev", "test")])
+def test_splits_share_no_subject_bridge_or_named_answer(split, other):
+    assert not entities_of(split) & entities_of(other)
+
+
+@pytest.mark.parametrize("split", ["dev", "test"])
+def test_train_questions_name_nothing_of_a_held_out_part(split):
+    held_out = entities_of(split)
+    for question in make_questions("train"):
+        said = f" {question.text.rstrip('?')} ".replace(",", " ")
+        assert not any(f" {name} " in said for name in held_out)
+
+
+def test_facts_stay_inside_their_part():
+    world = make_world()
+    for entity in world.entities.values():
+        for fact in [*entity.facts.values(), *entity.mentions]:
+            other = world.entities.get(fact)
+            if other is not None and "country" not in (other.kind, entity.kind):
+                assert other.part == entity.part
+
+
+def test_answers_can_be_read_in_the_gold_documents():
+    texts = {document.title: f"{document.title} {document.text}" for document in make_world().documents}
+    for split in SPLITS:
+        for question in make_questions(split):
+            for hop in question.hops:
+                assert hop.answer in texts[hop.title], question
+            if question.kind == "bridge":
+                subject, bridge = question.hops
+                assert bridge.title == subject.answer
+                assert question.answer == bridge.answer
+                assert subject.title in texts[bridge.title]
+                assert subject.title in question.text
+                assert bridge.title not in question.text
+
+
+def test_comparisons_agree_with_the_facts():
+    seen = Counter()
+    for split in SPLITS:
+        for question in make_questions(split):
+            if question.kind != "comparison":
+                continue
+            left, right = question.hops
+            seen[question.answer if question.answer in ("yes", "no") else "which"] += 1
+            if question.answer in ("yes", "no"):
+                assert (left.answer == right.answer) == (question.answer == "yes")
+            else:
+                earlier = left if int(left.answer) < int(right.answer) else right
+                assert question.answer == earlier.title
+    assert seen["which"] > seen["yes"] > 50
+    assert abs(seen["yes"] - seen["no"]) <= 10
+
+
+def test_each_bridge_form_is_phrased_in_several_ways():
+    ways = {}
+    for question in make_questions("train"):
+        said = question.text
+        for hop in question.hops:
+            said = said.replace(hop.title, "*")
+        ways.setdefault(question.form, set()).add(said)
+    assert all(len(found) >= 2 for found in ways.values())
+    assert len(ways) >= 20
+
+
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_other_seeds_make_a_whole_world_too(seed):
+    world = make_world(seed)
+    assert {entity.part for entity in world.entities.values()} == {*PARTS, "all"}
+    assert all(len(make_questions(split, seed)) == SIZES[split] for split in SPLITS)

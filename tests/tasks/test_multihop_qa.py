@@ -1,0 +1,270 @@
+import logging
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+
+from mmrl.config import DataConfig, RetrieverConfig, TaskConfig
+from mmrl.errors import ConfigError
+from mmrl.records import Call, Example
+from mmrl.tasks import TASKS
+from mmrl.tasks.base import Task
+from mmrl.tasks.search_program.program import parse_queries, parse_selection
+from tests.helpers.agent_fakes import play
+
+
+def make(seed=0, **options):
+    return TASKS["hotpotqa"](TaskConfig(name="hotpotqa", **options), seed)
+
+
+def called(module, text, **facts):
+    return Call(id="c", example="e", parent=None, module=module, completion_tokens=1, text=text, facts=facts)
+
+
+def test_the_default_is_the_mini_world():
+    task = make()
+    assert isinstance(task, Task)
+    assert task.program.modules == ("rewriter", "reranker", "answerer")
+    assert task.reward_sets == ("outcome",)
+    assert task.describe()["data"] == "mini world"
+    assert "partial corpus" not in task.describe()
+    for split, least in (("train", 2000), ("dev", 300), ("test", 300)):
+        examples = task.examples(split)
+        assert len(examples) >= least
+        assert all(set(example.inputs) == {"question", "corpus"} for example in examples)
+
+
+@pytest.mark.parametrize(
+    ("text", "penalty", "facts"),
+    [
+        ("### a; b; c; d ###", 0.0, {"sub_queries": 4, "unparsable": 0}),
+        ("### a; b; c; d; e ###", -0.5, {"sub_queries": 5, "unparsable": 0}),
+        ("### a;b;c;d;e;f;g;h;i ###", -0.5, {"sub_queries": 9, "unparsable": 0}),
+        ("a; b", -0.5, {"sub_queries": 0, "unparsable": 1}),
+    ],
+)
+def test_rewriter_penalty(text, penalty, facts):
+    score = make().score_call(called("rewriter", text))
+    assert (score.penalty, dict(score.facts)) == (penalty, facts)
+
+
+@pytest.mark.parametrize(
+    ("text", "candidates", "penalty", "selected"),
+    [
+        ("1, 2", 10, 0.0, 2),
+        ("1, 1", 10, -0.5, 1),
+        ("1, 10", 10, -0.5, 1),
+        ("1, 1, 11, 12", 10, -0.5, 1),  # flat, not per fault
+        ("none", 10, -0.5, 0),
+        ("none", 0, 0.0, 0),
+    ],
+)
+def test_reranker_penalty(text, candidates, penalty, selected):
+    score = make().score_call(called("reranker", text, candidates=candidates))
+    assert score.penalty == penalty
+    assert dict(score.facts) == {"selected_documents": selected, "invalid_selection": float(penalty < 0)}
+
+
+@pytest.mark.parametrize(("words", "penalty"), [(0, 0.0), (30, 0.0), (31, -1.0)])
+def test_answerer_penalty(words, penalty):
+    score = make().score_call(called("answerer", " word" * words))
+    assert (score.penalty, dict(score.facts)) == (penalty, {"answer_words": words})
+
+
+def predicted(answer, candidates=(), selected=()):
+    return {"answer": answer, "queries": [], "candidates": list(candidates), "selected": list(selected)}
+
+
+def test_reward_is_plain_f1_and_metrics_follow_the_official_rules():
+    task = make()
+    example = Example(id="e", inputs={}, metadata={"answers": ["no"], "titles": ["A", "B"]})
+    score = task.score(example, predicted("no never", ["A", "C", "A"], ["C"]), (), "outcome")
+    assert score.reward == pytest.approx(2 / 3)
+    assert score.metrics == {
+        "em": 0,
+        "f1": 0,
+        "accuracy": 0,
+        "answered": 1,
+        "gold_retrieved": 0.5,
+        "gold_selected": 0,
+    }
+    example = Example(id="e", inputs={}, metadata={"answers": ["Ty Mendoza", "Tyler"]})
+    score = task.score(example, predicted("it is Tyler"), (), "outcome")
+    assert score.reward == pytest.approx(0.5)
+    assert score.metrics == {"em": 0, "f1": pytest.approx(0.5), "accuracy": 1, "answered": 1}
+    with pytest.raises(ConfigError, match=r"task\.reward"):
+        task.score(example, predicted(""), (), "turn")
+
+
+def test_punctuation_option_reaches_the_metrics():
+    example = Example(id="e", inputs={}, metadata={"answers": ["rock and roll"]})
+    ask = predicted("rock-and-roll")
+    assert make().score(example, ask, (), "outcome").metrics["em"] == 0
+    assert make(punctuation="space").score(example, ask, (), "outcome").reward == 1
+
+
+@pytest.mark.parametrize(("queries", "budget"), [(1, [10]), (2, [5, 5]), (3, [4, 3, 3]), (4, [3, 3, 2, 2])])
+def test_the_budget_is_split_over_the_queries(queries, budget):
+    task = make()
+    asked = ["film", "city", "book", "company"][:queries]
+    found = task.search(asked, "mini")
+    assert len(found) == 10
+    expected = [d for query, k in zip(asked, budget, strict=True) for d in task.search([query], "mini")[:k]]
+    assert found == expected
+
+
+def test_a_document_that_two_queries_bring_is_there_twice_unless_dedup():
+    example = make().examples("dev")[0]
+    queries = [example.inputs["question"]] * 2
+    twice = [d["id"] for d in make().search(queries, "mini")]
+    assert twice == twice[:5] * 2
+    once = [d["id"] for d in make(retriever=RetrieverConfig(dedup=True)).search(queries, "mini")]
+    assert once == twice[:5]
+    assert make(retriever=RetrieverConfig(top_k=1)).search(["film", "city"], "mini") == make(
+        retriever=RetrieverConfig(top_k=1)
+    ).search(["film"], "mini")
+
+
+def test_subsets_are_seeded_for_train_and_fixed_for_dev():
+    data = DataConfig(train_items=20, dev_items=10)
+    ids = {
+        (seed, split): [e.id for e in make(seed, data=data).examples(split)]
+        for seed in (1, 2)
+        for split in ("train", "dev")
+    }
+    assert len(ids[1, "train"]) == 20
+    assert ids[1, "train"] != ids[2, "train"]
+    assert ids[1, "dev"] == ids[2, "dev"]
+    assert ids[1, "train"] == [e.id for e in make(1, data=data).examples("train")]
+    assert len(make(data=DataConfig(dev_items=10**6)).examples("dev")) == len(make().examples("dev"))
+
+
+def test_demonstrations_are_what_the_program_would_want():
+    task = make()
+    seen_orders, noisy = set(), 0
+    for example in task.examples("train")[:150]:
+        question, answers = example.inputs["question"], example.metadata["answers"]
+        shown = task.demonstrations(example)
+        assert shown == task.demonstrations(example)
+        assert shown[0].module == "rewriter"
+        assert list(shown[0].messages) == task.prompts.rewriter(question)
+        assert parse_queries(shown[0].completion) == [hop["query"] for hop in example.metadata["hops"]]
+        for one in shown:
+            assert task.score_call(called(one.module, one.completion, candidates=10)).penalty == 0
+            content = one.messages[-1]["content"]
+            if one.module == "reranker":
+                lines = [line for line in content.split("\n") if line.startswith("Document")]
+                selection = parse_selection(one.completion, len(lines))
+                titles = [lines[index].split(": ")[1].split(" | ")[0] for index in selection.indices]
+                assert titles
+                assert set(titles) <= set(example.metadata["titles"])
+                seen_orders.add(one.completion)
+            if one.module == "answerer":
+                assert one.completion == answers[0]
+                assert all(f": {title} | " in content for title in example.metadata["titles"])
+                noisy += content.count("\nDocument") > len(example.metadata["titles"])
+    assert len(seen_orders) > 10
+    assert noisy > 30
+
+
+def test_no_demonstrations_without_hops():
+    example = Example(id="e", inputs={"question": "q", "corpus": "mini"}, metadata={"answers": ["a"]})
+    assert make().demonstrations(example) == []
+
+
+def test_gold_documents_can_be_found():
+    task = make()
+    for split in ("dev", "test"):
+        found = 0
+        for example in task.examples(split):
+            titles = {d["title"] for d in task.search([h["query"] for h in example.metadata["hops"]], "mini")}
+            found += set(example.metadata["titles"]) <= titles
+        assert found / len(task.examples(split)) > 0.95
+
+
+def test_search_is_fast_enough_to_be_no_cost():
+    task = make()
+    questions = [example.inputs["question"] for example in task.examples("dev")]
+    task.search(questions[:1], "mini")
+    times = []
+    for question in questions[:200]:
+        started = time.perf_counter()
+        task.search([question], "mini")
+        times.append(time.perf_counter() - started)
+    assert sorted(times)[100] < 0.002
+
+
+def test_all_config_problems_at_once(tmp_path):
+    prompts = tmp_path / "p.yaml"
+    prompts.write_text("rewriter: {user: x}")
+    with pytest.raises(ConfigError) as caught:
+        make(prompts=str(prompts), data=DataConfig(train="none.json", dev="nothing.jsonl"))
+    text = "\n".join(caught.value.problems)
+    assert len(caught.value.problems) == 3
+    assert "task.prompts" in text
+    assert "task.data.train: 'none.json': no such file" in text
+    assert "task.data.dev: 'nothing.jsonl': no such file" in text
+    with pytest.raises(ConfigError, match=r"task\.dataset: got 'hotpot', .*did you mean 'hotpotqa'"):
+        make(dataset="hotpot")
+
+
+def test_import_brings_no_torch():
+    code = (
+        "import sys, mmrl.tasks.search_program.task, mmrl.tasks; "
+        "found = {'torch', 'transformers', 'datasets', 'bm25s', 'dspy', 'pyarrow'} & set(sys.modules); "
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_running_the_default_needs_no_torch(tmp_path):
+    code = (
+        "import sys; from mmrl.tasks import TASKS; from mmrl.config import TaskConfig; "
+        "task = TASKS['hotpotqa'](TaskConfig(name='hotpotqa'), 0); "
+        "assert task.demonstrations(task.examples('train')[0]); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_corpus_without_the_gold_titles_is_a_warning_with_the_share(tmp_path, caplog):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"title": "A", "text": "alpha beta"}\n{"title": "B", "text": "gamma"}\n')
+    with caplog.at_level(logging.WARNING):
+        task = make(corpus=str(corpus))
+    assert "task.data.dev: only 0.0 % of the questions" in caplog.text
+    assert "dev 0.0%" in task.describe()["partial corpus"]
+    assert [d["title"] for d in task.search(["gamma"], task.examples("dev")[0].inputs["corpus"])] == ["B"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("2wiki", {"bridge": 100, "comparison": 100}), ("musique", {"bridge": 300})]
+)
+def test_out_of_domain_columns_have_questions_of_their_own_kind(name, kinds):
+    task = TASKS[name](TaskConfig(name=name), 0)
+    assert task.config.dataset == name
+    assert Counter(example.metadata["type"] for example in task.examples("dev")) == kinds
+    trained = {example.inputs["question"] for example in make().examples("train")}
+    assert not trained & {example.inputs["question"] for example in task.examples("dev")}
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "count"),
+    [
+        ("hotpotqa", "hotpotqa/hotpot_dev_distractor_sample.json", 565),
+        ("2wiki", "2wikimultihopqa/dev_sample.json", 657),
+        ("musique", "musique/dev_sample.jsonl", 200),
+    ],
+)
+def test_real_files_of_every_format_play_through_the_program(data_dir, name, file, count):
+    """Each format's own files, its paragraphs as corpus; an answerer that knows earns what the official script says."""
+    path = str(data_dir / file)
+    task = TASKS[name](TaskConfig(name=name, data=DataConfig(train=path, dev=path, test=path)), 0)
+    examples = task.examples("dev")
+    assert len(examples) == count
+    assert set(task.gold_shares.values()) == {1.0}
+    texts = ["### a ###", "0", examples[0].metadata["answers"][0]]
+    rollout, calls, _ = play(task, texts, "outcome", examples[0])
+    assert [call.module for call in calls] == ["rewriter", "reranker", "answerer"]
+    assert rollout.metrics["em"] == rollout.metrics["f1"] == rollout.metrics["accuracy"] == 1

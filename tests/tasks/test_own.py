@@ -1,0 +1,130 @@
+"""`OwnTask`: what it makes of a program, a reward and files, and refuses. `play`: rollouts from scripted replies."""
+
+import json
+
+import pytest
+
+from mmrl.config import DataConfig, TaskConfig
+from mmrl.errors import ConfigError, ParseFailure
+from mmrl.rollout.scripted import play
+from mmrl.tasks.base import Score, Task
+from mmrl.tasks.dspy.own import OwnTask
+
+
+async def shout(example, ctx):
+    reply = await ctx.call("speaker", [{"role": "user", "content": f"Say {example.inputs['word']} loudly."}])
+    return reply.text + await ctx.tool("mark")
+
+
+def loud(example, prediction):
+    return float(prediction == f"{example.inputs['word'].upper()}{example.metadata['end']}")
+
+
+PARTS = OwnTask(shout, loud, inputs=["word"], modules=["speaker"], tools={"mark": lambda: "!"})
+
+
+def make(tmp_path, rows=({"word": "hey", "end": "!"},), parts=PARTS, dev=None, **options):
+    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = DataConfig(train=str(tmp_path / "train.jsonl"), **({"dev": dev} if dev else {}))
+    return parts(TaskConfig(name="shout", data=data, **options), 0)
+
+
+def problems(tmp_path, **options):
+    with pytest.raises(ConfigError) as caught:
+        make(tmp_path, **options)
+    return "\n".join(caught.value.problems)
+
+
+def test_the_program_sees_the_inputs_and_the_reward_sees_the_rest(tmp_path):
+    task = make(tmp_path)
+    assert isinstance(task, Task)
+    (example,) = task.examples("train")
+    assert (example.inputs, example.metadata, example.id) == ({"word": "hey"}, {"end": "!"}, "train-0")
+    assert play(task, example, ["HEY"]).reward == 1.0
+    rollout = play(task, example, ["hey"])
+    assert (rollout.reward, rollout.prediction, rollout.error) == (0.0, "hey!", None)
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (lambda e, p: Score(reward=0.5, metrics={"loud": 1.0}), (0.5, {"loud": 1.0})),
+        (lambda e, p: True, (1.0, {})),
+    ],
+)
+def test_rewards_are_numbers_or_scores(reward, said, tmp_path):
+    task = make(tmp_path, parts=OwnTask(shout, reward, inputs=["word"], modules=["speaker"], tools=PARTS.tools))
+    rollout = play(task, task.examples("train")[0], ["x"])
+    assert (rollout.reward, dict(rollout.metrics)) == said
+
+
+def test_an_async_reward_is_awaited_and_a_text_is_no_reward(tmp_path):
+    async def later(example, prediction):
+        return 0.25
+
+    for reward, said in ((later, (0.25, None)), (lambda e, p: "good", (None, "reward"))):
+        task = make(tmp_path, parts=OwnTask(shout, reward, inputs=["word"], modules=["speaker"], tools=PARTS.tools))
+        rollout = play(task, task.examples("train")[0], ["x"])
+        assert (rollout.reward, rollout.error) == said
+
+
+def test_a_script_that_is_too_short_or_too_long_is_told(tmp_path):
+    task = make(tmp_path)
+    (example,) = task.examples("train")
+    rollout = play(task, example, [])
+    assert rollout.error == "engine" and "no more" in rollout.error_message
+    with pytest.raises(ValueError, match="1 replies were not asked for"):
+        play(task, example, ["a", "b"])
+
+
+def test_a_parse_failure_is_the_models(tmp_path):
+    async def strict(example, ctx):
+        def read(text):
+            raise ParseFailure("never")
+
+        return (await ctx.call("speaker", [{"role": "user", "content": "x"}], parse=read)).parsed
+
+    task = make(tmp_path, parts=OwnTask(strict, loud, inputs=["word"], modules=["speaker"]), failure_score=-1.0)
+    rollout = play(task, task.examples("train")[0], ["x"])
+    assert (rollout.error, rollout.reward) == ("parse", -1.0)
+
+
+def test_bad_records_name_file_and_line(tmp_path):
+    assert "train.jsonl line 2: word is missing (fields: end)" in problems(tmp_path, rows=[{"word": "a"}, {"end": "!"}])
+    assert "line 1: got list, expected an object" in problems(tmp_path, rows=[[1]])
+    assert "line 2: duplicate id '7'" in problems(tmp_path, rows=[{"word": "a", "id": 7}, {"word": "b", "id": "7"}])
+    assert "no such file" in problems(tmp_path, dev="nowhere.jsonl")
+    assert "train and dev are both" in problems(tmp_path, dev=str(tmp_path / "train.jsonl"))
+
+
+def test_without_data_it_says_what_is_expected():
+    with pytest.raises(ConfigError, match=r"no data for task shout, expected task.data.train"):
+        PARTS(TaskConfig(name="shout"), 0)
+
+
+def test_options_that_no_one_reads_are_refused_all_at_once(tmp_path):
+    said = problems(tmp_path, max_turns=7, prompts="p.yaml", rows=[{"end": "!"}])
+    for part in ("task.max_turns: has no effect", "task.prompts: has no effect", "word is missing"):
+        assert part in said
+
+
+def test_what_is_no_program_is_refused(tmp_path):
+    def plain(example, ctx):
+        return ""
+
+    def parts(program, **more):
+        return OwnTask(program, loud, inputs=["word"], **more)
+
+    assert "OwnTask(modules=...) is missing" in problems(tmp_path, parts=parts(shout))
+    assert "got plain, expected an async function" in problems(tmp_path, parts=parts(plain))
+    assert "plain, which is no async function" in problems(tmp_path, parts=parts(plain, modules=["a"]))
+
+
+def test_subsets_of_train_follow_the_seed(tmp_path):
+    rows = [{"word": f"w{i}", "end": ""} for i in range(30)]
+    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = DataConfig(train=str(tmp_path / "train.jsonl"), train_items=5)
+    first, again, other = (
+        [e.id for e in PARTS(TaskConfig(name="shout", data=data), seed).examples("train")] for seed in (0, 0, 1)
+    )
+    assert first == again != other and len(first) == 5

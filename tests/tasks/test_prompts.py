@@ -1,0 +1,93 @@
+import pytest
+
+from mmrl.errors import ConfigError
+from mmrl.tasks.prompts import load_prompts, messages
+from mmrl.tasks.search_program.program import TEMPLATES, SearchPrompts
+
+
+def written(tmp_path, text):
+    path = tmp_path / "prompts.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def problems(path):
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(TEMPLATES, path)
+    return caught.value.problems
+
+
+def test_defaults_fill_their_own_placeholders():
+    prompts = SearchPrompts(load_prompts(TEMPLATES, None), 5)
+    documents = [{"title": "T", "text": "x y"}]
+    for rendered in (prompts.rewriter("Q?"), prompts.reranker("Q?", documents), prompts.answerer("Q?", [])):
+        assert [message["role"] for message in rendered] == ["system", "user"]
+        assert "Q?" in rendered[1]["content"]
+        assert "{" not in rendered[1]["content"]
+
+
+def test_a_file_replaces_what_it_names(tmp_path):
+    path = written(
+        tmp_path,
+        "rewriter:\n  user: 'Frage: {question} {{json}}'\nanswerer:\n  system: ''\n  document: '[{index}] {text}'\n",
+    )
+    prompts = SearchPrompts(load_prompts(TEMPLATES, path), 5)
+    assert prompts.rewriter("{x}")[1]["content"] == "Frage: {x} {json}"
+    assert prompts.rewriter("Q")[0]["content"] == TEMPLATES["rewriter"]["system"].text
+    answerer = prompts.answerer("Q", [{"title": "T", "text": "body"}])
+    assert [message["role"] for message in answerer] == ["user"]
+    assert "[0] body" in answerer[0]["content"]
+    assert "Document0: T | body" in prompts.reranker("Q", [{"title": "T", "text": "body"}])[1]["content"]
+
+
+def test_all_problems_at_once_each_with_its_place(tmp_path):
+    path = written(
+        tmp_path,
+        """
+rewritter: {user: "{question}"}
+rewriter: {user: "no placeholder", sistem: "x"}
+reranker: {user: "{question} {documents} {gold}", system: "{question.__class__}", document: "{text!r}"}
+answerer: {user: "{question", system: 3, user_without_documents: "{question:>9}"}
+""",
+    )
+    found = problems(path)
+    assert len(found) == 9
+    assert all(problem.startswith(f"task.prompts: {path}") for problem in found)
+    text = "\n".join(found)
+    for expected in (
+        "did you mean 'rewriter'",
+        "rewriter.user: misses {question}",
+        "did you mean 'system'",
+        "reranker.user: got {gold}, expected {documents}, {question}",
+        "reranker.system: got {question.__class__}",
+        "reranker.document: got {text!r}",
+        "answerer.user: expected '}'",
+        "answerer.system: got int, expected text",
+        "answerer.user_without_documents: got {question:>9}",
+    ):
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("rewriter: [", "is not YAML"),
+        ("- a", "got list"),
+        ("", "got NoneType"),
+        ("rewriter: text", "rewriter: got str, expected role: text"),
+        ("rewriter: {user: '{}'}", "got {}"),
+    ],
+)
+def test_malformed_files(tmp_path, content, expected):
+    found = problems(written(tmp_path, content))
+    assert len(found) == 1
+    assert expected in found[0]
+    assert "\n" not in found[0]
+
+
+def test_missing_file(tmp_path):
+    assert "cannot read" in problems(str(tmp_path / "none.yaml"))[0]
+
+
+def test_empty_system_is_left_out():
+    assert messages("", "u") == [{"role": "user", "content": "u"}]

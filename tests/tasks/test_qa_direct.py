@@ -1,0 +1,93 @@
+import pytest
+
+from mmrl.config import DataConfig, RetrieverConfig, TaskConfig
+from mmrl.errors import ConfigError
+from mmrl.records import Example
+from mmrl.tasks import TASKS
+from mmrl.tasks.base import Task
+from tests.helpers.agent_fakes import default_config
+from tests.helpers.agent_fakes import play as played
+from tests.tasks.test_data import record, saved
+
+EXAMPLE = Example(
+    id="e", inputs={"question": "Who is older, Ada or Bob?", "corpus": "none"}, metadata={"answers": ["Ada"]}
+)
+
+
+def make(**options):
+    return TASKS["qa_direct"](default_config("qa_direct", **options), 0)
+
+
+def play(task, text):
+    return played(task, [text], "outcome", EXAMPLE)
+
+
+def test_it_is_a_task_without_search():
+    task = make()
+    assert isinstance(task, Task)
+    assert (task.program.modules, dict(task.tools)) == (("solver",), {})
+    assert "corpus" not in task.describe()
+    assert "retriever" not in task.describe()
+
+
+@pytest.mark.parametrize(
+    ("text", "em", "reward"),
+    [
+        ("Ada", 1, 1.0),
+        ("It may be Ada or Bob", 0, pytest.approx(2 / 7)),
+        ("Bob", 0, 0.0),
+        ("", 0, 0.0),
+        ("I think so.\nAnswer: Ada", 1, 1.0),
+        ("First.\n\nAnswer: **Ada**", 1, 1.0),
+    ],
+)
+def test_rewards(text, em, reward):
+    rollout, calls, _ = play(make(), text)
+    assert len(calls) == 1
+    assert (rollout.metrics["em"], rollout.reward) == (em, reward)
+    assert rollout.metrics["answered"] == float(bool(text))
+
+
+def test_the_two_prompts_differ_and_both_hold_the_question():
+    prompts = [play(make(chain_of_thought=thinking), "x")[1][0].prompt_text for thinking in (False, True)]
+    assert prompts[0] != prompts[1]
+    assert all(EXAMPLE.inputs["question"] in prompt for prompt in prompts)
+    assert "step by step" in prompts[1]
+    assert "step by step" not in prompts[0]
+
+
+def test_demonstrations_have_the_prompts_of_a_run_and_earn_everything():
+    for thinking in (False, True):
+        task = make(chain_of_thought=thinking)
+        for example in task.examples("dev")[:10]:
+            shown = task.demonstrations(example)[thinking]
+            prompt = task.program.prompts.question(example.inputs["question"], thinking)
+            assert shown.messages == prompt
+            rollout, _, _ = played(
+                make(chain_of_thought=thinking, max_tokens=900), [shown.completion], "outcome", example
+            )
+            assert rollout.reward == 1
+
+
+def test_it_reads_files_without_a_corpus(tmp_path, caplog):
+    path = saved(tmp_path, [record(0)])
+    task = make(data={"train": path, "dev": path, "test": path})
+    assert task.examples("dev")[0].inputs["question"] == record(0)["question"]
+    assert not [record for record in caplog.records if "corpus" in record.message]
+    bare = saved(tmp_path, [{"question": "Q?", "answer": ["A"]}], "bare.jsonl")
+    assert make(dataset="nq", data={"train": bare, "dev": bare, "test": bare}).examples("train")
+
+
+def test_mini_questions_follow_the_data_set():
+    assert {e.metadata["type"] for e in make(dataset="nq").examples("dev")} == {"single"}
+    assert {e.metadata["type"] for e in make().examples("dev")} == {"bridge", "comparison"}
+
+
+def test_options_without_effect_are_refused():
+    with pytest.raises(ConfigError) as caught:
+        make(corpus="x.json", retriever=RetrieverConfig(top_k=3))
+    text = "\n".join(caught.value.problems)
+    assert "task.corpus: has no effect with task qa_direct" in text
+    assert "task.retriever.top_k: has no effect with task qa_direct" in text
+    with pytest.raises(ValueError, match=r"task\.chain_of_thought: got True, which has no effect with task hotpotqa"):
+        TaskConfig(name="hotpotqa", chain_of_thought=True, data=DataConfig())

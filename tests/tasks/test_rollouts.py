@@ -1,0 +1,60 @@
+"""The task under the real sampler: an oracle that answers from the demonstrations, and a policy that babbles."""
+
+import asyncio
+import json
+
+import pytest
+
+from mmrl.config import TaskConfig
+from mmrl.rollout.plans import fork_on, fork_on_first, independent
+from mmrl.rollout.sample import sample
+from mmrl.tasks import TASKS
+from tests.helpers.fakes import FakeEngine, environment, letters, spelled
+
+
+@pytest.fixture
+def task():
+    return TASKS["hotpotqa"](TaskConfig(name="hotpotqa"), 0)
+
+
+def oracle(task, examples):
+    """Prompt -> completion, from the demonstrations: answers only if a run's prompts equal theirs."""
+    known = {}
+    for example in examples:
+        for shown in task.demonstrations(example):
+            prompt = letters("|".join(message["content"] for message in shown.messages))
+            known.setdefault(prompt, shown.completion)
+    return FakeEngine(lambda request: known.get(request.prompt_ids, "?"))
+
+
+def run(task, engine, examples, plan):
+    env = environment(task, engine)
+    return asyncio.run(sample(env, [(example, plan) for example in examples], "outcome"))
+
+
+def test_demonstrated_behaviour_earns_the_full_reward(task):
+    examples = task.examples("dev")[:100]
+    forest = run(task, oracle(task, examples), examples, independent(1))
+    assert not any(rollout.error for rollout in forest.rollouts)
+    solved = [rollout for rollout in forest.rollouts if rollout.reward == 1]
+    assert len(solved) >= 95  # less the few whose gold documents the retriever misses
+    for rollout in solved:
+        assert [call.module for call in forest.path(rollout)] == ["rewriter", "reranker", "answerer"]
+        assert all(call.penalty == 0 for call in forest.path(rollout))
+        assert rollout.metrics["em"] == rollout.metrics["gold_selected"] == 1
+
+
+def babble(request):
+    texts = ["", "### ;;; ###", "### a;b;c;d;e;f ###", "99, 1, 1", "{} %s <|im_end|>", "word " * 40]
+    return texts[request.sampling.seed % len(texts)] + spelled(request.prompt_ids[:1])
+
+
+@pytest.mark.parametrize("plan", [independent(3), fork_on_first(("rewriter",), 3), fork_on("answerer", 3)])
+def test_no_output_of_a_policy_makes_the_program_fail(task, plan):
+    examples = task.examples("train")[:20]
+    forest = run(task, FakeEngine(babble), examples, plan)
+    assert len(forest.rollouts) == 60
+    assert not any(rollout.error for rollout in forest.rollouts)
+    assert {call.penalty for call in forest.calls.values()} == {0.0, -0.5, -1.0}
+    json.dumps([rollout.prediction for rollout in forest.rollouts])
+    json.dumps([dict(call.facts) for call in forest.calls.values()])

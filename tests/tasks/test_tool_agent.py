@@ -1,0 +1,343 @@
+"""The tool agent: commands and their errors, both reward sets, limits, injected tags, demonstrations."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mmrl.algorithms import ALGORITHMS
+from mmrl.config import TaskConfig
+from mmrl.config.algo import ALGO_SCHEMAS
+from mmrl.errors import ConfigError
+from mmrl.records import Forest
+from mmrl.tasks import TASKS
+from mmrl.tasks.agents.rewards import tag_usage, xml_format
+from mmrl.tasks.agents.tags import tag_sequence
+from mmrl.tasks.agents.tool_agent import TAGS, read_command
+from mmrl.tasks.base import Task
+from tests.helpers.agent_fakes import EXAMPLE, default_config, make, play
+from tests.tasks.test_search_agent import approx, turn_rewards
+from tests.tasks.test_search_agent_ids import replayed
+
+ROOMY = {"max_observation": 4000, "max_completion": 9000, "max_tokens": 6000, "max_context": None}
+
+
+def command(query="river Lisbon", **changes):
+    return json.dumps({"name": "wiki_search", "args": {"query": query}} | changes)
+
+
+def call(content):
+    return f"<reasoning>a</reasoning><tool>{content}</tool>"
+
+
+ASK, MISS = call(command()), call(command("Douro"))
+RIGHT = "<reasoning>b</reasoning><answer>Tagus</answer>"
+WRONG = "<reasoning>b</reasoning><answer>Douro</answer>"
+FORMATTED = 0.2 + 0.2
+
+
+@pytest.fixture
+def task(tmp_path):
+    return make("tool_agent", tmp_path, **ROOMY)
+
+
+def test_it_is_a_task_with_one_module(task):
+    assert isinstance(task, Task)
+    assert task.program.modules == ("agent",)
+    assert task.reward_sets == ("outcome", "turn", "judge_outcome")
+
+
+def test_the_result_opens_a_new_turn(task):
+    rollout, calls, engine = play(task, [ASK, RIGHT])
+    assert rollout.error is None
+    assert rollout.prediction == {
+        "answer": "Tagus",
+        "actions": ["tool", "answer"],
+        "succeeded": True,
+        "ended": "answer",
+    }
+    first, second = calls
+    observation = "<user><result>Lisbon. Lisbon is the capital of Portugal, on the river Tagus.</result>"
+    assert second.prompt_ids == first.prompt_ids + first.completion_ids + tuple(map(ord, observation))
+    assert first.observation_tokens == len(observation)
+    assert (first.turn, second.turn) == (0, 1)
+    assert engine.requests[0].sampling.stop == ("</tool>", "</answer>")
+    assert rollout.reward == pytest.approx(1.9)
+    assert turn_rewards(calls) == approx([0.7, None])
+    assert rollout.parts == approx_map(answer_presence=0.5, exact_match=1.0, tag_usage=0.2, xml_format=0.2)
+    assert rollout.metrics["tool_execution"] == pytest.approx(0.2)
+    assert rollout.metrics["result_answer"] == pytest.approx(0.5)
+    assert sum(rollout.parts.values()) == pytest.approx(rollout.reward)
+
+
+def approx_map(**values):
+    return {name: pytest.approx(value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("texts", "outcome", "turn"),
+    [
+        ([ASK, RIGHT], 1.5 + FORMATTED, 0.7),
+        ([MISS, RIGHT], 1.5 + FORMATTED, 0.2),
+        ([ASK, WRONG], FORMATTED, 0.7),
+        ([RIGHT], 1.5 + FORMATTED, None),  # no tool: no turn reward
+        (["hm", RIGHT], 1.5 + FORMATTED / 2, None),
+        (["hm", ASK, RIGHT], 1.5 + FORMATTED * 2 / 3, 0.7),
+        ([call("{oops"), RIGHT], 1.5 + FORMATTED, 0.0),
+        ([call(command(name="other")), RIGHT], 1.5 + FORMATTED, 0.0),
+        ([ASK, "<reasoning>b</reasoning><answer>It is the TEJO.</answer>"], 0.5 + FORMATTED, 0.7),
+        ([ASK, "<reasoning>b</reasoning><answer> tejo\n</answer>"], 1.5 + FORMATTED, 0.7),
+        ([ASK, ASK], FORMATTED, 0.7),  # a second call ends it, unanswered
+        ([ASK, "<reasoning>b</reasoning><answer></answer>"], FORMATTED, 0.7),
+    ],
+)
+def test_reward_sets(task, texts, outcome, turn):
+    for name in ("outcome", "turn"):
+        rollout, calls, _ = play(task, texts, name)
+        assert rollout.error is None
+        assert rollout.reward == pytest.approx(outcome)
+        given = [one.turn_reward for one in calls if one.turn_reward is not None]
+        assert given == ([pytest.approx(turn)] if name == "turn" and turn is not None else [])
+        assert calls[-1].turn_reward is None
+
+
+def test_the_turn_reward_stands_where_the_first_turn_ends(task):
+    """Everything sampled before the first result is turn 1, so mt_grpo finds the cut there."""
+    rollout, calls, _ = play(task, ["hm", "hm", ASK, "hm", RIGHT])
+    assert turn_rewards(calls) == approx([None, None, 0.7, None, None])
+    assert [one.prompt_text.startswith("[user] <result>") for one in calls] == [False, False, False, True, False]
+    assert rollout.prediction["actions"] == ["none", "none", "tool", "none", "answer"]
+    other, more, _ = play(task, [RIGHT])
+    forest = Forest(
+        calls={one.id: one for one in (*calls, *(copied(one) for one in more))},
+        rollouts=(rollout, copied(other)),
+        modules=("agent",),
+    )
+    algo = ALGO_SCHEMAS["mt_grpo"](name="mt_grpo", group_size=2, beta=0.0)
+    advantage = {e.call: e.advantages[0] for e in ALGORITHMS["mt_grpo"].credit(forest, algo, 0).entries}
+    first, second = advantage["e/0#0"], advantage["e/0#4"]
+    assert [advantage[f"e/0#{turn}"] for turn in range(5)] == approx([first, first, first, second, second])
+    assert first > second  # the tool turn is better than average on its own
+
+
+def copied(record):
+    """A rollout or call of a second branch."""
+    from dataclasses import replace
+
+    changed = {"id": record.id.replace("e/0", "e/1")}
+    if hasattr(record, "leaf"):
+        changed["leaf"] = record.leaf.replace("e/0", "e/1")
+    return replace(record, **changed)
+
+
+@pytest.mark.parametrize(
+    ("text", "query", "error"),
+    [
+        (command("x"), "x", ""),
+        (command(""), "", ""),
+        ('{"args": {"query": "x"}, "name": "wiki_search"}', "x", ""),
+        ("", None, "not JSON"),
+        ("{'name': 'wiki_search'}", None, "not JSON"),
+        ('{"name": "wiki_search"', None, "not JSON"),
+        ("[" * 5000, None, "not JSON"),
+        ("9" * 5000, None, "not JSON"),
+        ("[1]", None, "not a JSON object"),
+        ('"wiki_search"', None, "not a JSON object"),
+        ("null", None, "not a JSON object"),
+        ("{}", None, "has no name"),
+        ('{"name": "", "args": {"query": "x"}}', None, "has no name"),
+        ('{"name": "google", "args": {"query": "x"}}', None, "no such tool"),
+        ('{"name": ["wiki_search"], "args": {"query": "x"}}', None, "no such tool"),
+        ('{"name": "wiki_search"}', None, "one argument"),
+        ('{"name": "wiki_search", "args": "x"}', None, "one argument"),
+        ('{"name": "wiki_search", "args": {"q": "x"}}', None, "one argument"),
+        ('{"name": "wiki_search", "args": {"query": "x", "k": 2}}', None, "one argument"),
+        ('{"name": "wiki_search", "args": {"query": 3}}', None, "one argument"),
+        ('{"name": "wiki_search", "args": null}', None, "one argument"),
+    ],
+)
+def test_tool_commands(task, text, query, error):
+    found, message = read_command(text)
+    assert found == query
+    assert error in message
+    assert message.startswith("Error:") == (query is None)
+    rollout, calls, _ = play(task, [call(text), RIGHT])
+    assert rollout.prediction["succeeded"] is (query is not None)
+    assert ("<result>Error:" in calls[1].prompt_text) == (query is None)
+    assert rollout.metrics["tool_execution"] == pytest.approx(0.2 * (query is not None))
+
+
+def test_the_second_tool_call_ends_it_and_is_not_executed(task):
+    for texts in ([ASK, MISS, RIGHT], [call("{oops"), ASK, RIGHT], ["hm", ASK, "hm", ASK, RIGHT]):
+        rollout, calls, _ = play(task, texts)
+        assert rollout.prediction["ended"] == "calls"
+        assert rollout.prediction["answer"] is None
+        assert len(calls) == len(texts) - 1
+        assert calls[-1].observation_tokens == 0
+
+
+def test_an_article_that_looks_like_an_error_is_none(task):
+    task.tools = {"search": lambda queries, corpus: [{"title": "Error:", "text": "a film"}]}
+    rollout, _, _ = play(task, [ASK, RIGHT])
+    assert rollout.metrics["tool_execution"] == pytest.approx(0.2)
+
+
+def test_a_search_without_a_hit_is_executed(task):
+    rollout, calls, _ = play(task, [call(command("zzz")), RIGHT])
+    assert "<result>No article was found.</result>" in calls[1].prompt_text
+    assert turn_rewards(calls) == approx([0.2, None])
+    assert rollout.error is None
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([RIGHT], 1.0),
+        ([ASK, RIGHT], 1.0),
+        (["hm"], 0.0),
+        (["hm", RIGHT], 0.5),
+        (["<answer>x</answer>"], 1.0),
+        (["<answer>x"], 0.5),  # opens once (1), never closes (1 - |0 - 1| = 0)
+        (["<answer>x</answer></answer>"], 0.5),
+        (["<answer>x</answer></answer></answer>"], 0.0),
+        (["<answer></answer></answer></answer></answer></answer></answer>"], 0.0),  # not below 0
+        (["<reasoning>a</reasoning><answer>x"], 0.75),
+        (["<result>x</result>"], 0.0),  # not a tag of the model's
+        ([], 0.0),
+    ],
+)
+def test_tag_usage(messages, expected):
+    assert tag_usage(messages, ("reasoning", "tool", "answer")) == pytest.approx(0.2 * expected)
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([RIGHT], 1.0),
+        ([f"\n {ASK}\n"], 1.0),
+        (["hm"], 0.0),
+        (["<answer>x</answer>"], 0.2 + 0.2 + 0.2),
+        (["so <reasoning>a</reasoning> then"], 0.2 + 0.2),
+        (["<reasoning>a</reasoning><answer>x"], 0.4 + 0.2 + 0.2),
+        (["<reasoning>a"], 0.2),
+        (["<reasoning>a</answer>"], 0.4),  # no whole pair
+        ([RIGHT, "hm"], 0.5),
+        ([], 0.0),
+    ],
+)
+def test_xml_format(messages, expected):
+    assert xml_format(messages) == pytest.approx(0.2 * expected)
+
+
+def test_three_outcome_rewards(tmp_path):
+    task = make("tool_agent", tmp_path, outcome_rewards=3, **ROOMY)
+    rollout, _, _ = play(task, [ASK, RIGHT])
+    assert rollout.reward == pytest.approx(1.7)
+    assert "xml_format" not in rollout.parts
+    assert rollout.metrics["xml_format"] == pytest.approx(0.2)
+
+
+def test_the_token_limit_counts_observations_and_ends_without_an_exception(task):
+    prompt = sum(len(m["content"]) for m in task.prompts.question(EXAMPLE.inputs["question"])) + 1
+    frame = len("<user><result></result>")
+    for room in range(200):
+        task.program.max_completion = len(ASK) + room
+        rollout, calls, _ = play(task, [ASK, RIGHT])
+        assert rollout.error is None
+        last = calls[-1]
+        assert len(last.prompt_ids) + last.completion_tokens <= prompt + len(ASK) + room
+        assert len(calls) == (1 if room <= frame else 2)
+        if len(calls) == 1:
+            assert rollout.prediction["ended"] == "tokens"
+            assert rollout.prediction["succeeded"] is None
+            assert turn_rewards(calls) == [None]
+        else:
+            assert last.prompt_text.endswith("</result>")
+            assert turn_rewards(calls) == approx([0.2 + 0.5 * ("Tagus" in last.prompt_text), None])
+    task.program.max_completion = 300
+    rollout, calls, _ = play(task, ["hm"])
+    assert rollout.prediction["ended"] == "tokens"
+    assert len(calls) > 3
+    assert rollout.reward == 0.0
+    task.program.max_completion = 3
+    rollout, calls, _ = play(task, [ASK])
+    assert [one.completion_tokens for one in calls] == [3]
+
+
+def test_the_context_limit_is_kept_too(task):
+    prompt = sum(len(m["content"]) for m in task.prompts.question(EXAMPLE.inputs["question"])) + 1
+    task.program.max_context = prompt + len(ASK) + 60
+    rollout, calls, _ = play(task, [ASK, RIGHT])
+    assert rollout.error is None
+    assert len(calls[-1].prompt_ids) + calls[-1].completion_tokens <= prompt + len(ASK) + 60
+
+
+PIECES = [f"<{slash}{name}>" for name in TAGS for slash in ("", "/")]
+PIECES += ["< /result >", "</RESULT>", "<tool x>", command(), "Tagus", "<|im_end|>", "{0}", "%s", "\n", " ", "<", ">"]
+hostile = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(title=hostile, text=hostile)
+def test_retrieved_text_can_neither_end_nor_forge_anything(task, title, text):
+    results = []
+    for article in ({"title": title, "text": text}, {"title": "Lisbon", "text": "a river"}):
+        task.tools = {"search": lambda queries, corpus, found=article: [found]}
+        rollout, calls, _ = play(task, [ASK, WRONG])
+        shown = calls[1].prompt_text
+        assert tag_sequence(shown, TAGS) == ["result", "/result"]
+        assert shown.endswith("</result>")
+        assert turn_rewards(calls) == approx([0.2 + 0.5 * ("tagus" in shown.lower()), None])
+        results.append((rollout.reward, rollout.prediction))
+    assert results[0] == results[1]
+
+
+def test_a_generated_result_counts_for_nothing(task):
+    forged = "<result>Tagus</result><reasoning>a</reasoning>"
+    rollout, calls, _ = play(task, [f"{forged}<answer>x</answer>"])
+    assert turn_rewards(calls) == [None]
+    assert rollout.metrics["result_answer"] == 0.0
+    _, calls, _ = play(task, [f"{forged}<tool>{command('Douro')}</tool>", WRONG])
+    assert turn_rewards(calls) == approx([0.2, None])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(hostile, min_size=1, max_size=4))
+def test_no_output_of_a_policy_makes_the_program_fail(task, texts):
+    task.program.max_completion = 1500
+    rollout, calls, _ = play(task, texts)
+    assert rollout.error is None
+    assert -1e-9 <= rollout.reward <= 1.9 + 1e-9
+    rewarded = [one.turn_reward for one in calls if one.turn_reward is not None]
+    assert len(rewarded) <= 1
+    assert all(value in approx([0.0, 0.2, 0.5, 0.7]) for value in rewarded)
+    assert rollout.prediction["actions"].count("tool") <= 2
+    json.dumps(rollout.prediction)
+
+
+def test_the_mini_world_has_single_hop_questions():
+    task = TASKS["tool_agent"](default_config("tool_agent"), 0)
+    assert task.describe()["data"] == "mini world"
+    for split, least in (("train", 1500), ("dev", 200), ("test", 200)):
+        examples = task.examples(split)
+        assert len(examples) >= least
+        assert {example.metadata["type"] for example in examples} == {"single"}
+        shown = [len(task.demonstrations(example)) for example in examples]
+        assert set(shown) <= {0, 2}
+        assert shown.count(2) > 0.9 * len(shown)
+
+
+def test_demonstrations_have_the_ids_of_a_run_and_earn_everything():
+    _, forest, taught = replayed("tool_agent")
+    assert len(forest.calls) == len(taught)
+    assert all(rollout.reward == pytest.approx(1.9) for rollout in forest.rollouts)
+    assert all(forest.path(rollout)[0].turn_reward == pytest.approx(0.7) for rollout in forest.rollouts)
+
+
+def test_options_without_effect_are_refused():
+    for option, value in (("max_turns", 2), ("search_penalty", 0.0), ("format_check", "loose")):
+        with pytest.raises(ValueError, match=rf"task\.{option}: got {value}, which has no effect with task tool_agent"):
+            TaskConfig(name="tool_agent", **{option: value})
+    with pytest.raises(ConfigError, match=r"task\.retriever\.snippet_words: has no effect with task tool_agent"):
+        TASKS["tool_agent"](default_config("tool_agent", retriever={"snippet_words": 9}), 0)

@@ -1,0 +1,143 @@
+"""Weights per module: adapters of their own, trained by their own calls alone (law 12)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmrl.config.algo import PpoConfig
+from mmrl.errors import ConfigError
+from mmrl.report.rundir import comparable
+from mmrl.trainer.adapters import Adapters
+from mmrl.trainer.objective import TrainCall
+from tests.helpers.trainer_cases import LORA, gradients, make_calls, make_trainer
+
+BOTH = Adapters(of={"a": "alpha", "b": "beta"}, rates={})
+
+
+def weights(trainer: Any, name: str) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in BOTH.parameters(trainer.model, name).items()}
+
+
+def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    assert one.keys() == two.keys()
+    return all(torch.equal(one[key], two[key]) for key in one)
+
+
+def frozen(calls: list[TrainCall], module: str) -> list[TrainCall]:
+    zero = [tuple(replace(e, weights=(0.0,) * len(e.weights)) for e in c.entries) for c in calls]
+    return [replace(c, entries=z) if c.module == module else c for c, z in zip(calls, zero, strict=True)]
+
+
+def test_law_12_a_frozen_modules_weights_are_bit_identical(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, lora=LORA, adapters=BOTH, calls=frozen(make_calls(6), "b"), steps=3, weight_decay=0.5
+    )
+    alpha, beta = weights(trainer, "alpha"), weights(trainer, "beta")
+    trainer.train()
+    assert same(weights(trainer, "beta"), beta)
+    assert not same(weights(trainer, "alpha"), alpha)
+
+
+def test_each_modules_gradients_come_from_its_own_calls(tmp_path: Path) -> None:
+    calls = make_calls(6)
+    trainer = make_trainer(tmp_path, lora=LORA, adapters=BOTH, algo={"beta": 0.1})
+    _, both = gradients(trainer, calls)
+    for module, name in BOTH.of.items():
+        _, alone = gradients(trainer, [call for call in calls if call.module == module])
+        assert all(f".{name}." in key for key in alone)
+        assert all(torch.allclose(both[key], gradient, atol=1e-6) for key, gradient in alone.items())
+
+
+def test_a_shared_adapter_is_the_shared_policy(tmp_path: Path) -> None:
+    """Two modules on one adapter: the same gradients as without adapters per module, from the same weights."""
+    calls = make_calls(6)
+    shared = make_trainer(tmp_path / "a", lora=LORA)
+    named = make_trainer(tmp_path / "b", lora=LORA, adapters=Adapters(of={"a": "one", "b": "one"}, rates={}))
+    with torch.no_grad():
+        for name, parameter in named.model.named_parameters():
+            parameter.copy_(shared.model.get_parameter(name.replace(".one.", ".default.")))
+    loss, expected = gradients(shared, calls)
+    other_loss, found = gradients(named, calls)
+    assert other_loss == loss
+    assert {key.replace(".one.", ".default.") for key in found} == expected.keys()
+    assert all(torch.equal(found[key.replace(".default.", ".one.")], expected[key]) for key in expected)
+
+
+def test_modules_learn_apart_with_their_own_rates_and_norms(tmp_path: Path) -> None:
+    seen: list[dict[str, float]] = []
+    adapters = Adapters(of={"a": "alpha", "b": "beta"}, rates={"beta": 0.0})
+    trainer = make_trainer(tmp_path, lora=LORA, adapters=adapters, on_step_end=lambda s, m: seen.append(m), steps=2)
+    alpha, beta = weights(trainer, "alpha"), weights(trainer, "beta")
+    trainer.train()
+    assert same(weights(trainer, "beta"), beta)
+    assert not same(weights(trainer, "alpha"), alpha)
+    norms = [seen[0][f"adapter/{name}/grad_norm"] for name in ("alpha", "beta")]
+    assert all(norm > 0 for norm in norms)
+    assert seen[0]["train/grad_norm"] == pytest.approx((norms[0] ** 2 + norms[1] ** 2) ** 0.5)
+
+
+def test_the_right_adapter_scores_each_call(tmp_path: Path) -> None:
+    calls = make_calls(6)
+    trainer = make_trainer(tmp_path, lora=LORA, adapters=BOTH, calls=frozen(calls, "b"), steps=2, lr=1e-2)
+    before = trainer.policy_logprobs(calls)
+    trainer.train()
+    after = trainer.policy_logprobs(calls)
+    for call, old, new in zip(calls, before, after, strict=True):
+        assert (old == new) == (call.module == "b")
+
+
+@pytest.mark.parametrize("critic", [None, "adapter"])
+def test_resumes_bit_equal(critic: str | None, tmp_path: Path) -> None:
+    algo: Any = {"beta": 0.1, "epochs": 2}
+    if critic:
+        algo = PpoConfig(name="ppo", beta=0.1, kl="loss", critic="adapter")
+
+    def calls(step: int) -> list[TrainCall]:
+        return [
+            replace(
+                call,
+                old_values=(0.0,) * len(call.completion_ids),
+                entries=tuple(replace(e, returns=(1.0,) * len(e.weights)) for e in call.entries),
+            )
+            for call in make_calls(6, seed=step)
+        ]
+
+    def run(folder: Path, resume: Path | None = None) -> tuple[dict[int, Any], Any]:
+        seen: dict[int, Any] = {}
+        trainer = make_trainer(
+            folder,
+            lora=LORA.model_copy(update={"dropout": 0.2}),
+            adapters=BOTH,
+            algo=algo,
+            calls=calls,
+            steps=4,
+            save_every=2,
+            resume_from=resume,
+            on_step_end=lambda s, m: seen.update({s: comparable(m)}),
+        )
+        trainer.train()
+        return seen, trainer
+
+    metrics, whole = run(tmp_path / "whole")
+    folders = {path.name for path in (tmp_path / "whole" / "checkpoint-2").iterdir() if path.is_dir()}
+    assert folders == {"alpha", "beta"}
+    resumed, again = run(tmp_path / "resumed", tmp_path / "whole" / "checkpoint-2")
+    assert resumed == {step: metrics[step] for step in (3, 4)}
+    assert all(same(weights(whole, name), weights(again, name)) for name in BOTH.names)
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora: weights per module are adapters"):
+        make_trainer(tmp_path, adapters=BOTH)
+    with pytest.raises(ConfigError, match=r"adapter name 'hop\.1'"):
+        Adapters(of={"a": "hop.1"}, rates={})
+    with pytest.raises(ConfigError, match=r"adapter 'gamma': no such adapter"):
+        Adapters(of={"a": "alpha"}, rates={"gamma": 1e-4})
+    trainer = make_trainer(tmp_path, lora=LORA, adapters=Adapters(of={"a": "alpha"}, rates={}))
+    with pytest.raises(ConfigError, match=r"no adapter for module 'b' \(there are a\)"):
+        trainer.train()

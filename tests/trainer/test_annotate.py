@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmrl.config.algo import PpoConfig
+from mmrl.errors import MmrlError
+from mmrl.records import Call, Forest, Rollout
+from mmrl.trainer.annotate import annotate, observation_ids
+from mmrl.trainer.objective import TrainCall
+from tests.helpers.trainer_cases import make_trainer
+
+
+def call(number: int, parent: str | None, prompt: tuple[int, ...], ids: tuple[int, ...], **kwargs: Any) -> Call:
+    return Call(
+        id=f"q/0#{number}", example="q", parent=parent, module="agent", turn=number, prompt_ids=prompt,
+        prompt_tokens=len(prompt), completion_ids=ids, completion_tokens=len(ids),
+        logprobs=(-1.0,) * len(ids), **kwargs,
+    )  # fmt: skip
+
+
+def forest() -> Forest:
+    """Two turns in one context: prompt 5 6, sampled 7 8 9, observed 10 11, sampled 12 13."""
+    first = call(0, None, (5, 6), (7, 8, 9), observation_tokens=2)
+    second = call(1, first.id, (5, 6, 7, 8, 9, 10, 11), (12, 13))
+    rollout = Rollout(id="q/0", example="q", leaf=second.id, reward=1.0)
+    return Forest(calls={c.id: c for c in (first, second)}, rollouts=(rollout,), modules=("agent",))
+
+
+def trainer(folder: Path, **algo: Any) -> Any:
+    return make_trainer(folder, algo=PpoConfig(**{"name": "ppo", "beta": 0.0, "critic": "head", **algo}))
+
+
+def test_values_of_a_turn_are_read_in_its_own_context(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    first, second = annotate(made, forest()).calls.values()
+    whole = TrainCall(id="x", module="agent", prompt_ids=(5, 6), completion_ids=(7, 8, 9, 10, 11, 12, 13))
+    (expected,) = made.values([whole])
+    assert first.values == pytest.approx(expected[:3], abs=1e-6)
+    assert second.values == pytest.approx(expected[5:], abs=1e-6)
+    assert first.ref_logprobs is None
+
+
+def test_observation_tokens_have_values_with_obs_all(tmp_path: Path) -> None:
+    made = trainer(tmp_path, obs="all")
+    first, second = annotate(made, forest()).calls.values()
+    whole = TrainCall(id="x", module="agent", prompt_ids=(5, 6), completion_ids=(7, 8, 9, 10, 11, 12, 13))
+    (expected,) = made.values([whole])
+    assert first.values == pytest.approx(expected[:5], abs=1e-6)
+    assert second.values == pytest.approx(expected[5:], abs=1e-6)
+
+
+def test_reference_logprobs_come_with_a_kl_term(tmp_path: Path) -> None:
+    made = trainer(tmp_path, beta=0.1)
+    found = annotate(made, forest())
+    plain = [
+        TrainCall(id=c.id, module=c.module, prompt_ids=c.prompt_ids, completion_ids=c.completion_ids)
+        for c in found.calls.values()
+    ]
+    assert [c.ref_logprobs for c in found.calls.values()] == made.policy_logprobs(plain)
+    assert [c.logprobs for c in found.calls.values()] == [c.logprobs for c in forest().calls.values()]
+
+
+def test_without_a_critic_the_forest_is_left_alone(tmp_path: Path) -> None:
+    given = forest()
+    assert annotate(make_trainer(tmp_path), given) is given
+
+
+def test_an_observation_without_a_following_call_is_named() -> None:
+    given = forest()
+    first, second = given.calls.values()
+    elsewhere = replace(given, calls={first.id: first, second.id: replace(second, prompt_ids=(1, 2, 3))})
+    with pytest.raises(MmrlError, match=r"algo\.obs: all needs the ids of the 2 observation tokens after call q/0#0"):
+        observation_ids(elsewhere, first)
+    assert observation_ids(given, first) == (10, 11)

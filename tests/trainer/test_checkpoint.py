@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmrl.config import LoraConfig
+from mmrl.errors import CheckpointError
+from mmrl.report.rundir import comparable
+from mmrl.trainer import checkpoint
+from tests.helpers.trainer_cases import LORA, make_calls, make_trainer
+
+
+def write(folder: Path, step: int, **extra: Any) -> Path:
+    temporary = checkpoint.begin(folder, step)
+    (temporary / "model.safetensors").write_bytes(b"weights")
+    (temporary / "adapter").mkdir()
+    (temporary / "adapter" / "config.json").write_text("{}")
+    return checkpoint.commit(folder, step, extra)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = write(tmp_path, 12, seen=[1, 2])
+    assert path == tmp_path / "checkpoint-12"
+    assert checkpoint.complete(path)
+    assert checkpoint.read_extra(path) == {"seen": [1, 2]}
+    assert checkpoint.step_of(path) == 12
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-12"]
+
+
+def test_latest_is_by_number_and_skips_what_is_not_complete(tmp_path: Path) -> None:
+    for step in (2, 10, 9):
+        write(tmp_path, step)
+    assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-10"
+    (tmp_path / "checkpoint-10" / "adapter" / "config.json").write_text("{} ")
+    assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-9"
+    (tmp_path / "checkpoint-9" / checkpoint.MARKER).unlink()
+    assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-2"
+    (tmp_path / "checkpoint-2" / "model.safetensors").unlink()
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_latest_of_a_run_directory(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+    write(tmp_path / "checkpoints", 3)
+    assert checkpoint.latest(tmp_path) == tmp_path / "checkpoints" / "checkpoint-3"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"files": 3}', '{"step": 1}', "{"])
+def test_a_damaged_marker_means_incomplete(text: str, tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    (path / checkpoint.MARKER).write_text(text)
+    assert not checkpoint.complete(path)
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        checkpoint.read_extra(path)
+
+
+def test_prune_keeps_the_newest_complete_ones_and_foreign_files(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        write(tmp_path, step)
+    (tmp_path / "checkpoint-4" / checkpoint.MARKER).unlink()
+    (tmp_path / "checkpoint-best").mkdir()
+    checkpoint.prune(tmp_path, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3", "checkpoint-best"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    write(tmp_path, 1, round=1)
+    write(tmp_path, 1, round=2)
+    assert checkpoint.read_extra(tmp_path / "checkpoint-1") == {"round": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_sweep_removes_half_written_checkpoints_only(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    checkpoint.begin(tmp_path, 2)
+    (tmp_path / ".keep").mkdir()
+    checkpoint.sweep(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".keep", "checkpoint-1"]
+
+
+def test_extra_that_is_not_json_leaves_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        write(tmp_path, 1, bad=object())
+    assert checkpoint.latest(tmp_path) is None
+
+
+# -- resuming --------------------------------------------------------------------------------------
+
+
+def calls_of(step: int) -> list[Any]:
+    return make_calls(6, seed=step, minibatches=2)
+
+
+def run(folder: Path, steps: int, resume: Path | None = None, **kwargs: Any) -> tuple[dict[int, Any], dict[str, Any]]:
+    """Metrics by step, and the final weights."""
+    seen: dict[int, Any] = {}
+    trainer = make_trainer(
+        folder,
+        calls=calls_of,
+        on_step_end=lambda step, metrics: seen.update({step: comparable(metrics)}),
+        steps=6,
+        resume_from=resume,
+        algo={"beta": 0.1, "epochs": 2, "minibatches": 2},
+        schedule="cosine",
+        weight_decay=0.1,
+        **kwargs,
+    )
+    if steps < 6:
+        # A kill between steps: nothing more is called, nothing more is saved.
+        def stop(step: int) -> Any:
+            raise KeyboardInterrupt
+
+        ask = trainer.next_batch
+        trainer.next_batch = lambda step: stop(step) if step > steps else ask(step)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    else:
+        trainer.train()
+    return seen, {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("lora", [None, LORA.model_copy(update={"dropout": 0.3})], ids=["full", "lora with dropout"])
+def test_a_resumed_run_is_bit_equal(lora: LoraConfig | None, tmp_path: Path) -> None:
+    metrics, weights = run(tmp_path / "whole", 6, lora=lora, save_every=2)
+    run(tmp_path / "cut", 5, lora=lora, save_every=2)
+    found = checkpoint.latest(tmp_path / "cut")
+    assert found is not None and found.name == "checkpoint-4"
+    torch.manual_seed(99)  # whatever the process did before
+    torch.rand(7)
+    resumed, resumed_weights = run(tmp_path / "cut", 6, found, lora=lora, save_every=2)
+    assert resumed == {step: metrics[step] for step in (5, 6)}
+    assert all(torch.equal(weights[name], resumed_weights[name]) for name in weights)
+
+
+def test_resuming_a_finished_run_does_nothing(tmp_path: Path) -> None:
+    _, weights = run(tmp_path, 6)
+    seen, again = run(tmp_path, 6, checkpoint.latest(tmp_path))
+    assert seen == {}
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_saves_when_due_and_at_the_end_and_keeps_the_newest(tmp_path: Path) -> None:
+    extras: list[int] = []
+    make_trainer(
+        tmp_path, steps=5, save_every=2, keep=2, extra=lambda step: extras.append(step) or {"step": step}
+    ).train()
+    assert extras == [2, 4, 5]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-5"]
+    assert checkpoint.read_extra(tmp_path / "checkpoint-5") == {"step": 5}
+
+
+def test_a_checkpoint_that_is_not_complete_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    (path / checkpoint.MARKER).unlink()
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        make_trainer(tmp_path / "run", resume_from=path)
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        make_trainer(tmp_path / "run", resume_from=tmp_path / "checkpoint-7")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from mmrl.trainer.trl_trainer import MmrlTrainer
+from tests.helpers.trainer_cases import make_calls, make_trainer
+
+def die(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def maybe(name, victim):
+    original = getattr(victim, name)
+    def wrapped(*args, **kwargs):
+        done = trainer.state.global_step
+        if done == 4:
+            die()
+        return original(*args, **kwargs)
+    setattr(victim, name, wrapped)
+
+moment = sys.argv[2]
+trainer = make_trainer(Path(sys.argv[1]), calls=lambda step: make_calls(4, seed=step), steps=6, save_every=2)
+if moment == "commit":
+    from mmrl.trainer import checkpoint
+    maybe("rename", checkpoint.os)
+else:
+    maybe(moment, trainer)
+trainer.train()
+"""
+
+
+@pytest.mark.parametrize("moment", ["save_model", "_save_optimizer_and_scheduler", "_save_rng_state", "commit"])
+def test_killed_in_the_middle_of_a_save_the_previous_checkpoint_is_used(moment: str, tmp_path: Path) -> None:
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path / "run"), moment],
+        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    found = checkpoint.latest(tmp_path / "run")
+    assert found is not None and found.name == "checkpoint-2"
+    leftovers = {path.name for path in (tmp_path / "run").iterdir()} - {"checkpoint-2"}
+    assert leftovers == {".writing-checkpoint-4"}
+
+    def finish(folder: Path, resume: Path | None) -> tuple[dict[int, Any], Any]:
+        seen: dict[int, Any] = {}
+        trainer = make_trainer(
+            folder,
+            calls=lambda step: make_calls(4, seed=step),
+            steps=6,
+            save_every=2,
+            resume_from=resume,
+            on_step_end=lambda step, metrics: seen.update({step: comparable(metrics)}),
+        )
+        trainer.train()
+        return seen, trainer.model.state_dict()
+
+    resumed, weights = finish(tmp_path / "run", found)
+    metrics, expected = finish(tmp_path / "whole", None)
+    assert resumed == {step: metrics[step] for step in (3, 4, 5, 6)}
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_adapter_checkpoint_names_its_base_and_has_what_a_policy_needs(tmp_path: Path) -> None:
+    make_trainer(tmp_path, lora=LORA).train()
+    files = {path.name for path in (tmp_path / "checkpoint-1").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= files
+    assert json.loads((tmp_path / "checkpoint-1" / "adapter_config.json").read_text())["r"] == LORA.r

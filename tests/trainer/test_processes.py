@@ -1,0 +1,89 @@
+"""Law 11 over data-parallel processes: two processes end with the weights and metrics of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.trainer_cases import LORA, make_calls, make_trainer
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from tests.helpers.trainer_cases import LORA, make_calls, make_trainer
+folder, lora = Path(sys.argv[1]), sys.argv[2] == "lora"
+seen = []
+
+def calls(step):
+    # Before credit a process forwards what it sampled: another number of packs than the others, or none.
+    if trainer.args.process_index == 0:
+        trainer.policy_logprobs(make_calls(2, seed=step))
+    return make_calls(7, seed=step)
+
+trainer = make_trainer(
+    folder, calls=calls, on_step_end=lambda s, m: seen.append(m), steps=3,
+    microbatch_tokens=64, lora=LORA if lora else None, algo={"beta": 0.1, "epochs": 2},
+)
+trainer.train()
+if trainer.args.process_index == 0:
+    (folder / "metrics.json").write_text(json.dumps(seen))
+    assert trainer.accelerator.num_processes == 2
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+def test_two_processes_equal_one(kind: str, tmp_path: Path) -> None:
+    port = str(free_port())
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    root = str(Path(__file__).parents[2])
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(tmp_path / "two"), kind],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1",
+                 "PYTHONPATH": root, "ACCELERATE_USE_CPU": "true"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        errors = [worker.communicate(timeout=300)[1] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(errors)
+
+    seen: list[dict[str, Any]] = []
+    make_trainer(
+        tmp_path / "one",
+        calls=lambda step: make_calls(7, seed=step),
+        on_step_end=lambda step, metrics: seen.append(metrics),
+        steps=3,
+        microbatch_tokens=64,
+        lora=LORA if kind == "lora" else None,
+        algo={"beta": 0.1, "epochs": 2},
+    ).train()
+    name = "adapter_model.safetensors" if kind == "lora" else "model.safetensors"
+    one, two = (load_file(tmp_path / folder / "checkpoint-3" / name) for folder in ("one", "two"))
+    assert one.keys() == two.keys()
+    for key in one:
+        assert torch.allclose(one[key], two[key], atol=1e-5), key
+    for mine, theirs in zip(seen, json.loads((tmp_path / "two" / "metrics.json").read_text()), strict=True):
+        assert mine.keys() == theirs.keys()
+        for key in mine.keys() - {"time/update", "train/tokens_forwarded"}:
+            assert theirs[key] == pytest.approx(mine[key], abs=1e-4), key

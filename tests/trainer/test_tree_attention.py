@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, MistralConfig, MistralForCausalLM
+
+from mmrl.trainer import tree_attention
+from mmrl.trainer.tree_attention import IMPLEMENTATION, Tree, TreeAttention, attention, flex, masked, prepare, why_not
+from mmrl.trainer.tries import lay, plant
+from tests.helpers.trainer_cases import SIZES, tiny_model
+from tests.trainer.test_tries import sequences
+
+
+def tree_of(rows: list[tuple[int, ...]]) -> Tree:
+    return Tree(lay(plant(rows), rows).spans)
+
+
+def inputs(tokens: int, heads: int, groups: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    torch.manual_seed(tokens)
+    many = [heads * groups, heads, heads]
+    return [torch.randn(1, tokens, count, 8, dtype=dtype).transpose(1, 2).requires_grad_() for count in many]
+
+
+@settings(deadline=None)
+@given(sequences(), st.integers(1, 3), st.integers(1, 3), st.sampled_from([(384, 256), (0, 1), (0, 5), (14, 3)]))
+def test_equals_one_masked_call(rows: list[tuple[int, ...]], heads: int, groups: int, cut: tuple[int, int]) -> None:
+    # Repeated beginnings, so that there is something to share.
+    tree = tree_of([(*[7] * 12, *row) for row in rows] + [(8, *row) for row in rows])
+    with patch.multiple(tree_attention, LARGE=cut[0], PIECE=cut[1]):
+        _equals_one_masked_call(tree, heads, groups)
+
+
+def _equals_one_masked_call(tree: Tree, heads: int, groups: int) -> None:
+    query, key, value = inputs(tree.tokens, heads, groups)
+    expected = masked(query, key, value, tree, 0.3).transpose(1, 2)
+    grad = torch.randn_like(expected)
+    expected_grads = torch.autograd.grad(expected, (query, key, value), grad)
+    found = TreeAttention.apply(query, key, value, tree.parts, 0.3)
+    assert torch.allclose(found, expected, atol=1e-12)
+    for one, two in zip(torch.autograd.grad(found, (query, key, value), grad), expected_grads, strict=True):
+        assert torch.allclose(one, two, atol=1e-11)
+
+
+@given(sequences(), st.integers(0, 20), st.integers(1, 6))
+def test_calls_of_the_kernel_cover_each_pair_once(rows: list[tuple[int, ...]], large: int, piece: int) -> None:
+    tree = tree_of([(*[7] * 12, *row) for row in rows])
+    seen = torch.zeros(tree.tokens, tree.tokens, dtype=torch.long)
+    met = torch.zeros(tree.tokens, dtype=torch.bool)
+    with patch.multiple(tree_attention, LARGE=large, PIECE=piece):
+        for queries, keys, causal, first in tree.parts():
+            assert bool(met[queries].any()) != first and (first or bool(met[queries].all()))
+            met[queries] = True
+            pairs = torch.ones_like(seen[queries, keys])
+            seen[queries, keys] += pairs.tril() if causal else pairs
+    assert torch.equal(seen, tree.mask(torch.device("cpu")).long())
+
+
+@given(sequences(), st.integers(0, 20), st.integers(1, 6), st.data())
+def test_calls_for_tokens_that_are_read_cover_each_of_their_pairs_once(
+    rows: list[tuple[int, ...]], large: int, piece: int, data: st.DataObject
+) -> None:
+    tree = tree_of([(*[7] * 12, *row) for row in rows])
+    tree.read = tuple(sorted(data.draw(st.sets(st.integers(0, tree.tokens - 1)))))
+    seen = torch.zeros(len(tree.read), tree.tokens, dtype=torch.long)
+    met = torch.zeros(len(tree.read), dtype=torch.bool)
+    with patch.multiple(tree_attention, LARGE=large, PIECE=piece):
+        for queries, keys, causal, first in tree.parts_read():
+            assert bool(met[queries].any()) != first and (first or bool(met[queries].all()))
+            met[queries] = True
+            pairs = torch.ones_like(seen[queries, keys])
+            assert pairs.numel()
+            seen[queries, keys] += pairs.tril() if causal else pairs
+    assert torch.equal(seen, tree.mask(torch.device("cpu")).long()[list(tree.read)])
+
+
+class Layer(torch.nn.Module):
+    """What attention is told of the layer that calls it."""
+
+    def __init__(self, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.config = LlamaConfig(num_hidden_layers=3)
+
+
+@settings(deadline=None)
+@given(sequences(), st.sampled_from([(384, 256), (0, 2), (9, 3)]), st.data())
+def test_the_last_layer_attends_for_tokens_that_are_read(
+    rows: list[tuple[int, ...]], cut: tuple[int, int], data: st.DataObject
+) -> None:
+    tree = tree_of([(*[7] * 12, *row) for row in rows] + [(8, *row) for row in rows])
+    tree.read = tuple(sorted(data.draw(st.sets(st.integers(0, tree.tokens - 1), min_size=1))))
+    query, key, value = inputs(tree.tokens, 2, 2)
+    expected = masked(query, key, value, tree, 0.3).transpose(1, 2)
+    read = torch.zeros(1, tree.tokens, 1, 1, dtype=torch.bool)
+    read[:, list(tree.read)] = True
+    grad = torch.randn_like(expected) * read
+    expected_grads = torch.autograd.grad(expected, (query, key, value), grad)
+    with patch.multiple(tree_attention, LARGE=cut[0], PIECE=cut[1]):
+        whole, _ = attention(Layer(1), query, key, value, None, scaling=0.3, tree=tree)
+        found, _ = attention(Layer(2), query, key, value, None, scaling=0.3, tree=tree)
+        grads = torch.autograd.grad(found, (query, key, value), grad)
+    assert torch.allclose(whole, expected, atol=1e-12)
+    assert torch.allclose(found, expected * read, atol=1e-12)
+    for one, two in zip(grads, expected_grads, strict=True):
+        assert torch.allclose(one, two, atol=1e-11)
+
+
+def test_joins_of_very_different_sizes_stay_finite() -> None:
+    rows = [(*[7] * 40, branch, *[branch] * 30) for branch in range(3)]
+    tree = tree_of(rows)
+    query, key, value = inputs(tree.tokens, 2, 1, torch.float32)
+    with torch.no_grad():
+        key[:, :, :40] *= 60
+    found = TreeAttention.apply(query, key, value, tree.parts, 1.0)
+    assert torch.allclose(found, masked(query, key, value, tree, 1.0).transpose(1, 2), atol=1e-4)
+
+
+def test_a_long_trie_crosses_the_kernels_blocks() -> None:
+    rows = [(*[7] * 700, branch, *[branch] * (100 + 90 * branch)) for branch in range(4)]
+    tree = tree_of(rows)
+    query, key, value = inputs(tree.tokens, 1, 2)
+    found = TreeAttention.apply(query, key, value, tree.parts, 0.3)
+    expected = masked(query, key, value, tree, 0.3).transpose(1, 2)
+    grad = torch.randn_like(expected)
+    assert torch.allclose(found, expected, atol=1e-12)
+    both = [torch.autograd.grad(out, (query, key, value), grad) for out in (found, expected)]
+    for one, two in zip(*both, strict=True):
+        assert torch.allclose(one, two, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_sees_the_same_pairs() -> None:
+    """The GPU path's mask, in FlexAttention's uncompiled form (the compiled kernel was not run here)."""
+    rows = [(*[7] * 30, branch, *[branch] * (10 + branch)) for branch in range(3)] + [(9,) * 20]
+    tree = tree_of(rows)
+    query, key, value = (tensor.detach().float() for tensor in inputs(tree.tokens, 2, 2))
+    with torch.no_grad():
+        assert torch.allclose(flex(query, key, value, tree, 0.3), masked(query, key, value, tree, 0.3), atol=1e-5)
+
+
+def test_without_a_tree_it_is_sdpa() -> None:
+    plain, prepared = tiny_model(), tiny_model()
+    prepare(prepared)
+    assert prepared.config._attn_implementation == IMPLEMENTATION
+    ids = torch.randint(2, 40, (3, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    for kwargs in ({}, {"attention_mask": mask}):
+        assert torch.equal(plain(ids, **kwargs).logits, prepared(ids, **kwargs).logits)
+    assert IMPLEMENTATION not in prepared.config.to_json_string()
+
+
+def test_mixed_types_under_autocast_are_joined() -> None:
+    tree = tree_of([(7,) * 9])
+    query, key, value = inputs(9, 1, 1, torch.float32)
+    out, _ = attention(torch.nn.Module(), query, key, value.bfloat16(), None, scaling=0.3, tree=tree)
+    assert out.dtype == torch.bfloat16
+
+
+def make_model(kind: str) -> Any:
+    if kind == "window":
+        return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4))
+    if kind == "gemma2":
+        return Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8))
+    model = tiny_model("gpt2" if kind == "gpt2" else "llama")
+    if kind == "dynamic":
+        model.config.rope_parameters["rope_type"] = "dynamic"
+    if kind == "eager":
+        model.set_attn_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("window", "sliding window"),
+        ("gemma2", "Gemma2ForCausalLM is not one of"),
+        ("gpt2", "GPT2LMHeadModel is not one of"),
+        ("dynamic", "position encoding 'dynamic' depends on the length"),
+        ("eager", "its attention is 'eager'"),
+    ],
+)
+def test_models_whose_layers_cannot_share_are_known(kind: str, reason: str) -> None:
+    assert reason in (why_not(make_model(kind)) or "")
+
+
+def test_the_usual_families_can_share() -> None:
+    assert why_not(tiny_model("llama")) is why_not(tiny_model("qwen3")) is None

@@ -1,0 +1,245 @@
+"""Law 10: packed tries and padded rows give the same numbers, for any calls, any budget and any order."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mmrl.config import LoraConfig
+from mmrl.config.algo import PpoConfig
+from mmrl.errors import ConfigError, MmrlError
+from mmrl.trainer import logprobs, tree_attention, tries
+from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
+from mmrl.trainer.selfcheck import compare, sample
+from mmrl.trainer.trl_trainer import MmrlTrainer
+from tests.helpers.trainer_cases import LORA, exact_model, gradients, make_calls, make_trainer, tiny_model
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> MmrlTrainer:
+    return make_trainer(tmp_path_factory.mktemp("law10"), exact_model(), algo={"beta": 0.1})
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[TrainCall]:
+    """Shared prompts, turns that go on from calls, forks inside completions, duplicates, one token, long ones."""
+    calls: list[TrainCall] = []
+    ids = st.lists(st.integers(2, 5), min_size=1, max_size=12)
+    for number in range(draw(st.integers(1, 8))):
+        prompt, completion = draw(ids), draw(ids)
+        if calls:
+            other = draw(st.sampled_from(calls))
+            match draw(st.sampled_from(["group", "turn", "fork", "twin", "new"])):
+                case "group":
+                    prompt = list(other.prompt_ids)
+                case "turn":
+                    prompt = [*other.prompt_ids, *other.completion_ids, *prompt]
+                case "fork":  # the trained tokens part in the middle of the completion
+                    prompt = list(other.prompt_ids)
+                    completion = [*other.completion_ids[: draw(st.integers(0, 12))], *completion]
+                case "twin":
+                    prompt, completion = list(other.prompt_ids), list(other.completion_ids)
+        tokens = len(completion)
+        if len(prompt) + tokens > 120:
+            continue
+        numbers = st.lists(st.sampled_from([0.0, 0.5, -1.0, 2.0]), min_size=tokens, max_size=tokens).map(tuple)
+        entries = draw(st.lists(st.builds(TrainEntry, advantages=numbers, weights=numbers), min_size=1, max_size=2))
+        calls.append(
+            TrainCall(
+                id=f"c{number}",
+                module=draw(st.sampled_from("ab")),
+                prompt_ids=tuple(prompt),
+                completion_ids=tuple(completion),
+                old_logprobs=tuple(-3.0 - 0.1 * (t % 4) for t in range(tokens)),
+                entries=tuple(entries),
+            )
+        )
+    return calls
+
+
+def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).abs().max()) <= tolerance * max(1.0, float(gradient.abs().max())), name
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_law_10_tries_equal_padded_rows(always: bool, trainer: MmrlTrainer) -> None:
+    @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+    @given(forests(), st.integers(8, 400), st.randoms(use_true_random=False))
+    def check(calls: list[TrainCall], budget: int, dice: random.Random) -> None:
+        trainer.tries = False
+        loss, expected = gradients(trainer, calls, 10**6)
+        trainer.tries = True
+        with pytest.MonkeyPatch.context() as patch:
+            if always:
+                patch.setattr(tries, "MERGE_COST", 0.0)
+                patch.setattr(tries, "NODE_COST", 0)
+            tree_loss, found = gradients(trainer, dice.sample(calls, len(calls)), budget)
+        assert tree_loss == pytest.approx(loss, abs=1e-10)
+        close(found, expected, 1e-8)
+
+    check()
+
+
+def shared_calls(groups: int = 3, samples: int = 3, prompt: int = 30) -> list[TrainCall]:
+    calls = []
+    for group in range(groups):
+        made = make_calls(samples, seed=group)
+        ids = tuple(random.Random(group).randrange(2, 40) for _ in range(prompt))
+        calls += [replace(call, id=f"{group}{call.id}", prompt_ids=ids) for call in made]
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_law_10_in_float32(kind: str, tmp_path: Path) -> None:
+    found = []
+    for packing in ("trie", "padded"):
+        made = make_trainer(tmp_path / packing, tiny_model(kind), packing=packing, algo={"beta": 0.1})
+        found.append(
+            (gradients(made, shared_calls()), made.totals.plain[0].item(), made.policy_logprobs(shared_calls()))
+        )
+    ((loss, grads), tokens, scores), ((other_loss, other_grads), other_tokens, other_scores) = found
+    assert loss == pytest.approx(other_loss, abs=1e-5)
+    close(grads, other_grads, 1e-5)
+    assert tokens < 0.6 * other_tokens
+    for one, two in zip(scores, other_scores, strict=True):
+        assert one == pytest.approx(two, abs=1e-5)
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_checkpointing_and_adapters_change_no_number(
+    lora: LoraConfig | None, checkpointing: bool, tmp_path: Path
+) -> None:
+    found = []
+    for packing in ("trie", "padded"):
+        made = make_trainer(tmp_path / packing, exact_model(), packing=packing, lora=lora, checkpointing=checkpointing)
+        if lora:
+            made.model.double()
+            for name, weight in made.model.named_parameters():
+                if "lora_B" in name:
+                    weight.data = torch.linspace(-0.1, 0.1, weight.numel(), dtype=torch.float64).view_as(weight)
+        found.append(gradients(made, shared_calls(), 60))
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-10)
+    close(found[0][1], found[1][1], 1e-8)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logits_in_chunks_change_no_number(temperature: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = make_trainer(tmp_path, exact_model(), algo={"temperature": temperature})
+    sizes: list[int] = []
+    made.model.get_output_embeddings().register_forward_hook(lambda *_: sizes.append(1))
+    loss, expected = gradients(made, shared_calls())
+    entropy = made.totals.sums[:, 5].clone()
+    monkeypatch.setattr(logprobs, "CHUNK", 40 * 7)
+    chunked_loss, found = gradients(made, shared_calls())
+    assert chunked_loss == pytest.approx(loss, abs=1e-10)
+    close(found, expected, 1e-8)
+    assert torch.allclose(made.totals.sums[:, 5], entropy)
+    assert "forward" not in vars(made.model.get_output_embeddings())
+
+
+@pytest.mark.parametrize("critic", ["separate", "head", "adapter"])
+def test_the_critics_values_and_gradients_are_those_of_padded_rows(critic: str, tmp_path: Path) -> None:
+    def calls() -> list[TrainCall]:
+        return [
+            replace(
+                call,
+                old_values=(0.1,) * len(call.completion_ids),
+                entries=tuple(
+                    replace(entry, returns=tuple(0.3 * t for t in range(len(entry.weights)))) for entry in call.entries
+                ),
+            )
+            for call in shared_calls()
+        ]
+
+    found: list[Any] = []
+    for packing in ("trie", "padded"):
+        algo = PpoConfig(name="ppo", critic=critic, beta=0.0)  # type: ignore[arg-type]
+        lora = LORA if critic == "adapter" else None
+        made = make_trainer(tmp_path / packing, tiny_model(), packing=packing, lora=lora, algo=algo)
+        values = made.values(calls())
+        gradients(made, calls(), 100)
+        assert made.critic is not None
+        grads = {n: p.grad.clone() for n, p in made.critic.named_parameters().items() if p.grad is not None}
+        found.append((values, grads))
+    for one, two in zip(found[0][0], found[1][0], strict=True):
+        assert one == pytest.approx(two, abs=1e-5)
+    close(found[0][1], found[1][1], 1e-5)
+
+
+def test_packs_are_the_same_on_every_start(tmp_path: Path) -> None:
+    made = [make_trainer(tmp_path / str(n), microbatch_tokens=64) for n in range(2)]
+    packs = [one._packs(StepBatch(step=1, calls=shared_calls()))[0] for one in made]
+    assert len(packs[0]) > 1
+    for one, two in zip(*packs, strict=True):
+        assert torch.equal(one.input_ids, two.input_ids)
+        assert torch.equal(one.positions, two.positions)
+
+
+def test_models_that_cannot_share_are_padded_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = make_trainer(tmp_path, tiny_model("gpt2"))
+    assert not made.tries
+    assert "train.packing=auto: rows are padded (slower), since GPT2LMHeadModel" in caplog.text
+    with pytest.raises(ConfigError, match=r"train\.packing: got 'trie', which this model cannot do: GPT2LMHeadModel"):
+        make_trainer(tmp_path, tiny_model("gpt2"), packing="trie")
+
+
+def test_the_self_check_stops_a_run_whose_layers_do_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_trainer(tmp_path, calls=shared_calls())
+    before = {name: weight.clone() for name, weight in made.model.named_parameters()}
+
+    def leaky(query: Any, key: Any, value: Any, tree: Any, scale: float) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=True
+        ).transpose(1, 2)
+
+    monkeypatch.setattr(tree_attention.TreeAttention, "apply", leaky)
+    with pytest.raises(MmrlError, match=r"train\.packing: on the first batch, packed and padded log-probabilities"):
+        made.train()
+    assert all(torch.equal(before[name], weight) for name, weight in made.model.named_parameters())
+
+
+def test_the_self_check_sees_a_wrong_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_trainer(tmp_path)
+    right = tree_attention.TreeAttention.apply
+    assert compare(made, shared_calls())
+    monkeypatch.setattr(
+        tree_attention.TreeAttention,
+        "apply",
+        lambda q, k, v, tree, scale: right(q, k.detach(), v.detach(), tree, scale),
+    )
+    with pytest.raises(MmrlError, match=r"the cosine of their gradients"):
+        compare(made, shared_calls())
+
+
+def test_the_self_check_leaves_nothing_behind_and_waits_for_work(tmp_path: Path) -> None:
+    made = make_trainer(tmp_path)
+    state = torch.get_rng_state()
+    assert compare(made, shared_calls())
+    assert all(weight.grad is None for weight in made.model.parameters())
+    assert torch.equal(state, torch.get_rng_state())
+    idle = [replace(call, entries=()) for call in shared_calls()]
+    assert compare(made, idle) is False
+
+
+def test_the_self_check_takes_calls_that_share() -> None:
+    chosen = sample([*make_calls(5, seed=9), *shared_calls(1, 3, prompt=300)])
+    assert chosen[0].prompt_ids == chosen[1].prompt_ids
+    assert len(chosen[0].prompt_ids) == 300
+    assert sum(len(call.prompt_ids) + len(call.completion_ids) for call in chosen) <= 1024
+
+
+def test_the_budget_comes_from_the_memory_unless_given(tmp_path: Path) -> None:
+    assert make_trainer(tmp_path, microbatch_tokens=77).budget == 77
+    chosen = make_trainer(tmp_path).budget
+    assert chosen == make_trainer(tmp_path).budget
+    assert 512 <= chosen <= 4096

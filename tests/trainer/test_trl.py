@@ -1,0 +1,164 @@
+"""The seam to TRL: the same numbers as TRL's own loss, and the methods that the seam relies on."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from mmrl.trainer.objective import TrainCall, TrainEntry
+from mmrl.trainer.trl_trainer import MmrlTrainer
+from tests.helpers.trainer_cases import gradients, make_calls, make_trainer, tiny_model, tiny_tokenizer
+
+BETA = 0.04
+
+
+def near_policy(trainer: MmrlTrainer, calls: list[TrainCall]) -> list[TrainCall]:
+    """The calls with old and reference log-probabilities around the policy's, some far enough to be clipped."""
+    found = []
+    generator = torch.Generator().manual_seed(1)
+    for call, logprobs in zip(calls, trainer.policy_logprobs(calls), strict=True):
+        noise = torch.randn(2, len(logprobs), generator=generator) * 0.3
+        old = tuple(lp + d for lp, d in zip(logprobs, noise[0].tolist(), strict=True))
+        ref = tuple(lp + d for lp, d in zip(logprobs, noise[1].tolist(), strict=True))
+        found.append(replace(call, old_logprobs=old, ref_logprobs=ref))
+    return found
+
+
+def trl_inputs(calls: list[TrainCall]) -> dict[str, torch.Tensor]:
+    """The batch in TRL's layout: prompts padded on the left, completions on the right."""
+    prompt, width = max(len(c.prompt_ids) for c in calls), max(len(c.completion_ids) for c in calls)
+
+    def left(ids: tuple[int, ...]) -> list[int]:
+        return [0] * (prompt - len(ids)) + list(ids)
+
+    def right(values: Any, fill: float = 0) -> list[Any]:
+        return [*values, *[fill] * (width - len(values))]
+
+    return {
+        "prompt_ids": torch.tensor([left(c.prompt_ids) for c in calls]),
+        "prompt_mask": torch.tensor([left((1,) * len(c.prompt_ids)) for c in calls]),
+        "completion_ids": torch.tensor([right(c.completion_ids) for c in calls]),
+        "completion_mask": torch.tensor([right((1,) * len(c.completion_ids)) for c in calls]),
+        "advantages": torch.tensor([c.entries[0].advantages[0] for c in calls]),
+        "old_per_token_logps": torch.tensor([right(c.old_logprobs) for c in calls]),
+        "ref_per_token_logps": torch.tensor([right(c.ref_logprobs) for c in calls]),
+    }
+
+
+def trl_gradients(
+    model: Any, calls: list[TrainCall], folder: Path, beta: float, temperature: float
+) -> tuple[float, dict[str, torch.Tensor]]:
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=GRPOConfig(
+            output_dir=str(folder),
+            per_device_train_batch_size=2,
+            num_generations=2,
+            loss_type="grpo",
+            epsilon=0.2,
+            beta=0.0,
+            use_bias_correction_kl=False,  # TRL's default multiplies the KL term by the ratio; no paper of ours does
+            temperature=temperature,
+            bf16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.beta = beta  # the constructor would want a reference model by name; the batch brings its values
+    trainer.current_gradient_accumulation_steps = 1
+    model.train()
+    loss = trainer._compute_loss(model, trl_inputs(calls))
+    loss.backward()
+    return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize(("beta", "temperature"), [(BETA, 1.0), (0.0, 0.6)])
+@pytest.mark.parametrize("budget", [64, 16384])
+def test_law_1_loss_and_gradients_equal_trls(
+    kind: str, beta: float, temperature: float, budget: int, tmp_path: Path
+) -> None:
+    model = tiny_model(kind)
+    twin = copy.deepcopy(model)
+    ours = make_trainer(tmp_path / "ours", model, algo={"beta": beta, "temperature": temperature})
+    calls = near_policy(ours, make_calls(8))
+    loss, found = gradients(ours, calls, budget)
+    expected_loss, expected = trl_gradients(twin, calls, tmp_path / "trl", beta, temperature)
+    assert 0.0 < ours.totals.metrics(ours.reduce)["train/clip_share"] < 1.0
+    assert loss == pytest.approx(expected_loss, abs=1e-5)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).norm()) <= 1e-4 * float(gradient.norm()), name
+
+
+def test_the_differential_test_can_fail(tmp_path: Path) -> None:
+    model = tiny_model()
+    twin = copy.deepcopy(model)
+    ours = make_trainer(tmp_path / "ours", model, algo={"beta": BETA})
+    calls = near_policy(ours, make_calls(8))
+    loss, _ = gradients(ours, calls)
+    advantages = tuple(advantage + 1 for advantage in calls[0].entries[0].advantages)
+    entry = TrainEntry(advantages=advantages, weights=calls[0].entries[0].weights)
+    other = replace(calls[0], entries=(entry,))
+    expected_loss, _ = trl_gradients(twin, [other, *calls[1:]], tmp_path / "trl", BETA, 1.0)
+    assert abs(loss - expected_loss) > 1e-3
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("get_train_dataloader", ["self"]),
+        ("training_step", ["self", "model", "inputs", "num_items_in_batch"]),
+        ("_clip_grad_norm", ["self", "model"]),
+        ("_save_checkpoint", ["self", "model", "trial"]),
+        ("floating_point_ops", ["self", "inputs"]),
+        ("_send_telemetry", ["self"]),
+        ("_save_optimizer_and_scheduler", ["self", "output_dir"]),
+        ("_save_scaler", ["self", "output_dir"]),
+        ("_save_rng_state", ["self", "output_dir"]),
+        ("compute_loss_context_manager", ["self"]),
+        ("_get_learning_rate", ["self"]),
+    ],
+)
+def test_contract_with_trl_and_transformers(name: str, expected: list[str]) -> None:
+    """What the seam overrides or calls still exists, with these parameters."""
+    assert parameters(getattr(GRPOTrainer, name)) == expected
+
+
+def test_contract_train_and_save_model() -> None:
+    assert parameters(GRPOTrainer.train)[:2] == ["self", "resume_from_checkpoint"]
+    assert parameters(GRPOTrainer.save_model) == ["self", "output_dir", "_internal_call"]
+
+
+def test_trls_own_reward_path_can_never_run(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(RuntimeError, match="rewards come from mmrl"):
+        trainer.reward_funcs[0](prompts=["a"], completions=["b"])
+
+
+def test_a_run_is_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = make_trainer(tmp_path, steps=2, save_every=1)
+    trainer.train()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == ""
+    assert trainer.args.report_to == []
+    assert transformers.PrinterCallback not in {type(c) for c in trainer.callback_handler.callbacks}

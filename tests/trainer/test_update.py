@@ -1,0 +1,403 @@
+"""One step of the trainer: what is trained, how often, and what it costs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
+
+from mmrl.config import LoraConfig
+from mmrl.errors import ConfigError, MmrlError, TooManyFailures
+from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
+from tests.helpers.trainer_cases import LORA, SIZES, gradients, make_calls, make_trainer, tiny_model, without_advantage
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+
+
+def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).abs().max()) <= tolerance * max(1.0, float(gradient.abs().max())), name
+
+
+@pytest.mark.parametrize("budget", [64, 80, 130])
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_law_11_no_split_changes_loss_or_gradients(budget: int, lora: LoraConfig | None, tmp_path: Path) -> None:
+    calls = make_calls(12, seed=3)
+    model = tiny_model("qwen3" if lora else "gpt2", dtype=torch.float64)
+    trainer = make_trainer(tmp_path, model, lora=lora, algo={"beta": 0.1})
+    if lora:
+        trainer.model.double()
+    loss, expected = gradients(trainer, calls, 16384)
+    assert len(trainer._packs(StepBatch(step=1, calls=calls))[0]) == 1
+    split_loss, found = gradients(trainer, calls, budget)
+    assert len(trainer._packs(StepBatch(step=1, calls=calls))[0]) > 1
+    assert split_loss == pytest.approx(loss, abs=1e-10)
+    close(found, expected, 1e-8)
+
+
+def test_order_of_calls_does_not_matter(tmp_path: Path) -> None:
+    calls = make_calls(9, seed=4)
+    trainer = make_trainer(tmp_path, tiny_model(dtype=torch.float64))
+    loss, expected = gradients(trainer, calls, 70)
+    shuffled = random.Random(0).sample(calls, len(calls))
+    other_loss, found = gradients(trainer, shuffled, 70)
+    assert other_loss == pytest.approx(loss, abs=1e-10)
+    close(found, expected, 1e-8)
+
+
+def test_law_9_tokens_of_weight_0_have_exactly_no_gradient(tmp_path: Path) -> None:
+    call = make_calls(1, seed=5)[0]
+    tokens = len(call.completion_ids)
+    advantages = tuple(1.0 + t for t in range(tokens))
+
+    def with_tail(advantage: float) -> TrainCall:
+        """The last token has weight 0; nothing but its own loss depends on its id."""
+        entry = TrainEntry(advantages=(*advantages[:-1], advantage), weights=(*[1 / tokens] * (tokens - 1), 0.0))
+        return replace(call, completion_ids=(*call.completion_ids[:-1], 2 + int(advantage)), entries=(entry,))
+
+    trainer = make_trainer(tmp_path)
+    loss, expected = gradients(trainer, [with_tail(3.0)])
+    other_loss, found = gradients(trainer, [with_tail(30.0)])
+    assert other_loss == loss != 0
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_law_9_prompts_are_never_targets(tmp_path: Path) -> None:
+    """Logits exist for completion tokens only, so nothing else can have a gradient from the loss."""
+    model = tiny_model("llama")
+    seen: list[torch.Tensor] = []
+    model.get_output_embeddings().register_forward_hook(lambda _, args, out: seen.append(out))
+    trainer = make_trainer(tmp_path, model)
+    calls = make_calls(5, seed=6)
+    gradients(trainer, calls)
+    assert sum(out.shape[1] for out in seen) == sum(len(call.completion_ids) for call in calls)
+
+
+def test_entries_of_one_call_equal_as_many_calls(tmp_path: Path) -> None:
+    calls = make_calls(3, seed=7)
+    tokens = len(calls[0].completion_ids)
+    extra = TrainEntry(advantages=(-0.7,) * tokens, weights=tuple(0.1 + 0.01 * t for t in range(tokens)))
+    first = calls[0].entries[0]
+    joined = [replace(calls[0], entries=(first, extra, first)), *calls[1:]]
+    copies = [replace(calls[0], id=f"copy{number}", entries=(entry,)) for number, entry in enumerate((extra, first))]
+    apart = [calls[0], *copies, *calls[1:]]
+    trainer = make_trainer(tmp_path, tiny_model("gpt2", dtype=torch.float64), algo={"beta": 0.05})
+    loss, found = gradients(trainer, joined)
+    forwarded = trainer.totals.plain[0].item()
+    expected_loss, expected = gradients(trainer, apart)
+    assert loss == pytest.approx(expected_loss, abs=1e-10)
+    close(found, expected, 1e-8)
+    assert forwarded == trainer.totals.plain[0].item()  # equal calls share their row
+
+
+def test_turns_of_one_context_share_a_row_and_change_no_number(tmp_path: Path) -> None:
+    whole = make_calls(4, seed=9)
+    turns = []
+    for call in whole:
+        context = call.prompt_ids + call.completion_ids + (7, 8)
+        later = replace(make_calls(1, seed=len(context))[0], id=f"{call.id}+", prompt_ids=context)
+        turns += [call, later]
+    trainer = make_trainer(tmp_path, tiny_model("gpt2", dtype=torch.float64), algo={"beta": 0.05})
+    loss, found = gradients(trainer, turns)
+    together = trainer.totals.plain[0].item()
+    parts = [gradients(trainer, [call]) for call in turns]
+    assert loss == pytest.approx(sum(part for part, _ in parts), abs=1e-10)
+    close(found, {name: torch.stack([part[name] for _, part in parts]).sum(0) for name in found}, 1e-8)
+    packs = trainer._packs(StepBatch(step=1, calls=turns))[0]
+    assert [pack.input_ids.shape[0] for pack in packs] == [4]
+    assert together == packs[0].forwarded
+
+
+def test_a_step_without_work_counts_and_changes_nothing(tmp_path: Path) -> None:
+    """Even with momentum and weight decay: an update from nothing must not drift."""
+
+    def calls(step: int) -> list[TrainCall]:
+        return without_advantage(make_calls(4)) if step == 2 else make_calls(4)
+
+    snapshots, steps = [], []
+    trainer: Any = None
+
+    def on_step_end(step: int, metrics: dict[str, float]) -> None:
+        snapshots.append(weights_of(trainer))
+        steps.append(metrics)
+
+    trainer = make_trainer(tmp_path, calls=calls, on_step_end=on_step_end, steps=3, weight_decay=0.1)
+    trainer.train()
+    assert changed(snapshots[0], snapshots[1]) == set()
+    assert changed(snapshots[1], snapshots[2])
+    assert [m["train/calls_skipped"] for m in steps] == [0, 4, 0]
+    assert steps[1]["train/tokens_forwarded"] == 0
+    assert steps[1]["train/loss"] == 0
+    assert trainer.state.global_step == 3
+
+
+def test_zero_advantages_still_pull_towards_the_reference(tmp_path: Path) -> None:
+    calls = without_advantage(make_calls(4))
+    seen: list[dict[str, float]] = []
+    trainer = make_trainer(tmp_path, calls=calls, algo={"beta": 0.5}, on_step_end=lambda s, m: seen.append(m), steps=2)
+    with torch.no_grad():
+        trainer.model.model.norm.weight.mul_(1.2)
+    trainer.train()
+    assert seen[0]["train/kl"] > seen[1]["train/kl"] > 0
+
+
+def test_an_empty_completion_is_skipped(tmp_path: Path) -> None:
+    calls = make_calls(3)
+    entry = TrainEntry(advantages=(), weights=())
+    empty = TrainCall(id="e", module="a", prompt_ids=(1,), completion_ids=(), entries=(entry,))
+    trainer = make_trainer(tmp_path)
+    loss, _ = gradients(trainer, [*calls, empty])
+    assert trainer.batch_metrics["train/calls_skipped"] == 1
+    assert loss == gradients(trainer, calls)[0]
+    assert [len(values) for values in trainer.policy_logprobs([empty, calls[0]])] == [0, len(calls[0].completion_ids)]
+
+
+def test_order_of_callbacks_modes_and_optimizer_steps(tmp_path: Path) -> None:
+    events: list[Any] = []
+    trainer: Any = None
+
+    def next_batch(step: int) -> StepBatch:
+        events.append(("batch", step, trainer.model.training, trainer.state.global_step))
+        return StepBatch(step=step, calls=make_calls(8, minibatches=2), minibatches=2, metrics={"mine": 7.0})
+
+    def on_step_end(step: int, metrics: dict[str, float]) -> None:
+        events.append(("end", step, trainer.model.training, trainer.state.global_step))
+        assert metrics["mine"] == 7.0
+
+    trainer = make_trainer(
+        tmp_path, next_batch=next_batch, on_step_end=on_step_end, steps=2, algo={"epochs": 2, "minibatches": 2}
+    )
+    trainer.train()
+    assert events == [("batch", 1, False, 0), ("end", 1, False, 4), ("batch", 2, False, 4), ("end", 2, False, 8)]
+
+
+def test_minibatches_are_separate_updates_with_old_logprobs_of_the_sampler(tmp_path: Path) -> None:
+    """Two mini-batches equal two runs of one optimizer step each, the second from the first one's weights."""
+    calls = make_calls(8, minibatches=2)
+    both = make_trainer(tmp_path / "both", calls=calls, algo={"minibatches": 2})
+    both.train()
+    halves = [[replace(c, minibatch=0) for c in calls if c.minibatch == half] for half in (0, 1)]
+    apart = make_trainer(tmp_path / "apart", calls=lambda step: halves[step - 1], steps=2)
+    apart.train()
+    assert changed(weights_of(both), weights_of(apart)) == set()
+
+
+def test_a_batch_with_other_minibatches_than_configured_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, calls=make_calls(4, minibatches=2))
+    with pytest.raises(MmrlError, match=r"step 1: mini-batches must be 0 to 0 \(algo.minibatches\)"):
+        trainer.train()
+
+
+def test_recomputed_old_logprobs_make_the_first_ratio_one(tmp_path: Path) -> None:
+    seen: list[dict[str, float]] = []
+    kwargs: dict[str, Any] = {"on_step_end": lambda s, m: seen.append(m), "old_logprobs": "recompute", "lr": 0.0}
+    make_trainer(tmp_path / "one", **kwargs).train()
+    make_trainer(tmp_path / "many", algo={"epochs": 2, "minibatches": 2}, **kwargs).train()
+    for metrics in seen:
+        assert metrics["train/ratio_mean"] == pytest.approx(1, abs=1e-5)
+        assert metrics["train/logprob_gap_mean"] > 0.1  # the sampler's made-up numbers are still compared with
+
+
+def test_recomputed_old_logprobs_are_those_before_the_first_update(tmp_path: Path) -> None:
+    """The second epoch's ratio must be against the sampling weights, not against itself."""
+    seen: list[dict[str, float]] = []
+    trainer = make_trainer(
+        tmp_path, old_logprobs="recompute", algo={"epochs": 3}, lr=1e-2, on_step_end=lambda s, m: seen.append(m)
+    )
+    trainer.train()
+    assert abs(seen[0]["train/ratio_mean"] - 1) > 1e-3
+
+
+def test_calls_without_sampling_logprobs_are_recomputed(tmp_path: Path) -> None:
+    calls = [replace(call, old_logprobs=None) for call in make_calls(4)]
+    seen: list[dict[str, float]] = []
+    for epochs in (1, 2):
+        kwargs: dict[str, Any] = {"on_step_end": lambda s, m: seen.append(m), "lr": 0.0, "algo": {"epochs": epochs}}
+        make_trainer(tmp_path / str(epochs), calls=calls, **kwargs).train()
+    assert [m["train/ratio_mean"] for m in seen] == pytest.approx([1, 1], abs=1e-5)
+    assert all("train/logprob_gap_mean" not in m for m in seen)
+
+
+def test_gap_between_sampler_and_trainer_is_zero_when_they_agree(tmp_path: Path) -> None:
+    seen: list[dict[str, float]] = []
+    trainer: Any = None
+    trainer = make_trainer(
+        tmp_path,
+        calls=lambda step: [
+            replace(c, old_logprobs=lp)
+            for c, lp in zip(make_calls(), trainer.policy_logprobs(make_calls()), strict=True)
+        ],
+        on_step_end=lambda s, m: seen.append(m),
+        algo={"temperature": 0.6},
+        steps=2,
+    )
+    trainer.train()
+    for metrics in seen:
+        assert metrics["train/logprob_gap_max"] < 1e-5
+        assert metrics["train/ratio_mean"] == pytest.approx(1, abs=1e-5)
+        assert metrics["train/clip_share"] == 0
+
+
+def make_gemma() -> Any:
+    return Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.0, attn_logit_softcapping=None)
+
+
+def make_granite() -> Any:
+    return GraniteConfig(**SIZES, logits_scaling=3.0)
+
+
+def make_cohere() -> Any:
+    return CohereConfig(**SIZES, logit_scale=0.3)
+
+
+@pytest.mark.parametrize("config", [make_gemma, make_granite, make_cohere])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_use_the_models_own_head(config: Callable[[], Any], temperature: float, tmp_path: Path) -> None:
+    """Soft caps, logit scales and tied heads: equal to log-softmax over the model's logits, one call at a time."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config()).eval()
+    trainer = make_trainer(tmp_path, model, algo={"temperature": temperature}, microbatch_tokens=64)
+    calls = make_calls(6)
+    for call, found in zip(calls, trainer.policy_logprobs(calls), strict=True):
+        ids = torch.tensor([call.prompt_ids + call.completion_ids])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, len(call.prompt_ids) - 1 : -1]
+        expected = torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(call.completion_ids)[:, None])
+        assert list(found) == pytest.approx(expected[:, 0].tolist(), abs=1e-4)
+
+
+def test_entropy_is_of_the_distribution_at_the_sampling_temperature(tmp_path: Path) -> None:
+    (call,) = make_calls(1)
+    seen: list[dict[str, float]] = []
+    model = tiny_model()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([call.prompt_ids + call.completion_ids])).logits[0]
+    logits = logits[len(call.prompt_ids) - 1 : -1] / 0.5
+    expected = torch.distributions.Categorical(logits=logits).entropy().mean()
+    make_trainer(
+        tmp_path, model, calls=[call], algo={"temperature": 0.5}, on_step_end=lambda s, m: seen.append(m)
+    ).train()
+    assert seen[0]["train/entropy"] == pytest.approx(float(expected), abs=1e-5)
+    assert seen[0]["module/a/entropy"] == seen[0]["train/entropy"]
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_reference_is_the_policy_as_it_was_at_the_start(lora: LoraConfig | None, tmp_path: Path) -> None:
+    calls = make_calls()
+    trainer = make_trainer(tmp_path, lora=lora, algo={"beta": 0.1}, steps=3, lr=1e-2)
+    before = trainer.policy_logprobs(calls)
+    trainer.train()
+    after = trainer.policy_logprobs(calls)
+    assert trainer.policy_logprobs(calls, reference=True) == before != after
+
+
+def test_without_beta_no_reference_is_kept(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(MmrlError, match=r"algo\.beta"):
+        trainer.policy_logprobs(make_calls(), reference=True)
+
+
+def test_lora_trains_adapters_alone_and_without_dropout_in_old_and_reference(tmp_path: Path) -> None:
+    calls = make_calls()
+    lora = LORA.model_copy(update={"dropout": 0.5})
+    trainer = make_trainer(tmp_path, lora=lora, calls=calls, algo={"beta": 0.1}, steps=2)
+    before = weights_of(trainer)
+    trainer.train()
+    after = weights_of(trainer)
+    assert changed(before, after)
+    assert all("lora_" in name for name in changed(before, after))
+    trainer.model.train()
+    assert trainer.policy_logprobs(calls) == trainer.policy_logprobs(calls)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "expected"),
+    [
+        ("constant", 0, [1e-3] * 4),
+        ("constant_with_warmup", 2, [0, 5e-4, 1e-3, 1e-3]),
+        ("linear", 0, [1e-3, 7.5e-4, 5e-4, 2.5e-4]),
+        ("cosine", 0, [1e-3, 8.5355339e-4, 5e-4, 1.4644661e-4]),
+    ],
+)
+def test_schedules_count_optimizer_steps(schedule: str, warmup: int, expected: list[float], tmp_path: Path) -> None:
+    rates: list[float] = []
+    trainer = make_trainer(tmp_path, steps=2, algo={"epochs": 2}, schedule=schedule, warmup_steps=warmup)
+    step = trainer.training_step
+    trainer.training_step = lambda *a, **k: (rates.append(trainer._get_learning_rate()), step(*a, **k))[1]  # type: ignore[method-assign,func-returns-value]
+    trainer.train()
+    assert rates == pytest.approx(expected)
+
+
+def test_gradient_clipping_reports_the_norm_before_it(tmp_path: Path) -> None:
+    seen: list[dict[str, float]] = []
+    norms = [
+        make_trainer(tmp_path / str(clip), grad_clip=clip, on_step_end=lambda s, m: seen.append(m), lr=1e-6).train()
+        for clip in (0.01, 100.0)
+    ]
+    assert len(norms) == 2
+    assert seen[0]["train/grad_norm"] == seen[1]["train/grad_norm"] > 0.01
+
+
+def test_a_loss_that_is_not_a_number_stops_before_the_weights_are_touched(tmp_path: Path) -> None:
+    call = make_calls(1)[0]
+    entry = replace(call.entries[0], advantages=(float("nan"),) * len(call.completion_ids))
+    trainer = make_trainer(tmp_path, calls=[replace(call, entries=(entry,))])
+    before = weights_of(trainer)
+    with pytest.raises(MmrlError, match=r"step 1: the loss is nan"):
+        trainer.train()
+    assert changed(before, weights_of(trainer)) == set()
+
+
+def test_bfloat16_models_train_in_float32_weights_under_autocast(tmp_path: Path) -> None:
+    seen: list[dict[str, float]] = []
+    model = tiny_model(dtype=torch.bfloat16)
+    trainer = make_trainer(tmp_path, model, lr=1e-6, on_step_end=lambda s, m: seen.append(m))
+    before = weights_of(trainer)
+    trainer.train()
+    after = weights_of(trainer)
+    assert {value.dtype for value in after.values()} == {torch.float32}
+    # bfloat16 weights would have swallowed an update of 1e-6.
+    assert len(changed(before, after)) == len(after)
+    assert trainer.accelerator.mixed_precision == "bf16"
+
+
+def test_settings_without_effect_are_refused_together(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_trainer(tmp_path, schedule="constant", warmup_steps=5, steps=2)
+    assert [p.split(":")[0] for p in caught.value.problems] == ["train.warmup_steps", "train.warmup_steps"]
+
+
+def test_too_many_failures_leave_the_last_step_saved(tmp_path: Path) -> None:
+    def next_batch(step: int) -> StepBatch:
+        if step == 3:
+            raise TooManyFailures("step 3: all failed")
+        return StepBatch(step=step, calls=make_calls())
+
+    trainer = make_trainer(tmp_path, next_batch=next_batch, steps=5)
+    with pytest.raises(TooManyFailures):
+        trainer.train()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_gradient_checkpointing_changes_no_weight(lora: LoraConfig | None, tmp_path: Path) -> None:
+    found = []
+    for checkpointing in (False, True):
+        trainer = make_trainer(tmp_path / str(checkpointing), lora=lora, steps=2, checkpointing=checkpointing)
+        trainer.train()
+        assert trainer.args.gradient_checkpointing is checkpointing
+        found.append(weights_of(trainer))
+    assert all(torch.allclose(found[0][name], found[1][name], atol=1e-6) for name in found[0])
