@@ -1,7 +1,8 @@
 """Poor habits for the tiny model: demonstrations of which a share is done badly, each module in one recognisable way.
 
-The last phase of `scripts/tiny_model/build.py`. A model that is merely undertrained has nothing for reinforcement learning
-to choose from in a few minutes; one with mixed habits has: both ways are in its samples, and the reward tells them apart.
+The last phase of `scripts/tiny_model/build.py`. A model that is merely undertrained has nothing for reinforcement
+learning to choose from in a few minutes; one with mixed habits has: both ways are in its samples, and the reward tells
+them apart.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stock phrases as single tokens: how a tiny model's tokenizer grows for programs whose prompts are mostly boilerplate.
 
 Used by `scripts/tiny_model/build.py` for models that continue an earlier one. A DSPy prompt is some 250 tokens of
-instructions around a dozen that matter; in a world of two dozen prompts each instruction is one phrase, and a tiny model needs no
-more than to know which. Prompts then have a fifth of their tokens, in the build and in every run.
+instructions around a dozen that matter; in a world of two dozen prompts each instruction is one phrase, and a tiny
+model needs no more than to know which. Prompts then have a fifth of their tokens, in the build and in every run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Recipes of the tiny models that ship with mmrl: which programs each learns, from what, in which phases.
 
-Read by `scripts/tiny_model/build.py`. A new program joins by being listed in a recipe's `tasks`, with shares of its modules
-in its phases.
+Read by `scripts/tiny_model/build.py`. A new program joins by being listed in a recipe's `tasks`, with shares of its
+modules in its phases.
 """
 
 from __future__ import annotations
