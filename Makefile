@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help setup train compare bench bench-retrieval test check format docs tiny clean vllm-cpu test-vllm
+.PHONY: help setup train compare bench bench-retrieval test check house format docs tiny clean vllm-cpu test-vllm
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ check: $(STAMP) ## format, lint, types and import contract, without changing any
 	$(BIN)/ruff check mmrl tests scripts
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+house: ## measure the structure of the package against its targets; ARGS='--verbose' or '--check'
+	@$(PYTHON) -m scripts.house $(ARGS)
 
 format: $(STAMP) ## format and fix what can be fixed
 	$(BIN)/ruff format mmrl tests scripts
