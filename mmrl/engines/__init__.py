@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mmrl.config import EngineConfig
-from mmrl.engines.base import Completion, Elsewhere, Engine, Request, Sampling, Setup, Tokenizer
+from mmrl.engines.base import Completion, Engine, EngineSetup, NullEngine, Request, Sampling
 from mmrl.errors import ConfigError, unknown
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 ENGINES: dict[str, str] = {
     "transformers": "mmrl.engines.embedded.engine:TransformersEngine",
@@ -18,7 +23,7 @@ ENGINES: dict[str, str] = {
 """Name in `engine.name` -> `module:class`, imported when it is asked for, since engines import torch."""
 
 
-def engine_class(name: str) -> Any:
+def engine_class(name: str) -> Callable[..., Engine]:
     """The class of one engine.
 
     Raises:
@@ -27,24 +32,29 @@ def engine_class(name: str) -> Any:
     if name not in ENGINES:
         raise ConfigError(unknown("engine.name", name, ENGINES))
     module, _, attribute = ENGINES[name].partition(":")
-    return getattr(import_module(module), attribute)
+    kind: Callable[..., Engine] = getattr(import_module(module), attribute)
+    return kind
 
 
-def build_engine(config: EngineConfig, model: Any, tokenizer: Any, setup: Setup) -> Any:
+def build_engine(
+    config: EngineConfig, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, setup: EngineSetup
+) -> Engine:
     """The engine of a run.
 
     Args:
         model: the trainer's model; None for engines that need none in this process (`needs_model`).
     """
-    from mmrl.engines.endpoint import routed
+    from mmrl.engines.endpoint import with_endpoints
 
-    return routed(_own_engine(config, model, tokenizer, setup), config, tokenizer)
+    return with_endpoints(_engine(config, model, tokenizer, setup), config, tokenizer)
 
 
-def _own_engine(config: EngineConfig, model: Any, tokenizer: Any, setup: Setup) -> Any:
-    made = engine_class(config.name)
+def _engine(
+    config: EngineConfig, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, setup: EngineSetup
+) -> Engine:
+    build = engine_class(config.name)
     if config.name == "transformers":
-        return made(
+        return build(
             model,
             tokenizer,
             config,
@@ -56,8 +66,8 @@ def _own_engine(config: EngineConfig, model: Any, tokenizer: Any, setup: Setup) 
     if config.name == "openai":
         from mmrl.engines.endpoint import named
 
-        return made(named(config, setup.served), tokenizer, "engine.endpoint")
-    return made(model, tokenizer, config, setup)
+        return build(named(config, setup.served), tokenizer, "engine.endpoint")
+    return build(model, tokenizer, config, setup)
 
 
 def problems(
@@ -139,12 +149,6 @@ def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, f
     return []
 
 
-def described(engine: Any) -> dict[str, str]:
-    """Facts for a summary: the endpoints that were asked, how often and for how much; none of other engines."""
-    found: dict[str, str] = engine.describe() if hasattr(engine, "describe") else {}
-    return found
-
-
 def serves_all(name: str) -> bool:
     """Whether one server generates for all processes of a run, so that one of them samples for all."""
     return name == "vllm_server"
@@ -158,14 +162,12 @@ def needs_model(name: str) -> bool:
 __all__ = [
     "ENGINES",
     "Completion",
-    "Elsewhere",
     "Engine",
+    "EngineSetup",
+    "NullEngine",
     "Request",
     "Sampling",
-    "Setup",
-    "Tokenizer",
     "build_engine",
-    "described",
     "engine_class",
     "needs_model",
     "problems",

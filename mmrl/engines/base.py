@@ -5,12 +5,17 @@ Engines know nothing of programs or rewards. Programs run concurrently and reach
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from mmrl.config import ModelConfig
+from mmrl.errors import EngineFailure
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +36,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One generation asked for."""
+    """One generation to make."""
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
@@ -50,16 +55,16 @@ class Completion:
     ids: tuple[int, ...]
     """Sampled ids, the end-of-turn token included when it was sampled; length T >= 1."""
     logprobs: tuple[float, ...] | None
-    """log-softmax(logits / T) over the full vocabulary, before top-p and top-k; length T. None: the engine cannot
-    say under these sampling settings, so the trainer computes them."""
+    """log-softmax(logits / T) over the full vocabulary, before top-p and top-k; length T. None: the engine has none
+    under these sampling settings, so the trainer computes them."""
     finish: str
     """`eos`, `stop` or `length`."""
     policy_version: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What an engine is told beyond `engine.*`."""
+class EngineSetup:
+    """What an engine is built with beyond `engine.*`."""
 
     max_context: int | None = None
     """Most tokens of prompt and completion together, at most the model's own limit; None: that limit."""
@@ -67,7 +72,7 @@ class Setup:
     """torch threads of heavy work (`hardware.threads`)."""
     adapters: Mapping[str, str] | None = None
     """Module name -> adapter name, where modules have weights of their own."""
-    initial: Any = None
+    initial: nn.Module | None = None
     """A model, never trained, for the modules whose name in `adapters` is `mmrl.models.policy.INITIAL`."""
     weights: ModelConfig | None = None
     """What a server loads before any push."""
@@ -84,74 +89,85 @@ class Setup:
     """The policy's name at an endpoint."""
 
 
-class Engine(Protocol):
-    """Async generation with continuous batching.
+class Engine(ABC):
+    """Async generation with continuous batching; everything that a stage, an evaluation or a program asks of an engine.
 
-    `live()` tells how many programs are running, so that a deterministic schedule knows when all have asked:
-    every program enters it when it starts (`enter`) and leaves it when it ends (`leave`).
+    Only `generate` has to be written; the other members have defaults that fit an engine which holds nothing, serves
+    fixed weights and need not know which programs run.
+
+    An engine with a deterministic schedule decodes when every running program has a request in it: `enter` and `leave`
+    tell it how many there are.
     """
 
-    policy_version: int
+    policy_version: int = 0
+    """Number of optimiser steps behind the weights that are served; -1: none pushed yet."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds so far during which something was being generated."""
+        return 0.0
+
+    @abstractmethod
+    async def generate(self, request: Request) -> Completion:
+        """One completion.
+
+        Raises:
+            LengthFailure: the prompt alone fills the context.
+            EngineFailure: the request is impossible, or the engine failed.
+        """
+
+    def enter(self) -> None:  # noqa: B027 - a default, not an omission
+        """A program starts (or is about to: siblings are entered before a fork point's own request)."""
+
+    def leave(self) -> None:  # noqa: B027
+        """A program has ended."""
+
+    def set_version(self, version: int, state: Mapping[str, Tensor] | None = None) -> None:
+        """The trainer's weights are policy `version` now: serve them from the next request on.
+
+        Args:
+            state: the weights by name, where processes share them and none holds them whole; None: they are whole in
+                the model that the engine was built with.
+
+        Raises:
+            SyncFailure: the engine did not take them.
+            RuntimeError: requests are in flight; their tokens would come from two policies.
+        """
+        self.policy_version = version
+
+    def sleep(self) -> None:  # noqa: B027
+        """The trainer works now: free what can be freed. The next push of weights or request wakes the engine."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """For a step's record, by metric name."""
+        return {}
+
+    def endpoint_usage(self) -> Mapping[str, float]:
+        """The part of `metrics` that counts requests to endpoints (`endpoint/*`); counts of several engines add up."""
+        return {}
+
+    def describe(self) -> dict[str, str]:
+        """Facts for a run's summary: the endpoints that were asked, how often and for how much."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027
+        """Free what it holds (processes, memory, connections); may be called twice."""
+
+
+class NullEngine(Engine):
+    """For processes that do not sample, since the main one samples for all from one server."""
+
+    policy_version = -1
 
     async def generate(self, request: Request) -> Completion:
         """Raises `EngineFailure`."""
-        ...
-
-    def enter(self) -> None:
-        """A program starts (or is about to: siblings are entered before a fork point's own request)."""
-        ...
-
-    def leave(self) -> None:
-        """A program has ended."""
-        ...
-
-    def rest(self) -> None:
-        """The trainer works now: nothing is asked before the next push of weights, or the next call."""
-        ...
-
-    def metrics(self) -> Mapping[str, float]:
-        """What it has to say for a step's record."""
-        ...
-
-    def close(self) -> None:
-        """Free what it holds (processes, memory)."""
-        ...
+        raise EngineFailure("this process does not sample; the main process does")
 
 
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that mmrl uses."""
-
-    eos_token_id: int
-
-    def apply_chat_template(self, conversation: object, **kwargs: object) -> object:
-        """Messages to prompt ids."""
-        ...
-
-    def decode(self, token_ids: object, **kwargs: object) -> str:
-        """Ids to text."""
-        ...
-
-    def encode(self, text: str, **kwargs: object) -> list[int]:
-        """Text to ids."""
-        ...
-
-
-class Elsewhere:
-    """Stands for the engine in processes that do not sample, since the main one samples for all from one server."""
-
-    policy_version = -1
-    busy_s = 0.0
-
-    def set_version(self, version: int, state: Mapping[str, Any] | None = None) -> None:
-        """The main process has pushed it."""
-        self.policy_version = version
-
-    def rest(self) -> None:
-        """Nothing is held."""
-
-    def metrics(self) -> Mapping[str, float]:
-        """Nothing."""
-        return {}
-
-    def close(self) -> None:
-        """Nothing is held."""
+def total_usage(engines: Iterable[Engine]) -> dict[str, float]:
+    """`endpoint_usage` summed over engines."""
+    totals: dict[str, float] = {}
+    for engine in engines:
+        for name, count in engine.endpoint_usage().items():
+            totals[name] = totals.get(name, 0.0) + count
+    return totals

@@ -7,15 +7,19 @@ log-probabilities and is never trained on; its ids are those that the run's own 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from mmrl.config import EngineConfig
 from mmrl.config.endpoint import EndpointConfig
-from mmrl.engines.base import Completion, Request
+from mmrl.engines.base import Completion, Engine, Request, total_usage
 from mmrl.engines.openai import OpenAIChat, described
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.models.chat import encode_text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 SEEDS = 2**31
 """Endpoints take seeds below it."""
@@ -41,7 +45,7 @@ class _Clock:
             self.seconds += max(0.0, time.perf_counter() - self._other() - self._since)
 
 
-class EndpointEngine:
+class EndpointEngine(Engine):
     """One endpoint as an engine.
 
     Args:
@@ -53,10 +57,9 @@ class EndpointEngine:
         ConfigError: its key is not there.
     """
 
-    def __init__(self, settings: EndpointConfig, tokenizer: Any, path: str):
+    def __init__(self, settings: EndpointConfig, tokenizer: PreTrainedTokenizerBase, path: str):
         self.chat = OpenAIChat(settings, path)
         self.tokenizer = tokenizer
-        self.policy_version = 0
         self._clock = _Clock()
 
     @property
@@ -95,21 +98,12 @@ class EndpointEngine:
             ids += (self.tokenizer.eos_token_id,)
         return Completion(ids=ids, logprobs=None, finish=finish, policy_version=self.policy_version)
 
-    def enter(self) -> None:
-        """Nothing waits for programs here."""
-
-    def leave(self) -> None:
-        """Nothing waits for programs here."""
-
-    def rest(self) -> None:
-        """Nothing is held."""
-
-    def set_version(self, version: int, state: Mapping[str, Any] | None = None) -> None:
-        """Its weights are its own."""
-        self.policy_version = version
-
     def metrics(self) -> dict[str, float]:
-        """What was asked so far and what it cost."""
+        """Its counters."""
+        return self.endpoint_usage()
+
+    def endpoint_usage(self) -> dict[str, float]:
+        """Requests and tokens so far, and what they cost."""
         return self.chat.usage.metrics()
 
     def describe(self) -> dict[str, str]:
@@ -123,44 +117,57 @@ class EndpointEngine:
         self.chat.close()
 
 
-class Routed:
-    """An engine with endpoints beside it, each for one module; everything else is the engine's own."""
+class Router(Engine):
+    """An engine with endpoints beside it, each for one module; all other requests go to the engine."""
 
-    def __init__(self, engine: Any, endpoints: Mapping[str, EndpointEngine]):
+    def __init__(self, engine: Engine, endpoints: Mapping[str, EndpointEngine]):
         self.engine = engine
         self.endpoints = endpoints
-
-        self._clock = _Clock(lambda: float(self.engine.busy_s))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
+        self.policy_version = engine.policy_version
+        self._clock = _Clock(lambda: engine.busy_s)
 
     @property
     def busy_s(self) -> float:
         """Seconds of the engine, and those that only endpoints took."""
-        return float(self.engine.busy_s) + self._clock.seconds
+        return self.engine.busy_s + self._clock.seconds
 
     async def generate(self, request: Request) -> Completion:
         """Raises `EngineFailure`."""
         endpoint = self.endpoints.get(request.module)
         if endpoint is None:
-            completion: Completion = await self.engine.generate(request)
-            return completion
+            return await self.engine.generate(request)
         self._clock.start()
         try:
             return await endpoint.generate(request)
         finally:
             self._clock.end()
 
-    def set_version(self, version: int, *state: Any) -> None:
-        """The engine serves these weights now; what endpoints say is counted as said beside them."""
-        self.engine.set_version(version, *state)
+    def enter(self) -> None:
+        """See `Engine.enter`."""
+        self.engine.enter()
+
+    def leave(self) -> None:
+        """See `Engine.leave`."""
+        self.engine.leave()
+
+    def set_version(self, version: int, state: Mapping[str, Tensor] | None = None) -> None:
+        """The engine serves these weights now; endpoints' replies carry the version that they were given beside."""
+        self.engine.set_version(version, state)
         for endpoint in self.endpoints.values():
             endpoint.set_version(version)
+        self.policy_version = version
+
+    def sleep(self) -> None:
+        """See `Engine.sleep`."""
+        self.engine.sleep()
 
     def metrics(self) -> dict[str, float]:
         """The engine's, and sums over the endpoints."""
-        return {**self.engine.metrics(), **asked_metrics([self.engine, *self.endpoints.values()])}
+        return {**self.engine.metrics(), **self.endpoint_usage()}
+
+    def endpoint_usage(self) -> dict[str, float]:
+        """Sums over the endpoints, and over the engine where it is one."""
+        return total_usage([self.engine, *self.endpoints.values()])
 
     def describe(self) -> dict[str, str]:
         """The facts of all endpoints."""
@@ -175,29 +182,18 @@ class Routed:
             self.engine.close()
 
 
-def asked_metrics(engines: Iterable[Any]) -> dict[str, float]:
-    """Sums of `endpoint/*` over engines, of which any may be no endpoint."""
-    found: dict[str, float] = {}
-    for engine in engines:
-        own = engine.metrics() if isinstance(engine, EndpointEngine | Routed) else {}
-        for name, count in own.items():
-            if name.startswith("endpoint/"):
-                found[name] = found.get(name, 0.0) + count
-    return found
-
-
-def routed(engine: Any, config: EngineConfig, tokenizer: Any) -> Any:
-    """`engine`, with what `engine.endpoints` says beside it."""
+def with_endpoints(engine: Engine, config: EngineConfig, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    """`engine`, with those of `engine.endpoints` beside it."""
     if not config.endpoints:
         return engine
-    made: dict[str, EndpointEngine] = {}
+    endpoints: dict[str, EndpointEngine] = {}
     try:
         for module, settings in config.endpoints.items():
-            made[module] = EndpointEngine(settings, tokenizer, f"engine.endpoints.{module}")
+            endpoints[module] = EndpointEngine(settings, tokenizer, f"engine.endpoints.{module}")
     except BaseException:
-        Routed(engine, made).close()
+        Router(engine, endpoints).close()
         raise
-    return Routed(engine, made)
+    return Router(engine, endpoints)
 
 
 def named(config: EngineConfig, model: str) -> EndpointConfig:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmrl.engines.base import Completion, Request
+from mmrl.engines.base import Completion, Engine, Request
 from mmrl.errors import EngineFailure
 from mmrl.records import Example, Rollout
 from mmrl.rollout.context import Environment, SamplingSettings
@@ -52,8 +52,8 @@ def play(task: Task, example: Example, replies: Sequence[str | Mapping[str, Any]
 
 
 @dataclass(slots=True)
-class _Script:
-    """Implements `mmrl.engines.base.Engine`."""
+class _Script(Engine):
+    """Gives the replies of a list, in order."""
 
     task: Task
     replies: list[str | Mapping[str, Any]]
@@ -73,22 +73,6 @@ class _Script:
             reply = str(write(request.module, reply))
         ids = _ids(reply) or _ids(" ")
         return Completion(ids=ids, logprobs=(0.0,) * len(ids), finish="eos")
-
-    def enter(self) -> None:
-        """Nothing to count."""
-
-    def leave(self) -> None:
-        """Nothing to count."""
-
-    def rest(self) -> None:
-        """Nothing to hand over."""
-
-    def metrics(self) -> Mapping[str, float]:
-        """Nothing to say."""
-        return {}
-
-    def close(self) -> None:
-        """Nothing to free."""
 
 
 def _text(messages: Sequence[Message]) -> str:

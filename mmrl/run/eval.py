@@ -86,7 +86,6 @@ def resume_evaluation(folder: Path) -> int:
 def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     import torch
 
-    from mmrl.engines import described
     from mmrl.stages.environment import eval_settings, make_environment
     from mmrl.stages.evaluate import evaluate, evaluation_metrics, forget_failed, outside_failures
 
@@ -109,7 +108,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
                 results,
                 lambda chunk, forest: write_step(rundir, forest, evaluation=config.split, step=first + chunk),
             )
-            asked = described(engine)
+            asked = engine.describe()
         except KeyboardInterrupt:
             print(f"stopped; continue with: mmrl eval resume={rundir.path}", file=sys.stderr)
             raise
@@ -127,7 +126,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
 @contextmanager
 def evaluation_engine(config: EvalCommandConfig, policy: Policy, rundir: RunDir) -> Iterator[tuple[Any, Any]]:
     """The engine that serves `policy`, and the tokenizer; closed at the end."""
-    from mmrl.engines import Setup, build_engine, needs_model
+    from mmrl.engines import EngineSetup, build_engine, needs_model
     from mmrl.models.load import load_tokenizer
 
     weights = config.model.model_copy(update={"path": policy.base})
@@ -136,7 +135,7 @@ def evaluation_engine(config: EvalCommandConfig, policy: Policy, rundir: RunDir)
     serving: dict[str, Any] = {"adapters": policy.modules}
     if needs_model(config.engine.name):
         model, tokenizer, serving = load_policy(policy, config)
-    setup = Setup(
+    setup = EngineSetup(
         max_context=config.task.max_context,
         threads=config.hardware.threads,
         **serving,

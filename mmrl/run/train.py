@@ -182,7 +182,7 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
         text = finish(
             rundir,
             config,
-            {**task.describe(), **stage.assignment.describe(), **engines.described(stage.engine)},
+            {**task.describe(), **stage.assignment.describe(), **stage.engine.describe()},
             before,
             after,
             seconds=time.perf_counter() - started,
@@ -204,7 +204,7 @@ def build_stage(
     """Tokenizer, model, trainer, engine and the stage that ties them together."""
     import torch
 
-    from mmrl.engines import Setup, build_engine
+    from mmrl.engines import EngineSetup, build_engine
     from mmrl.models.load import load_model, load_tokenizer
     from mmrl.stages.weights import WeightStage
 
@@ -226,10 +226,10 @@ def build_stage(
     )
     trainer = stage.trainer(load_model(config.model, hardware.device), checkpoint)
     if stage.processes.one_samples and not processes.main:
-        stage.engine = engines.Elsewhere()
+        stage.engine = engines.NullEngine()
         return stage, trainer
     # The engine samples from the very module that is trained (wrapped by peft where there is an adapter).
-    setup = Setup(
+    setup = EngineSetup(
         max_context=config.task.max_context,
         threads=hardware.threads,
         adapters=stage.assignment.served,

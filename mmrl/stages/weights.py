@@ -17,7 +17,7 @@ from mmrl.algorithms import ALGORITHMS, assign_credit
 from mmrl.config import TrainCommandConfig
 from mmrl.config.algo import GroupConfig
 from mmrl.credit.entries import Credit
-from mmrl.engines.endpoint import asked_metrics
+from mmrl.engines.base import total_usage
 from mmrl.errors import SyncFailure, TooManyFailures
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.chat import encode_text, tokenizer_seconds
@@ -119,7 +119,7 @@ class WeightStage:
             if refills(self.config.algo):
                 return self._refilled_batch(examples, step)
             forest = self._sample(examples, step)
-            self.engine.rest()
+            self.engine.sleep()
         started = time.perf_counter()
         minibatch = minibatches(examples, self.config.algo.minibatches)
         credit = self._credit(forest, minibatch)
@@ -147,7 +147,7 @@ class WeightStage:
             rounds=algo.refill_rounds,
             key=key,
         )
-        self.engine.rest()
+        self.engine.sleep()
         minibatch = minibatches(filled.kept, algo.minibatches)
         trained = filled.trained
         credit = self._credit(trained, minibatch)
@@ -294,7 +294,7 @@ class WeightStage:
     def _asked(self) -> dict[str, float]:
         """What endpoints were asked so far and what it cost, by all processes together."""
         found: dict[str, float] = {}
-        for own in self.processes.gather(asked_metrics([self.engine, *self._other_engines()])):
+        for own in self.processes.gather(total_usage([self.engine, *self._other_engines()])):
             found |= {name: found.get(name, 0.0) + count for name, count in own.items()}
         return found
 

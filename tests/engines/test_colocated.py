@@ -16,7 +16,7 @@ import pytest
 from mmrl import engines
 from mmrl.cli import main
 from mmrl.config import EngineConfig, HardwareConfig, ModelConfig
-from mmrl.engines import Completion, Request, Sampling, Setup
+from mmrl.engines import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.vllm.colocated import VllmColocatedEngine
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import load_model, load_tokenizer
@@ -95,7 +95,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
 
 
 def build(tmp_path: Path, *, device: str = "cuda", **settings: Any) -> VllmColocatedEngine:
-    setup = Setup(max_context=64, weights=TINY, device=device, folder=tmp_path, samplings=((1.0, 1.0, 0),))
+    setup = EngineSetup(max_context=64, weights=TINY, device=device, folder=tmp_path, samplings=((1.0, 1.0, 0),))
     config = EngineConfig(name="vllm_colocated", **settings)
     return VllmColocatedEngine(load_model(TINY, "cpu"), load_tokenizer(TINY), config, setup)
 
@@ -126,10 +126,10 @@ def test_concurrent_requests_share_steps_and_come_back_to_whoever_asked(fake: Fa
 def test_it_sleeps_while_the_trainer_works_and_wakes_for_a_push_or_a_call(fake: FakeVllm, tmp_path: Path) -> None:
     engine = build(tmp_path)
     engine.set_version(0)
-    engine.rest()
-    engine.rest()
+    engine.sleep()
+    engine.sleep()
     assert asyncio.run(one(engine)).ids
-    engine.rest()
+    engine.sleep()
     engine.set_version(1)
     pushed = [event for event in fake.events if event[0] == "reload_weights"]
     assert fake.events == [*pushed[:1], "reset", ("sleep", 1), "wake", ("sleep", 1), "wake", *pushed[1:], "reset"]
@@ -141,7 +141,7 @@ def test_it_sleeps_while_the_trainer_works_and_wakes_for_a_push_or_a_call(fake: 
 def test_it_stays_awake_on_a_cpu_and_where_it_is_told_to(options: Any, fake: FakeVllm, tmp_path: Path) -> None:
     engine = build(tmp_path, **options)
     engine.set_version(0)
-    engine.rest()
+    engine.sleep()
     assert ("sleep", 1) not in fake.events
     engine.close()
 
@@ -230,7 +230,7 @@ def test_calls_that_were_given_up_are_gone_before_weights_change_or_vllm_sleeps(
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(one(engine, max_tokens=60), 0.15)
 
-    for change in (engine.rest, lambda: engine.set_version(1)):
+    for change in (engine.sleep, lambda: engine.set_version(1)):
         asyncio.run(give_up())
         change()
         assert not stepping.is_set() and fake.live == {}

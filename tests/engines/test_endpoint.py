@@ -8,8 +8,8 @@ import pytest
 from mmrl.cli import main
 from mmrl.config import EngineConfig, ModelConfig
 from mmrl.config.endpoint import EndpointConfig
-from mmrl.engines.base import Completion, Request, Sampling
-from mmrl.engines.endpoint import EndpointEngine, Routed, routed
+from mmrl.engines.base import Completion, Engine, Request, Sampling
+from mmrl.engines.endpoint import EndpointEngine, Router, with_endpoints
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.models.load import load_tokenizer
 from mmrl.report.journal import read_step
@@ -119,8 +119,10 @@ def test_a_request_whose_rollout_ran_out_of_time_counts_as_given_up(tokenizer):
     assert 0.1 < engine.busy_s < 1
 
 
-class Own:
+class Own(Engine):
     """The engine beside which endpoints answer."""
+
+    busy_s = 0.0
 
     def __init__(self):
         self.busy_s, self.versions, self.closed = 1.5, [], False
@@ -128,8 +130,8 @@ class Own:
     async def generate(self, request):
         return Completion(ids=(1,), logprobs=(-0.5,), finish="eos", policy_version=7)
 
-    def set_version(self, *given):
-        self.versions.append(given)
+    def set_version(self, version, state=None):
+        self.versions.append((version, state))
 
     def metrics(self):
         return {"engine/x": 1.0}
@@ -142,7 +144,7 @@ def test_each_module_asks_its_own_endpoint_and_the_others_the_engine(tokenizer):
     own = Own()
     with serving([chat_reply("left")]) as (left, _), serving([chat_reply("right")]) as (right, _):
         config = EngineConfig(endpoints={"a": settings(left), "b": settings(right)})
-        engine = routed(own, config, tokenizer)
+        engine = with_endpoints(own, config, tokenizer)
         engine.set_version(3, {"w": 1})
 
         async def all_of_them():
@@ -163,10 +165,10 @@ def test_the_engine_is_closed_where_an_endpoint_has_no_key(tokenizer, monkeypatc
     own = Own()
     config = EngineConfig(endpoints={"a": EndpointConfig(model="big", key_env="NO_SUCH_KEY")})
     with pytest.raises(ConfigError, match=r"engine\.endpoints\.a\.key_env: the environment variable NO_SUCH_KEY"):
-        routed(own, config, tokenizer)
+        with_endpoints(own, config, tokenizer)
     assert own.closed
-    assert routed(own, EngineConfig(), tokenizer) is own
-    assert not isinstance(own, Routed)
+    assert with_endpoints(own, EngineConfig(), tokenizer) is own
+    assert not isinstance(own, Router)
 
 
 def answers(seen):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mmrl.config import EngineConfig, ModelConfig
-from mmrl.engines import Completion, Request, Sampling, Setup
+from mmrl.engines import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.vllm.launch import exact, logprobs_mode, lora_rank, server_arguments, server_environment
 from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
@@ -96,7 +96,7 @@ def test_the_mode_of_log_probabilities() -> None:
 
 def test_how_the_server_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    setup = Setup(weights=TINY, device="cpu", threads=2, max_context=512)
+    setup = EngineSetup(weights=TINY, device="cpu", threads=2, max_context=512)
     made = server_arguments(EngineConfig(args=("--max-num-seqs=4",)), setup, "/weights", "raw", 2, 9)
     text = " ".join(made)
     for part in (
@@ -111,7 +111,7 @@ def test_how_the_server_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
         assert part in text
     assert made[-1] == "--max-num-seqs=4" and "--enforce-eager" in made
     assert "lora" not in " ".join(server_arguments(EngineConfig(), setup, "/weights", "raw", 0, 0))
-    on_gpu = Setup(weights=TINY, device="cuda")
+    on_gpu = EngineSetup(weights=TINY, device="cuda")
     assert "--gpu-memory-utilization 0.4" in " ".join(server_arguments(EngineConfig(), on_gpu, "/w", "raw", 0, 0))
     more = server_arguments(EngineConfig(gpu_memory=0.7), on_gpu, "/w", "raw", 0, 0)
     assert more[more.index("--gpu-memory-utilization") + 1] == "0.7"
@@ -144,7 +144,9 @@ def engine_at(url: str, tmp_path: Path, **settings: Any) -> VllmServerEngine:
     folders = {"default": str(tmp_path / "adapter")}
     (tmp_path / "adapter").mkdir(exist_ok=True)
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 8}')
-    return VllmServerEngine(None, load_tokenizer(TINY), config, Setup(weights=TINY, folder=tmp_path, folders=folders))
+    return VllmServerEngine(
+        None, load_tokenizer(TINY), config, EngineSetup(weights=TINY, folder=tmp_path, folders=folders)
+    )
 
 
 def asked(server: ScriptedServer, path: str) -> list[Any]:
@@ -305,7 +307,7 @@ def test_a_server_started_anew_on_a_gpu_has_the_full_weights_that_were_pushed(
     with serving(answering(reply([2]))) as (url, server):
         config = EngineConfig(name="vllm_server", url=url)
         engine = VllmServerEngine(
-            None, load_tokenizer(TINY), config, Setup(weights=TINY, folder=tmp_path, device="cuda")
+            None, load_tokenizer(TINY), config, EngineSetup(weights=TINY, folder=tmp_path, device="cuda")
         )
         monkeypatch.setattr(engine.policy, "save", lambda version, state: {"": tmp_path / f"v{version}"})
         engine.set_version(1)

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from mmrl.config import EndpointConfig, EngineConfig, JudgeConfig
-from mmrl.engines import Completion, Request, Sampling, Setup, build_engine
-from mmrl.engines.endpoint import routed
+from mmrl.engines import Completion, EngineSetup, Request, Sampling, build_engine
+from mmrl.engines.endpoint import with_endpoints
 from mmrl.models.chat import decode_text, render_prompt
 from mmrl.models.load import load_model, load_tokenizer
 from tests.helpers.agent_fakes import make, play
@@ -107,9 +107,9 @@ def test_the_server_is_looked_at_before_a_run(endpoint: dict[str, Any]) -> None:
 def test_a_module_at_an_endpoint_says_what_the_embedded_engine_says(endpoint: dict[str, Any]) -> None:
     """Greedy text of the same weights, through messages and chat completions."""
     tokenizer = load_tokenizer(TINY)
-    own = build_engine(EngineConfig(name="transformers"), load_model(TINY, "cpu"), tokenizer, Setup(threads=1))
+    own = build_engine(EngineConfig(name="transformers"), load_model(TINY, "cpu"), tokenizer, EngineSetup(threads=1))
     config = EngineConfig(name="transformers", endpoints={"answerer": EndpointConfig(**endpoint)})
-    engine = routed(own, config, tokenizer)
+    engine = with_endpoints(own, config, tokenizer)
     system = "Answer the question from the documents, as briefly as possible."
     asked = [
         ({"role": "system", "content": system}, {"role": "user", "content": f"Where was {name} born?"})

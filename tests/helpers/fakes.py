@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmrl import rng
-from mmrl.engines.base import Completion, Request
+from mmrl.engines.base import Completion, Engine, Request
 from mmrl.records import Call, Example
 from mmrl.rollout.context import Environment, SamplingSettings
 from mmrl.tasks.base import Demonstration, ModuleScore, Score
@@ -26,7 +26,7 @@ def spelled(ids: Sequence[int]) -> str:
 
 
 @dataclass
-class FakeEngine:
+class FakeEngine(Engine):
     """Answers each request with `answer(request)`, after a random pause; counts live programs like a real one."""
 
     answer: Answer
@@ -46,9 +46,6 @@ class FakeEngine:
 
     def leave(self) -> None:
         self.live -= 1
-
-    def close(self) -> None:
-        pass
 
 
 def seeded_letter(request: Request) -> str:

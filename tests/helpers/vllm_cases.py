@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from mmrl.config import EngineConfig, ModelConfig
-from mmrl.engines import Completion, Request, Sampling, Setup, build_engine
+from mmrl.engines import Completion, EngineSetup, Request, Sampling, build_engine
 from mmrl.models.chat import render_prompt
 from mmrl.models.load import load_model, load_tokenizer
 
@@ -44,8 +44,10 @@ def perturb(model: Any, seed: int) -> None:
                 parameter.add_(0.05 * noise if "lora_" in name else 0.02 * noise)
 
 
-def setup_in(folder: Path) -> Setup:
-    return Setup(max_context=1024, threads=1, weights=TINY, device="cpu", folder=folder, samplings=((0.7, 1.0, 0),))
+def setup_in(folder: Path) -> EngineSetup:
+    return EngineSetup(
+        max_context=1024, threads=1, weights=TINY, device="cpu", folder=folder, samplings=((0.7, 1.0, 0),)
+    )
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import yaml
 
 from mmrl.cli import main
 from mmrl.config import EngineConfig, HardwareConfig
-from mmrl.engines.base import Setup
+from mmrl.engines.base import EngineSetup
 from mmrl.engines.vllm.launch import server_environment
 from mmrl.errors import ConfigError
 from mmrl.records import Example
@@ -63,7 +63,7 @@ def test_with_one_server_the_main_process_samples_for_all():
 def test_gpus_of_the_managed_server(values, devices, monkeypatch):
     assert server_devices(profile(**values)) == devices
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,0,1,2,3")
-    setup = Setup(device=values.get("device", "cuda"), devices=devices)
+    setup = EngineSetup(device=values.get("device", "cuda"), devices=devices)
     seen = server_environment(EngineConfig(), setup).get("CUDA_VISIBLE_DEVICES")
     assert seen == {(7,): "3", (0, 1): "4,5", (): None}[devices]
 

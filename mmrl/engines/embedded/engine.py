@@ -6,21 +6,24 @@ Programs reach it through `rollout.context`; `stages.weights` tells it the polic
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mmrl.config import EngineConfig
-from mmrl.engines.base import Completion, Request, Tokenizer
+from mmrl.engines.base import Completion, Engine, Request
 from mmrl.engines.embedded.batcher import Batcher
 from mmrl.engines.embedded.decoder import Loop, RowDecoder
 from mmrl.engines.embedded.rows import Rules, eos_ids
 from mmrl.engines.embedded.select import AdapterLoop, choose
 from mmrl.models.policy import INITIAL
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-class TransformersEngine:
-    """Implements `mmrl.engines.base.Engine`.
+
+class TransformersEngine(Engine):
+    """Samples from the trainer's own module, so that weights are never copied between updates.
 
     Args:
         model: a Hugging Face causal LM, wrapped by peft or not, on the CPU or one GPU. It is shared with the trainer,
@@ -38,7 +41,7 @@ class TransformersEngine:
     def __init__(
         self,
         model: torch.nn.Module,
-        tokenizer: Tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         config: EngineConfig,
         *,
         max_context: int | None = None,
@@ -69,14 +72,13 @@ class TransformersEngine:
             parameters,
         )
         self._batcher = Batcher(self._decoder, config.schedule)
-        self.policy_version = 0
 
     @property
     def busy_s(self) -> float:
         """Seconds spent decoding so far."""
         return self._batcher.busy_s
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
         """The weights have changed and are policy `version` now.
 
         Raises:
@@ -104,13 +106,3 @@ class TransformersEngine:
         """
         self._decoder.rules.check(request)
         return await self._batcher.generate(request)
-
-    def rest(self) -> None:
-        """Nothing to hand over: the trainer's weights are the engine's."""
-
-    def metrics(self) -> Mapping[str, float]:
-        """Nothing: its gap and its times are the stage's."""
-        return {}
-
-    def close(self) -> None:
-        """Nothing is held but the model, which the caller owns."""

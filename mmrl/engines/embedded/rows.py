@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmrl import rng
-from mmrl.engines.base import Completion, Request, Tokenizer
+from mmrl.engines.base import Completion, Request
 from mmrl.errors import EngineFailure, LengthFailure
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 EDGE_TOKENS = 8
 """Tokens decoded before the earliest one that can hold a stop string: a decode's left edge may be off by one."""
@@ -51,7 +54,7 @@ class Rules:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         eos_ids: Iterable[int],
         vocabulary: int,
         max_context: int | None,

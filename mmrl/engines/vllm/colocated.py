@@ -18,16 +18,20 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmrl.config import EngineConfig
-from mmrl.engines.base import Completion, Request, Sampling, Setup, Tokenizer
+from mmrl.engines.base import Completion, Engine, EngineSetup, Request, Sampling
 from mmrl.engines.embedded.rows import Row
 from mmrl.engines.vllm.api import SEED_BITS
 from mmrl.engines.vllm.launch import engine_arguments, resources, sleep_problems, vllm_problems
-from mmrl.engines.vllm.policy import KEPT_VERSIONS, ServedPolicy, VllmScheduled
+from mmrl.engines.vllm.policy import KEPT_VERSIONS, ServedPolicy
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import model_path
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
 
 LOG = logging.getLogger("mmrl.engines")
 
@@ -59,8 +63,8 @@ class _Asked:
             self.loop.call_soon_threadsafe(hand_over)
 
 
-class VllmColocatedEngine(VllmScheduled):
-    """Implements `mmrl.engines.base.Engine`.
+class VllmColocatedEngine(Engine):
+    """vLLM in this process.
 
     Args:
         model: the trainer's model, whose weights are pushed; None: vLLM's own weights and `setup.folders`.
@@ -73,13 +77,20 @@ class VllmColocatedEngine(VllmScheduled):
         EngineFailure: vLLM did not start.
     """
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, config: EngineConfig, setup: Setup):
+    policy_version = -1
+    busy_s: float = 0.0
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None,
+        tokenizer: PreTrainedTokenizerBase,
+        config: EngineConfig,
+        setup: EngineSetup,
+    ):
         if found := vllm_problems(config) + sleep_problems(config, setup.device):
             raise ConfigError(found)
         self.policy = ServedPolicy(model, tokenizer, config, setup)
         self.config, self.setup = config, setup
-        self.policy_version = -1
-        self.busy_s = 0.0
         self._sleeps = setup.device != "cpu" if config.sleep is None else config.sleep
         self._asleep = False
         self._adapters: dict[str, Any] = {}
@@ -254,7 +265,7 @@ class VllmColocatedEngine(VllmScheduled):
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    def set_version(self, version: int, state: Mapping[str, Any] | None = None) -> None:
+    def set_version(self, version: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
         """The trainer's weights are policy `version` now: push them, and check that vLLM serves them.
 
         Args:
@@ -299,7 +310,7 @@ class VllmColocatedEngine(VllmScheduled):
             for number in self._loaded.pop(0):
                 self._vllm.remove_lora(number)
 
-    def _push_all(self, state: Mapping[str, Any] | None) -> None:
+    def _push_all(self, state: Mapping[str, torch.Tensor] | None) -> None:
         def weights() -> Iterator[tuple[str, Any]]:
             source = self.policy.model.state_dict() if state is None else state
             for name, tensor in source.items():
@@ -328,8 +339,8 @@ class VllmColocatedEngine(VllmScheduled):
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
-    def rest(self) -> None:
-        """See `Engine.rest`: vLLM's KV cache is freed and its weights wait in host memory (sleep level 1)."""
+    def sleep(self) -> None:
+        """See `Engine.sleep`: vLLM's KV cache is freed and its weights wait in host memory (sleep level 1)."""
         if self._sleeps and not self._asleep and not self._in_flight:
             self._settle()
             self._vllm.sleep(level=1)
@@ -339,10 +350,6 @@ class VllmColocatedEngine(VllmScheduled):
         if self._asleep:
             self._vllm.wake_up()
             self._asleep = False
-
-    def metrics(self) -> Mapping[str, float]:
-        """Nothing: its gap and its times are the stage's."""
-        return {}
 
     def close(self) -> None:
         """Stop the thread and vLLM; may be called twice."""

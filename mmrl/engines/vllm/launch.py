@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mmrl.config import EngineConfig
 from mmrl.config.base import is_address
-from mmrl.engines.base import Sampling, Setup
+from mmrl.engines.base import EngineSetup, Sampling
 from mmrl.errors import ConfigError
 from mmrl.models.load import model_path
 
@@ -100,7 +100,9 @@ def exact(mode: str, sampling: Sampling) -> bool:
     return sampling.top_p == 1.0 and sampling.top_k == 0
 
 
-def server_arguments(config: EngineConfig, setup: Setup, path: str, mode: str, adapters: int, rank: int) -> list[str]:
+def server_arguments(
+    config: EngineConfig, setup: EngineSetup, path: str, mode: str, adapters: int, rank: int
+) -> list[str]:
     """Arguments of vLLM's API server but for host and port; see `engine_arguments`."""
     arguments = engine_arguments(config, setup, path, mode, adapters, rank)
     if setup.device != "cpu" and len(setup.devices) > 1:
@@ -108,7 +110,9 @@ def server_arguments(config: EngineConfig, setup: Setup, path: str, mode: str, a
     return [*arguments, "--served-model-name", BASE, "--disable-uvicorn-access-log", *config.args]
 
 
-def engine_arguments(config: EngineConfig, setup: Setup, path: str, mode: str, adapters: int, rank: int) -> list[str]:
+def engine_arguments(
+    config: EngineConfig, setup: EngineSetup, path: str, mode: str, adapters: int, rank: int
+) -> list[str]:
     """Arguments of vLLM's engine, in a server or in this process; the user's own (`engine.args`) go after them.
 
     Args:
@@ -158,7 +162,7 @@ def lora_rank(rank: int) -> int:
     return next(known for known in RANKS if rank <= known)
 
 
-def server_environment(config: EngineConfig, setup: Setup) -> dict[str, str]:
+def server_environment(config: EngineConfig, setup: EngineSetup) -> dict[str, str]:
     """Variables for a server; the user's own win where they choose a resource."""
     made = resources(config, setup) | {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
@@ -170,7 +174,7 @@ def server_environment(config: EngineConfig, setup: Setup) -> dict[str, str]:
     return made
 
 
-def resources(config: EngineConfig, setup: Setup) -> dict[str, str]:
+def resources(config: EngineConfig, setup: EngineSetup) -> dict[str, str]:
     """Variables for vLLM wherever it runs; the user's own win."""
     made = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if setup.device == "cpu":

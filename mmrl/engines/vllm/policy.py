@@ -11,30 +11,23 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmrl.config import EngineConfig
-from mmrl.engines.base import Completion, Request, Setup, Tokenizer
+from mmrl.engines.base import Completion, EngineSetup, Request
 from mmrl.engines.embedded.rows import Row, Rules, eos_ids
 from mmrl.engines.vllm.launch import exact, logprobs_mode
 from mmrl.errors import EngineFailure
 from mmrl.models.chat import render_prompt
 from mmrl.models.load import load_configs
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 PROBE = "Name the capital of Portugal, then count from one to five and say good night."
 """Text whose log-probabilities tell one set of weights from another."""
 KEPT_VERSIONS = 2
 """Versions of pushed weights that stay: the newest, and the one that calls in flight may still use."""
-
-
-class VllmScheduled:
-    """An engine whose scheduler is vLLM's: it batches whatever is there, and need not know which programs run."""
-
-    def enter(self) -> None:
-        """See `Engine.enter`."""
-
-    def leave(self) -> None:
-        """See `Engine.leave`."""
 
 
 class ServedPolicy:
@@ -44,7 +37,7 @@ class ServedPolicy:
         model: the trainer's model, whose weights are pushed; None: the base weights and `setup.folders`.
     """
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, config: EngineConfig, setup: Setup):
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: EngineConfig, setup: EngineSetup):
         assert setup.weights is not None and setup.folder is not None
         self.model, self.tokenizer, self.setup = model, tokenizer, setup
         self.mode = logprobs_mode(config, setup.samplings)

@@ -15,17 +15,21 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mmrl.config import EngineConfig
-from mmrl.engines.base import Completion, Request, Setup, Tokenizer
+from mmrl.engines.base import Completion, Engine, EngineSetup, Request
 from mmrl.engines.vllm.api import Refused, Unreachable, VllmApi
 from mmrl.engines.vllm.launch import BASE, server_arguments, server_environment, vllm_problems
-from mmrl.engines.vllm.policy import KEPT_VERSIONS, ServedPolicy, VllmScheduled
+from mmrl.engines.vllm.policy import KEPT_VERSIONS, ServedPolicy
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import model_path
 from mmrl.system.child_process import ServerProcess
 from mmrl.system.portal import Background
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
 
 LOG = logging.getLogger("mmrl.engines")
 
@@ -35,8 +39,8 @@ DYING_S = 5.0
 """How long a server that failed a request is watched for its end."""
 
 
-class VllmServerEngine(VllmScheduled):
-    """Implements `mmrl.engines.base.Engine`.
+class VllmServerEngine(Engine):
+    """One vLLM server behind HTTP.
 
     Args:
         model: the trainer's model, whose weights are pushed; None: the server's own weights and `setup.folders`.
@@ -49,13 +53,20 @@ class VllmServerEngine(VllmScheduled):
         EngineFailure: the server did not start, or does not answer.
     """
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, config: EngineConfig, setup: Setup):
+    policy_version = -1
+    busy_s: float = 0.0
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None,
+        tokenizer: PreTrainedTokenizerBase,
+        config: EngineConfig,
+        setup: EngineSetup,
+    ):
         if found := vllm_problems(config):
             raise ConfigError(found)
         self.policy = ServedPolicy(model, tokenizer, config, setup)
         self.model, self.config, self.setup = model, config, setup
-        self.policy_version = -1
-        self.busy_s = 0.0
         self.restarts = 0
         """Starts after the first one, over the whole run."""
         self._folder = self.policy.folder
@@ -133,7 +144,7 @@ class VllmServerEngine(VllmScheduled):
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    def set_version(self, version: int, state: Mapping[str, Any] | None = None) -> None:
+    def set_version(self, version: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
         """The trainer's weights are policy `version` now: push them, and check that the server serves them.
 
         Args:
@@ -165,7 +176,7 @@ class VllmServerEngine(VllmScheduled):
             ) from error
         self.policy_version = version
 
-    async def _pushed(self, version: int, state: Mapping[str, Any] | None) -> bool:
+    async def _pushed(self, version: int, state: Mapping[str, torch.Tensor] | None) -> bool:
         """Push; False when the server ended under it and is to be started again.
 
         Raises:
@@ -181,7 +192,7 @@ class VllmServerEngine(VllmScheduled):
             return False
         return True
 
-    async def _push(self, version: int, state: Mapping[str, Any] | None) -> None:
+    async def _push(self, version: int, state: Mapping[str, torch.Tensor] | None) -> None:
         saved = await asyncio.to_thread(self.policy.save, version, state)
         if self._names:
             await self._push_adapters(version, saved)
@@ -233,9 +244,6 @@ class VllmServerEngine(VllmScheduled):
         if self._process is not None:
             self._process.stop()
         self._background.close()
-
-    def rest(self) -> None:
-        """See `Engine.rest`; a server keeps its memory."""
 
     def metrics(self) -> dict[str, float]:
         """For the step's record."""
