@@ -24,8 +24,8 @@ class Facts:
 
     reward_set: str
     """The reward set in use."""
-    lacks: Collection[str] = ()
-    """What the task's program never has: `observations`, `penalties`, `parse_failures`."""
+    absent_features: Collection[str] = ()
+    """What the task's program never has (`tasks.base.FEATURES`)."""
     modules: int = 1
     """Modules of the program."""
 
@@ -41,8 +41,8 @@ class Rule:
     """Goes on after "which has no effect"."""
 
 
-def _lacks(what: str) -> Callable[[Any, Facts], bool]:
-    return lambda config, facts: what in facts.lacks
+def _absent(feature: str) -> Callable[[Any, Facts], bool]:
+    return lambda config, facts: feature in facts.absent_features
 
 
 def _greedy(config: RootConfig, facts: Facts) -> bool:
@@ -80,7 +80,7 @@ COMMON = (
     Rule("eval.top_p", _greedy, "with eval.temperature=0 (greedy); set eval.temperature, or leave it out"),
     Rule("eval.top_k", _greedy, "with eval.temperature=0 (greedy); set eval.temperature, or leave it out"),
     Rule("eval.samples", _greedy, "with eval.temperature=0: all samples of an item are equal; set eval.temperature"),
-    Rule("eval.parse_retries", _lacks("parse_failures"), "with this task: nothing its modules write fails to parse"),
+    Rule("eval.parse_retries", _absent("parse_failures"), "with this task: nothing its modules write fails to parse"),
     Rule("task.search_penalty", _other_set, "with this reward set; use task.reward=turn"),
     Rule("task.final_penalty", _other_set, "with this reward set; use task.reward=turn"),
     Rule("task.em_needs_format", _other_set, "with this reward set; use task.reward=turn"),
@@ -120,10 +120,10 @@ EVAL = (
 _NO_PENALTIES = "with this task: its modules have no penalties"
 TRAIN = (
     Rule("algo.clip", lambda config, facts: config.algo.ratio_one, "with algo.ratio_one=true: nothing is clipped"),
-    Rule("algo.parse_retries", _lacks("parse_failures"), "with this task: nothing its modules write fails to parse"),
-    Rule("algo.penalties", _lacks("penalties"), _NO_PENALTIES),
-    Rule("algo.penalty_scale", _lacks("penalties"), _NO_PENALTIES),
-    Rule("algo.propagate", _lacks("penalties"), _NO_PENALTIES),
+    Rule("algo.parse_retries", _absent("parse_failures"), "with this task: nothing its modules write fails to parse"),
+    Rule("algo.penalties", _absent("penalties"), _NO_PENALTIES),
+    Rule("algo.penalty_scale", _absent("penalties"), _NO_PENALTIES),
+    Rule("algo.propagate", _absent("penalties"), _NO_PENALTIES),
     Rule(
         "algo.propagate",
         lambda config, facts: not config.algo.penalties,
@@ -142,9 +142,9 @@ TRAIN = (
     Rule("algo.regroup", _no_fork_above, "where every tree forks at its first module: there are no single calls"),
     Rule("algo.fork_probs", _one_module, "with a program of one module: every tree forks there"),
     Rule("algo.on_missing", _one_module, "with a program of one module: every rollout calls it"),
-    Rule("algo.obs", _lacks("observations"), "with this task: its contexts have no observations"),
+    Rule("algo.obs", _absent("observations"), "with this task: its contexts have no observations"),
     *(
-        Rule(f"algo.{key}", _lacks("parse_failures"), "with this task: nothing its modules write fails to parse")
+        Rule(f"algo.{key}", _absent("parse_failures"), "with this task: nothing its modules write fails to parse")
         for key in ("format_failure_score", "format_failure_best", "failing_traces", "failing_index")
     ),
     *(

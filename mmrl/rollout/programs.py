@@ -8,15 +8,16 @@ from __future__ import annotations
 import sys
 from typing import Any, cast
 
-from mmrl.tasks.base import Task
+from mmrl.tasks.base import Task, complete
 
 
 def with_program(task: Any) -> Task:
-    """The task with a program that rollouts can run.
+    """The task with a program that rollouts can run, and with every member of the contract (`tasks.base.complete`).
 
     Raises:
         ConfigError: a `dspy.Module` that cannot be run (see `mmrl.rollout.dspy.DspyProgram`).
     """
+    complete(task)
     dspy = sys.modules.get("dspy")
     if dspy is not None and isinstance(task.program, dspy.Module):
         from mmrl.rollout.dspy import DspyProgram

@@ -18,7 +18,7 @@ from mmrl.rollout.context import Environment, SamplingSettings
 from mmrl.rollout.plans import independent
 from mmrl.rollout.programs import with_program
 from mmrl.rollout.sample import sample
-from mmrl.tasks.base import Message, Task
+from mmrl.tasks.base import FieldWriter, Message, Task
 
 
 def play(task: Task, example: Example, replies: Sequence[str | Mapping[str, Any]]) -> Rollout:
@@ -67,10 +67,9 @@ class _Script(Engine):
             raise EngineFailure(f"module '{request.module}' asked for reply {len(self.asked)}, the script has no more")
         reply = self.replies.pop(0)
         if not isinstance(reply, str):
-            write = getattr(self.task.program, "written", None)
-            if write is None:
+            if not isinstance(self.task.program, FieldWriter):
                 raise EngineFailure(f"reply {len(self.asked)} has fields, which only DSPy programs read; give a text")
-            reply = str(write(request.module, reply))
+            reply = self.task.program.written(request.module, reply)
         ids = _ids(reply) or _ids(" ")
         return Completion(ids=ids, logprobs=(0.0,) * len(ids), finish="eos")
 

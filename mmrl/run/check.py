@@ -39,7 +39,7 @@ from mmrl.run.launch import missing_packages
 from mmrl.run.launch import problems as hardware_problems
 from mmrl.stages.teachers import teacher_problems
 from mmrl.tasks import TASKS
-from mmrl.tasks.base import Canonical, Task
+from mmrl.tasks.base import Canonical, Task, continuing_modules
 from mmrl.trainer.settings import Settings
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
@@ -122,12 +122,11 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     elif not isinstance(config, TrainCommandConfig) or not turns_missing(config, task):
         facts = Facts(
             reward_set=reward_set(config, task),
-            lacks=getattr(task, "lacks", ()),
+            absent_features=task.absent_features,
             modules=len(task.program.modules),
         )
         problems += without_effect(config, typed, facts)
-    unreachable = getattr(task, "unreachable", None)
-    problems += unreachable() if unreachable is not None else []
+    problems += task.server_problems()
     if isinstance(config, EvalCommandConfig):
         if config.hardware.processes * config.hardware.nodes != 1:
             problems.append(f"hardware: profile '{config.hardware.name}' has several processes, mmrl eval runs in one")
@@ -224,8 +223,7 @@ def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
         samplings["algo.top_k"] = config.algo.top_k
         problems = []  # `ModuleAssignment` tells of unknown modules
     problems += [f"{what}: got {k}, and an endpoint takes no top_k; use 0" for what, k in samplings.items() if k > 0]
-    continues = getattr(task.program, "continues", ())
-    for module in [m for m in task.program.modules if m in continues and (name == "openai" or m in endpoints)]:
+    for module in [m for m in continuing_modules(task.program) if name == "openai" or m in endpoints]:
         problems.append(
             f"{key}: module '{module}' of task={task.name} goes on in the context of an earlier reply, which an "
             "endpoint that takes messages cannot; use engine=transformers or engine=vllm_server for it"

@@ -21,15 +21,11 @@ def released(task: Task) -> Iterator[None]:
 
     A sweep uses a task for several runs: each begins with counts of its own.
     """
-    forget = getattr(task, "forget_counts", None)
-    if forget is not None:
-        forget()
+    task.reset_counts()
     try:
         yield
     finally:
-        close = getattr(task, "close", None)
-        if close is not None:
-            close()
+        task.close()
 
 
 @contextmanager

@@ -93,8 +93,7 @@ def failed_metrics(task: Task) -> dict[str, float]:
 
     So they are reported even where every rollout failed.
     """
-    own: Mapping[str, float] | None = getattr(task, "failed_metrics", None)
-    return {task.main_metric: 0.0} if own is None else dict(own)
+    return dict(task.failed_metrics)
 
 
 def item_results(forest: Forest, failed: dict[str, float], without: Collection[str] = ()) -> list[Item]:

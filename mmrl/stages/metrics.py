@@ -10,6 +10,7 @@ from statistics import fmean, pstdev
 from mmrl.credit.entries import Entry
 from mmrl.errors import MODEL_CAUSED
 from mmrl.records import Call, Forest, Rollout
+from mmrl.tasks.base import Task
 from mmrl.tasks.metrics import f1
 
 TURNS = 8
@@ -19,14 +20,13 @@ SIMILARITY_PAIRS = 6
 """Pairs compared per group; more change the mean little and cost quadratically."""
 
 
-LACKED = {"penalties": "penalty", "parse_failures": "format_rate"}
-"""What a task may say it never has (`lacks`) -> the module metric that would then be a constant."""
+METRIC_OF_FEATURE = {"penalties": "penalty", "parse_failures": "format_rate"}
+"""A feature of programs (`tasks.base.FEATURES`) -> the module metric that is a constant where a task never has it."""
 
 
-def never(task: object) -> frozenset[str]:
+def never(task: Task) -> frozenset[str]:
     """Module metrics that say nothing with this task: a share of parsed completions where nothing is parsed."""
-    lacks = getattr(task, "lacks", ())
-    return frozenset(metric for what, metric in LACKED.items() if what in lacks)
+    return frozenset(metric for feature, metric in METRIC_OF_FEATURE.items() if feature in task.absent_features)
 
 
 def forest_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, float]:

@@ -22,7 +22,7 @@ from mmrl.records import Call
 from mmrl.rollout.context import SamplingSettings
 from mmrl.rollout.teachers import Teacher
 from mmrl.stages.environment import make_environment
-from mmrl.tasks.base import Task
+from mmrl.tasks.base import Task, continuing_modules
 
 BuildTask = Callable[[TaskConfig, int], Task]
 
@@ -76,7 +76,7 @@ def _endpoint_problems(
     problems = []
     if config.algo.top_k > 0:
         problems.append(f"algo.top_k: got {config.algo.top_k}, and an endpoint ({where}) takes no top_k; use 0")
-    if continuing := [m for m in task.program.modules if m in getattr(task.program, "continues", ())]:
+    if continuing := continuing_modules(task.program):
         problems.append(
             f"{where}: module '{continuing[0]}' of task={task.name} goes on in the context of an earlier reply, which "
             "an endpoint that takes messages cannot; give the teacher a policy instead"

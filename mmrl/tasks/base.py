@@ -5,10 +5,12 @@ A program is ordinary async Python. It never sees metadata, rewards, groups or e
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
+from mmrl.errors import ConfigError
 from mmrl.records import EMPTY, Call, Example
 
 Message = Mapping[str, str]
@@ -43,8 +45,8 @@ class Context(Protocol):
         max_observation: int | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
-        parse: Callable[[str], Any] | None = None,
-        facts: Mapping[str, Any] = EMPTY,
+        parse: Callable[[str], object] | None = None,
+        facts: Mapping[str, object] = EMPTY,
     ) -> Reply:
         """One generation by `module` on `messages` (rendered with the model's chat template).
 
@@ -66,21 +68,37 @@ class Context(Protocol):
         """Tokens that `observation` would add to the context of a reply, the frame of a new turn included."""
         ...
 
-    async def tool(self, name: str, **arguments: Any) -> Any:
+    async def tool(self, name: str, **arguments: object) -> Any:
         """Run a tool of the task; its result is recorded on the tape, so it must be JSON-serialisable."""
         ...
 
 
 class Program(Protocol):
-    """A language-model program. Stateless: `run` may be called many times at once."""
+    """A language-model program. Stateless: `run` may be called many times at once.
+
+    What only some programs can do has a protocol of its own: `ContinuingProgram`, `Canonical`, `FieldWriter`.
+    """
 
     modules: tuple[str, ...]
-    """Names that it passes to `ctx.call`, in program order. A program whose modules pass `after=` may name these in
-    `continues`, so that an engine that cannot do that is refused before anything runs."""
+    """Names that it passes to `ctx.call`, in program order."""
 
-    async def run(self, example: Example, ctx: Context) -> Any:
+    async def run(self, example: Example, ctx: Context) -> object:
         """Execute on `example.inputs`; returns a JSON-serialisable prediction."""
         ...
+
+
+@runtime_checkable
+class ContinuingProgram(Protocol):
+    """A program some of whose calls pass `after=`, so that an engine that cannot do that is refused before a run."""
+
+    continues: Collection[str]
+    """Its modules that go on in the context of an earlier reply."""
+
+
+def continuing_modules(program: Program) -> tuple[str, ...]:
+    """The modules of a program that go on in the context of an earlier reply, in program order."""
+    continues = program.continues if isinstance(program, ContinuingProgram) else ()
+    return tuple(module for module in program.modules if module in continues)
 
 
 @runtime_checkable
@@ -98,7 +116,16 @@ class Canonical(Protocol):
         ...
 
 
-Tool = Callable[..., Any]
+@runtime_checkable
+class FieldWriter(Protocol):
+    """A program whose modules write named output fields (DSPy's): `rollout.scripted` lets it write scripted replies."""
+
+    def written(self, module: str, fields: Mapping[str, object]) -> str:
+        """The text in which `module` would write these output fields."""
+        ...
+
+
+Tool = Callable[..., object]
 """`tool(**arguments)`, sync or async."""
 
 
@@ -137,12 +164,17 @@ class Demonstration:
     """Earlier turns of the same context, in order: a completion, and what was added after it. Seen, never trained."""
 
 
+FEATURES = ("observations", "penalties", "parse_failures")
+"""What a program may have and others never: text added to its contexts, penalties of single modules, and replies that
+do not parse."""
+
+
 @runtime_checkable
 class Task(Protocol):
     """Data, program, tools, reward. Built by the factory in `mmrl.tasks.TASKS`.
 
-    A task that asks servers may add `unreachable() -> list[str]`: which of them cannot be used, one sentence each with
-    the config key, asked before a model loads. `forget_counts()` is called where a run begins, `close()` at its end.
+    `BaseTask` has the members that a task need not write itself. A task that does not derive from it gets those that
+    it lacks from there, when it is built (`complete`).
     """
 
     name: str
@@ -153,8 +185,17 @@ class Task(Protocol):
     failure_score: float
     """Reward of a rollout that failed by the model's own doing."""
     main_metric: str
-    """The metric shown in progress and summaries. A task may add `failed_metrics`: its official metrics, with what an
-    evaluation counts for a failed rollout; without, that is 0 in the main metric."""
+    """The metric shown in progress and summaries."""
+
+    @property
+    def failed_metrics(self) -> Mapping[str, float]:
+        """Its official metrics -> what an evaluation counts for a failed rollout, so that they are always reported."""
+        ...
+
+    @property
+    def absent_features(self) -> Collection[str]:
+        """Which of `FEATURES` the program never has, so that options about them are refused."""
+        ...
 
     def examples(self, split: str) -> Sequence[Example]:
         """All examples of `train`, `dev` or `test`, in a stable order."""
@@ -163,7 +204,13 @@ class Task(Protocol):
     def score(
         self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str
     ) -> Score | Awaitable[Score]:
-        """Score a finished rollout (may be async: then it is awaited)."""
+        """Score a finished rollout (may be async: then it is awaited).
+
+        Args:
+            prediction: what the program returned.
+            path: the rollout's calls, the first one first.
+            reward_set: one of `reward_sets`.
+        """
         ...
 
     def score_call(self, call: Call) -> ModuleScore:
@@ -174,6 +221,80 @@ class Task(Protocol):
         """Supervised examples for the warm start; empty where a task cannot make any."""
         ...
 
-    def describe(self) -> Mapping[str, Any]:
+    def describe(self) -> Mapping[str, object]:
         """Facts for the run's summary: data sources, sizes, corpus, 'mini world' or 'partial corpus' labels."""
         ...
+
+    def server_problems(self) -> list[str]:
+        """Which servers of the task cannot be used (judges, external models): one sentence each with the config key.
+
+        Asked before a model loads.
+        """
+        ...
+
+    def reset_counts(self) -> None:
+        """Forget what servers were asked so far; called where a run begins (a sweep uses one task for several)."""
+        ...
+
+    def close(self) -> None:
+        """Stop what the task has started (a retriever's process, connections); called where a run ends.
+
+        A later use starts it again.
+        """
+        ...
+
+
+class BaseTask:
+    """Defaults for the members of `Task` that most tasks do not need to write."""
+
+    main_metric: str = "reward"
+
+    # cached, not a plain property: an instance may also set them
+    @cached_property
+    def failed_metrics(self) -> Mapping[str, float]:
+        """0 in the main metric."""
+        return {self.main_metric: 0.0}
+
+    @cached_property
+    def absent_features(self) -> Collection[str]:
+        """None: any option may have an effect."""
+        return frozenset()
+
+    def score_call(self, call: Call) -> ModuleScore:
+        """No penalties of single modules."""
+        return ModuleScore()
+
+    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
+        """None: nothing says how the modules should answer."""
+        return []
+
+    def server_problems(self) -> list[str]:
+        """None: no server is asked."""
+        return []
+
+    def reset_counts(self) -> None:
+        """Nothing is counted."""
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def complete(task: Any) -> None:
+    """Give a task of one's own that does not derive from `BaseTask` the defaults of the members that it lacks.
+
+    Raises:
+        ConfigError: it takes no further attributes.
+    """
+    if isinstance(task, BaseTask):
+        return
+    missing = [name for name in vars(BaseTask) if not name.startswith("_") and not hasattr(task, name)]
+    defaults = BaseTask()
+    if "main_metric" not in missing:
+        defaults.main_metric = task.main_metric
+    try:
+        for name in missing:
+            setattr(task, name, getattr(defaults, name))
+    except AttributeError:
+        raise ConfigError(
+            f"task: {type(task).__name__} has no {', '.join(missing)}; derive it from mmrl.tasks.base.BaseTask"
+        ) from None

@@ -20,7 +20,7 @@ from mmrl.retrieval.select import open_index_corpus, open_retriever, retriever_p
 from mmrl.system.artifacts import cache_root
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import Judge, build_judge, unreachable
-from mmrl.tasks.base import Tool
+from mmrl.tasks.base import BaseTask, Tool
 from mmrl.tasks.data.coverage import coverage, label
 from mmrl.tasks.data.layouts import (
     LAYOUTS,
@@ -42,7 +42,7 @@ COUNTED = ("requests", "cached", "retries", "short", "empty", "failures")
 log = logging.getLogger("mmrl.data")
 
 
-class OpenQaTask(ABC):
+class OpenQaTask(BaseTask, ABC):
     """Data, corpora and retrieval of a task that answers questions by searching.
 
     Args:
@@ -63,7 +63,7 @@ class OpenQaTask(ABC):
     main_metric: str = "em"
     failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0, "f1": 0.0, "accuracy": 0.0, "answered": 0.0}
     """What an evaluation counts for a rollout without a score."""
-    lacks: ClassVar[frozenset[str]] = frozenset({"penalties", "parse_failures"})
+    absent_features: ClassVar[frozenset[str]] = frozenset({"penalties", "parse_failures"})
     """What the program never has, so that options about it are refused (`mmrl.config.effects.Facts`)."""
 
     def __init__(self, config: TaskConfig, seed: int):
@@ -253,15 +253,15 @@ class OpenQaTask(ABC):
             if stop is not None:
                 stop()
 
-    def unreachable(self) -> list[str]:
+    def server_problems(self) -> list[str]:
         """See `mmrl.tasks.base.Task`."""
         return unreachable(self.judge.chat) if self.judge is not None else []
 
-    def forget_counts(self) -> None:
+    def reset_counts(self) -> None:
         """See `mmrl.tasks.base.Task`."""
         self._counts.clear()
         if self.judge is not None:
-            self.judge.forget_counts()
+            self.judge.reset_counts()
 
     def check_reward_set(self, reward_set: str) -> None:
         """Refuse a reward set that the task does not offer."""

@@ -97,9 +97,9 @@ def test_papillons_external_model_answers_and_a_judge_without_a_verdict_is_never
 
 
 def test_the_server_is_looked_at_before_a_run(endpoint: dict[str, Any]) -> None:
-    assert make_dspy("papillon", external=endpoint, judge=endpoint).unreachable() == []
+    assert make_dspy("papillon", external=endpoint, judge=endpoint).server_problems() == []
     wrong = {**endpoint, "model": "other"}
-    found = make_dspy("papillon", external=endpoint, judge=wrong).unreachable()
+    found = make_dspy("papillon", external=endpoint, judge=wrong).server_problems()
     assert [said.partition(": ")[0] for said in found] == ["task.judge.model"]
     assert "HTTP 404" in found[0] and "other" in found[0]
 

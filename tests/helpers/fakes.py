@@ -11,7 +11,7 @@ from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request
 from mmrl.records import Call, Example
 from mmrl.rollout.context import Environment, SamplingSettings
-from mmrl.tasks.base import Demonstration, ModuleScore, Score
+from mmrl.tasks.base import BaseTask, ModuleScore, Score
 
 Answer = Callable[[Request], str]
 
@@ -69,7 +69,7 @@ class Chain:
 
 
 @dataclass
-class FakeTask:
+class FakeTask(BaseTask):
     """A task around a program; the reward is the share of 'a' to 'm' letters in the prediction."""
 
     program: Any
@@ -89,9 +89,6 @@ class FakeTask:
 
     def score_call(self, call: Call) -> ModuleScore:
         return ModuleScore(penalty=-0.5 if call.text == "z" else 0.0, facts={"words": len(call.text.split())})
-
-    def demonstrations(self, example: Example) -> list[Demonstration]:
-        return []
 
     def describe(self) -> dict[str, Any]:
         return {"data": "fake"}

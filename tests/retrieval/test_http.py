@@ -332,7 +332,7 @@ def test_rollouts_whose_search_fails_are_outside_failures_and_not_scored(caplog)
         assert "40 failures" in task.describe()["retriever"]
         task.close()
         assert "40 failures" in task.describe()["retriever"], "a closed task still knows"
-        task.forget_counts()
+        task.reset_counts()
         assert "failures" not in task.describe()["retriever"]
     told = [record.getMessage() for record in caplog.records if record.name == "mmrl.retrieval"]
     assert len(told) == 2, "the first failure, and that no more are sent"

@@ -162,7 +162,7 @@ def test_a_judge_that_never_keeps_its_format_does_not_fill_the_screen(tmp_path, 
     assert ["(1 of 1 rollouts so far)" in told[0], "(10 of 10 rollouts so far)" in told[1]] == [True, True]
     assert len(told) == 2
     assert "12 of 12 rollouts scored by the fixed rule" in task.describe()["judge"]
-    task.forget_counts()
+    task.reset_counts()
     assert task.describe()["judge"] == f"openai/gpt-oss-120b at {url}"
 
 

@@ -200,8 +200,8 @@ def test_endpoints_that_are_not_there_are_all_told():
     with serving([chat_reply("x")]) as (url, _):
         pass
     task = make("papillon", judge={"url": url}, external={"url": url, "model": "big", "key_env": None})
-    assert [said.partition(": ")[0] for said in task.unreachable()] == ["task.judge.url", "task.external.url"]
-    assert make("papillon").unreachable() == []
+    assert [said.partition(": ")[0] for said in task.server_problems()] == ["task.judge.url", "task.external.url"]
+    assert make("papillon").server_problems() == []
 
 
 def test_an_unreadable_reply_is_asked_for_again_and_then_no_verdict(caplog):

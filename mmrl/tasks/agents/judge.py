@@ -149,7 +149,7 @@ class Judge:
         by_rule = [f"{self.fallbacks} of {self.judged} rollouts scored by the fixed rule"] if self.fallbacks else []
         return described(self.settings, self.chat, *by_rule, unreadable=self.unreadable)
 
-    def forget_counts(self) -> None:
+    def reset_counts(self) -> None:
         """A new run begins."""
         self.unreadable = self.fallbacks = self.judged = 0
         forget_counts(self.chat)

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from mmrl.config.task import TaskConfig
 from mmrl.errors import ConfigError, DataError, unknown
-from mmrl.records import Call, Example
-from mmrl.tasks.base import Demonstration, ModuleScore, Tool
+from mmrl.records import Example
+from mmrl.tasks.base import BaseTask, Demonstration, Tool
 from mmrl.tasks.data.layouts import subset
 from mmrl.tasks.data.rows import Row, Source
 from mmrl.tasks.prompts import Template, load_prompts
@@ -23,7 +23,7 @@ from mmrl.tasks.prompts import Template, load_prompts
 SPLITS = ("train", "dev", "test")
 
 
-class DspyTask(ABC):
+class DspyTask(BaseTask, ABC):
     """Implements `mmrl.tasks.base.Task` but for `score`; subclasses bring the program and the examples.
 
     Args:
@@ -39,7 +39,7 @@ class DspyTask(ABC):
     parts: ClassVar[frozenset[str]] = frozenset()
     """Splits that take rows of their own of a source that they share, with `task.sample=paper`."""
     reward_sets: tuple[str, ...] = ("outcome",)
-    lacks: ClassVar[frozenset[str]] = frozenset({"penalties", "observations"})
+    absent_features: ClassVar[frozenset[str]] = frozenset({"penalties", "observations"})
     """What the program never has, so that options about it are refused (`mmrl.config.effects.Facts`)."""
     main_metric: str
 
@@ -116,14 +116,6 @@ class DspyTask(ABC):
     def examples(self, split: str) -> Sequence[Example]:
         """See `mmrl.tasks.base.Task.examples`."""
         return self._examples[split]
-
-    def score_call(self, call: Call) -> ModuleScore:
-        """These programs have no penalties of single modules."""
-        return ModuleScore()
-
-    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
-        """See `mmrl.tasks.base.Task.demonstrations`; none unless a subclass makes some."""
-        return []
 
     def shown(self, module: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Demonstration:
         """What a predictor would be asked for `inputs`, and `outputs` in the form that it should answer in."""

@@ -36,7 +36,7 @@ class CustomTask(DspyTask):
     """Implements `mmrl.tasks.base.Task`; see `DspyTask` for arguments and errors."""
 
     main_metric = "score"
-    lacks = frozenset({"penalties"})
+    absent_features = frozenset({"penalties"})
 
     def __init__(self, config: TaskConfig, seed: int):
         problems = [

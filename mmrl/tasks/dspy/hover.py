@@ -203,7 +203,7 @@ class HoverTask(DspyTask):
         if stop is not None:
             stop()
 
-    def forget_counts(self) -> None:
+    def reset_counts(self) -> None:
         """See `mmrl.tasks.base.Task`."""
         self._counts.clear()
 

@@ -15,7 +15,7 @@ from typing import Any
 from mmrl.config.task import TaskConfig
 from mmrl.errors import ConfigError, DataError, RewardFailure, unknown
 from mmrl.records import EMPTY, Call, Example
-from mmrl.tasks.base import Context, Demonstration, ModuleScore, Program, Score, Task, Tool
+from mmrl.tasks.base import BaseTask, Context, Program, Score, Task, Tool
 from mmrl.tasks.data.layouts import subset
 from mmrl.tasks.data.rows import FORMATS, Row, Source
 from mmrl.tasks.dspy.base import SPLITS, set_prompts, unique
@@ -72,7 +72,7 @@ class FunctionProgram:
         return await self.function(example, ctx)
 
 
-class _Built:
+class _Built(BaseTask):
     """Implements `mmrl.tasks.base.Task`; see `OwnTask`."""
 
     reward_sets: tuple[str, ...] = ("outcome",)
@@ -87,7 +87,7 @@ class _Built:
         except ConfigError as error:
             problems += error.problems
         dspy = _is_dspy(self.program)
-        self.lacks = frozenset({"penalties", "observations"} if dspy else {"penalties"})
+        self.absent_features = frozenset({"penalties", "observations"} if dspy else {"penalties"})
         problems += _without_effect(config, READ | {"prompts"} if dspy else READ)
         self._examples: dict[str, list[Example]] = {}
         try:
@@ -156,14 +156,6 @@ class _Built:
         if not isinstance(said, int | float):
             raise RewardFailure(f"the reward function returned {type(said).__name__}, expected a number or a Score")
         return Score(reward=float(said))
-
-    def score_call(self, call: Call) -> ModuleScore:
-        """No penalties of single modules."""
-        return ModuleScore()
-
-    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
-        """None: nobody said how the modules should answer."""
-        return []
 
     def describe(self) -> Mapping[str, Any]:
         """See `mmrl.tasks.base.Task.describe`."""

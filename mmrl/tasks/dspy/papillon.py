@@ -60,15 +60,15 @@ class PapillonTask(DspyTask):
         self.by_rule = mini_external()
         self.tools = {"external": self.ask_external}
 
-    def unreachable(self) -> list[str]:
+    def server_problems(self) -> list[str]:
         """See `mmrl.tasks.base.Task`."""
         judges = self.judges.chat if isinstance(self.judges, EndpointJudges) else None
         return [*unreachable(judges), *unreachable(self.external)]
 
-    def forget_counts(self) -> None:
+    def reset_counts(self) -> None:
         """See `mmrl.tasks.base.Task`."""
         if isinstance(self.judges, EndpointJudges):
-            self.judges.forget_counts()
+            self.judges.reset_counts()
         forget_counts(self.external)
 
     def load(self) -> Mapping[str, Sequence[Example]]:

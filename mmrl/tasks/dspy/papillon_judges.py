@@ -94,7 +94,7 @@ class EndpointJudges:
         """See `Judges`."""
         return described(self.settings, self.chat, unreadable=self.unreadable, without_verdict=self.given_up)
 
-    def forget_counts(self) -> None:
+    def reset_counts(self) -> None:
         """A new run begins."""
         self.unreadable = self.given_up = 0
         forget_counts(self.chat)

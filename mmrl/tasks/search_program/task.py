@@ -36,7 +36,7 @@ class MultihopQaTask(OpenQaTask):
 
     templates = TEMPLATES
     main_metric = "f1"
-    lacks = frozenset({"observations", "parse_failures"})
+    absent_features = frozenset({"observations", "parse_failures"})
 
     def __init__(self, config: TaskConfig, seed: int):
         own = config.name if config.name in LAYOUTS else "hotpotqa"
