@@ -1,7 +1,8 @@
-"""The JSON form of a forest (version 1): read with every malformed record refused, and written.
+"""Reading and writing forests: the JSON form (version 1), single records of a journal, and the check of the graph.
 
-What `mmrl credit rollouts=FILE` reads and what a journal exports (docs/algorithms.md has the form). Reading collects
-all problems of a file and names each by record id.
+`mmrl credit rollouts=FILE` reads the form, `mmrl show RUN step=N --json` writes it (docs/algorithms.md describes it).
+Types come from the record dataclasses and are validated by pydantic; its errors are rewritten as one line with source,
+record and field, and all problems of a file are collected.
 
 A rollout whose error is model-caused and whose reward is null takes 0, the default failure score: such a rollout is
 trained. With another error and no reward it is never credited.
@@ -10,9 +11,13 @@ trained. With another error and no reward it is never credited.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
+from types import UnionType
+from typing import Annotated, TypeAlias, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, create_model
 
 from mmrl import errors
 from mmrl.errors import DataError, nearest, unknown
@@ -32,6 +37,43 @@ CALL_KEYS = (
     *("values", "logprobs", "ref_logprobs"),
 )
 ROLLOUT_KEYS = ("id", "example", "leaf", "reward", "error", "fork")
+PER_TOKEN = ("values", "logprobs", "ref_logprobs")
+
+Json: TypeAlias = dict[str, object]
+Record = TypeVar("Record", Call, Rollout)
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise ValueError("empty")
+    return text
+
+
+# `min_length` would refuse a lone surrogate, which JSON may hold and a model may write.
+_Name = Annotated[str, AfterValidator(_not_empty)]
+_Count = Annotated[int, Field(ge=0, le=MOST)]
+_Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+_WHOLE = f"got {{}}, expected a whole number from 0 to {MOST}"
+_FINITE = f"got {{}}, expected a finite number (of at most {LARGEST:g} in size) or null"
+_FORM: Mapping[object, tuple[object, str]] = {
+    str: (_Name, "got {}, expected a non-empty text"),
+    str | None: (_Name | None, "got {}, expected a name or null"),
+    bool: (bool, "got {}, expected true or false"),
+    int: (_Count | None, _WHOLE),
+    int | None: (_Count | None, _WHOLE),
+    float: (_Number | None, _FINITE),
+    float | None: (_Number | None, _FINITE),
+    # The model is strict; JSON has no tuples, so the tuple itself may come as a list.
+    tuple[int, ...]: (
+        Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)] | None,
+        "expected a list of token ids",
+    ),
+    tuple[float, ...] | None: (
+        Annotated[tuple[_Number, ...], Strict(False)] | None,
+        "expected a list of finite numbers or null",
+    ),
+}
+"""The form's rules: type of a record's field -> type in the file (null: the default), and what to say of others."""
 
 
 def parse_forest(text: str, source: str) -> Forest:
@@ -49,60 +91,113 @@ def parse_forest(text: str, source: str) -> Forest:
         raise DataError(f"{source}:{error.lineno}: not JSON ({error.msg})") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{source}: {error}") from None
-    reader = _Reader(source)
-    forest = reader.forest(raw)
-    if forest is None or reader.problems:
-        raise DataError(reader.problems)
-    return forest
+    return _Reader(source).read(raw)
 
 
-def dump_forest(forest: Forest) -> dict[str, Any]:
+def dump_forest(forest: Forest) -> Json:
     """The JSON form of a forest; what the form has no place for (texts, prompts, metrics) is left out."""
     teachers = {call.id: rollout.teacher for rollout in forest.rollouts for call in forest.path(rollout)}
-    written = _written(forest)
-    for call in written["calls"]:
-        if call.get("teacher") is None and teachers.get(call["id"]) is not None:
-            call["teacher"] = teachers[call["id"]]
+    calls = [_call_form(call) for call in forest.calls.values()]
+    for call in calls:
+        # A call without a teacher of its own has that of its rollout.
+        if call.get("teacher") is None and teachers.get(str(call["id"])) is not None:
+            call["teacher"] = teachers[str(call["id"])]
         if "completion_ids" in call:
             del call["completion_tokens"]
-    return written
+    return _form(calls, forest)
 
 
 def check_forest(forest: Forest, source: str) -> None:
-    """Whether a forest that was not read from its JSON form is one that could be.
+    """Check a forest that was not read from its JSON form as if it had been.
 
     Raises:
         DataError: as `parse_forest`.
     """
-    reader = _Reader(source)
-    reader.forest(_written(forest))
-    if reader.problems:
-        raise DataError(reader.problems)
+    # Written from single records, not along paths: a damaged forest may have cycles.
+    _Reader(source).read(_form([_call_form(call) for call in forest.calls.values()], forest))
 
 
-def _written(forest: Forest) -> dict[str, Any]:
-    """All fields that the form has a place for; reads single records only, so it ends whatever they say."""
-    calls = []
-    for call in forest.calls.values():
-        record = {key: getattr(call, key) for key in CALL_KEYS if key != "completion_ids" or call.completion_ids}
-        record = {key: list(value) if isinstance(value, tuple) else value for key, value in record.items()}
-        calls.append({k: v for k, v in record.items() if v is not None or k in ("parent", "turn_reward")})
+def read_record(kind: type[Record], raw: Json, source: str) -> Record:
+    """One record of a journal: all its fields, with the types of the dataclass (no limits on values).
+
+    Raises:
+        DataError: one sentence per field that is unknown, missing or of another type, with source and record.
+    """
+    try:
+        return kind(**dict(_schema(kind).model_validate(raw)))
+    except ValidationError as error:
+        where = f"{source}: {kind.__name__.lower()} {raw.get('id')!r}"
+        raise DataError([f"{where}: {problem}" for problem in _problems(error, kind, raw)]) from None
+
+
+def _call_form(call: Call) -> Json:
+    record = {key: getattr(call, key) for key in CALL_KEYS if key != "completion_ids" or call.completion_ids}
+    record = {key: list(value) if isinstance(value, tuple) else value for key, value in record.items()}
+    return {key: value for key, value in record.items() if value is not None or key in ("parent", "turn_reward")}
+
+
+def _form(calls: list[Json], forest: Forest) -> Json:
     rollouts = [{key: getattr(rollout, key) for key in ROLLOUT_KEYS} for rollout in forest.rollouts]
     return {"version": VERSION, "modules": list(forest.modules), "calls": calls, "rollouts": rollouts}
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _no_duplicates(pairs: list[tuple[str, object]]) -> Json:
+    record = dict(pairs)
+    if len(record) != len(pairs):
         names = [key for key, _ in pairs]
         repeated = next(key for key in names if names.count(key) > 1)
-        raise ValueError(f"the key '{repeated}' occurs twice in the record with id {found.get('id')!r}")
-    return found
+        raise ValueError(f"the key '{repeated}' occurs twice in the record with id {record.get('id')!r}")
+    return record
+
+
+# --- single records
+
+
+@cache
+def _schema(kind: type[Call] | type[Rollout], keys: Sequence[str] = ()) -> type[BaseModel]:
+    """A strict model of a record: `keys` by the rules of the form; without `keys` all fields, as a journal has them."""
+    hints = get_type_hints(kind)
+    absent: dict[object, object] = {str: ..., bool: True}
+    form = {key: (_FORM[hints[key]][0], absent.get(hints[key])) for key in keys}
+    journal = {
+        item.name: (_as_written(hints[item.name]), ... if item.default is MISSING else item.default)
+        for item in fields(kind)
+    }
+    config = ConfigDict(strict=True, extra="ignore" if keys else "forbid")
+    return create_model(kind.__name__, __config__=config, **(form or journal))  # type: ignore[call-overload, no-any-return]
+
+
+def _as_written(hint: object) -> object:
+    """The type that a journal has for the type of a field."""
+    if get_origin(hint) is UnionType:
+        return _as_written(get_args(hint)[0]) | None  # type: ignore[operator]
+    if get_origin(hint) is tuple:
+        return Annotated[hint, Strict(False)]
+    if get_origin(hint) is Mapping:
+        return dict
+    # Numbers come back as a task gave them (1 stays 1), so that an export has the same bytes again.
+    return int | float | bool if hint is float else hint
+
+
+def _problems(error: ValidationError, kind: type[Call] | type[Rollout], raw: Json) -> Iterator[str]:
+    """One sentence per field that pydantic refuses; several wrong elements of a list are one problem."""
+    hints = get_type_hints(kind)
+    refused = {str(detail["loc"][0]): detail for detail in error.errors(include_url=False, include_input=False)}
+    for key, detail in refused.items():
+        if detail["type"] == "extra_forbidden":
+            yield f"{key}: unknown key{nearest(key, list(hints))} (known: {', '.join(hints)})"
+        elif hints[key] in _FORM:
+            yield f"{key}: {_FORM[hints[key]][1].format(repr(raw.get(key)))}"
+        else:
+            yield f"{key}: got {raw.get(key)!r}, expected an object"
+
+
+# --- the whole file
 
 
 @dataclass(slots=True)
 class _Reader:
-    """Reads one file; `where` is the record under way."""
+    """Reads one file; `where` names the record that is being read."""
 
     source: str
     problems: list[str] = field(default_factory=list)
@@ -111,109 +206,130 @@ class _Reader:
     def problem(self, message: str) -> None:
         self.problems.append(f"{self.source}: {self.where}{': ' if self.where else ''}{message}")
 
-    def forest(self, raw: Any) -> Forest | None:
-        if not self._keys(raw, ("version", "modules", "calls", "rollouts"), required=True):
+    def read(self, raw: object) -> Forest:
+        forest = self._forest(raw)
+        if forest is None or self.problems:
+            raise DataError(self.problems)
+        return forest
+
+    def _forest(self, raw: object) -> Forest | None:
+        top = ("version", "modules", "calls", "rollouts")
+        if not self._is_object(raw, top):
+            return None
+        missing = [key for key in top if key not in raw]
+        for key in missing:
+            self.problem(f"{key}: missing")
+        if missing:
             return None
         if raw["version"] != VERSION or isinstance(raw["version"], bool):
             self.problem(f"version: got {raw['version']!r}, expected {VERSION}")
-        modules = raw["modules"]
+        modules, calls, rollouts = raw["modules"], raw["calls"], raw["rollouts"]
         names_ok = isinstance(modules, list) and all(isinstance(name, str) and name for name in modules)
-        if not names_ok or not modules or len(set(modules)) != len(modules):
+        if not isinstance(modules, list) or not names_ok or not modules or len(set(modules)) != len(modules):
             self.problem(f"modules: got {modules!r}, expected a list of different names")
             return None
-        for key in ("calls", "rollouts"):
-            if not isinstance(raw[key], list):
-                self.problem(f"{key}: got {type(raw[key]).__name__}, expected a list")
-                return None
-        calls = self._unique("call", [self._call(item, n, modules) for n, item in enumerate(raw["calls"])])
-        rollouts = self._unique("rollout", [self._rollout(item, n, modules) for n, item in enumerate(raw["rollouts"])])
-        if self.problems:
+        if not isinstance(calls, list) or not isinstance(rollouts, list):
+            key, wrong = ("rollouts", rollouts) if isinstance(calls, list) else ("calls", calls)
+            self.problem(f"{key}: got {type(wrong).__name__}, expected a list")
             return None
+        by_id = self._by_id([self._call(item, number, modules) for number, item in enumerate(calls)])
+        ends = self._by_id([self._rollout(item, number, modules) for number, item in enumerate(rollouts)])
+        return None if self.problems else self._graph(by_id, ends, modules)
+
+    def _is_object(self, raw: object, known: Sequence[str]) -> TypeGuard[Json]:
+        if not isinstance(raw, dict):
+            self.problem(f"got {type(raw).__name__}, expected an object")
+            return False
+        if isinstance(raw.get("id"), str):
+            self.where = f"{self.where} '{raw['id']}'"
+        for key in raw:
+            if key not in known:
+                self.problem(f"{key}: unknown key{nearest(key, known)} (known: {', '.join(known)})")
+        return True
+
+    def _fields(self, kind: type[Call] | type[Rollout], raw: object, position: int, keys: Sequence[str]) -> Json | None:
+        """The values of a record's fields, without nulls; None where there are problems."""
+        name = kind.__name__.lower()
+        self.where = f"{name}s[{position}]"
+        before = len(self.problems)
+        if not self._is_object(raw, keys):
+            return None
+        self.where = f"{name} {raw.get('id')!r}"
+        try:
+            values = dict(_schema(kind, keys).model_validate(raw))
+        except ValidationError as error:
+            for problem in _problems(error, kind, raw):
+                self.problem(problem)
+        return None if len(self.problems) > before else {k: v for k, v in values.items() if v is not None}
+
+    def _call(self, raw: object, position: int, modules: Sequence[str]) -> Call | None:
+        values = self._fields(Call, raw, position, CALL_KEYS)
+        if values is None:
+            return None
+        before = len(self.problems)
+        ids, tokens = values.get("completion_ids"), values.get("completion_tokens")
+        if ids is None and tokens is None:
+            self.problem("expected completion_tokens or completion_ids")
+            return None
+        if isinstance(ids, tuple):
+            tokens = len(ids) if tokens is None else tokens
+            if tokens != len(ids):
+                self.problem(f"completion_tokens: got {tokens}, completion_ids has {len(ids)}")
+        call = Call(**{"parent": None, **values, "completion_tokens": tokens})  # type: ignore[arg-type]
+        if call.module not in modules:
+            self.problem(unknown("module", call.module, modules))
+        # With `algo.obs=all` a critic also has a value for each observation token.
+        lengths = (call.completion_tokens, call.completion_tokens + call.observation_tokens)
+        for key in PER_TOKEN:
+            numbers = getattr(call, key)
+            if numbers is not None and len(numbers) not in lengths:
+                also = f" (or {lengths[1]} with observation tokens)" if call.observation_tokens else ""
+                self.problem(
+                    f"{key}: got {len(numbers)} numbers, expected {lengths[0]}, one per completion token{also}"
+                )
+        if call.present_fields > call.expected_fields:
+            self.problem(f"present_fields: got {call.present_fields} of {call.expected_fields} expected_fields")
+        return call if len(self.problems) == before else None
+
+    def _rollout(self, raw: object, position: int, modules: Sequence[str]) -> Rollout | None:
+        values = self._fields(Rollout, raw, position, ROLLOUT_KEYS)
+        if values is None:
+            return None
+        before = len(self.problems)
+        rollout = Rollout(**{"leaf": None, "reward": None, **values})  # type: ignore[arg-type]
+        if rollout.error is not None and rollout.error not in FAILURES:
+            self.problem(unknown("error", rollout.error, FAILURES))
+        elif rollout.error is not None and rollout.reward is not None and rollout.error not in errors.MODEL_CAUSED:
+            self.problem(
+                f"reward: got {rollout.reward:g} with error '{rollout.error}', which is never credited; expected null"
+            )
+        if rollout.fork is not None and rollout.fork not in modules:
+            self.problem(unknown("fork", rollout.fork, modules))
+        if rollout.reward is None and rollout.error in errors.MODEL_CAUSED:
+            rollout = replace(rollout, reward=0.0)
+        return rollout if len(self.problems) == before else None
+
+    def _by_id(self, records: Sequence[Record | None]) -> dict[str, Record]:
+        """Records by id; duplicates are problems."""
+        by_id: dict[str, Record] = {}
+        for record in records:
+            if record is None:
+                continue
+            self.where = f"{type(record).__name__.lower()} '{record.id}'"
+            if record.id in by_id:
+                self.problem("this id occurs twice")
+            by_id[record.id] = record
+        return by_id
+
+    # --- the graph
+
+    def _graph(self, calls: Mapping[str, Call], rollouts: Mapping[str, Rollout], modules: Sequence[str]) -> Forest:
         ordered = self._ordered(calls)
         if not self.problems:
             self._paths(ordered)
             rollouts = {key: self._checked(rollout, ordered) for key, rollout in rollouts.items()}
             self._leaves(ordered, rollouts)
         return Forest(calls=ordered, rollouts=tuple(rollouts.values()), modules=tuple(modules))
-
-    def _call(self, raw: Any, position: int, modules: Sequence[str]) -> Call | None:
-        self.where = f"calls[{position}]"
-        if not self._keys(raw, CALL_KEYS):
-            return None
-        self.where = f"call {raw.get('id')!r}"
-        before = len(self.problems)
-        module = self._text(raw, "module")
-        if module is not None and module not in modules:
-            self.problem(unknown("module", module, modules))
-        ids = self._ids(raw)
-        tokens = self._count(raw, "completion_tokens", default=None if ids is None else len(ids))
-        if tokens is None and len(self.problems) == before:
-            self.problem("expected completion_tokens or completion_ids")
-        if ids is not None and tokens is not None and tokens != len(ids):
-            self.problem(f"completion_tokens: got {tokens}, completion_ids has {len(ids)}")
-        observed = self._count(raw, "observation_tokens", default=0) or 0
-        lengths = (tokens or 0, (tokens or 0) + observed)
-        record: dict[str, Any] = {
-            "id": self._text(raw, "id"),
-            "example": self._text(raw, "example"),
-            "parent": self._text(raw, "parent", optional=True),
-            "module": module,
-            "invocation": self._count(raw, "invocation", default=0),
-            "turn": self._count(raw, "turn", default=0),
-            "prompt_tokens": self._count(raw, "prompt_tokens", default=None),
-            "teacher": self._text(raw, "teacher", optional=True),
-            "completion_tokens": tokens,
-            "completion_ids": tuple(ids or ()),
-            "observation_tokens": observed,
-            "ok": self._flag(raw, "ok"),
-            "present_fields": self._count(raw, "present_fields", default=0),
-            "expected_fields": self._count(raw, "expected_fields", default=0),
-            "penalty": self._number(raw, "penalty", default=0.0),
-            "turn_reward": self._number(raw, "turn_reward"),
-            **{key: self._numbers(raw, key, lengths) for key in ("values", "logprobs", "ref_logprobs")},
-        }
-        if len(self.problems) == before and record["present_fields"] > record["expected_fields"]:
-            self.problem(
-                f"present_fields: got {record['present_fields']} of {record['expected_fields']} expected_fields"
-            )
-        return Call(**record) if len(self.problems) == before else None
-
-    def _rollout(self, raw: Any, position: int, modules: Sequence[str]) -> Rollout | None:
-        self.where = f"rollouts[{position}]"
-        if not self._keys(raw, ROLLOUT_KEYS):
-            return None
-        self.where = f"rollout {raw.get('id')!r}"
-        before = len(self.problems)
-        error = self._text(raw, "error", optional=True)
-        fork = self._text(raw, "fork", optional=True)
-        if error is not None and error not in FAILURES:
-            self.problem(unknown("error", error, FAILURES))
-        if fork is not None and fork not in modules:
-            self.problem(unknown("fork", fork, modules))
-        reward = self._number(raw, "reward")
-        if reward is None and error in errors.MODEL_CAUSED:
-            reward = 0.0
-        if reward is not None and error in FAILURES and error not in errors.MODEL_CAUSED:
-            self.problem(f"reward: got {reward:g} with error '{error}', which is never credited; expected null")
-        record: dict[str, Any] = {
-            "id": self._text(raw, "id"),
-            "example": self._text(raw, "example"),
-            "leaf": self._text(raw, "leaf", optional=True),
-        }
-        found = len(self.problems) == before
-        return Rollout(**record, reward=reward, error=error, fork=fork) if found else None
-
-    def _unique(self, what: str, records: Sequence[Any]) -> dict[str, Any]:
-        """Records by id; duplicates are problems."""
-        found: dict[str, Any] = {}
-        for record in records:
-            if record is None:
-                continue
-            self.where = f"{what} '{record.id}'"
-            if record.id in found:
-                self.problem("this id occurs twice")
-            found[record.id] = record
-        return found
 
     def _ordered(self, calls: Mapping[str, Call]) -> dict[str, Call]:
         """Calls with parents first, else in the file's order; unknown parents and cycles are problems."""
@@ -264,15 +380,7 @@ class _Reader:
         leaf = calls[rollout.leaf]
         if leaf.example != rollout.example:
             self.problem(f"example: got '{rollout.example}', its leaf has '{leaf.example}'")
-        return Rollout(
-            id=rollout.id,
-            example=rollout.example,
-            leaf=rollout.leaf,
-            reward=rollout.reward,
-            error=rollout.error,
-            fork=rollout.fork,
-            teacher=leaf.teacher,
-        )
+        return replace(rollout, teacher=leaf.teacher)
 
     def _leaves(self, calls: Mapping[str, Call], rollouts: Mapping[str, Rollout]) -> None:
         """The outcome reward stands on the leaf, so a leaf has no turn reward of its own."""
@@ -282,74 +390,3 @@ class _Reader:
             if leaf is not None and leaf.turn_reward is not None and leaf.id not in parents:
                 self.where = f"call '{leaf.id}'"
                 self.problem("turn_reward: got a number on the last call of a rollout, expected null there")
-
-    def _keys(self, raw: Any, known: Sequence[str], required: bool = False) -> bool:
-        if not isinstance(raw, dict):
-            self.problem(f"got {type(raw).__name__}, expected an object")
-            return False
-        if "id" in raw and isinstance(raw["id"], str):
-            self.where = f"{self.where} '{raw['id']}'"
-        for key in raw:
-            if key not in known:
-                self.problem(f"{key}: unknown key{nearest(key, known)} (known: {', '.join(known)})")
-        missing = [key for key in known if required and key not in raw]
-        for key in missing:
-            self.problem(f"{key}: missing")
-        return not missing
-
-    def _text(self, raw: Mapping[str, Any], key: str, optional: bool = False) -> str | None:
-        value = raw.get(key)
-        if not (isinstance(value, str) and value) and not (optional and value is None):
-            self.problem(f"{key}: got {value!r}, expected a {'name or null' if optional else 'non-empty text'}")
-            return None
-        return value
-
-    def _count(self, raw: Mapping[str, Any], key: str, default: int | None) -> int | None:
-        value = raw.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST:
-            self.problem(f"{key}: got {value!r}, expected a whole number from 0 to {MOST}")
-            return default
-        return value
-
-    def _flag(self, raw: Mapping[str, Any], key: str) -> bool:
-        value = raw.get(key, True)
-        if not isinstance(value, bool):
-            self.problem(f"{key}: got {value!r}, expected true or false")
-        return bool(value)
-
-    def _number(self, raw: Mapping[str, Any], key: str, default: float | None = None) -> float | None:
-        value = raw.get(key)
-        if value is None:
-            return default
-        if not _is_number(value):
-            self.problem(f"{key}: got {value!r}, expected a finite number (of at most {LARGEST:g} in size) or null")
-            return default
-        return float(value)
-
-    def _numbers(self, raw: Mapping[str, Any], key: str, lengths: tuple[int, int]) -> tuple[float, ...] | None:
-        value = raw.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(_is_number(item) for item in value):
-            self.problem(f"{key}: expected a list of finite numbers or null")
-            return None
-        if len(value) not in lengths:
-            also = f" (or {lengths[1]} with observation tokens)" if lengths[1] != lengths[0] else ""
-            self.problem(f"{key}: got {len(value)} numbers, expected {lengths[0]}, one per completion token{also}")
-            return None
-        return tuple(float(item) for item in value)
-
-    def _ids(self, raw: Mapping[str, Any]) -> list[int] | None:
-        value = raw.get("completion_ids")
-        if value is None:
-            return None
-        if not isinstance(value, list) or any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in value):
-            self.problem("completion_ids: expected a list of token ids")
-            return None
-        return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST

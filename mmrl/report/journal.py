@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from mmrl.errors import CheckpointError
+from mmrl.errors import CheckpointError, DataError
 from mmrl.records import Call, Forest, Rollout
+from mmrl.report.forest import read_record
 from mmrl.report.rundir import RunDir
 from mmrl.system.files import atomic_write, dumps
 
-TUPLES = ("prompt_ids", "completion_ids", "sampled_ids", "logprobs", "ref_logprobs", "values")
 _PROMPT = ("prompt_ids", "prompt_text")
 
 Json = dict[str, Any]
@@ -85,7 +85,9 @@ def read_step(run: RunDir, step: int, *, evaluation: str | None = None) -> tuple
         raise CheckpointError(f"{run.path}: no journal of step {step}; {_available(run, evaluation)}")
     try:
         lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).split(b"\n") if line]
-        return decode(lines)
+        return decode(lines, str(path))
+    except DataError as error:
+        raise CheckpointError(f"{error.problems[0]} (damaged journal)") from None
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"{path}: damaged journal ({type(error).__name__}: {error})") from None
 
@@ -106,34 +108,41 @@ def encode(forest: Forest, entries: Sequence[Any]) -> list[Json]:
     return lines
 
 
-def decode(lines: Sequence[Json]) -> tuple[Forest, list[Json]]:
-    """The inverse of `encode`."""
+def decode(lines: Sequence[Json], source: str = "journal") -> tuple[Forest, list[Json]]:
+    """The inverse of `encode`.
+
+    Raises:
+        DataError: fields that no record has, or of another type; names `source`, record and field.
+        KeyError, ValueError, TypeError, IndexError: lines that are none of a journal.
+    """
     head: Json | None = None
     prompts: list[Json] = []
-    calls: dict[str, Call] = {}
+    calls: list[Call] = []
     rollouts: list[Rollout] = []
     entries: list[Json] = []
     for line in lines:
-        fields = dict(line)
-        kind = fields.pop("line")
+        record = dict(line)
+        kind = record.pop("line")
         if kind == "forest":
-            head = fields
+            head = record
         elif kind == "prompt":
-            prompts.append({"prompt_ids": tuple(fields["ids"]), "prompt_text": fields["text"]})
+            prompts.append({"prompt_ids": record["ids"], "prompt_text": record["text"]})
         elif kind == "call":
-            fields |= prompts[fields.pop("prompt")]
-            call = Call(**{key: _tuple(value) if key in TUPLES else value for key, value in fields.items()})
-            calls[call.id] = call
+            calls.append(read_record(Call, record | prompts[record.pop("prompt")], source))
         elif kind == "rollout":
-            rollouts.append(Rollout(**fields))
+            rollouts.append(read_record(Rollout, record, source))
         elif kind == "entry":
-            entries.append({key: _tuple(value) for key, value in fields.items()})
+            entries.append({key: tuple(value) if isinstance(value, list) else value for key, value in record.items()})
         else:
             raise ValueError(f"unknown kind of line '{kind}'")
     if head is None:
         raise ValueError("no forest line")
     forest = Forest(
-        calls=calls, rollouts=tuple(rollouts), modules=tuple(head["modules"]), step=head["step"], meta=head["meta"]
+        calls={call.id: call for call in calls},
+        rollouts=tuple(rollouts),
+        modules=tuple(head["modules"]),
+        step=head["step"],
+        meta=head["meta"],
     )
     return forest, entries
 
@@ -148,10 +157,6 @@ def _fields(record: Any, leave_out: Sequence[str] = ()) -> Json:
         if field.name not in leave_out and (field.default is dataclasses.MISSING or value != field.default):
             found[field.name] = value
     return found
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _available(run: RunDir, evaluation: str | None) -> str:

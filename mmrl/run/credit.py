@@ -36,7 +36,7 @@ def load_rollouts(path: Path) -> Forest:
         data = path.read_bytes()
         text = (gzip.decompress(data) if data.startswith(GZIP) else data).decode("utf-8-sig")
         if _is_journal(text):
-            forest = decode([json.loads(line) for line in text.split("\n") if line.strip()])[0]
+            forest = decode([json.loads(line) for line in text.split("\n") if line.strip()], str(path))[0]
             check_forest(forest, str(path))
             return forest
         return parse_forest(text, str(path))
