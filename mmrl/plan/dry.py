@@ -82,9 +82,8 @@ def _sample(config: TrainCommandConfig, task: Task, reward_set: str, examples: i
 
     from mmrl.engines import engine_class
     from mmrl.models.load import load_model, load_tokenizer
-    from mmrl.rollout.context import SamplingSettings
+    from mmrl.rollout.environment import make_environment, sampling_settings
     from mmrl.rollout.sample import sample
-    from mmrl.stages.environment import make_environment
 
     torch.set_num_threads(config.hardware.threads or 1)
     algo = config.algo
@@ -96,15 +95,8 @@ def _sample(config: TrainCommandConfig, task: Task, reward_set: str, examples: i
         max_context=config.task.max_context,
         threads=config.hardware.threads,
     )
-    settings = SamplingSettings(
-        temperature=algo.temperature,
-        top_p=algo.top_p,
-        top_k=algo.top_k,
-        parse_retries=algo.parse_retries,
-        max_tokens=config.task.max_tokens,
-        max_context=config.task.max_context,
-    )
-    env = make_environment(config, task, engine, tokenizer, settings, (config.seed, "plan"))
+    settings = sampling_settings(algo, config.task)
+    env = make_environment(task, engine, tokenizer, settings, (config.seed, "plan"))
     chosen = task.examples("train")[:examples]
     modules = task.program.modules
     plans = [

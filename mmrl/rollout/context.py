@@ -1,21 +1,20 @@
 """The `ctx` of a program: record, replay, parse retries, limits, typed failures.
 
 Sits between a program (above it, blind to engines) and an engine (below it, blind to programs). Each live call becomes
-a `Call`; each call and tool result goes onto the tape, in the order in which the program asked. A context made with a
-tape replays it first and is live from there, which is how every plan forks (design: Forking by replay).
+a `Call`; each call and tool result goes onto the tape, in the order of the program's requests. A context made with a
+tape replays it first and is live from there, which is how every plan forks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmrl import rng
-from mmrl.engines.base import Completion, Engine, Request, Sampling
+from mmrl.engines.base import Completion, Request, Sampling
 from mmrl.errors import (
     EngineFailure,
     LengthFailure,
@@ -26,72 +25,19 @@ from mmrl.errors import (
     ToolFailure,
 )
 from mmrl.records import EMPTY, Call, Example
-from mmrl.tasks.base import Message, Reply, Task
-
-if TYPE_CHECKING:
-    from mmrl.rollout.teachers import Teacher
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingSettings:
-    """How calls are sampled in one phase (training or evaluation)."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    parse_retries: int
-    max_tokens: int
-    max_context: int | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class Environment:
-    """What all rollouts of one step share."""
-
-    task: Task
-    engine: Engine
-    render: Callable[[Sequence[Message]], tuple[int, ...]]
-    """Messages -> prompt token ids, generation prompt included; special tokens in contents are plain text."""
-    extend: Callable[[Sequence[int], str | Sequence[Message]], tuple[int, ...]]
-    """Context ids and an observation -> the next prompt of the same context."""
-    decode: Callable[[Sequence[int]], str]
-    """Token ids -> text without special tokens."""
-    settings: SamplingSettings
-    key: rng.Key
-    """(run seed, step): with the example and the path, the source of every sampling seed."""
-    timeout_s: float = 600.0
-    retrieve_s: float = 0.0
-    """Seconds during which at least one tool ran."""
-    tools: int = 0
-    """Tools that run now."""
-    tools_since: float = 0.0
-    """When the first of them started."""
-
-    def tool_started(self) -> None:
-        """Count a tool that starts."""
-        if self.tools == 0:
-            self.tools_since = time.perf_counter()
-        self.tools += 1
-
-    def tool_ended(self) -> None:
-        """Count a tool that ended."""
-        self.tools -= 1
-        if self.tools == 0:
-            self.retrieve_s += time.perf_counter() - self.tools_since
-
-    teachers: Mapping[str, Teacher] = EMPTY
-    """Teachers by name, for plans that have rollouts of theirs."""
+from mmrl.rollout.environment import Environment, SamplingSettings
+from mmrl.tasks.base import Message, Reply
 
 
 @dataclass(slots=True)
 class Event:
-    """One thing on the tape, in the order of asking."""
+    """One thing on the tape, in the order of the program's requests."""
 
     kind: str
     """`call` or `tool`."""
     name: str
     """Module or tool."""
-    asked: Any
+    request: object
     """Prompt ids of a call, arguments of a tool: compared on replay."""
     outcome: asyncio.Future[Any]
     """Reply of a call, result of a tool."""
@@ -102,8 +48,8 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """One generation as the program asked for it."""
+class Generation:
+    """One generation as the program requested it."""
 
     prompt_ids: tuple[int, ...]
     prompt_text: str
@@ -129,7 +75,7 @@ class RolloutContext:
     """Path id within the example's trees: `<tree>` or `<tree>.<branch>...`; extended when the rollout forks."""
     replay: Sequence[Event] = ()
     on_live_call: ForkHook | None = None
-    """Told before each live call; may start siblings that replay `events` so far."""
+    """Called before each live call; may start siblings that replay `events` so far."""
     events: list[Event] = field(default_factory=list)
     in_flight: int = 0
 
@@ -159,7 +105,7 @@ class RolloutContext:
         event = self._record("call", module, prompt_ids)
         position = len(self.events) - 1
         try:
-            wanted = Wanted(
+            generation = Generation(
                 prompt_ids=prompt_ids,
                 prompt_text=_shown(messages),
                 limit=max_tokens or self.env.settings.max_tokens,
@@ -169,7 +115,7 @@ class RolloutContext:
                 turn=0 if earlier_turn is None else earlier_turn.turn + 1,
                 messages=None if after is not None or isinstance(messages, str) else tuple(messages),
             )
-            reply = await self._generate(event, position, wanted)
+            reply = await self._generate(event, position, generation)
         except BaseException as error:
             _settle(event.outcome, error)
             raise
@@ -213,7 +159,7 @@ class RolloutContext:
     def calls(self) -> list[Call]:
         """Recorded calls of this rollout in order, replayed ones included; each has the one before it as parent.
 
-        The order is that of asking. Parents are set here, since with concurrent calls the one asked first may end last.
+        The order is that of the requests. Parents are set here: of concurrent calls the first requested may end last.
         """
         chain: list[Call] = []
         for event in self.events:
@@ -222,13 +168,13 @@ class RolloutContext:
                 chain.append(event.call if event.call.parent == parent else replace(event.call, parent=parent))
         return chain
 
-    def _recorded(self, kind: str, name: str, asked: Any) -> Event | None:
-        """The tape's event for what is asked now, or None when the tape is played out."""
+    def _recorded(self, kind: str, name: str, request: object) -> Event | None:
+        """The tape's event for this request, or None when the tape is played out."""
         position = len(self.events)
         if position >= len(self.replay):
             return None
         event = self.replay[position]
-        if (event.kind, event.name, event.asked) != (kind, name, asked):
+        if (event.kind, event.name, event.request) != (kind, name, request):
             raise ReplayDivergence(
                 f"at position {position} of its tape the program asked for {kind} '{name}' "
                 f"where it had asked for {event.kind} '{event.name}'"
@@ -242,15 +188,15 @@ class RolloutContext:
         if event.outcome.done():
             return event.outcome.result()
         # Someone else's request is still under way (a program with concurrent calls): step out of the engine's count
-        # of live programs meanwhile, or a deterministic batch would wait for this one for ever.
+        # of live programs meanwhile, or a deterministic batch would wait for this one forever.
         self.env.engine.leave()
         try:
             return await asyncio.shield(event.outcome)
         finally:
             self.env.engine.enter()
 
-    def _record(self, kind: str, name: str, asked: Any) -> Event:
-        event = Event(kind, name, asked, asyncio.get_running_loop().create_future())
+    def _record(self, kind: str, name: str, request: object) -> Event:
+        event = Event(kind, name, request, asyncio.get_running_loop().create_future())
         # A failed event may have no sibling that replays it; its exception is raised in the program itself.
         event.outcome.add_done_callback(lambda future: future.cancelled() or future.exception())
         self.events.append(event)
@@ -279,68 +225,68 @@ class RolloutContext:
         kept = len(after.context)
         return prompt_ids, kept if prompt_ids[:kept] == after.context else kept - 1
 
-    async def _generate(self, event: Event, position: int, wanted: Wanted) -> Reply:
+    async def _generate(self, event: Event, position: int, generation: Generation) -> Reply:
         """Sample until the text parses or the attempts are used up; the last attempt is recorded either way."""
         settings = self.env.settings
         earlier = [e for e in self.events[:position] if e.kind == "call"]
         call_id = f"{self.example.id}/{self.path}#{len(earlier)}"
-        self._check_context(wanted.prompt_ids, settings)
+        self._check_context(generation.prompt_ids, settings)
         failure: ParseFailure | None = None
         for attempt in range(settings.parse_retries + 1):
-            completion = await self._ask(event.name, wanted, call_id, attempt)
+            completion = await self._request(event.name, generation, call_id, attempt)
             text = self.env.decode(completion.ids)
-            parsed, failure = _parse(wanted.parse, text)
+            parsed, failure = _parse(generation.parse, text)
             if failure is None:
                 break
         call = Call(
             id=call_id,
             example=self.example.id,
-            # The call asked before, if it has ended; `calls` puts right what concurrency leaves open.
+            # The call requested before, if it has ended; `calls` puts right what concurrency leaves open.
             parent=earlier[-1].call.id if earlier and earlier[-1].call else None,
             module=event.name,
             invocation=sum(e.name == event.name for e in earlier),
-            turn=wanted.turn,
+            turn=generation.turn,
             completion_tokens=len(completion.ids),
-            prompt_tokens=len(wanted.prompt_ids),
-            prompt_ids=wanted.prompt_ids,
+            prompt_tokens=len(generation.prompt_ids),
+            prompt_ids=generation.prompt_ids,
             completion_ids=completion.ids,
             logprobs=completion.logprobs,
             text=text,
-            prompt_text=wanted.prompt_text,
+            prompt_text=generation.prompt_text,
             finish=completion.finish,
             ok=failure is None,
             present_fields=failure.present if failure else 0,
             expected_fields=failure.expected if failure else 0,
             policy_version=completion.policy_version,
             attempts=attempt + 1,
-            facts=dict(wanted.facts),
+            facts=dict(generation.facts),
         )
         if failure is None:
-            own = self.env.task.score_call(call)
-            call = replace(call, penalty=own.penalty, facts={**wanted.facts, **own.facts})
+            score = self.env.task.score_call(call)
+            call = replace(call, penalty=score.penalty, facts={**generation.facts, **score.facts})
         event.call = call
-        event.context = wanted.prompt_ids + completion.ids
+        event.context = generation.prompt_ids + completion.ids
         if failure is not None:
             raise failure
         return Reply(
             text=text, parsed=parsed, finish=completion.finish, tokens=len(completion.ids), context=event.context
         )
 
-    async def _ask(self, module: str, wanted: Wanted, call_id: str, attempt: int) -> Completion:
+    async def _request(self, module: str, generation: Generation, call_id: str, attempt: int) -> Completion:
         settings = self.env.settings
         sampling = Sampling(
-            max_tokens=wanted.limit,
+            max_tokens=generation.limit,
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
-            stop=wanted.stop,
+            stop=generation.stop,
             seed=rng.digest(*self.env.key, "sample", call_id, attempt),
         )
         request = Request(
-            prompt_ids=wanted.prompt_ids,
+            prompt_ids=generation.prompt_ids,
             sampling=sampling,
             module=module,
-            messages=wanted.messages,
+            messages=generation.messages,
             order=(call_id, attempt),
         )
         self.in_flight += 1

@@ -15,9 +15,10 @@ from typing import Any
 from mmrl.engines.base import Engine
 from mmrl.errors import ProgramFailure, RewardFailure, RolloutError, RolloutTimeout
 from mmrl.records import EMPTY, Call, Example, Forest, Rollout
-from mmrl.rollout.context import Environment, Event, RolloutContext
+from mmrl.rollout.context import Event, RolloutContext
+from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import Fork, Tree
-from mmrl.rollout.teachers import taught
+from mmrl.rollout.teachers import teacher_forced
 from mmrl.tasks.base import Score
 
 
@@ -52,41 +53,41 @@ class _Tree:
 
     async def _branch(self, path: tuple[int, ...], replayed: Sequence[Event], forks: Sequence[Fork]) -> None:
         remaining = list(forks)
-        own = list(path)
+        name = list(path)
 
         def fork(ctx: RolloutContext, module: str) -> None:
             while remaining and remaining[0].module in (None, module):
                 width = remaining.pop(0).width
                 tape = tuple(ctx.events)
                 for branch in range(1, width):
-                    self.start((*own, branch), tape, tuple(remaining))
-                own.append(0)
-                ctx.path = _name(own)
+                    self.start((*name, branch), tape, tuple(remaining))
+                name.append(0)
+                ctx.path = _name(name)
 
-        ctx = RolloutContext(self.env, self.example, _name(own), replayed, fork)
+        ctx = RolloutContext(self.env, self.example, _name(name), replayed, fork)
         if self.plan.teacher is not None:
-            ctx = await self._taught(self.plan.teacher, _name(own))
+            ctx = await self._teacher_forced(self.plan.teacher, _name(name))
         rollout = await self._execute(ctx)
-        self.rollouts.append((tuple(own), rollout, ctx.calls))
+        self.rollouts.append((tuple(name), rollout, ctx.calls))
 
-    async def _taught(self, name: str, path: str) -> RolloutContext:
-        """Run a teacher's program live; the context that answers the student's program with what it said."""
-        env = self.env.teachers[name].environment
-        said = RolloutContext(env, self.example, path)
+    async def _teacher_forced(self, name: str, path: str) -> RolloutContext:
+        """Run a teacher's program live; the context that forces its outputs on the student's program."""
+        live = RolloutContext(self.env.teachers[name].environment, self.example, path)
         failure: RolloutError | None = None
         try:
-            await self._run(said)
+            await self._run(live)
         except RolloutError as error:
             failure = error
-        return taught(self.env, self.env.teachers, name, said, failure)
+        return teacher_forced(self.env, name, live, failure)
 
     async def _run(self, ctx: RolloutContext) -> Any:
         """The prediction of a program; whatever else happens is a `RolloutError`."""
+        limit = self.env.settings.timeout_s
         try:
-            async with asyncio.timeout(self.env.timeout_s):
+            async with asyncio.timeout(limit):
                 return await ctx.env.task.program.run(self.example, ctx)
         except TimeoutError as error:
-            raise RolloutTimeout(f"took longer than task.timeout_s={self.env.timeout_s:g}") from error
+            raise RolloutTimeout(f"took longer than task.timeout_s={limit:g}") from error
         except RolloutError:
             raise
         except Exception as error:

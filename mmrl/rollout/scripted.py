@@ -14,7 +14,7 @@ from typing import Any
 from mmrl.engines.base import Completion, Engine, Request
 from mmrl.errors import EngineFailure
 from mmrl.records import Example, Rollout
-from mmrl.rollout.context import Environment, SamplingSettings
+from mmrl.rollout.environment import Environment, SamplingSettings
 from mmrl.rollout.plans import independent
 from mmrl.rollout.programs import with_program
 from mmrl.rollout.sample import sample

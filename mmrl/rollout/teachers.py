@@ -1,97 +1,125 @@
-"""Rollouts of teachers: a teacher's program runs live, then the student's program is told what the teacher answered.
+"""Rollouts of teachers: a teacher's program runs live, then its outputs are teacher-forced through the student's.
 
 Used by `rollout.sample`. The second run gives what training needs: the student's own prompts around the teacher's
-inputs and outputs (arXiv 2508.04660; semantics §1.6). Calls are matched by module and invocation, tool results by
-order and arguments. A student's program that asks for a call which the teacher never made has diverged.
+inputs and outputs (arXiv 2508.04660, Sec. 3.3; docs/algorithms.md). Calls are matched by module and invocation, tool
+results by order and arguments. A student's program that requests a call which the teacher never made has diverged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mmrl.engines.base import Completion
+from mmrl import rng
+from mmrl.engines.base import Completion, Engine
 from mmrl.errors import ReplayDivergence, RolloutError
+from mmrl.models.chat import encode_text
 from mmrl.records import Call
-from mmrl.rollout.context import Environment, Event, RolloutContext, Wanted
-from mmrl.tasks.base import Reply
+from mmrl.rollout.context import Event, Generation, RolloutContext
+from mmrl.rollout.environment import Environment, SamplingSettings, Teacher, make_environment
+from mmrl.tasks.base import Reply, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Teacher:
-    """One teacher in one step."""
+class LoadedTeacher:
+    """A teacher of mmGRPO for a whole run: its task (with its prompts), engine and tokenizer."""
 
-    environment: Environment
-    """Its program, engine and tokenizer."""
-    retell: Callable[[Call], tuple[int, ...]]
-    """A call of the teacher to completion ids of the student: the same ids where both share a vocabulary."""
+    task: Task
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    shares_vocabulary: bool
+    """Whether its token ids are the student's, so that what it sampled is trained as it is."""
+
+
+def teachers_of_step(
+    loaded: Mapping[str, LoadedTeacher], settings: SamplingSettings, key: rng.Key, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Teacher]:
+    """The teachers as rollouts of one step use them; `tokenizer` is the student's."""
+
+    def reencoded(call: Call) -> tuple[int, ...]:
+        # A text has no end-of-turn token: the student learns to end its turn where the teacher ended its own.
+        end = (tokenizer.eos_token_id,) if call.finish == "eos" else ()
+        return (*encode_text(tokenizer, call.text), *end)
+
+    return {
+        name: Teacher(
+            environment=make_environment(own.task, own.engine, own.tokenizer, settings, key),
+            student_ids=(lambda call: call.completion_ids) if own.shares_vocabulary else reencoded,
+        )
+        for name, own in loaded.items()
+    }
 
 
 @dataclass(slots=True)
-class TaughtContext(RolloutContext):
-    """The `ctx` of the student's program: it answers with what the teacher said."""
+class TeacherForcedContext(RolloutContext):
+    """The `ctx` of the student's program after a teacher's rollout: calls return what the teacher's calls returned."""
 
     teacher: Teacher | None = None
     name: str = ""
-    said: RolloutContext | None = None
+    source: RolloutContext | None = None
     """The teacher's finished rollout."""
     failure: RolloutError | None = None
     """How it failed, if it did."""
-    told: dict[int, Call] = field(default_factory=dict)
+    matches: dict[int, Call] = field(default_factory=dict)
     """Position among this rollout's calls -> the teacher's call there."""
 
     async def tool(self, name: str, **arguments: Any) -> Any:
-        """The teacher's result where it asked for the same at this place, else the tool itself."""
-        assert self.said is not None
-        earlier = sum(event.kind == "tool" and event.name == name for event in self.events)
-        asked = [event for event in self.said.events if event.kind == "tool" and event.name == name]
-        if earlier < len(asked) and asked[earlier].asked == arguments and asked[earlier].outcome.done():
-            event = asked[earlier]
-            self.events.append(event)
-            return event.outcome.result()
+        """The teacher's result where it used the tool with the same arguments at this place, else the tool itself."""
+        position = sum(event.kind == "tool" and event.name == name for event in self.events)
+        used = self._of_teacher("tool", name)
+        if position < len(used) and used[position].request == arguments and used[position].outcome.done():
+            self.events.append(used[position])
+            return used[position].outcome.result()
         # Spelled out: a dataclass with slots is another class than the one that `super()` remembers.
         return await RolloutContext.tool(self, name, **arguments)
 
-    async def _generate(self, event: Event, position: int, wanted: Wanted) -> Reply:
-        told = self._answer(event.name, position)
-        self.told[sum(e.kind == "call" for e in self.events[:position])] = told
+    async def _generate(self, event: Event, position: int, generation: Generation) -> Reply:
+        match = self._match(event.name, position)
+        self.matches[sum(e.kind == "call" for e in self.events[:position])] = match
         try:
-            return await RolloutContext._generate(self, event, position, wanted)
+            return await RolloutContext._generate(self, event, position, generation)
         finally:
             if event.call is not None:
+                # The student never sampled these tokens: the trainer computes its own log-probabilities of them.
                 event.call = replace(
-                    event.call, logprobs=None, teacher=self.name, policy_version=None, attempts=told.attempts
+                    event.call, logprobs=None, teacher=self.name, policy_version=None, attempts=match.attempts
                 )
 
-    async def _ask(self, module: str, wanted: Wanted, call_id: str, attempt: int) -> Completion:
+    async def _request(self, module: str, generation: Generation, call_id: str, attempt: int) -> Completion:
         assert self.teacher is not None
-        told = self.told[int(call_id.rpartition("#")[2])]
-        return Completion(ids=self.teacher.retell(told), logprobs=(), finish=told.finish)
+        match = self.matches[int(call_id.rpartition("#")[2])]
+        return Completion(ids=self.teacher.student_ids(match), logprobs=(), finish=match.finish)
 
-    def _answer(self, module: str, position: int) -> Call:
+    def _match(self, module: str, position: int) -> Call:
         """The teacher's call of the same module and invocation.
 
         Raises:
             RolloutError: the teacher failed there, or never made such a call.
         """
-        assert self.said is not None
         invocation = sum(event.kind == "call" and event.name == module for event in self.events[:position])
-        asked = [event for event in self.said.events if event.kind == "call" and event.name == module]
-        if invocation < len(asked):
-            found = asked[invocation].call
-            if found is not None:
-                return found
-            if asked[invocation].outcome.done():
-                asked[invocation].outcome.result()  # raises what ended the teacher's rollout there
+        made = self._of_teacher("call", module)
+        if invocation < len(made):
+            call = made[invocation].call
+            if call is not None:
+                return call
+            if made[invocation].outcome.done():
+                made[invocation].outcome.result()  # raises what ended the teacher's rollout there
         raise self.failure or ReplayDivergence(
             f"the student's program asks for call {invocation} of module '{module}', which teacher '{self.name}' "
             "never made"
         )
 
+    def _of_teacher(self, kind: str, name: str) -> list[Event]:
+        assert self.source is not None
+        return [event for event in self.source.events if event.kind == kind and event.name == name]
 
-def taught(
-    env: Environment, teachers: Mapping[str, Teacher], name: str, said: RolloutContext, failure: RolloutError | None
-) -> TaughtContext:
-    """The context of the student's run after a teacher's."""
-    return TaughtContext(env, said.example, said.path, teacher=teachers[name], name=name, said=said, failure=failure)
+
+def teacher_forced(env: Environment, name: str, source: RolloutContext, failure: RolloutError | None) -> RolloutContext:
+    """The context of the student's run after a teacher's (`source`), which may have ended in `failure`."""
+    return TeacherForcedContext(
+        env, source.example, source.path, teacher=env.teachers[name], name=name, source=source, failure=failure
+    )

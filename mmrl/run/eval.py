@@ -86,21 +86,21 @@ def resume_evaluation(folder: Path) -> int:
 def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     import torch
 
-    from mmrl.stages.environment import eval_settings, make_environment
+    from mmrl.rollout.environment import make_environment, sampling_settings
     from mmrl.stages.evaluate import evaluate, evaluation_metrics, forget_failed, outside_failures
 
     hardware = config.hardware
     torch.set_num_threads(hardware.threads or 1)
     task = build_task(config.task, config.seed)
     policy = served(config)
-    settings = eval_settings(config, config.eval)
+    settings = sampling_settings(config.eval, config.task)
     results = rundir.eval_path(policy.step or 0, config.split)
     # What the journal says of items that failed from outside stays; they are written beside it when they run again.
     first = len(rundir.journal_steps(config.split)) if forget_failed(results) else 0
     with stoppable(), released(task), evaluation_engine(config, policy, rundir) as (engine, tokenizer):
         try:
             items = evaluate(
-                lambda key: make_environment(config, task, engine, tokenizer, settings, key),
+                lambda key: make_environment(task, engine, tokenizer, settings, key),
                 task.examples(config.split),
                 config.eval,
                 config.seed,
@@ -108,14 +108,14 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
                 results,
                 lambda chunk, forest: write_step(rundir, forest, evaluation=config.split, step=first + chunk),
             )
-            asked = engine.describe()
+            usage = engine.describe()
         except KeyboardInterrupt:
             print(f"stopped; continue with: mmrl eval resume={rundir.path}", file=sys.stderr)
             raise
     metrics = evaluation_metrics(items, config.eval, config.seed)
     others = {f"{split} items" for split in ("train", "dev", "test") if split != config.split}
     facts = {name: fact for name, fact in task.describe().items() if name not in others}
-    facts |= {**asked, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
+    facts |= {**usage, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
     rundir.write_summary(
         {"policy": config.policy, "task": task.name, "split": config.split, "metrics": metrics, "facts": facts}
     )

@@ -166,10 +166,10 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
         progress.note(describe_start(config, task, rundir, checkpoint))
         stage: WeightStage | None = None
         try:
-            stage, trainer = build_stage(config, task, rundir, progress, opened, checkpoint, processes)
-            before = stage.baseline()
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-            after = stage.items(config.train.steps)
+            stage = build_stage(config, task, rundir, progress, opened, checkpoint, processes)
+            before = stage.evaluations.baseline()
+            stage.run(checkpoint)
+            after = stage.evaluations.items(config.train.steps)
         except (MmrlError, KeyboardInterrupt) as error:
             if stage is not None or not isinstance(error, ConfigError):  # a wrong setting would stop it again
                 progress.note(f"stopped; continue with: mmrl train resume={rundir.path}")
@@ -182,7 +182,7 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
         text = finish(
             rundir,
             config,
-            {**task.describe(), **stage.assignment.describe(), **stage.engine.describe()},
+            {**task.describe(), **assignment(config, task).describe(), **stage.engines[0].describe()},
             before,
             after,
             seconds=time.perf_counter() - started,
@@ -200,53 +200,107 @@ def build_stage(
     trackers: Any,
     checkpoint: Path | None,
     processes: Processes = ALONE,
-) -> tuple[WeightStage, Any]:
+) -> WeightStage:
     """Tokenizer, model, trainer, engine and the stage that ties them together."""
     import torch
 
     from mmrl.engines import EngineSetup, build_engine
+    from mmrl.engines.base import Engine
     from mmrl.models.load import load_model, load_tokenizer
+    from mmrl.rollout.environment import make_environment, sampling_settings
+    from mmrl.rollout.teachers import LoadedTeacher
+    from mmrl.stages.collect import Collector
+    from mmrl.stages.evaluate import Evaluations
+    from mmrl.stages.step_log import StepLog
     from mmrl.stages.weights import WeightStage
+    from mmrl.trainer.adapters import make_adapters
+    from mmrl.trainer.trl_trainer import build_trainer
 
     hardware = config.hardware
     torch.set_num_threads(hardware.threads or 1)
     tokenizer = load_tokenizer(config.model)
-    stage = WeightStage(
-        config=config,
-        task=task,
+    modules = assignment(config, task)
+    processes = replace(processes, one_samples=processes.world > 1 and engines.serves_all(config.engine.name))
+    trainer = build_trainer(
+        model=load_model(config.model, hardware.device),
         tokenizer=tokenizer,
+        train=config.train,
+        algo=config.algo,
+        model_config=config.model,
+        seed=config.seed,
+        output_dir=rundir.checkpoints,
+        # The stage needs the engine, which needs the trainer's model: so these two look it up when they are called.
+        next_batch=lambda step: stage.next_batch(step),
+        on_step_end=lambda step, update: stage.on_step_end(step, update),
+        resume_from=checkpoint,
+        extra=lambda step: modules.record(),
+        adapters=make_adapters(modules),
+    )
+    if processes.one_samples and not processes.main:
+        engine: Engine = engines.NullEngine()
+        teachers: dict[str, LoadedTeacher] = {}
+    else:
+        # The engine samples from the very module that is trained (wrapped by peft where there is an adapter).
+        setup = EngineSetup(
+            max_context=config.task.max_context,
+            threads=hardware.threads,
+            adapters=modules.served,
+            initial=load_model(config.model, hardware.device) if modules.copied else None,
+            weights=config.model,
+            device=hardware.device,
+            devices=server_devices(hardware),
+            folder=rundir.path,
+            samplings=((config.algo.temperature, config.algo.top_p, config.algo.top_k),),
+        )
+        engine = build_engine(config.engine, trainer.model, tokenizer, setup)
+        try:
+            teachers = build_teachers(config, task, engine, tokenizer, build_task, load_policy)
+        except BaseException:
+            engine.close()
+            raise
+    log = StepLog(
         rundir=rundir,
         progress=progress,
         trackers=trackers,
-        train=task.examples("train"),
-        heldout=task.examples(config.eval.split),
+        processes=processes,
+        prefetched=bool(config.train.staleness),
+    )
+    collector = Collector(
+        config=config,
+        task=task,
+        engine=engine,
+        tokenizer=tokenizer,
+        trainer=trainer,
+        examples=task.examples("train"),
         reward_set=reward_set(config, task),
-        assignment=assignment(config, task),
-        processes=replace(processes, one_samples=processes.world > 1 and engines.serves_all(config.engine.name)),
+        sync=lambda version: stage.sync(version),
+        log=log,
+        processes=processes,
+        teachers=teachers,
     )
-    trainer = stage.trainer(load_model(config.model, hardware.device), checkpoint)
-    if stage.processes.one_samples and not processes.main:
-        stage.engine = engines.NullEngine()
-        return stage, trainer
-    # The engine samples from the very module that is trained (wrapped by peft where there is an adapter).
-    setup = EngineSetup(
-        max_context=config.task.max_context,
-        threads=hardware.threads,
-        adapters=stage.assignment.served,
-        initial=load_model(config.model, hardware.device) if stage.assignment.copied else None,
-        weights=config.model,
-        device=hardware.device,
-        devices=server_devices(hardware),
-        folder=rundir.path,
-        samplings=((config.algo.temperature, config.algo.top_p, config.algo.top_k),),
+    settings = sampling_settings(config.eval, config.task)
+    evaluations = Evaluations(
+        config=config,
+        examples=task.examples(config.eval.split),
+        reward_set=collector.reward_set,
+        environment=lambda key: make_environment(task, engine, tokenizer, settings, key),
+        sync=collector.sync,
+        log=log,
+        processes=processes,
     )
-    stage.engine = build_engine(config.engine, trainer.model, tokenizer, setup)
-    try:
-        stage.teachers = build_teachers(config, task, stage.engine, tokenizer, build_task, load_policy)
-    except BaseException:
-        stage.engine.close()
-        raise
-    return stage, trainer
+    own = {id(e): e for e in (engine, *(teacher.engine for teacher in teachers.values()))}
+    stage = WeightStage(
+        algo=config.algo,
+        seed=config.seed,
+        frozen=modules.frozen,
+        trainer=trainer,
+        engines=tuple(own.values()),
+        collector=collector,
+        evaluations=evaluations,
+        log=log,
+        processes=processes,
+    )
+    return stage
 
 
 def describe_start(config: TrainCommandConfig, task: Task, rundir: RunDir, checkpoint: Path | None) -> str:

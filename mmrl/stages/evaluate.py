@@ -1,37 +1,41 @@
 """Evaluation of a policy on a split: independent rollouts, per-item results, bootstrap intervals; resumable.
 
-Used before, during and after training, and by `mmrl eval`.
+`evaluate` is what `mmrl eval` runs; `Evaluations` are those before, during and after training.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mmrl.config import EvalConfig
-from mmrl.errors import MODEL_CAUSED
+from mmrl import rng
+from mmrl.config import EvalConfig, TrainCommandConfig
+from mmrl.errors import MODEL_CAUSED, TooManyFailures
 from mmrl.records import Example, Forest
 from mmrl.report.tables import bootstrap_interval
-from mmrl.rollout.context import Environment
+from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.stages.metrics import failed_share, module_metrics, never
+from mmrl.stages.step_log import StepLog
 from mmrl.system.files import append_jsonl, atomic_write, dumps, read_jsonl, repair_jsonl
 from mmrl.system.processes import ALONE, Processes
-from mmrl.tasks.base import Task
 
 CHUNK = 256
 """Items evaluated at once: enough for full batches, few enough that a killed evaluation loses little."""
 
 Item = dict[str, Any]
+"""Results of one example: id, means over samples (`metrics`, `modules`), predictions, errors."""
 
 
 def evaluate(
-    env_for: Callable[[tuple[Any, ...]], Environment],
+    env_for: Callable[[rng.Key], Environment],
     examples: Sequence[Example],
     settings: EvalConfig,
     seed: int,
@@ -45,31 +49,104 @@ def evaluate(
     Args:
         env_for: environment for a key; sampling depends on (seed, item, sample) alone, never on the chunk.
         results: JSONL of per-item results; items already there are not run again.
-        on_forest: told each chunk's forest, for the journal.
+        on_forest: given each chunk's number and forest, for the journal.
         processes: who share the work; only the main one writes.
 
     Returns:
         One item per example: id, means over samples of reward and metrics, errors. Failed rollouts score 0, or what
         the task's `failed_metrics` say.
     """
-    wanted = list(examples[: settings.items] if settings.items else examples)
+    chosen = list(examples[: settings.items] if settings.items else examples)
     done: dict[str, Item] = {}
     if results:
         if processes.main:
             repair_jsonl(results)  # a line torn by a kill must not swallow the next one
             done = {item["id"]: item for item in read_jsonl(results)}
         done = processes.first(done)
-    for chunk in chunks([e for e in wanted if e.id not in done]):
+    for chunk in chunks([e for e in chosen if e.id not in done]):
         env = env_for((seed, "eval"))
         plans = [(example, independent(settings.samples)) for example in processes.share(chunk)]
         forest = processes.forest(asyncio.run(sample(env, plans, reward_set)), chunk)
-        found = item_results(forest, failed_metrics(env.task), never(env.task))
+        items = item_results(forest, env.task.failed_metrics, never(env.task))
         if on_forest:
             on_forest(len(done) // CHUNK, forest)
         if results and processes.main:
-            append_jsonl(results, found)
-        done |= {item["id"]: item for item in found}
-    return [done[example.id] for example in wanted]
+            append_jsonl(results, items)
+        done |= {item["id"]: item for item in items}
+    return [done[example.id] for example in chosen]
+
+
+@dataclass(slots=True, kw_only=True)
+class Evaluations:
+    """The evaluations of a training run on `eval.split`; per-item results stay in the run directory."""
+
+    config: TrainCommandConfig
+    examples: Sequence[Example]
+    """The split."""
+    reward_set: str
+    environment: Callable[[rng.Key], Environment]
+    """Environment for a key, with the settings of evaluation."""
+    sync: Callable[[int], None]
+    """Has the engine serve the weights after so many steps."""
+    log: StepLog
+    processes: Processes = ALONE
+
+    def baseline(self) -> list[Item]:
+        """Evaluate before training; on a resumed run, read back the results of then.
+
+        Raises:
+            TooManyFailures: nothing of it is kept, since all later evaluations compare with it.
+        """
+        logged = self.processes.first(any(record["step"] == 0 for record in self.log.rundir.history()))
+        if not logged:
+            metrics = self.metrics(0)
+            self._check_baseline(metrics[f"eval/{self.config.eval.split}/failed_share"])
+            self.log.write(0, metrics)
+        return self.items(0)
+
+    def _check_baseline(self, share: float) -> None:
+        limit = self.config.train.max_failed_share
+        if share <= limit:
+            return
+        failures = outside_failures(self.items(0))
+        if self.processes.main:
+            self.log.rundir.eval_path(0, self.config.eval.split).unlink(missing_ok=True)
+        raise TooManyFailures(
+            f"evaluation before training: {share:.0%} of the rollouts failed from outside causes, more than "
+            f"train.max_failed_share={limit:.0%} ({failures})"
+        )
+
+    def due(self, step: int) -> bool:
+        """Whether to evaluate after `step` steps: after the last one, and every `eval.every`."""
+        every = self.config.eval.every
+        return step == self.config.train.steps or bool(every and step % every == 0)
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """The metrics after `step` steps, with names `eval/<split>/<metric>`."""
+        started, split = time.perf_counter(), self.config.eval.split
+        self.log.progress.status(f"evaluating {split}")
+        metrics = evaluation_metrics(self.items(step), self.config.eval, self.config.seed)
+        self.log.progress.evaluation(step, split, metrics)
+        return {f"eval/{split}/{name}": value for name, value in metrics.items()} | {
+            "time/eval": time.perf_counter() - started
+        }
+
+    def items(self, step: int) -> list[Item]:
+        """Per-item results after `step` steps, evaluated now or read back."""
+
+        def environment(key: rng.Key) -> Environment:
+            self.sync(step)  # not before: a resumed run whose items are all there need not push old weights
+            return self.environment(key)
+
+        return evaluate(
+            environment,
+            self.examples,
+            self.config.eval,
+            self.config.seed,
+            self.reward_set,
+            self.log.rundir.eval_path(step, self.config.eval.split),
+            processes=self.processes,
+        )
 
 
 def forget_failed(results: Path) -> int:
@@ -88,15 +165,7 @@ def chunks(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
         yield examples[start : start + CHUNK]
 
 
-def failed_metrics(task: Task) -> dict[str, float]:
-    """The official metrics of a task, with what a failed rollout has of each: its own attribute, or 0 in its main one.
-
-    So they are reported even where every rollout failed.
-    """
-    return dict(task.failed_metrics)
-
-
-def item_results(forest: Forest, failed: dict[str, float], without: Collection[str] = ()) -> list[Item]:
+def item_results(forest: Forest, failed: Mapping[str, float], without: Collection[str] = ()) -> list[Item]:
     """Per-item results of an evaluated forest, in its order.
 
     Args:
@@ -111,7 +180,7 @@ def item_results(forest: Forest, failed: dict[str, float], without: Collection[s
     items = []
     for example in forest.examples:
         rollouts = [r for r in forest.rollouts if r.example == example]
-        counted = [failed | dict(r.metrics) if r.error else r.metrics for r in rollouts]
+        counted = [{**failed, **r.metrics} if r.error else r.metrics for r in rollouts]
         metrics = {name: fmean(values.get(name, 0.0) for values in counted) for name in names}
         metrics["reward"] = fmean(r.reward or 0.0 for r in rollouts)
         items.append(
@@ -133,9 +202,11 @@ def outside_failures(items: Sequence[Item]) -> str:
     counts = Counter(error for item in items for error in item["errors"] if error not in MODEL_CAUSED)
     if not counts:
         return ""
-    told = next((f"the first, item {item['id']}: {text}" for item in items for text in item.get("messages", ())), "")
-    shown = "".join(character if character.isprintable() else " " for character in told)
-    return "; ".join(filter(None, [", ".join(f"{k} {n}" for k, n in counts.items()), " ".join(shown.split())[:500]]))
+    first = next((f"the first, item {item['id']}: {text}" for item in items for text in item.get("messages", ())), "")
+    # A tool's or server's message may hold control characters; it is printed on a terminal.
+    printable = "".join(character if character.isprintable() else " " for character in first)
+    causes = ", ".join(f"{kind} {count}" for kind, count in counts.items())
+    return "; ".join(filter(None, [causes, " ".join(printable.split())[:500]]))
 
 
 def evaluation_metrics(items: Sequence[Item], settings: EvalConfig, seed: int) -> dict[str, float]:

@@ -6,36 +6,19 @@ Part of the weight stage. A teacher is the task's program under another policy: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-from mmrl import rng
 from mmrl.config import TaskConfig, TrainCommandConfig
 from mmrl.config.algo import MmgrpoConfig
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.teachers import STUDENT, TeacherConfig
 from mmrl.errors import ConfigError
-from mmrl.models.chat import encode_text
 from mmrl.models.policy import Policy, resolve
-from mmrl.records import Call
-from mmrl.rollout.context import SamplingSettings
-from mmrl.rollout.teachers import Teacher
-from mmrl.stages.environment import make_environment
+from mmrl.rollout.teachers import LoadedTeacher
 from mmrl.tasks.base import Task, continuing_modules
 
 BuildTask = Callable[[TaskConfig, int], Task]
-
-
-@dataclass(slots=True, kw_only=True)
-class TeacherParts:
-    """What a teacher keeps from step to step."""
-
-    task: Task
-    engine: Any
-    tokenizer: Any
-    same_ids: bool
-    """Whether its token ids are the student's, so that what it sampled is trained as it is."""
 
 
 def others(config: TrainCommandConfig) -> list[TeacherConfig]:
@@ -104,7 +87,7 @@ def build_teachers(
     tokenizer: Any,
     build: BuildTask,
     load: Callable[[Policy, TrainCommandConfig], tuple[Any, Any, dict[str, Any]]],
-) -> dict[str, TeacherParts]:
+) -> dict[str, LoadedTeacher]:
     """Load the teachers' weights; teachers of the same weights share an engine.
 
     Args:
@@ -130,37 +113,10 @@ def build_teachers(
             own_engine, own_tokenizer = loaded[key]
         if teacher.endpoint is not None:
             own_engine = EndpointEngine(teacher.endpoint, tokenizer, f"algo.teachers.{teacher.name}.endpoint")
-        found[teacher.name] = TeacherParts(
+        found[teacher.name] = LoadedTeacher(
             task=task_of(teacher, policy, config, build),
             engine=own_engine,
             tokenizer=own_tokenizer,
-            same_ids=own_tokenizer is tokenizer or own_tokenizer.get_vocab() == tokenizer.get_vocab(),
+            shares_vocabulary=own_tokenizer is tokenizer or own_tokenizer.get_vocab() == tokenizer.get_vocab(),
         )
     return found
-
-
-def teachers_of_step(
-    parts: Mapping[str, TeacherParts],
-    config: TrainCommandConfig,
-    settings: SamplingSettings,
-    key: rng.Key,
-    tokenizer: Any,
-) -> dict[str, Teacher]:
-    """The teachers as rollouts of one step use them; `tokenizer` is the student's."""
-
-    def retell(same_ids: bool) -> Callable[[Call], tuple[int, ...]]:
-        def ids(call: Call) -> tuple[int, ...]:
-            if same_ids:
-                return call.completion_ids
-            end = (tokenizer.eos_token_id,) if call.finish == "eos" else ()
-            return (*encode_text(tokenizer, call.text), *end)
-
-        return ids
-
-    return {
-        name: Teacher(
-            environment=make_environment(config, own.task, own.engine, own.tokenizer, settings, key),
-            retell=retell(own.same_ids),
-        )
-        for name, own in parts.items()
-    }

@@ -32,7 +32,7 @@ from mmrl.config import EngineConfig, TaskConfig
 from mmrl.engines.embedded.engine import TransformersEngine
 from mmrl.models.chat import decode_text, render_observation, render_prompt
 from mmrl.models.load import ASSETS
-from mmrl.rollout.context import Environment, SamplingSettings
+from mmrl.rollout.environment import Environment, SamplingSettings
 from mmrl.rollout.plans import independent
 from mmrl.rollout.programs import with_program
 from mmrl.rollout.sample import sample

@@ -10,7 +10,7 @@ from typing import Any
 from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request
 from mmrl.records import Call, Example
-from mmrl.rollout.context import Environment, SamplingSettings
+from mmrl.rollout.environment import Environment, SamplingSettings
 from mmrl.tasks.base import BaseTask, ModuleScore, Score
 
 Answer = Callable[[Request], str]
@@ -99,8 +99,12 @@ def extended(context: Sequence[int], observation: Any) -> tuple[int, ...]:
     return (*context, *letters(text))
 
 
-def environment(task: Any, engine: Any, retries: int = 0, key: tuple[Any, ...] = (0, 1), **fields: Any) -> Environment:
-    settings = SamplingSettings(temperature=1.0, top_p=1.0, top_k=0, parse_retries=retries, max_tokens=8)
+def environment(
+    task: Any, engine: Any, retries: int = 0, key: tuple[Any, ...] = (0, 1), timeout_s: float = 600.0
+) -> Environment:
+    settings = SamplingSettings(
+        temperature=1.0, top_p=1.0, top_k=0, parse_retries=retries, max_tokens=8, timeout_s=timeout_s
+    )
     return Environment(
         task=task,
         engine=engine,
@@ -109,5 +113,4 @@ def environment(task: Any, engine: Any, retries: int = 0, key: tuple[Any, ...] =
         decode=spelled,
         settings=settings,
         key=key,
-        **fields,
     )

@@ -166,7 +166,7 @@ def test_stopped_and_resumed_adapters_per_module_give_bit_equal_numbers(
     """As after a kill, in one process: the sampler of step 4 stops the run; step 2 was saved."""
     extra = ["algo=mhgpo_fof", *EACH, "model.modules.reranker.frozen=true", "train.steps=4", "eval.items=2"]
     assert main(command(random_model, tmp_path / "whole", *extra)) == 0
-    works = rng.rng
+    works = rng.stream
 
     def stops(*key: Any) -> Any:
         if key[1] == "order":
@@ -177,7 +177,7 @@ def test_stopped_and_resumed_adapters_per_module_give_bit_equal_numbers(
 
     stops.count = 0  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
-        patch.setattr("mmrl.stages.weights.rng.rng", stops)
+        patch.setattr("mmrl.stages.collect.rng.stream", stops)
         assert main(command(random_model, tmp_path / "stopped", *extra)) != 0
     assert main(["train", f"resume={tmp_path / 'stopped'}"]) == 0
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "stopped")

@@ -1,6 +1,7 @@
 """Data order and mini-batches of the weight stage."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 from mmrl.credit.entries import Credit, Entry
 from mmrl.errors import SyncFailure
 from mmrl.records import Call, Example, Forest
-from mmrl.stages.batches import batch_of, minibatches, train_calls
+from mmrl.stages.collect import batch_of, minibatches, train_calls
+from mmrl.stages.prefetch import Prefetch
+from mmrl.stages.step_log import StepLog
 from mmrl.stages.weights import WeightStage
 from mmrl.system.processes import Processes
 
@@ -65,7 +68,7 @@ def test_a_batch_may_be_the_whole_split(step):
     assert {e.id for e in batch_of(EXAMPLES, 10, step, 0)} == {e.id for e in EXAMPLES}
 
 
-class Told(Processes):
+class Hearing(Processes):
     """One of two processes, of which the main one samples for both; `heard` is what that one says."""
 
     __slots__ = ("heard",)
@@ -93,14 +96,20 @@ class Taking(Refusing):
 @pytest.mark.parametrize(("rank", "engine"), [(0, Refusing), (1, Taking)])
 def test_a_push_that_fails_on_the_main_process_stops_all_at_the_same_point(rank, engine):
     """Or the main one would wait in the saving of the state for others that wait for its rollouts."""
-    processes = Told(rank, 2, one_samples=True)
+    processes = Hearing(rank, 2, one_samples=True)
     object.__setattr__(processes, "heard", "the server says no")
-    nothing = dict.fromkeys(("config", "task", "tokenizer", "rundir", "progress", "trackers", "assignment"))
     stage = WeightStage(
-        **nothing, train=(), heldout=(), reward_set="", processes=processes, engine=engine(), updates=NoShards()
+        algo=None,
+        seed=0,
+        trainer=NoShards(),
+        engines=[engine()],
+        collector=SimpleNamespace(prefetch=Prefetch()),
+        evaluations=None,
+        log=StepLog(rundir=None, progress=None, trackers=None),
+        processes=processes,
     )
     with pytest.raises(SyncFailure, match="the server says no"):
-        stage._sync(1)
+        stage.sync(1)
 
 
 class NoShards:

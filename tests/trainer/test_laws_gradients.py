@@ -12,7 +12,7 @@ import torch
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS
-from mmrl.stages.batches import train_calls
+from mmrl.stages.collect import train_calls
 from mmrl.trainer.objective import TrainCall, TrainEntry
 from tests.helpers.forests import Grow
 from tests.helpers.trainer_cases import VOCAB, gradients, make_trainer, tiny_model

@@ -17,7 +17,7 @@ from mmrl.engines.embedded.engine import TransformersEngine
 from mmrl.errors import SyncFailure
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir, comparable
-from mmrl.stages.ahead import Ahead
+from mmrl.stages.prefetch import Prefetch
 from tests.run.test_run import SMALL
 
 STEPS = 4
@@ -124,7 +124,7 @@ def test_weights_are_pushed_between_batches_and_never_under_one(stale: Any) -> N
     assert pushes == list(range(STEPS + 1)), "each version once, evaluations after steps 2 and 4 included"
     threads = {event[2] for event in events if event[0] == "push"}
     assert threads == {threading.main_thread().name}
-    ahead = {event[1] for event in events if event[0] == "call" and event[2] == "mmrl-ahead"}
+    ahead = {event[1] for event in events if event[0] == "call" and event[2] == "mmrl-prefetch"}
     assert ahead == {0, 1, 2}
     assert events[-1] == ("close",)
 
@@ -157,7 +157,7 @@ def test_a_stopped_run_goes_on_with_a_batch_of_the_newest_weights(
         assert main(command(random_model, folder, *options)) != 0
     said = capsys.readouterr().err
     assert "the server said no" in said and f"mmrl train resume={folder}" in said
-    assert not [thread for thread in threading.enumerate() if thread.name == "mmrl-ahead"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "mmrl-prefetch"]
     assert (folder / "checkpoints" / "checkpoint-2").is_dir(), "the state after the last finished step is saved"
     assert main(["train", f"resume={folder}"]) == 0
     assert [versions(folder, step) for step in (1, 2, 3, 4)] == [{0}, {0}, {2}, {2}]
@@ -197,36 +197,36 @@ async def _slowly(value: int, seconds: float = 0.05) -> int:
     return value
 
 
-def test_ahead_hands_over_what_was_made_once_and_for_its_step() -> None:
-    ahead: Ahead[int] = Ahead()
-    ahead.wait()  # nothing to wait for
-    ahead.start(2, lambda: _slowly(7))
-    with pytest.raises(RuntimeError, match="step 2 has been sampled ahead"):
-        ahead.start(3, lambda: _slowly(8))
-    with pytest.raises(RuntimeError, match="step 3 is asked for, step 2"):
-        ahead.take(3)
-    ahead.wait()
-    assert (ahead.step, ahead.take(2), ahead.step) == (2, 7, None)
+def test_prefetch_hands_over_what_was_made_once_and_for_its_step() -> None:
+    prefetch: Prefetch[int] = Prefetch()
+    prefetch.wait()  # nothing to wait for
+    prefetch.start(2, lambda: _slowly(7))
+    with pytest.raises(RuntimeError, match="step 2 was prefetched"):
+        prefetch.start(3, lambda: _slowly(8))
+    with pytest.raises(RuntimeError, match="step 3 was requested, step 2"):
+        prefetch.take(3)
+    prefetch.wait()
+    assert (prefetch.step, prefetch.take(2), prefetch.step) == (2, 7, None)
 
 
-def test_ahead_raises_what_sampling_raised_to_whoever_takes_it() -> None:
+def test_prefetch_raises_what_sampling_raised_to_whoever_takes_it() -> None:
     async def fails() -> int:
         raise SyncFailure("gone")
 
-    ahead: Ahead[int] = Ahead()
-    ahead.start(1, fails)
-    ahead.wait()
+    prefetch: Prefetch[int] = Prefetch()
+    prefetch.start(1, fails)
+    prefetch.wait()
     with pytest.raises(SyncFailure, match="gone"):
-        ahead.take(1)
-    ahead.start(2, lambda: _slowly(1))
-    assert ahead.take(2) == 1
+        prefetch.take(1)
+    prefetch.start(2, lambda: _slowly(1))
+    assert prefetch.take(2) == 1
 
 
-def test_ahead_ends_at_once_when_it_is_closed() -> None:
-    ahead: Ahead[int] = Ahead()
-    ahead.start(1, lambda: _slowly(1, 60))
+def test_prefetch_ends_at_once_when_it_is_closed() -> None:
+    prefetch: Prefetch[int] = Prefetch()
+    prefetch.start(1, lambda: _slowly(1, 60))
     started = time.monotonic()
-    ahead.close()
-    ahead.close()
+    prefetch.close()
+    prefetch.close()
     assert time.monotonic() - started < 10
-    assert not [thread for thread in threading.enumerate() if thread.name == "mmrl-ahead"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "mmrl-prefetch"]

@@ -8,13 +8,13 @@ import pytest
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config.algo import MmgrpoConfig
 from mmrl.errors import ParseFailure
+from mmrl.rollout.environment import Teacher
 from mmrl.rollout.sample import sample
-from mmrl.rollout.teachers import Teacher
 from tests.helpers.fakes import Chain, FakeEngine, FakeTask, environment, letters, seeded_letter, spelled
 
 
 @dataclass
-class Told(Chain):
+class Instructed(Chain):
     """As `Chain`, with instructions before every prompt, and a parser that refuses `!`."""
 
     instructions: str = ""
@@ -41,11 +41,13 @@ def run(
 ):
     echoes = []
     tools = {"echo": lambda text: echoes.append(text) or "+"}
-    task = FakeTask(student or Told(), tools=tools)
+    task = FakeTask(student or Instructed(), tools=tools)
     engine, other = FakeEngine(seeded_letter), FakeEngine(teacher_answer)
     env = environment(task, engine)
-    own = environment(replace(task, program=teacher_program or Told(instructions="be wise ")), other)
-    env.teachers = {"wise": Teacher(environment=own, retell=teacher.get("retell", lambda call: call.completion_ids))}
+    own = environment(replace(task, program=teacher_program or Instructed(instructions="be wise ")), other)
+    env.teachers = {
+        "wise": Teacher(environment=own, student_ids=teacher.get("student_ids", lambda call: call.completion_ids))
+    }
     algo = MmgrpoConfig(
         name="mmgrpo",
         rollouts=sum(counts),
@@ -59,10 +61,10 @@ def run(
 
 def test_a_teachers_answers_stand_behind_the_students_prompts():
     forest, engine, other, echoes = run()
-    taught = [rollout for rollout in forest.rollouts if rollout.teacher]
+    teacher_rollouts = [rollout for rollout in forest.rollouts if rollout.teacher]
     assert [rollout.teacher for rollout in forest.rollouts] == [None, None, "wise"] * 2, "teacher-major"
-    assert len(taught) == 2 and len(other.requests) == 6 and len(engine.requests) == 12
-    for rollout in taught:
+    assert len(teacher_rollouts) == 2 and len(other.requests) == 6 and len(engine.requests) == 12
+    for rollout in teacher_rollouts:
         path = forest.path(rollout)
         assert [call.module for call in path] == ["a", "b", "c"] and [call.text for call in path] == ["Ta", "Tb", "Tc"]
         assert all(call.teacher == "wise" and call.logprobs is None and call.policy_version is None for call in path)
@@ -75,7 +77,7 @@ def test_a_teachers_answers_stand_behind_the_students_prompts():
 
 
 def test_another_vocabulary_is_spelled_again():
-    forest, *_ = run(retell=lambda call: letters(call.text.lower()))
+    forest, *_ = run(student_ids=lambda call: letters(call.text.lower()))
     assert {call.text for call in forest.calls.values() if call.teacher} == {"ta", "tb", "tc"}
 
 
@@ -100,7 +102,7 @@ def test_outside_failures_of_a_teacher_are_never_credited():
 
 
 def test_a_crash_of_the_teachers_own_code_is_its_own():
-    class Crashes(Told):
+    class Crashes(Instructed):
         async def run(self, example, ctx):
             await ctx.call("a", [{"role": "user", "content": "?"}])
             raise KeyError("oops")
@@ -111,7 +113,7 @@ def test_a_crash_of_the_teachers_own_code_is_its_own():
 
 
 def test_a_student_that_asks_for_what_the_teacher_never_said_has_diverged():
-    forest, *_ = run(student=Told(extra=True))
+    forest, *_ = run(student=Instructed(extra=True))
     failed = [rollout for rollout in forest.rollouts if rollout.teacher]
     assert [(rollout.error, rollout.reward) for rollout in failed] == [("replay", None)] * 2
     assert "call 1 of module 'a', which teacher 'wise' never made" in failed[0].error_message

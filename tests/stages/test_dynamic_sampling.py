@@ -1,4 +1,4 @@
-"""Refilling a step: what is sampled further, what is kept, and that a whole run does it again after a kill."""
+"""Dynamic sampling: what is sampled further, what is trained on, and that a whole run does it again after a kill."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from mmrl.config import ALGO_SCHEMAS
 from mmrl.records import Example
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir, comparable
-from mmrl.stages.refill import refill
+from mmrl.stages.collect import dynamic_sampling
 from tests.helpers.forests import Grow
 from tests.run.test_run import command
 
@@ -34,37 +34,37 @@ def run(first, settled, rounds, key=(0, 1)):
         return grow.forest
 
     algo = ALGO_SCHEMAS["grpo"].model_validate({"name": "grpo", "group_size": 2, "zero_variance": "refill"})
-    return refill(
+    return dynamic_sampling(
         first, POOL, sample, lambda forest: ALGORITHMS["grpo"].credit(forest, algo, 0), rounds=rounds, key=key
     ), asked
 
 
 def test_a_step_with_signal_everywhere_is_left_alone():
-    filled, asked = run(POOL[:3], (), 4)
+    batch, asked = run(POOL[:3], (), 4)
     assert asked == [["q0", "q1", "q2"]]
-    assert [example.id for example in filled.kept] == ["q0", "q1", "q2"]
-    assert filled.rounds == 0 and filled.trained.calls == filled.forest.calls
+    assert [example.id for example in batch.examples] == ["q0", "q1", "q2"]
+    assert batch.metrics["refill/rounds"] == 0 and batch.trained.calls == batch.forest.calls
 
 
 def test_as_many_others_as_are_missing_take_the_place_of_examples_without_signal():
-    filled, asked = run(POOL[:3], ("q0", "q2"), 4)
+    batch, asked = run(POOL[:3], ("q0", "q2"), 4)
     assert len(asked) == 2 and len(asked[1]) == 2
     assert not {"q0", "q1", "q2"} & set(asked[1])
-    assert [example.id for example in filled.kept] == ["q1", *asked[1]]
-    assert set(filled.forest.examples) == {"q0", "q1", "q2", *asked[1]}
-    assert filled.trained.examples == ("q1", *asked[1])
-    assert filled.forest.meta["refill"] == {"rounds": 1, "left_out": ["q0", "q2"]}
-    assert filled.metrics() == {"refill/rounds": 1.0, "refill/examples": 5.0, "refill/kept_share": 3 / 5}
+    assert [example.id for example in batch.examples] == ["q1", *asked[1]]
+    assert set(batch.forest.examples) == {"q0", "q1", "q2", *asked[1]}
+    assert batch.trained.examples == ("q1", *asked[1])
+    assert batch.forest.meta["refill"] == {"rounds": 1, "left_out": ["q0", "q2"]}
+    assert batch.metrics == {"refill/rounds": 1.0, "refill/examples": 5.0, "refill/kept_share": 3 / 5}
 
 
 def test_rounds_and_pool_bound_it():
     everything = [example.id for example in POOL]
-    filled, asked = run(POOL[:4], everything, 1)
+    batch, asked = run(POOL[:4], everything, 1)
     assert [len(part) for part in asked] == [4, 4]
-    assert filled.kept == () and filled.trained.calls == {} and filled.trained.rollouts == ()
-    filled, asked = run(POOL[:4], everything, 50)
+    assert batch.examples == () and batch.trained.calls == {} and batch.trained.rollouts == ()
+    batch, asked = run(POOL[:4], everything, 50)
     assert sorted(name for part in asked for name in part) == sorted(everything), "each example once, then no more"
-    assert filled.rounds == 2
+    assert batch.metrics["refill/rounds"] == 2
 
 
 def test_what_is_sampled_further_depends_on_seed_and_step_alone():
@@ -81,8 +81,8 @@ def test_a_run_refills_journals_all_it_sampled_and_is_the_same_when_resumed(algo
     base = [a for a in command(random_model, tmp_path / "a", *options) if not a.startswith("algo.group_size")]
     assert main([*base, size, "train.save_every=1"]) == 0
     run_a = RunDir.read(tmp_path / "a")
-    refilled = [record["refill/rounds"] for record in run_a.history()[1:]]
-    assert len(refilled) == 3 and all(0 <= rounds <= 2 for rounds in refilled) and any(refilled)
+    rebatch = [record["refill/rounds"] for record in run_a.history()[1:]]
+    assert len(rebatch) == 3 and all(0 <= rounds <= 2 for rounds in rebatch) and any(rebatch)
     for step in (1, 2, 3):
         forest, entries = read_step(run_a, step)
         record = run_a.history()[step]

@@ -1,0 +1,314 @@
+"""The forest of a step: its examples, their rollouts, and what credit needs of models.
+
+Part of the weight stage. With several processes each samples its share (or the main one all of them, from one server);
+then every process holds the whole forest. With `train.staleness=1` the rollouts of the next step start here
+(`prefetch`), with `algo.zero_variance=refill` examples without signal are replaced (dynamic sampling).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from mmrl import rng
+from mmrl.algorithms import ALGORITHMS
+from mmrl.config import TrainCommandConfig
+from mmrl.config.algo import GroupConfig, MmgrpoConfig
+from mmrl.credit.entries import Credit
+from mmrl.engines.base import Engine
+from mmrl.errors import TooManyFailures
+from mmrl.models.chat import encode_text, tokenizer_seconds
+from mmrl.records import Call, Example, Forest
+from mmrl.rollout.environment import make_environment, sampling_settings
+from mmrl.rollout.reserialise import reserialised
+from mmrl.rollout.sample import sample
+from mmrl.rollout.teachers import LoadedTeacher, teachers_of_step
+from mmrl.stages.metrics import failed_share, lag_metrics
+from mmrl.stages.prefetch import Prefetch
+from mmrl.stages.step_log import StepLog
+from mmrl.system.processes import ALONE, Processes
+from mmrl.tasks.base import Canonical, Task
+from mmrl.trainer.annotate import annotate
+from mmrl.trainer.objective import TrainCall, TrainEntry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mmrl.trainer.trl_trainer import MmrlTrainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledBatch:
+    """What was sampled for one step."""
+
+    examples: tuple[Example, ...]
+    """Those that the step trains on."""
+    forest: Forest
+    """Everything sampled, for the journal; after dynamic sampling `meta["refill"]` names the rounds and the rest."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """How it was sampled (docs/metrics.md: `rollouts/policy_lag*`, `refill/*`)."""
+
+    @property
+    def trained(self) -> Forest:
+        """The part of the forest that belongs to `examples`."""
+        return part_of(self.forest, [example.id for example in self.examples])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """The rollouts that this process sampled for a step, and the seconds that it took."""
+
+    forest: Forest
+    seconds: Mapping[str, float]
+    """generate, retrieve, tokenize, rollout (wall clock)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Collector:
+    """Samples the steps of one run."""
+
+    config: TrainCommandConfig
+    task: Task
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    trainer: MmrlTrainer
+    """For the critic's values and the reference's log-probabilities."""
+    examples: Sequence[Example]
+    """The train split."""
+    reward_set: str
+    sync: Callable[[int], None]
+    """Has the engine serve the weights after so many steps."""
+    log: StepLog
+    prefetch: Prefetch[Rollouts] = field(default_factory=Prefetch)
+    processes: Processes = ALONE
+    teachers: Mapping[str, LoadedTeacher] = field(default_factory=dict)
+
+    def collect(self, step: int, credit: Callable[[Forest], Credit]) -> SampledBatch:
+        """The batch of step number `step` (from 1), whole on every process, so that all compute the same credit.
+
+        Args:
+            credit: credits a forest; decides in dynamic sampling which examples have signal.
+
+        Raises:
+            TooManyFailures: more than `train.max_failed_share` of the rollouts failed by no doing of the model.
+            SyncFailure: the engine did not take the newest weights.
+        """
+        examples = self._examples(step)
+        if self.config.train.staleness:
+            forest = self._prefetched(examples, step)
+            return SampledBatch(examples=examples, forest=forest, metrics=lag_metrics(forest, step))
+        self.sync(step - 1)
+        algo = self.config.algo
+        if isinstance(algo, GroupConfig) and algo.zero_variance == "refill":
+            key = (self.config.seed, step)
+            sampler = partial(self._sample, step=step)
+            batch = dynamic_sampling(examples, self.examples, sampler, credit, rounds=algo.refill_rounds, key=key)
+        else:
+            batch = SampledBatch(examples=examples, forest=self._sample(examples, step))
+        self.engine.sleep()
+        return batch
+
+    def _examples(self, step: int) -> tuple[Example, ...]:
+        return tuple(batch_of(self.examples, self.config.train.batch_size, step, self.config.seed))
+
+    def _prefetched(self, examples: Sequence[Example], step: int) -> Forest:
+        """The forest of rollouts made while the step before trained; starts those of the next step.
+
+        The first batch of a run, or after a resume, is sampled here, from the newest weights.
+        """
+        started = time.perf_counter()
+        if self.prefetch.step == step:
+            rollouts = self.prefetch.take(step)
+            self.log.add("wait", time.perf_counter() - started)
+            self.sync(step - 1)
+        else:
+            self.sync(step - 1)
+            rollouts = self._run(examples, step)
+            self.log.add("wait", time.perf_counter() - started - self.log.times.get("sync", 0.0))
+        following = step + 1
+        if following <= self.config.train.steps:
+            self.prefetch.start(following, lambda: self._roll_out(self._examples(following), following))
+        return self._complete(rollouts, examples, step)
+
+    def _sample(self, examples: Sequence[Example], step: int) -> Forest:
+        return self._complete(self._run(examples, step), examples, step)
+
+    def _run(self, examples: Sequence[Example], step: int) -> Rollouts:
+        """`_roll_out` to its end, when the engine has freed what it held: that time counts too."""
+        started, busy = time.perf_counter(), self.engine.busy_s
+        rollouts = asyncio.run(self._roll_out(examples, step))
+        whole = {"generate": self.engine.busy_s - busy, "rollout": time.perf_counter() - started}
+        return replace(rollouts, seconds={**rollouts.seconds, **whole})
+
+    async def _roll_out(self, examples: Sequence[Example], step: int) -> Rollouts:
+        """This process's rollouts of some examples."""
+        # May run in the prefetching thread while the trainer works: reads nothing that training changes.
+        algo, key = self.config.algo, (self.config.seed, step)
+        settings = sampling_settings(algo, self.config.task)
+        env = make_environment(self.task, self.engine, self.tokenizer, settings, key)
+        env.teachers = teachers_of_step(self.teachers, settings, key, self.tokenizer)
+        plan, modules = ALGORITHMS[algo.name].plan, self.task.program.modules
+        plans = [(e, plan(algo, modules, (*key, e.id))) for e in self.processes.share(examples)]
+        started, busy, tokenized = time.perf_counter(), self.engine.busy_s, tokenizer_seconds()
+        forest = await sample(env, plans, self.reward_set, step)
+        seconds = {
+            "generate": self.engine.busy_s - busy,
+            "tokenize": tokenizer_seconds() - tokenized,
+            "retrieve": env.retrieve_s,
+            "rollout": time.perf_counter() - started,
+        }
+        return Rollouts(forest=forest, seconds=seconds)
+
+    def _complete(self, rollouts: Rollouts, examples: Sequence[Example], step: int) -> Forest:
+        """The rollouts of all processes together, with the numbers of models that credit needs.
+
+        Raises:
+            TooManyFailures: see `collect`.
+        """
+        for name, seconds in rollouts.seconds.items():
+            self.log.add(name, seconds)
+        forest = rollouts.forest
+        if self.processes.one_samples:
+            # The main process has all rollouts; forwards of the trainer are split evenly over all processes.
+            mine = [example.id for example in self.processes.part(examples)]
+            forest = part_of(self.processes.forest(forest, examples), mine)
+        with self.log.timed("annotate"):
+            forest = annotate(self.trainer, forest)
+        forest = self.processes.forest(forest, examples)
+        self._check_failures(forest, step)
+        algo, program = self.config.algo, self.task.program
+        if isinstance(algo, MmgrpoConfig) and algo.reserialise and isinstance(program, Canonical):
+            encode = partial(encode_text, self.tokenizer)
+            forest = reserialised(forest, program, encode, self.tokenizer.eos_token_id)
+        return forest
+
+    def _check_failures(self, forest: Forest, step: int) -> None:
+        share, limit = failed_share(forest.rollouts), self.config.train.max_failed_share
+        if share <= limit:
+            return
+        first = next(rollout for rollout in forest.rollouts if rollout.reward is None)
+        raise TooManyFailures(
+            f"step {step}: {share:.0%} of the rollouts failed from outside causes, more than "
+            f"train.max_failed_share={limit:.0%}; the first: {first.error} in {first.id}: {first.error_message}"
+        )
+
+
+def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> list[Example]:
+    """Examples of step number `step` (from 1): shuffled each epoch, walked in batches, the last one topped up.
+
+    A batch never holds an example twice. Requires `size` <= number of examples.
+    """
+    batches = -(-len(examples) // size)
+    epoch, index = divmod(step - 1, batches)
+    order = list(range(len(examples)))
+    rng.stream(seed, "order", epoch).shuffle(order)
+    chosen = order[index * size : (index + 1) * size]
+    chosen += order[: size - len(chosen)]
+    return [examples[i] for i in chosen]
+
+
+def minibatches(examples: Sequence[Example], count: int) -> dict[str, int]:
+    """Example id -> mini-batch: consecutive examples, sizes differing by at most one."""
+    return {example.id: index * count // len(examples) for index, example in enumerate(examples)}
+
+
+def train_calls(forest: Forest, credit: Credit, minibatch: Mapping[str, int]) -> list[TrainCall]:
+    """What the trainer sees: each credited call once, with its entries."""
+    entries: dict[str, list[TrainEntry]] = {}
+    for entry in credit.entries:
+        entries.setdefault(entry.call, []).append(
+            TrainEntry(advantages=entry.advantages, weights=entry.weights, returns=entry.returns)
+        )
+    return [train_call(forest.calls[call], own, minibatch) for call, own in entries.items()]
+
+
+def train_call(call: Call, entries: Sequence[TrainEntry], minibatch: Mapping[str, int]) -> TrainCall:
+    """One call as the trainer sees it."""
+    return TrainCall(
+        id=call.id,
+        module=call.module,
+        prompt_ids=call.prompt_ids,
+        completion_ids=call.completion_ids,
+        old_logprobs=call.logprobs,
+        ref_logprobs=call.ref_logprobs,
+        # With `algo.obs=all` values run over the observation too, which is never trained.
+        old_values=None if call.values is None else call.values[: call.completion_tokens],
+        entries=tuple(entries),
+        minibatch=minibatch[call.example],
+    )
+
+
+def dynamic_sampling(
+    first: Sequence[Example],
+    pool: Sequence[Example],
+    sample: Callable[[Sequence[Example]], Forest],
+    credit: Callable[[Forest], Credit],
+    *,
+    rounds: int,
+    key: rng.Key,
+) -> SampledBatch:
+    """Sample until as many examples as in `first` carry signal, or the rounds or the pool are used up.
+
+    As in DAPO (arXiv 2503.14476, Sec. 3.2), for any group-relative algorithm: credit says which examples have a call
+    with an advantage, and as many further examples as are missing are sampled. Which ones depends on `key` alone.
+
+    Args:
+        first: the step's own batch.
+        pool: all training examples.
+        sample: makes the forest of some examples.
+        credit: credits a forest; decides which examples have signal.
+        rounds: most rounds after the first.
+        key: (run seed, step).
+    """
+    in_batch = {example.id for example in first}
+    waiting = [example for example in pool if example.id not in in_batch]
+    rng.stream(*key, "refill").shuffle(waiting)
+    sampled = list(first)
+    forest = sample(first)
+    signal = with_signal(forest, credit(forest))
+    done = 0
+    while len(signal) < len(first) and done < rounds and waiting:
+        missing = len(first) - len(signal)
+        chosen, waiting = waiting[:missing], waiting[missing:]
+        more = sample(chosen)
+        # The two share no example, so groups stay within one of them.
+        forest = replace(forest, calls={**forest.calls, **more.calls}, rollouts=(*forest.rollouts, *more.rollouts))
+        sampled += chosen
+        signal = with_signal(forest, credit(forest))
+        done += 1
+    trained = tuple(example for example in sampled if example.id in signal)[: len(first)]
+    names = {example.id for example in trained}
+    meta = {"rounds": done, "left_out": [example.id for example in sampled if example.id not in names]}
+    count = len(forest.examples)
+    return SampledBatch(
+        examples=trained,
+        forest=replace(forest, meta={**forest.meta, "refill": meta}),
+        metrics={
+            "refill/rounds": float(done),
+            "refill/examples": float(count),
+            "refill/kept_share": len(trained) / count if count else 0.0,
+        },
+    )
+
+
+def with_signal(forest: Forest, credit: Credit) -> set[str]:
+    """Examples with a token whose advantage and weight are both other than 0."""
+    return {
+        forest.calls[entry.call].example
+        for entry in credit.entries
+        if any(a and w for a, w in zip(entry.advantages, entry.weights, strict=True))
+    }
+
+
+def part_of(forest: Forest, examples: Sequence[str]) -> Forest:
+    """The part of a forest that belongs to some examples."""
+    chosen = set(examples)
+    if chosen.issuperset(forest.examples) and all(call.example in chosen for call in forest.calls.values()):
+        return forest
+    calls = {key: call for key, call in forest.calls.items() if call.example in chosen}
+    rollouts = tuple(rollout for rollout in forest.rollouts if rollout.example in chosen)
+    return replace(forest, calls=calls, rollouts=rollouts)

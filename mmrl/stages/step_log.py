@@ -1,0 +1,78 @@
+"""Times and metrics of the step under way, and where the record of a finished step goes.
+
+Part of `stages`: `collect` and `weights` add to it, `evaluate` writes the record of the evaluation before training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import psutil
+
+from mmrl.report.progress import Progress
+from mmrl.report.rundir import RunDir
+from mmrl.report.trackers import Trackers
+from mmrl.system.processes import ALONE, Processes
+
+
+@dataclass(slots=True, kw_only=True)
+class StepLog:
+    """One run's; every process keeps the times, the main one writes."""
+
+    rundir: RunDir
+    progress: Progress
+    trackers: Trackers
+    processes: Processes = ALONE
+    times: dict[str, float] = field(default_factory=dict)
+    """Seconds by part of the step; the names are those of `time/*` (docs/metrics.md)."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """From sampling and credit."""
+    started: float = 0.0
+    prefetched: bool = False
+    """Whether steps are sampled while the one before trains, so that sampling costs them the wait for it alone."""
+
+    def begin(self) -> None:
+        """A step starts."""
+        self.started = time.perf_counter()
+        # These are in every record, also where nothing of the kind happened; `wait`, `sync` and `credit` are not.
+        self.times = dict.fromkeys(("generate", "retrieve", "rollout", "annotate", "tokenize"), 0.0)
+        self.metrics = {}
+
+    def add(self, part: str, seconds: float) -> None:
+        """Add to the time of a part."""
+        self.times[part] = self.times.get(part, 0.0) + seconds
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the time inside to a part; nothing where it raises."""
+        started = time.perf_counter()
+        yield
+        self.add(part, time.perf_counter() - started)
+
+    def record(self, update: Mapping[str, float]) -> dict[str, float]:
+        """The metrics of a step after its last optimizer step; `update` is the trainer's part of them."""
+        spent = time.perf_counter() - self.started
+        update_s = update.get("time/update", 0.0)
+        parts = ("wait", "annotate") if self.prefetched else ("generate", "retrieve", "annotate", "tokenize")
+        accounted = update_s + sum(self.times[part] for part in parts)
+        metrics = self.metrics | {name: value for name, value in update.items() if name != "time/update"}
+        metrics |= {f"time/{name}": seconds for name, seconds in self.times.items()}
+        return metrics | {
+            "time/update": update_s,
+            "time/step": spent,
+            "time/overhead": spent - accounted,
+            "rate/tokens_per_s": self.metrics.get("rollouts/tokens", 0.0) / spent,
+            "memory/rss_mb": psutil.Process().memory_info().rss / 1e6,
+        }
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the record of a step; step 0 is the evaluation before training."""
+        if not self.processes.main:
+            return
+        self.rundir.append_metrics(step, metrics)
+        self.trackers.log(step, metrics)
+        if step:
+            self.progress.step(step, metrics)
