@@ -5,19 +5,21 @@ A user's own package (`plugins=[pkg]`) adds an algorithm by writing its instance
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from mmrl.algorithms.base import Algorithm
+from mmrl.algorithms.checks import scale_problems, turn_problems
 from mmrl.algorithms.grpo import Grpo
 from mmrl.algorithms.mappo import Mappo
-from mmrl.algorithms.mhgpo import Mhgpo, MhgpoFofOs, MhgpoIs, MhgpoRr
+from mmrl.algorithms.mhgpo import Mhgpo
+from mmrl.algorithms.mhgpo_samplers import MhgpoFofOs, MhgpoIs, MhgpoRr
 from mmrl.algorithms.mmgrpo import Mmgrpo
 from mmrl.algorithms.mt_grpo import MtGrpo, MtGrpoVariable
-from mmrl.algorithms.options import scale_problems
 from mmrl.algorithms.ppo import Ppo
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MhgpoConfig
 from mmrl.credit.entries import Credit
-from mmrl.credit.modules import leave_out, scale_advantages, without_kl
+from mmrl.credit.shared import group_metrics, leave_out, scale_advantages, without_kl
 from mmrl.records import Forest
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -39,7 +41,11 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 def problems(algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
     """What is wrong with a config section for a program's modules and a task's reward sets, one sentence each."""
-    return [*ALGORITHMS[algo.name].check(algo, modules, reward_sets), *scale_problems(algo, modules)]
+    algorithm = ALGORITHMS[algo.name]
+    missing = []
+    if algorithm.needs_turn_rewards:
+        missing = turn_problems(algo.name, "ppo" if algorithm.needs_critic else "grpo", reward_sets)
+    return [*missing, *algorithm.check(algo, modules, reward_sets), *scale_problems(algo, modules)]
 
 
 def assign_credit(
@@ -59,6 +65,8 @@ def assign_credit(
     if frozen and isinstance(algo, MhgpoConfig):
         algo = algo.model_copy(update={"freeze_modules": tuple(dict.fromkeys((*algo.freeze_modules, *frozen)))})
     credit = ALGORITHMS[algo.name].credit(without_kl(forest, frozen), algo, seed, minibatch)
+    if credit.groups is not None:
+        credit = replace(credit, metrics={**group_metrics(forest, credit.groups), **credit.metrics})
     if algo.advantage_scale is not None:
         credit = scale_advantages(credit, forest, algo.advantage_scale)
     return leave_out(credit, forest, frozen) if frozen else credit

@@ -6,8 +6,9 @@ Pure: no torch, no engine. `plan` says who is sampled how; `credit` turns a fore
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
+from mmrl import rng
 from mmrl.config import AlgoConfig
 from mmrl.credit.entries import Credit
 from mmrl.records import Forest
@@ -27,7 +28,7 @@ class Algorithm(Protocol):
         """Problems of this algorithm with a program's modules and a task's reward sets, one sentence each."""
         ...
 
-    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: tuple[Any, ...]) -> tuple[Tree, ...]:
+    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[Tree, ...]:
         """Trees to sample for one example. `key` = (run seed, step, example id): the source of any draw."""
         ...
 

@@ -10,22 +10,19 @@ on any task; `grpo_mr` where a task has turn rewards but credit per turn is not 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from mmrl.algorithms.options import section, turn_problems
+from mmrl import rng
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import GroupConfig
-from mmrl.credit.assemble import Compared, compare, group_metrics
-from mmrl.credit.entries import Credit, Entry
-from mmrl.credit.groups import Group, Member
-from mmrl.credit.rewards import merged, outcome
-from mmrl.credit.sequences import Track, track_weights, tracks_by_example
+from mmrl.credit.entries import Credit, Group, Member
+from mmrl.credit.groups import compare, weigh
+from mmrl.credit.scored import by_example
 from mmrl.records import Forest
 from mmrl.rollout import plans
 
 
 class Grpo:
-    """One advantage per rollout."""
+    """One advantage per rollout; `merge` adds turn rewards to the outcome."""
 
     needs_critic = False
 
@@ -35,48 +32,21 @@ class Grpo:
         self.needs_turn_rewards = merge
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """GRPO-MR needs turn rewards."""
-        return turn_problems(self.name, "grpo", reward_sets) if self.merge else []
+        """Fits every program."""
+        return []
 
-    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: tuple[Any, ...]) -> tuple[plans.Tree, ...]:
+    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """G independent rollouts."""
-        return plans.independent(section(algo, GroupConfig).group_size)
+        return plans.independent(GroupConfig.of(algo).group_size)
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.base.Algorithm.credit`."""
-        algo = section(algo, GroupConfig)
-        tracks = tracks_by_example(forest)
-        compared = compare((self._group(example, own) for example, own in tracks.items()), algo)
-        vanished = [item.group.id for item in compared if item.vanished]
-        weights = track_weights(tracks, algo, minibatch, vanished)
-        entries = [
-            entry
-            for item, own in zip(compared, tracks.values(), strict=True)
-            for index, track in enumerate(own)
-            for entry in rollout_entries(track, item, index, weights[track.rollout.id])
+        algo = GroupConfig.of(algo)
+        groups = [
+            # A rollout stands for all its calls: they are one sequence of the loss.
+            Group(example, tuple(Member(r.path, r.merged if self.merge else r.outcome) for r in rollouts))
+            for example, rollouts in by_example(forest).items()
         ]
-        return Credit(algo=self.name, entries=tuple(entries), metrics=group_metrics(forest, compared))
-
-    def _group(self, example: str, tracks: Sequence[Track]) -> Group:
-        """One member per rollout, standing for all its calls."""
-        rewards = [merged(t.rollout, t.path) if self.merge else outcome(t.rollout) for t in tracks]
-        return Group(example, tuple(Member(t.path[-1], r) for t, r in zip(tracks, rewards, strict=True)))
-
-
-def rollout_entries(track: Track, compared: Compared, index: int, weight: float) -> list[Entry]:
-    """Entries of a rollout's calls, all with the rollout's advantage."""
-    reward = compared.group.members[index].reward
-    return [
-        Entry(
-            call=call.id,
-            reward=reward.total,
-            parts=reward.parts,
-            group=compared.group.id,
-            group_size=len(compared.group.members),
-            mean=compared.result.mean,
-            std=compared.result.std,
-            advantages=(compared.result.advantages[index],) * call.completion_tokens,
-            weights=(weight,) * call.completion_tokens,
-        )
-        for call in track.path
-    ]
+        groups = weigh(compare(groups, algo), algo, minibatch)
+        entries = tuple(entry for group in groups for entry in group.entries())
+        return Credit(algo=self.name, entries=entries, groups=tuple(groups))

@@ -10,15 +10,13 @@ Use it to compare group-relative credit with a critic on multi-module programs, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from mmrl.algorithms.options import section
+from mmrl import rng
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MappoConfig
-from mmrl.credit.entries import Credit
-from mmrl.credit.gae import critic_values, gae, kl_rewards
-from mmrl.credit.rewards import Reward, backward
-from mmrl.credit.segments import Segment, segment_credit
+from mmrl.credit.entries import Credit, Reward
+from mmrl.credit.gae import EstimatedCall, critic_credit, critic_values, gae, kl_rewards
+from mmrl.credit.rewards import backward
 from mmrl.credit.weights import Unit, per_token, two_level
 from mmrl.records import Call, Forest
 from mmrl.rollout import plans
@@ -35,22 +33,22 @@ class Mappo:
         """Fits every program."""
         return []
 
-    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: tuple[Any, ...]) -> tuple[plans.Tree, ...]:
+    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """One rollout."""
         return plans.independent(1)
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.base.Algorithm.credit`."""
-        algo = section(algo, MappoConfig)
-        rewards = backward(forest, penalties=algo.penalties, penalty_scale=algo.penalty_scale)
+        algo = MappoConfig.of(algo)
+        rewards = backward(forest, algo)
         calls = [forest.calls[call_id] for call_id in rewards]
         units = [Unit(call.example, call.example, call.completion_tokens) for call in calls]
-        weights = per_token(units, two_level(units, minibatch), algo.loss_mean, algo.loss_length, minibatch)
-        segments = [_segment(call, rewards[call.id], algo, weight) for call, weight in zip(calls, weights, strict=True)]
-        return segment_credit(self.name, segments, algo.whiten)
+        weights = per_token(units, two_level(units, minibatch), algo, minibatch)
+        estimated = [_estimated(call, rewards[call.id], algo, w) for call, w in zip(calls, weights, strict=True)]
+        return critic_credit(self.name, estimated, algo.whiten)
 
 
-def _segment(call: Call, reward: Reward, algo: MappoConfig, weight: float) -> Segment:
+def _estimated(call: Call, reward: Reward, algo: MappoConfig, weight: float) -> EstimatedCall:
     """GAE within one call; a call without tokens has no place for its reward."""
     parts = dict(reward.parts)
     token_rewards = [0.0] * call.completion_tokens
@@ -61,4 +59,4 @@ def _segment(call: Call, reward: Reward, algo: MappoConfig, weight: float) -> Se
         token_rewards[-1] += reward.total
     values = critic_values(call, observed=False)
     advantages = gae(token_rewards, values, algo.gamma, algo.gae_lambda)
-    return Segment(call, parts, tuple(token_rewards), values, tuple(advantages), weight)
+    return EstimatedCall(call, parts, tuple(token_rewards), values, tuple(advantages), weight)

@@ -11,16 +11,14 @@ on a format reward). Use it for programs whose modules have prompts of their own
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from mmrl.algorithms.options import section
+from mmrl import rng
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MmgrpoConfig
 from mmrl.config.teachers import STUDENT
-from mmrl.credit.assemble import compare, entry, group_metrics
 from mmrl.credit.entries import Credit
+from mmrl.credit.groups import compare, weigh
 from mmrl.credit.padding import module_groups
-from mmrl.credit.weights import Unit, per_token, two_level
 from mmrl.records import Forest
 from mmrl.rollout import plans
 
@@ -36,9 +34,9 @@ class Mmgrpo:
         """Fits every program."""
         return []
 
-    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: tuple[Any, ...]) -> tuple[plans.Tree, ...]:
+    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """R independent rollouts, teachers one after the other."""
-        shares = section(algo, MmgrpoConfig).shares()
+        shares = MmgrpoConfig.of(algo).shares()
         return tuple(
             plans.Tree(teacher=None if name == STUDENT else name)
             for name, count in shares.items()
@@ -47,23 +45,8 @@ class Mmgrpo:
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.base.Algorithm.credit`."""
-        algo = section(algo, MmgrpoConfig)
-        compared = compare(module_groups(forest, algo, seed), algo)
-        places = [(item, index) for item in compared if not item.vanished for index in range(len(item.group.members))]
-        units = [
-            Unit(member.call.example, item.group.id, member.call.completion_tokens, kept=item.kept)
-            for item, index in places
-            for member in [item.group.members[index]]
-        ]
-        weights = per_token(units, two_level(units, minibatch), algo.loss_mean, algo.loss_length, minibatch)
-        entries = [
-            entry(item.group.members[index], item, index, weight)
-            for (item, index), weight in zip(places, weights, strict=True)
-        ]
-        entries += [
-            entry(member, item, index, 0.0)
-            for item in compared
-            if item.vanished
-            for index, member in enumerate(item.group.members)
-        ]
-        return Credit(algo=self.name, entries=tuple(entries), metrics=group_metrics(forest, compared))
+        algo = MmgrpoConfig.of(algo)
+        groups = weigh(compare(module_groups(forest, algo, seed), algo), algo, minibatch)
+        # Groups that count as not sampled come last (the sort is stable): shown to people, without weight.
+        entries = tuple(entry for group in sorted(groups, key=lambda g: g.vanished) for entry in group.entries())
+        return Credit(algo=self.name, entries=entries, groups=tuple(groups))

@@ -12,15 +12,14 @@ that comparison, so the baseline is biased (docs/algorithms.md); it is an extens
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from mmrl.algorithms.options import section, turn_problems
+from mmrl import rng
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MtGrpoConfig, MtGrpoVariableConfig, TurnGroupConfig
-from mmrl.credit.assemble import group_metrics
-from mmrl.credit.entries import Credit, Entry
-from mmrl.credit.sequences import Track, track_weights, tracks_by_example
-from mmrl.credit.turns import Turn, TurnGroup, TurnRules, discounted, normalise_turns
+from mmrl.credit.entries import Credit, Group, Member
+from mmrl.credit.groups import weigh
+from mmrl.credit.scored import by_example
+from mmrl.credit.turns import TurnRules, compare_turns, zero_variance_shares
 from mmrl.records import Forest
 from mmrl.rollout import plans
 
@@ -35,35 +34,40 @@ class MtGrpo:
         self.name = name
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """Needs turn rewards."""
-        return turn_problems(self.name, "grpo", reward_sets)
+        """Fits every program."""
+        return []
 
-    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: tuple[Any, ...]) -> tuple[plans.Tree, ...]:
+    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """G independent rollouts."""
-        return plans.independent(section(algo, TurnGroupConfig).group_size)
+        return plans.independent(TurnGroupConfig.of(algo).group_size)
 
     def rules(self, algo: AlgoConfig) -> TurnRules:
         """What a turn is, and what becomes of a missing one."""
-        algo = section(algo, MtGrpoConfig)
+        algo = MtGrpoConfig.of(algo)
         return TurnRules(two_turns=True, missing=algo.missing_turn, combined=algo.no_tool == "combined")
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.base.Algorithm.credit`."""
-        algo = section(algo, TurnGroupConfig)
-        tracks = tracks_by_example(forest)
-        groups = normalise_turns(tracks, algo, self.rules(algo))
-        vanished = [group.example for group in groups if group.vanished]
-        weights = track_weights(tracks, algo, minibatch, vanished)
+        algo = TurnGroupConfig.of(algo)
+        examples = compare_turns(by_example(forest), algo, self.rules(algo))
+        # Tokens are weighed by whole rollouts, as in GRPO; an example without any advantage may count as not sampled.
+        rollouts = [
+            Group(name, members, vanished=algo.drops_constant and len(members) > 1 and own.flat)
+            for name, own in examples.items()
+            for members in [tuple(Member(scored.path, scored.outcome) for scored in own.rollouts)]
+        ]
+        weighed = weigh(rollouts, algo, minibatch)
         entries = [
             entry
-            for group in groups
-            for track, turns in zip(tracks[group.example], group.turns, strict=True)
-            for entry in _entries(track, turns, algo, weights[track.rollout.id])
+            for own, group in zip(examples.values(), weighed, strict=True)
+            for index, member in enumerate(group.members)
+            for entry in own.entries(index, algo, member.weight)
         ]
         return Credit(
             algo=self.name,
             entries=tuple(entries),
-            metrics=group_metrics(forest, [item for group in groups for item in group.compared]) | turn_shares(groups),
+            groups=tuple(group for own in examples.values() for group in own.columns.values()),
+            metrics=zero_variance_shares(examples.values()),
         )
 
 
@@ -72,36 +76,4 @@ class MtGrpoVariable(MtGrpo):
 
     def rules(self, algo: AlgoConfig) -> TurnRules:
         """A call is a turn; a rollout's last one carries the outcome alone."""
-        return TurnRules(two_turns=False, missing=section(algo, MtGrpoVariableConfig).missing_turn, combined=False)
-
-
-def turn_shares(groups: Sequence[TurnGroup]) -> dict[str, float]:
-    """Share of the examples in which all rewards of a turn are equal, for each turn that is compared."""
-    found: dict[str, list[bool]] = {}
-    for group in groups:
-        for item in group.compared:
-            name = item.group.id.removeprefix(f"{group.example}:")
-            if name.startswith("turn") and not item.result.dropped:
-                found.setdefault(name.removeprefix("turn"), []).append(item.result.constant)
-    return {f"turn/{turn}/zero_variance_share": sum(flags) / len(flags) for turn, flags in sorted(found.items())}
-
-
-def _entries(track: Track, turns: Sequence[Turn], algo: TurnGroupConfig, weight: float) -> list[Entry]:
-    """Entries of a rollout's calls, each with the advantage of its turn."""
-    own = [turn.advantage if turn.outcome else algo.turn_coef * turn.advantage for turn in turns]
-    advantages = discounted(own, algo.alpha)
-    return [
-        Entry(
-            call=track.path[position].id,
-            reward=turn.reward,
-            parts={**turn.parts, "own_advantage": own[index]},
-            group=turn.compared.group.id,
-            group_size=len(turn.compared.group.members),
-            mean=turn.compared.result.mean,
-            std=turn.compared.result.std,
-            advantages=(advantages[index],) * track.path[position].completion_tokens,
-            weights=(weight,) * track.path[position].completion_tokens,
-        )
-        for index, turn in enumerate(turns)
-        for position in turn.positions
-    ]
+        return TurnRules(two_turns=False, missing=MtGrpoVariableConfig.of(algo).missing_turn, combined=False)

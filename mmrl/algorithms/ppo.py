@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
 
-from mmrl.algorithms.options import section, turn_problems
+from mmrl import rng
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import TurnCriticConfig
 from mmrl.credit.entries import Credit
-from mmrl.credit.gae import critic_values, gae, kl_rewards
-from mmrl.credit.segments import Segment, segment_credit
-from mmrl.credit.sequences import Track, track_weights, tracks_by_example
+from mmrl.credit.gae import EstimatedCall, critic_credit, critic_values, gae, kl_rewards
+from mmrl.credit.scored import ScoredRollout, by_example
+from mmrl.credit.weights import Unit, per_token, two_level
 from mmrl.records import Forest
 from mmrl.rollout import plans
 
@@ -34,51 +33,47 @@ class Ppo:
         self.needs_turn_rewards = turns
 
     def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-        """MT-PPO needs turn rewards."""
-        return turn_problems(self.name, "ppo", reward_sets) if self.needs_turn_rewards else []
+        """Fits every program."""
+        return []
 
-    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: tuple[Any, ...]) -> tuple[plans.Tree, ...]:
+    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """One rollout."""
         return plans.independent(1)
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.base.Algorithm.credit`."""
-        algo = section(algo, TurnCriticConfig)
-        tracks = tracks_by_example(forest)
-        weights = track_weights(tracks, algo, minibatch)
-        segments = [
-            segment
-            for own in tracks.values()
-            for track in own
-            for segment in self._segments(track, algo, weights[track.rollout.id])
-        ]
-        return segment_credit(self.name, segments, algo.whiten)
+        algo = TurnCriticConfig.of(algo)
+        rollouts = [rollout for own in by_example(forest).values() for rollout in own]
+        units = [Unit(r.rollout.example, r.rollout.example, sum(c.completion_tokens for c in r.path)) for r in rollouts]
+        weights = per_token(units, two_level(units, minibatch), algo, minibatch)
+        pairs = zip(rollouts, weights, strict=True)
+        estimated = [call for rollout, weight in pairs for call in self._estimated(rollout, algo, weight)]
+        return critic_credit(self.name, estimated, algo.whiten)
 
-    def _segments(self, track: Track, algo: TurnCriticConfig, weight: float) -> list[Segment]:
+    def _estimated(self, scored: ScoredRollout, algo: TurnCriticConfig, weight: float) -> list[EstimatedCall]:
         """Place the rewards, estimate over the rollout's tokens, and cut the result at the calls."""
         observed = algo.obs == "all"
-        lengths = [call.completion_tokens + (call.observation_tokens if observed else 0) for call in track.path]
+        lengths = [call.completion_tokens + (call.observation_tokens if observed else 0) for call in scored.path]
         starts = [0, *accumulate(lengths)]
         total = starts.pop()
         rewards = [0.0] * total
-        parts: list[dict[str, float]] = [{} for _ in track.path]
-        last = len(track.path) - 1
-        for index, (call, start) in enumerate(zip(track.path, starts, strict=True)):
+        parts: list[dict[str, float]] = [{} for _ in scored.path]
+        for index, (call, start) in enumerate(zip(scored.path, starts, strict=True)):
+            last = call is scored.path[-1]
             if algo.kl == "reward" and algo.beta:
                 terms = kl_rewards(call, algo.beta)
                 rewards[start : start + len(terms)] = [r + k for r, k in zip(rewards[start:], terms, strict=False)]
                 parts[index]["kl"] = sum(terms)
-            amount = track.reward if index == last else (call.turn_reward or 0.0) if self.needs_turn_rewards else 0.0
-            if index == last or self.needs_turn_rewards:
-                parts[index]["outcome" if index == last else "turn"] = amount
+            amount = scored.reward if last else (call.turn_reward or 0.0) if self.needs_turn_rewards else 0.0
+            if last or self.needs_turn_rewards:
+                parts[index]["outcome" if last else "turn"] = amount
             end = start + (lengths[index] if algo.position == "turn_end" else call.completion_tokens)
             if total:  # a turn without tokens leaves its reward on the token before it
                 rewards[max(end - 1, 0)] += amount
-        values = [value for call in track.path for value in critic_values(call, observed)]
+        values = [value for call in scored.path for value in critic_values(call, observed)]
         advantages = gae(rewards, values, algo.gamma, algo.gae_lambda)
+        numbers = (tuple(rewards), tuple(values), tuple(advantages))
         return [
-            Segment(
-                call, part, tuple(rewards[s : s + n]), tuple(values[s : s + n]), tuple(advantages[s : s + n]), weight
-            )
-            for call, part, s, n in zip(track.path, parts, starts, lengths, strict=True)
+            EstimatedCall(call, part, *(tokens[s : s + n] for tokens in numbers), weight)
+            for call, part, s, n in zip(scored.path, parts, starts, lengths, strict=True)
         ]

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from mmrl.config.base import Section, no_lookalike
 from mmrl.config.teachers import STUDENT, TeacherConfig
+from mmrl.errors import ConfigError
 
 Aggregate = Literal["mean", "max", "min", "random"]
 REFILL_ROUNDS = 4
@@ -43,6 +44,17 @@ class AlgoConfig(Section):
     advantage_scale: dict[str, float] | None = Field(
         None, description="module: factor of its advantages; 1 where none is given"
     )
+
+    @classmethod
+    def of(cls, algo: AlgoConfig) -> Self:
+        """`algo` as this section.
+
+        Raises:
+            ConfigError: it is another algorithm's.
+        """
+        if not isinstance(algo, cls):
+            raise ConfigError(f"algo: got the section of '{algo.name}', expected one of type {cls.__name__}")
+        return algo
 
     @model_validator(mode="after")
     def _length(self) -> Self:

@@ -1,11 +1,22 @@
-"""What credit hands to the trainer and to people: one entry per place that a call takes in the loss."""
+"""The records of credit: groups of sequences that are compared, and entries, one per place of a call in the loss.
+
+A group carries its rewards, then its advantages, then its weights; its entries go to the trainer and to people.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mmrl.records import EMPTY
+from mmrl.records import EMPTY, Call
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward that is compared or estimated with, and what it is the sum of."""
+
+    total: float
+    parts: Mapping[str, float] = EMPTY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +50,80 @@ class Entry:
     """Reward per token (PPO family), length T."""
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One sequence of a group: a call, or all calls of a rollout."""
+
+    calls: tuple[Call, ...]
+    reward: Reward
+    filler: bool = False
+    """Put there by padding: repeats an entry of the same call."""
+    advantage: float = 0.0
+    weight: float = 0.0
+    """Of each of its tokens in the loss."""
+
+    @property
+    def call(self) -> Call:
+        """The call that the reward is of: its only one, or the rollout's last."""
+        return self.calls[-1]
+
+    @property
+    def tokens(self) -> int:
+        """|o|: trained tokens of all its calls."""
+        return sum(call.completion_tokens for call in self.calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Members whose rewards are compared, and the statistics of the comparison."""
+
+    id: str
+    members: tuple[Member, ...]
+    mean: float | None = None
+    std: float | None = None
+    """As divided by (without eps); None for a group of one and with `scale=False`."""
+    constant: bool = False
+    """All rewards are equal: every advantage is 0."""
+    vanished: bool = False
+    """Constant under `zero_variance=drop` (or `refill`): treated as if it had not been sampled."""
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """One per member."""
+        return tuple(member.reward.total for member in self.members)
+
+    @property
+    def of_one(self) -> bool:
+        """Compared with nothing: no advantage is defined, it stays out of the loss."""
+        return len(self.members) < 2
+
+    def entries(self) -> list[Entry]:
+        """One entry per call of each member."""
+        return [
+            Entry(
+                call=call.id,
+                reward=member.reward.total,
+                parts=member.reward.parts,
+                group=self.id,
+                group_size=len(self.members),
+                mean=self.mean,
+                std=self.std,
+                advantages=(member.advantage,) * call.completion_tokens,
+                weights=(member.weight,) * call.completion_tokens,
+                filler_of=call.id if member.filler else None,
+            )
+            for member in self.members
+            for call in member.calls
+        ]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
     """Result of an algorithm's `credit` over one forest."""
 
     algo: str
     entries: tuple[Entry, ...]
+    groups: tuple[Group, ...] | None = None
+    """What was compared; None for the PPO family."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Credit metrics (share of zero-variance groups, dropped calls, ...), keys as in docs/metrics.md."""
+    """Further credit metrics, keys as in docs/metrics.md; those of the groups are made for every algorithm alike."""

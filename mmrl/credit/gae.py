@@ -1,13 +1,15 @@
-"""Generalised advantage estimation, whitening and the KL term in the reward, for algorithms with a critic.
+"""Credit with a critic: rewards per token, generalised advantage estimation, whitening, returns (PPO family).
 
-Third step of credit for the PPO family. Plain numbers; a sequence is a list of tokens, the terminal value is 0.
+From scored rollouts or calls to entries. Plain numbers; a sequence is a list of tokens, the terminal value is 0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from mmrl.credit.entries import Credit, Entry
 from mmrl.errors import DataError
 from mmrl.records import Call
 
@@ -46,7 +48,8 @@ def critic_values(call: Call, observed: bool) -> tuple[float, ...]:
     Raises:
         DataError: there are none, or of another length; names the call.
     """
-    return _exactly(call, "values", call.completion_tokens + (call.observation_tokens if observed else 0))
+    length = call.completion_tokens + (call.observation_tokens if observed else 0)
+    return _exactly(call, "values", call.values, length)
 
 
 def kl_rewards(call: Call, beta: float) -> tuple[float, ...]:
@@ -55,25 +58,78 @@ def kl_rewards(call: Call, beta: float) -> tuple[float, ...]:
     Raises:
         DataError: `logprobs` or `ref_logprobs` are missing or too short; names the call.
     """
-    logprobs, reference = (_tokens(call, name) for name in ("logprobs", "ref_logprobs"))
+    logprobs, reference = _sampled(call, "logprobs", call.logprobs), _sampled(call, "ref_logprobs", call.ref_logprobs)
     return tuple(beta * (ref - own) for own, ref in zip(logprobs, reference, strict=True))
 
 
-def _tokens(call: Call, name: str) -> tuple[float, ...]:
-    """The part of a per-token field that belongs to sampled tokens."""
-    values = getattr(call, name)
-    full = call.completion_tokens + call.observation_tokens
-    if values is not None and len(values) == full:
-        return tuple(values[: call.completion_tokens])
-    return _exactly(call, name, call.completion_tokens)
+def _sampled(call: Call, name: str, values: tuple[float, ...] | None) -> tuple[float, ...]:
+    """The part of a per-token field that belongs to sampled tokens, whether or not it goes on over observations."""
+    if values is not None and len(values) == call.completion_tokens + call.observation_tokens:
+        return values[: call.completion_tokens]
+    return _exactly(call, name, values, call.completion_tokens)
 
 
-def _exactly(call: Call, name: str, length: int) -> tuple[float, ...]:
-    values = getattr(call, name)
+def _exactly(call: Call, name: str, values: tuple[float, ...] | None, length: int) -> tuple[float, ...]:
     if values is None:
         critic = "a critic's value per token (journals of ppo, mt_ppo and mappo runs have them)"
         need = critic if name == "values" else "one per token for the KL term; or set algo.beta=0"
         raise DataError(f"call '{call.id}': {name}: missing, expected {need}")
     if len(values) != length:
         raise DataError(f"call '{call.id}': {name}: got {len(values)} numbers, expected {length}")
-    return tuple(values)
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatedCall:
+    """One call's tokens in an estimation: sampled tokens first, then its observation tokens where those take part."""
+
+    call: Call
+    parts: Mapping[str, float]
+    rewards: tuple[float, ...]
+    values: tuple[float, ...]
+    advantages: tuple[float, ...]
+    weight: float
+    """Of each sampled token."""
+
+
+def critic_credit(name: str, estimated: Sequence[EstimatedCall], whiten: str) -> Credit:
+    """Entries of all calls.
+
+    Args:
+        whiten: `trained` (over sampled tokens), `all` (observation tokens too) or `none`. Returns always use the
+            advantages before whitening.
+    """
+    raw = [
+        a for s in estimated for a in (s.advantages if whiten == "all" else s.advantages[: s.call.completion_tokens])
+    ]
+    mean, factor = (0.0, 1.0) if whiten == "none" else whitening(raw)
+    entries = []
+    for own in estimated:
+        tokens = own.call.completion_tokens
+        advantages = own.advantages[:tokens]
+        entries.append(
+            Entry(
+                call=own.call.id,
+                reward=math.fsum(own.rewards),
+                parts=own.parts,
+                advantages=tuple((advantage - mean) * factor for advantage in advantages),
+                weights=(own.weight,) * tokens,
+                returns=tuple(a + v for a, v in zip(advantages, own.values[:tokens], strict=True)),
+                raw_advantages=advantages,
+                token_rewards=own.rewards[:tokens],
+            )
+        )
+    return Credit(algo=name, entries=tuple(entries), metrics=_explained(entries))
+
+
+def _explained(entries: Sequence[Entry]) -> dict[str, float]:
+    """Share of the returns' variance that the critic's values explain: 1 is a perfect critic, 0 a constant one."""
+    returns = [r for entry in entries for r in entry.returns or ()]
+    errors = [a for entry in entries for a in entry.raw_advantages or ()]
+    spread = _variance(returns)
+    return {"credit/explained_variance": 1.0 - _variance(errors) / spread} if spread > 1e-12 else {}
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = math.fsum(values) / max(len(values), 1)
+    return math.fsum((value - mean) ** 2 for value in values) / max(len(values), 1)

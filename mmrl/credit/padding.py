@@ -12,13 +12,13 @@ from fractions import Fraction
 
 from mmrl import rng
 from mmrl.config.algo import MmgrpoConfig
-from mmrl.credit.groups import Group, Member, slot_id
-from mmrl.credit.rewards import Reward
-from mmrl.credit.sequences import Track, tracks_by_example
+from mmrl.credit.entries import Group, Member, Reward
+from mmrl.credit.scored import ScoredRollout, by_example
+from mmrl.credit.slots import slot_id
 from mmrl.errors import ParseFailure
 from mmrl.records import Call, Forest
 
-Row = dict[int, Member]
+Invocations = dict[int, Member]
 """One rollout's members for a module, by invocation."""
 
 
@@ -26,7 +26,7 @@ Row = dict[int, Member]
 class _Trace:
     """The calls of one rollout that may be trained, with their rewards."""
 
-    track: Track
+    rollout: str
     members: tuple[Member, ...]
 
 
@@ -40,8 +40,8 @@ def module_groups(forest: Forest, algo: MmgrpoConfig, seed: int) -> list[Group]:
     for rollout in forest.rollouts:
         planned[rollout.example] = planned.get(rollout.example, 0) + 1
     traces = {
-        example: [trace for track in own if (trace := _trace(track, algo)).members]
-        for example, own in tracks_by_example(forest).items()
+        example: [trace for rollout in own if (trace := _trace(rollout, algo)).members]
+        for example, own in by_example(forest).items()
     }
     groups = []
     for module in forest.modules:
@@ -87,28 +87,30 @@ def cyclic(members: Sequence[Member], size: int) -> list[Member]:
     return [*members, *copies]
 
 
-def _trace(track: Track, algo: MmgrpoConfig) -> _Trace:
-    """Which calls of a rollout are trained, and on what reward (semantics §1.3)."""
-    calls = track.path
+def _trace(scored: ScoredRollout, algo: MmgrpoConfig) -> _Trace:
+    """Which calls of a rollout are trained, and on what reward (docs/algorithms.md, mmGRPO)."""
+    calls = scored.path
     if algo.overlong == "trajectory" and any(is_overlong(call, algo) for call in calls):
-        return _Trace(track, ())
+        return _Trace(scored.rollout.id, ())
     last = calls[-1]
-    if not last.ok and track.rollout.error in (None, ParseFailure.kind):
+    # A rollout that ended because its last call could not be parsed teaches the format and nothing else: its calls
+    # before did not fail, and its outcome says nothing of them.
+    if not last.ok and scored.rollout.error in (None, ParseFailure.kind):
         score = failing_reward(last, algo)
         reward = Reward(score, {"format": score})
         calls = calls if algo.failing_traces == "trajectory" else (last,)
     else:
-        reward = Reward(track.reward, {"outcome": track.reward})
-    return _Trace(track, tuple(Member(call, reward) for call in calls))
+        reward = scored.outcome
+    return _Trace(scored.rollout.id, tuple(Member((call,), reward) for call in calls))
 
 
-def _rows(traces: Sequence[_Trace], module: str, algo: MmgrpoConfig, key: rng.Key) -> list[Row]:
+def _rows(traces: Sequence[_Trace], module: str, algo: MmgrpoConfig, key: rng.Key) -> list[Invocations]:
     """One row per rollout that takes part, padded as `padding_mode` says."""
-    rows: dict[str, Row] = {}
+    rows: dict[str, Invocations] = {}
     for trace in traces:
         members = [member for member in trace.members if member.call.module == module]
         if members:
-            rows[trace.track.rollout.id] = _row(members, algo)
+            rows[trace.rollout] = _row(members, algo)
         elif algo.on_missing == "skip_example":
             return []
     if algo.padding_mode == "truncate" and rows:
@@ -120,13 +122,13 @@ def _rows(traces: Sequence[_Trace], module: str, algo: MmgrpoConfig, key: rng.Ke
     return list(rows.values())
 
 
-def _row(members: Sequence[Member], algo: MmgrpoConfig) -> Row:
+def _row(members: Sequence[Member], algo: MmgrpoConfig) -> Invocations:
     if algo.failing_index == "true" and not members[0].call.ok:
         return {members[0].call.invocation: members[0]}
     return dict(enumerate(members))
 
 
-def _filled(row: Row, length: int, filler: str, key: rng.Key) -> Row:
+def _filled(row: Invocations, length: int, filler: str, key: rng.Key) -> Invocations:
     """Fill every missing invocation with an own call: the last one, or one drawn at random."""
     own = list(row.values())
     chosen = {k: own[-1] if filler == "max" else rng.stream(*key, k).choice(own) for k in range(len(own), length)}

@@ -1,4 +1,4 @@
-"""Turns of rollouts and their advantages, each normalised over the rollouts of an example (MT-GRPO).
+"""Turns of rollouts and their advantages, each compared over the rollouts of an example (MT-GRPO).
 
 Second and third step of credit for MT-GRPO: what a turn is, which rollouts it is compared with, and its own advantage.
 """
@@ -6,14 +6,16 @@ Second and third step of credit for MT-GRPO: what a turn is, which rollouts it i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mmrl.config.algo import TurnGroupConfig
-from mmrl.credit.assemble import Compared, batch_std_of, normalise_as
-from mmrl.credit.groups import Group, Member
-from mmrl.credit.rewards import Reward, merged
-from mmrl.credit.sequences import Track
+from mmrl.credit.entries import Entry, Group, Member, Reward
+from mmrl.credit.groups import compare
+from mmrl.credit.scored import ScoredRollout
+
+Cut = list[tuple[tuple[int, ...], float | None]]
+"""Intermediate turns of a rollout: places of their calls on its path, and their reward (None: they have none)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,9 @@ class Turn:
 
     positions: tuple[int, ...]
     """Places of its calls on the rollout's path."""
-    reward: float
-    parts: Mapping[str, float]
-    compared: Compared
+    reward: Reward
+    group: Group
+    """Where `reward` was compared."""
     advantage: float
     """Its own: later turns are not yet added."""
     outcome: bool
@@ -44,36 +46,109 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnGroup:
-    """All rollouts of one example."""
+class _Column:
+    """One quantity over the rollouts of an example: which of them have it, and their comparison."""
 
-    example: str
-    turns: tuple[tuple[Turn, ...], ...]
-    """Turns of each rollout."""
-    compared: tuple[Compared, ...]
-    vanished: bool
-    """Under `zero_variance=drop` (or `refill`): no turn of any rollout has an advantage."""
+    rewards: Mapping[int, float]
+    """Index of the rollout -> reward."""
+    group: Group
+
+    def advantage(self, rollout: int) -> float:
+        """Of one of the example's rollouts; 0 for those that were not compared."""
+        places = {index: place for place, index in enumerate(self.rewards)}
+        return self.group.members[places[rollout]].advantage if rollout in places else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Statistic:
-    """One quantity compared over rollouts of an example: their indexes, rewards and result."""
+class TurnGroup:
+    """All rollouts of one example."""
 
-    members: Mapping[int, int]
-    """Rollout index -> place in the group."""
-    compared: Compared
+    rollouts: tuple[ScoredRollout, ...]
+    turns: tuple[tuple[Turn, ...], ...]
+    """Turns of each rollout."""
+    columns: Mapping[str | int, Group]
+    """What was compared: number of a turn, `outcome`, `combined` -> its group."""
 
-    def advantage(self, rollout: int) -> float:
-        place = self.members.get(rollout)
-        return 0.0 if place is None else self.compared.result.advantages[place]
+    @property
+    def flat(self) -> bool:
+        """Whether no turn of any rollout has an advantage."""
+        return not any(member.advantage for group in self.columns.values() for member in group.members)
+
+    def entries(self, index: int, algo: TurnGroupConfig, weight: float) -> list[Entry]:
+        """Entries of the calls of the `index`-th rollout, each with the advantage of its turn and of those after it."""
+        path, turns = self.rollouts[index].path, self.turns[index]
+        own = [turn.advantage if turn.outcome else algo.turn_coef * turn.advantage for turn in turns]
+        return [
+            Entry(
+                call=path[position].id,
+                reward=turn.reward.total,
+                parts={**turn.reward.parts, "own_advantage": advantage},
+                group=turn.group.id,
+                group_size=len(turn.group.members),
+                mean=turn.group.mean,
+                std=turn.group.std,
+                advantages=(total,) * path[position].completion_tokens,
+                weights=(weight,) * path[position].completion_tokens,
+            )
+            for turn, advantage, total in zip(turns, own, discounted(own, algo.alpha), strict=True)
+            for position in turn.positions
+        ]
 
 
-def intermediate(track: Track, rules: TurnRules) -> list[tuple[tuple[int, ...], float | None]]:
-    """Intermediate turns of a rollout: places of their calls, and their reward (None: they have none).
+def compare_turns(
+    rollouts: Mapping[str, Sequence[ScoredRollout]], algo: TurnGroupConfig, rules: TurnRules
+) -> dict[str, TurnGroup]:
+    """Compare each turn index, the outcome and (two turns) the merged reward over the rollouts of each example."""
+    cuts = {example: [_cut(scored, rules) for scored in own] for example, own in rollouts.items()}
+    columns: dict[str, dict[str | int, _Column]] = {example: {} for example in rollouts}
+    rewards = {example: _rewards(own, cuts[example], rules) for example, own in rollouts.items()}
+    for name in dict.fromkeys(name for own in rewards.values() for name in own):
+        label = f"turn{name}" if isinstance(name, int) else name
+        groups = {}
+        for example, own in rollouts.items():
+            # `std_over=batch` pools a quantity over the batch. The merged reward is GRPO-MR's number there: of every
+            # example, not only of those in which a rollout without a tool result needs it.
+            pooled = {i: scored.merged.total for i, scored in enumerate(own)} if name == "combined" else {}
+            if of_name := rewards[example].get(name, pooled):
+                members = tuple(Member(own[i].path[-1:], Reward(reward)) for i, reward in of_name.items())
+                groups[example] = Group(f"{example}:{label}", members)
+            elif name in rewards[example]:
+                groups[example] = Group(f"{example}:{label}", ())
+        for example, group in zip(groups, compare(groups.values(), algo), strict=True):
+            if name in rewards[example]:
+                columns[example][name] = _Column(rewards[example][name], group)
+    return {
+        example: TurnGroup(
+            tuple(own),
+            tuple(_turns(i, scored, cuts[example][i], columns[example], rules) for i, scored in enumerate(own)),
+            {name: column.group for name, column in columns[example].items()},
+        )
+        for example, own in rollouts.items()
+    }
 
-    With `two_turns` there is one (its reward is the sum of the rollout's turn rewards), or none without a tool result.
-    """
-    rewards = [call.turn_reward for call in track.path[:-1]]
+
+def discounted(own: Sequence[float], alpha: float) -> list[float]:
+    """A_k = sum over l >= k of alpha^(l-k) · own_l."""
+    sums, running = [], 0.0
+    for advantage in reversed(own):
+        running = advantage + alpha * running
+        sums.append(running)
+    return sums[::-1]
+
+
+def zero_variance_shares(groups: Iterable[TurnGroup]) -> dict[str, float]:
+    """Share of the examples in which all rewards of a turn are equal, for each turn that is compared."""
+    flags: dict[int, list[bool]] = {}
+    for own in groups:
+        for name, group in own.columns.items():
+            if isinstance(name, int) and not group.of_one:
+                flags.setdefault(name, []).append(group.constant)
+    return {f"turn/{turn}/zero_variance_share": sum(own) / len(own) for turn, own in sorted(flags.items())}
+
+
+def _cut(scored: ScoredRollout, rules: TurnRules) -> Cut:
+    """With `two_turns` there is one intermediate turn (the sum of all turn rewards), or none without a tool result."""
+    rewards = [call.turn_reward for call in scored.path[:-1]]
     if not rules.two_turns:
         return [((position,), reward) for position, reward in enumerate(rewards)]
     first = next((position for position, reward in enumerate(rewards) if reward is not None), None)
@@ -82,85 +157,37 @@ def intermediate(track: Track, rules: TurnRules) -> list[tuple[tuple[int, ...], 
     return [(tuple(range(first + 1)), math.fsum(reward or 0.0 for reward in rewards))]
 
 
-def normalise_turns(tracks: Mapping[str, Sequence[Track]], algo: TurnGroupConfig, rules: TurnRules) -> list[TurnGroup]:
-    """Compare each turn index, the outcome and (two turns) the merged reward over the rollouts of each example."""
-    cut = {example: [intermediate(track, rules) for track in own] for example, own in tracks.items()}
-    columns = {example: _columns(own, cut[example], rules) for example, own in tracks.items()}
-    names = dict.fromkeys(name for own in columns.values() for name in own)
-    compared = {name: [list(own[name].values()) for own in columns.values() if name in own] for name in names}
-    if "combined" in names:  # GRPO-MR's number: over the whole batch, not only examples where a rollout needs it
-        compared["combined"] = [[merged(t.rollout, t.path).total for t in own] for own in tracks.values()]
-    batch_std = {name: batch_std_of(rewards, algo) for name, rewards in compared.items()}
-    found = []
-    for example, own in tracks.items():
-        statistics = {
-            name: _statistic(f"{example}:{name}", own, column, algo, batch_std[name])
-            for name, column in columns[example].items()
-        }
-        turns = tuple(_turns(index, track, cut[example][index], statistics, rules) for index, track in enumerate(own))
-        flat = all(not any(item.compared.result.advantages) for item in statistics.values())
-        vanished = algo.drops_constant and len(own) > 1 and flat
-        found.append(TurnGroup(example, turns, tuple(s.compared for s in statistics.values()), vanished))
-    return found
-
-
-def discounted(own: Sequence[float], alpha: float) -> list[float]:
-    """A_k = sum over l >= k of alpha^(l-k) · own_l."""
-    found, running = [], 0.0
-    for advantage in reversed(own):
-        running = advantage + alpha * running
-        found.append(running)
-    return found[::-1]
-
-
-def _columns(
-    tracks: Sequence[Track], cut: Sequence[list[tuple[tuple[int, ...], float | None]]], rules: TurnRules
-) -> dict[str, dict[int, float]]:
-    """Statistic name -> rollout index -> reward, for everything that is compared within an example."""
-    columns: dict[str, dict[int, float]] = {}
-    for turn in range(max(map(len, cut), default=0)):
-        rewards = {index: turns[turn][1] for index, turns in enumerate(cut) if turn < len(turns)}
+def _rewards(
+    rollouts: Sequence[ScoredRollout], cuts: Sequence[Cut], rules: TurnRules
+) -> dict[str | int, dict[int, float]]:
+    """Column -> index of the rollout -> reward, for everything that is compared within an example."""
+    columns: dict[str | int, dict[int, float]] = {}
+    for turn in range(max(map(len, cuts), default=0)):
+        rewards = {index: turns[turn][1] for index, turns in enumerate(cuts) if turn < len(turns)}
         known = {index: reward for index, reward in rewards.items() if reward is not None}
-        columns[f"turn{turn}"] = (
-            {index: known.get(index, 0.0) for index in range(len(tracks))} if rules.missing == "zero" else known
+        columns[turn] = (
+            {index: known.get(index, 0.0) for index in range(len(rollouts))} if rules.missing == "zero" else known
         )
-    columns["outcome"] = {index: track.reward for index, track in enumerate(tracks)}
-    if rules.combined and any(not turns for turns in cut):
-        columns["combined"] = {index: merged(t.rollout, t.path).total for index, t in enumerate(tracks)}
+    columns["outcome"] = {index: scored.reward for index, scored in enumerate(rollouts)}
+    if rules.combined and any(not turns for turns in cuts):
+        columns["combined"] = {index: scored.merged.total for index, scored in enumerate(rollouts)}
     return columns
 
 
-def _statistic(
-    name: str, tracks: Sequence[Track], column: Mapping[int, float], algo: TurnGroupConfig, batch_std: float | None
-) -> _Statistic:
-    members = tuple(Member(tracks[index].path[-1], Reward(reward)) for index, reward in column.items())
-    result = normalise_as(algo, list(column.values()), batch_std)
-    compared = Compared(Group(name, members), result, vanished=False)
-    return _Statistic({index: place for place, index in enumerate(column)}, compared)
-
-
 def _turns(
-    index: int,
-    track: Track,
-    cut: Sequence[tuple[tuple[int, ...], float | None]],
-    statistics: Mapping[str, _Statistic],
-    rules: TurnRules,
+    index: int, scored: ScoredRollout, cut: Cut, columns: Mapping[str | int, _Column], rules: TurnRules
 ) -> tuple[Turn, ...]:
     """Turns of one rollout: the intermediate ones, then the one with the outcome."""
-    everything = tuple(range(len(track.path)))
+    everything = tuple(range(len(scored.path)))
     if not cut and rules.combined:
-        reward = merged(track.rollout, track.path)
-        statistic = statistics["combined"]
-        return (Turn(everything, reward.total, reward.parts, statistic.compared, statistic.advantage(index), True),)
+        column = columns["combined"]
+        return (Turn(everything, scored.merged, column.group, column.advantage(index), True),)
     turns = []
-    for number, (positions, reward_or_none) in enumerate(cut):
-        statistic = statistics[f"turn{number}"]
-        reward_value = reward_or_none or 0.0
-        turns.append(
-            Turn(positions, reward_value, {"turn": reward_value}, statistic.compared, statistic.advantage(index), False)
-        )
+    for number, (positions, reward) in enumerate(cut):
+        column = columns[number]
+        own = Reward(reward or 0.0, {"turn": reward or 0.0})
+        turns.append(Turn(positions, own, column.group, column.advantage(index), False))
     rest = everything[cut[-1][0][-1] + 1 :] if cut else everything
-    statistic = statistics["outcome"]
-    outcome = {"outcome": track.reward}
-    turns.append(Turn(rest, track.reward, outcome, statistic.compared, statistic.advantage(index), True))
+    column = columns["outcome"]
+    turns.append(Turn(rest, scored.outcome, column.group, column.advantage(index), True))
     return tuple(turns)

@@ -1,106 +1,75 @@
 """Loss weights: which share of an optimizer step each sequence has, and how its tokens divide it.
 
-Last step of credit (rewards -> groups -> advantages -> weights). A *unit* is what one |o| of a paper's formula counts:
-an entry of one call (mmGRPO, MHGPO, MAPPO) or a whole rollout (GRPO, MT-GRPO, PPO).
-
-Within an optimizer step the weights of all tokens sum to 1 for the `seq` and `token` means, less the shares of units
-that are counted in a denominator but left out of the loss (groups of one).
+Last step of credit (rewards -> groups -> advantages -> weights). Within an optimizer step the weights of all tokens sum
+to 1 for the `seq` and `token` means, less the shares that are counted in a denominator but left out of the loss.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+
+from mmrl.config.algo import AlgoConfig
+
+Minibatches = Mapping[str, int] | None
+"""Example id -> mini-batch index; None: all examples in one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One sequence of the loss."""
+    """One sequence of the loss, what one |o| of a paper's formula counts: a call or a whole rollout."""
 
     example: str
     slot: Hashable
-    """What it is averaged within: a group, or (Eq. 6) the slot of an example."""
+    """What it is averaged within: a group, or (MHGPO, Eq. 6) the slot of an example."""
     tokens: int
-    """|o|: its trained tokens."""
+    """|o|: its trained tokens; 0 where it counts as not sampled."""
     kept: bool = True
     """False: its share is counted and lost (a group of one)."""
 
+    @property
+    def counts(self) -> bool:
+        """Whether it has weight."""
+        return self.kept and self.tokens > 0
 
-Steps = Mapping[str, int] | None
-"""Example id -> mini-batch index; None: all examples in one."""
 
-
-def two_level(units: Sequence[Unit], steps: Steps = None) -> list[float]:
+def two_level(units: Sequence[Unit], minibatch: Minibatches = None) -> list[float]:
     """Shares 1 / (number of slots · units of the slot): mean over groups of the mean over their units (GRPO, mmGRPO).
 
     Units without a token take no share from the others. Returns one share per unit; 0 where it has no weight.
     """
-    slots: dict[int, set[Hashable]] = {}
-    for unit in units:
-        if unit.tokens:
-            slots.setdefault(step_of(unit.example, steps), set()).add(unit.slot)
-    sizes = _sizes(units)
+    steps = [minibatch_of(unit.example, minibatch) for unit in units]
+    filled = {(step, unit.slot) for step, unit in zip(steps, units, strict=True) if unit.tokens}
+    slots = Counter(step for step, _ in filled)
+    sizes = Counter((unit.example, unit.slot) for unit in units if unit.counts)
     return [
-        1.0 / (len(slots[step_of(unit.example, steps)]) * sizes[unit.example, unit.slot]) if _counts(unit) else 0.0
-        for unit in units
-    ]
-
-
-def three_level(units: Sequence[Unit], filled: Iterable[tuple[str, Hashable]], steps: Steps = None) -> list[float]:
-    """Shares 1 / (B · n · G_k) of MHGPO's Eq. 6: mean over examples, over filled slots, over the slot's units.
-
-    Args:
-        filled: (example, slot) pairs that were sampled: they count in n (and B) even where no unit of theirs is kept.
-    """
-    slots: dict[str, set[Hashable]] = {}
-    for example, slot in [*filled, *((unit.example, unit.slot) for unit in units if _counts(unit))]:
-        slots.setdefault(example, set()).add(slot)
-    examples = Counter(step_of(example, steps) for example in slots)
-    sizes = _sizes(units)
-    return [
-        1.0 / (examples[step_of(unit.example, steps)] * len(slots[unit.example]) * sizes[unit.example, unit.slot])
-        if _counts(unit)
-        else 0.0
-        for unit in units
+        1.0 / (slots[step] * sizes[unit.example, unit.slot]) if unit.counts else 0.0
+        for step, unit in zip(steps, units, strict=True)
     ]
 
 
 def per_token(
-    units: Sequence[Unit], shares: Sequence[float], loss_mean: str, loss_length: int | None, steps: Steps = None
+    units: Sequence[Unit], shares: Sequence[float], algo: AlgoConfig, minibatch: Minibatches = None
 ) -> list[float]:
-    """Weight of each token of each unit.
+    """Weight of each token of each unit, as `algo.loss_mean` says.
 
-    Args:
-        shares: one per unit, from `two_level` or `three_level`; only units with a positive share have weight.
-        loss_mean: `seq` divides a share by |o|; `token` gives every token of the step the same weight;
-            `constant` divides a share by `loss_length`.
-        loss_length: L_max; None takes the longest unit.
+    `seq` divides a share by |o|; `token` gives every token of the optimizer step the same weight; `constant` divides a
+    share by `algo.loss_length` (L_max; None: the longest unit). Only units with a positive share have weight.
     """
-    if loss_mean == "token":
+    if algo.loss_mean == "token":
+        steps = [minibatch_of(unit.example, minibatch) for unit in units]
         totals: Counter[int] = Counter()
-        for unit, share in zip(units, shares, strict=True):
-            totals[step_of(unit.example, steps)] += unit.tokens if share else 0
-        return [
-            1.0 / totals[step_of(unit.example, steps)] if share else 0.0
-            for unit, share in zip(units, shares, strict=True)
-        ]
-    longest = loss_length or max((unit.tokens for unit in units), default=1)
+        for step, unit, share in zip(steps, units, shares, strict=True):
+            totals[step] += unit.tokens if share else 0
+        return [1.0 / totals[step] if share else 0.0 for step, share in zip(steps, shares, strict=True)]
+    longest = algo.loss_length or max((unit.tokens for unit in units), default=1)
     return [
-        share / (unit.tokens if loss_mean == "seq" else longest) if share else 0.0
+        share / (unit.tokens if algo.loss_mean == "seq" else longest) if share else 0.0
         for unit, share in zip(units, shares, strict=True)
     ]
 
 
-def step_of(example: str, steps: Steps) -> int:
-    """Mini-batch of an example."""
-    return 0 if steps is None else steps[example]
-
-
-def _counts(unit: Unit) -> bool:
-    return unit.kept and unit.tokens > 0
-
-
-def _sizes(units: Sequence[Unit]) -> Counter[tuple[str, Hashable]]:
-    """(example, slot) -> units that have weight."""
-    return Counter((unit.example, unit.slot) for unit in units if _counts(unit))
+def minibatch_of(example: str, minibatch: Minibatches) -> int:
+    """Index of an example's mini-batch."""
+    return 0 if minibatch is None else minibatch[example]

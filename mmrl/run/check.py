@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from mmrl import engines
 from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms import problems as algorithm_problems
-from mmrl.algorithms.options import TURN_SETS
+from mmrl.algorithms.checks import TURN_SETS
 from mmrl.config import (
     EvalCommandConfig,
     HardwareConfig,

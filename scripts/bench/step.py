@@ -23,7 +23,9 @@ import trl
 from datasets import Dataset
 
 from mmrl.config import AlgoConfig, EngineConfig, ModelConfig, TrainConfig
-from mmrl.credit.advantages import normalise
+from mmrl.config.algo import GrpoConfig
+from mmrl.credit.entries import Group, Member, Reward
+from mmrl.credit.groups import compare
 from mmrl.engines.base import Completion, Request, Sampling
 from mmrl.engines.embedded.engine import TransformersEngine
 from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
@@ -155,9 +157,10 @@ class Sampler:
         asked, made = self.sample(step)
         found = []
         for start in range(0, len(asked), GROUP):
-            group = normalise([reward(one.ids) for one in made[start : start + GROUP]], eps=1e-4)
-            for index, advantage in enumerate(group.advantages, start):
-                tokens = len(made[index].ids)
+            rewards = [Member((), Reward(reward(one.ids))) for one in made[start : start + GROUP]]
+            (group,) = compare([Group("", tuple(rewards))], GrpoConfig(name="grpo", eps=1e-4))
+            for index, member in enumerate(group.members, start):
+                advantage, tokens = member.advantage, len(made[index].ids)
                 entry = TrainEntry(advantages=(advantage,) * tokens, weights=(1 / (len(asked) * tokens),) * tokens)
                 found.append(
                     TrainCall(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mmrl.algorithms import ALGORITHMS
+from mmrl.algorithms import ALGORITHMS, assign_credit
+from mmrl.algorithms import problems as problems_of
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.rollout.plans import Tree
 from tests.helpers.forests import Grow, advantage, by_call, total_weight
@@ -15,7 +16,7 @@ OUTCOMES = [1.7, 0.1, 1.4, 0.3]
 
 def credit(forest, name, minibatch=None, **options):
     algo = ALGO_SCHEMAS[name].model_validate({"name": name, "eps": 1e-4, **options})
-    return ALGORITHMS[name].credit(forest, algo, 0, minibatch)
+    return assign_credit(forest, algo, 0, minibatch)
 
 
 def search(tokens=(3, 2)):
@@ -220,8 +221,8 @@ def test_plans_and_checks():
         algo = ALGO_SCHEMAS[name].model_validate({"name": name, "group_size": 3})
         algorithm = ALGORITHMS[name]
         assert algorithm.plan(algo, ("a",), (0, 0, "q")) == (Tree(),) * 3
-        assert algorithm.check(algo, ("a",), ("outcome", "turn")) == []
-        problems = algorithm.check(algo, ("a",), ("outcome", "judge_outcome"))
+        assert problems_of(algo, ("a",), ("outcome", "turn")) == []
+        problems = problems_of(algo, ("a",), ("outcome", "judge_outcome"))
         assert bool(problems) == algorithm.needs_turn_rewards == (name != "grpo")
         if problems:
             assert "use algo=grpo" in problems[0] and "outcome, judge_outcome" in problems[0]

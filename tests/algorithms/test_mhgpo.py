@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mmrl.algorithms import ALGORITHMS
+from mmrl.algorithms import ALGORITHMS, assign_credit
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.errors import ConfigError, DataError
 from mmrl.rollout.plans import Fork, Tree
@@ -17,7 +17,7 @@ AGENTS = ("rewriter", "reranker", "answerer")
 
 def credit(forest, name, seed=0, minibatch=None, **options):
     algo = ALGO_SCHEMAS[name].model_validate({"name": name, **options})
-    return ALGORITHMS[name].credit(forest, algo, seed, minibatch)
+    return assign_credit(forest, algo, seed, minibatch)
 
 
 def fof(f1=(1.0, 0.4, 0.0), penalties=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from mmrl.algorithms import ALGORITHMS
+from mmrl.algorithms import ALGORITHMS, assign_credit
 from mmrl.config.algo import MmgrpoConfig
 from mmrl.rollout.plans import Tree
 from tests.helpers.forests import Grow, advantage, total_weight
@@ -14,7 +14,7 @@ MAX = {"eps": 1e-4, "filler": "max"}
 
 
 def credit(forest, seed=0, minibatch=None, **options):
-    return ALGORITHMS["mmgrpo"].credit(forest, MmgrpoConfig(name="mmgrpo", **options), seed, minibatch)
+    return assign_credit(forest, MmgrpoConfig(name="mmgrpo", **options), seed, minibatch)
 
 
 def worked(tokens=1):
@@ -244,10 +244,9 @@ def test_more_places_than_members_repeat_ranks():
     grow = Grow(("A",))
     grow.chain("q/r0", "A", 1.0)
     grow.chain("q/r1", "A", 0.0)
-    from mmrl.credit.groups import Member
-    from mmrl.credit.rewards import Reward
+    from mmrl.credit.entries import Member, Reward
 
-    members = [Member(call, Reward(reward)) for call, reward in zip(grow.calls.values(), (1.0, 0.0), strict=True)]
+    members = [Member((call,), Reward(reward)) for call, reward in zip(grow.calls.values(), (1.0, 0.0), strict=True)]
     picked = most_diverse(members, 4)
     assert [m.reward.total for m in picked] == [1.0, 1.0, 0.0, 0.0]
     assert [m.filler for m in picked] == [False, True, False, True]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from mmrl.algorithms import ALGORITHMS
+from mmrl.algorithms import ALGORITHMS, assign_credit
+from mmrl.algorithms import problems as problems_of
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.errors import DataError
 from mmrl.rollout.plans import Tree
@@ -16,7 +17,7 @@ VALUES = (0.4, 0.5, 0.1, 0.6, 0.3, 0.2, 0.8, 0.7)
 
 def credit(forest, name, minibatch=None, **options):
     algo = ALGO_SCHEMAS[name].model_validate({"name": name, "beta": 0, **options})
-    return ALGORITHMS[name].credit(forest, algo, 0, minibatch)
+    return assign_credit(forest, algo, 0, minibatch)
 
 
 def search(observed, turns=(0.0, 0.2), outcome=1.0):
@@ -259,7 +260,7 @@ def test_plans_and_checks():
         algorithm = ALGORITHMS[name]
         assert algorithm.plan(algo, ("a",), (0, 0, "q")) == (Tree(),)
         assert algorithm.needs_critic
-        problems = algorithm.check(algo, ("a",), ("outcome",))
+        problems = problems_of(algo, ("a",), ("outcome",))
         assert algorithm.needs_turn_rewards is (name == "mt_ppo") is bool(problems)
         assert algorithm.name == name
         if problems:

@@ -7,40 +7,68 @@ import statistics
 
 import pytest
 
-from mmrl.credit.advantages import normalise, std_of
-from mmrl.credit.gae import gae, whitening
-from mmrl.credit.groups import ForkView
-from mmrl.credit.rewards import backward, scored
-from mmrl.credit.segments import Segment, segment_credit
-from mmrl.credit.weights import Unit, per_token, three_level, two_level
+from mmrl.config.algo import GrpoConfig, MhgpoFofConfig
+from mmrl.credit.entries import Group, Member, Reward
+from mmrl.credit.gae import EstimatedCall, critic_credit, gae, whitening
+from mmrl.credit.groups import compare, std_of
+from mmrl.credit.rewards import backward
+from mmrl.credit.scored import scored_rollouts
+from mmrl.credit.slots import ForkView, three_level
+from mmrl.credit.weights import Unit, per_token, two_level
 from mmrl.records import Call
 from tests.helpers.forests import Grow
+
+MHGPO = MhgpoFofConfig(name="mhgpo_fof")
+
+
+def compared(*groups, **options):
+    """Groups of bare rewards, compared."""
+    made = [Group("g", tuple(Member((), Reward(reward)) for reward in rewards)) for rewards in groups]
+    return compare(made, GrpoConfig(name="grpo", **options))
+
+
+def normalise(rewards, **options):
+    return compared(rewards, **options)[0]
+
+
+def advantages(group):
+    return tuple(member.advantage for member in group.members)
+
+
+def weights(units, shares, loss_mean, loss_length=None, minibatch=None):
+    return per_token(units, shares, GrpoConfig(name="grpo", loss_mean=loss_mean, loss_length=loss_length), minibatch)
 
 
 def test_normalise_by_hand():
     result = normalise([1.0, 0.0, 0.5], eps=0.1)
     assert result.mean == 0.5 and result.std == 0.5
-    assert result.advantages == pytest.approx((0.5 / 0.6, -0.5 / 0.6, 0.0))
-    assert normalise([1.0, 0.0], eps=0, ddof=0).advantages == pytest.approx((1.0, -1.0))
-    assert normalise([1.0, 0.0], eps=0, batch_std=0.25).advantages == pytest.approx((2.0, -2.0))
-    assert normalise([1.0, 0.0, 0.0, 0.0], eps=9, scale=False, baseline="leave_one_out").advantages == pytest.approx(
-        (1.0, -1 / 3, -1 / 3, -1 / 3)
-    )
+    assert advantages(result) == pytest.approx((0.5 / 0.6, -0.5 / 0.6, 0.0))
+    assert advantages(normalise([1.0, 0.0], eps=0, ddof=0)) == pytest.approx((1.0, -1.0))
+    rloo = normalise([1.0, 0.0, 0.0, 0.0], eps=9, scale=False, baseline="leave_one_out")
+    assert advantages(rloo) == pytest.approx((1.0, -1 / 3, -1 / 3, -1 / 3))
+
+
+def test_one_deviation_over_the_batch_by_hand():
+    """1, 0, 3, 0 pooled (a group of one is compared with nothing): mean 1, variance (0 + 1 + 4 + 1) / 3 = 2."""
+    first, second, one = compared([1.0, 0.0], [3.0, 0.0], [9.0], eps=0, std_over="batch")
+    assert first.std == second.std == pytest.approx(math.sqrt(2)) and one.std is None
+    assert advantages(first) == pytest.approx((0.5 / math.sqrt(2), -0.5 / math.sqrt(2)))
+    assert advantages(second) == pytest.approx((1.5 / math.sqrt(2), -1.5 / math.sqrt(2)))
 
 
 def test_normalise_without_a_comparison():
-    assert normalise([], eps=0).dropped and normalise([], eps=0).mean is None
+    assert normalise([], eps=0).of_one and normalise([], eps=0).mean is None
     single = normalise([3.0], eps=0)
     unscaled = normalise([2.0, 2.0], eps=0, scale=False)
     assert unscaled.std is None and unscaled.mean == 2.0 and unscaled.constant
-    assert single.dropped and not single.constant and single.advantages == (0.0,) and single.mean == 3.0
+    assert single.of_one and not single.constant and advantages(single) == (0.0,) and single.mean == 3.0
 
 
 @pytest.mark.parametrize("eps", [0, 1e-6])
 def test_constant_groups_have_no_advantage_even_when_averages_round(eps):
     rounded = [0.1 + 0.2, 0.3, 0.3]
     result = normalise(rounded, eps=eps)
-    assert result.constant and not result.dropped and result.advantages == (0.0, 0.0, 0.0) and result.std == 0.0
+    assert result.constant and not result.of_one and advantages(result) == (0.0, 0.0, 0.0) and result.std == 0.0
     assert not normalise([0.3, 0.3 + 1e-9], eps=eps).constant
     assert normalise([0.0, 9e-13], eps=eps).constant and not normalise([0.0, 1.1e-12], eps=eps).constant
     assert normalise([1e6, 1e6 + 1e-7], eps=eps).constant, "relative to the size of the rewards"
@@ -71,20 +99,20 @@ def test_three_level_shares():
 
 def test_shares_and_units_must_match():
     with pytest.raises(ValueError, match="shorter"):
-        per_token([Unit("q", "g", 1)], [], "seq", None)
+        weights([Unit("q", "g", 1)], [], "seq")
     with pytest.raises(ValueError, match="shorter"):
-        per_token([Unit("q", "g", 1)], [], "token", None)
+        weights([Unit("q", "g", 1)], [], "token")
 
 
-def test_weights_per_token():
+def test_weights_weights():
     units = [Unit("q", "g", 2), Unit("q", "g", 4), Unit("p", "h", 3), Unit("p", "i", 9, False)]
     shares = [0.25, 0.25, 0.5, 0.0]
-    assert per_token(units, shares, "seq", None) == pytest.approx([1 / 8, 1 / 16, 1 / 6, 0])
-    assert per_token(units, shares, "token", None) == pytest.approx([1 / 9, 1 / 9, 1 / 9, 0])
-    assert per_token(units, shares, "token", None, {"q": 0, "p": 1}) == pytest.approx([1 / 6, 1 / 6, 1 / 3, 0])
-    assert per_token(units, shares, "constant", 5) == pytest.approx([0.05, 0.05, 0.1, 0])
-    assert per_token(units, shares, "constant", None) == pytest.approx([0.25 / 9, 0.25 / 9, 0.5 / 9, 0])
-    assert per_token([], [], "constant", None) == []
+    assert weights(units, shares, "seq", None) == pytest.approx([1 / 8, 1 / 16, 1 / 6, 0])
+    assert weights(units, shares, "token", None) == pytest.approx([1 / 9, 1 / 9, 1 / 9, 0])
+    assert weights(units, shares, "token", None, {"q": 0, "p": 1}) == pytest.approx([1 / 6, 1 / 6, 1 / 3, 0])
+    assert weights(units, shares, "constant", 5) == pytest.approx([0.05, 0.05, 0.1, 0])
+    assert weights(units, shares, "constant", None) == pytest.approx([0.25 / 9, 0.25 / 9, 0.5 / 9, 0])
+    assert weights([], [], "constant", None) == []
 
 
 def test_gae_by_hand():
@@ -96,10 +124,10 @@ def test_gae_by_hand():
 def test_explained_variance_by_hand():
     """Returns 1, 0, 2 around 1, errors (advantages) 0.5, 0, -0.5 around 0: 1 - (0.5/3) / (2/3)."""
     call = Call(id="c", example="q", parent=None, module="a", completion_tokens=3)
-    segment = Segment(call, {}, (0.0,) * 3, (0.5, 0.0, 2.5), (0.5, 0.0, -0.5), 1.0)
-    assert segment_credit("x", [segment], "none").metrics == {"credit/explained_variance": pytest.approx(0.75)}
-    flat = Segment(call, {}, (0.0,) * 3, (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), 1.0)
-    assert segment_credit("x", [flat], "none").metrics == {}
+    estimated = EstimatedCall(call, {}, (0.0,) * 3, (0.5, 0.0, 2.5), (0.5, 0.0, -0.5), 1.0)
+    assert critic_credit("x", [estimated], "none").metrics == {"credit/explained_variance": pytest.approx(0.75)}
+    flat = EstimatedCall(call, {}, (0.0,) * 3, (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), 1.0)
+    assert critic_credit("x", [flat], "none").metrics == {}
 
 
 def test_whitening():
@@ -117,12 +145,12 @@ def test_rewards_are_backed_up_through_every_level():
         for leaf in range(2):
             grow.call(f"q/c{branch}{leaf}", f"q/b{branch}", "c", penalty=-0.5)
             grow.end(f"q/c{branch}{leaf}", 1.0 * branch + 0.5 * leaf)
-    shared = backward(grow.forest)
+    shared = backward(grow.forest, MHGPO)
     assert [shared[c].total for c in ("q/c11", "q/b1", "q/a")] == pytest.approx([1.0, 1.0, -0.25])
-    full = backward(grow.forest, propagate="full", aggregate="max")
+    full = backward(grow.forest, MhgpoFofConfig(name="mhgpo_fof", propagate="full", aggregate="max"))
     assert full["q/b1"].parts == {"shared": 1.0, "penalty": -0.25}
     assert full["q/a"].parts == {"shared": 0.75, "penalty": -1.0}
-    plain = backward(grow.forest, penalties=False, aggregate="min")
+    plain = backward(grow.forest, MhgpoFofConfig(name="mhgpo_fof", penalties=False, aggregate="min"))
     assert plain["q/a"].total == 0.0 and plain["q/c11"].total == 1.5
 
 
@@ -132,7 +160,7 @@ def test_a_rollout_that_ends_where_another_goes_on_is_one_more_successor():
     grow.call("q/b", "q/a", "b")
     grow.end("q/b", 1.0)
     grow.end("q/a", 0.0, error="length")
-    assert backward(grow.forest)["q/a"].total == 0.5
+    assert backward(grow.forest, MHGPO)["q/a"].total == 0.5
 
 
 def test_scored_rollouts_have_a_reward_and_a_call():
@@ -140,7 +168,7 @@ def test_scored_rollouts_have_a_reward_and_a_call():
     grow.chain("q/0", "a", 1.0)
     grow.chain("q/1", "a", None, error="judge")
     grow.end(None, 0.0, error="length")
-    assert [rollout.id for rollout in scored(grow.forest)] == ["q/0"]
+    assert [scored.rollout.id for scored in scored_rollouts(grow.forest)] == ["q/0"]
 
 
 def test_forks_recorded_and_read_from_the_tree():

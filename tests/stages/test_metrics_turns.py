@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mmrl.algorithms import ALGORITHMS
+from mmrl.algorithms import assign_credit
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.stages.metrics import TURNS, credit_metrics, forest_metrics, never
 from mmrl.tasks import TASKS
@@ -48,7 +48,7 @@ def test_what_a_task_never_has_is_no_metric():
 def test_rewards_and_constant_groups_by_turn():
     forest = agent_forest()
     algo = ALGO_SCHEMAS["mt_grpo_variable"].model_validate({"name": "mt_grpo_variable"})
-    credit = ALGORITHMS["mt_grpo_variable"].credit(forest, algo, 0)
+    credit = assign_credit(forest, algo, 0)
     metrics = credit_metrics(forest, credit.entries)
     assert metrics["turn/0/reward"] == pytest.approx((0.5 + 0.5 + 0.3) / 3)
     assert metrics["turn/1/reward"] == pytest.approx((1.0 + 0.1) / 2)

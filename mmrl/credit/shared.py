@@ -1,14 +1,12 @@
-"""What is said of single modules: factors of their advantages, and modules that are frozen.
-
-After an algorithm's own credit (rewards -> groups -> advantages -> weights): entries in, entries out.
-"""
+"""What holds for the credit of every algorithm: metrics of its groups, factors of single modules, frozen modules."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 
-from mmrl.credit.entries import Credit
+from mmrl.credit.entries import Credit, Group
 from mmrl.records import Forest
 
 
@@ -28,13 +26,12 @@ def scale_advantages(credit: Credit, forest: Forest, factors: Mapping[str, float
 
 def without_kl(forest: Forest, frozen: Collection[str]) -> Forest:
     """The forest where calls of frozen modules that have no log-probabilities (an endpoint's) have a KL term of 0."""
-    calls = {
-        call_id: replace(call, logprobs=nothing, ref_logprobs=nothing)
-        for call_id, call in forest.calls.items()
-        if call.module in frozen and call.logprobs is None
-        for nothing in [(0.0,) * call.completion_tokens]
-    }
-    return replace(forest, calls={**forest.calls, **calls}) if calls else forest
+    calls = dict(forest.calls)
+    for call_id, call in forest.calls.items():
+        if call.module in frozen and call.logprobs is None:
+            zeros = (0.0,) * call.completion_tokens
+            calls[call_id] = replace(call, logprobs=zeros, ref_logprobs=zeros)
+    return replace(forest, calls=calls)
 
 
 def leave_out(credit: Credit, forest: Forest, frozen: Collection[str]) -> Credit:
@@ -47,3 +44,18 @@ def leave_out(credit: Credit, forest: Forest, frozen: Collection[str]) -> Credit
         for entry in credit.entries
     ]
     return replace(credit, entries=tuple(entries))
+
+
+def group_metrics(forest: Forest, groups: Sequence[Group]) -> dict[str, float]:
+    """Credit metrics of a step (docs/metrics.md)."""
+    compared = [group for group in groups if not group.of_one]
+    metrics = {
+        "credit/groups": float(len(compared)),
+        "credit/groups_of_one": float(len(groups) - len(compared)),
+        "credit/zero_variance_share": fmean([group.constant for group in compared] or [0.0]),
+    }
+    for module in forest.modules:
+        own = [group for group in compared if any(member.call.module == module for member in group.members)]
+        if own:
+            metrics[f"credit/{module}/zero_variance_share"] = fmean(group.constant for group in own)
+    return metrics

@@ -1,38 +1,22 @@
-"""What the algorithm files share: their own config section, and checks against a program's modules."""
+"""What of an algorithm's config does not fit a program's modules or a task's reward sets, one sentence each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 from mmrl.config import AlgoConfig
-from mmrl.config.algo import FACTOR, MhgpoConfig
-from mmrl.errors import ConfigError, unknown
-
-ConfigT = TypeVar("ConfigT", bound=AlgoConfig)
+from mmrl.config.algo import FACTOR, MappoConfig, MhgpoConfig, MhgpoRrConfig
+from mmrl.errors import unknown
 
 TURN_SETS = ("turn", "judge_turn")
 """Reward sets that give intermediate turns a reward."""
 
 
-def section(algo: AlgoConfig, schema: type[ConfigT]) -> ConfigT:
-    """`algo` as the schema that the algorithm needs.
-
-    Raises:
-        ConfigError: the section belongs to another algorithm.
-    """
-    if not isinstance(algo, schema):
-        raise ConfigError(f"algo: got the section of '{algo.name}', expected one of type {schema.__name__}")
-    return algo
-
-
 def module_problems(algo: MhgpoConfig, modules: Sequence[str]) -> list[str]:
     """Module names that the program does not have, or no module left to train."""
     problems = []
-    for key in ("train_modules", "freeze_modules"):
-        for name in getattr(algo, key) or ():
-            if name not in modules:
-                problems.append(unknown(f"algo.{key}", name, modules))
+    for key, names in (("train_modules", algo.train_modules or ()), ("freeze_modules", algo.freeze_modules)):
+        problems += [unknown(f"algo.{key}", name, modules) for name in names if name not in modules]
     chosen = modules if algo.train_modules is None else algo.train_modules
     idle = [name for name in algo.freeze_modules if name in modules and name not in chosen]
     if idle:
@@ -50,8 +34,9 @@ def module_problems(algo: MhgpoConfig, modules: Sequence[str]) -> list[str]:
 def scale_problems(algo: AlgoConfig, modules: Sequence[str]) -> list[str]:
     """Factors of modules that the program does not have, or that are not finite."""
     problems = []
-    for key in ("advantage_scale", "penalty_scale"):
-        for name, factor in (getattr(algo, key, None) or {}).items():
+    penalty_scale = algo.penalty_scale if isinstance(algo, MhgpoConfig | MappoConfig) else None
+    for key, factors in (("advantage_scale", algo.advantage_scale), ("penalty_scale", penalty_scale)):
+        for name, factor in (factors or {}).items():
             if name not in modules:
                 problems.append(unknown(f"algo.{key}", name, modules))
             if not 0 <= factor <= FACTOR:  # NaN compares false
@@ -61,8 +46,18 @@ def scale_problems(algo: AlgoConfig, modules: Sequence[str]) -> list[str]:
     return problems
 
 
+def probability_problems(algo: MhgpoRrConfig, modules: Sequence[str]) -> list[str]:
+    """Fork probabilities that are not one per module."""
+    if algo.fork_probs is None or len(algo.fork_probs) == len(modules):
+        return []
+    return [
+        f"algo.fork_probs: got {len(algo.fork_probs)} probabilities, expected {len(modules)}, "
+        f"one per module of the program ({', '.join(modules)})"
+    ]
+
+
 def turn_problems(name: str, instead: str, reward_sets: Sequence[str]) -> list[str]:
-    """The one sentence for a task without turn rewards."""
+    """The one sentence for a task without turn rewards, for an algorithm that needs them."""
     if any(reward_set in TURN_SETS for reward_set in reward_sets):
         return []
     return [

@@ -1,0 +1,172 @@
+"""MHGPO's groups and weights: a slot is (example, module, invocation), and trees fork at modules.
+
+Second and last step of credit for MHGPO (arXiv 2506.02718); the comparison in between is that of every group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mmrl import rng
+from mmrl.config.algo import MhgpoConfig
+from mmrl.credit.entries import Group, Member, Reward
+from mmrl.credit.groups import with_weights
+from mmrl.credit.weights import Minibatches, Unit, minibatch_of, per_token
+from mmrl.records import Call, Forest
+
+Slot = tuple[str, str, int]
+"""Example, module, invocation."""
+
+
+def slot_of(call: Call) -> Slot:
+    """The slot that a call fills."""
+    return call.example, call.module, call.invocation
+
+
+def slot_id(example: str, module: str, invocation: int) -> str:
+    """Group id of a slot."""
+    return f"{example}:{module}:{invocation}"
+
+
+def by_slot(forest: Forest, rewards: Mapping[str, Reward], calls: Iterable[str] | None = None) -> list[Group]:
+    """A group per slot: all siblings, with equal prompts or not (MHGPO, m = (q, agent)).
+
+    Args:
+        calls: only these; None: every call that has a reward.
+    """
+    slots: dict[Slot, list[Member]] = {}
+    for call_id in rewards if calls is None else calls:
+        call = forest.calls[call_id]
+        slots.setdefault(slot_of(call), []).append(Member((call,), rewards[call_id]))
+    return [Group(slot_id(*slot), tuple(members)) for slot, members in slots.items()]
+
+
+def by_parent(forest: Forest, rewards: Mapping[str, Reward], module: str) -> list[Group]:
+    """`by_slot`, but the first calls of `module` compare only with those of the same parent (`os_group=parent`)."""
+    slots: dict[tuple[Slot, str | None], list[Member]] = {}
+    for call_id, reward in rewards.items():
+        call = forest.calls[call_id]
+        parent = call.parent if (call.module, call.invocation) == (module, 0) else None
+        slots.setdefault((slot_of(call), parent), []).append(Member((call,), reward))
+    return [
+        Group(slot_id(*slot) + (f"<{parent}" if parent is not None else ""), tuple(members))
+        for (slot, parent), members in slots.items()
+    ]
+
+
+@dataclass(frozen=True)
+class ForkView:
+    """Where each tree forked, read from `Rollout.fork` or, where that is null, from the shape of the tree."""
+
+    forest: Forest
+
+    @cached_property
+    def at_fork(self) -> frozenset[str]:
+        """Calls sampled at a fork: the first call of the forked module on the path of a rollout."""
+        return frozenset(
+            call.id
+            for rollout in self.forest.rollouts
+            for call in self.forest.path(rollout)
+            if (call.module, call.invocation) == (self._fork_of(self.forest.path(rollout), rollout.fork), 0)
+        )
+
+    @cached_property
+    def above_fork(self) -> Mapping[str, str]:
+        """Call id -> forked module, for calls that the tree made before its fork."""
+        above: dict[str, str] = {}
+        for rollout in self.forest.rollouts:
+            path = self.forest.path(rollout)
+            fork = self._fork_of(path, rollout.fork)
+            for call in path:
+                if call.module == fork:
+                    break
+                above[call.id] = fork
+        return above
+
+    def _fork_of(self, path: Sequence[Call], recorded: str | None) -> str:
+        if recorded is not None or not path:
+            return recorded or ""
+        for call in path[:-1]:
+            if len(self.forest.children[call.id]) > 1:
+                return self.forest.calls[self.forest.children[call.id][0]].module
+        return path[0].module
+
+
+def regroup_singles(
+    forest: Forest, rewards: Mapping[str, Reward], above: Mapping[str, str], how: str, size: int, seed: int
+) -> list[Group]:
+    """Groups over the batch for the single calls above a round-robin fork (MHGPO-RR, Sec. 3.2 or Alg. 3).
+
+    Args:
+        above: single call -> module at which its tree forked.
+        how: `by_agent_fork` compares calls of one slot whose trees forked at the same module;
+            `agent_chunks` permutes the calls of a slot and cuts consecutive chunks of `size`;
+            `alg3` does so over all single calls together. Chunks drop their remainder.
+        seed: run seed of the permutations.
+    """
+    batch_order = {example: index for index, example in enumerate(forest.examples)}
+    singles = [forest.calls[call_id] for call_id in rewards if call_id in above]
+    pools: dict[tuple[str | int, ...], list[Member]] = {}
+    # Stable, so an example's calls stay in path order: Alg. 3's "agents ascending".
+    for call in sorted(singles, key=lambda call: batch_order[call.example]):
+        slot = (call.module, call.invocation)
+        pool = {"by_agent_fork": (*slot, above[call.id]), "agent_chunks": slot, "alg3": ()}[how]
+        pools.setdefault(pool, []).append(Member((call,), rewards[call.id]))
+    groups: list[Group] = []
+    for key, members in pools.items():
+        name = ":".join(["RR", *(str(part) for part in key)])
+        if how == "by_agent_fork":
+            groups.append(Group(name, tuple(members)))
+            continue
+        rng.stream(seed, forest.step, "regroup", *key).shuffle(members)
+        for start in range(0, len(members) - size + 1, size):
+            groups.append(Group(f"{name}:{start // size}", tuple(members[start : start + size])))
+    return groups
+
+
+def weigh_slots(
+    groups: Sequence[Group],
+    rewarded: Collection[Call],
+    trains: Callable[[Call], bool],
+    algo: MhgpoConfig,
+    minibatch: Minibatches = None,
+) -> list[Group]:
+    """Token weight 1 / (B · n · G_k · |o|) for every member (Eq. 6), or as `algo.loss_mean` says.
+
+    Args:
+        rewarded: all calls that have a reward. Their slots count in n (and B), even where no group keeps them.
+        trains: whether a call is in the loss.
+    """
+    # A frozen or vanished member is no sequence of the loss: no tokens, so it sets no length for `constant` either.
+    units = [
+        Unit(m.call.example, slot_of(m.call), m.tokens if trains(m.call) and not g.vanished else 0, kept=not g.of_one)
+        for g in groups
+        for m in g.members
+    ]
+    vanished = {slot_of(member.call) for group in groups if group.vanished for member in group.members}
+    filled = [(call.example, slot_of(call)) for call in rewarded if trains(call) and slot_of(call) not in vanished]
+    return with_weights(groups, per_token(units, three_level(units, filled, minibatch), algo, minibatch))
+
+
+def three_level(
+    units: Sequence[Unit], filled: Iterable[tuple[str, Hashable]], minibatch: Minibatches = None
+) -> list[float]:
+    """Shares 1 / (B · n · G_k) of MHGPO's Eq. 6: mean over examples, over filled slots, over the slot's units.
+
+    Args:
+        filled: (example, slot) pairs that were sampled: they count in n (and B) even where no unit of theirs is kept.
+    """
+    slots: dict[str, set[Hashable]] = {}
+    for example, slot in [*filled, *((unit.example, unit.slot) for unit in units if unit.counts)]:
+        slots.setdefault(example, set()).add(slot)
+    examples = Counter(minibatch_of(example, minibatch) for example in slots)
+    sizes = Counter((unit.example, unit.slot) for unit in units if unit.counts)
+    return [
+        1.0 / (examples[minibatch_of(u.example, minibatch)] * len(slots[u.example]) * sizes[u.example, u.slot])
+        if u.counts
+        else 0.0
+        for u in units
+    ]
