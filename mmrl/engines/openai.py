@@ -1,7 +1,7 @@
 """Any OpenAI-compatible endpoint: text in, text out, for frozen policies, external models, judges and teachers.
 
-`OpenAIChat` is the client that tasks and engines share. Keys come from the environment alone: they are in no config,
-no log and no error.
+`OpenAIChat` is the client that tasks and engines share. The library `openai` sends and
+retries. Keys come from the environment alone: they are in no config, no log and no error.
 
     chat = OpenAIChat(EndpointConfig(model="gpt-4.1-mini"))
     text = await chat.complete([{"role": "user", "content": "…"}], temperature=0.0, max_tokens=200)
@@ -11,21 +11,23 @@ no log and no error.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import email.utils
 import logging
 import os
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmrl.config.endpoint import EndpointConfig
+from mmrl.config.endpoint import Endpoint, EndpointConfig
 from mmrl.errors import ConfigError, EngineFailure
-from mmrl.system.portal import Background
+from mmrl.system.portal import IoScope
 
 if TYPE_CHECKING:
     import httpx
-    from tenacity import RetryCallState
+    from openai import AsyncOpenAI
 
 LOG = logging.getLogger("mmrl.engines")
 
@@ -33,13 +35,15 @@ RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """HTTP statuses after which the same request may succeed."""
 QUOTED = 300
 """Characters of a server's reply that an error quotes."""
-LOOK_S = 20.0
-"""Longest wait for an endpoint that is looked at before a run."""
+LIBRARY_WAITS_S = 120.0
+"""Longest pause that the library `openai` makes at a server's request."""
+PROBE_S = 20.0
+"""Longest wait for an endpoint that is probed before a run."""
 
 
 @dataclass(slots=True)
 class Usage:
-    """What an endpoint was asked and what it cost; written by the client's own loop alone."""
+    """Requests to an endpoint and what they cost; written in the I/O loop alone."""
 
     requests: int = 0
     """Completions received."""
@@ -58,14 +62,6 @@ class Usage:
         return {f"{prefix}/{name}": float(getattr(self, name)) for name in names}
 
 
-class _Retry(Exception):
-    """One try failed; `after` is the pause that the server asks for, in seconds."""
-
-    def __init__(self, message: str, after: float | None = None):
-        super().__init__(message)
-        self.after = after
-
-
 class OpenAIChat:
     """A client of one endpoint and model, usable from any event loop; keep one and share it.
 
@@ -82,7 +78,7 @@ class OpenAIChat:
         self.path = path
         self.usage = Usage()
         self._key = key_of(settings, path)
-        self._background = Background("mmrl-openai")
+        self._io: IoScope[AsyncOpenAI] = IoScope(self._connect, lambda client: client.close(), settings.concurrency)
         self._next_start = 0.0
 
     async def complete(
@@ -94,7 +90,7 @@ class OpenAIChat:
         top_p: float | None = None,
         stop: Sequence[str] = (),
         seed: int | None = None,
-        extra: Mapping[str, Any] | None = None,
+        extra: Mapping[str, object] | None = None,
     ) -> str:
         """The assistant's text for `messages` (role and content). Settings that are None are the endpoint's own.
 
@@ -109,29 +105,24 @@ class OpenAIChat:
             max_tokens=max_tokens,
             temperature=temperature,
             top_p=top_p,
-            stop=stop,
+            stop=stop or None,
             seed=seed,
-            extra=extra,
+            **(extra or {}),
         )
         return text
 
-    async def complete_with_finish(self, messages: Sequence[Mapping[str, str]], **options: Any) -> tuple[str, str]:
+    async def complete_with_finish(self, messages: Sequence[Mapping[str, str]], **options: object) -> tuple[str, str]:
         """As `complete`, with the endpoint's finish reason (`stop`, `length`, …)."""
-        body: dict[str, Any] = {"model": self.settings.model, "messages": [dict(message) for message in messages]}
-        extra = options.pop("extra", None)
-        stop = options.pop("stop", ())
+        body: dict[str, object] = {"model": self.settings.model, "messages": [dict(message) for message in messages]}
         body |= {name: value for name, value in options.items() if value is not None}
-        if stop:
-            body["stop"] = list(stop)
-        body |= extra or {}
-        return await self._background.run(self._ask(body))
+        return await self._io.run(self._complete(body))
 
     def unreachable(self) -> list[str]:
         """Why no request can succeed: nobody there, a refused key, an unknown model. Blocks; asks at most one token.
 
         One sentence per problem, with the config key. What may pass (429, 500, a slow reply) is no problem.
         """
-        return self._background.wait(self._look())
+        return self._io.wait(self._probe())
 
     def forget_counts(self) -> None:
         """A new run begins: `usage` starts anew."""
@@ -139,126 +130,81 @@ class OpenAIChat:
 
     def close(self) -> None:
         """Close the connections."""
-        self._background.close()
+        self._io.close()
 
-    async def _look(self) -> list[str]:
+    async def _probe(self) -> list[str]:
         """Is the model among those that the server lists? If not, or if it lists none: does it answer one token?"""
         import httpx
+        from openai import APIConnectionError, APIStatusError
 
-        client: httpx.AsyncClient = self._background.client(self._make_client)
-        settings, wait = self.settings, min(self.settings.timeout_s, LOOK_S)
+        settings, limit = self.settings, min(self.settings.timeout_s, PROBE_S)
+        client = self._io.client.with_options(max_retries=0)
         body = {"model": settings.model, "messages": [{"role": "user", "content": "ping"}], "max_tokens": 1}
         try:
-            async with asyncio.timeout(wait):
-                if settings.model in listed_models(await client.get("models")):
-                    return []
-            async with asyncio.timeout(wait):
-                reply = await client.post("chat/completions", json=body)
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
-            said = f"{type(error).__name__}: {self._safe(str(error))}"
-            return [
-                f"{self.path}.url: nobody answers at {settings.url} ({said}); expected an OpenAI-compatible server "
-                "there, up to and with /v1"
-            ]
-        except (httpx.HTTPError, TimeoutError):
-            return []  # there, but slow or broken for now: a request is tried more than once
-        if reply.status_code < 400 or reply.status_code in RETRIED or reply.status_code >= 500:
-            return []
-        key = "key_env" if reply.status_code in (401, 403) else "model"
-        return [
-            f"{self.path}.{key}: {self._who()} refuses every request: HTTP {reply.status_code}: "
-            f"{self._safe(reply.text)}"
-        ]
+            async with asyncio.timeout(limit):
+                with contextlib.suppress(APIStatusError):
+                    if settings.model in listed_models(await client.get("/models", cast_to=httpx.Response)):
+                        return []
+            async with asyncio.timeout(limit):
+                await client.post("/chat/completions", cast_to=httpx.Response, body=body)
+        except APIStatusError as error:
+            status = error.status_code
+            if status in RETRIED or status >= 500:
+                return []
+            key = "key_env" if status in (401, 403) else "model"
+            reply = self._safe(error.response.text)
+            return [f"{self.path}.{key}: {self._who()} refuses every request: HTTP {status}: {reply}"]
+        except APIConnectionError as error:
+            cause = error.__cause__
+            if isinstance(cause, httpx.ConnectError | httpx.ConnectTimeout | httpx.UnsupportedProtocol):
+                return [
+                    f"{self.path}.url: nobody answers at {settings.url} ({type(cause).__name__}: "
+                    f"{self._safe(str(cause))}); expected an OpenAI-compatible server there, up to and with /v1"
+                ]
+        except TimeoutError:
+            pass
+        return []  # there, but slow or broken for now: a request is tried more than once
 
-    async def _ask(self, body: dict[str, Any]) -> tuple[str, str]:
-        """Runs in the background loop."""
-        from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_attempt
+    async def _complete(self, body: Mapping[str, object]) -> tuple[str, str]:
+        """Runs in the I/O loop."""
+        import httpx
+        from openai import OpenAIError
 
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(_Retry),
-            stop=stop_after_attempt(self.settings.attempts),
-            wait=self._pause,
-            before_sleep=self._count_retry,
-        )
-        async with self._background.slots(self.settings.concurrency):
+        async with self._io.slots:
             try:
-                async for attempt in retrying:
-                    with attempt:
-                        found = await self._try(body)
-            except RetryError as error:
-                last = error.last_attempt.exception()
-                failure = EngineFailure(f"{self._who()}: {last} ({self.settings.attempts} tries)")
+                reply = await self._io.client.post("/chat/completions", cast_to=httpx.Response, body=body)
+                text, finish, tokens = read_completion(reply)
+            except (OpenAIError, ValueError) as error:
+                failure = EngineFailure(f"{self._who()}: {self._reason(error)}")
                 self._count_failure(failure)
                 raise failure from None
-            except EngineFailure as failure:
-                self._count_failure(failure)
-                raise
-            except asyncio.CancelledError:  # whoever asked has run out of time (task.timeout_s)
+            except asyncio.CancelledError:  # whoever waited has run out of time (task.timeout_s)
                 self.usage.failures += 1
                 raise
-        return found
-
-    async def _try(self, body: dict[str, Any]) -> tuple[str, str]:
-        import httpx
-
-        client: httpx.AsyncClient = self._background.client(self._make_client)
-        await self._wait_for_rate()
-        try:
-            async with asyncio.timeout(self.settings.timeout_s):  # httpx limits each pause, not the whole request
-                response = await client.post("chat/completions", json=body)
-        except (httpx.TimeoutException, TimeoutError):
-            raise _Retry(f"no reply within {self.settings.timeout_s:g} s") from None
-        except httpx.HTTPError as error:
-            raise _Retry(f"{type(error).__name__}: {self._safe(str(error))}") from None
-        if response.status_code in RETRIED:
-            raise self._with_pause(response)
-        if response.status_code != 200:
-            raise EngineFailure(f"{self._who()}: HTTP {response.status_code}: {self._safe(response.text)}")
-        return self._read(response)
-
-    def _read(self, response: httpx.Response) -> tuple[str, str]:
-        try:
-            reply = response.json()
-            choice = reply["choices"][0]
-            text = choice["message"]["content"]
-            if text is None:
-                text = choice["message"].get("refusal") or ""
-            if not isinstance(text, str):
-                raise TypeError("the content is not text")
-            # JSON can spell half of an emoji (a reply cut within one); no tokenizer or file can.
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            tokens = [_count(reply.get("usage"), name) for name in ("prompt_tokens", "completion_tokens")]
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-            raise _Retry(f"the reply is no chat completion ({error!r}): {self._safe(response.text)}") from None
         self.usage.requests += 1
         self.usage.prompt_tokens += tokens[0]
         self.usage.completion_tokens += tokens[1]
         self.usage.cost += (tokens[0] * self.settings.price_in + tokens[1] * self.settings.price_out) / 1e6
-        return text, str(choice.get("finish_reason") or "stop")
+        return text, finish
 
-    def _with_pause(self, response: httpx.Response) -> Exception:
-        after = retry_after(response.headers)
-        message = f"HTTP {response.status_code}: {self._safe(response.text)}"
-        if after is not None and after > self.settings.max_wait_s:
-            return EngineFailure(
-                f"{self._who()}: {message} (asks to wait {after:g} s, longer than max_wait_s="
-                f"{self.settings.max_wait_s:g})"
-            )
-        return _Retry(message, after)
+    def _reason(self, error: Exception) -> str:
+        """What the last try died of, and how many there were."""
+        from openai import APIStatusError, APITimeoutError
 
-    def _pause(self, state: RetryCallState) -> float:
-        """What the server asks for; else a random part of 0.5 s, doubled with each try."""
-        from tenacity import wait_random_exponential
-
-        error = state.outcome.exception() if state.outcome else None
-        asked = error.after if isinstance(error, _Retry) else None
-        if asked is not None:
-            return asked
-        return float(wait_random_exponential(multiplier=0.5, max=self.settings.max_wait_s)(state))
-
-    def _count_retry(self, state: RetryCallState) -> None:
-        self.usage.retries += 1
-        LOG.info("%s: %s; trying again", self._who(), state.outcome.exception() if state.outcome else "")
+        tries = f" ({self.settings.attempts} tries)"
+        if isinstance(error, APIStatusError):
+            reason = f"HTTP {error.status_code}: {self._safe(error.response.text)}"
+            if error.status_code not in RETRIED:
+                return reason
+            after, limit = retry_after(error.response.headers), self.settings.max_wait_s
+            if after is not None and after > limit:
+                return f"{reason} (asks to wait {after:g} s, longer than max_wait_s={limit:g})"
+            return reason + tries
+        if isinstance(error, APITimeoutError):
+            return f"no reply within {self.settings.timeout_s:g} s{tries}"
+        cause = error.__cause__ or error
+        name = "" if isinstance(cause, _NoCompletion) else f"{type(cause).__name__}: "
+        return f"{name}{self._safe(str(cause))}{tries}"
 
     def _count_failure(self, failure: EngineFailure) -> None:
         self.usage.failures += 1
@@ -274,16 +220,47 @@ class OpenAIChat:
         self._next_start = start + 60.0 / self.settings.requests_per_minute
         await asyncio.sleep(start - now)
 
-    def _make_client(self) -> httpx.AsyncClient:
+    def _connect(self) -> AsyncOpenAI:
+        from openai import AsyncOpenAI
+
+        settings = self.settings
+        return AsyncOpenAI(
+            api_key=self._key or "none",
+            base_url=settings.url.rstrip("/") + "/",
+            max_retries=settings.attempts - 1,
+            timeout=settings.timeout_s,
+            http_client=self._http_client(),
+        )
+
+    def _http_client(self) -> httpx.AsyncClient:
+        """What the library sends with: it leaves these to us, and repeats whatever fails in here."""
         import httpx
 
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        return httpx.AsyncClient(
-            base_url=self.settings.url.rstrip("/") + "/",
-            headers=headers,
-            timeout=self.settings.timeout_s,
-            limits=httpx.Limits(max_connections=self.settings.concurrency),
-        )
+        settings, chat = self.settings, self
+        # The library insists on a key, and sends what OPENAI_ORG_ID and the like hold to whatever address this is.
+        unwanted = ["OpenAI-Organization", "OpenAI-Project", *(["Authorization"] if self._key is None else [])]
+
+        class HttpClient(httpx.AsyncClient):
+            async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
+                for name in unwanted:
+                    request.headers.pop(name, None)
+                await chat._wait_for_rate()
+                chat.usage.retries += request.headers.get("x-stainless-retry-count", "0") != "0"
+                try:
+                    async with asyncio.timeout(settings.timeout_s):  # httpx limits each pause, not the whole request
+                        response = await super().send(request, **options)
+                except TimeoutError:
+                    raise httpx.ReadTimeout("the reply took too long", request=request) from None
+                if response.status_code >= 400:
+                    await _steer_retry(response, settings)
+                elif request.method == "POST":
+                    try:
+                        read_completion(response)
+                    except ValueError as error:
+                        raise _NoCompletion(chat._safe(str(error))) from None
+                return response
+
+        return HttpClient(timeout=settings.timeout_s, limits=httpx.Limits(max_connections=settings.concurrency))
 
     def _who(self) -> str:
         return f"{self.settings.model} at {self.settings.url}"
@@ -296,9 +273,50 @@ class OpenAIChat:
         return text[:QUOTED]
 
 
-def described(settings: EndpointConfig, chat: Any, *further: str, **counts: int) -> str:
+class _NoCompletion(Exception):
+    """A reply of status 200 that is no chat completion; the same request may get a better one."""
+
+
+async def _steer_retry(response: httpx.Response, settings: Endpoint) -> None:
+    """Whether to try again and after what pause, in the headers by which a server would tell the library."""
+    attempt = int(response.request.headers.get("x-stainless-retry-count", "0"))
+    pause = retry_after(response.headers)
+    repeat = response.status_code in RETRIED and (pause is None or pause <= settings.max_wait_s)
+    response.headers["x-should-retry"] = "true" if repeat else "false"
+    if not repeat or attempt == settings.attempts - 1:
+        return
+    if pause is None:
+        # Random: after equal pauses, requests that were refused together would come back together.
+        pause = random.uniform(0.0, min(settings.max_wait_s, 0.5 * 2.0**attempt))
+    await asyncio.sleep(max(0.0, pause - LIBRARY_WAITS_S))
+    response.headers["retry-after-ms"] = f"{1000.0 * min(max(pause, 0.001), LIBRARY_WAITS_S):.3f}"
+
+
+def read_completion(response: httpx.Response) -> tuple[str, str, tuple[int, int]]:
+    """Text, finish reason, and tokens of prompt and completion.
+
+    Raises:
+        ValueError: it is no chat completion; with the reply's words.
+    """
+    try:
+        reply = response.json()
+        choice = reply["choices"][0]
+        text = choice["message"]["content"]
+        if text is None:
+            text = choice["message"].get("refusal") or ""
+        if not isinstance(text, str):
+            raise TypeError("the content is not text")
+        # JSON can spell half of an emoji (a reply cut within one); no tokenizer or file can.
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        tokens = _count(reply.get("usage"), "prompt_tokens"), _count(reply.get("usage"), "completion_tokens")
+        return text, str(choice.get("finish_reason") or "stop"), tokens
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"the reply is no chat completion ({error!r}): {response.text}") from None
+
+
+def described(settings: Endpoint, chat: object, *further: str, **counts: int) -> str:
     """An endpoint for a result's facts: model, address, what was counted so far, and `further` words."""
-    usage = getattr(chat, "usage", None)
+    usage = chat.usage if isinstance(chat, OpenAIChat) else None
     if usage is not None:
         counts = {"requests": usage.requests, "retries": usage.retries, "failures": usage.failures} | counts
     told = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count] + list(further)
@@ -333,7 +351,7 @@ def key_of(settings: EndpointConfig, path: str = "engine") -> str | None:
     return key
 
 
-def _count(usage: Any, name: str) -> int:
+def _count(usage: object, name: str) -> int:
     """A number of tokens as the endpoint counts them; 0 where it says none."""
     count = usage.get(name) if isinstance(usage, Mapping) else None
     return count if isinstance(count, int) and count > 0 else 0

@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any
 
 from mmrl.config import HardwareConfig
 from mmrl.errors import ConfigError
-from mmrl.system.child_process import end_with_parent
+from mmrl.system.child_process import end_with_parent, free_port
 
 JOB = "MMRL_JOB"
 """Environment variable that hands a worker its job: the validated config as JSON, or the run to continue."""
@@ -194,13 +193,6 @@ def refuse_unlaunched(hardware: HardwareConfig) -> None:
             f"hardware.nodes: got {hardware.nodes}; mmrl starts processes on one machine only. Run this on each node: "
             f"{launch_line(hardware)} (or through SLURM, docs/hardware.md)"
         )
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def _wait(workers: Sequence[subprocess.Popen[bytes]]) -> int | None:

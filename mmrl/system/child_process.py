@@ -1,11 +1,16 @@
-"""A server that mmrl starts: port, log, health, last words, end. Knows no vLLM.
+"""A server that mmrl starts as a child process: port, log, readiness, last log lines, end. Knows no particular server.
 
-Under `vllm_server`. The process leads a session of its own, so that its children end with it; it also ends when mmrl is
-killed outright (Linux).
+    server = ChildProcess(lambda port: ["serve", f"--port={port}"], log=folder / "serve.log", timeout_s=60.0)
+    server.start()              # or launch(), and wait_until_ready() before the first request
+    ... server.url ...
+    server.stop()
+
+It ends with `stop`, when this process exits, and when this process is killed outright (Linux).
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import ctypes
@@ -13,37 +18,59 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.request
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from mmrl.errors import EngineFailure
+import psutil
 
-WORDS = 12
+from mmrl.errors import EngineFailure
+from mmrl.system.portal import io_loop
+
+LOG_LINES = 12
 """Log lines that an error quotes."""
 GRACE_S = 10.0
 """Between asking a server to end and killing it."""
 
 
-class ServerProcess:
-    """One managed server.
+class ChildProcess:
+    """One server and its life.
 
     Args:
         command: given a port, the command line.
         env: variables added to this process's own.
-        log: where its output is kept, appended.
-        timeout_s: until `/health` must answer.
+        log: where its output goes, appended; None: a temporary file, for `log_tail` alone.
+        timeout_s: until it must answer.
+        ready: path that answers HTTP 200 once the server is up.
+        limit: name of `timeout_s` in an error ("engine.start_timeout_s").
+        failure: makes the error that is raised from a text.
     """
 
-    def __init__(self, command: Callable[[int], Sequence[str]], env: Mapping[str, str], log: Path, timeout_s: float):
+    def __init__(
+        self,
+        command: Callable[[int], Sequence[str]],
+        *,
+        env: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        timeout_s: float,
+        ready: str = "/health",
+        limit: str = "a limit of",
+        failure: Callable[[str], Exception] = EngineFailure,
+    ):
         self.command = command
-        self.env = env
-        self.log = log
+        self.env = dict(env or {})
+        self.log = log if log is not None else _temporary_file()
         self.timeout_s = timeout_s
         self.port = 0
+        self._ready, self._limit, self._failure = ready, limit, failure
+        self._temporary = log is None
         self._process: subprocess.Popen[bytes] | None = None
-        atexit.register(self.stop)
+        self._owner = os.getpid()
+        if self._temporary:
+            weakref.finalize(self, self.log.unlink, missing_ok=True)
 
     @property
     def url(self) -> str:
@@ -61,49 +88,64 @@ class ServerProcess:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start it and wait until it is healthy.
+        """Start it and wait until it answers.
 
         Raises:
-            EngineFailure: it ended, or was not healthy in time; with its last log lines.
+            EngineFailure: (or `failure`) it ended, or did not answer in time; with its last log lines.
+        """
+        self.launch()
+        self.wait_until_ready()
+
+    def launch(self) -> None:
+        """Start it on a free port, and do not wait; one that runs already is stopped first.
+
+        Raises:
+            EngineFailure: (or `failure`) there is no such program.
         """
         self.stop()
         self.port = free_port()
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            command = list(self.command(self.port))
-            log.write(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(command)}\n".encode())
-            log.flush()
-            try:
-                self._process = process = subprocess.Popen(
-                    command,
-                    env={**os.environ, **self.env},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=end_with_parent if _LIBC is not None else None,
-                )
-            except OSError as error:
-                raise EngineFailure(f"cannot start {command[0]}: {error.strerror or error}") from error
+        command = list(self.command(self.port))
         try:
-            self._wait(process)
+            # Linux ties the signal of `end_with_parent` to the thread that forks, not to the process: a server started
+            # by a worker thread would end with that thread. The I/O loop's thread lasts as long as the process.
+            self._process = asyncio.run_coroutine_threadsafe(self._fork(command), io_loop()).result()
+        except OSError as error:
+            raise self._failure(f"cannot start {command[0]}: {error.strerror or error}") from error
+        _RUNNING.add(self)
+
+    def wait_until_ready(self) -> None:
+        """Return once it answers; on failure, and when interrupted, it is stopped.
+
+        Raises:
+            EngineFailure: (or `failure`) it ended, or did not answer in time; with its last log lines.
+        """
+        process = self._process
+        if process is None:
+            raise self._failure("the server has not been started")
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            while not self._answers():
+                code = process.poll()
+                if code is not None:
+                    raise self._failure(f"the server ended with code {code} before it was healthy; {self.log_tail()}")
+                if time.monotonic() > deadline:
+                    raise self._failure(
+                        f"the server was not healthy after {self._limit}={self.timeout_s:g} s; {self.log_tail()}"
+                    )
+                time.sleep(0.05)
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> None:
-        """End it and its children; nothing happens when it has ended already."""
+        """End it and all of its descendants; nothing happens when it has ended already."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        for number, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
-            if process.poll() is None or number == signal.SIGKILL:  # children may outlive their parent
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(patience)
+        _RUNNING.discard(self)
+        if process is not None:
+            _end(process)
 
-    def words(self) -> str:
+    def log_tail(self) -> str:
         """Its last log lines, for errors."""
         try:
             with self.log.open("rb") as file:
@@ -112,28 +154,74 @@ class ServerProcess:
                 lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
         except OSError:
             lines = []
-        return "\n".join([f"its log ({self.log}) ends with:", *[f"  {line[:300]}" for line in lines[-WORDS:]]])
+        where = "" if self._temporary else f" ({self.log})"
+        return "\n".join([f"its log{where} ends with:", *[f"  {line[:300]}" for line in lines[-LOG_LINES:]]])
 
-    def _wait(self, process: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + self.timeout_s
-        while True:
-            code = process.poll()
-            if code is not None:
-                raise EngineFailure(f"the server ended with code {code} before it was healthy; {self.words()}")
-            if self._healthy():
-                return
-            if time.monotonic() > deadline:
-                raise EngineFailure(
-                    f"the server was not healthy after engine.start_timeout_s={self.timeout_s:g} s; {self.words()}"
-                )
-            time.sleep(0.2)
+    async def _fork(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Runs in the I/O loop's thread."""
+        with self.log.open("ab") as log:
+            log.write(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(command)}\n".encode())
+            log.flush()
+            return subprocess.Popen(
+                command,
+                env={**os.environ, **self.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that its group, which `stop` signals, is its own
+                preexec_fn=end_with_parent if _LIBC is not None else None,
+            )
 
-    def _healthy(self) -> bool:
+    def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
+            with _OPENER.open(self.url + self._ready, timeout=5) as reply:
                 return bool(reply.status == 200)
         except OSError:
             return False
+
+
+# A proxy of the environment knows nothing of this machine's own ports.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM to the process's group, time to end, then SIGKILL to the group and to all descendants."""
+    # Both ways are needed: descendants whose leader has died are no longer found as such, but stay in its group;
+    # descendants that made a session of their own (an engine's core) have left the group.
+    descendants: list[psutil.Process] = []
+    if process.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            descendants = psutil.Process(process.pid).children(recursive=True)
+        _signal_group(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    _signal_group(process, signal.SIGKILL)
+    for descendant in descendants:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            descendant.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def _temporary_file() -> Path:
+    handle, name = tempfile.mkstemp(prefix="mmrl-", suffix=".log")
+    os.close(handle)
+    return Path(name)
+
+
+_RUNNING: set[ChildProcess] = set()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for child in list(_RUNNING):
+        if child._owner == os.getpid():  # not in a fork
+            child.stop()
 
 
 def free_port() -> int:
@@ -156,6 +244,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """In a child, before it becomes another program: SIGTERM when its parent dies, however it dies (Linux)."""
+    """In a child, before it becomes another program: SIGTERM when the thread that started it ends, however (Linux)."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

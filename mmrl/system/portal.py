@@ -1,91 +1,113 @@
-"""HTTP requests from programs that live in short event loops: one background loop owns the connections.
+"""The one event loop for network I/O of a process, in a thread of its own, and what a client keeps in it.
 
-Under the engines that talk to servers. Each step and evaluation runs in its own `asyncio.run`; a connection belongs to
-the loop that opened it, so all of them are kept in one loop of a daemon thread, and callers in any loop wait for it.
+    io = IoScope(make_http_client, close_http_client, concurrency=16)
+    reply = await io.run(ask())     # from any event loop; ask() runs in the I/O loop
+    reply = io.wait(ask())          # from code without a loop
+
+A connection belongs to the event loop that opened it, and the loops that programs run in are short: each step and each
+evaluation has one of its own, and a deterministic engine decodes inside it, which holds it up. So network clients live
+in this loop, which only ever does I/O and lasts as long as the process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
+C = TypeVar("C")
+
+CLOSE_S = 5.0
+"""Longest wait for connections to close: a stuck one must not keep a run from ending."""
+
+_LOCK = threading.Lock()
+# By process id: after a fork the child has the object but not the thread that runs it.
+_LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
 
 
-class Background:
-    """An event loop in a thread of its own, started at the first use."""
+def io_loop() -> asyncio.AbstractEventLoop:
+    """The I/O loop of this process, started at the first use."""
+    with _LOCK:
+        loop = _LOOPS.get(os.getpid())
+        if loop is None:
+            # Not anyio's BlockingPortal: it makes the caller wait for a turn of this loop with every request, and its
+            # clean end can hang the interpreter's. A daemon thread simply ends with the process.
+            loop = _LOOPS[os.getpid()] = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="mmrl-io", daemon=True).start()
+        return loop
 
-    def __init__(self, name: str):
-        self.name = name
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._client: Any = None
+
+class IoScope(Generic[C]):
+    """One client's part of the I/O loop: its connections, its limit of concurrent requests, its running tasks.
+
+    Args:
+        connect: makes the client that owns the connections; called in the I/O loop, at the first use.
+        disconnect: closes it; awaited in the I/O loop.
+        concurrency: requests in flight at once, for `slots`.
+    """
+
+    def __init__(self, connect: Callable[[], C], disconnect: Callable[[C], Awaitable[None]], concurrency: int):
+        self._connect = connect
+        self._disconnect = disconnect
+        self._concurrency = concurrency
+        self._client: C | None = None
         self._slots: asyncio.Semaphore | None = None
-        self._lock = threading.Lock()
+        self._tasks: set[Future[object]] = set()
 
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+    async def run(self, work: Coroutine[object, object, T]) -> T:
         """Await `work` from whatever loop this is; cancelling the waiter cancels the work."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._start()))
+        return await asyncio.wrap_future(self._start(work))
 
-    def wait(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+    def wait(self, work: Coroutine[object, object, T], timeout: float | None = None) -> T:
         """The same for code without a loop; blocks.
 
         Raises:
             TimeoutError: after `timeout` seconds; the work is cancelled.
         """
-        future = asyncio.run_coroutine_threadsafe(work, self._start())
+        future = self._start(work)
         try:
             return future.result(timeout)
         except TimeoutError:
             future.cancel()
             raise
 
-    def client(self, make: Callable[[], Any]) -> Any:
-        """The one HTTP client; only inside the background loop."""
+    @property
+    def client(self) -> C:
+        """The one client; only inside the I/O loop."""
         if self._client is None:
-            self._client = make()
+            self._client = self._connect()
         return self._client
 
-    def slots(self, count: int) -> asyncio.Semaphore:
-        """The one bound on concurrency; only inside the background loop."""
+    @property
+    def slots(self) -> asyncio.Semaphore:
+        """The one bound on concurrency; only inside the I/O loop."""
         if self._slots is None:
-            self._slots = asyncio.Semaphore(count)
+            self._slots = asyncio.Semaphore(self._concurrency)
         return self._slots
 
     def close(self) -> None:
-        """Close connections and end the thread; may be called twice."""
-        with self._lock:
-            loop, self._loop = self._loop, None
-        if loop is None or self._thread is None:
+        """Cancel what runs and close connections; may be called twice. A later use starts anew."""
+        running = list(self._tasks)
+        for future in running:
+            future.cancel()
+        if self._client is None and not running:
             return
 
         async def stop() -> None:
-            if self._client is not None:
-                await self._client.aclose()
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
-                task.cancel()
+            client, self._client, self._slots = self._client, None, None
+            if client is not None:
+                await self._disconnect(client)
 
-        with contextlib.suppress(TimeoutError, RuntimeError):  # a stuck connection must not keep the run from ending
-            asyncio.run_coroutine_threadsafe(stop(), loop).result(5)
-        self._client = self._slots = None
-        loop.call_soon_threadsafe(loop.stop)
-        self._thread.join(5)
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            asyncio.run_coroutine_threadsafe(stop(), io_loop()).result(CLOSE_S)
 
-    def _start(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._serve, args=(self._loop,), name=self.name, daemon=True)
-                self._thread.start()
-            return self._loop
-
-    @staticmethod
-    def _serve(loop: asyncio.AbstractEventLoop) -> None:
-        asyncio.set_event_loop(loop)
-        try:
-            loop.run_forever()
-        finally:
-            loop.close()
+    def _start(self, work: Coroutine[object, object, T]) -> Future[T]:
+        future = asyncio.run_coroutine_threadsafe(work, io_loop())
+        self._tasks.add(future)
+        future.add_done_callback(self._tasks.discard)
+        return future

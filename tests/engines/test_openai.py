@@ -315,6 +315,6 @@ def test_an_address_where_nobody_answers() -> None:
 
 
 def test_a_slow_endpoint_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmrl.engines.openai.LOOK_S", 0.2)
+    monkeypatch.setattr("mmrl.engines.openai.PROBE_S", 0.2)
     slow = Scripted("late", delay=1.0)
     assert looked_at(lambda seen: slow)[0] == []

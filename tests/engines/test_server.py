@@ -19,7 +19,7 @@ from mmrl.engines.vllm.launch import exact, logprobs_mode, lora_rank, server_arg
 from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import load_tokenizer
-from mmrl.system.child_process import ServerProcess
+from mmrl.system.child_process import ChildProcess
 from tests.helpers.scripted_server import Scripted, ScriptedServer, Seen, serving
 
 TINY = ModelConfig(name="tiny", path="tiny")
@@ -35,9 +35,13 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def process(tmp_path: Path, program: str, timeout_s: float = 30.0) -> ServerProcess:
-    return ServerProcess(
-        lambda port: [sys.executable, "-c", program, str(port)], {"SAID": "hello"}, tmp_path / "log", timeout_s
+def process(tmp_path: Path, program: str, timeout_s: float = 30.0) -> ChildProcess:
+    return ChildProcess(
+        lambda port: [sys.executable, "-c", program, str(port)],
+        env={"SAID": "hello"},
+        log=tmp_path / "log",
+        timeout_s=timeout_s,
+        limit="engine.start_timeout_s",
     )
 
 
@@ -292,7 +296,7 @@ def test_a_server_started_anew_gets_the_newest_weights_and_no_older_ones(tmp_pat
         engine = engine_at(url, tmp_path)
         for version in range(3):
             engine.set_version(version)
-        engine._background.wait(engine._restart())
+        engine._api.io.wait(engine._restart())
         engine.set_version(3)
         engine.close()
     names = [body["lora_name"] for body in asked(server, "/v1/load_lora_adapter")]
@@ -312,7 +316,7 @@ def test_a_server_started_anew_on_a_gpu_has_the_full_weights_that_were_pushed(
         monkeypatch.setattr(engine.policy, "save", lambda version, state: {"": tmp_path / f"v{version}"})
         engine.set_version(1)
         engine.set_version(2)
-        engine._background.wait(engine._restart())
+        engine._api.io.wait(engine._restart())
         engine.close()
     assert [body["kwargs"]["weights_path"] for body in asked(server, "/collective_rpc")] == [
         str(tmp_path / name) for name in ("v1", "v2", "v2")

@@ -95,10 +95,8 @@ def test_truncated_sampling_has_no_log_probabilities_to_record(served: Any, toke
 
 def test_a_push_changes_the_policy_and_no_stale_prefix_is_served(served: Any, tokenizer: Any) -> None:
     engine, model = served
-    pushes_arrive(
-        engine, model, tokenizer, lambda: engine._background.wait(engine._api.probe("base", engine._probe_ids))
-    )
-    assert len(engine._background.wait(engine._api.models())) == 1 + 2  # the base and two versions
+    pushes_arrive(engine, model, tokenizer, lambda: engine._api.io.wait(engine._api.probe("base", engine._probe_ids)))
+    assert len(engine._api.io.wait(engine._api.models())) == 1 + 2  # the base and two versions
 
 
 def test_a_push_that_the_server_refuses_stops_with_its_words(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mmrl.system.child_process import free_port
 from tests.helpers.trainer_cases import LORA, make_calls, make_trainer
 
 SCRIPT = """
@@ -38,12 +38,6 @@ if trainer.args.process_index == 0:
     (folder / "metrics.json").write_text(json.dumps(seen))
     assert trainer.accelerator.num_processes == 2
 """
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.slow)])

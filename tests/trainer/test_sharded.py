@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from mmrl.config import HardwareConfig
-from mmrl.run.launch import environment, free_port
+from mmrl.run.launch import environment
+from mmrl.system.child_process import free_port
 from mmrl.trainer.sharding import exact_outputs
 from tests.helpers.sharded_cases import CASES, VALUE_CALLS, build, watch_gradients
 

@@ -6,11 +6,14 @@ Under `vllm_server`; checked against vLLM 0.31 (`vllm/entrypoints`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmrl.engines.base import Sampling
 from mmrl.errors import EngineFailure
-from mmrl.system.portal import Background
+from mmrl.system.portal import IoScope
+
+if TYPE_CHECKING:
+    import httpx
 
 QUOTED = 400
 SEED_BITS = 63
@@ -25,13 +28,13 @@ class Refused(EngineFailure):
 
 
 class VllmApi:
-    """All methods run inside the background loop (`Background.run` or `.wait`)."""
+    """All coroutines run in the I/O loop: `api.io.run(api.models())` or `api.io.wait(…)`."""
 
-    def __init__(self, background: Background, url: str, timeout_s: float, concurrency: int):
-        self.background = background
+    def __init__(self, url: str, timeout_s: float, concurrency: int):
         self.url = url
         self.timeout_s = timeout_s
         self.concurrency = concurrency
+        self.io: IoScope[httpx.AsyncClient] = IoScope(self._connect, lambda client: client.aclose(), concurrency)
 
     async def completion(
         self, model: str, prompt_ids: Sequence[int], sampling: Sampling, limit: int, stop_ids: Sequence[int]
@@ -58,7 +61,7 @@ class VllmApi:
             "logprobs": 0,
             "return_token_ids": True,
         }
-        async with self.background.slots(self.concurrency):
+        async with self.io.slots:
             reply = await self.post("/v1/completions", body)
         try:
             choice = reply["choices"][0]
@@ -111,9 +114,8 @@ class VllmApi:
         """
         import httpx
 
-        client = self.background.client(self._make_client)
         try:
-            response = await client.request(method, self.url + path, json=body)
+            response = await self.io.client.request(method, self.url + path, json=body)
         except httpx.HTTPError as error:
             raise Unreachable(f"{method} {path}: {type(error).__name__} {error}".strip()) from None
         if response.status_code >= 500 or response.status_code == 429:
@@ -125,7 +127,7 @@ class VllmApi:
         except ValueError:
             return response.text
 
-    def _make_client(self) -> Any:
+    def _connect(self) -> httpx.AsyncClient:
         import httpx
 
         limits = httpx.Limits(max_connections=self.concurrency + 8, max_keepalive_connections=self.concurrency)

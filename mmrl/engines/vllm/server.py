@@ -24,8 +24,7 @@ from mmrl.engines.vllm.launch import BASE, server_arguments, server_environment,
 from mmrl.engines.vllm.policy import KEPT_VERSIONS, ServedPolicy
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import model_path
-from mmrl.system.child_process import ServerProcess
-from mmrl.system.portal import Background
+from mmrl.system.child_process import ChildProcess
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +69,6 @@ class VllmServerEngine(Engine):
         self.restarts = 0
         """Starts after the first one, over the whole run."""
         self._folder = self.policy.folder
-        self._background = Background("mmrl-vllm")
         self._names = self.policy.names
         self._served: dict[str, str] = {}
         """Adapter name ("" for full weights) -> name at the server, newest version."""
@@ -86,14 +84,14 @@ class VllmServerEngine(Engine):
         assert setup.weights is not None
         self._process = None if config.url is not None else self._managed(model_path(setup.weights))
         url = config.url.removesuffix("/").removesuffix("/v1") if config.url is not None else ""
-        self._api = VllmApi(self._background, url, config.timeout_s, config.concurrency)
+        self._api = VllmApi(url, config.timeout_s, config.concurrency)
         self._probe_ids = self.policy.probe_ids
         self._base = BASE
         self._server_context: int | None = None
         try:
             if self._process is not None:
                 LOG.info("starting vLLM; its log: %s", self._process.log)
-            self._background.wait(self._first_boot())
+            self._api.io.wait(self._first_boot())
             self.rules = self.policy.rules(self._server_context)
         except BaseException:
             self.close()
@@ -113,7 +111,7 @@ class VllmServerEngine(Engine):
             self._busy_since = time.perf_counter()
         self._in_flight += 1
         try:
-            return await self._background.run(self._generate(request))
+            return await self._api.io.run(self._generate(request))
         finally:
             self._in_flight -= 1
             if not self._in_flight:
@@ -162,17 +160,17 @@ class VllmServerEngine(Engine):
         limit = self.config.sync_timeout_s + (self.config.start_timeout_s if self._starts_anew else 0.0)
         try:
             if self._process is not None and not self._process.alive:
-                self._background.wait(self._restart())
-            while not self._background.wait(self._pushed(version, state), limit):
-                self._background.wait(self._restart())
+                self._api.io.wait(self._restart())
+            while not self._api.io.wait(self._pushed(version, state), limit):
+                self._api.io.wait(self._restart())
         except TimeoutError:
             raise SyncFailure(
                 f"policy version {version} did not reach the vLLM server within "
-                f"engine.sync_timeout_s={self.config.sync_timeout_s:g} s; {self._words()}"
+                f"engine.sync_timeout_s={self.config.sync_timeout_s:g} s; {self._log_tail()}"
             ) from None
         except (Unreachable, EngineFailure, OSError) as error:  # OSError: the weights could not be written
             raise SyncFailure(
-                f"policy version {version} was not taken by the vLLM server: {error}; {self._words()}"
+                f"policy version {version} was not taken by the vLLM server: {error}; {self._log_tail()}"
             ) from error
         self.policy_version = version
 
@@ -243,13 +241,13 @@ class VllmServerEngine(Engine):
         """Stop the server if mmrl started it, and close connections."""
         if self._process is not None:
             self._process.stop()
-        self._background.close()
+        self._api.io.close()
 
     def metrics(self) -> dict[str, float]:
         """For the step's record."""
         return {"engine/restarts": float(self.restarts)}
 
-    def _managed(self, path: str) -> ServerProcess:
+    def _managed(self, path: str) -> ChildProcess:
         arguments = server_arguments(
             self.config, self.setup, path, self.policy.mode, len(self._names), self.policy.rank
         )
@@ -260,7 +258,13 @@ class VllmServerEngine(Engine):
             return [python, *module, *arguments]
 
         log = self._folder / "vllm.log"
-        return ServerProcess(command, server_environment(self.config, self.setup), log, self.config.start_timeout_s)
+        return ChildProcess(
+            command,
+            env=server_environment(self.config, self.setup),
+            log=log,
+            timeout_s=self.config.start_timeout_s,
+            limit="engine.start_timeout_s",
+        )
 
     async def _boot(self) -> None:
         """Start the server, or find the given one, and ask what it serves."""
@@ -281,7 +285,7 @@ class VllmServerEngine(Engine):
 
     async def _restart(self) -> None:
         """Start a server that died, with the newest weights: calls of older ones died with it and are asked anew."""
-        LOG.warning("the vLLM server has ended; starting it again; %s", self._words())
+        LOG.warning("the vLLM server has ended; starting it again; %s", self._log_tail())
         self.restarts += 1
         await self._boot()
         self._loaded = self._loaded[-1:]
@@ -308,11 +312,11 @@ class VllmServerEngine(Engine):
                     await self._restart()
                     return
         if failures >= TRIES:
-            raise EngineFailure(f"the vLLM server failed {failures} times: {error}; {self._words()}") from error
+            raise EngineFailure(f"the vLLM server failed {failures} times: {error}; {self._log_tail()}") from error
         await asyncio.sleep(2.0 ** (failures - 1))
 
     @staticmethod
-    async def _ended(process: ServerProcess) -> bool:
+    async def _ended(process: ChildProcess) -> bool:
         """Whether a server that failed a request has ended, or does so soon."""
         deadline = time.monotonic() + DYING_S
         while process.alive and time.monotonic() < deadline:
@@ -322,9 +326,9 @@ class VllmServerEngine(Engine):
     def _spend_restart(self, error: Unreachable) -> None:
         if not self._restarts_left:
             raise EngineFailure(
-                f"the vLLM server ended again after engine.restarts={self.config.restarts} starts; {self._words()}"
+                f"the vLLM server ended again after engine.restarts={self.config.restarts} starts; {self._log_tail()}"
             ) from error
         self._restarts_left -= 1
 
-    def _words(self) -> str:
-        return self._process.words() if self._process is not None else f"the server is {self._api.url}"
+    def _log_tail(self) -> str:
+        return self._process.log_tail() if self._process is not None else f"the server is {self._api.url}"
