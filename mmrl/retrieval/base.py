@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -41,6 +41,15 @@ class AsyncRetriever(Protocol):
 
     async def search_async(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
         """`Retriever.search`, awaited."""
+        ...
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What was asked so far: requests, retries, failures, ..."""
+        ...
+
+    def close(self) -> None:
+        """Stop its child process, if it has one, and close its connections."""
         ...
 
 

@@ -12,8 +12,8 @@ from mmrl.tasks.agents.search_o1 import SearchO1Task
 from mmrl.tasks.agents.tool_agent import ToolAgentTask
 from mmrl.tasks.base import Task
 from mmrl.tasks.dspy.banking77 import Banking77Task
-from mmrl.tasks.dspy.custom import CustomTask
 from mmrl.tasks.dspy.hover import HoverTask
+from mmrl.tasks.dspy.own import ImportedTask
 from mmrl.tasks.dspy.papillon import PapillonTask
 from mmrl.tasks.search_program.task import MultihopQaTask
 
@@ -29,6 +29,6 @@ TASKS: dict[str, Callable[[TaskConfig, int], Task]] = {
     "banking77": Banking77Task,
     "papillon": PapillonTask,
     "hover": HoverTask,
-    "dspy": CustomTask,
+    "dspy": ImportedTask,
 }
 """`task.name` -> factory `(config, run seed) -> Task`."""

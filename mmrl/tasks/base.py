@@ -217,10 +217,6 @@ class Task(Protocol):
         """Penalty and behaviour facts of one call, from its text and its facts."""
         ...
 
-    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
-        """Supervised examples for the warm start; empty where a task cannot make any."""
-        ...
-
     def describe(self) -> Mapping[str, object]:
         """Facts for the run's summary: data sources, sizes, corpus, 'mini world' or 'partial corpus' labels."""
         ...
@@ -263,10 +259,6 @@ class BaseTask:
     def score_call(self, call: Call) -> ModuleScore:
         """No penalties of single modules."""
         return ModuleScore()
-
-    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
-        """None: nothing says how the modules should answer."""
-        return []
 
     def server_problems(self) -> list[str]:
         """None: no server is asked."""

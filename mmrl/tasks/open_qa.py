@@ -1,13 +1,12 @@
-"""What the question answering tasks share: data, corpora, the search tool, facts for summaries.
+"""What the question answering tasks share: data, corpora, the tool `search`, answer metrics, facts for summaries.
 
-Base of the task classes in `multihop_qa`, `search_agent` and `tool_agent`.
+Base of the task classes in `search_program` and `agents`.
 """
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -15,17 +14,15 @@ from typing import Any, ClassVar
 from mmrl.config.task import TaskConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Example
-from mmrl.retrieval.base import AsyncRetriever, Document, Retriever
-from mmrl.retrieval.select import open_index_corpus, open_retriever, retriever_problems
-from mmrl.system.artifacts import cache_root
+from mmrl.retrieval.base import Document
+from mmrl.retrieval.select import retriever_problems
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import Judge, build_judge, unreachable
 from mmrl.tasks.base import BaseTask, Tool
-from mmrl.tasks.data.coverage import coverage, label
+from mmrl.tasks.data.corpus import label
 from mmrl.tasks.data.layouts import (
     LAYOUTS,
     Record,
-    load_corpus,
     load_records,
     paragraphs_of,
     subset,
@@ -34,10 +31,11 @@ from mmrl.tasks.data.layouts import (
 from mmrl.tasks.data.rows import Source
 from mmrl.tasks.mini.examples import mini_corpus
 from mmrl.tasks.prompts import Templates, load_prompts
+from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
 
 SPLITS = ("train", "dev", "test")
-COUNTED = ("requests", "cached", "retries", "short", "empty", "failures")
-"""Counts of a retriever behind HTTP that a result shows."""
+Passage = dict[str, Any]
+"""What a program sees of a document: `id`, `title`, `text`, `score`."""
 
 log = logging.getLogger("mmrl.data")
 
@@ -92,11 +90,9 @@ class OpenQaTask(BaseTask, ABC):
         problems += retriever_problems(config.retriever)
         if problems:
             raise ConfigError(problems)
-        self.corpora = self._corpora(records)
+        self.search_tool = SearchTool(config.retriever, self._corpora(records))
         self._examples = {split: self._split(split, records.get(split), seed, bool(records)) for split in SPLITS}
-        self.tools: Mapping[str, Tool] = {"search": self._search_tool} if self.searches else {}
-        self._retrievers: dict[str, Retriever] = {}
-        self._counts: Counter[str] = Counter()
+        self.tools: Mapping[str, Tool] = {"search": self._search} if self.searches else {}
         self._warn_shared_rows()
         self._warn_missing_titles()
 
@@ -137,18 +133,12 @@ class OpenQaTask(BaseTask, ABC):
 
     def _corpora(self, records: Mapping[str, Sequence[Record]]) -> dict[str, Sequence[Document]]:
         """Corpus name -> documents. A given corpus serves every split; else mini questions search the mini world,
-        and all others the union of the paragraphs of the files in use. What a remote retriever holds is not known."""
+        and all others the union of the paragraphs of the files in use."""
         if not self.searches:
             return {"none": ()}
-        if self.config.retriever.name == "remote":
-            return {"remote": ()}
-        if self.config.retriever.index is not None:
-            return {"index": open_index_corpus(self.config.retriever)}
-        if self.config.corpus not in (None, "mini"):
-            return {"given": load_corpus("task.corpus", str(self.config.corpus))}
-        if self.config.corpus == "mini":
-            return {"mini": mini_corpus()}
-        corpora: dict[str, Sequence[Document]] = {}
+        corpora = named_corpus(self.config.retriever, self.config.corpus)
+        if corpora:
+            return corpora
         if len(records) < len(SPLITS):
             corpora["mini"] = mini_corpus()
         if records:
@@ -157,9 +147,9 @@ class OpenQaTask(BaseTask, ABC):
 
     def _split(self, split: str, records: Sequence[Record] | None, seed: int, others: bool) -> list[Example]:
         own = "mini" if records is None else "paragraphs"
-        if records is None and others and own not in self.corpora and self.searches:
+        if records is None and others and own not in self.search_tool.corpora and self.searches:
             return []  # the mini world's questions have nothing to search there
-        corpus = own if own in self.corpora else next(iter(self.corpora))
+        corpus = own if own in self.search_tool.corpora else next(iter(self.search_tool.corpora))
         if records is None:
             examples = self.mini_examples(split, corpus)
         else:
@@ -199,59 +189,40 @@ class OpenQaTask(BaseTask, ABC):
         """Split -> share of its questions that the corpus can answer (see `tasks.coverage`); absent where not known."""
         if not self.searches:
             return {}
-        return coverage(self._examples, self.corpora, cache_root(self.config.retriever.cache_dir))
+        return self.search_tool.coverage(self._examples)
 
     def examples(self, split: str) -> Sequence[Example]:
         """See `mmrl.tasks.base.Task.examples`."""
         return self._examples[split]
 
-    def search(self, queries: Sequence[str], corpus: str) -> list[dict[str, Any]]:
-        """The tool `search`: `top_k` documents in all, split over the queries, remainder to the earliest.
+    def search(self, queries: Sequence[str], corpus: str) -> list[Passage]:
+        """The tool `search`, blocking; programs reach it through `ctx.tool`.
 
-        Blocks; programs reach it through `ctx.tool`, which awaits a retriever behind HTTP.
+        `top_k` documents in all, split over the queries, remainder to the earliest.
 
         Returns:
-            Documents as mappings with id, title, text and score, those of the first query first. A document that two
-            queries bring is there twice, unless `task.retriever.dedup`.
+            The documents of the first query first. One that two queries bring is there twice, unless
+            `task.retriever.dedup`.
         """
-        return self._shown(self._retriever(corpus).search(queries, self._budget(queries)))
+        return self._passages(self.search_tool.search(queries, self._budget(queries), corpus))
 
-    def _search_tool(
-        self, queries: Sequence[str], corpus: str
-    ) -> list[dict[str, Any]] | Awaitable[list[dict[str, Any]]]:
-        """`search`, as something to await where the retriever is behind HTTP."""
-        if isinstance(self._retriever(corpus), AsyncRetriever):
-            return self._search_async(queries, corpus)
-        return self.search(queries, corpus)
-
-    async def _search_async(self, queries: Sequence[str], corpus: str) -> list[dict[str, Any]]:
-        retriever = self._retriever(corpus)
-        assert isinstance(retriever, AsyncRetriever)
-        return self._shown(await retriever.search_async(queries, self._budget(queries)))
+    def _search(self, queries: Sequence[str], corpus: str) -> list[Passage] | Awaitable[list[Passage]]:
+        return self.search_tool.use(queries, self._budget(queries), corpus, self._passages)
 
     def _budget(self, queries: Sequence[str]) -> list[int]:
         each, more = divmod(self.config.retriever.top_k, len(queries))
         return [each + (number < more) for number in range(len(queries))]
 
-    def _shown(self, results: Sequence[Sequence[Document]]) -> list[dict[str, Any]]:
-        found = [document for result in results for document in result]
+    def _passages(self, results: Results) -> list[Passage]:
+        documents = [document for result in results for document in result]
         if self.config.retriever.dedup:
-            found = list({document.id: document for document in reversed(found)}.values())[::-1]
-        return [{"id": d.id, "title": d.title, "text": d.text, "score": d.score} for d in found]
-
-    def _retriever(self, corpus: str) -> Retriever:
-        if corpus not in self._retrievers:
-            self._retrievers[corpus] = open_retriever(self.config.retriever, self.corpora[corpus])
-        return self._retrievers[corpus]
+            # of equal ids the first stays: the mapping keeps the last one, so it is filled backwards
+            documents = list({document.id: document for document in reversed(documents)}.values())[::-1]
+        return [{"id": d.id, "title": d.title, "text": d.text, "score": d.score} for d in documents]
 
     def close(self) -> None:
-        """Stop a retriever's child process and close its connections; a later search starts them again."""
-        retrievers, self._retrievers = self._retrievers, {}
-        for retriever in retrievers.values():
-            self._counts.update(getattr(retriever, "counts", {}))
-            stop = getattr(retriever, "close", None)
-            if stop is not None:
-                stop()
+        """See `mmrl.tasks.base.Task`."""
+        self.search_tool.close()
 
     def server_problems(self) -> list[str]:
         """See `mmrl.tasks.base.Task`."""
@@ -259,7 +230,7 @@ class OpenQaTask(BaseTask, ABC):
 
     def reset_counts(self) -> None:
         """See `mmrl.tasks.base.Task`."""
-        self._counts.clear()
+        self.search_tool.reset_counts()
         if self.judge is not None:
             self.judge.reset_counts()
 
@@ -300,34 +271,14 @@ class OpenQaTask(BaseTask, ABC):
             return facts
         facts["corpus"] = " + ".join(
             f"{name} ({len(documents)} documents)" if len(documents) else f"{name} (passages not known)"
-            for name, documents in self.corpora.items()
+            for name, documents in self.search_tool.corpora.items()
         )
-        facts["retriever"] = self._describe_retriever()
+        facts["retriever"] = self.search_tool.describe()
         real = {split for split in SPLITS if getattr(self.config.data, split) != "mini"}
         shares = {split: share for split, share in self.gold_shares.items() if not real or split in real}
-        passages = max(len(documents) for documents in self.corpora.values())
-        found = "questions with all gold titles, or an answer, in it"
-        facts |= label(found, shares, passages, real=bool(real))
+        passages = max(len(documents) for documents in self.search_tool.corpora.values())
+        facts |= label("questions with all gold titles, or an answer, in it", shares, passages, real=bool(real))
         unknown_splits = [split for split in SPLITS if self._examples[split] and split not in self.gold_shares]
         if unknown_splits:
             facts["corpus coverage"] = f"not known for {', '.join(unknown_splits)}"
         return facts
-
-    def _describe_retriever(self) -> str:
-        settings = self.config.retriever
-        where = settings.index or settings.url
-        counts = Counter(self._counts)
-        for retriever in self._retrievers.values():
-            counts.update(getattr(retriever, "counts", {}))
-        return (
-            f"{settings.name}, {settings.top_k} documents"
-            + (f", {where}" if where else "")
-            + (", child process" if settings.process == "child" else "")
-            + counted(counts)
-        )
-
-
-def counted(counts: Mapping[str, int]) -> str:
-    """What a retriever behind HTTP was asked, in brackets; empty for one in process."""
-    told = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in COUNTED if counts.get(name))
-    return f" ({told})" if told else ""

@@ -40,6 +40,7 @@ from mmrl.stages.warmup import Encoded, WarmStartSettings, encode, warm_start
 from mmrl.tasks import TASKS as FACTORIES
 from mmrl.tasks.agents.qa_direct import DirectQaTask
 from mmrl.tasks.base import Demonstration, Task
+from mmrl.tasks.mini import teach
 from mmrl.tasks.mini.claims import make_claims
 from mmrl.tasks.mini.questions import make_questions
 from mmrl.tasks.mini.requests import make_external, make_requests
@@ -192,7 +193,7 @@ def task_config(name: str) -> TaskConfig:
 
 def demonstrate(task: Task, split: str, items: int | None = None) -> list[Demonstration]:
     """All demonstrations of a split's first `items`."""
-    return [found for example in task.examples(split)[:items] for found in task.demonstrations(example)]
+    return [found for example in task.examples(split)[:items] for found in teach.demonstrations(task, example)]
 
 
 def demonstrations_of(names: Sequence[str], seed: int, drilled: Sequence[str] = ()) -> list[Demonstration]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from mmrl import rng
 from mmrl.records import Example
 from mmrl.tasks.base import Demonstration, Task
+from mmrl.tasks.mini.teach import demonstrations
 
 SHARE = 0.6
 """Share of demonstrations that are poor."""
@@ -22,7 +23,7 @@ SHARE = 0.6
 def habits(task: Task, split: str, seed: int) -> Iterator[Demonstration]:
     """Demonstrations of `task` in `split`, a share of them poor; which ones is a function of `seed`."""
     for example in task.examples(split):
-        for number, demonstration in enumerate(task.demonstrations(example)):
+        for number, demonstration in enumerate(demonstrations(task, example)):
             draw = rng.stream(seed, "habit", example.id, number)
             yield poor(demonstration, example, draw) if draw.random() < SHARE else demonstration
 

@@ -11,6 +11,7 @@ from mmrl.rollout.plans import independent
 from mmrl.rollout.programs import with_program
 from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS
+from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers.fakes import FakeEngine, environment
 
 
@@ -46,7 +47,7 @@ def by_prompt(task, examples):
     shown = {
         (d.module, "|".join(m["content"] for m in d.messages)): d.completion
         for example in examples
-        for d in task.demonstrations(example)
+        for d in demonstrations(task, example)
     }
     return lambda request: shown[request.module, "".join(map(chr, request.prompt_ids))]
 

@@ -314,7 +314,7 @@ def test_rollouts_through_a_server_under_load_with_faults():
     with listening(Faulty(good_app(), plan, hang_s=8)) as url:
         task = agent(name="remote", url=url, timeout_s=4.0, retries=6, concurrency=64)
         forest = run_rollouts(task, 96)
-        counts = dict(task._retrievers["remote"].counts)
+        counts = dict(task.search_tool.retrievers["remote"].counts)
         assert [rollout.error for rollout in forest.rollouts] == [None] * 96
         assert all(rollout.metrics["em"] == 1.0 and rollout.metrics["retrieval"] == 1.0 for rollout in forest.rollouts)
         assert counts["retries"] > 10 and counts.get("failures", 0) == 0
@@ -327,8 +327,8 @@ def test_rollouts_whose_search_fails_are_outside_failures_and_not_scored(caplog)
         task = agent(name="remote", url=url, timeout_s=20.0, retries=1, concurrency=4)
         forest = run_rollouts(task, 40)
         assert {rollout.error for rollout in forest.rollouts} == {"tool"}
-        assert task._retrievers["remote"].counts["failures"] == 40
-        assert task._retrievers["remote"].counts["failures_refused"] > 20  # the server is spared
+        assert task.search_tool.retrievers["remote"].counts["failures"] == 40
+        assert task.search_tool.retrievers["remote"].counts["failures_refused"] > 20  # the server is spared
         assert "40 failures" in task.describe()["retriever"]
         task.close()
         assert "40 failures" in task.describe()["retriever"], "a closed task still knows"

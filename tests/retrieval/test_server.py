@@ -148,7 +148,7 @@ def test_a_child_goes_with_its_parent_however_it_ends(index, ending):
 
 def test_a_task_with_a_child_server_runs_and_stops_it(index):
     task = agent(process="child", index=str(index))
-    assert task.corpora["index"][0].title == "Lisbon"
+    assert task.search_tool.corpora["index"][0].title == "Lisbon"
     example = Example(id="e", inputs={"question": "q1?", "corpus": "index"}, metadata={"answers": ["Tagus"]})
     env = environment(task, Searcher())
     env.settings = env.settings.__class__(
@@ -156,7 +156,7 @@ def test_a_task_with_a_child_server_runs_and_stops_it(index):
     )
     forest = asyncio.run(sample(env, [(example, independent(3))], "outcome"))
     assert all(rollout.metrics["retrieval"] == 1.0 for rollout in forest.rollouts)
-    pid = task._retrievers["index"].pid
+    pid = task.search_tool.retrievers["index"].pid
     task.close()
     assert gone(pid)
 

@@ -6,6 +6,7 @@ import pytest
 
 from mmrl.tasks.agents.r1_searcher import Form
 from mmrl.tasks.agents.search_o1 import boxed
+from mmrl.tasks.mini.teach import demonstrations
 from mmrl.tasks.search_program.program import parse_answer
 from scripts.tiny_model import build
 from scripts.tiny_model.habits import poor
@@ -18,7 +19,7 @@ def pairs(request):
     (task,) = build.build_tasks((request.param,), 1)
     found = []
     for number, example in enumerate(task.examples("dev")[:25]):
-        for demonstration in task.demonstrations(example):
+        for demonstration in demonstrations(task, example):
             worse = poor(demonstration, example, random.Random(number))
             if worse.completion != demonstration.completion:
                 found.append((example, demonstration, worse))

@@ -8,6 +8,7 @@ import pytest
 
 from mmrl.records import Example
 from mmrl.tasks.mini.support import INTENTS, make_support
+from mmrl.tasks.mini.teach import demonstrations
 from mmrl.tasks.mini.world import make_world
 from tests.helpers.dspy_fakes import by_prompt, filled, make, play, problems, write_csv, write_json
 
@@ -153,7 +154,7 @@ def test_prompts_from_files(tmp_path):
     path = tmp_path / "prompts.yaml"
     path.write_text("classify.predict: {instructions: 'Name the intent of {{text}}.'}\n")
     task = make("banking77", prompts=str(path))
-    prompt = task.demonstrations(task.examples("dev")[0])[0].messages[0]["content"]
+    prompt = demonstrations(task, task.examples("dev")[0])[0].messages[0]["content"]
     assert "Name the intent of {text}." in prompt
     path.write_text("predict: {instructions: x}\n")
     assert "task.prompts" in problems("banking77", prompts=str(path))
@@ -166,7 +167,7 @@ def test_prompts_that_dspy_saved(tmp_path):
     program.classify.predict.signature = program.classify.predict.signature.with_instructions("Be exact.")
     program.save(path)
     task = make("banking77", prompts=str(path))
-    messages = task.demonstrations(task.examples("dev")[0])[0].messages
+    messages = demonstrations(task, task.examples("dev")[0])[0].messages
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user"]
     assert "Be exact." in messages[0]["content"]
     path.write_text(json.dumps({"other": {}}))

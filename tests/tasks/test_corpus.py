@@ -8,6 +8,7 @@ from mmrl.cli import main
 from mmrl.config import DataConfig
 from mmrl.errors import ConfigError, DataError
 from mmrl.tasks.data.layouts import load_corpus
+from mmrl.tasks.mini.teach import demonstrations
 from tests.tasks.test_data import FOLDER, make, needs_data, record, saved
 
 
@@ -58,17 +59,17 @@ def test_the_corpus_is_the_union_of_the_paragraphs_of_the_files(tmp_path):
     task = make(data=DataConfig(train=first, dev=second))
     corpus = task.examples("dev")[0].inputs["corpus"]
     assert corpus == task.examples("train")[0].inputs["corpus"] != task.examples("test")[0].inputs["corpus"]
-    assert [d.title for d in task.corpora[corpus]] == ["Thing", "Ada", "Other", "New"]
+    assert [d.title for d in task.search_tool.corpora[corpus]] == ["Thing", "Ada", "Other", "New"]
     assert task.search(["porto"], corpus)[0]["title"] == "Thing"
     assert task.search(["porto"], task.examples("test")[0].inputs["corpus"]) == []
-    assert not task.demonstrations(task.examples("train")[0])
-    assert task.demonstrations(task.examples("test")[0])
+    assert not demonstrations(task, task.examples("train")[0])
+    assert demonstrations(task, task.examples("test")[0])
 
 
 def test_same_title_with_other_text_is_kept(tmp_path):
     path = saved(tmp_path, [record(0), record(1, context=[["Thing", ["Something else."]]])])
     task = make(data=DataConfig(train=path, dev=path, test=path))
-    (documents,) = task.corpora.values()
+    (documents,) = task.search_tool.corpora.values()
     assert [d.title for d in documents].count("Thing") == 2
     assert len({d.id for d in documents}) == len(documents)
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.store import PassageStore, write_passages
-from mmrl.tasks.data import coverage as module
-from mmrl.tasks.data.coverage import coverage, label, occurring
+from mmrl.tasks.data import corpus as module
+from mmrl.tasks.data.corpus import coverage, label, occurring
 
 DOCUMENTS = [
     Document(id="0", title="New York", text="The city that never sleeps; élan vital."),

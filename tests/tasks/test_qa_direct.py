@@ -5,6 +5,7 @@ from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
+from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers.agent_fakes import default_config
 from tests.helpers.agent_fakes import play as played
 from tests.tasks.test_data import record, saved
@@ -60,7 +61,7 @@ def test_demonstrations_have_the_prompts_of_a_run_and_earn_everything():
     for thinking in (False, True):
         task = make(chain_of_thought=thinking)
         for example in task.examples("dev")[:10]:
-            shown = task.demonstrations(example)[thinking]
+            shown = demonstrations(task, example)[thinking]
             prompt = task.program.prompts.question(example.inputs["question"], thinking)
             assert shown.messages == prompt
             rollout, _, _ = played(

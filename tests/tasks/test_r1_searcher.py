@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from mmrl.tasks import TASKS
 from mmrl.tasks.agents.r1_searcher import DOCUMENTS, QUERY, Form
 from mmrl.tasks.base import Task
+from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers.agent_fakes import default_config, make, play
 from tests.tasks.test_search_o1 import hostile
 
@@ -125,7 +126,7 @@ def test_demonstrations_have_the_prompts_of_a_run_and_earn_everything():
     task = TASKS["r1_searcher"](config, 0)
     played = 0
     for example in task.examples("dev")[:20]:
-        shown = task.demonstrations(example)
+        shown = demonstrations(task, example)
         if not shown:
             continue
         played += 1

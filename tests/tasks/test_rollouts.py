@@ -9,6 +9,7 @@ from mmrl.config import TaskConfig
 from mmrl.rollout.plans import fork_on, fork_on_first, independent
 from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS
+from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers.fakes import FakeEngine, environment, letters, spelled
 
 
@@ -21,7 +22,7 @@ def oracle(task, examples):
     """Prompt -> completion, from the demonstrations: answers only if a run's prompts equal theirs."""
     known = {}
     for example in examples:
-        for shown in task.demonstrations(example):
+        for shown in demonstrations(task, example):
             prompt = letters("|".join(message["content"] for message in shown.messages))
             known.setdefault(prompt, shown.completion)
     return FakeEngine(lambda request: known.get(request.prompt_ids, "?"))

@@ -16,6 +16,7 @@ from mmrl.tasks.agents.rewards import (
 )
 from mmrl.tasks.agents.tags import first_pair
 from mmrl.tasks.base import Task
+from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers.agent_fakes import EXAMPLE, default_config, make, play
 
 ASK = "<think>a</think><search>river Lisbon</search>"
@@ -303,7 +304,7 @@ def test_the_mini_world_has_one_and_two_hop_questions():
         kinds = [example.metadata["type"] for example in task.examples(split)]
         assert len(kinds) >= least
         assert kinds.count("bridge") * 2 == kinds.count("single")
-        shown = [len(task.demonstrations(example)) for example in task.examples(split)[:120]]
+        shown = [len(demonstrations(task, example)) for example in task.examples(split)[:120]]
         assert shown.count(0) <= 6
         assert set(shown) == {0, 2, 3} or set(shown) == {2, 3}
 
@@ -331,5 +332,5 @@ def test_questions_without_paragraphs_need_a_corpus(tmp_path):
     task = make("search_agent", tmp_path, dataset="nq", data=data, **ROOMY)
     (example,) = task.examples("dev")
     assert (example.id, example.metadata["answers"]) == ("dev-0", ["Tagus"])
-    assert task.demonstrations(example) == []
+    assert demonstrations(task, example) == []
     assert play(task, [ASK, RIGHT], example=example)[0].reward == 1.0

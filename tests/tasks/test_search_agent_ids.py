@@ -11,6 +11,7 @@ from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.stages.warmup import encode
 from mmrl.tasks import TASKS
+from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers.agent_fakes import EXAMPLE, default_config, make
 from tests.helpers.fakes import FakeEngine, environment
 from tests.models.test_models import make_tokenizer
@@ -36,8 +37,8 @@ def replayed(name, items=60):
     task = TASKS[name](default_config(name, max_observation=2000, max_context=9000), 0)
     if name == "tool_agent":
         task = TASKS[name](default_config(name, max_observation=2000, max_completion=4000, max_tokens=400), 0)
-    examples = [example for example in task.examples("dev")[:items] if task.demonstrations(example)]
-    taught = [shown for example in examples for shown in task.demonstrations(example)]
+    examples = [example for example in task.examples("dev")[:items] if demonstrations(task, example)]
+    taught = [shown for example in examples for shown in demonstrations(task, example)]
     known = {item.prompt_ids: item.completion_ids[:-1] for item in encode(tokenizer, taught)}
     env = environment(task, Known(lambda request: known.get(request.prompt_ids, (1,))))
     env.render, env.extend = partial(render_prompt, tokenizer), partial(render_observation, tokenizer)
@@ -80,7 +81,7 @@ def test_demonstrations_have_the_ids_of_a_run_and_earn_everything():
 def test_a_demonstrations_history_is_seen_and_not_trained():
     tokenizer = make_tokenizer()
     task = TASKS["search_agent"](default_config("search_agent"), 0)
-    shown = task.demonstrations(next(e for e in task.examples("dev") if e.metadata["type"] == "bridge"))
+    shown = demonstrations(task, next(e for e in task.examples("dev") if e.metadata["type"] == "bridge"))
     first, second, third = encode(tokenizer, shown)
     assert third.prompt_ids[: len(second.prompt_ids)] == second.prompt_ids
     assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids

@@ -6,9 +6,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmrl.tasks import TASKS
-from mmrl.tasks.agents.growing import disarm_markers, last_block
 from mmrl.tasks.agents.search_o1 import QUERY, RESULT, boxed
+from mmrl.tasks.agents.tags import disarm_markers, last_block
 from mmrl.tasks.base import Task
+from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers.agent_fakes import DOCUMENTS, default_config, make, play
 
 ASK = f"look it up {QUERY[0]} Lisbon {QUERY[1]}"
@@ -147,7 +148,7 @@ def test_demonstrations_have_the_prompts_of_a_run_and_earn_everything():
     task = TASKS["search_o1"](default_config("search_o1", max_observation=4000, max_context=9000, max_tokens=400), 0)
     played = 0
     for example in task.examples("dev")[:20]:
-        shown = task.demonstrations(example)
+        shown = demonstrations(task, example)
         if not shown:
             continue
         played += 1

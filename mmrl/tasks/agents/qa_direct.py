@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from mmrl.config.task import RetrieverConfig, TaskConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
-from mmrl.tasks.base import Context, Demonstration, ModuleScore, Program, Score
+from mmrl.tasks.base import Context, ModuleScore, Program, Score
 from mmrl.tasks.mini.examples import mini_questions
 from mmrl.tasks.open_qa import OpenQaTask
 from mmrl.tasks.prompts import Template, Templates, Texts, messages
@@ -90,22 +90,3 @@ class DirectQaTask(OpenQaTask):
     def score_call(self, call: Call) -> ModuleScore:
         """No penalty; how much was written."""
         return ModuleScore(facts={"answer_words": float(len(call.text.split()))})
-
-    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
-        """The answer, plain and after the steps to it, whatever the config: one warm start serves both prompts.
-
-        Empty for other data than the mini world's.
-        """
-        hops = example.metadata.get("hops")
-        if not hops:
-            return []
-        question, answer = example.inputs["question"], example.metadata["answers"][0]
-        thought = " ".join(f"{hop['query']}: {hop['answer']}." for hop in hops)
-        return [
-            Demonstration(module=MODULE, messages=self.prompts.question(question, False), completion=answer),
-            Demonstration(
-                module=MODULE,
-                messages=self.prompts.question(question, True),
-                completion=f"{thought}\nAnswer: {answer}",
-            ),
-        ]

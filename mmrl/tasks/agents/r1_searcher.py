@@ -15,11 +15,9 @@ from typing import Any, ClassVar
 from mmrl.config.task import TaskConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
-from mmrl.tasks.agents.growing import asked, disarm_markers, last_block, listed
-from mmrl.tasks.agents.tags import disarm, fitted
-from mmrl.tasks.base import Context, Demonstration, Message, ModuleScore, Program, Score
+from mmrl.tasks.agents.tags import disarm, disarm_markers, final_query, fitted, last_block, numbered
+from mmrl.tasks.base import Context, ModuleScore, Program, Score
 from mmrl.tasks.mini.examples import mini_questions
-from mmrl.tasks.mini.names import Draws
 from mmrl.tasks.open_qa import OpenQaTask
 from mmrl.tasks.prompts import Template, Templates, Texts, messages
 
@@ -67,7 +65,7 @@ class SearcherPrompts:
     def documents(self, found: Sequence[Mapping[str, Any]]) -> str:
         """Retrieved documents, in which nothing looks like a marker or tag of the searcher."""
         texts = self.texts[MODULE]
-        shown = listed(texts["document"], found, self.snippet_words)
+        shown = numbered(texts["document"], found, self.snippet_words)
         return disarm_markers(disarm(shown, TAGS)) or texts["nothing"].format()
 
 
@@ -102,7 +100,7 @@ class R1Searcher:
         ended = "answer"
         reply = await ctx.call(MODULE, self.prompts.question(example.inputs["question"]), stop=STOP)
         sampled = reply.text
-        while (query := asked(reply.text, QUERY)) is not None:
+        while (query := final_query(reply.text, QUERY)) is not None:
             if len(queries) == self.searches:
                 ended = "searches"
                 break
@@ -195,7 +193,7 @@ class R1SearcherTask(OpenQaTask):
 
     def score_call(self, call: Call) -> ModuleScore:
         """No penalty; whether the turn searched, answered or did neither."""
-        searched = asked(call.text, QUERY) is not None
+        searched = final_query(call.text, QUERY) is not None
         answered = not searched and last_block(call.text, "<answer>", "</answer>") is not None
         return ModuleScore(
             facts={
@@ -204,26 +202,3 @@ class R1SearcherTask(OpenQaTask):
                 "action_none": float(not searched and not answered),
             }
         )
-
-    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
-        """One search per hop and the answer, as turns of one context; empty for other data than the mini world's.
-
-        Also empty where the retriever misses a document that the reasoning needs: thoughts must be true.
-        """
-        hops = example.metadata.get("hops")
-        if not hops:
-            return []
-        first = self.prompts.question(example.inputs["question"])
-        thought = Draws("r1_searcher", example.id).pick(["look it up", "search first"])
-        history: list[tuple[str, str | Sequence[Message]]] = []
-        shown = []
-        for hop in hops:
-            turn = f"{thought} {QUERY[0]} {hop['query']} {QUERY[1]}"
-            shown.append(Demonstration(module=MODULE, messages=first, history=tuple(history), completion=turn))
-            found = self.search([hop["query"]], example.inputs["corpus"])
-            if hop["title"] not in [document["title"] for document in found]:
-                return []
-            history.append((turn, result(self.prompts.documents(found))))
-            thought = f"it is {hop['answer']}"
-        answered = f"{thought} </think>\n<answer> {example.metadata['answers'][0]} </answer>"
-        return [*shown, Demonstration(module=MODULE, messages=first, history=tuple(history), completion=answered)]

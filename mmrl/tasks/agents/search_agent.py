@@ -18,9 +18,8 @@ from mmrl.tasks.agents.judge import JUDGE_SETS, judged
 from mmrl.tasks.agents.judge import TEMPLATES as JUDGE_TEMPLATES
 from mmrl.tasks.agents.rewards import SEARCH_TAGS, SearchTurn, merged_reward, search_reward
 from mmrl.tasks.agents.tags import disarm, first_pair, fitted
-from mmrl.tasks.base import Context, Demonstration, Message, ModuleScore, Program, Score
+from mmrl.tasks.base import Context, ModuleScore, Program, Score
 from mmrl.tasks.mini.examples import mini_search
-from mmrl.tasks.mini.names import Draws
 from mmrl.tasks.open_qa import OpenQaTask
 from mmrl.tasks.prompts import Template, Templates, Texts, messages, snippet
 
@@ -203,30 +202,6 @@ class SearchAgentTask(OpenQaTask):
         pair = first_pair(call.text, ("search", "answer"))
         action = pair[0] if pair else "none"
         return ModuleScore(facts={f"action_{name}": float(action == name) for name in ("search", "answer", "none")})
-
-    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
-        """One search per hop and the answer, as turns of one context; empty for other data than the mini world's.
-
-        Also empty where the retriever misses a document that the reasoning needs: thoughts must be true.
-        """
-        hops = example.metadata.get("hops")
-        if not hops:
-            return []
-        first = self.prompts.question(example.inputs["question"])
-        draws = Draws("search_agent", example.id)
-        thought = draws.pick(["look it up", "search first"])
-        history: list[tuple[str, str | Sequence[Message]]] = []
-        shown = []
-        for hop in hops:
-            asked = f"<think> {thought} </think>\n<search> {hop['query']} </search>"
-            shown.append(Demonstration(module=MODULE, messages=first, history=tuple(history), completion=asked))
-            found = self.search([hop["query"]], example.inputs["corpus"])
-            if hop["title"] not in [document["title"] for document in found]:
-                return []
-            history.append((asked, information(self.prompts.documents(found))))
-            thought = f"it is {hop['answer']}"
-        answered = f"<think> {thought} </think>\n<answer> {example.metadata['answers'][0]} </answer>"
-        return [*shown, Demonstration(module=MODULE, messages=first, history=tuple(history), completion=answered)]
 
 
 def turns_of(actions: Sequence[str], path: Sequence[Call]) -> list[SearchTurn]:

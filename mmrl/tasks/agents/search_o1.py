@@ -14,11 +14,9 @@ from typing import Any, ClassVar
 from mmrl.config.task import TaskConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
-from mmrl.tasks.agents.growing import asked, disarm_markers, listed
-from mmrl.tasks.agents.tags import fitted
-from mmrl.tasks.base import Context, Demonstration, Message, ModuleScore, Program, Score
+from mmrl.tasks.agents.tags import disarm_markers, final_query, fitted, numbered
+from mmrl.tasks.base import Context, ModuleScore, Program, Score
 from mmrl.tasks.mini.examples import mini_questions
-from mmrl.tasks.mini.names import Draws
 from mmrl.tasks.open_qa import OpenQaTask
 from mmrl.tasks.prompts import Template, Templates, Texts, messages
 
@@ -78,7 +76,7 @@ class SearchO1Prompts:
     def condense(self, reasoning: str, query: str, found: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
         """The condenser's prompt."""
         texts = self.texts[CONDENSER]
-        documents = disarm_markers(listed(texts["document"], found, self.snippet_words))
+        documents = disarm_markers(numbered(texts["document"], found, self.snippet_words))
         user = texts["user"].format(reasoning=reasoning, query=query, documents=documents)
         return messages(texts["system"].format(query=query), user)
 
@@ -130,7 +128,7 @@ class SearchO1:
         ended, told = "answer", False
         reply = await ctx.call(REASONER, self.prompts.question(example.inputs["question"]), stop=(QUERY[1],))
         sampled, reasoning = reply.text, reply.text
-        while (query := asked(reply.text, QUERY)) is not None:
+        while (query := final_query(reply.text, QUERY)) is not None:
             if told:
                 ended = "searches"
                 break
@@ -190,7 +188,7 @@ class SearchO1Task(OpenQaTask):
         """No penalty; whether the reasoner searched, answered or did neither, and how much the condenser wrote."""
         if call.module == CONDENSER:
             return ModuleScore(facts={"words": float(len(call.text.split()))})
-        searched = asked(call.text, QUERY) is not None
+        searched = final_query(call.text, QUERY) is not None
         answered = not searched and boxed(call.text) is not None
         return ModuleScore(
             facts={
@@ -199,30 +197,3 @@ class SearchO1Task(OpenQaTask):
                 "action_none": float(not searched and not answered),
             }
         )
-
-    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
-        """One search per hop, each condensed, and the answer; empty for other data than the mini world's.
-
-        Also empty where the retriever misses a document that the reasoning needs: thoughts must be true.
-        """
-        hops = example.metadata.get("hops")
-        if not hops:
-            return []
-        first = self.prompts.question(example.inputs["question"])
-        thought = Draws("search_o1", example.id).pick(["look it up", "search first"])
-        history: list[tuple[str, str | Sequence[Message]]] = []
-        shown, reasoning = [], ""
-        for hop in hops:
-            turn = f"{thought} {QUERY[0]} {hop['query']} {QUERY[1]}"
-            shown.append(Demonstration(module=REASONER, messages=first, history=tuple(history), completion=turn))
-            reasoning += turn
-            found = self.search([hop["query"]], example.inputs["corpus"])
-            if hop["title"] not in [document["title"] for document in found]:
-                return []
-            thought = f"it is {hop['answer']}"
-            prompt = self.prompts.condense(reasoning, hop["query"], found)
-            shown.append(Demonstration(module=CONDENSER, messages=prompt, completion=thought))
-            history.append((turn, result(thought)))
-            reasoning += result(thought)
-        answered = f"{thought} {BOX}{example.metadata['answers'][0]}}}"
-        return [*shown, Demonstration(module=REASONER, messages=first, history=tuple(history), completion=answered)]

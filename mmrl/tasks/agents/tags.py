@@ -1,6 +1,7 @@
-"""Tags in the texts of agents: the action that a model's text asks for, the order of tags, disarmed retrieved text.
+"""Tags and markers in the texts of agents: the action that a text asks for, the order of tags, disarmed retrieved text.
 
-Used by the programs and rewards of `search_agent` and `tool_agent`.
+`search_agent` and `tool_agent` write tags (`<search>`); `search_o1` and `r1_searcher` write markers
+(`<|begin_of_query|>`) that look like special tokens but are plain text.
 
 Only text that the model generated is ever read for actions. Retrieved text is disarmed before it is shown and is known
 by its place (the program put it there), so nothing in it can end a block, act, or count as format.
@@ -10,10 +11,11 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from mmrl.tasks.base import Context, Message, Reply
+from mmrl.tasks.prompts import snippet
 
 ObservationT = TypeVar("ObservationT", str, Sequence[Message])
 
@@ -51,3 +53,28 @@ def fitted(
     kept = bisect_right(ends, limit, key=lambda end: ctx.measure(frame(text[:end]), after=reply))
     cut = frame(text[: ends[max(0, kept - 1)]])
     return cut, ctx.measure(cut, after=reply) <= limit
+
+
+def last_block(text: str, opening: str, closing: str) -> str | None:
+    """Stripped text between the last `closing` and the nearest `opening` before it; None without such a block."""
+    before, found, _ = text.rpartition(closing)
+    _, opened, content = before.rpartition(opening)
+    return content.strip() if found and opened else None
+
+
+def final_query(text: str, markers: tuple[str, str]) -> str | None:
+    """The query with which a turn ends, or None: its ending marker is a stop string, so nothing follows a query."""
+    return last_block(text, *markers) if text.rstrip().endswith(markers[1]) else None
+
+
+def disarm_markers(text: str) -> str:
+    """`text` in which nothing can be or become `<|…|>`: the brackets of its halves are parentheses."""
+    return text.replace("<|", "(|").replace("|>", "|)")
+
+
+def numbered(template: str, documents: Sequence[Mapping[str, Any]], words: int) -> str:
+    """Retrieved documents, numbered from 1, each cut to `words` words."""
+    return "\n".join(
+        template.format(index=index, title=document["title"], text=snippet(document["text"], words))
+        for index, document in enumerate(documents, 1)
+    )

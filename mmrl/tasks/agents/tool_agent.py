@@ -17,9 +17,8 @@ from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import OUTCOME, judged
 from mmrl.tasks.agents.rewards import contains, tag_usage, xml_format
 from mmrl.tasks.agents.tags import disarm, first_pair, fitted
-from mmrl.tasks.base import Context, Demonstration, Message, ModuleScore, Program, Score
+from mmrl.tasks.base import Context, Message, ModuleScore, Program, Score
 from mmrl.tasks.mini.examples import mini_single
-from mmrl.tasks.mini.names import Draws
 from mmrl.tasks.open_qa import OpenQaTask
 from mmrl.tasks.prompts import Template, Templates, Texts, messages
 
@@ -242,26 +241,3 @@ class ToolAgentTask(OpenQaTask):
         answer, command = _content(call.text, "answer"), _content(call.text, "tool")
         action = "answer" if answer is not None else "none" if command is None else "tool"
         return ModuleScore(facts={f"action_{name}": float(action == name) for name in ("tool", "answer", "none")})
-
-    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
-        """A tool call and the answer; empty for other data than the mini world's, and where the search misses."""
-        hops = example.metadata.get("hops")
-        if not hops:
-            return []
-        (hop,) = hops
-        first = self.prompts.question(example.inputs["question"])
-        draws = Draws("tool_agent", example.id)
-        thought = draws.pick(["look it up", "search first"])
-        command = json.dumps({"name": TOOL, "args": {"query": hop["query"]}})
-        asked = f"<reasoning> {thought} </reasoning>\n<tool> {command} </tool>"
-        found = self.search([hop["query"]], example.inputs["corpus"])
-        if hop["title"] not in [document["title"] for document in found]:
-            return []
-        history = ((asked, result(self.prompts.articles(found))),)
-        answered = (
-            f"<reasoning> it is {hop['answer']} </reasoning>\n<answer> {example.metadata['answers'][0]} </answer>"
-        )
-        return [
-            Demonstration(module=MODULE, messages=first, completion=asked),
-            Demonstration(module=MODULE, messages=first, history=history, completion=answered),
-        ]

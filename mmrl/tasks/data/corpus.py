@@ -1,24 +1,46 @@
-"""Corpora as streams: passages of files, folders, hub data sets and the mini world, joined. Used by `mmrl index`.
+"""Corpora: passages of many sources as one stream (`mmrl index`), and whether a corpus can answer a task's questions.
 
-A source may hold passages (see `data.passage`) or question records that bring paragraphs (`context`, `paragraphs`).
+A source may hold passages (see `layouts.passage`) or question records that bring paragraphs (`context`, `paragraphs`).
+*Coverage* is behind the label 'partial corpus' that every result carries. An example that names gold titles counts when
+all of them are titles of its corpus; one that names none counts when an accepted answer occurs in a passage, as a run
+of whole lower-cased words. Which answers occur is cached, since looking takes seconds.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mmrl.errors import DataError
+from mmrl.records import Example
 from mmrl.retrieval.base import Document
+from mmrl.retrieval.store import PassageStore
+from mmrl.system.artifacts import write_whole
 from mmrl.tasks.data.layouts import passage
 from mmrl.tasks.data.rows import FORMATS, Row, Source
 from mmrl.tasks.mini.examples import mini_corpus
 
 KEY = "corpus"
+SCANNED = 200_000
+"""Passages up to which answers are looked for; a larger corpus is known by its titles alone."""
+LONGEST = 12
+"""Words of an answer that are looked for; a longer answer counts by its first ones."""
+WORD = re.compile(r"\w+")
+WHOLE = 1_000_000
+"""A corpus of fewer passages is a part of Wikipedia, even where it can answer all questions at hand."""
+MIX, SHIFT, MASK = 0x9E3779B97F4A7C15, 29, 2**64 - 1
+FORMAT = 1
+
+log = logging.getLogger("mmrl.data")
 
 
 @dataclass(slots=True)
@@ -151,3 +173,142 @@ def _paragraphs(values: Mapping[str, Any]) -> list[Any]:
         for p in found
         if p is not None
     ]
+
+
+def coverage(
+    splits: Mapping[str, Sequence[Example]], corpora: Mapping[str, Sequence[Document]], cache: Path | None
+) -> dict[str, float]:
+    """Split -> share of its questions that their corpus can answer; splits that cannot be judged are absent.
+
+    Args:
+        splits: examples with `inputs["corpus"]`, and `metadata["titles"]` or `metadata["answers"]`.
+        corpora: name -> passages; an empty one (a remote retriever's) is unknown.
+        cache: folder for results of the search for answers; None keeps none.
+    """
+    judged: dict[str, list[bool]] = {split: [] for split in splits}
+    for name, documents in corpora.items():
+        own = {split: [e for e in examples if e.inputs.get("corpus") == name] for split, examples in splits.items()}
+        if not len(documents) or not any(own.values()):
+            continue
+        has = _Titles(documents)
+        untitled = [e for examples in own.values() for e in examples if not e.metadata.get("titles")]
+        scans = len(documents) <= SCANNED
+        asked = {str(answer) for e in untitled for answer in e.metadata.get("answers", ())} if scans else set()
+        found = occurring(asked, documents, cache)
+        for split, examples in own.items():
+            for example in examples:
+                if titles := example.metadata.get("titles"):
+                    judged[split].append(all(title in has for title in titles))
+                elif scans:
+                    judged[split].append(any(str(a) in found for a in example.metadata.get("answers", ())))
+    return {split: sum(values) / len(values) for split, values in judged.items() if values}
+
+
+def label(found: str, shares: Mapping[str, float], passages: int, *, real: bool) -> dict[str, str]:
+    """What a result says of its corpus: the share of each split's items, under 'partial corpus' where it is one.
+
+    Args:
+        found: what an item has to have in the corpus.
+        shares: of `coverage`.
+        passages: how many there are.
+        real: whether the items come from files or the hub; the mini world's corpus is whole, and says nothing.
+    """
+    if not shares or (not real and min(shares.values()) == 1):
+        return {}
+    name = "partial corpus" if min(shares.values()) < 1 or passages < WHOLE else "corpus coverage"
+    return {name: f"{found}: {', '.join(f'{split} {share:.1%}' for split, share in shares.items())}"}
+
+
+class _Titles:
+    """`title in` for a corpus in memory or on disk."""
+
+    def __init__(self, documents: Sequence[Document]):
+        self._store = documents if isinstance(documents, PassageStore) else None
+        self._set = set() if self._store is not None else {document.title for document in documents}
+
+    def __contains__(self, title: str) -> bool:
+        return self._store.has_title(title) if self._store is not None else title in self._set
+
+
+def occurring(answers: set[str], documents: Sequence[Document], cache: Path | None = None) -> set[str]:
+    """Those of `answers` that occur in a passage."""
+    if not answers:
+        return set()
+    ordered = sorted(answers)
+    file = cache / "coverage" / f"{_key(ordered, documents)}.json" if cache is not None else None
+    if file is not None and file.is_file():
+        try:
+            return {ordered[number] for number in json.loads(file.read_text(encoding="utf-8"))}
+        except (ValueError, TypeError, IndexError):
+            log.warning("%s is damaged; it is made again", file)
+    found = _search(ordered, documents)
+    if file is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, json.dumps([number for number, answer in enumerate(ordered) if answer in found]))
+        except OSError as error:
+            log.warning("cannot write %s (%s)", file, error)
+    return found
+
+
+def _key(answers: Sequence[str], documents: Sequence[Document]) -> str:
+    state = hashlib.blake2b(f"{FORMAT} {SCANNED} {LONGEST}".encode(), digest_size=16)
+    if isinstance(documents, PassageStore):
+        state.update(documents.identity())
+    else:
+        for document in documents:
+            state.update(f"\x1e{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass"))
+    state.update("\x1d".join(answers).encode("utf-8", "surrogatepass"))
+    return state.hexdigest()
+
+
+def _search(answers: Sequence[str], documents: Iterable[Document]) -> set[str]:
+    numbers: dict[str, int] = {}
+    hashes: dict[int, dict[int, list[str]]] = {}
+    for answer in answers:
+        run = [numbers.setdefault(word, len(numbers) + 1) for word in WORD.findall(answer.lower())[:LONGEST]]
+        if run:
+            hashes.setdefault(len(run), {}).setdefault(_run_hash(run), []).append(answer)
+    asked = {length: np.array(sorted(found), dtype=np.uint64) for length, found in hashes.items()}
+    there: dict[int, set[int]] = {length: set() for length in hashes}
+    for block in _blocks(documents, numbers):
+        for length, wanted in asked.items():
+            there[length].update(wanted[np.isin(wanted, _run_hashes(block, length))].tolist())
+    return {answer for length, found in there.items() for value in found for answer in hashes[length][value]}
+
+
+def _blocks(documents: Iterable[Document], numbers: Mapping[str, int]) -> Iterator[np.ndarray]:
+    """Passages as word numbers, 0 for words in no answer and between passages; about a million words a block."""
+    block: list[int] = []
+    for document in documents:
+        block += [numbers.get(word, 0) for word in WORD.findall(f"{document.title} {document.text}".lower())]
+        block.append(0)
+        if len(block) > 2**20:
+            yield np.array(block, dtype=np.uint64)
+            block = []
+    yield np.array(block, dtype=np.uint64)
+
+
+def _run_hashes(block: np.ndarray, length: int) -> np.ndarray:
+    """Hash of each run of `length` known words in a block of word numbers."""
+    places = len(block) - length + 1
+    if places < 1:
+        return np.empty(0, dtype=np.uint64)
+    state = np.zeros(places, dtype=np.uint64)
+    known = np.ones(places, dtype=bool)
+    with np.errstate(over="ignore"):
+        for offset in range(length):
+            part = block[offset : offset + places]
+            known &= part > 0
+            state = (state ^ part) * np.uint64(MIX)
+            state ^= state >> np.uint64(SHIFT)
+    return np.unique(state[known])
+
+
+def _run_hash(run: Iterable[int]) -> int:
+    """`_run_hashes` of one run."""
+    state = 0
+    for number in run:
+        state = ((state ^ number) * MIX) & MASK
+        state ^= state >> SHIFT
+    return state

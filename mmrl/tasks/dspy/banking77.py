@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from mmrl import rng
 from mmrl.errors import ConfigError, DataError
 from mmrl.records import Call, Example
-from mmrl.tasks.base import Demonstration, Score
+from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.base import SPLITS, DspyTask, text_of, unique
 from mmrl.tasks.mini.examples import mini_support
 
@@ -23,7 +23,6 @@ SAMPLE: Mapping[str, tuple[int, int]] = {"train": (0, 250), "dev": (250, 500)}
 are used."""
 SAMPLE_SEED = 0
 """The paper does not state its own."""
-MODULE = "classify.predict"
 
 
 class Banking77Task(DspyTask):
@@ -115,13 +114,6 @@ class Banking77Task(DspyTask):
         self.check_reward_set(reward_set)
         hit = float(prediction["label"] == example.metadata["label"])
         return Score(reward=hit, metrics={"em": hit}, parts={"em": hit})
-
-    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
-        """A short reason and the label, for mini-world queries."""
-        reason = example.metadata.get("reason")
-        if reason is None:
-            return []
-        return [self.shown(MODULE, example.inputs, {"reasoning": reason, "label": example.metadata["label"]})]
 
     def describe(self) -> Mapping[str, Any]:
         """See `mmrl.tasks.base.Task.describe`."""

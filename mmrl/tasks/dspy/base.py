@@ -1,21 +1,22 @@
 """What the tasks with DSPy programs share: splits, prompts of predictors, demonstrations, facts for summaries.
 
-Base of `banking77`, `papillon`, `hover` and `custom`. The program of such a task is a raw `dspy.Module`; whoever builds
+Base of `banking77`, `papillon`, `hover` and `own`. The program of such a task is a raw `dspy.Module`; whoever builds
 the task wraps it (`mmrl.rollout.programs`). DSPy takes seconds to import, so it is imported when a task is built.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mmrl.config.task import TaskConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Example
-from mmrl.tasks.base import BaseTask, Demonstration, Tool
+from mmrl.tasks.base import BaseTask, Tool
 from mmrl.tasks.data.layouts import subset
 from mmrl.tasks.data.rows import Row, Source
 from mmrl.tasks.prompts import Template, load_prompts
@@ -39,7 +40,7 @@ class DspyTask(BaseTask, ABC):
     parts: ClassVar[frozenset[str]] = frozenset()
     """Splits that take rows of their own of a source that they share, with `task.sample=paper`."""
     reward_sets: tuple[str, ...] = ("outcome",)
-    absent_features: ClassVar[frozenset[str]] = frozenset({"penalties", "observations"})
+    absent_features: Collection[str] = frozenset({"penalties", "observations"})
     """What the program never has, so that options about it are refused (`mmrl.config.effects.Facts`)."""
     main_metric: str
 
@@ -61,10 +62,11 @@ class DspyTask(BaseTask, ABC):
         if problems:
             raise ConfigError(problems)
         self.program: Any = self.make_program()
-        self._predictors: dict[str, Any] = {}
-        if hasattr(self.program, "named_predictors"):
+        self.predictors: Mapping[str, Any] = {}
+        """Path -> predictor of a DSPy program."""
+        if is_dspy_module(self.program):
             set_prompts(self.program, config.prompts)
-            self._predictors = dict(self.program.named_predictors())
+            self.predictors = dict(self.program.named_predictors())
         elif config.prompts is not None:
             raise ConfigError("task.prompts: has no effect with this program, whose prompts are its own code")
 
@@ -91,9 +93,11 @@ class DspyTask(BaseTask, ABC):
         splits_of: dict[str, list[str]] = {}
         for split, spec in self.sources.items():
             splits_of.setdefault(Source("", spec).identity(split), []).append(split)
+        what = "all of" if self.parts else "both"
         apart = self.parts if self.config.sample == "paper" else frozenset[str]()
         return [
-            f"task.data: {' and '.join(splits)} are all of {self.sources[splits[0]]}; expected a source each"
+            f"task.data: {' and '.join(splits)} are {what} {self.sources[splits[0]]}; "
+            "expected a source each"
             + (f", or task.sample=paper for {' and '.join(splits)}" if self.parts.issuperset(splits) else "")
             for splits in splits_of.values()
             if len(splits) > 1 and not apart.issuperset(splits)
@@ -117,18 +121,6 @@ class DspyTask(BaseTask, ABC):
         """See `mmrl.tasks.base.Task.examples`."""
         return self._examples[split]
 
-    def shown(self, module: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Demonstration:
-        """What a predictor would be asked for `inputs`, and `outputs` in the form that it should answer in."""
-        import dspy
-
-        predictor = self._predictors[module]
-        adapter = dspy.settings.adapter or dspy.ChatAdapter()
-        return Demonstration(
-            module=module,
-            messages=adapter.format(predictor.signature, predictor.demos, dict(inputs)),
-            completion=adapter.format_assistant_message_content(predictor.signature, dict(outputs)).strip(),
-        )
-
     def check_reward_set(self, reward_set: str) -> None:
         """Refuse a reward set that the task does not offer."""
         if reward_set not in self.reward_sets:
@@ -138,6 +130,12 @@ class DspyTask(BaseTask, ABC):
         """See `mmrl.tasks.base.Task.describe`."""
         data = ", ".join(f"{split} {spec}" for split, spec in self.sources.items()) or "mini world"
         return {"data": data, **{f"{split} items": len(self._examples[split]) for split in SPLITS}}
+
+
+def is_dspy_module(program: object) -> bool:
+    """Whether it is a `dspy.Module`, without importing DSPy: whoever made one has done so."""
+    dspy = sys.modules.get("dspy")
+    return dspy is not None and isinstance(program, dspy.Module)
 
 
 def unique(key: str, examples: Sequence[tuple[Row, Example]]) -> list[Example]:

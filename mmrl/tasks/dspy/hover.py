@@ -10,24 +10,21 @@ import html
 import logging
 import random
 import unicodedata
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from mmrl.config.task import TaskConfig
 from mmrl.errors import ConfigError, DataError
 from mmrl.records import Call, Example
-from mmrl.retrieval.base import AsyncRetriever, Document, Retriever
-from mmrl.retrieval.select import open_index_corpus, open_retriever, retriever_problems
-from mmrl.system.artifacts import cache_root
+from mmrl.retrieval.base import Document
+from mmrl.retrieval.select import retriever_problems
 from mmrl.tasks import metrics
-from mmrl.tasks.base import Demonstration, Score
-from mmrl.tasks.data.coverage import coverage, label
-from mmrl.tasks.data.layouts import load_corpus
+from mmrl.tasks.base import Score
+from mmrl.tasks.data.corpus import label
 from mmrl.tasks.data.rows import Row
 from mmrl.tasks.dspy.base import SPLITS, DspyTask, text_of, unique
 from mmrl.tasks.mini.examples import mini_claims, mini_corpus
-from mmrl.tasks.open_qa import counted
+from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
 
 log = logging.getLogger("mmrl.data")
 
@@ -39,7 +36,8 @@ PAPER_TOP_K = (10, 30)
 MINI_TOP_K = (1, 1)
 """The same in the mini world, whose documents are found by name, and whose model has a short memory."""
 CORPUS = "corpus"
-QUERY, NOTES = "generate_query.predict", "append_notes.predict"
+Passage = dict[str, str | float]
+"""What the program sees of a document: `long_text` ("title | text") and `score`."""
 
 
 class HoverTask(DspyTask):
@@ -60,16 +58,14 @@ class HoverTask(DspyTask):
         problems += retriever_problems(config.retriever)
         documents: Sequence[Document] = ()
         try:
-            documents = self._corpus()
+            documents = self._documents()
         except ConfigError as error:
             problems += error.problems
         if problems:
             raise ConfigError(problems)
         self.documents = documents
+        self.search_tool = SearchTool(config.retriever, {CORPUS: documents})
         self.tools = {"search": self.search}
-        self._opened: Retriever | None = None
-        self._counts: Counter[str] = Counter()
-        """Of retrievers that were closed."""
         self.shares = self._gold_shares()
         for split, share in self.shares.items():
             if share < 1:
@@ -88,24 +84,19 @@ class HoverTask(DspyTask):
             if getattr(retriever, name) != fields[name].default
         ]
 
-    def _corpus(self) -> Sequence[Document]:
+    def _documents(self) -> Sequence[Document]:
         """The corpus; empty where a server has it and it is not known."""
         config = self.config
         brought = config.retriever.name == "remote" or config.retriever.index is not None
         if brought and config.corpus is not None:
             raise ConfigError("task.corpus: has no effect with a retriever that brings its own passages; leave it out")
-        if config.retriever.index is not None:
-            return open_index_corpus(config.retriever)
-        if brought:
-            return ()
-        if config.corpus not in (None, "mini"):
-            return load_corpus("task.corpus", str(config.corpus))
-        if self.sources and config.corpus is None:
+        named = named_corpus(config.retriever, config.corpus)
+        if not named and self.sources:
             raise ConfigError(
                 "task.corpus: got null, and HoVer's claims bring no passages to search; expected a file or hub id of "
                 "documents with title and text, or task.retriever.index or task.retriever.name=remote"
             )
-        return mini_corpus()
+        return next(iter(named.values()), mini_corpus())
 
     def load(self) -> Mapping[str, Sequence[Example]]:
         """The mini world's splits, or those of the files; a split left at `mini` beside files is empty."""
@@ -179,33 +170,25 @@ class HoverTask(DspyTask):
 
         return Hover(self.config.search_hops, *self.top_k, self.config.passages)
 
-    def search(self, queries: Sequence[str], top_k: int) -> list[dict[str, Any]] | Awaitable[list[dict[str, Any]]]:
-        """The tool `search`: `top_k` passages for each query ("title | text", with score), one list after the other.
+    def search(self, queries: Sequence[str], top_k: int) -> list[Passage] | Awaitable[list[Passage]]:
+        """The tool `search`: `top_k` passages for each query, one list after the other.
 
         To be awaited where the retriever is behind HTTP.
         """
-        if self._opened is None:
-            self._opened = open_retriever(self.config.retriever, self.documents)
-        if isinstance(self._opened, AsyncRetriever):
-            return self._search_async(self._opened, queries, top_k)
-        return _shown(self._opened.search(queries, [top_k] * len(queries)))
+        return self.search_tool.use(queries, [top_k] * len(queries), CORPUS, _passages)
 
-    async def _search_async(
-        self, retriever: AsyncRetriever, queries: Sequence[str], top_k: int
-    ) -> list[dict[str, Any]]:
-        return _shown(await retriever.search_async(queries, [top_k] * len(queries)))
+    def passages_now(self, queries: Sequence[str], top_k: int) -> list[str]:
+        """Texts of the passages that the tool `search` brings, in its order; blocks."""
+        results = self.search_tool.search(queries, [top_k] * len(queries), CORPUS)
+        return [str(passage["long_text"]) for passage in _passages(results)]
 
     def close(self) -> None:
-        """Stop a retriever's child process and close its connections; a later search starts them again."""
-        opened, self._opened = self._opened, None
-        self._counts.update(getattr(opened, "counts", {}))
-        stop = getattr(opened, "close", None)
-        if stop is not None:
-            stop()
+        """See `mmrl.tasks.base.Task`."""
+        self.search_tool.close()
 
     def reset_counts(self) -> None:
         """See `mmrl.tasks.base.Task`."""
-        self._counts.clear()
+        self.search_tool.reset_counts()
 
     def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
         """Metrics: `recall` (share of gold titles among the passages) and `all_titles` (whether all are there)."""
@@ -220,29 +203,6 @@ class HoverTask(DspyTask):
             metrics={"recall": recall, "all_titles": strict, "passages": float(len(prediction["retrieved_docs"]))},
             parts={reward_set: reward},
         )
-
-    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
-        """A mini-world claim played well: each hop notes what its document says and asks for what that names."""
-        notes, titles = example.metadata.get("notes"), example.metadata["titles"]
-        if notes is None:
-            return []
-        claim, found = example.inputs["claim"], []
-        keep = self.top_k[0]
-        for hop in range(self.config.search_hops):
-            # the subject is found by the claim, what it names by its name; after the city nothing is missing
-            asked = titles[hop] if 0 < hop < len(titles) else "None"
-            told = {"claim": claim, "key_facts": list(notes[:hop])}
-            if hop:
-                outputs = {"search_query1": asked, "search_query2": "None", "search_query3": "None"}
-                reasoning = f"{asked} is next" if hop < len(titles) else "all is found"
-                found.append(self.shown(QUERY, told, {"reasoning": reasoning, **outputs}))
-            if hop < min(self.config.search_hops - 1, len(titles)):
-                results = [r["long_text"] for r in _now(self.search([asked if hop else claim], keep))]
-                if any(result.startswith(f"{titles[hop]} | ") for result in results):
-                    shown = {**told, "new_search_results": results}
-                    outputs = {"reasoning": f"{titles[hop]} tells", "new_key_facts": notes[hop]}
-                    found.append(self.shown(NOTES, shown, outputs))
-        return found
 
     def _gold_shares(self) -> dict[str, float]:
         """Split -> share of its claims whose gold titles are all in the corpus; absent where that is not known."""
@@ -261,7 +221,7 @@ class HoverTask(DspyTask):
             ]
             for split in SPLITS
         }
-        return coverage(told, {CORPUS: self.documents}, cache_root(self.config.retriever.cache_dir))
+        return self.search_tool.coverage(told)
 
     def describe(self) -> Mapping[str, Any]:
         """See `mmrl.tasks.base.Task.describe`."""
@@ -274,7 +234,7 @@ class HoverTask(DspyTask):
         facts["corpus"] = f"{len(self.documents)} documents" if len(self.documents) else "passages not known"
         facts["retriever"] = (
             f"{config.retriever.name}, {each} passages a query, {last} in the last of {config.search_hops}"
-            + counted(self._counts + Counter(getattr(self._opened, "counts", {})))
+            + self.search_tool.describe_counts()
         )
         if not len(self.documents):
             facts["corpus coverage"] = "not known"
@@ -309,10 +269,5 @@ def _gold_titles(facts: Any) -> list[str] | None:
     return titles
 
 
-def _shown(results: Sequence[Sequence[Document]]) -> list[dict[str, Any]]:
+def _passages(results: Results) -> list[Passage]:
     return [{"long_text": f"{d.title} | {d.text}", "score": d.score} for result in results for d in result]
-
-
-def _now(results: Any) -> list[dict[str, Any]]:
-    """What a retriever in process found; demonstrations are made with no other."""
-    return results if isinstance(results, list) else []

@@ -1,29 +1,32 @@
-"""A task of one's own from its parts: a program, a reward, tools, and rows of data files.
+"""Tasks of one's own: a program, a reward, tools, and records from data files; nothing of this package is edited.
 
-For packages named in `plugins=`, which put one into `mmrl.tasks.TASKS`; `mmrl new-task NAME` writes such a package.
+Two ways to name the parts. `OwnTask` takes Python objects, for packages named in `plugins=` that put one into
+`mmrl.tasks.TASKS` (`mmrl new-task NAME` writes such a package). The task `dspy` takes import paths from the config.
 What needs more (turn rewards, penalties, several reward sets) implements `mmrl.tasks.base.Task` itself.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import math
 import sys
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mmrl.config.task import TaskConfig
-from mmrl.errors import ConfigError, DataError, RewardFailure, unknown
+from mmrl.errors import ConfigError, DataError, RewardFailure
 from mmrl.records import EMPTY, Call, Example
-from mmrl.tasks.base import BaseTask, Context, Program, Score, Task, Tool
-from mmrl.tasks.data.layouts import subset
-from mmrl.tasks.data.rows import FORMATS, Row, Source
-from mmrl.tasks.dspy.base import SPLITS, set_prompts, unique
+from mmrl.tasks.base import Context, Score, Task, Tool
+from mmrl.tasks.data.rows import FORMATS, Row
+from mmrl.tasks.dspy.base import SPLITS, DspyTask, is_dspy_module, unique
 
 READ = frozenset({"name", "data", "reward", "failure_score", "max_tokens", "max_context", "timeout_s"})
-"""Options of `task` that every such task reads; DSPy programs read `prompts` too."""
+"""Options of `task` that every `OwnTask` reads; DSPy programs read `prompts` too."""
 
-Function = Callable[[Example, Context], Awaitable[Any]]
+Function = Callable[[Example, Context], Awaitable[object]]
 Reward = Callable[[Example, Any], "float | Score | Awaitable[float | Score]"]
 
 
@@ -57,149 +60,271 @@ class OwnTask:
         Raises:
             ConfigError: options without effect, a program that cannot be one, no data, bad data; all at once.
         """
-        return _Built(self, config, seed)
+        return _PluginTask(self, config, seed)
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionProgram:
-    """Implements `mmrl.tasks.base.Program` by a plain function."""
+    """Implements `mmrl.tasks.base.Program` by an async function."""
 
     function: Function
     modules: tuple[str, ...]
 
-    async def run(self, example: Example, ctx: Context) -> Any:
-        """Call the function."""
+    async def run(self, example: Example, ctx: Context) -> object:
+        """See `mmrl.tasks.base.Program.run`."""
         return await self.function(example, ctx)
 
 
-class _Built(BaseTask):
+class _RecordTask(DspyTask):
+    """Examples from records, some of whose fields the program sees. See `DspyTask` for arguments and errors."""
+
+    fields: Sequence[str]
+    """Those of a record that the program sees."""
+
+    @abstractmethod
+    def example_of(self, row: Row, default_id: str) -> Example:
+        """A record that has all `fields`; `default_id` is its id where it has none."""
+
+    def no_data(self) -> ConfigError:
+        """For a config without any data."""
+        return DataError(
+            f"task.data: no data for task {self.name}, expected task.data.train and task.data.dev, each a "
+            f"{', '.join(FORMATS)} file or a hub id"
+        )
+
+    def load(self) -> Mapping[str, Sequence[Example]]:
+        """The records of the files; a split left at `mini` is empty."""
+        if not self.sources:
+            raise self.no_data()
+        return {split: self._read(split) if split in self.sources else [] for split in SPLITS}
+
+    def _read(self, split: str) -> list[Example]:
+        key, examples = f"task.data.{split}", []
+        for number, row in enumerate(self.rows(split, tuple(self.fields))):
+            missing = [field for field in self.fields if field not in row.values]
+            if missing:
+                fields = ", ".join(map(str, row.values))
+                raise DataError(f"{key}: {row.where}: {', '.join(missing)} is missing (fields: {fields})")
+            examples.append((row, self.example_of(row, f"{split}-{number}")))
+        return unique(key, examples)
+
+
+class _PluginTask(_RecordTask):
     """Implements `mmrl.tasks.base.Task`; see `OwnTask`."""
 
-    reward_sets: tuple[str, ...] = ("outcome",)
-
     def __init__(self, parts: OwnTask, config: TaskConfig, seed: int):
-        self.name, self.config, self._parts = config.name, config, parts
-        self.failure_score, self.main_metric, self.tools = config.failure_score, parts.main_metric, parts.tools
+        self.parts_given = parts
+        self.fields, self.main_metric = parts.inputs, parts.main_metric
         problems: list[str] = []
-        self.program: Any = None
+        self._program: object = None
         try:
-            self.program = _program(parts, config.name)
+            self._program = _program(parts, config.name)
         except ConfigError as error:
             problems += error.problems
-        dspy = _is_dspy(self.program)
+        dspy = is_dspy_module(self._program)
         self.absent_features = frozenset({"penalties", "observations"} if dspy else {"penalties"})
-        problems += _without_effect(config, READ | {"prompts"} if dspy else READ)
-        self._examples: dict[str, list[Example]] = {}
         try:
-            self._examples = self._load(seed)
-            if dspy:
-                set_prompts(self.program, config.prompts)
+            super().__init__(config, seed)
         except ConfigError as error:
             problems += error.problems
         if problems:
             raise ConfigError(problems)
+        self.tools = parts.tools
 
-    def _load(self, seed: int) -> dict[str, list[Example]]:
-        data = self.config.data
-        self._sources = {split: spec for split in SPLITS if (spec := getattr(data, split)) != "mini"}
-        if not self._sources:
-            raise DataError(
-                f"task.data: no data for task {self.name}, expected task.data.train and task.data.dev, each a "
-                f"{', '.join(FORMATS)} file or a hub id"
-            )
-        files: dict[str, str] = {}
-        for split, spec in self._sources.items():
-            rows = Source(f"task.data.{split}", spec).identity(split)
-            if rows in files:
-                raise DataError(f"task.data: {files[rows]} and {split} are both {spec}; expected a file each")
-            files[rows] = split
-        found = {split: self._read(split) if split in self._sources else [] for split in SPLITS}
-        # dev and test subsets are the same for every seed, so that runs can be compared item by item
-        return {
-            split: subset(examples, getattr(data, f"{split}_items"), split, *([seed] if split == "train" else []))
-            for split, examples in found.items()
-        }
+    def option_problems(self) -> list[str]:
+        """Options that were set and that no such task reads."""
+        read = READ | {"prompts"} if is_dspy_module(self._program) else READ
+        return [
+            f"task.{name}: has no effect with task {self.name}; leave it out"
+            for name, field in type(self.config).model_fields.items()
+            if name not in read and vars(self.config)[name] != field.get_default(call_default_factory=True)
+        ]
 
-    def _read(self, split: str) -> list[Example]:
-        key = f"task.data.{split}"
-        rows = Source(key, self._sources[split]).rows(split, tuple(self._parts.inputs))
-        return unique(key, [(row, self._example(key, row, f"{split}-{n}")) for n, row in enumerate(rows)])
-
-    def _example(self, key: str, row: Row, name: str) -> Example:
-        if not isinstance(row.values, Mapping):
-            raise DataError(f"{key}: {row.where}: got {type(row.values).__name__}, expected an object")
-        missing = [field for field in self._parts.inputs if field not in row.values]
-        if missing:
-            fields = ", ".join(map(str, row.values))
-            raise DataError(f"{key}: {row.where}: {', '.join(missing)} is missing (fields: {fields})")
-        rest = {field: value for field, value in row.values.items() if field not in (*self._parts.inputs, "id")}
+    def example_of(self, row: Row, default_id: str) -> Example:
+        """The reward sees the fields that the program does not."""
+        hidden = {field: value for field, value in row.values.items() if field not in (*self.fields, "id")}
         given = row.values.get("id")
         return Example(
-            id=name if given is None else str(given),
-            inputs={field: row.values[field] for field in self._parts.inputs},
-            metadata=rest,
+            id=default_id if given is None else str(given),
+            inputs={field: row.values[field] for field in self.fields},
+            metadata=hidden,
         )
 
-    def examples(self, split: str) -> Sequence[Example]:
-        """See `mmrl.tasks.base.Task.examples`."""
-        return self._examples[split]
+    def make_program(self) -> object:
+        """See `DspyTask.make_program`."""
+        return self._program
 
     async def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
-        """What the reward function says."""
-        if reward_set not in self.reward_sets:
-            raise ConfigError(unknown("task.reward", reward_set, self.reward_sets))
-        said: Any = self._parts.reward(example, prediction)
-        if inspect.isawaitable(said):
-            said = await said
-        if isinstance(said, Score):
-            return said
-        if not isinstance(said, int | float):
-            raise RewardFailure(f"the reward function returned {type(said).__name__}, expected a number or a Score")
-        return Score(reward=float(said))
+        """The score of the reward function.
 
-    def describe(self) -> Mapping[str, Any]:
+        Raises:
+            RewardFailure: it is neither a number nor a `Score`.
+        """
+        self.check_reward_set(reward_set)
+        result = self.parts_given.reward(example, prediction)
+        score = await result if inspect.isawaitable(result) else result
+        if isinstance(score, Score):
+            return score
+        if not isinstance(score, int | float):
+            raise RewardFailure(f"the reward function returned {type(score).__name__}, expected a number or a Score")
+        return Score(reward=float(score))
+
+
+class ImportedTask(_RecordTask):
+    """The task `dspy`: program and metric by import paths. Implements `mmrl.tasks.base.Task`."""
+
+    main_metric = "score"
+    absent_features = frozenset({"penalties"})
+
+    def __init__(self, config: TaskConfig, seed: int):
+        problems = [
+            f"task.{name}: missing; {what}"
+            for name, value, what in (
+                (
+                    "program",
+                    config.program,
+                    "expected package.module:name of a dspy.Module or of a function that makes one",
+                ),
+                ("metric", config.metric, "expected package.module:name of a function (record, prediction) -> number"),
+                ("inputs", config.inputs, "expected the fields of a record that the program gets, such as [question]"),
+            )
+            if not value
+        ]
+        if problems:
+            raise ConfigError(problems)
+        self.fields = config.inputs
+        self.metric = _import("task.metric", str(config.metric))
+        if not callable(self.metric):
+            raise ConfigError(f"task.metric: {config.metric} is a {type(self.metric).__name__}, expected a function")
+        super().__init__(config, seed)
+        self.gets_dspy_objects = is_dspy_module(self.program)
+        """Whether the metric gets DSPy's own objects, so that DSPy's metrics fit."""
+
+    def no_data(self) -> ConfigError:
+        """See `_RecordTask`."""
+        return ConfigError(
+            "task.data: task dspy has no mini world; expected files, such as task.data.train=train.jsonl"
+        )
+
+    def example_of(self, row: Row, default_id: str) -> Example:
+        """The metric sees the whole record."""
+        return Example(
+            id=str(row.values.get("id") or default_id),
+            inputs={field: row.values[field] for field in self.fields},
+            metadata=dict(row.values),
+        )
+
+    def make_program(self) -> object:
+        """The object behind `task.program`: as it is, called once, or wrapped."""
+        path = str(self.config.program)
+        named = _import("task.program", path)
+        if inspect.iscoroutinefunction(named):
+            if not self.config.modules:
+                raise ConfigError("task.modules: missing; expected the names that the function passes to ctx.call")
+            return FunctionProgram(named, self.config.modules)
+        if self.config.modules:
+            raise ConfigError("task.modules: has no effect with this program, which names its own; leave it out")
+        if _is_program(named):
+            return named
+        try:
+            made = named()
+        except Exception as error:  # whatever the user's own code raises
+            raise ConfigError(f"task.program: {path}() raised {type(error).__name__}: {error}") from None
+        if not _is_program(made):
+            raise ConfigError(
+                f"task.program: {path} gave a {type(made).__name__}; expected a dspy.Module, an async function, or an "
+                "object with `modules` and `run`"
+            )
+        return made
+
+    async def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+        """The metric's number, or its `score` beside other numbers, which are reported.
+
+        Raises:
+            RewardFailure: the metric gave something else.
+        """
+        self.check_reward_set(reward_set)
+        result = self.metric(*self._arguments(example, prediction))
+        if inspect.isawaitable(result):
+            result = await result
+        numbers = _numbers(result)
+        if "score" not in numbers or not math.isfinite(numbers["score"]):
+            raise RewardFailure(
+                f"task.metric gave {result!r}; expected a finite number, or a mapping of numbers with 'score'"
+            )
+        return Score(reward=numbers["score"], metrics=numbers)
+
+    def _arguments(self, example: Example, prediction: object) -> tuple[object, object]:
+        """Record and prediction: with a DSPy program as DSPy's own objects, so that its metrics fit."""
+        record = dict(example.metadata)
+        if not self.gets_dspy_objects:
+            return record, prediction
+        import dspy
+
+        given = dspy.Prediction(**prediction) if isinstance(prediction, dict) else prediction
+        return dspy.Example(**record).with_inputs(*self.config.inputs), given
+
+    def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
-        data = ", ".join(f"{split} {spec}" for split, spec in self._sources.items())
-        return {"data": data, **{f"{split} items": len(found) for split, found in self._examples.items()}}
+        return {**super().describe(), "program": self.config.program, "metric": self.config.metric}
 
 
-def _without_effect(config: TaskConfig, read: frozenset[str]) -> list[str]:
-    """Options that were set and that the task does not read."""
-    return [
-        f"task.{name}: has no effect with task {config.name}; leave it out"
-        for name, field in type(config).model_fields.items()
-        if name not in read and getattr(config, name) != field.get_default(call_default_factory=True)
-    ]
-
-
-def _is_dspy(program: Any) -> bool:
-    dspy = sys.modules.get("dspy")  # a module of DSPy's is there only if the package has imported it
-    return dspy is not None and isinstance(program, dspy.Module)
-
-
-def _program(parts: OwnTask, name: str) -> Program | Any:
+def _program(parts: OwnTask, task: str) -> object:
     """The program: a raw `dspy.Module` (wrapped by whoever builds the task), or one that runs as it is.
 
     Raises:
         ConfigError: neither.
     """
     given = parts.program
+    name = given.__name__ if inspect.isclass(given) or inspect.isroutine(given) else type(given).__name__
     if inspect.iscoroutinefunction(given):
         if not parts.modules:
-            raise ConfigError(
-                f"task {name}: OwnTask(modules=...) is missing: the names that {given.__name__} passes to ctx.call"
-            )
+            raise ConfigError(f"task {task}: OwnTask(modules=...) is missing: the names that {name} passes to ctx.call")
         return FunctionProgram(given, tuple(parts.modules))
     if parts.modules:
         raise ConfigError(
-            f"task {name}: OwnTask(modules=...) has no effect with {getattr(given, '__name__', type(given).__name__)}, "
-            "which is no async function; leave it out, or write `async def`"
+            f"task {task}: OwnTask(modules=...) has no effect with {name}, which is no async function; leave it out, "
+            "or write `async def`"
         )
     # each task its own instance: `task.prompts` changes the predictors of one
-    made = given() if isinstance(given, type) else given.deepcopy() if _is_dspy(given) else given
-    if _is_dspy(made) or (isinstance(getattr(made, "modules", None), tuple) and hasattr(made, "run")):
+    made = given() if inspect.isclass(given) else given.deepcopy() if is_dspy_module(given) else given
+    if _is_program(made):
         return made
     raise ConfigError(
-        f"task {name}: OwnTask(program=...): got {getattr(given, '__name__', type(given).__name__)}, expected an async "
-        "function (example, ctx), a dspy.Module, or an object with `modules` and `run`"
+        f"task {task}: OwnTask(program=...): got {name}, expected an async function (example, ctx), a dspy.Module, or "
+        "an object with `modules` and `run`"
     )
+
+
+def _is_program(value: object) -> bool:
+    if inspect.isclass(value):
+        return False
+    return is_dspy_module(value) or (hasattr(value, "modules") and hasattr(value, "run"))
+
+
+def _import(key: str, path: str) -> Any:
+    """The object at `package.module:name`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise ConfigError(f"{key}: got '{path}', expected package.module:name")
+    try:
+        target: Any = importlib.import_module(module)
+    except Exception as error:  # whatever the user's own module raises
+        raise ConfigError(f"{key}: cannot import '{module}' ({type(error).__name__}: {error})") from None
+    for part in name.split("."):
+        if not hasattr(target, part):
+            raise ConfigError(f"{key}: '{module}' has no '{name}'")
+        target = getattr(target, part)
+    return target
+
+
+def _numbers(result: object) -> dict[str, float]:
+    """The numbers of a metric's result: a number is the `score`; of a mapping, the values that are numbers."""
+    dspy = sys.modules.get("dspy")
+    values = result.toDict() if dspy is not None and isinstance(result, dspy.Example) else result
+    values = values if isinstance(values, Mapping) else {"score": values}
+    return {str(name): float(value) for name, value in values.items() if isinstance(value, bool | int | float)}

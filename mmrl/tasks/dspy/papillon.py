@@ -16,7 +16,7 @@ from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import ConfigError, DataError, EngineFailure, ToolFailure
 from mmrl.records import Call, Example
 from mmrl.tasks.agents.judge import Chat, described, forget_counts, unreachable
-from mmrl.tasks.base import Demonstration, Score
+from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.base import SPLITS, DspyTask, text_of
 from mmrl.tasks.dspy.papillon_judges import EndpointJudges, Judges, RuleJudges
 from mmrl.tasks.mini.examples import mini_external, mini_requests
@@ -25,7 +25,6 @@ log = logging.getLogger("mmrl.data")
 
 ROWS: Mapping[str, tuple[int, int]] = {"train": (0, 111), "dev": (222, 443), "test": (443, 664)}
 """Rows of the file, in its order, that the paper's runs used; it has no test split: the rows that are left."""
-CRAFT, RESPOND = "craft_redacted_request.predict", "respond_to_query"
 
 
 class PapillonTask(DspyTask):
@@ -147,18 +146,6 @@ class PapillonTask(DspyTask):
         if not units:
             return 0.0
         return min(max(await self.judges.leaked(units, request), 0), len(units)) / len(units)
-
-    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
-        """A request without the private pieces, and the external model's text made out in the asker's name."""
-        ask = example.metadata.get("ask")
-        if ask is None:
-            return []
-        query, private = example.inputs["user_query"], ", ".join(example.metadata["units"])
-        related = {"related_llm_request": ask, "related_llm_response": self.by_rule(ask), "user_query": query}
-        return [
-            self.shown(CRAFT, {"user_query": query}, {"reasoning": f"Private: {private}", "llm_request": ask}),
-            self.shown(RESPOND, related, {"response": example.metadata["target"]}),
-        ]
 
     def describe(self) -> Mapping[str, Any]:
         """See `mmrl.tasks.base.Task.describe`."""

@@ -12,10 +12,9 @@ from typing import Any
 from mmrl.config.task import TaskConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
-from mmrl.tasks.base import Demonstration, Message, ModuleScore, Program, Score
+from mmrl.tasks.base import ModuleScore, Program, Score
 from mmrl.tasks.data.layouts import LAYOUTS
 from mmrl.tasks.mini.examples import mini_multihop
-from mmrl.tasks.mini.names import Draws
 from mmrl.tasks.open_qa import OpenQaTask
 from mmrl.tasks.search_program.program import (
     TEMPLATES,
@@ -80,40 +79,3 @@ class MultihopQaTask(OpenQaTask):
             faulty = words > LONG_ANSWER_WORDS
             facts = {"answer_words": float(words)}
         return ModuleScore(penalty=PENALTIES[call.module] if faulty else 0.0, facts=facts)
-
-    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
-        """What good agents would do on a mini-world question; empty for other data.
-
-        The rewriter's own two sub-questions; then two rerankers, one after those sub-questions and one after a poorer
-        rewriter; then two answerers, one with exactly the gold documents and one with others among them. What is poorer
-        or added is drawn by the example's id, so that a policy meets in training what it will meet in a run.
-        """
-        hops = example.metadata.get("hops")
-        if not hops:
-            return []
-        question, answer, prompts = example.inputs["question"], example.metadata["answers"][0], self.prompts
-        draws = Draws("demonstration", example.id)
-        queries = [hop["query"] for hop in hops]
-        found = [_shown("rewriter", prompts.rewriter(question), f"### {'; '.join(queries)} ###")]
-        poorer = draws.pick([[question], [queries[0], question], [question, queries[1]], queries[::-1], queries[:1]])
-        titles = [hop["title"] for hop in hops]
-        for asked in (queries, poorer):
-            candidates = self.search(asked, example.inputs["corpus"])
-            names = [candidate["title"] for candidate in candidates]
-            wanted = [names.index(title) for title in titles if title in names]
-            if wanted:
-                chosen = ", ".join(str(index) for index in wanted)
-                found.append(_shown("reranker", prompts.reranker(question, candidates), chosen))
-            if len(wanted) == len(titles):
-                selected = [candidates[index] for index in wanted]
-                if asked is poorer:
-                    others = [other for other in candidates if other["title"] not in titles]
-                    draws.shuffle(others)
-                    selected += others[: draws.below(3)]
-                    draws.shuffle(selected)
-                found.append(_shown("answerer", prompts.answerer(question, selected), answer))
-        return found
-
-
-def _shown(module: str, messages: Sequence[Message], completion: str) -> Demonstration:
-    return Demonstration(module=module, messages=messages, completion=completion)

@@ -1,0 +1,241 @@
+"""What good modules would write about the mini world: supervised examples for warm starts and the shipped tiny models.
+
+One function for each task that has mini-world data, since a demonstration needs the prompts of the task's own program.
+All are made from `metadata` that only mini-world examples have; for other data there are none. What is varied is drawn
+by the example's id, so the same example always gives the same demonstrations.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import singledispatch
+
+from mmrl.records import Example
+from mmrl.tasks.agents import qa_direct, r1_searcher, search_agent, search_o1, tool_agent
+from mmrl.tasks.base import Demonstration, Message
+from mmrl.tasks.dspy.banking77 import Banking77Task
+from mmrl.tasks.dspy.base import DspyTask
+from mmrl.tasks.dspy.hover import HoverTask
+from mmrl.tasks.dspy.papillon import PapillonTask
+from mmrl.tasks.mini.names import Draws
+from mmrl.tasks.search_program.task import MultihopQaTask
+
+History = tuple[tuple[str, str | Sequence[Message]], ...]
+
+
+@singledispatch
+def demonstrations(task: object, example: Example) -> list[Demonstration]:
+    """Supervised examples from one example of a task, by the task's class.
+
+    Empty for a task that is not listed here, for data from files or the hub, and where the retriever misses a document
+    that the reasoning needs: what a module says it read must be true.
+    """
+    return []
+
+
+@demonstrations.register
+def _search_program(task: MultihopQaTask, example: Example) -> list[Demonstration]:
+    """The rewriter's own two sub-questions; then two rerankers, one after those sub-questions and one after a poorer
+    rewriter; then two answerers, one with exactly the gold documents and one with others among them.
+
+    What is poorer or added is drawn, so that a policy meets in training what it will meet in a run.
+    """
+    hops = example.metadata.get("hops")
+    if not hops:
+        return []
+    question, answer, prompts = example.inputs["question"], example.metadata["answers"][0], task.prompts
+    draws = Draws("demonstration", example.id)
+    queries = [hop["query"] for hop in hops]
+    shown = [_single("rewriter", prompts.rewriter(question), f"### {'; '.join(queries)} ###")]
+    poorer = draws.pick([[question], [queries[0], question], [question, queries[1]], queries[::-1], queries[:1]])
+    titles = [hop["title"] for hop in hops]
+    for used in (queries, poorer):
+        candidates = task.search(used, example.inputs["corpus"])
+        names = [candidate["title"] for candidate in candidates]
+        gold = [names.index(title) for title in titles if title in names]
+        if gold:
+            chosen = ", ".join(str(index) for index in gold)
+            shown.append(_single("reranker", prompts.reranker(question, candidates), chosen))
+        if len(gold) == len(titles):
+            selected = [candidates[index] for index in gold]
+            if used is poorer:
+                others = [other for other in candidates if other["title"] not in titles]
+                draws.shuffle(others)
+                selected += others[: draws.below(3)]
+                draws.shuffle(selected)
+            shown.append(_single("answerer", prompts.answerer(question, selected), answer))
+    return shown
+
+
+@demonstrations.register
+def _search_agent(task: search_agent.SearchAgentTask, example: Example) -> list[Demonstration]:
+    """One search per hop and the answer, as turns of one context."""
+    hops = example.metadata.get("hops")
+    if not hops:
+        return []
+    first = task.prompts.question(example.inputs["question"])
+    thought = Draws("search_agent", example.id).pick(["look it up", "search first"])
+    history: History = ()
+    shown = []
+    for hop in hops:
+        turn = f"<think> {thought} </think>\n<search> {hop['query']} </search>"
+        shown.append(_turn(search_agent.MODULE, first, history, turn))
+        documents = task.search([hop["query"]], example.inputs["corpus"])
+        if hop["title"] not in [document["title"] for document in documents]:
+            return []
+        history = (*history, (turn, search_agent.information(task.prompts.documents(documents))))
+        thought = f"it is {hop['answer']}"
+    answer = f"<think> {thought} </think>\n<answer> {example.metadata['answers'][0]} </answer>"
+    return [*shown, _turn(search_agent.MODULE, first, history, answer)]
+
+
+@demonstrations.register
+def _tool_agent(task: tool_agent.ToolAgentTask, example: Example) -> list[Demonstration]:
+    """A tool call and the answer."""
+    hops = example.metadata.get("hops")
+    if not hops:
+        return []
+    (hop,) = hops
+    first = task.prompts.question(example.inputs["question"])
+    thought = Draws("tool_agent", example.id).pick(["look it up", "search first"])
+    command = json.dumps({"name": tool_agent.TOOL, "args": {"query": hop["query"]}})
+    call = f"<reasoning> {thought} </reasoning>\n<tool> {command} </tool>"
+    articles = task.search([hop["query"]], example.inputs["corpus"])
+    if hop["title"] not in [article["title"] for article in articles]:
+        return []
+    history = ((call, tool_agent.result(task.prompts.articles(articles))),)
+    answer = f"<reasoning> it is {hop['answer']} </reasoning>\n<answer> {example.metadata['answers'][0]} </answer>"
+    return [_turn(tool_agent.MODULE, first, (), call), _turn(tool_agent.MODULE, first, history, answer)]
+
+
+@demonstrations.register
+def _search_o1(task: search_o1.SearchO1Task, example: Example) -> list[Demonstration]:
+    """One search per hop, each condensed in a context of its own, and the answer."""
+    hops = example.metadata.get("hops")
+    if not hops:
+        return []
+    first = task.prompts.question(example.inputs["question"])
+    thought = Draws("search_o1", example.id).pick(["look it up", "search first"])
+    history: History = ()
+    shown, reasoning = [], ""
+    for hop in hops:
+        turn = f"{thought} {search_o1.QUERY[0]} {hop['query']} {search_o1.QUERY[1]}"
+        shown.append(_turn(search_o1.REASONER, first, history, turn))
+        reasoning += turn
+        documents = task.search([hop["query"]], example.inputs["corpus"])
+        if hop["title"] not in [document["title"] for document in documents]:
+            return []
+        thought = f"it is {hop['answer']}"
+        shown.append(_single(search_o1.CONDENSER, task.prompts.condense(reasoning, hop["query"], documents), thought))
+        history = (*history, (turn, search_o1.result(thought)))
+        reasoning += search_o1.result(thought)
+    answer = f"{thought} {search_o1.BOX}{example.metadata['answers'][0]}}}"
+    return [*shown, _turn(search_o1.REASONER, first, history, answer)]
+
+
+@demonstrations.register
+def _r1_searcher(task: r1_searcher.R1SearcherTask, example: Example) -> list[Demonstration]:
+    """One search per hop and the answer, as turns of one context."""
+    hops = example.metadata.get("hops")
+    if not hops:
+        return []
+    first = task.prompts.question(example.inputs["question"])
+    thought = Draws("r1_searcher", example.id).pick(["look it up", "search first"])
+    history: History = ()
+    shown = []
+    for hop in hops:
+        turn = f"{thought} {r1_searcher.QUERY[0]} {hop['query']} {r1_searcher.QUERY[1]}"
+        shown.append(_turn(r1_searcher.MODULE, first, history, turn))
+        documents = task.search([hop["query"]], example.inputs["corpus"])
+        if hop["title"] not in [document["title"] for document in documents]:
+            return []
+        history = (*history, (turn, r1_searcher.result(task.prompts.documents(documents))))
+        thought = f"it is {hop['answer']}"
+    answer = f"{thought} </think>\n<answer> {example.metadata['answers'][0]} </answer>"
+    return [*shown, _turn(r1_searcher.MODULE, first, history, answer)]
+
+
+@demonstrations.register
+def _qa_direct(task: qa_direct.DirectQaTask, example: Example) -> list[Demonstration]:
+    """The answer, plain and after the steps to it, whatever the config: one warm start serves both prompts."""
+    hops = example.metadata.get("hops")
+    if not hops:
+        return []
+    question, answer = example.inputs["question"], example.metadata["answers"][0]
+    thought = " ".join(f"{hop['query']}: {hop['answer']}." for hop in hops)
+    return [
+        _single(qa_direct.MODULE, task.prompts.question(question, False), answer),
+        _single(qa_direct.MODULE, task.prompts.question(question, True), f"{thought}\nAnswer: {answer}"),
+    ]
+
+
+@demonstrations.register
+def _banking77(task: Banking77Task, example: Example) -> list[Demonstration]:
+    """A short reason and the label."""
+    reason = example.metadata.get("reason")
+    if reason is None:
+        return []
+    return [_predicted(task, "classify.predict", example.inputs, reasoning=reason, label=example.metadata["label"])]
+
+
+@demonstrations.register
+def _papillon(task: PapillonTask, example: Example) -> list[Demonstration]:
+    """A request without the private pieces, and the external model's text made out in the asker's name."""
+    ask = example.metadata.get("ask")
+    if ask is None:
+        return []
+    query, private = example.inputs["user_query"], ", ".join(example.metadata["units"])
+    related = {"related_llm_request": ask, "related_llm_response": task.by_rule(ask), "user_query": query}
+    craft, respond = "craft_redacted_request.predict", "respond_to_query"
+    return [
+        _predicted(task, craft, {"user_query": query}, reasoning=f"Private: {private}", llm_request=ask),
+        _predicted(task, respond, related, response=example.metadata["target"]),
+    ]
+
+
+@demonstrations.register
+def _hover(task: HoverTask, example: Example) -> list[Demonstration]:
+    """Each hop notes what its document says and asks for what that names."""
+    notes, titles = example.metadata.get("notes"), example.metadata["titles"]
+    if notes is None:
+        return []
+    claim, shown = example.inputs["claim"], []
+    for hop in range(task.config.search_hops):
+        # the subject is found by the claim, what it names by its name; after the city nothing is missing
+        query = titles[hop] if 0 < hop < len(titles) else "None"
+        inputs = {"claim": claim, "key_facts": list(notes[:hop])}
+        if hop:
+            queries = {"search_query1": query, "search_query2": "None", "search_query3": "None"}
+            reasoning = f"{query} is next" if hop < len(titles) else "all is found"
+            shown.append(_predicted(task, "generate_query.predict", inputs, reasoning=reasoning, **queries))
+        if hop < min(task.config.search_hops - 1, len(titles)):
+            passages = task.passages_now([query if hop else claim], task.top_k[0])
+            if any(passage.startswith(f"{titles[hop]} | ") for passage in passages):
+                outputs = {"reasoning": f"{titles[hop]} tells", "new_key_facts": notes[hop]}
+                inputs = {**inputs, "new_search_results": passages}
+                shown.append(_predicted(task, "append_notes.predict", inputs, **outputs))
+    return shown
+
+
+def _single(module: str, messages: Sequence[Message], completion: str) -> Demonstration:
+    """One call in a context of its own."""
+    return Demonstration(module=module, messages=messages, completion=completion)
+
+
+def _turn(module: str, first: Sequence[Message], history: History, completion: str) -> Demonstration:
+    """The next turn of a context that began with the prompt `first`."""
+    return Demonstration(module=module, messages=first, history=history, completion=completion)
+
+
+def _predicted(task: DspyTask, module: str, inputs: Mapping[str, object], **outputs: str) -> Demonstration:
+    """What a DSPy predictor is asked for `inputs`, and `outputs` in the form that its adapter parses."""
+    import dspy
+
+    predictor = task.predictors[module]
+    adapter = dspy.settings.adapter or dspy.ChatAdapter()
+    return Demonstration(
+        module=module,
+        messages=adapter.format(predictor.signature, predictor.demos, dict(inputs)),
+        completion=adapter.format_assistant_message_content(predictor.signature, outputs).strip(),
+    )

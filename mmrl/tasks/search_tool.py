@@ -1,0 +1,123 @@
+"""Retrieval as a tool of a task: the corpora, a retriever for each, and what was asked of them.
+
+Held by `open_qa` and `dspy.hover`; how many documents a search may bring, and what a program sees of them, is theirs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+from mmrl.config.retriever import RetrieverConfig
+from mmrl.records import Example
+from mmrl.retrieval.base import AsyncRetriever, Document, Retriever
+from mmrl.retrieval.select import open_index_corpus, open_retriever
+from mmrl.system.artifacts import cache_root
+from mmrl.tasks.data.corpus import coverage
+from mmrl.tasks.data.layouts import load_corpus
+from mmrl.tasks.mini.examples import mini_corpus
+
+T = TypeVar("T")
+Results = Sequence[Sequence[Document]]
+"""Documents of each query, best first."""
+
+COUNTED = ("requests", "cached", "retries", "short", "empty", "failures")
+"""Counts of a retriever behind HTTP that a result shows."""
+
+
+def named_corpus(retriever: RetrieverConfig, corpus: str | None) -> dict[str, Sequence[Document]]:
+    """The corpus that a config names, under what it is; empty where it names none.
+
+    What a remote retriever holds is not known: its corpus has no documents here.
+
+    Raises:
+        DataError: an index or a file that cannot be used.
+    """
+    if retriever.name == "remote":
+        return {"remote": ()}
+    if retriever.index is not None:
+        return {"index": open_index_corpus(retriever)}
+    if corpus == "mini":
+        return {"mini": mini_corpus()}
+    return {} if corpus is None else {"given": load_corpus("task.corpus", corpus)}
+
+
+class SearchTool:
+    """Searches a task's corpora. A retriever is opened at its first search, and again after `close`.
+
+    Args:
+        config: `task.retriever`.
+        corpora: name -> documents; an example names the corpus that it is about.
+    """
+
+    def __init__(self, config: RetrieverConfig, corpora: Mapping[str, Sequence[Document]]):
+        self.config = config
+        self.corpora = corpora
+        self.retrievers: dict[str, Retriever] = {}
+        """Those that are open, by corpus."""
+        self._closed_counts: Counter[str] = Counter()
+
+    def search(self, queries: Sequence[str], top_k: Sequence[int], corpus: str) -> list[list[Document]]:
+        """The best `top_k[i]` documents for each query; blocks."""
+        return self._open(corpus).search(queries, top_k)
+
+    def use(
+        self, queries: Sequence[str], top_k: Sequence[int], corpus: str, present: Callable[[Results], T]
+    ) -> T | Awaitable[T]:
+        """`present` of what a search finds: to be awaited where the retriever is behind HTTP, so that it does not keep
+        the other rollouts waiting; at once where it is in process."""
+        retriever = self._open(corpus)
+        if not isinstance(retriever, AsyncRetriever):
+            return present(retriever.search(queries, top_k))
+
+        async def answer() -> T:
+            return present(await retriever.search_async(queries, top_k))
+
+        return answer()
+
+    def _open(self, corpus: str) -> Retriever:
+        if corpus not in self.retrievers:
+            self.retrievers[corpus] = open_retriever(self.config, self.corpora[corpus])
+        return self.retrievers[corpus]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What retrievers behind HTTP were asked since the last `reset_counts`."""
+        counts = Counter(self._closed_counts)
+        for retriever in self.retrievers.values():
+            if isinstance(retriever, AsyncRetriever):
+                counts.update(retriever.counts)
+        return counts
+
+    def reset_counts(self) -> None:
+        """Forget the counts of retrievers that were closed; called between runs, when all of them are."""
+        self._closed_counts.clear()
+
+    def close(self) -> None:
+        """Stop retrievers' child processes and close their connections."""
+        self._closed_counts = self.counts
+        retrievers, self.retrievers = self.retrievers, {}
+        for retriever in retrievers.values():
+            if isinstance(retriever, AsyncRetriever):
+                retriever.close()
+
+    def coverage(self, splits: Mapping[str, Sequence[Example]]) -> dict[str, float]:
+        """Split -> share of its examples that the corpus can answer; absent where that is not known."""
+        return coverage(splits, self.corpora, cache_root(self.config.cache_dir))
+
+    def describe_counts(self) -> str:
+        """What retrievers behind HTTP were asked, in brackets; empty for those in process."""
+        counts = self.counts
+        shown = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in COUNTED if counts.get(name))
+        return f" ({shown})" if shown else ""
+
+    def describe(self) -> str:
+        """Which retriever, its budget, where it searches, and what it was asked."""
+        where = self.config.index or self.config.url
+        return (
+            f"{self.config.name}, {self.config.top_k} documents"
+            + (f", {where}" if where else "")
+            + (", child process" if self.config.process == "child" else "")
+            + self.describe_counts()
+        )
