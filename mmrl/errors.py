@@ -14,6 +14,7 @@ The error model in four points:
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable, Sequence
 
 
@@ -158,6 +159,12 @@ class ReplayDivergence(RolloutError):
 
 
 MODEL_CAUSED = frozenset({ParseFailure.kind, LengthFailure.kind, LimitFailure.kind})
+
+
+def print_error(error: MmrlError) -> None:
+    """One line per problem on stderr."""
+    for line in error.problems if isinstance(error, ConfigError) else [str(error)]:
+        print(f"error: {line}", file=sys.stderr)
 
 
 def nearest(name: str, choices: Sequence[str]) -> str:

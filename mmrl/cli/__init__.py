@@ -1,17 +1,21 @@
-"""The `mmrl` command: reads the command line, composes the config, hands over to `run`.
+"""The `mmrl` command: Typer finds the command and its help, every other word is a setting or Hydra's.
 
-Imports here stay light (`mmrl --help` loads neither torch nor Hydra); Hydra is imported in `cli.compose` alone.
+It parses and hands over to `mmrl.run`. Imports here stay light: no help loads torch or Hydra, the overview not even
+pydantic; each command imports what it needs when it runs.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+import typer
 
 from mmrl import __version__
-from mmrl.errors import MmrlError, nearest
+from mmrl.cli.commands import COMMANDS, WORKER, app
+from mmrl.errors import ConfigError, MmrlError, nearest, print_error
 
-HELP = """\
+OVERVIEW = """\
 mmrl {version}: train language-model programs by reinforcement learning.
 
 Usage:
@@ -40,6 +44,8 @@ Usage:
   mmrl new-task NAME [kind=async|dspy] [dir=FOLDER]
                                       write a task package of your own: data, program, tool, reward, test
 
+`mmrl COMMAND --help` has the keys and examples of one command.
+
 Compose a run from:
   task=       {task}
   algo=       {algo}
@@ -57,14 +63,17 @@ own arguments; `--cfg job` prints what a command line sets. docs/reproducing.md 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code: 0 done, 1 stopped, 2 bad input, 130 interrupted."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no reason to end
     try:
-        return _dispatch(arguments)
+        return _dispatch(words)
     except MmrlError as error:
         print_error(error)
         return error.exit_code
+    except typer.TyperException as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)  # what had begun has said how to go on
         return 130
@@ -73,120 +82,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def print_error(error: MmrlError) -> None:
-    """One line per problem on stderr."""
-    lines = getattr(error, "problems", None) or [str(error)]
-    for line in lines:
-        print(f"error: {line}", file=sys.stderr)
-
-
-def _dispatch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_help(), end="")
-        return 0
-    if arguments[0] in ("-V", "--version"):
+def _dispatch(words: Sequence[str]) -> int:
+    first = words[0] if words else "--help"
+    if first in ("-h", "--help", "help"):
+        print(_overview(), end="")
+    elif first in ("-V", "--version"):
         print(f"mmrl {__version__}")
-        return 0
-    if arguments[0] in ("-sc", "--shell-completion"):
-        from mmrl.cli.compose import complete
+    elif first in ("-sc", "--shell-completion"):
+        from mmrl.cli.hydra import complete
 
-        return complete(arguments)
-    command, rest = arguments[0], arguments[1:]
-    if command not in COMMANDS:
-        hint = nearest(command, list(COMMANDS))
-        print(f"error: unknown command '{command}'{hint} (commands: {', '.join(COMMANDS)})", file=sys.stderr)
-        return 2
-    if rest and rest[0] in ("-h", "--help"):
-        print(_help(), end="")
-        return 0
-    return COMMANDS[command](rest)
+        complete(words)
+    elif first not in COMMANDS and first != WORKER:
+        raise ConfigError(f"unknown command '{first}'{nearest(first, COMMANDS)} (commands: {', '.join(COMMANDS)})")
+    else:
+        bare_group = list(words) == ["index"]  # Typer calls that an error; here it asks what there is
+        code: int = app([*words, *(["--help"] if bare_group else [])], standalone_mode=False, prog_name="mmrl")
+        return code
+    return 0
 
 
-def _help() -> str:
+def _overview() -> str:
     from textwrap import fill
 
-    from mmrl.config.groups import GROUPS, options
+    from mmrl.system.conf import GROUPS, options
 
     names = {group: options(group) for group in GROUPS}
     rows = names["experiment"]  # the rows of a table count as one choice: there are too many to read
     names["experiment"] = list(dict.fromkeys(f"{row.rpartition('/')[0]}/*" if "/" in row else row for row in rows))
-    wrapped = {group: fill(" ".join(found) or "-", 104, subsequent_indent=" " * 14) for group, found in names.items()}
-    return HELP.format(version=__version__, **wrapped)
-
-
-def _train(arguments: list[str]) -> int:
-    from mmrl.cli.commands import train_command
-
-    return train_command(arguments)
-
-
-def _eval(arguments: list[str]) -> int:
-    from mmrl.cli.commands import eval_command
-
-    return eval_command(arguments)
-
-
-def _show(arguments: list[str]) -> int:
-    from mmrl.cli.commands import show_command
-
-    return show_command(arguments)
-
-
-def _report(arguments: list[str]) -> int:
-    from mmrl.cli.commands import report_command
-
-    return report_command(arguments)
-
-
-def _compare(arguments: list[str]) -> int:
-    from mmrl.cli.compare import compare_command
-
-    return compare_command(arguments)
-
-
-def _credit(arguments: list[str]) -> int:
-    from mmrl.cli.commands import credit_command
-
-    return credit_command(arguments)
-
-
-def _plan(arguments: list[str]) -> int:
-    from mmrl.cli.planning import plan_command
-
-    return plan_command(arguments)
-
-
-def _index(arguments: list[str]) -> int:
-    from mmrl.cli.index import index_command
-
-    return index_command(arguments)
-
-
-def _serve_retriever(arguments: list[str]) -> int:
-    from mmrl.cli.index import serve_command
-
-    return serve_command(arguments)
-
-
-def _new_task(arguments: list[str]) -> int:
-    from mmrl.cli.new_task import new_task_command
-
-    return new_task_command(arguments)
-
-
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": _train,
-    "eval": _eval,
-    "show": _show,
-    "report": _report,
-    "compare": _compare,
-    "credit": _credit,
-    "plan": _plan,
-    "index": _index,
-    "serve-retriever": _serve_retriever,
-    "new-task": _new_task,
-}
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    wrapped = {group: fill(" ".join(some) or "-", 104, subsequent_indent=" " * 14) for group, some in names.items()}
+    return OVERVIEW.format(version=__version__, **wrapped)

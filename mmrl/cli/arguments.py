@@ -1,12 +1,17 @@
-"""`key=value` arguments of commands that Hydra does not compose: read, typed and judged all at once."""
+"""The words after a command, read in one way by all commands: `key=value`, at most one name, and flags.
+
+Typer hands on every word that it does not know (`mmrl.cli`). Commands that Hydra does not compose read theirs here into
+a pydantic section; the others give them to `mmrl.cli.hydra`.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from mmrl.config.base import Section
 from mmrl.config.validate import explain
@@ -15,39 +20,103 @@ from mmrl.errors import ConfigError
 SectionT = TypeVar("SectionT", bound=Section)
 
 
-def read_arguments(command: str, schema: type[SectionT], arguments: Sequence[str]) -> SectionT:
-    """Arguments as a section.
+@dataclass(frozen=True, slots=True)
+class Words:
+    """The words of one command, sorted."""
+
+    names: tuple[str, ...]
+    settings: tuple[str, ...]
+    """`key=value` and `~key`, as typed."""
+    flags: tuple[tuple[str, str | None], ...]
+    """(flag, its value)."""
+
+    @classmethod
+    def sort(cls, words: Sequence[str], with_value: Collection[str] = ()) -> Words:
+        """Flags begin with `-`, settings hold a `=` or begin with `~`, all others are names.
+
+        Args:
+            words: what follows the command.
+            with_value: flags that take the next word as their value, unless that is a setting.
+        """
+        names, settings, flags = [], [], []
+        rest = list(words)
+        while rest:
+            word = rest.pop(0)
+            if word.startswith("-"):
+                flag, equals, value = word.partition("=")
+                takes_next = flag in with_value and not equals and rest and "=" not in rest[0]
+                flags.append((flag, value if equals else rest.pop(0) if takes_next else None))
+            else:
+                (settings if "=" in word or word.startswith("~") else names).append(word)
+        return cls(tuple(names), tuple(settings), tuple(flags))
+
+
+class ShowArguments(Section):
+    """`mmrl show`."""
+
+    run_dir: str
+    example: str | None = None
+    step: int | None = Field(None, ge=0)
+
+
+class ReportArguments(Section):
+    """`mmrl report`."""
+
+    run_dir: str
+
+
+def read_arguments(
+    command: str, schema: type[SectionT], words: Sequence[str], *, name: str | None = None, called: str = ""
+) -> SectionT:
+    """Words as a section.
 
     Args:
         command: `mmrl index build`, for messages.
         schema: its fields are the keys; a tuple field takes values joined by commas.
-        arguments: `key=value` each.
+        words: `key=value` each, and the name.
+        name: the field that the one word without a `=` sets; None: there is no such word.
+        called: what the name is in messages: `RUN_DIR`.
 
     Raises:
         ConfigError: every problem at once.
     """
-    problems = [f"{a}: expected key=value" for a in arguments if "=" not in a or a.startswith("-")]
-    given = [a.split("=", 1) for a in arguments if "=" in a and not a.startswith("-")]
-    keys = [key for key, _ in given]
-    problems += [f"{key}: given more than once" for key in dict.fromkeys(keys) if keys.count(key) > 1]
-    values = {key: _value(schema, key, text) for key, text in given}
+    sorted_words = Words.sort(words)
+    problems = [f"{flag}: unknown flag of {command}" for flag, _ in sorted_words.flags]
+    typed = [text.partition("=")[::2] for text in sorted_words.settings]
+    keys = [key for key, _ in typed]
+    values = {key: _value(schema, key, text) for key, text in typed}
+    wrong = [f"{key}: given more than once" for key in dict.fromkeys(keys) if keys.count(key) > 1]
+    if name is None:
+        wrong += [f"{word}: expected key=value" for word in sorted_words.names]
+    elif len(sorted_words.names) == 1:
+        values[name] = sorted_words.names[0]
+    else:
+        problems.append(f"{command}: got {len(sorted_words.names)} names, expected one: {command} {called}")
+        values.setdefault(name, "")  # so that the other keys can be judged
     try:
         section = schema.model_validate(values)
     except ValidationError as error:
-        problems += explain(schema, error)
+        wrong += explain(schema, error)
+    problems += [f"{command}: {problem}" for problem in wrong]
     if problems:
-        raise ConfigError([f"{command}: {problem}" for problem in problems])
+        raise ConfigError(problems)
     return section
 
 
-def _value(schema: type[Section], key: str, text: str) -> Any:
+def comma_separated(text: str) -> tuple[str, ...]:
+    """The parts of `a,b` or `[a,b]`."""
+    return tuple(part.strip() for part in text.strip("[]").split(",") if part.strip())
+
+
+def _value(schema: type[Section], key: str, text: str) -> object:
     field = schema.model_fields.get(key)
     kind = str(field.annotation) if field else ""
     if "tuple" in kind:
-        return tuple(part.strip() for part in text.strip("[]").split(",") if part.strip())
+        return comma_separated(text)
     if "str" in kind and "Literal" not in kind:
         return None if text == "null" and "None" in kind else text
     try:
-        return json.loads(text.lower() if text.lower() in ("true", "false", "null") else text)
+        value: object = json.loads(text.lower() if text.lower() in ("true", "false", "null") else text)
     except ValueError:
         return text
+    return value

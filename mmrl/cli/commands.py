@@ -1,280 +1,388 @@
-"""One function per command: compose, validate, check, then hand over to `run` (which may import torch)."""
+"""One function per command: what it takes, what its help says, and whom it hands over to.
+
+Every body imports what it runs, so that help and the other commands load neither torch nor Hydra.
+"""
 
 from __future__ import annotations
 
-import re
+import json
+import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import redirect_stdout
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
-from uuid import uuid4
+from typing import Annotated
 
-from mmrl.cli import print_error
-from mmrl.cli.compose import CommandLine, composed, expand, parse_arguments, take, through_hydra
-from mmrl.config import EvalCommandConfig, TrainCommandConfig, validate
-from mmrl.config.validate import algo_section
-from mmrl.errors import ConfigError, MmrlError, unknown
+import typer
+
+from mmrl.errors import ConfigError, MmrlError
+
+WORKER = "worker"
+"""The hidden command of one process of a run of several."""
+# Typer would report an unknown option at once and alone; passed on, it is named together with all other mistakes.
+SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+HYDRA_FLAGS = """\b
+Flags:
+  -m                   a sweep: a key takes several values, one run for every combination
+  --config-dir FOLDER  configs of your own, before conf/ here and the shipped ones
+  --cfg job            print the composed config and stop (also: --info, --resolve, --package)"""
+JsonFlag = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: sizes first, then built; looked into.")
 
 
-def train_command(arguments: Sequence[str]) -> int:
-    """`mmrl train`."""
-    line = parse_arguments(arguments)
-    resume = take(line.overrides, "resume")
-    if resume is not None:
-        return _resume(resume, line)
-    if line.prints_only:
-        _refuse_unknown_choices(line)
-        through_hydra("train", line, lambda raw: None)
+@app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [-m]", epilog=HYDRA_FLAGS)
+def train(context: typer.Context) -> int:
+    """Train; ends with a table before/after and a report.
+
+    \b
+    Keys (docs/configuration.md lists them all):
+      task= algo= model= hardware= engine=   what a run is composed of; `mmrl --help` lists the choices
+      experiment=                            everything for one row of a paper's table
+      train.* algo.* task.* model.* eval.*   any setting of these parts: train.steps=100 algo.group_size=8
+      seed=                                  of every random choice
+      run.dir=                               the run's folder; default: outputs/TASK/ALGO/TIME_sSEED
+      plugins=[PACKAGE]                      packages that add tasks or algorithms
+      resume=RUN_DIR                         continue a stopped run; no other key with it
+
+    \b
+    Examples:
+      mmrl train
+      mmrl train algo=grpo task=2wiki train.steps=50 seed=1
+      mmrl train -m algo=mhgpo_rr,grpo seed=0,1,2
+      mmrl train resume=outputs/hotpotqa/mhgpo_rr/RUN
+    """
+    from mmrl.cli import hydra
+    from mmrl.config import TrainCommandConfig
+
+    line = hydra.read_line(context.args, own=("resume",))
+    if "resume" in line.own:
+        hydra.refuse_beside_resume(line)
+        from mmrl.run.train import resume
+
+        return resume(Path(line.own["resume"]))
+    if line.flags:
+        hydra.print_only("train", line)
         return 0
-    configs = validated("train", TrainCommandConfig, line)
-    from mmrl.run import check as prepare
-    from mmrl.run import train as run
+    configs = hydra.configs("train", TrainCommandConfig, line)
+    from mmrl.run.check import check_all
 
-    prepare.check_all(configs, typed_keys(line))
-    if not line.multirun:
-        return run.train(configs[0], command=["mmrl", "train", *arguments])
-    return _sweep(line, arguments, len(configs))
+    check_all(configs, line.keys)
+    command = ["mmrl", "train", *context.args]
+    if line.multirun:
+        from mmrl.run.compare import sweep
+
+        return sweep(len(configs), command, lambda job: hydra.through_hydra("train", line, job))
+    from mmrl.run.train import train as train_one
+
+    return train_one(configs[0], command)
 
 
-def eval_command(arguments: Sequence[str]) -> int:
-    """`mmrl eval`."""
-    line = parse_arguments(arguments)
-    resume = take(line.overrides, "resume")
-    if resume is not None:
-        _nothing_else(line)
-        from mmrl.run import eval as evaluation
+@app.command("eval", context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...] [-m]", epilog=HYDRA_FLAGS)
+def evaluate(context: typer.Context) -> int:
+    """Evaluate a run, checkpoint, adapter, model folder or hub id on any task; each item is kept.
 
-        return evaluation.resume_evaluation(Path(resume))
-    if line.prints_only:
-        _refuse_unknown_choices(line)
-        through_hydra("eval", line, lambda raw: None)
+    \b
+    Keys (docs/configuration.md lists them all):
+      policy=                        what is evaluated; `tiny`: the shipped model
+      task= split=train|dev|test     on which examples; split=dev
+      eval.items= eval.samples=      how many examples, and how often each; also eval.temperature=
+      model= hardware= engine=       how the policy is loaded and asked
+      experiment= seed= run.dir=     as in `mmrl train`
+      resume=EVAL_DIR                continue a stopped evaluation; no other key with it
+
+    \b
+    Examples:
+      mmrl eval policy=tiny
+      mmrl eval policy=outputs/hotpotqa/mhgpo_rr/RUN task=2wiki split=test
+      mmrl eval -m policy=tiny task=hotpotqa,2wiki,musique
+    """
+    from mmrl.cli import hydra
+    from mmrl.config import EvalCommandConfig
+
+    line = hydra.read_line(context.args, own=("resume",))
+    if "resume" in line.own:
+        hydra.refuse_beside_resume(line)
+        from mmrl.run.eval import resume_evaluation
+
+        return resume_evaluation(Path(line.own["resume"]))
+    if line.flags:
+        hydra.print_only("eval", line)
         return 0
-    configs = validated("eval", EvalCommandConfig, line)
-    from mmrl.run import check as prepare
-    from mmrl.run import eval as evaluation
+    configs = hydra.configs("eval", EvalCommandConfig, line)
+    from mmrl.run.check import check_all
+    from mmrl.run.eval import evaluate_columns, evaluate_policy
 
-    prepare.check_all(configs, typed_keys(line))
-    command = ["mmrl", "eval", *arguments]
+    check_all(configs, line.keys)
+    command = ["mmrl", "eval", *context.args]
     if not line.multirun:
-        return evaluation.evaluate_policy(configs[0], command=command)
+        return evaluate_policy(configs[0], command=command)
     from mmrl.report.columns import column_names
 
-    columns = dict(zip(column_names(expand(line, [])), configs, strict=True))
-    return evaluation.evaluate_columns(columns, command=command)
+    columns = dict(zip(column_names(hydra.expand(line, [])), configs, strict=True))
+    return evaluate_columns(columns, command=command)
 
 
-def show_command(arguments: Sequence[str]) -> int:
-    """`mmrl show RUN_DIR [example=ID] [step=N [--json]]`."""
-    as_json = "--json" in arguments
-    flags = [a for a in arguments if a.startswith("-")]
-    positional = [a for a in arguments if "=" not in a and a not in flags]
-    values = dict(a.split("=", 1) for a in arguments if "=" in a and a not in flags)
-    problems = [f"{flag}: unknown flag, mmrl show has --json alone" for flag in flags if flag != "--json"]
-    if as_json and ("step" not in values or "example" in values):
-        problems.append("--json: writes the rollouts of one step; give step=N, and no example")
-    problems += [unknown("mmrl show", key, ("example", "step")) for key in values if key not in ("example", "step")]
-    if len(positional) != 1:
-        problems.append(f"mmrl show: got {len(positional)} run directories, expected one: mmrl show RUN_DIR")
-    if not values.get("step", "0").isdigit():
-        problems.append(f"step: got '{values['step']}', expected a step number")
-    if problems:
-        raise ConfigError(problems)
-    from mmrl.report.show import show
+@app.command(context_settings=SETTINGS, options_metavar="RUN_DIR [example=ID] [step=N [--json]]")
+def show(context: typer.Context, as_json: JsonFlag = False) -> int:
+    """Print a run's curves, the tree of calls of an example, or a step's rollouts as JSON.
 
-    step = int(values["step"]) if "step" in values else None
-    if as_json and step is not None:
-        from mmrl.report.forest import dump_forest
-        from mmrl.report.journal import read_step
-        from mmrl.report.rundir import RunDir
-        from mmrl.system.files import dumps
+    \b
+    Keys:
+      example=ID   the calls of that training example
+      step=N       of that step; with --json: its rollouts, in the form that `mmrl credit` reads
 
-        forest, _ = read_step(RunDir.read(Path(positional[0])), step)
-        print(dumps(dump_forest(forest)))
+    \b
+    Examples:
+      mmrl show outputs/hotpotqa/mhgpo_rr/RUN
+      mmrl show outputs/hotpotqa/mhgpo_rr/RUN step=40 example=5a7a0
+      mmrl show outputs/hotpotqa/mhgpo_rr/RUN step=40 --json > rollouts.json
+    """
+    from mmrl.cli.arguments import ShowArguments, read_arguments
+
+    given = read_arguments("mmrl show", ShowArguments, context.args, name="run_dir", called="RUN_DIR")
+    path = Path(given.run_dir)
+    if not as_json:
+        from mmrl.report.show import show as shown
+
+        print(shown(path, example=given.example, step=given.step))
         return 0
-    print(show(Path(positional[0]), example=values.get("example"), step=step))
+    if given.step is None or given.example is not None:
+        raise ConfigError("--json: writes the rollouts of one step; give step=N, and no example")
+    from mmrl.report.forest import dump_forest
+    from mmrl.report.journal import read_step
+    from mmrl.report.rundir import RunDir
+    from mmrl.system.files import dumps
+
+    forest, _ = read_step(RunDir.read(path), given.step)
+    print(dumps(dump_forest(forest)))
     return 0
 
 
-def report_command(arguments: Sequence[str]) -> int:
-    """`mmrl report RUN_DIR`."""
-    if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise ConfigError(f"mmrl report: got {' '.join(arguments) or 'nothing'}, expected one run directory")
-    from mmrl.report.html import report
+@app.command(context_settings=SETTINGS, options_metavar="RUN_DIR")
+def report(context: typer.Context) -> int:
+    """Write a run's report.html again, from what is in its folder.
 
-    print(report(Path(arguments[0])))
+    \b
+    Examples:
+      mmrl report outputs/hotpotqa/mhgpo_rr/RUN
+    """
+    from mmrl.cli.arguments import ReportArguments, read_arguments
+    from mmrl.report.html import report as write_report
+
+    given = read_arguments("mmrl report", ReportArguments, context.args, name="run_dir", called="RUN_DIR")
+    print(write_report(Path(given.run_dir)))
     return 0
 
 
-def credit_command(arguments: Sequence[str]) -> int:
-    """`mmrl credit algo=A[,B] [algo.key=value] rollouts=FILE [seed=N] [--json]`: no task, no model, no torch."""
-    as_json = "--json" in arguments
-    line = parse_arguments([a for a in arguments if a != "--json"])
-    typed = [override.lstrip("+~").partition("=")[0] for override in line.overrides]
-    path = take(line.overrides, "rollouts")
-    names = take(line.overrides, "algo")
-    problems = [] if path else ["rollouts: missing, expected a forest file or a journal step (rollouts=FILE)"]
-    problems += [] if names else ["algo: missing, expected one or more algorithms (algo=A or algo=A,B)"]
-    chosen = [name.strip() for name in (names or "").split(",")]
-    problems += [f"algo: got '{name}' more than once" for name in dict.fromkeys(chosen) if chosen.count(name) > 1]
-    if any(not re.fullmatch(r"[\w./-]*", name) for name in chosen):
-        problems.append(f"algo: got '{names}', expected names joined by commas: algo=A,B")
-        names = None
-    repeated = [key for key in dict.fromkeys(typed) if typed.count(key) > 1]
-    problems += [f"{key}: given more than once" for key in repeated]
-    flags = [*(["-m"] if line.multirun else []), *line.flags]
-    problems += [f"{' '.join(flags)}: has no effect on mmrl credit; several algorithms are algo=A,B"] if flags else []
-    stray = {key for key in typed_keys(line) if key.partition(".")[0] not in ("algo", "seed", "plugins")}
-    problems += [
-        f"{key}: has no effect on mmrl credit, which composes algo= alone" for key in sorted(stray.difference(repeated))
-    ]
-    line = _without(line, stray)
-    if not (path and names) or repeated:
-        raise ConfigError(problems)
-    with redirect_stdout(sys.stderr):  # what a package prints when it is imported is no part of the result
-        _plugins(line)
-    algos, seed = [], 0
-    for name in dict.fromkeys(chosen):
-        job = CommandLine(overrides=[f"algo={name}", *line.overrides], config_dir=line.config_dir)
-        before = len(problems)
-        (overrides,) = expand(job, problems)
-        if len(problems) > before:
-            continue
-        raw = composed("credit", overrides, line.config_dir)
-        algos.append(algo_section(raw.get("algo"), problems))
-        seed = raw.get("seed", 0)
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        problems.append(f"seed: got {seed!r}, expected a whole number, 0 or more")
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
+@app.command(context_settings=SETTINGS, options_metavar="[RUN_DIR ...] [KEY=VALUE ...]")
+def compare(context: typer.Context) -> int:
+    """Show runs side by side: one figure, tables, which algorithm learned.
+
+    Of run directories, or of algorithms on tasks: missing runs start, unfinished ones continue, finished ones stay.
+
+    \b
+    Keys:
+      algo=A,B seed=0,1,2 task=T   what is run; seed=0,1,2 and task=hotpotqa where left out
+      plan=NAME                    the runs of conf/compare/NAME.yaml; algo=, task=, seed= choose from them
+      name=NAME                    of the comparison; its runs lie in outputs/compare/NAME
+      jobs=N                       runs at once, one thread each; jobs=1
+      runs=[DIR,DIR]               the same as run directories alone
+      out=FOLDER docs=FILE.md      where figure and tables go; a page whose marked part they fill
+      any other key                a setting of every run, as in `mmrl train`
+      --config-dir FOLDER          configs of your own
+
+    \b
+    Examples:
+      mmrl compare algo=mhgpo_rr,grpo seed=0,1,2 jobs=2
+      mmrl compare plan=mini
+      mmrl compare outputs/hotpotqa/mhgpo_rr/RUN outputs/hotpotqa/grpo/RUN
+    """
+    from mmrl.cli import hydra
+    from mmrl.config import TrainCommandConfig
+    from mmrl.run.compare import KEYS, ComparisonRequest, look_at_runs, run_comparison
+
+    line = hydra.read_line(context.args, own=KEYS, names=True)
+    if line.switches:
+        switches = " ".join(line.switches)
+        raise ConfigError(f"{switches}: not for mmrl compare, which takes lists as they are: algo=a,b seed=0,1")
+    request = ComparisonRequest(line.own, line.names, line.typed, line.keys, line.config_dir)
+    if request.of_existing_runs:
+        return look_at_runs(request)
+    return run_comparison(request, lambda words: hydra.configured(TrainCommandConfig, words, line.config_dir))
+
+
+@app.command(context_settings=SETTINGS, options_metavar="algo=A[,B] rollouts=FILE [KEY=VALUE ...]")
+def credit(context: typer.Context, as_json: JsonFlag = False) -> int:
+    """Print rewards, groups, advantages and weights of recorded rollouts; no task, no model, no torch.
+
+    \b
+    Keys:
+      algo=A,B        algorithms, side by side
+      rollouts=FILE   a forest file, or one step of a run's journal
+      algo.*          settings of the algorithms: algo.group_size=4
+      seed=           of the algorithm's own choices
+      plugins=        packages that add algorithms
+
+    \b
+    Examples:
+      mmrl credit algo=mhgpo_fof rollouts=forest.json
+      mmrl credit algo=mhgpo_fof,grpo rollouts=RUN_DIR/journal/step-000001.jsonl.gz --json
+    """
+    from mmrl.cli import hydra
+
+    request = hydra.credit_request(context.args)
     from mmrl.run.credit import credit_report, load_rollouts
 
-    print(credit_report(algos, load_rollouts(Path(path)), seed=seed, as_json=as_json))
+    print(credit_report(request.algos, load_rollouts(request.rollouts), seed=request.seed, as_json=as_json))
     return 0
 
 
-def validated(name: str, schema: Any, line: CommandLine) -> list[Any]:
-    """Every job's config, validated; the problems of all jobs together, each once."""
-    problems: list[str] = []
-    if name == "eval":
-        line = _without_training(line, problems)
-    jobs = expand(line, problems)
-    # Keys of a group whose choice is unknown cannot be judged: they belong to another schema.
-    unjudged = tuple(f"{problem.partition(':')[0]}." for problem in problems)
-    _plugins(line)
-    configs = []
-    for overrides in jobs:
-        try:
-            raw = composed(name, overrides, line.config_dir)
-            import_config_plugins(raw)
-            configs.append(validate(schema, raw))
-        except ConfigError as error:
-            found = [_row_elsewhere(name, overrides, problem) or problem for problem in error.problems]
-            problems += [problem for problem in found if not problem.startswith(unjudged)]
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
-    return configs
+@app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [device=NAME] [dry=N]")
+def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
+    """Print what a training run will do and cost, before it starts.
 
+    \b
+    Keys:
+      device=h200                   the device that is planned for: a GPU by name, or cpu
+      dry=N                         count tokens in rollouts of N examples; 0: from declared lengths
+      lengths=MODULE:P/C[,...]      tokens of prompt and completion of each module
+      any other key                 as in `mmrl train`
 
-def _row_elsewhere(name: str, overrides: Sequence[str], problem: str) -> str | None:
-    """What to say instead of `problem` where it comes from a row (`experiment=`) of the other command."""
-    typed = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
-    row = typed.get("experiment")
-    if row and name == "train" and problem.startswith("policy: unknown key") and "policy" not in typed:
-        return f"experiment: got '{row}', which evaluates and does not train: mmrl eval experiment={row}"
-    if row and name == "eval" and "Could not override 'algo'" in problem:
-        return f"experiment: got '{row}', which trains: mmrl train experiment={row}"
-    return None
-
-
-def _without_training(line: CommandLine, problems: list[str]) -> CommandLine:
-    """The line without keys that only `mmrl train` has; these are added to `problems`."""
-    stray = {key for key in typed_keys(line) if key.partition(".")[0] in ("train", "algo")}
-    problems += [f"{key}: has no effect on mmrl eval; it is an option of mmrl train" for key in sorted(stray)]
-    return _without(line, stray)
-
-
-def _without(line: CommandLine, keys: Collection[str]) -> CommandLine:
-    """The line without the overrides of these keys."""
-    kept = [override for override in line.overrides if override.lstrip("+~").partition("=")[0] not in keys]
-    return replace(line, overrides=kept)
-
-
-def _refuse_unknown_choices(line: CommandLine) -> None:
-    problems: list[str] = []
-    if line.multirun:
-        problems.append(f"{line.flags[0]}: prints one job, without -m and with one value for each key")
-    expand(line, problems)
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
-
-
-def typed_keys(line: CommandLine) -> set[str]:
-    """The keys that the user set."""
-    return {override.lstrip("+~").partition("=")[0] for override in line.overrides}
-
-
-def _plugins(line: CommandLine) -> None:
-    """Import `plugins=[pkg]` before validation, so that their names are known to it."""
-    for override in line.overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if key == "plugins":
-            from mmrl.run.check import import_plugins
-
-            import_plugins(name.strip() for name in value.strip("[]").split(",") if name.strip())
-
-
-def import_config_plugins(raw: Mapping[str, Any]) -> None:
-    """Import what a composed config names as `plugins`: a task's own file may name its package."""
-    given = raw.get("plugins")
-    if given and isinstance(given, tuple):  # anything else is for validation to refuse
-        from mmrl.run.check import import_plugins
-
-        import_plugins(package for package in given if isinstance(package, str))
-
-
-def _resume(folder: str, line: CommandLine) -> int:
-    _nothing_else(line)
-    from mmrl.run import train as run
-
-    return run.resume(Path(folder))
-
-
-def _nothing_else(line: CommandLine) -> None:
-    """Refuse anything beside `resume=`."""
-    if line.overrides or line.multirun or line.flags:
-        given = ", ".join([*line.overrides, *line.flags, *(["-m"] if line.multirun else [])])
-        raise ConfigError(f"resume: a run continues with the config it was started with; remove {given}")
-
-
-def _sweep(line: CommandLine, arguments: Sequence[str], jobs: int) -> int:
-    """Run the jobs through Hydra's sweeper and launcher; a job that stops does not stop the others.
-
-    A launcher may run them elsewhere (submitit: on a cluster), so exit codes come back as files.
+    \b
+    Examples:
+      mmrl plan
+      mmrl plan experiment=mhgpo/table1/mhgpo_rr device=h200
+      mmrl plan model=llama31_8b_instruct device=h100 lengths=rewriter:300/40
     """
-    Path("outputs").mkdir(exist_ok=True)
-    with TemporaryDirectory(dir="outputs", prefix=".sweep-") as folder:
-        codes = Path(folder).absolute()
-        through_hydra("train", line, partial(_swept, codes, tuple(arguments), jobs))
-        found = [int(path.read_text()) for path in codes.iterdir()]
-    failed = jobs - sum(code == 0 for code in found)
-    print(f"sweep: {jobs - failed} of {jobs} runs finished", file=sys.stderr if failed else sys.stdout)
-    return max(found, default=1) or int(failed > 0)
+    from mmrl.cli import hydra
+    from mmrl.config import TrainCommandConfig
+
+    line = hydra.read_line(context.args, own=("lengths", "dry", "device"))
+    if line.switches:
+        raise ConfigError("mmrl plan: takes one run and no flags but --json")
+    (config,) = hydra.configs("train", TrainCommandConfig, line)
+    from mmrl.run.plan import PlanRequest, make_plan  # only now: it loads torch, and a typing mistake need not wait
+
+    made = make_plan(config, PlanRequest.read(line.own))
+    print(made.as_json() if as_json else made.text())
+    return 0
 
 
-def _swept(codes: Path, arguments: tuple[str, ...], jobs: int, raw: Mapping[str, Any]) -> None:
-    """One job of a sweep, in this process or in one that a launcher has started."""
-    from mmrl.run import train as run
+@index_app.command("build", context_settings=SETTINGS, options_metavar="corpus=A[,B] index=DIR [KEY=VALUE ...]")
+def index_build(context: typer.Context) -> int:
+    """Build an index of a corpus; sizes are printed first, and a build that was stopped goes on.
 
-    name = f"algo={raw['algo']['name']} task={raw['task']['name']} seed={raw['seed']}"
-    print(f"-- job {len(list(codes.iterdir())) + 1} of {jobs}: {name}")
-    import_config_plugins(raw)
+    \b
+    Keys:
+      corpus=A,B                      files, folders or names of a corpus
+      index=DIR                       folder that is made
+      retriever=bm25|dense|colbert    bm25
+      k1= b=                          bm25
+      model= device= batch_size=      dense, colbert: the encoder, where it runs, texts at once
+      faiss=flat|hnsw                 dense, colbert
+      encoder=contriever|e5           dense: how the model wants its texts
+      plan=true                       print sizes and stop
+
+    \b
+    Examples:
+      mmrl index build corpus=passages.jsonl index=indexes/bm25
+      mmrl index build corpus=wiki18 index=indexes/e5 retriever=dense model=intfloat/e5-base-v2 plan=true
+    """
+    from mmrl.cli.index import build
+
+    return build(context.args)
+
+
+@index_app.command("info", context_settings=SETTINGS, options_metavar="index=DIR")
+def index_info(context: typer.Context) -> int:
+    """Print what an index holds.
+
+    \b
+    Examples:
+      mmrl index info index=indexes/bm25
+    """
+    from mmrl.cli.index import info
+
+    return info(context.args)
+
+
+@index_app.command("search", context_settings=SETTINGS, options_metavar="index=DIR query=TEXT [KEY=VALUE ...]")
+def index_search(context: typer.Context) -> int:
+    """Search an index.
+
+    \b
+    Keys:
+      index=DIR query=TEXT   what is searched for
+      top_k=                 passages; 5
+      device= batch_size=    dense, colbert
+      candidates=            colbert: nearest tokens of each query token
+
+    \b
+    Examples:
+      mmrl index search index=indexes/bm25 query="capital of France" top_k=3
+    """
+    from mmrl.cli.index import search
+
+    return search(context.args)
+
+
+@app.command("serve-retriever", context_settings=SETTINGS, options_metavar="index=DIR [KEY=VALUE ...]")
+def serve_retriever(context: typer.Context) -> int:
+    """Serve an index over HTTP, in Search-R1's and DSPy's protocols, until Ctrl-C.
+
+    \b
+    Keys:
+      index=DIR             what is served
+      host= port=           127.0.0.1 and 8000; port=0: a free one
+      max_batch=            queries of one search
+      parent=PID            end when this process is gone
+      device= batch_size=   dense, colbert
+      candidates=           colbert: nearest tokens of each query token
+
+    \b
+    Examples:
+      mmrl serve-retriever index=indexes/bm25 port=8000
+    """
+    from mmrl.cli.index import serve
+
+    return serve(context.args)
+
+
+@app.command("new-task", context_settings=SETTINGS, options_metavar="NAME [kind=async|dspy] [dir=FOLDER]")
+def new_task(context: typer.Context) -> int:
+    """Write a task package of your own: data, program, tool, reward, test.
+
+    \b
+    Keys:
+      kind=async|dspy   a plain async function, or a DSPy module
+      dir=FOLDER        that the package and conf/task/NAME.yaml are written into; the current one
+
+    \b
+    Examples:
+      mmrl new-task triage
+      mmrl new-task triage kind=dspy dir=tasks
+    """
+    from mmrl.cli.new_task import create
+
+    return create(context.args)
+
+
+@app.command(WORKER, hidden=True)
+def worker() -> int:
+    """One process of a run of several; `mmrl train` starts it, with its job in an environment variable."""
+    from mmrl.run.launch import JOB
+    from mmrl.run.train import work
+
     try:
-        code = run.train(validate(TrainCommandConfig, raw), command=["mmrl", "train", *arguments])
-    except MmrlError as error:
-        print_error(error)
-        code = error.exit_code
-    (codes / uuid4().hex).write_text(str(code))
+        if JOB not in os.environ:
+            raise ConfigError(f"{JOB}: missing; `mmrl train` starts this")
+        return work(json.loads(os.environ.pop(JOB)))
+    except MmrlError:
+        if (rank := os.environ.get("RANK", "0")) != "0":
+            print(f"process {rank}:", file=sys.stderr)
+        raise
+
+
+app.add_typer(index_app, name="index", context_settings={"help_option_names": ["-h", "--help"]})
+# In the order in which errors list them.
+COMMANDS = ("train", "eval", "show", "report", "compare", "credit", "plan", "index", "serve-retriever", "new-task")

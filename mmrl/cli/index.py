@@ -13,14 +13,8 @@ from pydantic import Field, model_validator
 from mmrl.cli.arguments import read_arguments
 from mmrl.config import RetrieverConfig
 from mmrl.config.base import Section
-from mmrl.errors import ConfigError, DataError, unknown
+from mmrl.errors import ConfigError, DataError
 
-USAGE = """\
-usage:
-  mmrl index build corpus=A[,B] index=DIR [retriever=bm25|dense|colbert] [model=M] [faiss=flat|hnsw] ...
-  mmrl index info index=DIR
-  mmrl index search index=DIR query=TEXT [top_k=5]
-"""
 KEY = "index"
 
 
@@ -90,81 +84,73 @@ class ServeArguments(Runtime):
     parent: int | None = Field(None, description="end when this process is gone")
 
 
-def index_command(arguments: Sequence[str]) -> int:
-    """`mmrl index ...`."""
-    actions = {"build": _build, "info": _info, "search": _search}
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE, end="")
-        return 0
-    if arguments[0] not in actions:
-        raise ConfigError(unknown("mmrl index", arguments[0], actions))
-    return actions[arguments[0]](arguments[1:])
-
-
-def _build(arguments: Sequence[str]) -> int:
+def build(words: Sequence[str]) -> int:
+    """`mmrl index build`."""
     from mmrl.models.hub import encoder_problems
     from mmrl.retrieval.index import build_index, partial_of, spec_of
     from mmrl.retrieval.select import packages_missing
     from mmrl.retrieval.sizes import estimate_text, measured_text
     from mmrl.tasks.data.corpus import Corpus
 
-    wanted = read_arguments("mmrl index build", BuildArguments, arguments)
-    section, folder = wanted.section(), Path(wanted.index).expanduser()
+    given = read_arguments("mmrl index build", BuildArguments, words)
+    section, folder = given.section(), Path(given.index).expanduser()
     problems = packages_missing(section)
     if folder.exists():
         problems.append(f"index: {folder} exists, and is left as it is; choose another folder or remove it yourself")
-    if not problems and wanted.retriever != "bm25":
+    if not problems and given.retriever != "bm25":
         problems += encoder_problems("model", str(spec_of(section).settings["model"]))
     try:
-        corpus = Corpus(wanted.corpus)
+        corpus = Corpus(given.corpus)
     except DataError as error:
         problems += error.problems
     if problems:
         raise ConfigError([f"mmrl index build: {problem}" for problem in problems])
     spec = spec_of(section)
     print(estimate_text(spec, corpus.local_bytes(), corpus.hub_ids(), folder), flush=True)
-    if wanted.plan:
+    if given.plan:
         return 0
     if partial_of(folder).is_dir():
         print(f"continuing the build in {partial_of(folder)}", flush=True)
     try:
-        info = build_index(
+        built = build_index(
             folder,
             spec,
             corpus.passages,
-            sources=wanted.corpus,
+            sources=given.corpus,
             stamp=corpus.stamp(),
-            device=wanted.device,
-            batch_size=wanted.batch_size,
+            device=given.device,
+            batch_size=given.batch_size,
             told=lambda written: print(measured_text(spec, written), flush=True),
         )
     except OSError as error:
         raise ConfigError(f"mmrl index build: cannot build {folder}: {error}; the same command goes on") from None
     if corpus.skipped:
         print("\n  ".join(["without passages, left out:", *corpus.skipped]))
-    print(f"built in {info.build_seconds:.1f} s: {folder}\nuse it: task.retriever.name={info.kind} ", end="")
+    print(f"built in {built.build_seconds:.1f} s: {folder}\nuse it: task.retriever.name={built.kind} ", end="")
     print(f"task.retriever.index={folder}, or mmrl serve-retriever index={folder}")
     return 0
 
 
-def _info(arguments: Sequence[str]) -> int:
+def info(words: Sequence[str]) -> int:
+    """`mmrl index info`."""
     from mmrl.retrieval.index import read_info
     from mmrl.retrieval.sizes import info_text
 
-    folder = Path(read_arguments("mmrl index info", InfoArguments, arguments).index).expanduser()
+    folder = Path(read_arguments("mmrl index info", InfoArguments, words).index).expanduser()
     print(info_text(folder, read_info(folder, KEY)))
     return 0
 
 
-def _search(arguments: Sequence[str]) -> int:
-    wanted = read_arguments("mmrl index search", SearchArguments, arguments)
-    _, retriever, _ = _opened(wanted)
+def search(words: Sequence[str]) -> int:
+    """`mmrl index search`."""
+    given = read_arguments("mmrl index search", SearchArguments, words)
+    _, retriever, _ = _opened(given)
     started = time.perf_counter()
-    (found,) = retriever.search([wanted.query], [wanted.top_k])
-    for rank, document in enumerate(found, 1):
-        title, text = (_line(words) for words in (document.title, document.text[:300]))
+    (documents,) = retriever.search([given.query], [given.top_k])
+    for rank, document in enumerate(documents, 1):
+        title, text = (_line(part) for part in (document.title, document.text[:300]))
         print(f"{rank:3d}  {document.score:9.4f}  [{_line(document.id)}] {title}\n     {text}")
-    print(f"{len(found)} passages in {1000 * (time.perf_counter() - started):.1f} ms")
+    print(f"{len(documents)} passages in {1000 * (time.perf_counter() - started):.1f} ms")
     return 0
 
 
@@ -173,49 +159,50 @@ def _line(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
-def serve_command(arguments: Sequence[str]) -> int:
-    """`mmrl serve-retriever index=DIR [host=] [port=]`."""
+def serve(words: Sequence[str]) -> int:
+    """`mmrl serve-retriever`."""
     from mmrl.retrieval.child import LISTENING
     from mmrl.retrieval.select import server_problems
 
-    wanted = read_arguments("mmrl serve-retriever", ServeArguments, arguments)
+    given = read_arguments("mmrl serve-retriever", ServeArguments, words)
     if problems := server_problems("mmrl serve-retriever"):
         raise ConfigError(problems)
-    info, retriever, documents = _opened(wanted)
-    from mmrl.retrieval.server import make_app, serve
+    facts, retriever, documents = _opened(given)
+    from mmrl.retrieval.server import make_app
+    from mmrl.retrieval.server import serve as serve_app
 
-    facts = {"kind": info.kind, "documents": documents, "index": Path(wanted.index).name, "digest": info.digest}
-    app = make_app(retriever, facts, max_batch=wanted.max_batch)
+    served = {"kind": facts.kind, "documents": documents, "index": Path(given.index).name, "digest": facts.digest}
+    app = make_app(retriever, served, max_batch=given.max_batch)
     try:
-        serve(app, wanted.host, wanted.port, parent=wanted.parent, announce=LISTENING + "{url}")
+        serve_app(app, given.host, given.port, parent=given.parent, announce=LISTENING + "{url}")
     except OSError as error:
         raise ConfigError(
-            f"mmrl serve-retriever: cannot listen on host={wanted.host} port={wanted.port}: {error.strerror or error}"
+            f"mmrl serve-retriever: cannot listen on host={given.host} port={given.port}: {error.strerror or error}"
         ) from None
     print("stopped", file=sys.stderr)
     return 0
 
 
-def _opened(wanted: Runtime) -> tuple[Any, Any, int]:
+def _opened(given: Runtime) -> tuple[Any, Any, int]:
     """Info, retriever and number of passages of an index folder."""
     from mmrl.retrieval.index import open_index, read_info
     from mmrl.retrieval.select import index_problems
     from mmrl.retrieval.store import PassageStore
 
-    folder = Path(wanted.index).expanduser()
-    info = read_info(folder, KEY)
-    if problems := index_problems(KEY, info):
+    folder = Path(given.index).expanduser()
+    facts = read_info(folder, KEY)
+    if problems := index_problems(KEY, facts):
         raise DataError(problems)
     try:
         passages = PassageStore(folder)
         retriever = open_index(
             folder,
-            info,
+            facts,
             passages,
-            device=wanted.device,
-            batch_size=wanted.batch_size,
-            candidates=wanted.candidates,
+            device=given.device,
+            batch_size=given.batch_size,
+            candidates=given.candidates,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"{KEY}: cannot open {folder}: {error}") from None
-    return info, retriever, len(passages)
+    return facts, retriever, len(passages)

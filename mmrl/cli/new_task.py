@@ -17,9 +17,9 @@ from pydantic import Field
 
 from mmrl.cli.arguments import read_arguments
 from mmrl.config.base import Section
-from mmrl.config.groups import conf_dir
 from mmrl.config.task import BUILT_IN
 from mmrl.errors import ConfigError
+from mmrl.system.conf import conf_dir
 
 TEXTS = Path(__file__).resolve().parent.parent / "assets" / "new_task"
 REPLIES = {"async": ('"0"', '"1"'), "dspy": ('{"department": "billing"}', '{"department": "repair"}')}
@@ -37,30 +37,24 @@ NO_NAMES = frozenset({"null", "true", "false", "nan", "inf"})
 
 
 class NewTaskArguments(Section):
-    """`key=value` arguments of `mmrl new-task NAME`."""
+    """`mmrl new-task`."""
 
+    name: str
     kind: Literal["async", "dspy"] = Field("async", description="program: a plain async function, or a DSPy module")
     dir: str = Field(".", description="folder that the package and conf/task/NAME.yaml are written into")
 
 
-def new_task_command(arguments: Sequence[str]) -> int:
+def create(words: Sequence[str]) -> int:
     """`mmrl new-task NAME [kind=async|dspy] [dir=FOLDER]`."""
-    names = [argument for argument in arguments if "=" not in argument and not argument.startswith("-")]
-    problems = [] if len(names) == 1 else [f"mmrl new-task: got {len(names)} names, expected one: mmrl new-task NAME"]
-    try:
-        given = read_arguments("mmrl new-task", NewTaskArguments, [a for a in arguments if a not in names])
-    except ConfigError as error:
-        problems += error.problems
-        given = NewTaskArguments()
+    given = read_arguments("mmrl new-task", NewTaskArguments, words, name="name", called="NAME")
     top = Path(given.dir).expanduser()
-    problems += [f"dir: no folder '{given.dir}'"] if not top.is_dir() else []
-    problems += name_problems(names[0], top) if len(names) == 1 else []
+    problems = [] if top.is_dir() else [f"dir: no folder '{given.dir}'"]
+    problems += name_problems(given.name, top)
     if problems:
         raise ConfigError(problems)
-    name = names[0]
-    files = write(name, top, given.kind)
+    files = write(given.name, top, given.kind)
     print("written:\n" + "\n".join(f"  {path}" for path in files))
-    print(f"\nnext:\n{next_commands(name, top)}")
+    print(f"\nnext:\n{next_commands(given.name, top)}")
     if given.kind == "dspy":
         print("\n" + DSPY_NOTE)
     return 0

@@ -15,13 +15,13 @@ from textwrap import fill
 from typing import Any
 
 from mmrl.config import EndpointConfig
-from mmrl.config.groups import row_keys
 from mmrl.report.html import write_report
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
 from mmrl.report.series import duration, series, short, sparkline, trailing_mean
 from mmrl.report.show import alarm_text
 from mmrl.report.tables import before_after_table, compare_items, facts_table
+from mmrl.system.conf import row_keys
 
 
 def finish(

@@ -37,7 +37,7 @@ def start(job: Mapping[str, Any], hardware: HardwareConfig, run_dir: str) -> int
     port = free_port()
     workers = [
         subprocess.Popen(
-            [sys.executable, "-m", "mmrl.cli.worker"],
+            [sys.executable, "-m", "mmrl", "worker"],
             env={**os.environ, **environment(hardware, rank, port), JOB: json.dumps(job)},
             preexec_fn=end_with_parent,  # nobody would watch them any more
         )

@@ -35,10 +35,10 @@ FOREST = {
 }
 TASK = """
 from mmrl.run import check as prepare
-from mmrl.cli.commands import validated
-from mmrl.cli.compose import parse_arguments
+from mmrl.cli.hydra import configs
+from mmrl.cli.hydra import read_line
 from mmrl.config import TrainCommandConfig
-(config,) = validated("train", TrainCommandConfig, parse_arguments([]))
+(config,) = configs("train", TrainCommandConfig, read_line([]))
 prepare.build_task(config.task, config.seed)
 """
 """Everything that a default run does before it loads a model."""

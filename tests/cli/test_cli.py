@@ -12,16 +12,15 @@ import pytest
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import COMMANDS, main
-from mmrl.cli.commands import validated
-from mmrl.cli.compose import composed, parse_arguments
+from mmrl.cli.hydra import composed, configs, read_line
 from mmrl.config import ALGO_SCHEMAS, EvalCommandConfig, TrainCommandConfig, validate
-from mmrl.config.groups import GROUPS, conf_dir, options
 from mmrl.errors import ConfigError
+from mmrl.system.conf import GROUPS, conf_dir, options
 
 
 def problems(*arguments):
     with pytest.raises(ConfigError) as caught:
-        validated("train", TrainCommandConfig, parse_arguments(arguments))
+        configs("train", TrainCommandConfig, read_line(arguments))
     return caught.value.problems
 
 
@@ -137,8 +136,8 @@ def test_arguments_that_cannot_be_read(arguments, says):
 
 
 def test_a_sweep_isvalidated_whole_before_anything_runs():
-    configs = validated("train", TrainCommandConfig, parse_arguments(["-m", "algo=mhgpo_fof,mhgpo_rr", "seed=1,2"]))
-    assert [(c.algo.name, c.seed) for c in configs] == [
+    found = configs("train", TrainCommandConfig, read_line(["-m", "algo=mhgpo_fof,mhgpo_rr", "seed=1,2"]))
+    assert [(c.algo.name, c.seed) for c in found] == [
         ("mhgpo_fof", 1),
         ("mhgpo_fof", 2),
         ("mhgpo_rr", 1),
@@ -316,18 +315,17 @@ def test_mistakes_of_credit(arguments, says, capsys, tmp_path, monkeypatch):
 
 def test_a_job_that_a_launcher_lost_is_counted_as_not_finished(monkeypatch, tmp_path, capsys):
     """Jobs may run in other processes (submitit): what they leave behind is files, and they are pickled."""
-    from mmrl.cli import commands
+    from mmrl.cli import hydra
 
     def only_the_first(name, line, job):
         assert pickle.loads(pickle.dumps(job)).args == job.args
-        job({"algo": {"name": "mhgpo_rr"}, "task": {"name": "hotpotqa"}, "seed": 1})
+        job(hydra.composed("train", ["seed=1"]))
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(commands, "validated", lambda *_: [None, None])
-    monkeypatch.setattr(commands, "validate", lambda schema, raw: raw)
-    monkeypatch.setattr(commands, "through_hydra", only_the_first)
+    monkeypatch.setattr(hydra, "configs", lambda *_: [None, None])
+    monkeypatch.setattr(hydra, "through_hydra", only_the_first)
     monkeypatch.setattr("mmrl.run.check.check_all", lambda *_: None)
-    monkeypatch.setattr("mmrl.run.train", lambda config, command: 0)
+    monkeypatch.setattr("mmrl.run.train.train", lambda config, command: 0)
     assert main(["train", "-m", "seed=1,2"]) == 1
     said = capsys.readouterr()
     assert "-- job 1 of 2: algo=mhgpo_rr task=hotpotqa seed=1" in said.out

@@ -2,8 +2,7 @@
 
 import pytest
 
-from mmrl.cli.commands import typed_keys, validated
-from mmrl.cli.compose import parse_arguments
+from mmrl.cli.hydra import configs, read_line
 from mmrl.config import EvalCommandConfig, TrainCommandConfig
 from mmrl.config.effects import COMMON, EVAL, TRAIN
 from mmrl.config.engine import engine_options
@@ -12,10 +11,10 @@ from mmrl.run import check as prepare
 
 
 def refused(*arguments, command="train"):
-    line = parse_arguments(arguments)
+    line = read_line(arguments)
     try:
         prepare.check_all(
-            validated(command, TrainCommandConfig if command == "train" else EvalCommandConfig, line), typed_keys(line)
+            configs(command, TrainCommandConfig if command == "train" else EvalCommandConfig, line), line.keys
         )
     except ConfigError as error:
         return error.problems
@@ -136,7 +135,7 @@ def test_what_a_file_says_is_not_judged():
 def test_options_of_one_engine_with_another():
     """There may be a single engine here, so the rule is asked itself."""
     (rule,) = [rule for rule in COMMON if rule.key == "engine.loop"]
-    (config,) = validated("train", TrainCommandConfig, parse_arguments(["engine.loop=hf"]))
+    (config,) = configs("train", TrainCommandConfig, read_line(["engine.loop=hf"]))
     other = config.model_copy(update={"hardware": config.hardware.model_copy(update={"engine": "elsewhere"})})
     assert not rule.idle(config, None) and rule.idle(other, None)
 
@@ -172,7 +171,7 @@ def test_reward_set_of_a_task_with_a_judge_alone():
     class Judged:
         reward_sets = ("outcome", "judge_turn")
 
-    (config,) = validated("train", TrainCommandConfig, parse_arguments(["algo=mt_ppo"]))
+    (config,) = configs("train", TrainCommandConfig, read_line(["algo=mt_ppo"]))
     assert prepare.reward_set(config, Judged()) == "judge_turn"
 
 
@@ -207,5 +206,5 @@ def test_a_penalty_that_is_passed_on_has_an_effect_where_its_module_is_frozen():
 
 def test_the_word_true_may_be_typed_as_it_is():
     arguments = ["algo=mmgrpo", "task=banking77", "algo.padding_mode=ragged", "algo.failing_index=true"]
-    (config,) = validated("train", TrainCommandConfig, parse_arguments(arguments))
+    (config,) = configs("train", TrainCommandConfig, read_line(arguments))
     assert config.algo.failing_index == "true" and refused(*arguments) == []

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from mmrl import engines
-from mmrl.cli.commands import validated
-from mmrl.cli.compose import parse_arguments
+from mmrl.cli.hydra import configs, read_line
 from mmrl.config import EngineConfig, TrainCommandConfig
 from mmrl.config.base import Section
 from mmrl.config.effects import Facts, without_effect
@@ -20,7 +19,7 @@ FACTS = Facts(reward_set="outcome")
 
 
 def config_of(*arguments: str) -> TrainCommandConfig:
-    (config,) = validated("train", TrainCommandConfig, parse_arguments(arguments))
+    (config,) = configs("train", TrainCommandConfig, read_line(arguments))
     return config
 
 

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from mmrl.cli import main
-from mmrl.cli.compose import composed
+from mmrl.cli.hydra import composed
 from mmrl.config import EvalCommandConfig, TrainCommandConfig, validate
-from mmrl.config.groups import options
+from mmrl.system.conf import options
 from mmrl.tasks import TASKS
 
 ROWS = options("experiment")

@@ -10,18 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.cli import launch, main
-from mmrl.cli.compare import _config
-from mmrl.config import ALGO_SCHEMAS
-from mmrl.config.compare import read_plan
+from mmrl.cli import main
+from mmrl.cli.hydra import configured
+from mmrl.config import ALGO_SCHEMAS, TrainCommandConfig
 from mmrl.config.shipped import SHIPPED
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import RunDir
+from mmrl.run import queue
+from mmrl.run.compare import read_comparison
 
 FAKE = """
 import os, sys, time
 from pathlib import Path
-from mmrl.cli.compare import _config
+from mmrl.cli.hydra import configured
+from mmrl.config import TrainCommandConfig
 from mmrl.system.files import append_jsonl
 from mmrl.report.rundir import RunDir
 words = sys.argv[2:]
@@ -33,7 +35,7 @@ if given.get("algo") == os.environ.get("BREAKS", "none"):
 if "resume" in given:
     run = RunDir.open(given["resume"])
 else:
-    config = _config([word for word in words if not word.startswith("run.")], None, [])
+    config = configured(TrainCommandConfig, [word for word in words if not word.startswith("run.")])
     run = RunDir.create(given["run.dir"], config.model_dump(mode="json"), ["mmrl"])
 with run:
     for step in range(len(run.history()), 3):
@@ -56,8 +58,8 @@ def calls(tmp_path, monkeypatch):
     """Run in an empty folder with the stand-in; returns what it was called with so far."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fake.py").write_text(textwrap.dedent(FAKE))
-    monkeypatch.setattr(launch, "MMRL", [sys.executable, str(tmp_path / "fake.py")])
-    monkeypatch.setattr(launch, "POLL_S", 0.05)
+    monkeypatch.setattr(queue, "MMRL", [sys.executable, str(tmp_path / "fake.py")])
+    monkeypatch.setattr(queue, "POLL_S", 0.05)
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     top = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([top, os.environ.get("PYTHONPATH", "")]))
@@ -109,8 +111,8 @@ def test_every_run_failing_is_an_error_without_a_comparison(calls, capsys, monke
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_comparison_leaves_no_run_behind_and_continues(how, calls, capsys):
     code = (
-        "import sys; from mmrl.cli import launch, main; launch.POLL_S = 0.05;"
-        f"launch.MMRL = {launch.MMRL!r}; sys.exit(main({COMPARE!r}))"
+        "import sys; from mmrl.cli import main; from mmrl.run import queue; queue.POLL_S = 0.05;"
+        f"queue.MMRL = {queue.MMRL!r}; sys.exit(main({COMPARE!r}))"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "HANGS": "1"})
     run = ROOT / "mhgpo_fof" / "s0"
@@ -186,20 +188,18 @@ SHIPPED_PLANS = sorted((Path(__file__).parents[2] / "conf" / "compare").glob("*.
 
 @pytest.mark.parametrize("path", SHIPPED_PLANS, ids=lambda path: path.stem)
 def test_every_run_of_a_shipped_plan_composes(path):
-    plan = read_plan(path)
-    problems: list[str] = []
+    plan = read_comparison(path)
     for part in plan.parts:
         for task in part.task:
             for algo in part.algo:
                 own = [*plan.settings, *part.settings, *plan.algo.get(algo, ())]
-                config = _config([f"task={task}", f"algo={algo}", *own], None, problems)
-                assert config is None or (config.eval.items or 200) >= 200, "needed to say that it learns"
-    assert problems == []
+                config = configured(TrainCommandConfig, [f"task={task}", f"algo={algo}", *own])
+                assert (config.eval.items or 200) >= 200, "needed to say that it learns"
     assert len(plan.seed) >= 3
 
 
 def test_the_shipped_plans_run_every_task_of_the_mini_world_and_every_algorithm():
-    parts = [part for path in SHIPPED_PLANS for part in read_plan(path).parts]
+    parts = [part for path in SHIPPED_PLANS for part in read_comparison(path).parts]
     assert {task for part in parts for task in part.task} == {task for tasks in SHIPPED.values() for task in tasks}
     assert {algo for part in parts for algo in part.algo} == set(ALGO_SCHEMAS)
 
@@ -218,5 +218,5 @@ def test_a_malformed_plan_is_refused_with_its_name(text, says, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        read_plan(path)
+        read_comparison(path)
     assert str(path) in str(caught.value) and says in str(caught.value)

@@ -1,28 +1,28 @@
-"""Runs of a comparison as child processes: what is missing is started, what is unfinished resumed, what is done kept.
+"""Runs as child processes, some at a time: what is missing is started, what is unfinished resumed, what is done kept.
 
-Part of `cli`. A child is `mmrl train …` with a run directory that depends on the job alone, so the same command
-continues a comparison that was killed. Children end when this process ends.
+A child is `mmrl train …` with a run directory that depends on the run alone, so the same command continues a comparison
+that was killed. Children end when this process ends.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mmrl.config import TrainCommandConfig, validate
 from mmrl.errors import ConfigError
 from mmrl.report.compare import flattened
 from mmrl.report.rundir import FOLDERS, LOCK, RunDir
 from mmrl.report.series import duration, number, short
+from mmrl.run.check import as_tuples
+from mmrl.system.child_process import end_with_parent
 from mmrl.system.files import read_jsonl
 
 MMRL = [sys.executable, "-m", "mmrl"]
@@ -34,29 +34,50 @@ STOP_S = 120.0
 """Seconds that a stopped run has to end by itself."""
 LOCK_S = 30.0
 """Seconds that a run of a comparison killed just now has to let go of its directory."""
-_SET_DEATH_SIGNAL = 1
 
 State = Literal["new", "unfinished", "finished"]
 
 
+def state_of(path: Path, config: TrainCommandConfig, key: str) -> State:
+    """What a run directory holds of the run of `config`; leftovers of a start that was killed at once are removed.
+
+    Args:
+        path: the directory, which need not exist.
+        config: of the run that is to be there in the end.
+        key: what the user would set to have another directory, for messages.
+
+    Raises:
+        ConfigError: it holds something else than this run.
+    """
+    if not path.exists():
+        return "new"
+    if (path / "config.yaml").is_file() and (path / "journal").is_dir():
+        _refuse_other_settings(path, config, key)
+        return "finished" if RunDir.read(path).summary else "unfinished"
+    if path.is_dir() and _holds_only_leftovers(path):
+        shutil.rmtree(path)
+        return "new"
+    raise ConfigError(f"{key}: {path} holds no run of a comparison, nothing was touched; take another {key}=")
+
+
 @dataclass(slots=True)
-class Job:
-    """One run of a comparison."""
+class QueuedRun:
+    """One run of a queue: what it is, and how far it has come."""
 
     task: str
     algo: str
     seed: int
-    overrides: list[str]
+    overrides: Sequence[str]
     config: TrainCommandConfig
     path: Path
     metric: str
     code: int | None = None
     """Exit code of its process; 0 for a run that was finished before, None where it did not run."""
-    process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
-    said: tuple[int, float] = field(default=(-1, 0.0))
-    read: tuple[int, tuple[int, float | None]] = field(default=(-1, (0, None)))
-    """Size of the metrics file when it was read last, and what it said: steps done, last evaluation."""
+    reported: tuple[int, float] = field(default=(-1, 0.0))
+    """Steps done when a line was last printed, and when that was."""
+    cached: tuple[int, tuple[int, float | None]] = field(default=(-1, (0, None)))
+    """Size of the metrics file when it was last read, and what it held: steps done, last evaluation."""
 
     @property
     def name(self) -> str:
@@ -69,33 +90,26 @@ class Job:
         return self.path.with_name(f"{self.path.name}.log")
 
     def state(self) -> State:
-        """What is in the run directory; leftovers of a start that was killed at once are removed.
+        """What is in its run directory.
 
         Raises:
-            ConfigError: it holds something else than this run.
+            ConfigError: something else than this run.
         """
-        if not self.path.exists():
-            return "new"
-        if (self.path / "config.yaml").is_file() and (self.path / "journal").is_dir():
-            _refuse_another(self.path, self.config)
-            return "finished" if RunDir.read(self.path).summary else "unfinished"
-        if self.path.is_dir() and _barren(self.path):
-            shutil.rmtree(self.path)
-            return "new"
-        raise ConfigError(f"name: {self.path} holds no run of a comparison, nothing was touched; take another name=")
+        return state_of(self.path, self.config, "name")
 
     def progress(self) -> tuple[int, int, float | None]:
         """Steps done, steps in all, last evaluation of the main metric."""
         path = self.path / "metrics.jsonl"
         size = path.stat().st_size if path.is_file() else 0
-        if size != self.read[0]:
+        # The file is read again only when it has grown: the terminal's lines are redrawn twice a second.
+        if size != self.cached[0]:
             done, value = 0, None
             key = f"eval/{self.config.eval.split}/{self.metric}"
             for record in read_jsonl(path):
                 done = max(done, int(record.get("step", 0)))
                 value = number(record.get(key)) if key in record else value
-            self.read = (size, (done, value))
-        done, value = self.read[1]
+            self.cached = (size, (done, value))
+        done, value = self.cached[1]
         return done, self.config.train.steps, value
 
     def line(self) -> str:
@@ -105,17 +119,17 @@ class Job:
         return f"{self.name}: step {done} of {total}{score}  {duration(time.monotonic() - self.started)}"
 
     def trouble(self) -> str:
-        """The last thing that a failed run said."""
+        """The last error that a failed run printed."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
         errors = [line for line in lines if line.startswith("error: ")] or [line for line in lines if line.strip()]
         return f"exit code {self.code}{f', {errors[-1].strip()[:300]}' if errors else ''} (log: {self.log})"
 
 
-class Launcher:
-    """Runs jobs, `at_once` of them at a time.
+class RunQueue:
+    """Runs child processes, `at_once` of them at a time.
 
     Args:
-        jobs: in the order in which they start.
+        runs: in the order in which they start.
         at_once: processes; each has one thread where there are several.
         config_dir: `--config-dir` of the command.
         say: prints a line that stays.
@@ -125,16 +139,16 @@ class Launcher:
 
     def __init__(
         self,
-        jobs: Sequence[Job],
+        runs: Sequence[QueuedRun],
         at_once: int,
         config_dir: str | None,
         say: Callable[[str], None],
         show: Callable[[Sequence[str]], None] | None = None,
         on_done: Callable[[], None] = lambda: None,
     ):
-        self.jobs, self.at_once, self.config_dir = jobs, at_once, config_dir
+        self.runs, self.at_once, self.config_dir = runs, at_once, config_dir
         self.say, self.show, self.on_done = say, show, on_done
-        self.running: list[Job] = []
+        self.running: list[tuple[QueuedRun, subprocess.Popen[bytes]]] = []
 
     def run(self) -> int:
         """Run all. Returns how many failed.
@@ -142,107 +156,102 @@ class Launcher:
         Raises:
             KeyboardInterrupt: passed on once the children have ended.
         """
-        waiting = list(self.jobs)
+        waiting = list(self.runs)
         try:
             while waiting or self.running:
                 while waiting and len(self.running) < self.at_once:
                     self._start(waiting.pop(0))
-                self._tell()
+                self._report()
                 time.sleep(POLL_S if self.running else 0)
-                for job in [job for job in self.running if job.process and job.process.poll() is not None]:
-                    self._end(job)
+                for run, process in [(run, process) for run, process in self.running if process.poll() is not None]:
+                    self.running.remove((run, process))
+                    self._end(run, process.returncode)
         except BaseException:
             self._stop()
             raise
-        return sum(job.code != 0 for job in self.jobs)
+        return sum(run.code != 0 for run in self.runs)
 
-    def _start(self, job: Job) -> None:
+    def _start(self, run: QueuedRun) -> None:
         try:
-            state = job.state()
+            state = run.state()
             if state == "unfinished":
-                _wait_for_lock(job.path)
+                _wait_for_lock(run.path)
         except ConfigError as error:
-            job.code = error.exit_code
-            self.say(f"{self._count()} {job.name}: failed: {error}")
+            run.code = error.exit_code
+            self.say(f"{self._count()} {run.name}: failed: {error}")
             return
         if state == "finished":
-            job.code = 0
-            self.say(f"{self._count()} {job.name}: finished before, kept")
+            run.code = 0
+            self.say(f"{self._count()} {run.name}: finished before, kept")
             return
         command = [*MMRL, "train"]
         if state == "unfinished":
-            command += [f"resume={job.path}"]
+            command += [f"resume={run.path}"]
         else:
             command += ["--config-dir", self.config_dir] if self.config_dir else []
-            command += [*job.overrides, f"run.dir={job.path}", "run.progress=false"]
-        job.path.parent.mkdir(parents=True, exist_ok=True)
+            command += [*run.overrides, f"run.dir={run.path}", "run.progress=false"]
+        run.path.parent.mkdir(parents=True, exist_ok=True)
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.at_once > 1 else {}
-        with open(job.log, "ab") as log:
-            job.process = subprocess.Popen(
+        with open(run.log, "ab") as log:
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **threads},
                 start_new_session=True,  # Ctrl-C reaches this process alone, which then stops each run in turn
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
-        job.started = time.monotonic()
-        job.said = (job.progress()[0], job.started)
-        self.running.append(job)
-        verb = f"continues from step {job.said[0]}" if state == "unfinished" else "starts"
-        self.say(f"{self._count()} {job.name}: {verb}")
+        run.started = time.monotonic()
+        run.reported = (run.progress()[0], run.started)
+        self.running.append((run, process))
+        verb = f"continues from step {run.reported[0]}" if state == "unfinished" else "starts"
+        self.say(f"{self._count()} {run.name}: {verb}")
 
-    def _end(self, job: Job) -> None:
-        assert job.process is not None
-        self.running.remove(job)
-        job.code = job.process.returncode
-        if job.code == 0:
-            self.say(f"{self._count()} {job.line()}  done")
+    def _end(self, run: QueuedRun, code: int) -> None:
+        run.code = code
+        if code == 0:
+            self.say(f"{self._count()} {run.line()}  done")
             self.on_done()
         else:
-            self.say(f"{self._count()} {job.name}: failed: {job.trouble()}")
+            self.say(f"{self._count()} {run.name}: failed: {run.trouble()}")
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Live lines in a terminal; elsewhere a line per run and minute, if it got on."""
         if self.show is not None:
-            self.show([f"{job.line()}" for job in self.running])
+            self.show([run.line() for run, _ in self.running])
             return
         now = time.monotonic()
-        for job in self.running:
-            if now - job.said[1] >= LINE_S and (done := job.progress()[0]) != job.said[0]:
-                job.said = (done, now)
-                self.say(f"{self._count()} {job.line()}")
+        for run, _ in self.running:
+            if now - run.reported[1] >= LINE_S and (done := run.progress()[0]) != run.reported[0]:
+                run.reported = (done, now)
+                self.say(f"{self._count()} {run.line()}")
 
     def _count(self) -> str:
-        return f"[{sum(job.code is not None for job in self.jobs)}/{len(self.jobs)}]"
+        return f"[{sum(run.code is not None for run in self.runs)}/{len(self.runs)}]"
 
     def _stop(self) -> None:
         """End the children: they save what they have and can be resumed."""
-        for job in self.running:
-            if job.process is not None:
-                job.process.terminate()
-        for job in self.running:
-            if job.process is not None:
-                try:
-                    job.process.wait(STOP_S)
-                except subprocess.TimeoutExpired:
-                    job.process.kill()
-                    job.process.wait()
+        for _, process in self.running:
+            process.terminate()
+        for _, process in self.running:
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
-def differences(stored: Mapping[str, Any], asked: TrainCommandConfig) -> list[str]:
-    """Settings in which a run directory's config is another than the one asked for, as `path=there (asked: here)`.
+def differences(stored: Mapping[str, object], requested: TrainCommandConfig) -> list[str]:
+    """Settings in which a run directory's config is another than the one requested, as `path=there (asked: here)`.
 
     Where it is kept and what depends on the machine do not count.
 
     Raises:
         ConfigError: the stored config is none that this version understands.
     """
-    from mmrl.run.check import as_tuples
-
     there = flattened(validate(TrainCommandConfig, as_tuples(stored)).model_dump(mode="json"))
-    here = flattened(asked.model_dump(mode="json"))
+    here = flattened(requested.model_dump(mode="json"))
     return [
         f"{path}={there.get(path, 'absent')} (asked: {here.get(path, 'absent')})"
         for path in dict.fromkeys([*here, *there])
@@ -252,19 +261,19 @@ def differences(stored: Mapping[str, Any], asked: TrainCommandConfig) -> list[st
     ]
 
 
-def _refuse_another(path: Path, config: TrainCommandConfig) -> None:
+def _refuse_other_settings(path: Path, config: TrainCommandConfig, key: str) -> None:
     try:
-        found = differences(RunDir.read(path).config, config)
+        different = differences(RunDir.read(path).config, config)
     except ConfigError as error:
-        raise ConfigError(f"name: {path}: its config.yaml: {problem}" for problem in error.problems) from None
-    if found:
+        raise ConfigError(f"{key}: {path}: its config.yaml: {problem}" for problem in error.problems) from None
+    if different:
         raise ConfigError(
-            f"name: {path} holds a run with other settings: {', '.join(found)}; "
-            "take another name=, or move that folder away"
+            f"{key}: {path} holds a run with other settings: {', '.join(different)}; "
+            f"take another {key}=, or move that folder away"
         )
 
 
-def _barren(path: Path) -> bool:
+def _holds_only_leftovers(path: Path) -> bool:
     """Whether only what a run makes before its config is there."""
     for entry in path.iterdir():
         if entry.name in FOLDERS and entry.is_dir() and not any(entry.iterdir()):
@@ -281,9 +290,3 @@ def _wait_for_lock(path: Path) -> None:
         if time.monotonic() > until:
             raise ConfigError(f"name: {path}: another process trains this run")
         time.sleep(POLL_S)
-
-
-def _end_with_parent() -> None:
-    """In the child: SIGTERM when the parent dies, also by SIGKILL, so that no run goes on unseen (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)

@@ -1,0 +1,419 @@
+"""Hydra, and only here: words in, one composed plain mapping or validated config per job out.
+
+Hydra composes; pydantic (`mmrl.config`) judges. So value overrides are forced in (`++key=value`) and every unknown
+key, wrong type and impossible value is reported together, instead of one at a time by Hydra.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from hydra import compose, initialize_config_dir
+from hydra import main as hydra_main
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mmrl.cli.arguments import Words, comma_separated
+from mmrl.config import AlgoConfig, RootConfig, validate
+from mmrl.config.validate import algo_section
+from mmrl.errors import ConfigError, unknown
+from mmrl.system.conf import GROUPS, conf_dir, options, user_dirs
+
+ConfigT = TypeVar("ConfigT", bound=RootConfig)
+
+MULTIRUN, CONFIG_DIR = ("-m", "--multirun"), ("--config-dir", "-cd")
+PRINTING, PRINTING_WITH_VALUE = ("--hydra-help", "--resolve"), ("--cfg", "-c", "--info", "-i", "--package", "-p")
+"""Hydra's own flags that print something and run nothing."""
+NO_ROW = ("experiment=null", "experiment=")
+"""The default, which Hydra cannot be told: it takes null for no choice at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """The words after a command."""
+
+    overrides: tuple[Override, ...] = ()
+    """As Hydra parsed them; the only place where they are parsed."""
+    own: Mapping[str, str] = field(default_factory=dict)
+    """The command's own keys (`resume=`), which no config has: key -> value as typed."""
+    names: tuple[str, ...] = ()
+    """Words without a `=`, where the command takes them."""
+    multirun: bool = False
+    config_dir: str | None = None
+    flags: tuple[str, ...] = ()
+    """Hydra's printing flags with their values."""
+
+    @property
+    def switches(self) -> list[str]:
+        """Everything that begins with `-`, for commands that take none of it."""
+        return [*(["-m"] if self.multirun else []), *self.flags]
+
+    @property
+    def typed(self) -> tuple[str, ...]:
+        """The overrides as they were typed."""
+        return tuple(typed_text(override) for override in self.overrides)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The config keys and groups that the user set, in order."""
+        return tuple(override.key_or_group for override in self.overrides)
+
+    def without(self, keys: Collection[str]) -> CommandLine:
+        """The same without the overrides of `keys`."""
+        return replace(self, overrides=tuple(o for o in self.overrides if o.key_or_group not in keys))
+
+
+def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = False, once: bool = False) -> CommandLine:
+    """Sort the words after a command.
+
+    Args:
+        words: overrides, flags, and what the command takes besides.
+        own: keys of the command itself; Hydra does not see them, so their values need no quotes.
+        names: whether the command takes words without a `=`.
+        once: whether a config key may be given once alone; of the own keys that always holds.
+
+    Raises:
+        ConfigError: every word that cannot be read.
+    """
+    sorted_words = Words.sort(words, with_value=(*CONFIG_DIR, *PRINTING_WITH_VALUE))
+    problems = [] if names else [f"{name}: expected key=value" for name in sorted_words.names]
+    multirun, config_dir, flags = False, None, []
+    for flag, value in sorted_words.flags:
+        if flag in MULTIRUN and value is None:
+            multirun = True
+        elif flag in CONFIG_DIR:
+            config_dir = value or ""
+            problems += [] if Path(config_dir).is_dir() else [f"{flag}: no folder '{config_dir}'"]
+        elif flag in (*PRINTING, *PRINTING_WITH_VALUE):
+            flags += [flag] if value is None else [flag, value]
+        else:
+            known = "-m, --config-dir, --cfg, --info, --hydra-help, --resolve, --package"
+            problems.append(f"{flag}: unknown flag (known: {known})")
+    texts, given = [], {}
+    for text in sorted_words.settings:
+        key, _, typed = text.partition("=")
+        if key not in own:
+            texts += [] if text in NO_ROW else [text]
+            continue
+        problems += [f"{key}: given more than once"] if key in given else []
+        given[key] = typed
+    overrides = _parse(texts, problems)
+    keys = [override.key_or_group for override in overrides] if once else []
+    problems += [f"{key}: given more than once" for key in dict.fromkeys(keys) if keys.count(key) > 1]
+    if problems:
+        raise ConfigError(problems)
+    return CommandLine(tuple(overrides), given, sorted_words.names, multirun, config_dir, tuple(flags))
+
+
+def _parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
+    parser, parsed = OverridesParser.create(), []
+    for text in texts:
+        try:
+            parsed += parser.parse_overrides([text])
+        except HydraException as error:
+            problems.append(f"{text}: not an override that can be read ({str(error).splitlines()[0]})")
+    return parsed
+
+
+def typed_text(override: Override) -> str:
+    """An override as it was typed."""
+    return str(override.input_line)
+
+
+def _typed_value(override: Override) -> str | None:
+    """What was typed after the `=`; None where `~key` stands alone."""
+    _, equals, value = typed_text(override).partition("=")
+    return value if equals else None
+
+
+def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
+    """The overrides of each job: one without `-m`, else the cross product.
+
+    A group that is given a choice it does not have is added to `problems` and left at its default, so that the rest
+    of the command line can still be judged.
+
+    Raises:
+        ConfigError: a sweep without `-m`, or one that cannot be listed.
+    """
+    swept = [override.get_key_element() for override in line.overrides if override.is_sweep_override()]
+    if swept and not line.multirun:
+        raise ConfigError(
+            f'{key}: got several values; run a sweep with -m, or quote a list: "{key}=[a,b]"' for key in swept
+        )
+    # A key that is given twice keeps its place and takes the later value, as in Hydra's own sweeper.
+    axes: dict[str, list[tuple[Override, str]]] = {}
+    for override in line.overrides:
+        try:
+            values = _values(override)
+        except HydraException as error:
+            raise ConfigError(f"{typed_text(override)}: {error}") from None
+        axes[override.get_key_element()] = [(override, value) for value in values]
+    return [
+        [_forced(override, value) for override, value in job if not _left_out(override, value, line, problems)]
+        for job in itertools.product(*axes.values())
+    ]
+
+
+def _values(override: Override) -> list[str | None]:
+    """What follows the `=`, one for each value of a sweep; None where `~key` stands alone."""
+    if override.is_sweep_override():
+        return list(override.sweep_string_iterator())
+    return [override.get_value_element_as_str() if _typed_value(override) is not None else None]
+
+
+def _left_out(override: Override, value: str | None, line: CommandLine, problems: list[str]) -> bool:
+    """Whether Hydra must not see an override: no choice, or one that is not there (which is added to `problems`)."""
+    key, choice = override.key_or_group, (value or "").strip("'\"")
+    if key == "hydra/launcher" and choice.startswith("submitit") and importlib.util.find_spec("submitit") is None:
+        problems.append(
+            f"hydra/launcher: got {choice}, which needs hydra-submitit-launcher, and {sys.executable} does not have "
+            "it; install it (pip install 'mmrl[slurm]'), or leave hydra/launcher out"
+        )
+        return True
+    if key not in GROUPS or override.package is not None or override.is_delete():
+        return False
+    if f"{key}={choice}" in NO_ROW:
+        return True
+    choices = options(key, line.config_dir)
+    if choice in choices:
+        return False
+    problems.append(unknown(key, choice, choices))
+    return True
+
+
+def _forced(override: Override, value: str | None) -> str:
+    """The override in a form that Hydra never refuses; pydantic names unknown keys afterwards."""
+    key = override.key_or_group
+    text = override.get_key_element() if value is None else f"{override.get_key_element()}={value}"
+    as_typed = override.is_add() or override.is_force_add() or override.is_delete() or override.package is not None
+    return text if as_typed or key in GROUPS or key.startswith("hydra") or "/" in key else f"++{text}"
+
+
+def configs(command: str, schema: type[ConfigT], line: CommandLine) -> list[ConfigT]:
+    """Every job's config, validated; the problems of all jobs together, each once."""
+    problems: list[str] = []
+    if command == "eval":
+        stray = sorted({key for key in line.keys if key.partition(".")[0] in ("train", "algo")})
+        problems += [f"{key}: has no effect on mmrl eval; it is an option of mmrl train" for key in stray]
+        line = line.without(stray)
+    jobs = expand(line, problems)
+    # Keys of a group whose choice is unknown cannot be judged: they belong to another schema.
+    unjudged = tuple(f"{problem.partition(':')[0]}." for problem in problems)
+    import_plugins_of(line)
+    row = next((override.value() for override in line.overrides if override.key_or_group == "experiment"), None)
+    valid = []
+    for job in jobs:
+        try:
+            valid.append(validate(schema, composed(command, job, line.config_dir)))
+        except ConfigError as error:
+            for problem in error.problems:
+                hint = _row_of_other_command(command, row, "policy" in line.keys, problem)
+                problems += [] if problem.startswith(unjudged) and hint is None else [hint or problem]
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    return valid
+
+
+def configured(schema: type[ConfigT], words: Sequence[str], config_dir: str | None = None) -> ConfigT:
+    """The config that `mmrl train WORDS` would run with, before its cross-section checks.
+
+    Raises:
+        ConfigError: every problem.
+    """
+    (config,) = configs("train", schema, replace(read_line(words), config_dir=config_dir))
+    return config
+
+
+def _row_of_other_command(command: str, row: object, policy_typed: bool, problem: str) -> str | None:
+    """What to say instead of `problem` where it comes from a row (`experiment=`) of the other command."""
+    if row and command == "train" and problem.startswith("policy: unknown key") and not policy_typed:
+        return f"experiment: got '{row}', which evaluates and does not train: mmrl eval experiment={row}"
+    if row and command == "eval" and "Could not override 'algo'" in problem:
+        return f"experiment: got '{row}', which trains: mmrl train experiment={row}"
+    return None
+
+
+def import_plugins_of(line: CommandLine) -> None:
+    """Import `plugins=[pkg]` before validation, so that their names are known to it."""
+    for override in line.overrides:
+        if override.key_or_group == "plugins" and not override.is_delete():
+            _import_plugins(comma_separated(_typed_value(override) or ""))
+
+
+def _import_plugins(packages: Collection[str]) -> None:
+    from mmrl.run.check import import_plugins  # only with plugins: it loads every task and engine
+
+    import_plugins(packages)
+
+
+def composed(config_name: str, overrides: Sequence[str], config_dir: str | None = None) -> dict[str, object]:
+    """Compose one job into a plain mapping, interpolations resolved, without Hydra's own section.
+
+    The packages that it names as `plugins` are imported: a task's own file may name its package.
+
+    Raises:
+        ConfigError: Hydra or OmegaConf could not compose it; their message, first line.
+    """
+    _put_user_folders_first(config_dir)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name=config_name):
+            config = compose(config_name, overrides=list(overrides))
+            return _sections(config_name, config)
+    except (HydraException, OmegaConfBaseException) as error:
+        key = getattr(error, "full_key", None)  # OmegaConf's: where an interpolation stands
+        raise ConfigError(f"{f'{key}: ' if key else ''}{' '.join(str(error).splitlines()[0].split())}") from None
+
+
+def _sections(config_name: str, config: DictConfig) -> dict[str, object]:
+    """The sections that the command knows. A `model=` sets `train.*` too, which is no mistake in an evaluation."""
+    raw = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+    assert isinstance(raw, dict)
+    left_out = {"experiment", "hydra", *(("train", "algo") if config_name == "eval" else ())}
+    sections = {str(key): _plain(value) for key, value in raw.items() if key not in left_out and value != "???"}
+    plugins = sections.get("plugins")
+    if isinstance(plugins, tuple) and plugins:  # anything else is for validation to refuse
+        _import_plugins([package for package in plugins if isinstance(package, str)])
+    return sections
+
+
+def _plain(value: object) -> object:
+    """Lists as tuples, missing values (`???`) left out: what strict pydantic models take."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items() if item != "???"}
+    return tuple(_plain(item) for item in value) if isinstance(value, list) else value
+
+
+def _put_user_folders_first(config_dir: str | None) -> None:
+    """Put the user's config folders in front of the shipped ones for every following composition."""
+    folders = user_dirs(config_dir)
+
+    class UserConfigs(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            for folder in reversed(folders):
+                search_path.prepend(provider="user", path=f"file://{folder}")
+
+    # Hydra has no call that takes a plugin back; without this the folders of an earlier composition would stay.
+    plugins = Plugins.instance()
+    registered = plugins.plugin_type_to_subclass_list[SearchPathPlugin]
+    registered[:] = [plugin for plugin in registered if plugin.__name__ != UserConfigs.__name__]
+    plugins.register(UserConfigs)
+
+
+def refuse_beside_resume(line: CommandLine) -> None:
+    """Raises `ConfigError` for anything beside `resume=`."""
+    if line.overrides or line.switches:
+        given = ", ".join([*line.typed, *line.switches])
+        raise ConfigError(f"resume: a run continues with the config it was started with; remove {given}")
+
+
+@dataclass(frozen=True, slots=True)
+class CreditRequest:
+    """What `mmrl credit` computes."""
+
+    algos: Sequence[AlgoConfig]
+    rollouts: Path
+    seed: int
+
+
+def credit_request(words: Sequence[str]) -> CreditRequest:
+    """The words after `mmrl credit`, each algorithm composed by itself.
+
+    Raises:
+        ConfigError: every problem.
+    """
+    line = read_line(words, own=("rollouts", "algo"), once=True)
+    names = line.own.get("algo", "")
+    chosen = [name.strip() for name in names.split(",")]
+    problems = (
+        []
+        if line.own.get("rollouts")
+        else ["rollouts: missing, expected a forest file or a journal step (rollouts=FILE)"]
+    )
+    problems += [] if names else ["algo: missing, expected one or more algorithms (algo=A or algo=A,B)"]
+    problems += [f"algo: got '{name}' more than once" for name in dict.fromkeys(chosen) if chosen.count(name) > 1]
+    if any(not re.fullmatch(r"[\w./-]*", name) for name in chosen):
+        problems.append(f"algo: got '{names}', expected names joined by commas: algo=A,B")
+        chosen = []
+    if line.switches:
+        problems.append(f"{' '.join(line.switches)}: has no effect on mmrl credit; several algorithms are algo=A,B")
+    stray = {key for key in line.keys if key.partition(".")[0] not in ("algo", "seed", "plugins")}
+    problems += [f"{key}: has no effect on mmrl credit, which composes algo= alone" for key in sorted(stray)]
+    if not (line.own.get("rollouts") and names and chosen):
+        raise ConfigError(problems)
+    line = line.without(stray)
+    with redirect_stdout(sys.stderr):  # what a package prints when it is imported is no part of the result
+        import_plugins_of(line)
+    algos, seed = [], 0
+    for name in dict.fromkeys(chosen):
+        before = len(problems)
+        choice = _parse([f"algo={name}"], problems)
+        (job,) = expand(replace(line, multirun=False, overrides=(*choice, *line.overrides)), problems)
+        if len(problems) > before:
+            continue
+        raw = composed("credit", job, line.config_dir)
+        algos.append(algo_section(raw.get("algo"), problems))
+        seed = raw.get("seed", 0)
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        problems.append(f"seed: got {seed!r}, expected a whole number, 0 or more")
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    return CreditRequest(algos, Path(line.own["rollouts"]), seed)
+
+
+def print_only(config_name: str, line: CommandLine) -> None:
+    """`--cfg job` and the like: Hydra prints, nothing runs.
+
+    Raises:
+        ConfigError: a sweep, or a choice that a group does not have.
+    """
+    problems = [f"{line.flags[0]}: prints one job, without -m and with one value for each key"] if line.multirun else []
+    expand(line, problems)
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    through_hydra(config_name, line, lambda raw: None)
+
+
+def through_hydra(
+    config_name: str, line: CommandLine, job: Callable[[dict[str, object]], None], program: str = "mmrl"
+) -> None:
+    """Let Hydra's own main drive: multirun with any sweeper and launcher, `--cfg`, `--info`."""
+    _put_user_folders_first(line.config_dir)
+    GlobalHydra.instance().clear()
+
+    def call(config: DictConfig) -> None:
+        job(_sections(config_name, config))
+
+    # A sweep goes to Hydra unexpanded: which sweeper takes it apart may be an override too.
+    words = [_forced(override, _typed_value(override)) for override in line.overrides]
+    saved, sys.argv = sys.argv, [program, *line.flags, *(["-m"] if line.multirun else []), *words]
+    try:
+        hydra_main(config_path=str(conf_dir()), config_name=config_name, version_base="1.3")(call)()
+    finally:
+        sys.argv = saved
+
+
+def complete(words: Sequence[str]) -> None:
+    """Shell completion as Hydra gives it: `eval "$(mmrl -sc install=bash)"`; the command word is hidden from Hydra."""
+    parts = os.environ.get("COMP_LINE", "").split(" ")
+    config_name = parts[1] if len(parts) > 1 and parts[1] in ("train", "eval") else "train"
+    if len(parts) > 1 and parts[1] == config_name:
+        os.environ["COMP_LINE"] = " ".join([parts[0], *parts[2:]])
+        os.environ["COMP_POINT"] = str(len(os.environ["COMP_LINE"]))
+    through_hydra(config_name, CommandLine(flags=tuple(words)), lambda config: None)
