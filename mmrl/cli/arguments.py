@@ -38,7 +38,9 @@ class Words:
             words: what follows the command.
             with_value: flags that take the next word as their value, unless that is a setting.
         """
-        names, settings, flags = [], [], []
+        names: list[str] = []
+        settings: list[str] = []
+        flags: list[tuple[str, str | None]] = []
         rest = list(words)
         while rest:
             word = rest.pop(0)

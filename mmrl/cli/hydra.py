@@ -157,7 +157,7 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
             f'{key}: got several values; run a sweep with -m, or quote a list: "{key}=[a,b]"' for key in swept
         )
     # A key that is given twice keeps its place and takes the later value, as in Hydra's own sweeper.
-    axes: dict[str, list[tuple[Override, str]]] = {}
+    axes: dict[str, list[tuple[Override, str | None]]] = {}
     for override in line.overrides:
         try:
             values = _values(override)
@@ -360,7 +360,8 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
     line = line.without(stray)
     with redirect_stdout(sys.stderr):  # what a package prints when it is imported is no part of the result
         import_plugins_of(line)
-    algos, seed = [], 0
+    algos: list[AlgoConfig] = []
+    seed: object = 0
     for name in dict.fromkeys(chosen):
         before = len(problems)
         choice = _parse([f"algo={name}"], problems)
