@@ -62,6 +62,7 @@ def assign_credit(
         frozen: modules left out of the loss (`model.modules`). MHGPO counts them out of n as its own frozen modules;
             elsewhere the other modules' weights stay as they are.
     """
+    # MHGPO divides by n, the number of trained slots, so it must know; elsewhere a frozen module's share is just lost.
     if frozen and isinstance(algo, MhgpoConfig):
         algo = algo.model_copy(update={"freeze_modules": tuple(dict.fromkeys((*algo.freeze_modules, *frozen)))})
     credit = ALGORITHMS[algo.name].credit(without_kl(forest, frozen), algo, seed, minibatch)

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from mmrl import rng
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MappoConfig
+from mmrl.credit.backward import backward
 from mmrl.credit.entries import Credit, Reward
 from mmrl.credit.gae import EstimatedCall, critic_credit, critic_values, gae, kl_rewards
-from mmrl.credit.rewards import backward
-from mmrl.credit.weights import Unit, per_token, two_level
+from mmrl.credit.loss_weights import Unit, per_token, two_level
 from mmrl.records import Call, Forest
 from mmrl.rollout import plans
 
@@ -42,6 +42,7 @@ class Mappo:
         algo = MappoConfig.of(algo)
         rewards = backward(forest, algo)
         calls = [forest.calls[call_id] for call_id in rewards]
+        # Every trained token weighs the same by default (`loss_mean=token`), whichever agent wrote it.
         units = [Unit(call.example, call.example, call.completion_tokens) for call in calls]
         weights = per_token(units, two_level(units, minibatch), algo, minibatch)
         estimated = [_estimated(call, rewards[call.id], algo, w) for call, w in zip(calls, weights, strict=True)]
@@ -55,6 +56,7 @@ def _estimated(call: Call, reward: Reward, algo: MappoConfig, weight: float) -> 
     if algo.kl == "reward" and algo.beta:
         token_rewards = list(kl_rewards(call, algo.beta))
         parts["kl"] = sum(token_rewards)
+    # The shared outcome comes to every agent in full: the paper's baseline bootstraps nothing between modules.
     if token_rewards:
         token_rewards[-1] += reward.total
     values = critic_values(call, observed=False)

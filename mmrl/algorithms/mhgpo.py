@@ -15,9 +15,9 @@ from mmrl import rng
 from mmrl.algorithms.checks import module_problems
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MhgpoConfig
+from mmrl.credit.backward import backward
 from mmrl.credit.entries import Credit, Entry, Group, Reward
 from mmrl.credit.groups import compare
-from mmrl.credit.rewards import backward
 from mmrl.credit.slots import by_slot, weigh_slots
 from mmrl.records import Call, Forest
 from mmrl.rollout import plans
@@ -55,6 +55,7 @@ class Mhgpo:
         groups = compare(self.groups(forest, rewards, algo, seed), algo)
         rewarded = [forest.calls[call_id] for call_id in rewards]
         groups = weigh_slots(groups, rewarded, lambda call: self.trains(call, algo), algo, minibatch)
+        # A call is in at most one group here, unlike in mmGRPO, where fillers repeat calls.
         compared = {entry.call: entry for group in groups for entry in group.entries()}
         # Every call with a reward has an entry, in the forest's order; one that no group compares has no weight.
         entries = tuple(compared.get(call.id) or _left_out(call, rewards[call.id]) for call in rewarded)

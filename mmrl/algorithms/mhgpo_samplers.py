@@ -47,6 +47,7 @@ class MhgpoRr(Mhgpo):
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """One tree that forks at a module drawn for this example and step."""
         algo = MhgpoRrConfig.of(algo)
+        # The paper's probabilities for rewriter, reranker, answerer; a fork early in the path trains more modules.
         default = (0.7, 0.1, 0.2) if len(modules) == 3 else (1.0 / len(modules),) * len(modules)
         return plans.round_robin(modules, algo.group_size, algo.fork_probs or default, key)
 

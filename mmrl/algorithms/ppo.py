@@ -17,8 +17,8 @@ from mmrl.config import AlgoConfig
 from mmrl.config.algo import TurnCriticConfig
 from mmrl.credit.entries import Credit
 from mmrl.credit.gae import EstimatedCall, critic_credit, critic_values, gae, kl_rewards
+from mmrl.credit.loss_weights import Unit, per_token, two_level
 from mmrl.credit.scored import ScoredRollout, by_example
-from mmrl.credit.weights import Unit, per_token, two_level
 from mmrl.records import Forest
 from mmrl.rollout import plans
 
@@ -54,6 +54,7 @@ class Ppo:
         """Place the rewards, estimate over the rollout's tokens, and cut the result at the calls."""
         observed = algo.obs == "all"
         lengths = [call.completion_tokens + (call.observation_tokens if observed else 0) for call in scored.path]
+        # A rollout's calls lie one after the other in the estimation; `starts` says where each begins.
         starts = [0, *accumulate(lengths)]
         total = starts.pop()
         rewards = [0.0] * total
@@ -61,6 +62,7 @@ class Ppo:
         for index, (call, start) in enumerate(zip(scored.path, starts, strict=True)):
             last = call is scored.path[-1]
             if algo.kl == "reward" and algo.beta:
+                # Observation tokens, where they take part, have no KL term: the policy did not choose them.
                 terms = kl_rewards(call, algo.beta)
                 rewards[start : start + len(terms)] = [r + k for r, k in zip(rewards[start:], terms, strict=False)]
                 parts[index]["kl"] = sum(terms)

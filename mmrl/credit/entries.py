@@ -88,11 +88,6 @@ class Group:
     """Constant under `zero_variance=drop` (or `refill`): treated as if it had not been sampled."""
 
     @property
-    def rewards(self) -> tuple[float, ...]:
-        """One per member."""
-        return tuple(member.reward.total for member in self.members)
-
-    @property
     def of_one(self) -> bool:
         """Compared with nothing: no advantage is defined, it stays out of the loss."""
         return len(self.members) < 2

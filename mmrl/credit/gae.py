@@ -22,6 +22,7 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: fl
         values: V_t, length n.
     """
     advantages = [0.0] * len(rewards)
+    # Backwards in one pass: A_t = delta_t + gamma·lam·A_{t+1}. Nothing is bootstrapped after the last token.
     running, following = 0.0, 0.0
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + gamma * following - values[t]
@@ -102,6 +103,7 @@ def critic_credit(name: str, estimated: Sequence[EstimatedCall], whiten: str) ->
     raw = [
         a for s in estimated for a in (s.advantages if whiten == "all" else s.advantages[: s.call.completion_tokens])
     ]
+    # Whitened over the batch and not per example: with one rollout each, an example has nothing to compare with.
     mean, factor = (0.0, 1.0) if whiten == "none" else whitening(raw)
     entries = []
     for own in estimated:
@@ -114,6 +116,7 @@ def critic_credit(name: str, estimated: Sequence[EstimatedCall], whiten: str) ->
                 parts=own.parts,
                 advantages=tuple((advantage - mean) * factor for advantage in advantages),
                 weights=(own.weight,) * tokens,
+                # The critic's target is A + V before whitening, which rescales what the policy sees and no value.
                 returns=tuple(a + v for a, v in zip(advantages, own.values[:tokens], strict=True)),
                 raw_advantages=advantages,
                 token_rewards=own.rewards[:tokens],

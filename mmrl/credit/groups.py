@@ -11,20 +11,20 @@ from dataclasses import replace
 
 from mmrl.config.algo import GroupConfig
 from mmrl.credit.entries import Group
-from mmrl.credit.weights import Minibatches, Unit, per_token, two_level
+from mmrl.credit.loss_weights import Minibatches, Unit, per_token, two_level
 
 
 def compare(groups: Iterable[Group], algo: GroupConfig) -> list[Group]:
     """A_i = (r_i - baseline) / (std + eps) within each group, as `algo` says (eps, ddof, scale, std_over, baseline)."""
     groups = list(groups)
-    pooled = [reward for group in groups if not group.of_one for reward in group.rewards]
+    pooled = [member.reward.total for group in groups if not group.of_one for member in group.members]
     # `std_over=batch` divides by one deviation, over all rewards that are compared with any other.
     batch_std = std_of(pooled, algo.ddof) if algo.std_over == "batch" else None
     return [_compared(group, algo, batch_std) for group in groups]
 
 
 def _compared(group: Group, algo: GroupConfig, batch_std: float | None) -> Group:
-    rewards, size = group.rewards, len(group.members)
+    rewards, size = [member.reward.total for member in group.members], len(group.members)
     if group.of_one:
         return replace(group, mean=rewards[0] if rewards else None)
     mean = math.fsum(rewards) / size

@@ -46,6 +46,7 @@ def module_groups(forest: Forest, algo: MmgrpoConfig, seed: int) -> list[Group]:
     groups = []
     for module in forest.modules:
         for example, own in traces.items():
+            # One key per example and module, so a filler does not move with the batch around it.
             rows = _rows(own, module, algo, (seed, forest.step, "filler", example, module))
             for k in sorted({k for row in rows for k in row}):
                 members = [row[k] for row in rows if k in row]
@@ -73,6 +74,8 @@ def most_diverse(members: Sequence[Member], size: int) -> list[Member]:
     """
     if len(members) == size:
         return list(members)
+    # Even ranks keep best and worst, which carry the signal, and what lies between them at equal steps. Fractions:
+    # a rank that is a half in binary rounding would go to one side or the other by the machine.
     ranked = sorted(members, key=lambda member: -member.reward.total)
     ranks = [round(Fraction(i * (len(ranked) - 1), size - 1)) for i in range(size)]
     return [
@@ -113,6 +116,8 @@ def _rows(traces: Sequence[_Trace], module: str, algo: MmgrpoConfig, key: rng.Ke
             rows[trace.rollout] = _row(members, algo)
         elif algo.on_missing == "skip_example":
             return []
+    # Lists of unequal length cannot be compared place by place: the paper cuts all to the shortest or fills up to the
+    # longest; `ragged` compares whoever is there.
     if algo.padding_mode == "truncate" and rows:
         shortest = min(map(len, rows.values()))
         return [{k: row[k] for k in range(shortest)} for row in rows.values()]

@@ -29,6 +29,7 @@ def without_kl(forest: Forest, frozen: Collection[str]) -> Forest:
     calls = dict(forest.calls)
     for call_id, call in forest.calls.items():
         if call.module in frozen and call.logprobs is None:
+            # Equal to the reference's, so beta · (log-prob - reference) adds nothing to the reward.
             zeros = (0.0,) * call.completion_tokens
             calls[call_id] = replace(call, logprobs=zeros, ref_logprobs=zeros)
     return replace(forest, calls=calls)

@@ -14,7 +14,7 @@ from mmrl import rng
 from mmrl.config.algo import MhgpoConfig
 from mmrl.credit.entries import Group, Member, Reward
 from mmrl.credit.groups import with_weights
-from mmrl.credit.weights import Minibatches, Unit, minibatch_of, per_token
+from mmrl.credit.loss_weights import Minibatches, Unit, minibatch_of, per_token
 from mmrl.records import Call, Forest
 
 Slot = tuple[str, str, int]
@@ -47,6 +47,7 @@ def by_slot(forest: Forest, rewards: Mapping[str, Reward], calls: Iterable[str] 
 def by_parent(forest: Forest, rewards: Mapping[str, Reward], module: str) -> list[Group]:
     """`by_slot`, but the first calls of `module` compare only with those of the same parent (`os_group=parent`)."""
     slots: dict[tuple[Slot, str | None], list[Member]] = {}
+    # A parse retry or a loop may call the module again further down: only its first call is the over-sampled one.
     for call_id, reward in rewards.items():
         call = forest.calls[call_id]
         parent = call.parent if (call.module, call.invocation) == (module, 0) else None
@@ -89,6 +90,7 @@ class ForkView:
     def _fork_of(self, path: Sequence[Call], recorded: str | None) -> str:
         if recorded is not None or not path:
             return recorded or ""
+        # Files written by hand need not say where a tree forked: it did below the first call with several successors.
         for call in path[:-1]:
             if len(self.forest.children[call.id]) > 1:
                 return self.forest.calls[self.forest.children[call.id][0]].module
@@ -121,6 +123,7 @@ def regroup_singles(
         if how == "by_agent_fork":
             groups.append(Group(name, tuple(members)))
             continue
+        # Keyed by the pool, so that what one pool draws does not depend on which other pools a batch happens to have.
         rng.stream(seed, forest.step, "regroup", *key).shuffle(members)
         for start in range(0, len(members) - size + 1, size):
             groups.append(Group(f"{name}:{start // size}", tuple(members[start : start + size])))
@@ -159,6 +162,7 @@ def three_level(
     Args:
         filled: (example, slot) pairs that were sampled: they count in n (and B) even where no unit of theirs is kept.
     """
+    # n counts slots that were sampled, not groups: round robin puts calls of one slot into groups over the batch.
     slots: dict[str, set[Hashable]] = {}
     for example, slot in [*filled, *((unit.example, unit.slot) for unit in units if unit.counts)]:
         slots.setdefault(example, set()).add(slot)

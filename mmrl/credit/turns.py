@@ -129,6 +129,7 @@ def compare_turns(
 
 def discounted(own: Sequence[float], alpha: float) -> list[float]:
     """A_k = sum over l >= k of alpha^(l-k) · own_l."""
+    # From the last turn back: the outcome's advantage reaches turn k with alpha^(K - k).
     sums, running = [], 0.0
     for advantage in reversed(own):
         running = advantage + alpha * running
@@ -151,6 +152,7 @@ def _cut(scored: ScoredRollout, rules: TurnRules) -> Cut:
     rewards = [call.turn_reward for call in scored.path[:-1]]
     if not rules.two_turns:
         return [((position,), reward) for position, reward in enumerate(rewards)]
+    # A turn reward is given for a tool result, so the first call that has one ends turn 1.
     first = next((position for position, reward in enumerate(rewards) if reward is not None), None)
     if first is None:
         return []
@@ -163,6 +165,8 @@ def _rewards(
     """Column -> index of the rollout -> reward, for everything that is compared within an example."""
     columns: dict[str | int, dict[int, float]] = {}
     for turn in range(max(map(len, cuts), default=0)):
+        # `zero` compares all G rollouts, the missing ones as if their tool had brought nothing; `exclude` compares
+        # those that reached the turn, whose number then varies.
         rewards = {index: turns[turn][1] for index, turns in enumerate(cuts) if turn < len(turns)}
         known = {index: reward for index, reward in rewards.items() if reward is not None}
         columns[turn] = (

@@ -8,13 +8,13 @@ import statistics
 import pytest
 
 from mmrl.config.algo import GrpoConfig, MhgpoFofConfig
+from mmrl.credit.backward import backward
 from mmrl.credit.entries import Group, Member, Reward
 from mmrl.credit.gae import EstimatedCall, critic_credit, gae, whitening
 from mmrl.credit.groups import compare, std_of
-from mmrl.credit.rewards import backward
+from mmrl.credit.loss_weights import Unit, per_token, two_level
 from mmrl.credit.scored import scored_rollouts
 from mmrl.credit.slots import ForkView, three_level
-from mmrl.credit.weights import Unit, per_token, two_level
 from mmrl.records import Call
 from tests.helpers.forests import Grow
 
