@@ -192,14 +192,14 @@ def mine(part: Part, rows: list[Row], few: list[Row], device: str, dtype: str, r
     """Check packed against padded on `few` rollouts, then time `rows` and look at memory."""
     side = Ours(build(part.shape, device, dtype), calls(few), folder, lora=part.lora)
     trainer: Any = side.trainer
-    if not trainer.tries:
+    if not trainer.forwards.tries:
         raise SystemExit(f"{part.name}: the model was not prepared for packed tries")
     shake(trainer.model)
     trainer.accelerator.prepare_model(trainer.model)  # the mixed precision of a run
-    packed, packed_logprobs = host(side.gradients()), trainer.policy_logprobs(side.batch)
-    trainer.tries = False
-    padded, padded_logprobs = host(side.gradients()), trainer.policy_logprobs(side.batch)
-    trainer.tries = True
+    packed, packed_logprobs = host(side.gradients()), side.logprobs()
+    trainer.forwards.tries = False
+    padded, padded_logprobs = host(side.gradients()), side.logprobs()
+    trainer.forwards.tries = True
     pairs = zip(packed_logprobs, padded_logprobs, strict=True)
     found: dict[str, Any] = {
         "max_logprob_difference": max(abs(a - b) for one, two in pairs for a, b in zip(one, two, strict=True)),
@@ -211,7 +211,7 @@ def mine(part: Part, rows: list[Row], few: list[Row], device: str, dtype: str, r
         once(side.run)
     found["seconds"] = min(once(side.run)[1] for _ in range(repeats))
     found["peak_bytes"] = memory.bytes
-    found["pack_tokens"] = trainer.budget
+    found["pack_tokens"] = trainer.forwards.budget
     return Mine(weights, packed, found)
 
 
@@ -256,7 +256,7 @@ def measure(part: Part, kind: str, lengths: Lengths, device: str, dtype: str, ra
         theirs = peer(part, ours, rows, few, device, dtype, repeats, folder / "trl")
     batch = calls(rows)
     unique, pairs = trie_pairs(batch)
-    scored = sum(len(call.completion_ids) for call in batch)
+    scored = sum(len(train.call.completion_ids) for train in batch)
     work = passes(part.lora is not None) * flops(part.shape, unique, pairs, scored)
     found = ours.found | theirs
     return found | {

@@ -1,11 +1,13 @@
-"""What a stage improves: a policy is weights (a base, perhaps an adapter) and prompts.
+"""What a stage improves: a policy is weights (a base, perhaps an adapter) and prompts; and where a run has saved it.
 
-`resolve` turns what a user types after `policy=` into one.
+`resolve` turns what a user types after `policy=` into one. A run's checkpoints are folders
+`checkpoints/checkpoint-<steps done>`, written by `trainer.checkpoint`; which of them are complete is decided here.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +16,12 @@ import yaml
 
 from mmrl.config.shipped import SHIPPED
 from mmrl.errors import ConfigError
+
+MARKER = "complete.json"
+"""Of a checkpoint: names and sizes of its files, written last."""
+EXTRA = "extra.json"
+"""Of a checkpoint: what else was stored with it, such as which module speaks with which weights."""
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 TRAINED, INITIAL = "trained", "initial"
 """Names of the two sets of weights where frozen modules act with the initial ones (`algo.frozen_serving`)."""
@@ -37,6 +45,36 @@ class Policy:
     """Name of weights -> folder of their LoRA adapter."""
     initial: str | None = None
     """Full weights that the name `INITIAL` stands for."""
+
+
+def checkpoint_step(path: Path) -> int | None:
+    """Steps done at `checkpoint-<steps>`; None for any other name."""
+    match = _CHECKPOINT.fullmatch(path.name)
+    return int(match.group(1)) if match else None
+
+
+def is_complete(path: Path) -> bool:
+    """Whether `path` is a checkpoint whose files are all there, with the sizes they were written with."""
+    # By the files and not the name alone: a copy from another machine may have ended halfway.
+    try:
+        sizes = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
+        return all((path / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return False
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in `folder`, oldest first."""
+    steps = [(step, path) for path in folder.glob("checkpoint-*") if (step := checkpoint_step(path)) is not None]
+    return [path for _, path in sorted(steps) if is_complete(path)]
+
+
+def newest_checkpoint(folder: Path | str) -> Path | None:
+    """The newest complete checkpoint of a run, given its directory or its `checkpoints` folder; None without one."""
+    root = Path(folder)
+    inner = root / "checkpoints"
+    complete = complete_checkpoints(inner if inner.is_dir() else root)
+    return complete[-1] if complete else None
 
 
 def describe_weights(modules: Mapping[str, str] | None) -> dict[str, str]:
@@ -73,17 +111,16 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
     if not folder.is_dir():
         raise ConfigError(f"policy: got '{text}', expected a run, checkpoint, adapter, model folder or hub id")
     if (folder / "config.yaml").is_file():
-        checkpoints = sorted(
-            (path for path in (folder / "checkpoints").glob("checkpoint-*") if path.name.split("-")[1].isdigit()),
-            key=lambda path: int(path.name.split("-")[1]),
-        )
-        if not checkpoints:
-            raise ConfigError(f"policy: run {text} has no checkpoint yet")
-        return _checkpoint(checkpoints[-1], prompts)
-    return _checkpoint(folder, prompts)
+        # The same test as a resume: a run that was killed while it saved is evaluated as it would go on.
+        newest = newest_checkpoint(folder)
+        if newest is None:
+            raise ConfigError(f"policy: run {text} has no checkpoint yet that is complete")
+        return _saved_policy(newest, prompts)
+    return _saved_policy(folder, prompts)
 
 
-def _checkpoint(folder: Path, prompts: str | None) -> Policy:
+def _saved_policy(folder: Path, prompts: str | None) -> Policy:
+    """The policy in a checkpoint, an adapter's folder or a folder with weights."""
     adapter = folder / "adapter_config.json"
     modules, base = _recorded(folder)
     if adapter.is_file():
@@ -106,10 +143,10 @@ def _checkpoint(folder: Path, prompts: str | None) -> Policy:
 
 
 def _recorded(folder: Path) -> tuple[dict[str, str] | None, str | None]:
-    """Which module speaks with what, and the initial weights, as `trainer.modules` recorded them in a checkpoint."""
-    extra = folder / "extra.json"
-    found = json.loads(extra.read_text(encoding="utf-8")) if extra.is_file() else {}
-    return found.get("modules"), found.get("base")
+    """Which module speaks with what, and the initial weights, as `ModuleAssignment.record` put them in a checkpoint."""
+    extra = folder / EXTRA
+    record = json.loads(extra.read_text(encoding="utf-8")) if extra.is_file() else {}
+    return record.get("modules"), record.get("base")
 
 
 def _step(folder: Path) -> int | None:
@@ -122,6 +159,7 @@ def _step(folder: Path) -> int | None:
 
 def _base_of(adapter: Path) -> str:
     """What an adapter is for: `model.path` of its run, else what it says itself (which may have moved since)."""
+    # One folder up for a shared adapter (checkpoint-3/), two for one of several (checkpoint-3/<name>/).
     for folder in list(adapter.resolve().parents)[1:3]:
         config = folder.parent / "config.yaml"
         if folder.name == "checkpoints" and config.is_file():

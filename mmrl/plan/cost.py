@@ -12,7 +12,7 @@ from mmrl.config import TrainCommandConfig
 from mmrl.plan.devices import GIB, Device
 from mmrl.plan.load import Load
 from mmrl.plan.shapes import Shape
-from mmrl.trainer.layout import CPU_SHARE, CPU_TOKENS, GPU_SHARE, GPU_TOKENS, LEAST_TOKENS
+from mmrl.trainer.packing import CPU_SHARE, CPU_TOKENS, GPU_SHARE, GPU_TOKENS, LEAST_TOKENS
 
 CHUNK = 1024
 """Scored positions whose logits are held at once."""

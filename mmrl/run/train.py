@@ -96,7 +96,7 @@ def work(job: Mapping[str, Any]) -> int:
 
 def resume(folder: Path) -> int:
     """Continue a stopped or killed run from its newest complete checkpoint, to the numbers it would have had."""
-    from mmrl.trainer.checkpoint import latest
+    from mmrl.models.policy import newest_checkpoint
 
     refuse_kind(folder, TrainCommandConfig)
     stored = RunDir.read(folder).config
@@ -119,7 +119,7 @@ def resume(folder: Path) -> int:
             raise CheckpointError(f"{folder}: this run is finished; look at it with: mmrl show {folder}")
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})
         check_resumable(config)
-        checkpoint = latest(rundir.checkpoints)
+        checkpoint = newest_checkpoint(rundir.checkpoints)
         rundir.truncate_after(step_number(checkpoint) if checkpoint else 0)
         processes.first((config, checkpoint))
         return _run(config, rundir, checkpoint, processes)
@@ -214,20 +214,18 @@ def build_stage(
     from mmrl.stages.step_log import StepLog
     from mmrl.stages.weights import WeightStage
     from mmrl.trainer.adapters import make_adapters
-    from mmrl.trainer.trl_trainer import build_trainer
+    from mmrl.trainer.settings import Settings
+    from mmrl.trainer.trl_trainer import MmrlTrainer
 
     hardware = config.hardware
     torch.set_num_threads(hardware.threads or 1)
     tokenizer = load_tokenizer(config.model)
     modules = assignment(config, task)
     processes = replace(processes, one_samples=processes.world > 1 and engines.serves_all(config.engine.name))
-    trainer = build_trainer(
-        model=load_model(config.model, hardware.device),
-        tokenizer=tokenizer,
-        train=config.train,
-        algo=config.algo,
-        model_config=config.model,
-        seed=config.seed,
+    trainer = MmrlTrainer(
+        load_model(config.model, hardware.device),
+        tokenizer,
+        Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed),
         output_dir=rundir.checkpoints,
         # The stage needs the engine, which needs the trainer's model: so these two look it up when they are called.
         next_batch=lambda step: stage.next_batch(step),

@@ -22,7 +22,7 @@ from mmrl.credit.entries import Credit
 from mmrl.engines.base import Engine
 from mmrl.errors import TooManyFailures
 from mmrl.models.chat import encode_text, tokenizer_seconds
-from mmrl.records import Call, Example, Forest
+from mmrl.records import Example, Forest
 from mmrl.rollout.environment import make_environment, sampling_settings
 from mmrl.rollout.reserialise import reserialised
 from mmrl.rollout.sample import sample
@@ -32,7 +32,7 @@ from mmrl.stages.prefetch import Prefetch
 from mmrl.stages.step_log import StepLog
 from mmrl.system.processes import ALONE, Processes
 from mmrl.tasks.base import Canonical, Task
-from mmrl.trainer.annotate import annotate
+from mmrl.trainer.forwards import annotate
 from mmrl.trainer.objective import TrainCall, TrainEntry
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class Collector:
             mine = [example.id for example in self.processes.part(examples)]
             forest = part_of(self.processes.forest(forest, examples), mine)
         with self.log.timed("annotate"):
-            forest = annotate(self.trainer, forest)
+            forest = annotate(self.trainer.forwards, forest)
         forest = self.processes.forest(forest, examples)
         self._check_failures(forest, step)
         algo, program = self.config.algo, self.task.program
@@ -223,23 +223,8 @@ def train_calls(forest: Forest, credit: Credit, minibatch: Mapping[str, int]) ->
         entries.setdefault(entry.call, []).append(
             TrainEntry(advantages=entry.advantages, weights=entry.weights, returns=entry.returns)
         )
-    return [train_call(forest.calls[call], own, minibatch) for call, own in entries.items()]
-
-
-def train_call(call: Call, entries: Sequence[TrainEntry], minibatch: Mapping[str, int]) -> TrainCall:
-    """One call as the trainer sees it."""
-    return TrainCall(
-        id=call.id,
-        module=call.module,
-        prompt_ids=call.prompt_ids,
-        completion_ids=call.completion_ids,
-        old_logprobs=call.logprobs,
-        ref_logprobs=call.ref_logprobs,
-        # With `algo.obs=all` values run over the observation too, which is never trained.
-        old_values=None if call.values is None else call.values[: call.completion_tokens],
-        entries=tuple(entries),
-        minibatch=minibatch[call.example],
-    )
+    calls = [forest.calls[call] for call in entries]
+    return [TrainCall(call=call, entries=tuple(entries[call.id]), minibatch=minibatch[call.example]) for call in calls]
 
 
 def dynamic_sampling(

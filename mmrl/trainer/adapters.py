@@ -10,15 +10,27 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import set_seed
 
 from mmrl.errors import ConfigError
-from mmrl.models.assignment import ModuleAssignment
+from mmrl.models.assignment import RESERVED, ModuleAssignment
+from mmrl.records import Call
 from mmrl.trainer.objective import TrainCall
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ParameterGroup(TypedDict):
+    """A group of an optimizer, as torch takes it."""
+
+    params: list[torch.nn.Parameter]
+    lr: float
+    weight_decay: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +48,7 @@ class Adapters:
         problems = [
             f"model.modules: adapter name '{name}' is reserved or holds other characters than letters, digits, _ and -"
             for name in self.names
-            if name in ("default", "critic") or not name.replace("_", "").replace("-", "").isalnum()
+            if name in RESERVED or not name.replace("_", "").replace("-", "").isalnum()
         ]
         problems += [
             f"learning rate of adapter '{name}': no such adapter" for name in self.rates if name not in self.names
@@ -54,48 +66,52 @@ class Adapters:
         """Names of the adapters that take updates."""
         return [name for name in self.names if name not in self.frozen]
 
-    def attach(self, model: Any, config: LoraConfig, seed: int) -> Any:
+    def attach(self, model: PreTrainedModel, config: LoraConfig | None, seed: int) -> PeftModel:
         """`model` with all adapters on it, the first one active; random starts depend on `seed` alone."""
+        if config is None:
+            raise ConfigError("model.lora: weights per module are adapters; set model.lora")
         parts = {part for name, _ in model.named_modules() for part in name.split(".")}
         taken = sorted({*parts, "base_layer", "base_model", "weight", "bias"} & set(self.names))
-        if taken:  # peft would take the layer for the adapter and leave weights out of the checkpoint, in silence
+        if taken:
+            # peft would take the layer for the adapter and leave weights out of the checkpoint, in silence.
             raise ConfigError(
                 f"model.modules: adapter name '{name}' is the name of a part of the model; give it another one"
                 for name in taken
             )
         set_seed(seed)
         first, *others = self.names
-        wrapped = get_peft_model(model, config, adapter_name=first)
+        wrapped = cast("PeftModel", get_peft_model(model, config, adapter_name=first))
         for name in others:
             wrapped.add_adapter(name, config)
         self.train_all(wrapped)
         return wrapped
 
-    def train_all(self, policy: Any) -> None:
+    def train_all(self, policy: PeftModel) -> None:
         """Every adapter takes gradients but the frozen ones; peft leaves that to the active one."""
         for name in self.names:
             for parameter in self.parameters(policy, name).values():
                 parameter.requires_grad_(name not in self.frozen)
 
-    def parameters(self, policy: Any, name: str) -> dict[str, torch.nn.Parameter]:
+    def parameters(self, policy: PeftModel, name: str) -> dict[str, torch.nn.Parameter]:
         """The weights of one adapter."""
-        own = re.compile(rf"\.lora_\w+\.{name}(\.|$)")  # an adapter may be called like a layer
-        return {n: p for n, p in policy.named_parameters() if own.search(n)}
+        # Only after `.lora_A.` and the like: an adapter may be called like a layer.
+        pattern = re.compile(rf"\.lora_\w+\.{name}(\.|$)")
+        return {n: p for n, p in policy.named_parameters() if pattern.search(n)}
 
     def split(self, calls: Sequence[TrainCall]) -> list[list[TrainCall]]:
         """Calls by adapter, in the order of `names`: one forward runs with one adapter."""
-        found: dict[str, list[TrainCall]] = {name: [] for name in self.names}
-        for call in calls:
-            found[self.adapter(call)].append(call)
-        return list(found.values())
+        by_adapter: dict[str, list[TrainCall]] = {name: [] for name in self.names}
+        for train in calls:
+            by_adapter[self.adapter(train.call)].append(train)
+        return list(by_adapter.values())
 
-    def adapter(self, call: TrainCall) -> str:
+    def adapter(self, call: Call) -> str:
         """The adapter that a call was sampled with."""
         if call.module not in self.of:
             raise ConfigError(f"model.modules: no adapter for module '{call.module}' (there are {', '.join(self.of)})")
         return self.of[call.module]
 
-    def groups(self, policy: Any, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    def groups(self, policy: PeftModel, lr: float, weight_decay: float) -> list[ParameterGroup]:
         """Optimizer groups, one per trained adapter."""
         return [
             {
@@ -106,17 +122,19 @@ class Adapters:
             for name in self.trained
         ]
 
-    def clip(self, policy: Any, limit: float) -> dict[str, float]:
+    def clip(self, policy: PeftModel, limit: float) -> dict[str, float]:
         """Clip each adapter's gradients on their own; returns the norms before."""
+        # A norm over all of them would let one module's large gradients shrink another's step.
         return {
             name: float(torch.nn.utils.clip_grad_norm_(self.parameters(policy, name).values(), limit))
             for name in self.trained
         }
 
     @contextmanager
-    def using(self, policy: Any, call: TrainCall) -> Iterator[None]:
-        """Inside, the policy runs with the adapter of `call`; forward and backward both belong in here."""
-        policy.set_adapter(self.adapter(call))
+    def using(self, policy: PeftModel, train: TrainCall) -> Iterator[None]:
+        """Inside, the policy runs with the adapter of a call; forward and backward both belong in here."""
+        # Not set back: every forward sets its own, and gradient checkpointing forwards again in the backward pass.
+        policy.set_adapter(self.adapter(train.call))
         yield
 
 

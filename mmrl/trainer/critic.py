@@ -11,11 +11,11 @@ Part of `trainer`. V_t is read where the policy predicts token t: it values the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -23,49 +23,65 @@ from safetensors.torch import load_file
 
 from mmrl.config.algo import CriticConfig
 from mmrl.errors import CheckpointError, MmrlError
+from mmrl.trainer.adapters import ParameterGroup
 from mmrl.trainer.logprobs import hidden_states
 from mmrl.trainer.objective import value_loss
 from mmrl.trainer.packing import Pack
 from mmrl.trainer.settings import Settings
 from mmrl.trainer.sharding import as_number, is_sharded, like, shard, shard_head, whole
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    PolicyModel: TypeAlias = PreTrainedModel | PeftModel
+
 FILE = "critic.safetensors"
 ADAPTER = "critic"
 """Name of the critic's adapter inside the policy's peft model."""
 
 
-def backbone_of(policy: Any) -> Any:
+def backbone_of(policy: PolicyModel) -> PreTrainedModel:
     """The transformer below the head of a causal LM, adapters included."""
     base = policy.get_base_model() if isinstance(policy, PeftModel) else policy
-    return base.base_model
+    return cast("PreTrainedModel", base.base_model)
 
 
 class ValueHead(torch.nn.Module):
     """Hidden states to scalars in full precision, with or without a backbone of its own below."""
 
     def __init__(
-        self, config: Any, backbone: torch.nn.Module | None, dtype: torch.dtype, seed: int, *, zero: bool = False
+        self,
+        config: PreTrainedConfig,
+        backbone: PreTrainedModel | None,
+        dtype: torch.dtype,
+        seed: int,
+        *,
+        zero: bool = False,
     ):
         super().__init__()
         text = config.get_text_config()
         self.backbone = backbone
         self.head = torch.nn.Linear(text.hidden_size, 1, dtype=dtype)
+        # Its own generator: the head's start depends on the seed alone, not on what was drawn before it.
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             # The range of the whole model, as HF's token classification has it: 1.2 in the values of a 7B model.
-            spread = 0.0 if zero else getattr(text, "initializer_range", 0.02)
-            self.head.weight.copy_(torch.randn(self.head.weight.shape, generator=generator) * spread)
+            deviation = 0.0 if zero else getattr(text, "initializer_range", 0.02)
+            self.head.weight.copy_(torch.randn(self.head.weight.shape, generator=generator) * deviation)
             self.head.bias.zero_()
 
     def forward(self, pack: Pack, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """(N,) values; `hidden` (N, H) where there is no own backbone."""
         if self.backbone is not None:
-            states = self.backbone(**pack.inputs).last_hidden_state
+            states = self.backbone(**pack.inputs).last_hidden_state  # (R, W, H)
             hidden = states.reshape(-1, states.shape[-1])[pack.positions]
         assert hidden is not None
+        # Full precision whatever the policy's: returns differ by less than a bfloat16 step of their size.
         with torch.autocast(hidden.device.type, enabled=False):
-            values: torch.Tensor = self.head(hidden.to(self.head.weight.dtype))
-        return values.sum(-1)  # of one column; not a view, on which FSDP2's hooks could get lost
+            values: torch.Tensor = self.head(hidden.to(self.head.weight.dtype))  # (N, 1)
+        # A sum over one column: not a view, on which FSDP2's hooks could get lost.
+        return values.sum(-1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,14 +95,14 @@ class CriticTotals:
     grad_norms: list[float] = field(default_factory=list)
 
 
-def trained_in_float32(model: Any) -> None:
+def trained_in_float32(model: torch.nn.Module) -> None:
     """Trained weights to float32: an AdamW update of 1e-6 is below bfloat16's resolution and would round to nothing."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
 
 
-def make_critic(settings: Settings, model: Any) -> Critic | None:
+def make_critic(settings: Settings, model: PreTrainedModel) -> Critic | None:
     """The critic of algorithms that have one, beside the model as it is before TRL wraps it."""
     if settings.critic is None:
         return None
@@ -114,7 +130,7 @@ class Critic:
     def __init__(
         self,
         config: CriticConfig,
-        model: Any,
+        model: PreTrainedModel,
         seed: int,
         adapter: LoraConfig | None,
         *,
@@ -125,20 +141,20 @@ class Critic:
         self.lr = lr
         self.adapter = adapter if config.critic == "adapter" else None
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-        own = copy.deepcopy(backbone_of(model)).requires_grad_(True) if config.critic == "separate" else None
-        if own is not None and checkpointing:
-            own.gradient_checkpointing_enable()
-        self.module: Any = ValueHead(model.config, own, dtype, seed, zero=config.critic_init == "zero")
+        backbone = copy.deepcopy(backbone_of(model)).requires_grad_(True) if config.critic == "separate" else None
+        if backbone is not None and checkpointing:
+            backbone.gradient_checkpointing_enable()
+        self.module = ValueHead(model.config, backbone, dtype, seed, zero=config.critic_init == "zero")
         trained_in_float32(self.module)
-        self.wrapped: Any = self.module
-        self.policy: Any = None
+        self.wrapped: torch.nn.Module = self.module
+        self.policy: PolicyModel = model
         self.restart(torch.device("cpu"))
 
-    def attach(self, policy: Any, accelerator: Any) -> None:
+    def attach(self, policy: PolicyModel, accelerator: Accelerator) -> None:
         """Put the critic beside the policy: same device, same processes; adds its adapter."""
         self.policy = policy
         if self.adapter is not None:
-            policy.add_adapter(ADAPTER, self.adapter)
+            cast("PeftModel", policy).add_adapter(ADAPTER, self.adapter)
         if is_sharded(accelerator):
             if self.module.backbone is not None:
                 shard(self.module.backbone, accelerator)
@@ -155,19 +171,24 @@ class Critic:
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Everything that the critic trains, by the name it is saved under."""
-        found = dict(self.module.named_parameters())
+        parameters = dict(self.module.named_parameters())
         if self.adapter is not None:
-            found |= {n: p for n, p in self.policy.named_parameters() if f".{ADAPTER}." in n}
-        return found
+            parameters |= {n: p for n, p in self.policy.named_parameters() if f".{ADAPTER}." in n}
+        return parameters
 
-    def groups(self, weight_decay: float) -> list[dict[str, Any]]:
+    def others(self, policy: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """The policy's own parameters, without the critic's adapter, which lives inside of it."""
+        apart = {id(parameter) for parameter in self.named_parameters().values()}
+        return [parameter for parameter in policy.parameters() if id(parameter) not in apart]
+
+    def groups(self, weight_decay: float) -> list[ParameterGroup]:
         """Optimizer groups: matrices decay, vectors do not."""
         parameters = list(self.named_parameters().values())
+        # Always two groups, even where one is empty: a checkpoint's optimizer state lists groups by number.
         matrices, vectors = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
-        rate = {"lr": self.lr}
         return [
-            {"params": matrices, "weight_decay": weight_decay, **rate},
-            {"params": vectors, "weight_decay": 0.0, **rate},
+            {"params": matrices, "weight_decay": weight_decay, "lr": self.lr},
+            {"params": vectors, "weight_decay": 0.0, "lr": self.lr},
         ]
 
     def factor(self, update: int) -> float:
@@ -177,11 +198,12 @@ class Critic:
     def values(self, pack: Pack, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """(N,) values of a pack. `hidden`: the policy's, detached, where they are known and the kind is `head`."""
         if self.config.critic == "separate":
-            return self.wrapped(pack)
+            return cast("torch.Tensor", self.wrapped(pack))
         if self.config.critic == "adapter" or hidden is None:
+            # The head's own gradient needs no graph of the policy; the adapter's does.
             with nullcontext() if self.config.critic == "adapter" else torch.no_grad():
                 hidden = hidden_states(self.policy, self.policy.get_output_embeddings(), pack)
-        return self.wrapped(pack, hidden)
+        return cast("torch.Tensor", self.wrapped(pack, hidden))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -189,31 +211,36 @@ class Critic:
         if self.adapter is None:
             yield
             return
-        before = self.policy.active_adapter
-        self.policy.set_adapter(ADAPTER)
+        policy = cast("PeftModel", self.policy)
+        before = policy.active_adapter
+        policy.set_adapter(ADAPTER)
         try:
             yield
         finally:
-            self.policy.set_adapter(before)
+            policy.set_adapter(before)
 
-    def train_on(self, pack: Pack, hidden: torch.Tensor, accelerator: Any, autocast: Any) -> None:
+    def train_on(
+        self, pack: Pack, hidden: torch.Tensor, accelerator: Accelerator, autocast: AbstractContextManager[None]
+    ) -> None:
         """Forward and backward of the value loss of one pack."""
         if pack.returns.isnan().any() or pack.old_values.isnan().any():
-            ids = ", ".join(call.id for call in pack.calls[:3])
+            ids = ", ".join(train.call.id for train in pack.calls[:3])
             raise MmrlError(f"calls {ids}: the critic needs returns and old values of every trained token")
-        at = pack.entry_index
+        at = pack.entry_index  # (E,) into the pack's N
         self.module.train()
+        # Backward inside `active` too: gradient checkpointing forwards again, and must do so with the same adapter.
         with self.active():
             with autocast:
                 values = self.values(pack, hidden)
             result = value_loss(values[at], pack.old_values[at], pack.returns, pack.weights, self.config.value_clip)
+            # Times the processes, whose gradients are averaged: the loss is a sum over all of them.
             accelerator.backward(result.loss * accelerator.num_processes)
         if not pack.filler:
             self.totals.loss += result.loss.detach().double()
             self.totals.clipped += result.clipped.double().sum()
             self.totals.tokens += at.numel()
 
-    def clip(self, limit: float, accelerator: Any) -> float:
+    def clip(self, limit: float, accelerator: Accelerator) -> float:
         """Clip the critic's gradients on their own; returns the norm before."""
         parameters = list(self.named_parameters().values())
         norm = as_number(accelerator.clip_grad_norm_(parameters, limit))
@@ -226,7 +253,7 @@ class Critic:
         for parameter in self.named_parameters().values():
             parameter.grad = None
 
-    def metrics(self, reduce: Any) -> dict[str, float]:
+    def metrics(self, reduce: Callable[[torch.Tensor, str], torch.Tensor]) -> dict[str, float]:
         """`critic/…` of the step."""
         totals = self.totals
         device = totals.loss.device
@@ -240,7 +267,7 @@ class Critic:
         }
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What the critic trains, whole and on the CPU; processes that share it must all ask."""
+        """What the critic trains, whole and on the CPU; processes that share it must all call this."""
         return {name: whole(p).contiguous() for name, p in self.named_parameters().items()}
 
     def load(self, folder: Path) -> None:
@@ -249,13 +276,13 @@ class Critic:
         Raises:
             CheckpointError: no critic there, or another kind.
         """
-        own = self.named_parameters()
+        parameters = self.named_parameters()
         try:
-            found = load_file(folder / FILE)
+            saved = load_file(folder / FILE)
         except FileNotFoundError:
             raise CheckpointError(f"{folder}: holds no critic ({FILE})") from None
-        if found.keys() != own.keys():
+        if saved.keys() != parameters.keys():
             raise CheckpointError(f"{folder}: its critic is of another kind than algo.critic={self.config.critic}")
         with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(like(found[name], parameter))
+            for name, parameter in parameters.items():
+                parameter.copy_(like(saved[name], parameter))

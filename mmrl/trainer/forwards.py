@@ -1,88 +1,131 @@
 """Forwards of the trainer's models: log-probabilities of policy and reference, values of the critic.
 
-Part of `trainer`; `trl_trainer` inherits from it. Callers outside use `policy_logprobs` and `values`, between steps or
-inside `next_batch`.
+Part of `trainer`; `trl_trainer` owns one. Callers in other packages use `policy_logprobs`, `values` and `annotate`,
+between steps or inside `next_batch`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import torch
 from peft import PeftModel
 
+from mmrl.config.algo import TurnCriticConfig
 from mmrl.errors import MmrlError
+from mmrl.records import Call, Forest
 from mmrl.trainer.adapters import Adapters
 from mmrl.trainer.critic import Critic
 from mmrl.trainer.logprobs import Scores, score
-from mmrl.trainer.objective import TrainCall
-from mmrl.trainer.packing import Pack, make_packs
+from mmrl.trainer.objective import StepBatch, TrainCall
+from mmrl.trainer.packing import Pack, make_packs, share_of_process
 from mmrl.trainer.settings import Settings
-from mmrl.trainer.sharding import is_sharded
+from mmrl.trainer.sharding import is_sharded, shard
 from mmrl.trainer.tree_attention import last_parts
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, Trainer
 
 
 class Forwards:
-    """The part of the trainer that forwards packs; the attributes are the Trainer's."""
+    """Runs packs through the models of a Hugging Face `Trainer`.
 
-    settings: Settings
-    critic: Critic | None
-    adapters: Adapters | None
-    accelerator: Any
-    args: Any
-    model: Any
-    model_wrapped: Any
-    ref_model: Any
-    compute_loss_context_manager: Callable[[], Any]
-    tries: bool
-    """Whether packs are prefix tries; else rows are padded."""
-    budget: int
-    """Tokens per pack."""
+    Args:
+        trainer: its models are read anew at each forward, since it wraps and prepares them when training starts.
+        tries: whether packs are prefix tries; else rows are padded.
+        budget: tokens per pack.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        settings: Settings,
+        *,
+        critic: Critic | None,
+        adapters: Adapters | None,
+        tries: bool,
+        budget: int,
+    ):
+        self.trainer = trainer
+        self.settings = settings
+        self.critic = critic
+        self.adapters = adapters
+        self.tries = tries
+        self.budget = budget
+        self.ref_model: torch.nn.Module | None = None
+
+    def set_reference(self, model: torch.nn.Module) -> None:
+        """Compare with a frozen copy of the initial policy; without one, disabled adapters are the reference."""
+        self.ref_model = (
+            shard(model, self.accelerator)
+            if is_sharded(self.accelerator)
+            else self.accelerator.prepare_model(model, evaluation_mode=True)
+        )
 
     @property
-    def policy(self) -> Any:
-        """The model in training, unwrapped: what an engine in the same process samples from."""
-        return self.model
+    def accelerator(self) -> Accelerator:
+        """The processes of this run, and how they share weights."""
+        return self.trainer.accelerator
 
-    def policy_logprobs(self, calls: Sequence[TrainCall], *, reference: bool = False) -> list[tuple[float, ...]]:
+    @property
+    def device(self) -> torch.device:
+        """Where packs are forwarded."""
+        return self.trainer.args.device
+
+    @property
+    def policy(self) -> PreTrainedModel:
+        """The model in training, unwrapped (but for peft): what an engine in the same process samples from."""
+        return cast("PreTrainedModel", self.trainer.model)
+
+    @property
+    def wrapped(self) -> torch.nn.Module:
+        """The model in training inside DDP or FSDP, where there are several processes."""
+        return self.trainer.model_wrapped
+
+    def policy_logprobs(self, calls: Sequence[Call], *, reference: bool = False) -> list[tuple[float, ...]]:
         """Log-probability of every completion token under the policy (or the reference) as it is now, dropout off.
 
         Returns one tuple of length T per call, in the order of `calls`.
         """
-        return self._per_call(calls, self._reference if reference else self._policy)
+        return self._per_call(calls, self.reference if reference else self.policy_of)
 
-    def values(self, calls: Sequence[TrainCall]) -> list[tuple[float, ...]]:
+    def values(self, calls: Sequence[Call]) -> list[tuple[float, ...]]:
         """The critic's value before every completion token; tuples as from `policy_logprobs`.
 
-        With `algo.obs=all`, hand in calls whose completions have their observation ids appended.
+        With `algo.obs=all`, pass calls whose completions have their observation ids appended.
         """
         if self.critic is None:
             raise MmrlError(f"algo: {self.settings.algo.name} has no critic")
         return self._per_call(calls, self._values)
 
-    def _per_call(self, calls: Sequence[TrainCall], forward: Callable[[Pack], torch.Tensor]) -> list[tuple[float, ...]]:
-        modules = list(dict.fromkeys(call.module for call in calls))
-        packs = self._make_packs(calls, modules, score_all=True)
-        found: dict[int, tuple[float, ...]] = {}
+    def _per_call(self, calls: Sequence[Call], forward: Callable[[Pack], torch.Tensor]) -> list[tuple[float, ...]]:
+        packs = self.make_packs([TrainCall(call=call) for call in calls], module_names(calls), score_all=True)
+        results: dict[int, tuple[float, ...]] = {}
         for pack in [*packs, *self._in_step(len(packs))]:
-            numbers = forward(pack.to(self.args.device)).tolist()
-            for call in pack.calls:
-                count = len(call.completion_ids)
-                found[id(call)], numbers = tuple(numbers[:count]), numbers[count:]
-        return [found.get(id(call), ()) for call in calls]
+            numbers = forward(pack.to(self.device)).tolist()
+            for train in pack.calls:
+                count = len(train.call.completion_ids)
+                # By identity: whoever compares two forests may hand in two calls of one id.
+                results[id(train.call)], numbers = tuple(numbers[:count]), numbers[count:]
+        return [results.get(id(call), ()) for call in calls]
 
     def _in_step(self, count: int) -> list[Pack]:
         """What a process forwards beyond its `count` packs where weights are sharded: gathering them takes everyone,
         and each process brings its own calls here."""
         if not is_sharded(self.accelerator):
             return []
-        most = int(self.reduce(torch.tensor(float(count), device=self.args.device), "max"))
-        call = TrainCall(id="", module="", prompt_ids=(0,), completion_ids=(0,))
-        return [pack for _ in range(most - count) for pack in self._make_packs([call], [""], score_all=True)]
+        most = int(self.reduce(torch.tensor(float(count), device=self.device), "max"))
+        empty = Call(
+            id="", example="", parent=None, module="", prompt_ids=(0,), completion_ids=(0,), completion_tokens=1
+        )
+        filler = [TrainCall(call=empty)]
+        return [pack for _ in range(most - count) for pack in self.make_packs(filler, [""], score_all=True)]
 
-    def _make_packs(
+    def make_packs(
         self,
         calls: Sequence[TrainCall],
         modules: Sequence[str],
@@ -93,60 +136,92 @@ class Forwards:
         """Packs within the token budget; no pack mixes adapters."""
         return [
             pack
-            for own in ([calls] if self.adapters is None else self.adapters.split(calls))
+            for of_adapter in ([calls] if self.adapters is None else self.adapters.split(calls))
             for pack in make_packs(
-                own,
+                of_adapter,
                 self.budget,
                 beta=self.settings.beta,
                 modules=modules,
-                dtype=self._number_type(),
+                # Per-token numbers as exact as the model's: float64 in the tests that compare gradients.
+                dtype=torch.float64 if self.policy.dtype == torch.float64 else torch.float32,
                 score_all=score_all,
                 tries=self.tries if tries is None else tries,
                 share=self.accelerator.num_processes,
             )
         ]
 
-    def _with_adapter(self, pack: Pack) -> AbstractContextManager[None]:
-        return nullcontext() if self.adapters is None else self.adapters.using(self.model, pack.calls[0])
+    def minibatch_packs(self, batch: StepBatch, modules: Sequence[str]) -> tuple[list[list[Pack]], int]:
+        """This process's packs of each mini-batch, and how many calls of the batch have no effect and are in none."""
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        minibatches, trained = [], set()
+        for index in range(batch.minibatches):
+            # Every process splits the whole batch, so all agree on the packs without exchanging them.
+            packs = self.make_packs([train for train in batch.calls if train.minibatch == index], modules)
+            trained |= {train.call.id for pack in packs for train in pack.calls}
+            minibatches.append([pack.to(self.device) for pack in share_of_process(packs, processes, rank)])
+        return minibatches, sum(train.call.id not in trained for train in batch.calls)
 
-    def _reference(self, pack: Pack) -> torch.Tensor:
-        """Reference log-probabilities, (N,): as handed in, else adapters off, else the frozen copy."""
+    def freeze_old(self, packs: Sequence[Pack]) -> None:
+        """Before the first of several updates: the denominators that need a forward of the sampling weights."""
+        recompute = self.settings.train.old_logprobs == "recompute"
+        for pack in packs:
+            # Processes must agree on whether to forward, and each sees only its own packs.
+            missing = torch.tensor(float(recompute or bool(pack.sampled.isnan().any())), device=self.device)
+            if float(self.reduce(missing, "max")):
+                pack.old = pack.old_logprobs(self.policy_of(pack), recompute)
+            else:
+                pack.old = pack.sampled
+
+    def with_adapter(self, pack: Pack) -> AbstractContextManager[None]:
+        """Inside, the policy runs with the adapter of the pack's calls."""
+        return (
+            nullcontext()
+            if self.adapters is None
+            else self.adapters.using(cast("PeftModel", self.policy), pack.calls[0])
+        )
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The run's mixed precision: every forward is made inside of it, so that their results are comparable."""
+        return cast("AbstractContextManager[None]", self.trainer.compute_loss_context_manager())
+
+    def reference(self, pack: Pack) -> torch.Tensor:
+        """Reference log-probabilities, (N,): those of the calls, else with adapters off, else of the frozen copy."""
         if not pack.known_ref.isnan().any():
             return pack.known_ref
-        if isinstance(self.model, PeftModel):
-            with self.model.disable_adapter():
-                return self._no_grad(self.model_wrapped, pack)
+        if isinstance(self.policy, PeftModel):
+            # A LoRA policy needs no second model: without its adapters it is the initial policy.
+            with self.policy.disable_adapter():
+                return self._no_grad(self.wrapped, pack)
         if self.ref_model is None:
             raise MmrlError("algo.beta: got 0, so there is no reference policy to compare with; expected more than 0")
         return self._no_grad(self.ref_model, pack)
 
-    def _policy(self, pack: Pack) -> torch.Tensor:
-        with self._with_adapter(pack):
-            return self._no_grad(self.model_wrapped, pack)
+    def policy_of(self, pack: Pack) -> torch.Tensor:
+        """The policy's log-probabilities as it is now, (N,), without gradient."""
+        with self.with_adapter(pack):
+            return self._no_grad(self.wrapped, pack)
 
     @torch.no_grad()
-    def _no_grad(self, model: Any, pack: Pack) -> torch.Tensor:
+    def _no_grad(self, model: torch.nn.Module, pack: Pack) -> torch.Tensor:
         model.eval()
-        with self.compute_loss_context_manager():
-            return self._score(model, pack).logprobs
+        with self.autocast():
+            return self.score(model, pack).logprobs
 
     @torch.no_grad()
     def _values(self, pack: Pack) -> torch.Tensor:
         assert self.critic is not None
-        self.model.eval()
+        self.policy.eval()
         self.critic.module.eval()
-        with self._with_adapter(pack), self.critic.active(), self.compute_loss_context_manager():
+        with self.with_adapter(pack), self.critic.active(), self.autocast():
             return self.critic.values(pack)
 
-    def _score(self, model: Any, pack: Pack, *, entropy: bool = False) -> Scores:
+    def score(self, model: torch.nn.Module, pack: Pack, *, entropy: bool = False) -> Scores:
+        """Log-probabilities, hidden states and entropies of the pack's scored positions, with gradient if enabled."""
         plain = self.accelerator.unwrap_model(model)
         # Recomputed in the backward pass, the last layer would be the whole one again.
         last = () if pack.tree is None or self.settings.model.gradient_checkpointing else last_parts(plain)
         head = plain.get_output_embeddings()
         return score(model, head, pack, self.settings.algo.temperature, entropy=entropy, last=last)
-
-    def _number_type(self) -> torch.dtype:
-        return torch.float64 if self.policy.dtype == torch.float64 else torch.float32
 
     def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
         """Join the processes' tensors: `sum`, or `max` of scalars."""
@@ -157,3 +232,72 @@ class Forwards:
             return joined
         summed: torch.Tensor = self.accelerator.reduce(tensor, reduction=reduction)
         return summed
+
+
+def module_names(calls: Sequence[Call]) -> list[str]:
+    """Each module once, in the order of its first call: the rows of the step's sums."""
+    return list(dict.fromkeys(call.module for call in calls))
+
+
+def annotate(forwards: Forwards, forest: Forest) -> Forest:
+    """The forest with `values` and `ref_logprobs` on the calls of algorithms that need them before credit.
+
+    Other algorithms' forests are returned as they are. Values run over a call's observation too with `algo.obs=all`;
+    an observation's tokens are read from the prompt of the call that follows in the same context. Calls without
+    sampled tokens get empty tuples.
+    """
+    settings = forwards.settings
+    critic = settings.critic
+    if critic is None:
+        return forest
+    calls = [call for call in forest.calls.values() if call.completion_ids]
+    plain = [_continued(call, ()) for call in calls]
+    references: list[tuple[float, ...]] | list[None] = [None] * len(calls)
+    if settings.algo.beta > 0:
+        # Credit needs them where the KL term is part of the reward; where it is in the loss, the update reuses them.
+        references = forwards.policy_logprobs(plain, reference=True)
+    if isinstance(critic, TurnCriticConfig) and critic.obs == "all":
+        plain = [_continued(call, observation_ids(forest, call)) for call in calls]
+    values = forwards.values(plain)
+    annotated = {
+        call.id: replace(call, values=value, ref_logprobs=reference)
+        for call, value, reference in zip(calls, values, references, strict=True)
+    }
+    unsampled = {
+        call.id: replace(call, values=(), ref_logprobs=()) for call in forest.calls.values() if not call.completion_ids
+    }
+    # In the forest's own order of calls, which later sums follow.
+    return replace(forest, calls={name: (annotated | unsampled)[name] for name in forest.calls})
+
+
+def observation_ids(forest: Forest, call: Call) -> tuple[int, ...]:
+    """The tool tokens that follow `call` in its own context, length `call.observation_tokens`.
+
+    Raises:
+        MmrlError: no later call holds them.
+    """
+    if not call.observation_tokens:
+        return ()
+    context = call.prompt_ids + call.completion_ids
+    for child in forest.children[call.id]:
+        following = forest.calls[child].prompt_ids
+        if following[: len(context)] == context and len(following) >= len(context) + call.observation_tokens:
+            return following[len(context) : len(context) + call.observation_tokens]
+    raise MmrlError(
+        f"algo.obs: all needs the ids of the {call.observation_tokens} observation tokens after call {call.id}, "
+        "and no call goes on in its context; use algo.obs=skip"
+    )
+
+
+def _continued(call: Call, observation: tuple[int, ...]) -> Call:
+    """The call's ids alone, with `observation` as if sampled: a value is needed before each of its tokens."""
+    ids = call.completion_ids + observation
+    return replace(
+        call,
+        completion_ids=ids,
+        completion_tokens=len(ids),
+        observation_tokens=0,
+        logprobs=None,
+        ref_logprobs=None,
+        values=None,
+    )

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -31,7 +30,7 @@ class Scores:
     logprobs: torch.Tensor
     """(N,), with gradient if enabled."""
     entropy: torch.Tensor | None
-    """(N,) nats per token of the distribution at the sampling temperature; None unless asked for."""
+    """(N,) nats per token of the distribution at the sampling temperature; None unless requested."""
     hidden: torch.Tensor
     """(N, H) what the head saw, detached."""
 
@@ -53,6 +52,8 @@ def score(
         temperature: of sampling; > 0.
         last: modules of the model's last layer, of which only scored positions are then computed (of tries).
     """
+    # Full log-softmax at the sampling temperature: the policy that sampled is the whole distribution at that
+    # temperature, not the one cut by top-k or top-p, so ratios between sampler and trainer are 1 before an update.
     if pack.tree is not None:
         with _narrowed(last, pack.positions):
             return _score_in_chunks(model, head, pack, temperature, entropy)
@@ -63,8 +64,8 @@ def score(
             f"model.path: {type(model).__name__} computes its logits outside its output head, "
             "so the trainer cannot choose the positions; expected a standard causal language model"
         )
-    logprobs, found = _measure(logits.reshape(-1, logits.shape[-1]), pack.targets, temperature, entropy)
-    return Scores(logprobs, found, seen[0])
+    logprobs, entropies = _measure(logits.reshape(-1, logits.shape[-1]), pack.targets, temperature, entropy)
+    return Scores(logprobs, entropies, seen[0])
 
 
 def hidden_states(model: torch.nn.Module, head: torch.nn.Module, pack: Pack) -> torch.Tensor:
@@ -74,12 +75,13 @@ def hidden_states(model: torch.nn.Module, head: torch.nn.Module, pack: Pack) -> 
     """
     seen: list[torch.Tensor] = []
 
-    def keep(hidden: torch.Tensor) -> torch.Tensor:
-        rows = hidden.reshape(1, -1, hidden.shape[-1])[:, pack.positions]
+    def record(hidden: torch.Tensor) -> torch.Tensor:
+        rows = hidden.reshape(1, -1, hidden.shape[-1])[:, pack.positions]  # (1, N, H) of (R, W, H)
         seen.append(rows[0])
         return rows
 
-    head.forward = keep
+    # On the instance: it hides the class's forward, and `del` brings that back.
+    head.forward = record
     try:
         model(**pack.inputs)
     finally:
@@ -91,12 +93,14 @@ def _measure(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities of targets, (N,), from logits, (N, V), and the entropies."""
+    # float32: in bfloat16 a logit near 20 is rounded to a multiple of 1/8, and the difference of two such roundings
+    # would be read as a ratio between two policies. float64 models (tests) stay as they are.
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     if temperature != 1:
         logits = logits / temperature
     # Not log_softmax: that keeps a second (N, V) tensor for the backward pass.
-    total = torch.logsumexp(logits, dim=-1)
+    total = torch.logsumexp(logits, dim=-1)  # (N,)
     logprobs = logits.gather(-1, targets[:, None])[:, 0] - total
     return logprobs, _entropy(logits.detach(), total.detach()) if entropy else None
 
@@ -112,16 +116,19 @@ def _score_in_chunks(
     entropies: list[torch.Tensor] = []
 
     def measure(hidden: torch.Tensor, targets: torch.Tensor, again: list[bool]) -> torch.Tensor:
-        logprobs, found = _measure(forward(hidden), targets, temperature, entropy and not again)
-        if found is not None:
-            entropies.append(found)
+        # `again` is this chunk's own list: when the backward pass runs the chunk a second time, the entropy that
+        # carries no gradient is neither computed nor counted twice.
+        logprobs, chunk_entropy = _measure(forward(hidden), targets, temperature, entropy and not again)
+        if chunk_entropy is not None:
+            entropies.append(chunk_entropy)
         again.append(True)
         return logprobs
 
     def measured(hidden: torch.Tensor) -> torch.Tensor:
-        rows = hidden.reshape(-1, hidden.shape[-1])[pack.positions]
+        rows = hidden.reshape(-1, hidden.shape[-1])[pack.positions]  # (N, H) of (1, packed tokens, H)
         seen.append(rows.detach())
         size = max(1, CHUNK // int(head.weight.shape[0]))  # type: ignore[index]
+        # A single chunk keeps its logits for the backward pass, which is faster than computing them again.
         if len(rows) <= size or not torch.is_grad_enabled():
             parts = [
                 measure(part, ids, []) for part, ids in zip(rows.split(size), pack.targets.split(size), strict=True)
@@ -145,11 +152,12 @@ def _score_in_chunks(
 @contextmanager
 def _narrowed(modules: Sequence[torch.nn.Module], positions: torch.Tensor) -> Iterator[None]:
     """Inside, `modules` compute only the tokens at `positions`: nothing reads what the last layer makes of others."""
-    wanted = positions.unique()
+    read = positions.unique()  # sorted; calls that share a prefix score the same position with different targets
 
     def narrow(forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        rows = forward(hidden[:, wanted])
-        return rows.new_zeros(*hidden.shape[:-1], rows.shape[-1]).index_copy(1, wanted, rows)
+        rows = forward(hidden[:, read])  # (1, read, width) of (1, packed tokens, width)
+        # Zeros elsewhere, so that residual additions keep their shapes.
+        return rows.new_zeros(*hidden.shape[:-1], rows.shape[-1]).index_copy(1, read, rows)
 
     for module in modules:
         module.forward = functools.partial(narrow, module.forward)
@@ -165,8 +173,8 @@ def _only(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[list[torch
     """Inside, `head` sees just the hidden states at `positions` of the flattened (R, W) grid; yields them in a list."""
     seen: list[torch.Tensor] = []
 
-    def select(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden = args[0].reshape(-1, args[0].shape[-1])[positions]
+    def select(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        hidden = args[0].reshape(-1, args[0].shape[-1])[positions]  # (N, H) of (R, W, H)
         seen.append(hidden.detach())
         return (hidden[None], *args[1:])
 
@@ -179,5 +187,6 @@ def _only(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[list[torch
 
 @torch.no_grad()
 def _entropy(logits: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """(N,) from logits, (N, V), and their log-sum-exp, (N,): lse - E[logit]."""
     chunks = zip(logits.split(ENTROPY_CHUNK), total.split(ENTROPY_CHUNK), strict=True)
     return torch.cat([norm - (torch.softmax(part, dim=-1) * part).sum(-1) for part, norm in chunks])

@@ -1,6 +1,6 @@
 """What the trainer receives, and the one objective over it.
 
-Part of `trainer`; made by `stages.weights` from a forest and its credit. Blind to algorithms: every paper's rewards,
+Part of `trainer`; made by the weight stage from a forest and its credit. Blind to algorithms: every paper's rewards,
 groups and normalisation have become an advantage and a weight per token before they come here.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mmrl.errors import MmrlError
+from mmrl.records import Call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,29 +35,25 @@ class TrainEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainCall:
-    """One generation to train on: forwarded once, entered into the loss once per entry."""
+    """One generation to train on: forwarded once, entered into the loss once per entry. T is its completion length."""
 
-    id: str
-    module: str
-    prompt_ids: tuple[int, ...]
-    """Length P; at least 1 where there is a completion."""
-    completion_ids: tuple[int, ...]
-    """The sampled ids, length T; nothing else is ever trained. With T = 0 the call is skipped."""
-    old_logprobs: tuple[float, ...] | None = None
-    """The sampler's log-probabilities, length T; None: recomputed before the first update of the step."""
+    call: Call
+    """The sampled call. Its `completion_ids` are all that is trained (with T = 0 it is skipped); its `logprobs` are the
+    ratio's denominator (None: recomputed before the first update of the step), its `ref_logprobs` the reference's
+    (None: computed when the KL term needs them), its `values` the critic's before the step."""
     entries: tuple[TrainEntry, ...] = ()
     minibatch: int = 0
     """Which optimizer step of an epoch it belongs to."""
-    ref_logprobs: tuple[float, ...] | None = None
-    """Reference log-probabilities when they are known already, length T; None: computed when the KL term needs them."""
-    old_values: tuple[float, ...] | None = None
-    """The critic's values before the step, length T (PPO family)."""
 
     def __post_init__(self) -> None:
-        tokens = len(self.completion_ids)
-        if tokens and not self.prompt_ids:
-            raise MmrlError(f"call {self.id}: has no prompt tokens, so its first completion token cannot be predicted")
-        per_token = [(name, getattr(self, name)) for name in ("old_logprobs", "ref_logprobs", "old_values")]
+        call, tokens = self.call, len(self.call.completion_ids)
+        if tokens and not call.prompt_ids:
+            raise MmrlError(f"call {call.id}: has no prompt tokens, so its first completion token cannot be predicted")
+        # Checked here, once: a shorter tuple would train the wrong tokens, and a zip somewhere would not say so.
+        per_token = [("logprobs", call.logprobs), ("ref_logprobs", call.ref_logprobs), ("values", call.values)]
+        if call.values is not None and len(call.values) == tokens + call.observation_tokens:
+            # With `algo.obs=all` the critic has valued the observation after the completion too.
+            per_token[-1] = ("values", call.values[:tokens])
         for number, entry in enumerate(self.entries):
             per_token += [
                 (f"entries[{number}].advantages", entry.advantages),
@@ -65,7 +62,7 @@ class TrainCall:
             ]
         for name, values in per_token:
             if values is not None and len(values) != tokens:
-                raise MmrlError(f"call {self.id}: {name} has {len(values)} values for {tokens} completion tokens")
+                raise MmrlError(f"call {call.id}: {name} has {len(values)} values for {tokens} completion tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +85,7 @@ class TokenLoss:
     loss: torch.Tensor
     """Scalar, to be minimised."""
     ratio: torch.Tensor
-    """exp(logprobs - old), (E,), detached like all that follows."""
+    """exp(logprobs - old), (E,), detached like every tensor below."""
     clipped: torch.Tensor
     """Where the clipped branch is the active one, so that the policy term has no gradient: (E,) bool."""
     kl: torch.Tensor | None
@@ -120,8 +117,9 @@ def truncated_weights(before: torch.Tensor, sampled: torch.Tensor, cap: float) -
 
     Args:
         before: the trainer's log-probabilities before the first update of the step, (N,).
-        sampled: the sampler's, (N,); NaN where it did not say.
+        sampled: the sampler's, (N,); NaN where they are not known.
     """
+    # A weight, not a part of the ratio: the gradient must not flow through it, and clipping must not see it.
     with torch.no_grad():
         plain = torch.where(sampled.isnan(), torch.ones_like(before), torch.exp(before - sampled))
         return Correction(plain.clamp(max=cap), plain > cap)
@@ -156,19 +154,25 @@ def token_loss(
         correction: truncated importance weights; None: all 1.
     """
     high = clip if clip_high is None else clip_high
+    # (E,). With ratio_one the value is exactly 1, the gradient that of logprobs: REINFORCE with PPO's bookkeeping.
     ratio = torch.exp(logprobs - (logprobs.detach() if ratio_one else old))
     bounded = ratio.clamp(1 - clip, 1 + high)
+    # The smaller of the two is the pessimistic bound: a token is held back only where moving on would gain.
     per_token = -torch.minimum(ratio * advantages, bounded * advantages)
     if correction is not None:
         per_token = per_token * correction.weights
     kl = None
     if ref is not None:
+        # k3, not the plain log-ratio (k1): never negative, of low variance near the reference, and its gradient with
+        # respect to the policy, 1 - exp(gap), pulls towards the reference on every sampled token.
         gap = ref - logprobs
         kl = torch.exp(gap) - gap - 1
         if beta > 0:
             per_token = per_token + beta * kl
     with torch.no_grad():
+        # Beyond the bound and on the side where the minimum takes the bounded branch: no gradient from this token.
         clipped = ((ratio < 1 - clip) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
+    # A plain sum: `weights` hold every mean (over tokens, calls, groups), so packs and processes just add up.
     kl = None if kl is None else kl.detach()
     return TokenLoss((weights * per_token).sum(), ratio.detach(), clipped, kl, correction)
 
@@ -188,10 +192,10 @@ def value_loss(
 ) -> ValueLoss:
     """Sum of w_t * 0.5 * max((V_t - R_t)^2, (clip(V_t, old_t - clip, old_t + clip) - R_t)^2); shapes (E,).
 
-    The clipped value loss of PPO implementations (semantics.md §4.3).
+    The clipped value loss of PPO implementations; no paper's equation, described with others in arXiv 2005.12729.
     """
     bounded = old + (values - old).clamp(-clip, clip)
-    free, held = (values - returns).square(), (bounded - returns).square()
-    # Within the bounds `bounded` is V_t up to rounding, so `held > free` alone would count tokens that nothing clips.
-    clipped = (held > free) & ((values - old).abs() > clip)
-    return ValueLoss((weights * 0.5 * torch.maximum(free, held)).sum(), clipped.detach())
+    plain_error, bounded_error = (values - returns).square(), (bounded - returns).square()
+    # Within the bounds `bounded` is V_t up to rounding, so the errors alone would count tokens that nothing clips.
+    clipped = (bounded_error > plain_error) & ((values - old).abs() > clip)
+    return ValueLoss((weights * 0.5 * torch.maximum(plain_error, bounded_error)).sum(), clipped.detach())

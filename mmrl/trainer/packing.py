@@ -1,25 +1,79 @@
 """Calls to packs: the tensors of one forward, and where in it which token is scored.
 
 Part of `trainer`. Whoever forwards a `Pack` sees ids and a list of (position, target); how calls share tokens is
-decided here and in `tries` alone. Two ways: `trie` forwards each distinct prefix once (`tree_attention`), `padded` has
-a row per call, for models whose layers cannot share and as the reference.
+decided here and in `tries` alone. Two ways (`choose_packing`): `trie` forwards each distinct prefix once
+(`tree_attention`), `padded` has a row per call, for models whose layers cannot share and as the reference.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
+from mmrl.errors import ConfigError
+from mmrl.trainer import tree_attention
 from mmrl.trainer.objective import TrainCall
-from mmrl.trainer.tree_attention import Tree
-from mmrl.trainer.tries import Bed, lay, places, plant, spread
+from mmrl.trainer.tree_attention import PrefixTree
+from mmrl.trainer.tries import TrieLayout, bin_pack, build_tries, flatten, token_indices
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LOG = logging.getLogger("mmrl.trainer")
+
+CPU_TOKENS = 4096
+"""Most tokens per pack on a CPU: more were not faster, and activations are most of its memory."""
+GPU_TOKENS = 65536
+LEAST_TOKENS = 512
+CPU_SHARE, GPU_SHARE = 0.125, 0.4
+"""Share of the device's memory that activations may take."""
 MAX_SCORED = 4096
 """Scored positions per padded pack: logits take vocabulary size × 4 bytes each (0.6 MB at 152k), so they are bounded
 too. Of tries they are computed in chunks (`logprobs`)."""
+
+
+def choose_packing(packing: str, model: PreTrainedModel) -> bool:
+    """Whether packs are tries, for `train.packing` = auto | trie | padded; sets the model's attention accordingly.
+
+    Raises:
+        ConfigError: `trie`, and the model's layers cannot share prefixes.
+    """
+    if packing == "padded":
+        return False
+    reason = tree_attention.unsupported_reason(model)
+    if reason is None:
+        tree_attention.install(model)
+        return True
+    if packing == "trie":
+        raise ConfigError(f"train.packing: got 'trie', which this model cannot do: {reason}; use auto or padded")
+    LOG.warning("train.packing=auto: rows are padded (slower), since %s", reason)
+    return False
+
+
+def token_budget(tokens: int | None, model: PreTrainedModel, checkpointing: bool) -> int:
+    """Tokens per pack: `tokens` (`train.microbatch_tokens`), or what the device's whole memory allows."""
+    if tokens is not None:
+        return tokens
+    # Fixed once, from the whole memory and not what is free now: the budget decides which calls share a pack and so in
+    # which order gradients are summed. A resumed run must pack as it did before, or its losses differ in the last bits.
+    config, size = model.config.get_text_config(), model.dtype.itemsize
+    if model.device.type == "cuda":
+        memory, most = GPU_SHARE * torch.cuda.get_device_properties(model.device).total_memory, GPU_TOKENS
+    else:
+        memory, most = CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), CPU_TOKENS
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    # What a decoder layer keeps for its backward pass: about 12 tensors of its own width and 4 of the inner one.
+    layer = size * (12 * hidden + 4 * inner)
+    # With gradient checkpointing, one layer's activations at a time and every layer's input.
+    per_token = layer + layers * size * hidden if checkpointing else layers * layer
+    fitting = int(memory / per_token) // LEAST_TOKENS * LEAST_TOKENS
+    return max(LEAST_TOKENS, min(most, fitting))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +84,7 @@ class Pack:
     lie in one row, one after the other.
     """
 
+    # N and E differ since a call may take several places in the loss (one per entry), yet is scored once.
     calls: tuple[TrainCall, ...]
     """In the order of their scored positions; a row may hold several."""
     input_ids: torch.Tensor
@@ -56,8 +111,8 @@ class Pack:
     """(N,) int64: index of the call's module in the list that `make_packs` was given."""
     tokens: int
     """Real tokens forwarded."""
-    tree: Tree | None = None
-    """Who sees whom, where the row holds tries."""
+    tree: PrefixTree | None = None
+    """Which token sees which, where the row holds tries."""
     position_ids: torch.Tensor | None = None
     """(R, W) int64: depth of each token in its trie; None: its place in its row."""
     filler: bool = False
@@ -73,7 +128,7 @@ class Pack:
         return self.input_ids.numel()
 
     @property
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, object]:
         """What the model is called with."""
         if self.tree is None:
             return {"input_ids": self.input_ids, "use_cache": False}
@@ -93,6 +148,29 @@ class Pack:
             if isinstance(value, torch.Tensor):
                 setattr(self, name, value.to(device, non_blocking=True))
         return self
+
+    def old_logprobs(self, current: torch.Tensor, recompute: bool) -> torch.Tensor:
+        """(N,) the denominator of the ratio; `current`: the policy's own log-probabilities, detached.
+
+        With `recompute` (`train.old_logprobs`), or where the sampler's are not known, the trainer's own before the
+        step's first update stand in.
+        """
+        if self.old is not None:
+            return self.old
+        # Only in a step of a single update is `old` not filled in, and then recomputing would give `current` itself.
+        return current if recompute else torch.where(self.sampled.isnan(), current, self.sampled)
+
+
+def share_of_process(packs: list[Pack], processes: int, rank: int) -> list[Pack]:
+    """Every `processes`-th pack from `rank` on; short processes repeat the last pack with weight 0.
+
+    All do as many forwards that way: FSDP waits for all of them in each.
+    """
+    missing = -len(packs) % processes
+    if missing:
+        filler = replace(packs[-1], weights=torch.zeros_like(packs[-1].weights), filler=True)
+        packs = [*packs, *[filler] * missing]
+    return packs[rank::processes]
 
 
 def make_packs(
@@ -119,68 +197,73 @@ def make_packs(
         tries: forward each distinct prefix once; without it rows are padded.
         share: make the number of packs of tries a multiple of this where there are enough tries.
     """
-    parts = [_Part.of(call, beta, score_all) for call in calls]
-    rows = _rows([part for part in parts if part.scored])
+    scored = [_ScoredCall.of(call, beta, score_all) for call in calls]
+    rows = _packed_rows([one for one in scored if one.scored])
     if tries:
         ids = [row.ids for row in rows]
-        return [_trie_pack(lay(nodes, ids), rows, modules, dtype) for nodes in spread(plant(ids), budget, share)]
+        bins = bin_pack(build_tries(ids), budget, share)
+        return [_trie_pack(flatten(nodes, ids), rows, modules, dtype) for nodes in bins]
     packs: list[Pack] = []
-    group: list[_Row] = []
+    group: list[_PackedRow] = []
     for row in rows:
-        scored = sum(other.scored for other in group) + row.scored
-        if group and ((len(group) + 1) * len(group[0].ids) > budget or scored > MAX_SCORED):
-            packs.append(_pack(group, modules, dtype))
+        positions = sum(other.scored for other in group) + row.scored
+        # Rows come longest first, so the first one of a group is its width.
+        if group and ((len(group) + 1) * len(group[0].ids) > budget or positions > MAX_SCORED):
+            packs.append(_padded_pack(group, modules, dtype))
             group = []
         group.append(row)
-    return [*packs, _pack(group, modules, dtype)] if group else packs
+    return [*packs, _padded_pack(group, modules, dtype)] if group else packs
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _ScoredCall:
     """One call, its active entries, and which of its completion tokens are scored."""
 
-    call: TrainCall
+    train: TrainCall
     entries: tuple[tuple[tuple[int, ...], int], ...]
     """(completion tokens, entry number) of each active entry."""
     scored: tuple[int, ...]
+    """Indices into the completion, rising."""
 
     @classmethod
-    def of(cls, call: TrainCall, beta: float, score_all: bool) -> _Part:
+    def of(cls, train: TrainCall, beta: float, score_all: bool) -> _ScoredCall:
         entries = tuple(
             (tuple(t for t, weight in enumerate(entry.weights) if weight != 0), number)
-            for number, entry in enumerate(call.entries)
+            for number, entry in enumerate(train.entries)
             if entry.active(beta)
         )
         needed = {t for tokens, _ in entries for t in tokens}
-        return cls(call, entries, tuple(range(len(call.completion_ids)) if score_all else sorted(needed)))
+        count = len(train.call.completion_ids)
+        return cls(train, entries, tuple(range(count) if score_all else sorted(needed)))
 
     @property
     def ids(self) -> tuple[int, ...]:
         """Tokens to forward: nothing follows the last scored one, and that one is only predicted."""
-        return (self.call.prompt_ids + self.call.completion_ids)[: len(self.call.prompt_ids) + self.scored[-1]]
+        call = self.train.call
+        return (call.prompt_ids + call.completion_ids)[: len(call.prompt_ids) + self.scored[-1]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _PackedRow:
     """Tokens that are forwarded once, and every call that is a prefix of them."""
 
     ids: tuple[int, ...]
-    parts: tuple[_Part, ...]
+    calls: tuple[_ScoredCall, ...]
 
     @property
     def scored(self) -> int:
         """Scored positions."""
-        return sum(len(part.scored) for part in self.parts)
+        return sum(len(call.scored) for call in self.calls)
 
 
-def _rows(parts: Sequence[_Part]) -> list[_Row]:
+def _packed_rows(calls: Sequence[_ScoredCall]) -> list[_PackedRow]:
     """One row per call that is no prefix of another, longest first; ties in the order of the calls.
 
     With causal attention a prefix has the same hidden states in any row that begins with it, so equal calls (converged
     rollouts) and a turn that later turns go on from cost nothing of their own.
     """
-    ids = [part.ids for part in parts]
-    order = sorted(range(len(parts)), key=lambda i: (ids[i], i))
+    ids = [call.ids for call in calls]
+    order = sorted(range(len(calls)), key=lambda i: (ids[i], i))
     hosts: dict[int, list[int]] = {}
     host = -1
     for i in reversed(order):
@@ -188,73 +271,74 @@ def _rows(parts: Sequence[_Part]) -> list[_Row]:
         if host < 0 or ids[host][: len(ids[i])] != ids[i]:
             host = i
         hosts.setdefault(host, []).append(i)
+    # A total order over rows, by length and then by their first call's place: one batch has one split into packs, and
+    # its floating-point sums run in one order, so that a loss is equal to the bit when it is computed again.
     ranked = sorted(hosts.items(), key=lambda item: (-len(ids[item[0]]), min(item[1])))
-    return [_Row(ids[host], tuple(parts[i] for i in sorted(members))) for host, members in ranked]
+    return [_PackedRow(ids[host], tuple(calls[i] for i in sorted(members))) for host, members in ranked]
 
 
-def _trie_pack(bed: Bed, rows: Sequence[_Row], modules: Sequence[str], dtype: torch.dtype) -> Pack:
-    found = [(rows[row], places(path)) for row, path in bed.paths.items()]
-    pack = _filled(found, torch.tensor([bed.ids]), modules, dtype)
-    pack.tree = Tree(bed.spans, tuple(sorted(set(pack.positions.tolist()))))
-    pack.position_ids = torch.tensor([bed.depths])
-    pack.tokens = len(bed.ids)
+def _trie_pack(layout: TrieLayout, rows: Sequence[_PackedRow], modules: Sequence[str], dtype: torch.dtype) -> Pack:
+    placed = [(rows[row], token_indices(path)) for row, path in layout.paths.items()]
+    pack = _pack(placed, torch.tensor([layout.ids]), modules, dtype)  # ids: (1, packed tokens)
+    pack.tree = PrefixTree(layout.spans, tuple(sorted(set(pack.positions.tolist()))))
+    pack.position_ids = torch.tensor([layout.depths])  # (1, packed tokens)
+    # Not the sum over rows: shared tokens count once.
+    pack.tokens = len(layout.ids)
     return pack
 
 
-def _pack(rows: Sequence[_Row], modules: Sequence[str], dtype: torch.dtype) -> Pack:
+def _padded_pack(rows: Sequence[_PackedRow], modules: Sequence[str], dtype: torch.dtype) -> Pack:
     width = max(len(row.ids) for row in rows)
     input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
     for number, row in enumerate(rows):
         input_ids[number, : len(row.ids)] = torch.tensor(row.ids)
-    found = [(row, range(number * width, (number + 1) * width)) for number, row in enumerate(rows)]
-    return _filled(found, input_ids, modules, dtype)
+    placed = [(row, range(number * width, (number + 1) * width)) for number, row in enumerate(rows)]
+    return _pack(placed, input_ids, modules, dtype)
 
 
-def _filled(
-    rows: Sequence[tuple[_Row, Sequence[int]]], input_ids: torch.Tensor, modules: Sequence[str], dtype: torch.dtype
+def _pack(
+    rows: Sequence[tuple[_PackedRow, Sequence[int]]],
+    input_ids: torch.Tensor,
+    modules: Sequence[str],
+    dtype: torch.dtype,
 ) -> Pack:
     """The pack of rows and, for each, where in the flattened `input_ids` its tokens lie."""
-    positions: list[int] = []
-    targets: list[int] = []
-    sampled: list[float] = []
-    known_ref: list[float] = []
-    old_values: list[float] = []
-    returns: list[float] = []
-    module: list[int] = []
-    entry_index: list[int] = []
-    advantages: list[float] = []
-    weights: list[float] = []
-    for part, where in [(part, where) for row, where in rows for part in row.parts]:
-        call = part.call
-        at = {t: len(positions) + offset for offset, t in enumerate(part.scored)}
-        start = len(call.prompt_ids) - 1
-        positions += [where[start + t] for t in part.scored]
-        targets += [call.completion_ids[t] for t in part.scored]
-        sampled += _known(call.old_logprobs, part.scored)
-        known_ref += _known(call.ref_logprobs, part.scored)
-        old_values += _known(call.old_values, part.scored)
-        module += [modules.index(call.module)] * len(part.scored)
-        for tokens, entry in part.entries:
-            entry_index += [at[t] for t in tokens]
-            advantages += [call.entries[entry].advantages[t] for t in tokens]
-            weights += [call.entries[entry].weights[t] for t in tokens]
-            returns += _known(call.entries[entry].returns, tokens)
+    placed = [(one, where) for row, where in rows for one in row.calls]
+    # Offset of each call's first scored position in the pack's N.
+    offsets = [0]
+    for one, _ in placed:
+        offsets.append(offsets[-1] + len(one.scored))
+
+    def per_position(values: Sequence[Sequence[float]], kind: torch.dtype = dtype) -> torch.Tensor:
+        """(N,) or (E,) from one sequence per call or per entry, in pack order."""
+        return torch.tensor([value for part in values for value in part], dtype=kind)
+
+    entries = [
+        (one.train.entries[number], tokens, {t: offset + i for i, t in enumerate(one.scored)})
+        for (one, _), offset in zip(placed, offsets, strict=False)
+        for tokens, number in one.entries
+    ]
+    calls = [(one.train.call, one.scored) for one, _ in placed]
     return Pack(
-        calls=tuple(part.call for row, _ in rows for part in row.parts),
+        calls=tuple(one.train for one, _ in placed),
         input_ids=input_ids,
-        positions=torch.tensor(positions),
-        targets=torch.tensor(targets),
-        sampled=torch.tensor(sampled, dtype=dtype),
-        known_ref=torch.tensor(known_ref, dtype=dtype),
-        entry_index=torch.tensor(entry_index, dtype=torch.int64),
-        advantages=torch.tensor(advantages, dtype=dtype),
-        weights=torch.tensor(weights, dtype=dtype),
-        returns=torch.tensor(returns, dtype=dtype),
-        old_values=torch.tensor(old_values, dtype=dtype),
-        modules=torch.tensor(module),
+        # The token at index P + t is predicted at index P + t - 1.
+        positions=per_position(
+            [[where[len(one.train.call.prompt_ids) - 1 + t] for t in one.scored] for one, where in placed], torch.int64
+        ),
+        targets=per_position([[call.completion_ids[t] for t in scored] for call, scored in calls], torch.int64),
+        sampled=per_position([_chosen(call.logprobs, scored) for call, scored in calls]),
+        known_ref=per_position([_chosen(call.ref_logprobs, scored) for call, scored in calls]),
+        old_values=per_position([_chosen(call.values, scored) for call, scored in calls]),
+        modules=per_position([[modules.index(call.module)] * len(scored) for call, scored in calls], torch.int64),
+        entry_index=per_position([[index[t] for t in tokens] for _, tokens, index in entries], torch.int64),
+        advantages=per_position([_chosen(entry.advantages, tokens) for entry, tokens, _ in entries]),
+        weights=per_position([_chosen(entry.weights, tokens) for entry, tokens, _ in entries]),
+        returns=per_position([_chosen(entry.returns, tokens) for entry, tokens, _ in entries]),
         tokens=sum(len(row.ids) for row, _ in rows),
     )
 
 
-def _known(values: tuple[float, ...] | None, tokens: Sequence[int]) -> list[float]:
+def _chosen(values: Sequence[float] | None, tokens: Sequence[int]) -> list[float]:
+    """Values of the tokens; NaN, which no loss can pass over unseen, where there are none."""
     return [float("nan") if values is None else values[t] for t in tokens]

@@ -5,13 +5,21 @@ Part of `trainer`; no TRL here, so that a config can be checked without loading 
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
 from mmrl.config.algo import CriticConfig
 from mmrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from trl import GRPOConfig
+
+# torch 2.13's newer name for it is not one that accelerate passes on, nor one that torch 2.9 knows.
+warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,62 +48,62 @@ class Settings:
         return 0.0 if in_reward else self.algo.beta
 
     def problems(self) -> list[str]:
-        """What the trainer cannot do as asked, one sentence each."""
-        train, found = self.train, []
+        """What the trainer cannot do, or what would have no effect, one sentence each."""
+        train, messages = self.train, []
         if train.warmup_steps and train.schedule == "constant":
-            found.append(
+            messages.append(
                 f"train.warmup_steps: got {train.warmup_steps}, which has no effect with train.schedule=constant; "
                 "use train.schedule=constant_with_warmup"
             )
         if train.warmup_steps >= train.steps * self.updates and train.warmup_steps:
-            found.append(
+            messages.append(
                 f"train.warmup_steps: got {train.warmup_steps}, expected less than the run's "
                 f"{train.steps * self.updates} optimizer steps"
             )
         if self.critic is not None and self.critic.critic == "adapter" and self.model.lora is None:
-            found.append(
+            messages.append(
                 "algo.critic: adapter needs a policy with an adapter too; set model.lora, or use separate or head"
             )
         if self.algo.ratio_one and train.old_logprobs != "sampler":
-            found.append(
+            messages.append(
                 f"train.old_logprobs: got {train.old_logprobs}, which has no effect with algo.ratio_one=true; "
                 "leave one of the two out"
             )
         if train.tis is not None and self.algo.ratio_one:
-            found.append(
+            messages.append(
                 f"train.tis: got {train.tis:g} with algo.ratio_one=true, which has no old policy to correct; leave one "
                 "of the two out"
             )
         elif train.tis is not None and train.old_logprobs == "sampler":
-            found.append(
+            messages.append(
                 f"train.tis: got {train.tis:g} with train.old_logprobs=sampler, whose ratio is against the sampler "
                 "already; set train.old_logprobs=recompute, or leave train.tis out"
             )
         if train.staleness and self.algo.ratio_one:
-            found.append(
+            messages.append(
                 f"train.staleness: got {train.staleness} with algo.ratio_one=true, which takes every batch as sampled "
                 "from the weights in training; leave one of the two out"
             )
         elif train.staleness and train.old_logprobs == "recompute" and train.tis is None:
-            found.append(
+            messages.append(
                 f"train.staleness: got {train.staleness} with train.old_logprobs=recompute, which forgets the weights "
                 "that sampled; use train.old_logprobs=sampler, or set train.tis"
             )
         if self.algo.ratio_one and self.algo.clip_high is not None:
-            found.append(
+            messages.append(
                 f"algo.clip_high: got {self.algo.clip_high}, which has no effect with algo.ratio_one=true: a ratio of "
                 "1 is never clipped; leave one of the two out"
             )
         if self.model.dtype == "float16":
-            found.append("model.dtype: float16 cannot be trained safely, expected bfloat16, float32 or auto")
-        return found
+            messages.append("model.dtype: float16 cannot be trained safely, expected bfloat16, float32 or auto")
+        return messages
 
     def check(self) -> None:
         """Raises `ConfigError` with every problem."""
-        if found := self.problems():
-            raise ConfigError(found)
+        if messages := self.problems():
+            raise ConfigError(messages)
 
-    def lora(self, *, dropout: bool = True) -> Any:
+    def lora(self, *, dropout: bool = True) -> LoraConfig | None:
         """peft's `LoraConfig`, or None when all parameters are trained."""
         from peft import LoraConfig
 
@@ -131,12 +139,14 @@ class Settings:
             "adam_beta2": train.adam_beta2,
             "weight_decay": train.weight_decay,
             "optim": "adamw_torch",
+            # transformers takes no seed of more than 32 bits.
             "seed": self.seed % 2**32,
             "data_seed": self.seed % 2**32,
             "bf16": autocast,
             "fp16": False,
             "use_cpu": on_cpu,
             "gradient_checkpointing": self.model.gradient_checkpointing,
+            # One "batch" is a step's packs, whatever their number: sizes are inert, but TRL divides one by the other.
             "gradient_accumulation_steps": 1,
             "per_device_train_batch_size": 2,
             "num_generations": 2,
@@ -145,7 +155,7 @@ class Settings:
             "beta": 0.0,
             "loss_type": "grpo",
             "remove_unused_columns": False,
-            # DDP would broadcast them in forwards, and processes do not all make equally many (`trainer.annotate`);
+            # DDP would broadcast them in forwards, and processes do not all make equally many (`forwards.annotate`);
             # they are rotary tables, equal everywhere.
             "ddp_broadcast_buffers": False,
             # Looking for unused weights costs a walk over each graph, and PyTorch warns of it.
@@ -153,6 +163,7 @@ class Settings:
             "average_tokens_across_devices": False,
             # A resumed run starts its own data stream at the right step; there is nothing to skip.
             "ignore_data_skip": True,
+            # Metrics, logs, checkpoints and evaluations are written by mmrl, in the run directory.
             "report_to": "none",
             "disable_tqdm": True,
             "log_level": "error",
@@ -161,3 +172,20 @@ class Settings:
             "eval_strategy": "no",
             "push_to_hub": False,
         }
+
+
+def no_reward(*args: object, **kwargs: object) -> NoReturn:
+    """The reward function that TRL requires."""
+    raise RuntimeError("rewards come from mmrl.credit; TRL's own reward path must never run")
+
+
+def one_device(args: GRPOConfig) -> GRPOConfig:
+    """One process trains on one device, however many are visible (`Trainer` would wrap in DataParallel)."""
+    import torch
+
+    if args.n_gpu > 1:
+        args._n_gpu = 1
+    if args.device.type == "cpu":
+        # Several processes call it cpu:0, a name under which torch cannot load the optimizer of a checkpoint.
+        args.__dict__["_setup_devices"] = torch.device("cpu")
+    return args

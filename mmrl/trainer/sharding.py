@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from peft import PeftModel
@@ -18,16 +18,21 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmrl.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 """transformers' names for what one process writes."""
 
 
-def is_sharded(accelerator: Any) -> bool:
+def is_sharded(accelerator: Accelerator) -> bool:
     """Whether this run's processes share weights by FSDP2."""
     return bool(accelerator.is_fsdp2)
 
 
-def exact_outputs(accelerator: Any) -> None:
+def exact_outputs(accelerator: Accelerator) -> None:
     """Compute in the precision that accelerate chose, but sum gradients and hand on outputs as they are.
 
     accelerate would cast what a unit returns to bfloat16, and the head returns log-probabilities here.
@@ -40,29 +45,28 @@ def exact_outputs(accelerator: Any) -> None:
         plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32)
 
 
-def shard(model: Any, accelerator: Any) -> Any:
+def shard(model: Model, accelerator: Accelerator) -> Model:
     """A whole transformer, in place, as accelerate shards the policy; weights come from the main process."""
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-    return fsdp2_prepare_model(accelerator, model)
+    return cast("Model", fsdp2_prepare_model(accelerator, model))
 
 
-def shard_head(module: Any, accelerator: Any) -> Any:
+def shard_head(module: torch.nn.Module, accelerator: Accelerator) -> torch.nn.Module:
     """The root around a sharded backbone or around none, in place: what it holds itself stays in full precision."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     plugin = accelerator.state.fsdp_plugin
-    return fully_shard(module, mp_policy=MixedPrecisionPolicy(), offload_policy=plugin.cpu_offload)
+    # Not `shard`: a value head of one row is no decoder layer, and in bfloat16 its values would be too coarse.
+    fully_shard(module, mp_policy=MixedPrecisionPolicy(), offload_policy=plugin.cpu_offload)
+    return module
 
 
-def whole(value: Any) -> Any:
-    """A tensor with all its shards, on the CPU; all processes must ask. Anything else as it is."""
-    if not isinstance(value, torch.Tensor):
-        return value
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """A tensor with all its shards, on the CPU; all processes must call this."""
     if isinstance(value, DTensor):
         # Offloaded shards wait on the CPU, the processes meet on the mesh's device.
-        together: Any = value.to(value.device_mesh.device_type)
-        value = together.full_tensor()
+        value = cast("DTensor", value.to(value.device_mesh.device_type)).full_tensor()
     return value.detach().cpu()
 
 
@@ -75,39 +79,59 @@ def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return part.to(parameter.device)
 
 
-def as_number(norm: Any) -> float:
+def as_number(norm: torch.Tensor | float) -> float:
     """A norm as a number; over shards, of all of them."""
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def gathered_optimizer(optimizer: Any) -> dict[str, Any]:
-    """`optimizer.state_dict()` with whole tensors; all processes must ask."""
-    state: dict[str, Any] = optimizer.state_dict()
+def without_tied(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gathered weights, each once: gathered one by one, tied weights have become two."""
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys()
+    extra = tied - dict(model.named_parameters()).keys()
+    return {name: value for name, value in state.items() if name not in extra}
+
+
+def save_optimizer(
+    optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler, folder: Path, main: bool
+) -> None:
+    """Write `optimizer.state_dict()` with whole tensors; all processes must call this, the main one writes."""
+    state = optimizer.state_dict()
+    # Every process walks the state in the same order: gathering a shard takes all of them at once.
     per_parameter = {
-        index: {name: whole(value) for name, value in values.items()} for index, values in state["state"].items()
+        index: {name: whole(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+        for index, values in state["state"].items()
     }
-    return {**state, "state": per_parameter}
+    if main:
+        torch.save({**state, "state": per_parameter}, folder / OPTIMIZER)
+        torch.save(scheduler.state_dict(), folder / SCHEDULER)
 
 
-def load_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Take over what `gathered_optimizer` gave, or one process's `optimizer.state_dict()`."""
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler, folder: Path
+) -> None:
+    """Read what `save_optimizer` wrote, or the Trainer of one process."""
+    # Read where it is needed: of a large model, each process touches its own part of the file.
+    state = torch.load(folder / OPTIMIZER, map_location="cpu", mmap=True, weights_only=True)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = {
+    # Step counters are scalars of no parameter's shape, and stay whole on every process.
+    sharded = {
         index: {
             name: like(value, parameters[index]) if getattr(value, "shape", None) == parameters[index].shape else value
             for name, value in values.items()
         }
         for index, values in state["state"].items()
     }
-    optimizer.load_state_dict({**state, "state": own})
+    optimizer.load_state_dict({**state, "state": sharded})
+    scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
 
-def load_weights(model: Any, folder: Path) -> None:
+def load_weights(model: torch.nn.Module, folder: Path) -> None:
     """Read the policy's weights, or its adapter, from a checkpoint's safetensors into a sharded model.
 
     Raises:
         CheckpointError: the files lack a weight.
     """
+    # With duplicates: of tied weights, a checkpoint holds either name.
     names = dict(model.named_parameters(remove_duplicate=False))
     if isinstance(model, PeftModel):
         active = f".{model.active_adapter}."

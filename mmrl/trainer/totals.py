@@ -15,10 +15,10 @@ from mmrl.trainer.logprobs import Scores
 from mmrl.trainer.objective import TokenLoss
 from mmrl.trainer.packing import Pack
 
-_ENTRY_SUMS = ("entries", "clip_share", "ratio_mean", "kl")
-"""Per entry token: count and three sums."""
-_TOKEN_SUMS = ("tokens", "entropy")
-"""Per scored token, once for each optimizer step that trains it."""
+# Columns of `StepTotals.sums`: per entry token a count and three sums; then per scored token, once for each optimizer
+# step that trains it, a count and a sum.
+_COLUMNS = ("entries", "clip_share", "ratio_mean", "kl", "tokens", "entropy")
+_TOKENS, _ENTROPY = _COLUMNS.index("tokens"), _COLUMNS.index("entropy")
 
 
 class StepTotals:
@@ -31,7 +31,9 @@ class StepTotals:
 
     def __init__(self, modules: Sequence[str], device: torch.device):
         self.modules = list(modules)
-        self.sums = torch.zeros(len(self.modules), len(_ENTRY_SUMS + _TOKEN_SUMS), dtype=torch.float64, device=device)
+        # float64 on the device: a step of millions of tokens would lose the last ones in float32, and reading each
+        # pack's sums on the host would wait for the device.
+        self.sums = torch.zeros(len(self.modules), len(_COLUMNS), dtype=torch.float64, device=device)
         self.plain = torch.zeros(3, dtype=torch.float64, device=device)
         """Tokens forwarded; gap sum; gap count."""
         self.gaps = torch.zeros(len(self.modules), 2, dtype=torch.float64, device=device)
@@ -56,24 +58,25 @@ class StepTotals:
             self.with_kl = True
         if pack.filler:
             return
+        # (E,) module index of each entry token
         of_entry = pack.modules[pack.entry_index]
         columns = [torch.ones_like(loss.ratio), loss.clipped, loss.ratio]
         if loss.kl is not None:
             columns.append(loss.kl)
         for column, values in enumerate(columns):
             self.sums[:, column].index_add_(0, of_entry, values.double())
-        self.sums[:, 4].index_add_(0, pack.modules, torch.ones_like(scores.logprobs).double())
+        self.sums[:, _TOKENS].index_add_(0, pack.modules, torch.ones_like(scores.logprobs).double())
         if loss.correction is not None:
             self.with_tis = True
             for column, values in enumerate((loss.correction.weights, loss.correction.truncated)):
                 self.corrections[:, column].index_add_(0, of_entry, values.double())
         if scores.entropy is not None:
-            self.sums[:, 5].index_add_(0, pack.modules, scores.entropy.double())
+            self.sums[:, _ENTROPY].index_add_(0, pack.modules, scores.entropy.double())
 
     @torch.no_grad()
     def add_gap(self, pack: Pack, logprobs: torch.Tensor) -> None:
         """Compare what the trainer computes, before any update of the step, with what the sampler recorded."""
-        known = ~pack.sampled.isnan()
+        known = ~pack.sampled.isnan()  # (N,) bool
         gap = (logprobs.detach() - pack.sampled).abs()[known].double()
         if gap.numel():
             self.plain[1] += gap.sum()
@@ -88,38 +91,41 @@ class StepTotals:
         forwarded, gap_sum, gap_count = reduce(self.plain, "sum").tolist()
         gap_max = float(reduce(self.gap_max, "max"))
         updates = max(len(self.losses), 1)
-        found = {
+        metrics = {
             "train/loss": math.fsum(self.losses) / updates,
             "train/grad_norm": math.fsum(self.grad_norms) / updates,
             "train/lr": self.lr,
-            "train/tokens": sum(row[4] for row in sums),
+            "train/tokens": sum(row[_TOKENS] for row in sums),
             "train/tokens_forwarded": forwarded,
             "time/update": self.seconds,
         }
         if gap_count:
-            found |= {"train/logprob_gap_mean": gap_sum / gap_count, "train/logprob_gap_max": gap_max}
-        for module, (own, count) in zip(self.modules, reduce(self.gaps, "sum").tolist(), strict=True):
+            metrics |= {"train/logprob_gap_mean": gap_sum / gap_count, "train/logprob_gap_max": gap_max}
+        for module, (gap, count) in zip(self.modules, reduce(self.gaps, "sum").tolist(), strict=True):
             if count:
-                found[f"module/{module}/logprob_gap_mean"] = own / count
+                metrics[f"module/{module}/logprob_gap_mean"] = gap / count
         for name in self.adapter_norms[0] if self.adapter_norms else ():
-            found[f"adapter/{name}/grad_norm"] = math.fsum(norms[name] for norms in self.adapter_norms) / updates
-        found |= {f"adapter/{name}/lr": lr for name, lr in self.adapter_lr.items()}
+            metrics[f"adapter/{name}/grad_norm"] = math.fsum(norms[name] for norms in self.adapter_norms) / updates
+        metrics |= {f"adapter/{name}/lr": lr for name, lr in self.adapter_lr.items()}
         totals = [sum(column) for column in zip(*sums, strict=True)] if sums else []
         for prefix, row in [("train", totals), *((f"module/{m}", r) for m, r in zip(self.modules, sums, strict=True))]:
-            found |= {f"{prefix}/{name}": value for name, value in self._means(row).items()}
-        return found | self._tis(reduce(self.corrections, "sum").tolist(), [row[0] for row in sums])
+            metrics |= {f"{prefix}/{name}": value for name, value in self._means(row).items()}
+        # Every process must come this far with the same calls of `reduce`, whatever its own modules did.
+        return metrics | self._tis(reduce(self.corrections, "sum").tolist(), [row[0] for row in sums])
 
     def _tis(self, rows: Sequence[Sequence[float]], entries: Sequence[float]) -> dict[str, float]:
-        found, count = {}, math.fsum(entries)
+        """Mean weight and truncated share of truncated importance sampling; empty without it."""
+        metrics, count = {}, math.fsum(entries)
         if self.with_tis and count:
-            found["train/tis_mean"] = math.fsum(weight for weight, _ in rows) / count
-            found["train/tis_clip_share"] = math.fsum(cut for _, cut in rows) / count
-            for module, (_, cut), own in zip(self.modules, rows, entries, strict=True):
-                if own:
-                    found[f"module/{module}/tis_clip_share"] = cut / own
-        return found
+            metrics["train/tis_mean"] = math.fsum(weight for weight, _ in rows) / count
+            metrics["train/tis_clip_share"] = math.fsum(cut for _, cut in rows) / count
+            for module, (_, cut), of_module in zip(self.modules, rows, entries, strict=True):
+                if of_module:
+                    metrics[f"module/{module}/tis_clip_share"] = cut / of_module
+        return metrics
 
     def _means(self, row: Sequence[float]) -> dict[str, float]:
+        """Means of one row of the sums (or of their total); empty where nothing was trained."""
         if not row or not row[0]:
             return {}
         entries, clipped, ratio, kl, tokens, entropy = row

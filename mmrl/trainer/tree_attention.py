@@ -18,18 +18,25 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from mmrl.trainer.tries import Span
+from mmrl.trainer.tries import NodeSpan
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch.nn.attention.flex_attention import BlockMask
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 IMPLEMENTATION = "mmrl_tree"
 """Name of the attention function in transformers' registry."""
 
+# A list of what was tested, not a guess from the config: a model whose layers mix tokens in any other way (a window,
+# a convolution, a state) would train on wrong hidden states without an error. `selfcheck` is the second line.
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Rotary positions, softmax attention over the whole context, and logits that are the output head's alone."""
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -41,56 +48,74 @@ LARGE, PIECE = 384, 256
 queries of a large call into blocks of 256 and compute a causal block whole, so smaller calls waste less."""
 
 
-Parts = Callable[[], Iterator[tuple[slice, slice, bool, bool]]]
-"""See `Tree.parts`."""
+class KernelCall(NamedTuple):
+    """One call of an attention kernel, (queries, D) against (keys, D) in each head."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+    """Query i sees keys 0..i of this call; else all of them."""
+    first: bool
+    """No call before had these queries, so its result is written, not joined."""
+
+
+KernelCalls = Callable[[], Iterator[KernelCall]]
+"""See `PrefixTree.kernel_calls`; called once in the forward pass and once in the backward pass."""
 
 
 @dataclass(slots=True)
-class Tree:
-    """The nodes of one pack, for the attention."""
+class PrefixTree:
+    """The nodes of one pack, for the attention. N is the number of packed tokens."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[NodeSpan, ...]
     read: tuple[int, ...] | None = None
     """Tokens whose last hidden state is read, in rising order; None: all. Of others it is not computed on the CPU."""
-    masks: dict[Any, Any] = field(default_factory=dict)
-    """Block masks by device, made once per pack."""
+    masks: dict[torch.device, BlockMask] = field(default_factory=dict)
+    """Block masks by device, made once per pack: every layer uses the same one."""
 
     @property
     def tokens(self) -> int:
         """Length of the pack."""
         return max((span.stop for span in self.spans), default=0)
 
-    def parts(self) -> Iterator[tuple[slice, slice, bool, bool]]:
-        """Calls of a kernel that cover each (query, key) pair once: queries, keys, whether causal, and whether no call
-        before had these queries."""
+    def kernel_calls(self) -> Iterator[KernelCall]:
+        """Calls that cover each (query, key) pair of the tries once.
+
+        The order is that of the packed tokens, always: partial results are joined in floating point, so another order
+        would change the last bits of the loss.
+        """
         for span in self.spans:
+            # A root (depth 0) is the first node that its tokens and all below it attend to.
             if span.stop - span.begin < LARGE:
-                yield slice(span.begin, span.stop), slice(span.begin, span.end), True, not span.depth
+                yield KernelCall(slice(span.begin, span.stop), slice(span.begin, span.end), True, not span.depth)
                 continue
             count = -(-(span.end - span.begin) // PIECE)
             cuts = [span.begin + (span.end - span.begin) * number // count for number in range(count + 1)]
             for begin, end in itertools.pairwise(cuts):
                 first = not span.depth and begin == span.begin
-                yield slice(begin, end), slice(begin, end), True, first
+                # The triangle of the piece, then the rectangle of everything after it that sees the whole piece.
+                yield KernelCall(slice(begin, end), slice(begin, end), True, first)
                 if end < span.stop:
-                    yield slice(end, span.stop), slice(begin, end), False, first
+                    yield KernelCall(slice(end, span.stop), slice(begin, end), False, first)
 
-    def parts_read(self) -> Iterator[tuple[slice, slice, bool, bool]]:
+    def kernel_calls_read(self) -> Iterator[KernelCall]:
         """The same for the pairs whose query is in `read`; queries are slices of `read`."""
         read = self.read or ()
         for span in self.spans:
             stop = bisect_left(read, span.stop)
-            for begin, end, own in _runs(read, span):
+            for begin, end, is_read in _runs(read, span):
+                # at..below: queries inside the run; below..stop: queries after it, which see all its keys. The causal
+                # mask pairs query i with key i, hence runs of which either every token is read or none.
                 at, below = bisect_left(read, begin), bisect_left(read, end)
                 first = not span.depth and begin == span.begin
-                whole = own and stop - at < LARGE
-                if own:
-                    yield slice(at, stop if whole else below), slice(begin, end), True, first
-                if not whole and below < stop:
-                    yield slice(below, stop), slice(begin, end), False, first
+                together = is_read and stop - at < LARGE
+                if is_read:
+                    yield KernelCall(slice(at, stop if together else below), slice(begin, end), True, first)
+                if not together and below < stop:
+                    yield KernelCall(slice(below, stop), slice(begin, end), False, first)
 
     def stops(self, device: torch.device) -> torch.Tensor:
-        """(N,) where the part of the trie that sees a token ends: token k is seen by k..stops[k]."""
+        """(N,) int64, where the part of the trie that sees a token ends: token k is seen by k..stops[k]."""
         sizes = torch.tensor([span.end - span.begin for span in self.spans])
         return torch.tensor([span.stop for span in self.spans]).repeat_interleave(sizes).to(device)
 
@@ -100,7 +125,7 @@ class Tree:
         return (at[None] <= at[:, None]) & (at[:, None] < self.stops(device)[None])
 
 
-def _runs(read: Sequence[int], span: Span) -> Iterator[tuple[int, int, bool]]:
+def _runs(read: Sequence[int], span: NodeSpan) -> Iterator[tuple[int, int, bool]]:
     """The tokens of a node in runs, (begin, end, whether they are in `read`); of those that are, a piece at most."""
     at, begin = bisect_left(read, span.begin), span.begin
     while begin < span.end:
@@ -116,9 +141,9 @@ def _runs(read: Sequence[int], span: Span) -> Iterator[tuple[int, int, bool]]:
         at, begin = at + size, begin + size
 
 
-def why_not(model: Any) -> str | None:
+def unsupported_reason(model: PreTrainedModel | PeftModel) -> str | None:
     """Why the layers of this causal LM (wrapped by peft or not) cannot share prefixes, or None."""
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal = _causal_lm(model)
     name, config = type(causal).__name__, causal.config
     if name not in FAMILIES:
         return f"{name} is not one of {', '.join(FAMILIES)}"
@@ -136,67 +161,92 @@ def why_not(model: Any) -> str | None:
     return None
 
 
-def last_parts(model: Any) -> tuple[torch.nn.Module, ...]:
+def _causal_lm(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """The transformers model, without peft's wrapper."""
+    # By the method, so that this module needs no peft.
+    return cast("PreTrainedModel", getattr(model, "get_base_model", lambda: model)())
+
+
+def last_parts(model: PreTrainedModel | PeftModel) -> tuple[torch.nn.Module, ...]:
     """What the last layer of a causal LM of one of the `FAMILIES` needs for the tokens alone whose result is read."""
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
-    layer = causal.model.layers[-1]
+    # Keys and values of the last layer are needed for every token; queries, output projection and MLP only where
+    # somebody reads the result. In a prompt-heavy pack that is a small part of the tokens.
+    layer = _causal_lm(model).model.layers[-1]
     return layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp
 
 
-def prepare(model: Any) -> None:
-    """Set a causal LM to the attention that knows packs; for everybody else it is still SDPA."""
+def install(model: PreTrainedModel | PeftModel) -> None:
+    """Set a causal LM to the attention that knows packs; without a pack it is still SDPA."""
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
-    causal.set_attn_implementation(IMPLEMENTATION)
+    _causal_lm(model).set_attn_implementation(IMPLEMENTATION)
+
+
+class AttentionModule(Protocol):
+    """What is read of a layer's attention module."""
+
+    layer_idx: int
+    config: PreTrainedConfig
 
 
 def attention(
-    module: Any,
+    module: AttentionModule,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    tree: Tree | None = None,
+    tree: PrefixTree | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: (1, heads, N, D) queries to (1, N, heads, D); keys may have fewer heads."""
     if tree is None:
-        made: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        output: torch.Tensor
+        output, _ = sdpa_attention_forward(
+            cast("torch.nn.Module", module),
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            **kwargs,
         )
-        return made
+        return output, None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Under autocast, norms and rotary angles may have left queries and keys in float32.
     query, key = query.to(value.dtype), key.to(value.dtype)
     if query.device.type == "cpu":
+        # Only in the last layer: the layers before hand every token's state on to the keys of the next one.
         last = tree.read is not None and module.layer_idx == module.config.num_hidden_layers - 1
         if not last:
-            return TreeAttention.apply(query, key, value, tree.parts, scale), None
-        read = torch.tensor(tree.read)
-        rows = TreeAttention.apply(query[:, :, read], key, value, tree.parts_read, scale)
+            return TreeAttention.apply(query, key, value, tree.kernel_calls, scale), None
+        read = torch.tensor(tree.read)  # (Q,)
+        rows = TreeAttention.apply(query[:, :, read], key, value, tree.kernel_calls_read, scale)  # (1, Q, heads, D)
+        # Back to N rows, the others zero: the residual stream keeps its shape, and nobody reads those rows.
         return rows.new_zeros(1, key.shape[2], *rows.shape[2:]).index_copy(1, read, rows), None
     return flex(query, key, value, tree, scale).transpose(1, 2), None
 
 
-def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Tree, scale: float) -> torch.Tensor:
+def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PrefixTree, scale: float) -> torch.Tensor:
     """The same by one masked call over the whole pack, (1, heads, N, D): slow and simple, for comparison."""
+    # The (N, N) mask alone is 256 MB at 16k tokens, and every masked pair is computed: tests compare with it.
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=tree.mask(query.device), scale=scale, enable_gqa=True
     )
 
 
 @functools.cache
-def _flex_kernel(compiled: bool) -> Any:
+def _flex_kernel(compiled: bool) -> Callable[..., torch.Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     # dynamic: a fixed shape would be compiled anew for every pack.
-    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+    kernel = torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+    return cast("Callable[..., torch.Tensor]", kernel)
 
 
-def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Tree, scale: float) -> torch.Tensor:
+def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PrefixTree, scale: float) -> torch.Tensor:
     """The same by FlexAttention, (1, heads, N, D): the path on a GPU, whose kernels align a causal mask otherwise."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -204,14 +254,25 @@ def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Tree
     if device not in tree.masks:
         stops = tree.stops(device)
 
-        def sees(batch: Any, head: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        def sees(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            # Depth-first order: the tokens below k are exactly those from k on to the end of its subtree.
             return (k <= q) & (q < stops[k])
 
         tree.masks[device] = create_block_mask(sees, None, None, tree.tokens, tree.tokens, device=str(device))
     kernel = _flex_kernel(device.type == "cuda")
     grouped = query.shape[1] != key.shape[1]
-    made: torch.Tensor = kernel(query, key, value, block_mask=tree.masks[device], scale=scale, enable_gqa=grouped)
-    return made
+    return kernel(query, key, value, block_mask=tree.masks[device], scale=scale, enable_gqa=grouped)
+
+
+class FunctionCtx(Protocol):
+    """What autograd hands to both passes, with the attributes that the forward pass puts on it."""
+
+    saved_tensors: tuple[torch.Tensor, ...]
+    kernel_calls: KernelCalls
+    scale: float
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        """Keep tensors for the backward pass."""
 
 
 class TreeAttention(torch.autograd.Function):
@@ -223,15 +284,22 @@ class TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: Parts, scale: float
+        ctx: FunctionCtx,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kernel_calls: KernelCalls,
+        scale: float,
     ) -> torch.Tensor:
         """(1, heads, Q, D) to (1, Q, heads, D); keys and values are (1, heads, N, D)."""
         size, heads, width = query.shape[2], query.shape[1], value.shape[-1]
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         joined = value.new_empty(1, size, heads, width)
-        out = joined.transpose(1, 2)
+        out = joined.transpose(1, 2)  # (1, heads, Q, D), a view: what the kernels write is in the returned layout
+        # (1, heads, Q) log-sum-exp of the scores so far, in float32 at least: in bfloat16 its rounding (1 in 256) would
+        # shift the shares of the parts.
         lse = torch.empty(1, size, heads, dtype=torch.promote_types(value.dtype, torch.float32)).transpose(1, 2)
-        for queries, keys, causal, first in parts():
+        for queries, keys, causal, first in kernel_calls():
             part, part_lse = kernel(query[:, :, queries], key[:, :, keys], value[:, :, keys], 0.0, causal, scale=scale)
             if first:
                 out[:, :, queries] = part
@@ -239,18 +307,20 @@ class TreeAttention(torch.autograd.Function):
             else:
                 _join(out[:, :, queries], lse[:, :, queries], part, part_lse)
         ctx.save_for_backward(query, key, value, joined, lse)
-        ctx.parts, ctx.scale = parts, scale
+        ctx.kernel_calls, ctx.scale = kernel_calls, scale
         return joined
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         """Sums over the calls of the forward pass, each with the joined result."""
         query, key, value, joined, lse = ctx.saved_tensors
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         out, grad = joined.transpose(1, 2), grad.transpose(1, 2)
-        for_query = torch.empty_like(query)
-        for_key, for_value = torch.zeros_like(key), torch.zeros_like(value)
-        for queries, keys, causal, first in ctx.parts():
+        for_query = torch.empty_like(query)  # (1, heads, Q, D); each row's first call writes it
+        for_key, for_value = torch.zeros_like(key), torch.zeros_like(value)  # (1, kv heads, N, D)
+        # The kernel's backward recomputes probabilities as exp(score - lse). Given the joined lse and output, each
+        # part's are those of the full softmax, so the gradients of the parts add up (Ring Attention, arXiv 2310.01889).
+        for queries, keys, causal, first in ctx.kernel_calls():
             gradients = kernel(
                 grad[:, :, queries],
                 query[:, :, queries],
@@ -273,6 +343,7 @@ class TreeAttention(torch.autograd.Function):
 
 def _join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Softmax over the union of two sets of keys, in place, from the softmax over each and its log-sum-exp."""
+    # exp(part_lse) / (exp(lse) + exp(part_lse)), without an exponential that could overflow. (1, heads, q)
     share = torch.sigmoid(part_lse - lse)
     out.lerp_(part, share.unsqueeze(-1).to(out.dtype))
     lse.copy_(torch.logaddexp(lse, part_lse))

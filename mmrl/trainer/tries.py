@@ -8,34 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
-Ids = tuple[int, ...]
+TokenIds = tuple[int, ...]
 
+# The two costs below are in forwarded tokens and decide which forks are worth sharing. They were measured once, on a
+# CPU (docs/performance.md), and are constants on purpose: measured anew on each machine, they would cut other tries,
+# and the sums of a loss would be added in another order.
 MERGE_COST = 0.04
-"""Cost of joining one token's attention over one more ancestor, in forwarded tokens (measured: docs/performance.md)."""
+"""Cost of joining one token's attention over one more ancestor, in forwarded tokens."""
 NODE_COST = 4
 """Cost of one more attention call per layer, in forwarded tokens."""
 PAIRS_PER_TOKEN = 4096
 """Attended (query, key) pairs that cost as much as a forwarded token; used to balance packs, not to share."""
 MAX_HEIGHT = 200
-"""Forks below each other that a trie may have."""
+"""Forks below each other that a trie may have (`split_trie` recurses once per fork)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class TrieNode:
     """A run of tokens, and what forks after it."""
 
     row: int
     """A sequence that runs through it; of a leaf, the one that ends in it."""
     begin: int
     end: int
-    """Its tokens are begin..end of that sequence."""
-    children: tuple[Node, ...] = ()
+    """Its tokens are begin..end of that sequence, so `begin` is also its depth in the trie, in tokens."""
+    children: tuple[TrieNode, ...] = ()
     tokens: int = 0
     """Tokens in it and below it."""
     height: int = 0
+    """Forks on the longest path below it, its own included; 0 for a leaf."""
 
     @property
     def length(self) -> int:
@@ -45,12 +51,13 @@ class Node:
     @property
     def pairs(self) -> int:
         """Attended (query, key) pairs of the trie, in which this node is the root."""
-        found, stack = 0, [self]
+        total, stack = 0, [self]
         while stack:
             node = stack.pop()
             stack += node.children
-            found += node.length * (node.length + 1) // 2 + node.length * (node.tokens - node.length)
-        return found
+            # Its own triangle, and all that is below it against all of it: every pair is counted at its key's node.
+            total += node.length * (node.length + 1) // 2 + node.length * (node.tokens - node.length)
+        return total
 
     @property
     def cost(self) -> float:
@@ -58,83 +65,95 @@ class Node:
         return self.tokens + self.pairs / PAIRS_PER_TOKEN
 
 
-def grow(row: int, begin: int, end: int, children: Sequence[Node] = ()) -> Node:
+def make_node(row: int, begin: int, end: int, children: Sequence[TrieNode] = ()) -> TrieNode:
     """A node over `children`; over a single one, that child made longer."""
     if len(children) == 1:
         return lengthened(children[0], begin)
     tokens = end - begin + sum(child.tokens for child in children)
     height = 1 + max((child.height for child in children), default=-1)
-    return Node(row, begin, end, tuple(children), tokens, height)
+    return TrieNode(row, begin, end, tuple(children), tokens, height)
 
 
-def lengthened(node: Node, begin: int) -> Node:
+def lengthened(node: TrieNode, begin: int) -> TrieNode:
     """The node with the tokens from `begin` on in it."""
     return replace(node, begin=begin, tokens=node.tokens + node.begin - begin)
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenNode:
     """A node whose beginning is not known yet."""
 
     row: int
     end: int
-    children: list[Node]
+    children: list[TrieNode]
 
-    def finish(self, begin: int) -> list[Node]:
+    def close(self, begin: int) -> list[TrieNode]:
         """The node from depth `begin` on, or, where sharing it does not pay, its branches from there on."""
         if not self.children:
-            return [grow(self.row, begin, self.end)]
-        node = grow(self.row, begin, self.end, self.children)
+            return [make_node(self.row, begin, self.end)]
+        node = make_node(self.row, begin, self.end, self.children)
         below = node.tokens - node.length
+        # Forwarding the run once saves it in every branch but one. The price: each token below joins one more partial
+        # attention result, and every layer makes one more call.
         saved = node.length * (len(self.children) - 1)
         if saved > MERGE_COST * below + NODE_COST and node.height <= MAX_HEIGHT:
             return [node]
         return [lengthened(child, begin) for child in self.children]
 
 
-def plant(rows: Sequence[Ids], *, share: bool = True) -> list[Node]:
+def build_tries(rows: Sequence[TokenIds], *, share: bool = True) -> list[TrieNode]:
     """The tries of `rows`, of which none is a prefix of another, in lexicographic order.
+
+    The calls of a group meet in one trie because they begin alike: the same system prompt and question, and in a
+    multi-turn program the turns before. Causal attention gives a token the same hidden state in every sequence that
+    has the same tokens before it, so a shared prefix is forwarded once and its gradient sums over the branches.
 
     Args:
         share: without it every row is a trie of its own.
     """
     order = sorted(range(len(rows)), key=lambda i: (rows[i], i))
     if not share:
-        return [grow(i, 0, len(rows[i])) for i in order]
+        return [make_node(i, 0, len(rows[i])) for i in order]
+    # One pass over the sorted rows, as a suffix array's LCP intervals are built: neighbours share the longest
+    # prefixes, so the common prefix with the next row says which open nodes end here. Linear in tokens once sorted.
     arrays = [np.asarray(rows[i], dtype=np.int64) for i in order]
     # From the root down to where the newest row left the one before it; the depths where they fork rise strictly.
-    path = [_Open(-1, 0, [])]
+    path = [_OpenNode(-1, 0, [])]
     for at, row in enumerate(order):
-        fork = _common(arrays[at], arrays[at + 1]) if at + 1 < len(order) else 0
-        node = _Open(row, len(rows[row]), [])
+        fork = _common_prefix(arrays[at], arrays[at + 1]) if at + 1 < len(order) else 0
+        node = _OpenNode(row, len(rows[row]), [])
+        # Nodes that reach deeper than the fork get no further branch: they are closed, deepest first.
         while path[-1].end > fork:
             above = path.pop()
-            above.children += node.finish(above.end)
+            above.children += node.close(above.end)
             node = above
         if path[-1].end == fork:
-            path[-1].children += node.finish(fork)
+            path[-1].children += node.close(fork)
         else:
-            path.append(_Open(row, fork, node.finish(fork)))
+            # The fork lies inside the node that was just closed: a new node ends there, with that one below it.
+            path.append(_OpenNode(row, fork, node.close(fork)))
     return path[0].children
 
 
-def _common(left: np.ndarray, right: np.ndarray) -> int:
+def _common_prefix(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
     """Length of the common prefix of two sequences."""
     size = min(len(left), len(right))
     differ = left[:size] != right[:size]
     return int(differ.argmax()) if differ.any() else size
 
 
-def cut(node: Node, budget: int) -> list[Node]:
+def split_trie(node: TrieNode, budget: int) -> list[TrieNode]:
     """The trie in parts of at most `budget` tokens, cut between branches, what is above them repeated.
 
     A single sequence is never cut, so a longer one is a part of its own.
     """
     if node.tokens <= budget or not node.children:
         return [node]
+    # Each part repeats the node's own tokens, which its branches therefore cannot use.
     room = budget - node.length
-    parts = [part for child in node.children for part in cut(child, room)]
-    groups: list[list[Node]] = []
+    parts = [part for child in node.children for part in split_trie(child, room)]
+    # Neighbours stay together (next fit, not first fit): they share the most.
+    groups: list[list[TrieNode]] = []
     filled = 0
     for part in parts:
         if not groups or filled + part.tokens > room:
@@ -142,16 +161,19 @@ def cut(node: Node, budget: int) -> list[Node]:
             filled = 0
         groups[-1].append(part)
         filled += part.tokens
-    return [grow(node.row, node.begin, node.end, group) for group in groups]
+    return [make_node(node.row, node.begin, node.end, group) for group in groups]
 
 
-def spread(tries: Sequence[Node], budget: int, share: int = 1) -> list[list[Node]]:
+def bin_pack(tries: Sequence[TrieNode], budget: int, share: int = 1) -> list[list[TrieNode]]:
     """Tries to packs of at most `budget` tokens (or one trie), of like cost, their number a multiple of `share`.
 
     There may be fewer packs than that where there are fewer tries. Largest pack first, so that a budget that does not
     fit in memory fails at once.
     """
-    parts = sorted((part for trie in tries for part in cut(trie, budget)), key=lambda trie: -trie.cost)
+    # Both sorts are stable and no set or hash is iterated: the same calls give the same packs in the same order on
+    # every machine and after a resume, which is what makes the summed loss equal to the bit.
+    parts = sorted((part for trie in tries for part in split_trie(trie, budget)), key=lambda trie: -trie.cost)
+    # No fewer packs than the tokens need; with several processes (`share`) all must do as many forwards.
     count = -(-sum(part.tokens for part in parts) // budget)
     while True:
         count = -(-count // share) * share
@@ -163,15 +185,16 @@ def spread(tries: Sequence[Node], budget: int, share: int = 1) -> list[list[Node
     return sorted(filled, key=lambda pack: -sum(trie.cost for trie in pack))
 
 
-def _fill(parts: Sequence[Node], budget: int, count: int) -> list[list[Node]] | None:
+def _fill(parts: Sequence[TrieNode], budget: int, count: int) -> list[list[TrieNode]] | None:
     """`count` packs, each part into the cheapest one so far that has room; None where one fits nowhere."""
-    packs: list[list[Node]] = [[] for _ in range(count)]
+    packs: list[list[TrieNode]] = [[] for _ in range(count)]
     tokens, costs = [0] * count, [0.0] * count
     for part in parts:
-        fitting = [i for i in range(count) if not packs[i] or tokens[i] + part.tokens <= budget]
-        if not fitting:
+        # An empty pack takes any part, since a single sequence may be longer than the budget.
+        open_packs = [i for i in range(count) if not packs[i] or tokens[i] + part.tokens <= budget]
+        if not open_packs:
             return None
-        at = min(fitting, key=lambda i: costs[i])
+        at = min(open_packs, key=lambda i: costs[i])
         packs[at].append(part)
         tokens[at] += part.tokens
         costs[at] += part.cost
@@ -179,7 +202,7 @@ def _fill(parts: Sequence[Node], budget: int, count: int) -> list[list[Node]] | 
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class NodeSpan:
     """Where a node lies in its pack: tokens begin..end, and what is below it up to `stop`."""
 
     begin: int
@@ -190,28 +213,31 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Bed:
+class TrieLayout:
     """Tries laid out one after the other, every node before what is below it."""
 
-    spans: tuple[Span, ...]
-    ids: Ids
+    spans: tuple[NodeSpan, ...]
+    ids: TokenIds
+    """(packed tokens,)"""
     depths: tuple[int, ...]
-    """Of each token: how many come before it on its path."""
-    paths: dict[int, tuple[Span, ...]]
+    """(packed tokens,): how many come before each on its path, its position for the rotary angles."""
+    paths: dict[int, tuple[NodeSpan, ...]]
     """Row -> its nodes from the root to the leaf."""
 
 
-def lay(tries: Sequence[Node], rows: Sequence[Ids]) -> Bed:
+def flatten(tries: Sequence[TrieNode], rows: Sequence[TokenIds]) -> TrieLayout:
     """Tokens, positions and nodes of one pack."""
-    spans: list[Span] = []
+    spans: list[NodeSpan] = []
     ids: list[int] = []
     depths: list[int] = []
-    paths: dict[int, tuple[Span, ...]] = {}
-    stack: list[tuple[Node, tuple[Span, ...]]] = [(trie, ()) for trie in reversed(tries)]
+    paths: dict[int, tuple[NodeSpan, ...]] = {}
+    # Depth first, so a node's tokens and all that is below them are one slice begin..stop: `tree_attention` then needs
+    # no gather and no mask. A stack, not recursion, and reversed so that it pops in lexicographic order.
+    stack: list[tuple[TrieNode, tuple[NodeSpan, ...]]] = [(trie, ()) for trie in reversed(tries)]
     while stack:
         node, above = stack.pop()
         at = len(ids)
-        span = Span(at, at + node.length, at + node.tokens, node.begin)
+        span = NodeSpan(at, at + node.length, at + node.tokens, node.begin)
         spans.append(span)
         ids += rows[node.row][node.begin : node.end]
         depths += range(node.begin, node.end)
@@ -219,9 +245,9 @@ def lay(tries: Sequence[Node], rows: Sequence[Ids]) -> Bed:
         if not node.children:
             paths[node.row] = path
         stack += [(child, path) for child in reversed(node.children)]
-    return Bed(tuple(spans), tuple(ids), tuple(depths), paths)
+    return TrieLayout(tuple(spans), tuple(ids), tuple(depths), paths)
 
 
-def places(path: Sequence[Span]) -> list[int]:
-    """Where in the pack each token of a path lies."""
-    return [at for span in path for at in range(span.begin, span.end)]
+def token_indices(path: Sequence[NodeSpan]) -> list[int]:
+    """Index in the pack of each token of a path, root first."""
+    return list(chain.from_iterable(range(span.begin, span.end) for span in path))

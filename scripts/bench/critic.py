@@ -12,7 +12,6 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,9 +38,10 @@ KINDS: dict[str, tuple[str, LoraConfig | None]] = {
 def with_targets(batch: list[TrainCall]) -> list[TrainCall]:
     """The calls as PPO's credit leaves them: returns, and the critic's values before the step."""
     made = []
-    for call in batch:
-        zeros, ones = (0.0,) * len(call.completion_ids), (1.0,) * len(call.completion_ids)
-        made.append(replace(call, entries=tuple(replace(e, returns=ones) for e in call.entries), old_values=zeros))
+    for train in batch:
+        zeros, ones = ((number,) * len(train.call.completion_ids) for number in (0.0, 1.0))
+        entries = tuple(replace(entry, returns=ones) for entry in train.entries)
+        made.append(replace(train, call=replace(train.call, values=zeros), entries=entries))
     return made
 
 
@@ -54,12 +54,12 @@ def check(sides: dict[str, Ours]) -> dict[str, float]:
     worst, least = 0.0, 1.0
     gradients = {}
     for name, side in sides.items():
-        trainer: Any = side.trainer
+        forwards = side.trainer.forwards
         whole, side.batch = side.batch, side.batch[:FEW]
-        packed = trainer.values(side.batch)
-        trainer.tries = False
-        padded = trainer.values(side.batch)
-        trainer.tries = True
+        packed = forwards.values([train.call for train in side.batch])
+        forwards.tries = False
+        padded = forwards.values([train.call for train in side.batch])
+        forwards.tries = True
         pairs = zip(packed, padded, strict=True)
         worst = max(worst, *(abs(x - y) for one, two in pairs for x, y in zip(one, two, strict=True)))
         found = {n: g.clone() for n, g in side.gradients().items() if ".critic." not in n}

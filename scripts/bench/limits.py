@@ -121,7 +121,7 @@ def trie_pairs(batch: Sequence[TrainCall]) -> tuple[int, int]:
     The last token of a call is only predicted.
     """
     nodes, pairs, before = 0, 0, ()  # type: tuple[int, int, tuple[int, ...]]
-    for ids in sorted((call.prompt_ids + call.completion_ids)[:-1] for call in batch):
+    for ids in sorted((train.call.prompt_ids + train.call.completion_ids)[:-1] for train in batch):
         shared = 0
         for left, right in zip(before, ids, strict=False):
             if left != right:
@@ -141,7 +141,7 @@ def reached_here(size: str, on: Device, repeats: int, scale: int) -> tuple[float
     side = Ours(model, batch, Path(tempfile.mkdtemp()))
     spent = min(once(side.run)[0] for _ in range(repeats + 1))
     tokens, pairs = trie_pairs(batch)
-    scored = sum(len(call.completion_ids) for call in batch)
+    scored = sum(len(train.call.completion_ids) for train in batch)
     return 100 * passes(False) * flops(shape, tokens, pairs, scored) / on.flops / spent, tokens
 
 

@@ -16,8 +16,8 @@ from datasets import Dataset
 
 from mmrl.config import AlgoConfig, LoraConfig, ModelConfig, TrainConfig
 from mmrl.trainer.objective import StepBatch, TrainCall
-from mmrl.trainer.stream import Update
-from mmrl.trainer.trl_trainer import MmrlTrainer, build_trainer
+from mmrl.trainer.settings import Settings
+from mmrl.trainer.trl_trainer import MmrlTrainer, Update
 from scripts.bench.common import cosine
 from scripts.bench.update_shapes import GROUP, Row, advantages
 
@@ -151,13 +151,15 @@ class Ours:
         checkpointing: bool = False,
     ):
         self.batch = batch
-        self.trainer: MmrlTrainer = build_trainer(
+        self.trainer = MmrlTrainer(
             model,
             tokenizer(model.config.vocab_size),
-            train=TrainConfig(lr=0.0, packing=packing, microbatch_tokens=budget),  # type: ignore[arg-type]
-            algo=algo or AlgoConfig(name="bench", beta=0.0),
-            model_config=ModelConfig(name="bench", path="tiny", lora=lora, gradient_checkpointing=checkpointing),
-            seed=0,
+            Settings(
+                train=TrainConfig(lr=0.0, packing=packing, microbatch_tokens=budget),  # type: ignore[arg-type]
+                algo=algo or AlgoConfig(name="bench", beta=0.0),
+                model=ModelConfig(name="bench", path="tiny", lora=lora, gradient_checkpointing=checkpointing),
+                seed=0,
+            ),
             output_dir=folder,
             next_batch=lambda step: StepBatch(step=step, calls=batch),
             on_step_end=lambda step, metrics: None,
@@ -167,9 +169,13 @@ class Ours:
     def gradients(self) -> dict[str, torch.Tensor]:
         """Packing, forward and backward of all calls."""
         self.trainer.model.zero_grad()
-        (packs,) = self.trainer._packs(StepBatch(step=1, calls=self.batch))
-        self.trainer.training_step(self.trainer.model, {"update": Update(1, packs, first=True, last=True)})
+        (packs,) = self.trainer.step_packs(StepBatch(step=1, calls=self.batch))
+        self.trainer.training_step(self.trainer.model, {"update": Update(1, packs, first=True)})
         return {name: p.grad for name, p in self.trainer.model.named_parameters() if p.grad is not None}
+
+    def logprobs(self) -> list[tuple[float, ...]]:
+        """The policy's log-probabilities of the calls' tokens."""
+        return self.trainer.forwards.policy_logprobs([train.call for train in self.batch])
 
     @property
     def tokens(self) -> int:
@@ -190,7 +196,7 @@ def check(ours: Ours, plain: Plain, peer: Trl | None = None) -> dict[str, float]
     Raises:
         SystemExit: beyond the tolerances.
     """
-    found = {call.id: values for call, values in zip(ours.batch, ours.trainer.policy_logprobs(ours.batch), strict=True)}
+    found = {train.call.id: values for train, values in zip(ours.batch, ours.logprobs(), strict=True)}
     worst = 0.0
     for number, row in enumerate(plain.rows):
         with torch.no_grad():

@@ -28,8 +28,10 @@ from mmrl.credit.entries import Group, Member, Reward
 from mmrl.credit.groups import compare
 from mmrl.engines.base import Completion, Request, Sampling
 from mmrl.engines.embedded.engine import TransformersEngine
+from mmrl.records import Call
 from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
-from mmrl.trainer.trl_trainer import build_trainer
+from mmrl.trainer.settings import Settings
+from mmrl.trainer.trl_trainer import MmrlTrainer
 from scripts.bench.common import MODELS, Bar, clock, finish, make_model, options
 from scripts.bench.rollout import NoTokenizer, run_engine
 from scripts.bench.sides import Ours, Plain, Trl, check
@@ -164,11 +166,16 @@ class Sampler:
                 entry = TrainEntry(advantages=(advantage,) * tokens, weights=(1 / (len(asked) * tokens),) * tokens)
                 found.append(
                     TrainCall(
-                        id=str(index),
-                        module="m",
-                        prompt_ids=asked[index].prompt_ids,
-                        completion_ids=made[index].ids,
-                        old_logprobs=made[index].logprobs,
+                        call=Call(
+                            id=str(index),
+                            example="",
+                            parent=None,
+                            module="m",
+                            prompt_ids=asked[index].prompt_ids,
+                            completion_ids=made[index].ids,
+                            completion_tokens=tokens,
+                            logprobs=made[index].logprobs,
+                        ),
                         entries=(entry,),
                     )
                 )
@@ -189,13 +196,15 @@ def our_steps(size: str, prompts: Prompts, threads: int, steps: int) -> list[tup
         timer.stop()
 
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(
+        trainer = MmrlTrainer(
             model,
             sampler.tokenizer,
-            train=TrainConfig(lr=0.0, steps=steps, save_every=steps + 1),
-            algo=AlgoConfig(name="bench", beta=0.0),
-            model_config=ModelConfig(name="bench", path="tiny"),
-            seed=0,
+            Settings(
+                train=TrainConfig(lr=0.0, steps=steps, save_every=steps + 1),
+                algo=AlgoConfig(name="bench", beta=0.0),
+                model=ModelConfig(name="bench", path="tiny"),
+                seed=0,
+            ),
             output_dir=folder,
             next_batch=next_batch,
             on_step_end=on_step_end,
@@ -216,7 +225,7 @@ def compared(size: str, prompts: Prompts, threads: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         ours = Ours(make_model(size), calls(rows), Path(folder) / "ours")
         agreement = check(ours, Plain(make_model(size), rows, 4), Trl(make_model(size), rows, 4, Path(folder) / "trl"))
-        scored = ours.trainer.policy_logprobs(ours.batch)
+        scored = ours.logprobs()
     gap = max(
         abs(a - b) for (_, one), two in zip(pairs, scored, strict=True) for a, b in zip(one.logprobs, two, strict=True)
     )

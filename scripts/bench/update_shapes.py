@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mmrl.records import Call
 from mmrl.trainer.objective import TrainCall, TrainEntry
 
 GROUP = 4
@@ -136,10 +137,15 @@ def calls(rows: list[Row]) -> list[TrainCall]:
             if turn % 2 == 0:
                 weight = 1 / (len(rows) * tokens)
                 entry = TrainEntry(advantages=(advantage,) * len(ids), weights=(weight,) * len(ids))
-                made.append(
-                    TrainCall(
-                        id=f"{number}.{turn}", module="m", prompt_ids=context, completion_ids=ids, entries=(entry,)
-                    )
+                call = Call(
+                    id=f"{number}.{turn}",
+                    example="",
+                    parent=None,
+                    module="m",
+                    prompt_ids=context,
+                    completion_ids=ids,
+                    completion_tokens=len(ids),
                 )
+                made.append(TrainCall(call=call, entries=(entry,)))
             context = context + ids
     return made

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from tests.helpers.sharded_cases import CASES, VALUE_CALLS, build, watch_gradients
+from tests.helpers.trainer_cases import sampled
 
 
 def shard_on_cpu() -> None:
@@ -53,8 +54,8 @@ def run(folder: Path, name: str) -> None:
     }
     main = trainer.accelerator.is_main_process
     if trainer.critic is not None:
-        facts["values"] = trainer.values(VALUE_CALLS if main else VALUE_CALLS[:1])
-        trainer.values(VALUE_CALLS[:2] if main else [])
+        facts["values"] = trainer.forwards.values(sampled(VALUE_CALLS if main else VALUE_CALLS[:1]))
+        trainer.forwards.values(sampled(VALUE_CALLS[:2] if main else []))
     start = folder / "one" / name / "checkpoint-2"
     build(folder / "again" / name, name, facts["resumed"], resume_from=start).train()
     if main:

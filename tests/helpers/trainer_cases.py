@@ -22,8 +22,10 @@ from transformers import (
 )
 
 from mmrl.config import AlgoConfig, LoraConfig, ModelConfig, TrainConfig
+from mmrl.records import Call
 from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
-from mmrl.trainer.trl_trainer import MmrlTrainer, build_trainer
+from mmrl.trainer.settings import Settings
+from mmrl.trainer.trl_trainer import MmrlTrainer, Update
 
 torch.set_num_threads(1)
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -91,6 +93,24 @@ def tiny_tokenizer() -> Any:
     )
 
 
+def train_call(*, entries: tuple[TrainEntry, ...] = (), minibatch: int = 0, **call: Any) -> TrainCall:
+    """A call to train on, from the fields of its `Call`."""
+    made = Call(**{"example": "q", "parent": None, "completion_tokens": len(call["completion_ids"]), **call})
+    return TrainCall(call=made, entries=entries, minibatch=minibatch)
+
+
+def with_changes(train: TrainCall, **changes: Any) -> TrainCall:
+    """`train` with other fields, its call's among them."""
+    of_train = {name: changes.pop(name) for name in ("entries", "minibatch") if name in changes}
+    tokens = len(changes.get("completion_ids", train.call.completion_ids))
+    return replace(train, call=replace(train.call, **{"completion_tokens": tokens, **changes}), **of_train)
+
+
+def sampled(calls: list[TrainCall]) -> list[Call]:
+    """The calls without what they are trained with."""
+    return [train.call for train in calls]
+
+
 def without_advantage(calls: list[TrainCall]) -> list[TrainCall]:
     """The same calls in groups where everyone did equally well."""
     zero = [tuple(replace(entry, advantages=(0.0,) * len(entry.weights)) for entry in call.entries) for call in calls]
@@ -108,12 +128,12 @@ def make_calls(
         size = len([n for n in range(count) if n % minibatches == number % minibatches])
         advantage = draw.uniform(-2, 2)
         calls.append(
-            TrainCall(
+            train_call(
                 id=f"c{number}",
                 module=modules[number % len(modules)],
                 prompt_ids=tuple(draw.randrange(2, VOCAB) for _ in range(prompt)),
                 completion_ids=tuple(draw.randrange(2, VOCAB) for _ in range(tokens)),
-                old_logprobs=tuple(-3.7 + draw.uniform(-noise, noise) for _ in range(tokens)),
+                logprobs=tuple(-3.7 + draw.uniform(-noise, noise) for _ in range(tokens)),
                 entries=(TrainEntry(advantages=(advantage,) * tokens, weights=(1 / (size * tokens),) * tokens),),
                 minibatch=number % minibatches,
             )
@@ -140,13 +160,16 @@ def make_trainer(
     """A trainer whose step s trains on `calls(s)` (or always on the list `calls`)."""
     algo_config = algo if isinstance(algo, AlgoConfig) else AlgoConfig(name="test", **{"beta": 0.0, **(algo or {})})
     chosen = calls if callable(calls) else (lambda step: calls or make_calls(minibatches=algo_config.minibatches))
-    return build_trainer(
-        tiny_model() if model is None else model,
-        tiny_tokenizer(),
+    settings = Settings(
         train=TrainConfig(**{"steps": 1, "lr": 1e-3, "save_every": 100, **train}),
         algo=algo_config,
-        model_config=ModelConfig(name="test", path="tiny", lora=lora, gradient_checkpointing=checkpointing),
+        model=ModelConfig(name="test", path="tiny", lora=lora, gradient_checkpointing=checkpointing),
         seed=seed,
+    )
+    return MmrlTrainer(
+        tiny_model() if model is None else model,
+        tiny_tokenizer(),
+        settings,
         output_dir=folder,
         next_batch=next_batch
         or (lambda step: StepBatch(step=step, calls=chosen(step), minibatches=algo_config.minibatches)),
@@ -159,14 +182,12 @@ def make_trainer(
 
 def gradients(trainer: MmrlTrainer, calls: list[TrainCall], budget: int | None = None) -> tuple[float, dict[str, Any]]:
     """Loss and gradients of one optimizer step over `calls`, without taking it."""
-    from mmrl.trainer.stream import Update
-
     if budget is not None:
-        trainer.budget = budget
+        trainer.forwards.budget = budget
     trainer.model.zero_grad()
     if getattr(trainer, "optimizer", None) is None:
         trainer.create_optimizer_and_scheduler(1)
-    packs = trainer._packs(StepBatch(step=1, calls=calls))[0]
-    loss = trainer.training_step(trainer.model, {"update": Update(1, packs, first=True, last=True)})
+    packs = trainer.step_packs(StepBatch(step=1, calls=calls))[0]
+    loss = trainer.training_step(trainer.model, {"update": Update(1, packs, first=True)})
     found = {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
     return trainer.totals.losses[-1] if trainer.totals.losses else float(loss), found

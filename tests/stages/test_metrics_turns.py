@@ -9,7 +9,7 @@ from mmrl.config import ALGO_SCHEMAS
 from mmrl.stages.metrics import TURNS, credit_metrics, forest_metrics, never
 from mmrl.tasks import TASKS
 from tests.helpers.forests import Grow
-from tests.helpers.trainer_cases import make_calls, make_trainer
+from tests.helpers.trainer_cases import make_calls, make_trainer, sampled, with_changes
 
 
 def agent_forest():
@@ -77,10 +77,10 @@ def test_the_gap_is_told_by_module(tmp_path):
     seen = {}
     calls = make_calls(6, modules=("a", "b"))
     trainer = make_trainer(tmp_path, calls=calls, on_step_end=lambda step, metrics: seen.update(metrics))
-    exact = trainer.policy_logprobs(calls)
+    exact = trainer.forwards.policy_logprobs(sampled(calls))
     shifts = {"a": 0.0, "b": 0.25}
     shifted = [
-        replace(call, old_logprobs=tuple(value + shifts[call.module] for value in row))
+        with_changes(call, logprobs=tuple(value + shifts[call.call.module] for value in row))
         for call, row in zip(calls, exact, strict=True)
     ]
     trainer = make_trainer(tmp_path / "b", calls=shifted, on_step_end=lambda step, metrics: seen.update(metrics))

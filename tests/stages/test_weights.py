@@ -59,7 +59,7 @@ def test_a_call_is_trained_once_with_all_its_entries_and_uncredited_calls_are_no
     forest = Forest(calls=calls, rollouts=(), modules=("m",))
     entries = tuple(Entry(call="a", reward=1.0, advantages=(value, value), weights=(0.5, 0.5)) for value in (1.0, -1.0))
     (trained,) = train_calls(forest, Credit(algo="x", entries=entries), {"q1": 3})
-    assert (trained.id, trained.minibatch, trained.completion_ids) == ("a", 3, (2, 3))
+    assert (trained.call.id, trained.minibatch, trained.call.completion_ids) == ("a", 3, (2, 3))
     assert [entry.advantages[0] for entry in trained.entries] == [1.0, -1.0]
 
 

@@ -14,7 +14,7 @@ from mmrl.errors import ConfigError
 from mmrl.report.rundir import comparable
 from mmrl.trainer.adapters import Adapters
 from mmrl.trainer.objective import TrainCall
-from tests.helpers.trainer_cases import LORA, gradients, make_calls, make_trainer
+from tests.helpers.trainer_cases import LORA, gradients, make_calls, make_trainer, sampled, with_changes
 
 BOTH = Adapters(of={"a": "alpha", "b": "beta"}, rates={})
 
@@ -48,7 +48,7 @@ def test_each_modules_gradients_come_from_its_own_calls(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, lora=LORA, adapters=BOTH, algo={"beta": 0.1})
     _, both = gradients(trainer, calls)
     for module, name in BOTH.of.items():
-        _, alone = gradients(trainer, [call for call in calls if call.module == module])
+        _, alone = gradients(trainer, [call for call in calls if call.call.module == module])
         assert all(f".{name}." in key for key in alone)
         assert all(torch.allclose(both[key], gradient, atol=1e-6) for key, gradient in alone.items())
 
@@ -84,11 +84,11 @@ def test_modules_learn_apart_with_their_own_rates_and_norms(tmp_path: Path) -> N
 def test_the_right_adapter_scores_each_call(tmp_path: Path) -> None:
     calls = make_calls(6)
     trainer = make_trainer(tmp_path, lora=LORA, adapters=BOTH, calls=frozen(calls, "b"), steps=2, lr=1e-2)
-    before = trainer.policy_logprobs(calls)
+    before = trainer.forwards.policy_logprobs(sampled(calls))
     trainer.train()
-    after = trainer.policy_logprobs(calls)
+    after = trainer.forwards.policy_logprobs(sampled(calls))
     for call, old, new in zip(calls, before, after, strict=True):
-        assert (old == new) == (call.module == "b")
+        assert (old == new) == (call.call.module == "b")
 
 
 @pytest.mark.parametrize("critic", [None, "adapter"])
@@ -99,9 +99,9 @@ def test_resumes_bit_equal(critic: str | None, tmp_path: Path) -> None:
 
     def calls(step: int) -> list[TrainCall]:
         return [
-            replace(
+            with_changes(
                 call,
-                old_values=(0.0,) * len(call.completion_ids),
+                values=(0.0,) * len(call.call.completion_ids),
                 entries=tuple(replace(e, returns=(1.0,) * len(e.weights)) for e in call.entries),
             )
             for call in make_calls(6, seed=step)

@@ -9,8 +9,7 @@ import pytest
 from mmrl.config.algo import PpoConfig
 from mmrl.errors import MmrlError
 from mmrl.records import Call, Forest, Rollout
-from mmrl.trainer.annotate import annotate, observation_ids
-from mmrl.trainer.objective import TrainCall
+from mmrl.trainer.forwards import annotate, observation_ids
 from tests.helpers.trainer_cases import make_trainer
 
 
@@ -36,9 +35,9 @@ def trainer(folder: Path, **algo: Any) -> Any:
 
 def test_values_of_a_turn_are_read_in_its_own_context(tmp_path: Path) -> None:
     made = trainer(tmp_path)
-    first, second = annotate(made, forest()).calls.values()
-    whole = TrainCall(id="x", module="agent", prompt_ids=(5, 6), completion_ids=(7, 8, 9, 10, 11, 12, 13))
-    (expected,) = made.values([whole])
+    first, second = annotate(made.forwards, forest()).calls.values()
+    whole = call(9, None, (5, 6), (7, 8, 9, 10, 11, 12, 13))
+    (expected,) = made.forwards.values([whole])
     assert first.values == pytest.approx(expected[:3], abs=1e-6)
     assert second.values == pytest.approx(expected[5:], abs=1e-6)
     assert first.ref_logprobs is None
@@ -46,27 +45,25 @@ def test_values_of_a_turn_are_read_in_its_own_context(tmp_path: Path) -> None:
 
 def test_observation_tokens_have_values_with_obs_all(tmp_path: Path) -> None:
     made = trainer(tmp_path, obs="all")
-    first, second = annotate(made, forest()).calls.values()
-    whole = TrainCall(id="x", module="agent", prompt_ids=(5, 6), completion_ids=(7, 8, 9, 10, 11, 12, 13))
-    (expected,) = made.values([whole])
+    first, second = annotate(made.forwards, forest()).calls.values()
+    whole = call(9, None, (5, 6), (7, 8, 9, 10, 11, 12, 13))
+    (expected,) = made.forwards.values([whole])
     assert first.values == pytest.approx(expected[:5], abs=1e-6)
     assert second.values == pytest.approx(expected[5:], abs=1e-6)
 
 
 def test_reference_logprobs_come_with_a_kl_term(tmp_path: Path) -> None:
     made = trainer(tmp_path, beta=0.1)
-    found = annotate(made, forest())
-    plain = [
-        TrainCall(id=c.id, module=c.module, prompt_ids=c.prompt_ids, completion_ids=c.completion_ids)
-        for c in found.calls.values()
-    ]
-    assert [c.ref_logprobs for c in found.calls.values()] == made.policy_logprobs(plain)
+    found = annotate(made.forwards, forest())
+    assert [c.ref_logprobs for c in found.calls.values()] == made.forwards.policy_logprobs(
+        list(forest().calls.values())
+    )
     assert [c.logprobs for c in found.calls.values()] == [c.logprobs for c in forest().calls.values()]
 
 
 def test_without_a_critic_the_forest_is_left_alone(tmp_path: Path) -> None:
     given = forest()
-    assert annotate(make_trainer(tmp_path), given) is given
+    assert annotate(make_trainer(tmp_path).forwards, given) is given
 
 
 def test_an_observation_without_a_following_call_is_named() -> None:

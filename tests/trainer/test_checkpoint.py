@@ -12,6 +12,7 @@ import torch
 
 from mmrl.config import LoraConfig
 from mmrl.errors import CheckpointError
+from mmrl.models.policy import EXTRA, MARKER, checkpoint_step, is_complete, newest_checkpoint
 from mmrl.report.rundir import comparable
 from mmrl.trainer import checkpoint
 from tests.helpers.trainer_cases import LORA, make_calls, make_trainer
@@ -25,47 +26,52 @@ def write(folder: Path, step: int, **extra: Any) -> Path:
     return checkpoint.commit(folder, step, extra)
 
 
+def read_extra(path: Path) -> Any:
+    checkpoint.require(path)
+    return json.loads((path / EXTRA).read_text())
+
+
 def test_round_trip(tmp_path: Path) -> None:
     path = write(tmp_path, 12, seen=[1, 2])
     assert path == tmp_path / "checkpoint-12"
-    assert checkpoint.complete(path)
-    assert checkpoint.read_extra(path) == {"seen": [1, 2]}
-    assert checkpoint.step_of(path) == 12
+    assert is_complete(path)
+    assert read_extra(path) == {"seen": [1, 2]}
+    assert checkpoint_step(path) == 12
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-12"]
 
 
 def test_latest_is_by_number_and_skips_what_is_not_complete(tmp_path: Path) -> None:
     for step in (2, 10, 9):
         write(tmp_path, step)
-    assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-10"
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
     (tmp_path / "checkpoint-10" / "adapter" / "config.json").write_text("{} ")
-    assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-9"
-    (tmp_path / "checkpoint-9" / checkpoint.MARKER).unlink()
-    assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-2"
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-9"
+    (tmp_path / "checkpoint-9" / MARKER).unlink()
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
     (tmp_path / "checkpoint-2" / "model.safetensors").unlink()
-    assert checkpoint.latest(tmp_path) is None
+    assert newest_checkpoint(tmp_path) is None
 
 
 def test_latest_of_a_run_directory(tmp_path: Path) -> None:
-    assert checkpoint.latest(tmp_path) is None
-    assert checkpoint.latest(tmp_path / "nowhere") is None
+    assert newest_checkpoint(tmp_path) is None
+    assert newest_checkpoint(tmp_path / "nowhere") is None
     write(tmp_path / "checkpoints", 3)
-    assert checkpoint.latest(tmp_path) == tmp_path / "checkpoints" / "checkpoint-3"
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "checkpoint-3"
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"files": 3}', '{"step": 1}', "{"])
 def test_a_damaged_marker_means_incomplete(text: str, tmp_path: Path) -> None:
     path = write(tmp_path, 1)
-    (path / checkpoint.MARKER).write_text(text)
-    assert not checkpoint.complete(path)
+    (path / MARKER).write_text(text)
+    assert not is_complete(path)
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
-        checkpoint.read_extra(path)
+        checkpoint.require(path)
 
 
 def test_prune_keeps_the_newest_complete_ones_and_foreign_files(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         write(tmp_path, step)
-    (tmp_path / "checkpoint-4" / checkpoint.MARKER).unlink()
+    (tmp_path / "checkpoint-4" / MARKER).unlink()
     (tmp_path / "checkpoint-best").mkdir()
     checkpoint.prune(tmp_path, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3", "checkpoint-best"]
@@ -74,7 +80,7 @@ def test_prune_keeps_the_newest_complete_ones_and_foreign_files(tmp_path: Path) 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     write(tmp_path, 1, round=1)
     write(tmp_path, 1, round=2)
-    assert checkpoint.read_extra(tmp_path / "checkpoint-1") == {"round": 2}
+    assert read_extra(tmp_path / "checkpoint-1") == {"round": 2}
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
@@ -89,7 +95,7 @@ def test_sweep_removes_half_written_checkpoints_only(tmp_path: Path) -> None:
 def test_extra_that_is_not_json_leaves_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write(tmp_path, 1, bad=object())
-    assert checkpoint.latest(tmp_path) is None
+    assert newest_checkpoint(tmp_path) is None
 
 
 # -- resuming --------------------------------------------------------------------------------------
@@ -131,7 +137,7 @@ def run(folder: Path, steps: int, resume: Path | None = None, **kwargs: Any) -> 
 def test_a_resumed_run_is_bit_equal(lora: LoraConfig | None, tmp_path: Path) -> None:
     metrics, weights = run(tmp_path / "whole", 6, lora=lora, save_every=2)
     run(tmp_path / "cut", 5, lora=lora, save_every=2)
-    found = checkpoint.latest(tmp_path / "cut")
+    found = newest_checkpoint(tmp_path / "cut")
     assert found is not None and found.name == "checkpoint-4"
     torch.manual_seed(99)  # whatever the process did before
     torch.rand(7)
@@ -142,7 +148,7 @@ def test_a_resumed_run_is_bit_equal(lora: LoraConfig | None, tmp_path: Path) -> 
 
 def test_resuming_a_finished_run_does_nothing(tmp_path: Path) -> None:
     _, weights = run(tmp_path, 6)
-    seen, again = run(tmp_path, 6, checkpoint.latest(tmp_path))
+    seen, again = run(tmp_path, 6, newest_checkpoint(tmp_path))
     assert seen == {}
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
@@ -154,12 +160,12 @@ def test_saves_when_due_and_at_the_end_and_keeps_the_newest(tmp_path: Path) -> N
     ).train()
     assert extras == [2, 4, 5]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-5"]
-    assert checkpoint.read_extra(tmp_path / "checkpoint-5") == {"step": 5}
+    assert read_extra(tmp_path / "checkpoint-5") == {"step": 5}
 
 
 def test_a_checkpoint_that_is_not_complete_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
-    (path / checkpoint.MARKER).unlink()
+    (path / MARKER).unlink()
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         make_trainer(tmp_path / "run", resume_from=path)
     with pytest.raises(CheckpointError, match="no such checkpoint"):
@@ -205,7 +211,7 @@ def test_killed_in_the_middle_of_a_save_the_previous_checkpoint_is_used(moment: 
         timeout=300,
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    found = checkpoint.latest(tmp_path / "run")
+    found = newest_checkpoint(tmp_path / "run")
     assert found is not None and found.name == "checkpoint-2"
     leftovers = {path.name for path in (tmp_path / "run").iterdir()} - {"checkpoint-2"}
     assert leftovers == {".writing-checkpoint-4"}

@@ -12,11 +12,20 @@ import torch
 from mmrl.config import LoraConfig
 from mmrl.config.algo import PpoConfig
 from mmrl.errors import CheckpointError, ConfigError, MmrlError
+from mmrl.models.policy import newest_checkpoint
 from mmrl.report.rundir import comparable
-from mmrl.trainer import checkpoint
 from mmrl.trainer.critic import Critic
 from mmrl.trainer.objective import TrainCall, value_loss
-from tests.helpers.trainer_cases import LORA, gradients, make_calls, make_trainer, tiny_model, without_advantage
+from tests.helpers.trainer_cases import (
+    LORA,
+    gradients,
+    make_calls,
+    make_trainer,
+    sampled,
+    tiny_model,
+    with_changes,
+    without_advantage,
+)
 
 KINDS = [("separate", None), ("separate", LORA), ("adapter", LORA), ("head", None), ("head", LORA)]
 kinds = pytest.mark.parametrize(("kind", "lora"), KINDS)
@@ -26,11 +35,11 @@ def with_targets(calls: list[TrainCall], values: list[tuple[float, ...]] | None 
     """Returns that a critic can learn: 1 for module a, -1 for b."""
     found = []
     for number, call in enumerate(calls):
-        tokens = len(call.completion_ids)
-        target = 1.0 if call.module == "a" else -1.0
+        tokens = len(call.call.completion_ids)
+        target = 1.0 if call.call.module == "a" else -1.0
         entries = tuple(replace(entry, returns=(target,) * tokens) for entry in call.entries)
         old = values[number] if values else (0.0,) * tokens
-        found.append(replace(call, entries=entries, old_values=old))
+        found.append(with_changes(call, entries=entries, values=old))
     return found
 
 
@@ -84,8 +93,8 @@ def test_learns_its_targets_and_leaves_the_policy_alone(kind: str, lora: LoraCon
     assert losses[-1] < 0.3 * losses[0]
     assert not changed(policy, policy_weights(trainer))
     assert changed(critic, critic_weights(trainer))
-    means = [sum(v) / len(v) for v in trainer.values(calls)]
-    assert all((mean > 0) == (call.module == "a") for mean, call in zip(means, calls, strict=True))
+    means = [sum(v) / len(v) for v in trainer.forwards.values(sampled(calls))]
+    assert all((mean > 0) == (call.call.module == "a") for mean, call in zip(means, calls, strict=True))
 
 
 @kinds
@@ -103,11 +112,13 @@ def test_the_policys_gradients_do_not_know_of_the_critic(kind: str, lora: LoraCo
 @kinds
 def test_values_stand_where_tokens_are_predicted(kind: str, lora: LoraConfig | None, tmp_path: Path) -> None:
     """V_t knows the prompt and the tokens before t, not t itself."""
-    call = next(call for call in make_calls(6) if len(call.completion_ids) >= 4)
+    call = next(call for call in make_calls(6) if len(call.call.completion_ids) >= 4)
     trainer = ppo_trainer(tmp_path, kind, lora)
-    other = (call.completion_ids[1] + 1) % 30 + 2
-    changed_call = replace(call, completion_ids=(call.completion_ids[0], other, *call.completion_ids[2:]))
-    one, two = trainer.values([call, changed_call])
+    other = (call.call.completion_ids[1] + 1) % 30 + 2
+    changed_call = with_changes(
+        call, completion_ids=(call.call.completion_ids[0], other, *call.call.completion_ids[2:])
+    )
+    one, two = trainer.forwards.values(sampled([call, changed_call]))
     assert one[:2] == pytest.approx(two[:2], abs=1e-6)
     assert all(abs(a - b) > 1e-6 for a, b in zip(one[2:], two[2:], strict=True))
 
@@ -193,8 +204,8 @@ def test_kl_in_the_reward_is_not_in_the_loss_too(tmp_path: Path) -> None:
     calls = make_calls(4)
     plain, _ = gradients(ppo_trainer(tmp_path / "a", "head"), with_targets(calls))
     trainer = ppo_trainer(tmp_path / "b", "head", algo={"beta": 0.5})
-    reference = trainer.policy_logprobs(calls, reference=True)
-    known = [replace(c, ref_logprobs=tuple(x - 1 for x in r)) for c, r in zip(calls, reference, strict=True)]
+    reference = trainer.forwards.policy_logprobs(sampled(calls), reference=True)
+    known = [with_changes(c, ref_logprobs=tuple(x - 1 for x in r)) for c, r in zip(calls, reference, strict=True)]
     assert gradients(trainer, with_targets(known))[0] == plain
     assert trainer.totals.metrics(trainer.reduce)["train/kl"] == pytest.approx(2.718281828**-1, abs=1e-4)
     in_loss = ppo_trainer(tmp_path / "c", "head", algo={"beta": 0.5, "kl": "loss"})
@@ -206,7 +217,7 @@ def test_sampling_goes_on_with_the_policys_adapter(tmp_path: Path) -> None:
     trainer = ppo_trainer(
         tmp_path, "adapter", LORA, on_step_end=lambda s, m: active.append(trainer.model.active_adapter)
     )
-    trainer.values(make_calls(2))
+    trainer.forwards.values(sampled(make_calls(2)))
     active.append(trainer.model.active_adapter)
     trainer.train()
     assert active == ["default", "default"]
@@ -226,7 +237,7 @@ def test_an_adapter_critic_needs_an_adapter(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
     ppo_trainer(tmp_path, "separate").train()
     with pytest.raises(CheckpointError, match=r"another kind than algo\.critic=head"):
-        ppo_trainer(tmp_path / "other", "head", resume_from=checkpoint.latest(tmp_path)).train()
+        ppo_trainer(tmp_path / "other", "head", resume_from=newest_checkpoint(tmp_path)).train()
 
 
 def test_the_head_starts_from_the_seed_alone() -> None:

@@ -5,7 +5,6 @@ law 9 on gradients and law 11 in test_trainer_update, law 12 in test_trainer_ada
 """
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ import torch
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.stages.collect import train_calls
-from mmrl.trainer.objective import TrainCall, TrainEntry
+from mmrl.trainer.objective import TrainEntry
 from tests.helpers.forests import Grow
-from tests.helpers.trainer_cases import VOCAB, gradients, make_trainer, tiny_model
+from tests.helpers.trainer_cases import VOCAB, gradients, make_trainer, sampled, tiny_model, train_call, with_changes
 
 SHARED = {"eps": 1e-4, "ddof": 1}
 MODULES = ("writer", "ranker", "answerer")
@@ -99,8 +98,8 @@ def test_law_3_agents_that_read_the_whole_transcript_are_grpo_on_that_transcript
     rollouts = calls_of(forest, "grpo", loss_mean="token")
     trainer = trainer_for(tmp_path)
     whole = transcripts(forest, rollouts)
-    apart = {call.id: row for call, row in zip(agents, trainer.policy_logprobs(agents), strict=True)}
-    joined = {call.id: row for call, row in zip(whole, trainer.policy_logprobs(whole), strict=True)}
+    apart = {call.id: row for call, row in zip(agents, trainer.forwards.policy_logprobs(sampled(agents)), strict=True)}
+    joined = {call.id: row for call, row in zip(whole, trainer.forwards.policy_logprobs(sampled(whole)), strict=True)}
     for rollout in forest.rollouts:
         path = forest.path(rollout)
         row, start = joined[rollout.id], 0
@@ -132,7 +131,7 @@ def transcripts(forest, calls):
                 weights += [0.0] * len(observed)
         entry = TrainEntry(advantages=tuple(advantages), weights=tuple(weights))
         found.append(
-            TrainCall(
+            train_call(
                 id=rollout.id,
                 module="whole",
                 prompt_ids=path[0].prompt_ids,
@@ -149,7 +148,7 @@ def cosine(forest, folder):
     trainer = trainer_for(folder, beta=0.0)
     flat = []
     for name, options in (("mmgrpo", {"padding_mode": "ragged"}), ("grpo", {})):
-        calls = [replace(call, old_logprobs=None) for call in calls_of(forest, name, **options)]
+        calls = [with_changes(call, logprobs=None) for call in calls_of(forest, name, **options)]
         _, found = gradients(trainer, calls)
         flat.append(torch.cat([value.flatten() for value in found.values()]))
     return float(torch.nn.functional.cosine_similarity(*flat, dim=0))

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from mmrl.errors import MmrlError
 from mmrl.trainer.objective import TrainCall, TrainEntry, token_loss
+from tests.helpers.trainer_cases import train_call
 
-# semantics.md §5.1: one group, three sequences of 2, 1 and 3 tokens.
+# Worked by hand: one group, three sequences of 2, 1 and 3 tokens.
 LP = torch.tensor([-1, -0.5, -2, -0.3, -0.7, -0.2], dtype=torch.float64)
 OLD = torch.tensor([-1.3, -0.5, -1.9, -0.3, -0.6, -0.5], dtype=torch.float64)
 REF = torch.tensor([-1.1, -0.4, -2, -0.5, -0.7, -0.2], dtype=torch.float64)
@@ -81,11 +84,11 @@ def test_entries_that_cannot_move_anything_are_known(
 
 
 def test_calls_whose_lengths_disagree_are_refused_by_id() -> None:
-    def call(**changes: object) -> TrainCall:
-        return TrainCall(**{"id": "q1/0#0", "module": "m", "prompt_ids": (1,), "completion_ids": (2, 3), **changes})  # type: ignore[arg-type]
+    def call(**changes: Any) -> TrainCall:
+        return train_call(**{"id": "q1/0#0", "module": "m", "prompt_ids": (1,), "completion_ids": (2, 3), **changes})
 
-    with pytest.raises(MmrlError, match=r"call q1/0#0: old_logprobs has 1 values for 2 completion tokens"):
-        call(old_logprobs=(-1.0,))
+    with pytest.raises(MmrlError, match=r"call q1/0#0: logprobs has 1 values for 2 completion tokens"):
+        call(logprobs=(-1.0,))
     with pytest.raises(MmrlError, match=r"call q1/0#0: entries\[0\].weights has 3 values for 2"):
         call(entries=(TrainEntry(advantages=(1.0, 1.0), weights=(1.0, 1.0, 1.0)),))
     with pytest.raises(MmrlError, match=r"call q1/0#0: has no prompt tokens"):

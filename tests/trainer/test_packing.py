@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
@@ -9,6 +8,7 @@ from hypothesis import strategies as st
 
 from mmrl.trainer.objective import TrainCall, TrainEntry
 from mmrl.trainer.packing import MAX_SCORED, Pack, make_packs
+from tests.helpers.trainer_cases import train_call, with_changes
 
 numbers = st.sampled_from([0.0, 0.25, -1.5, 2.0])
 
@@ -21,12 +21,12 @@ def calls(draw: st.DrawFn) -> list[TrainCall]:
         per_token = st.lists(numbers, min_size=tokens, max_size=tokens).map(tuple)
         entries = draw(st.lists(st.builds(TrainEntry, advantages=per_token, weights=per_token), max_size=3))
         found.append(
-            TrainCall(
+            train_call(
                 id=str(index),
                 module=draw(st.sampled_from("ab")),
                 prompt_ids=tuple(range(100, 100 + draw(st.integers(1, 8)))),
                 completion_ids=tuple(1000 * (index + 1) + t for t in range(tokens)),
-                old_logprobs=draw(st.sampled_from([None, tuple(-float(t) for t in range(tokens))])),
+                logprobs=draw(st.sampled_from([None, tuple(-float(t) for t in range(tokens))])),
                 entries=tuple(entries),
             )
         )
@@ -53,7 +53,7 @@ def test_every_active_token_enters_once_per_entry_whatever_the_budget(
         for call in calls
         for entry in call.entries
         if any(w and (beta or a) for a, w in zip(entry.advantages, entry.weights, strict=True))
-        for token, advantage, weight in zip(call.completion_ids, entry.advantages, entry.weights, strict=True)
+        for token, advantage, weight in zip(call.call.completion_ids, entry.advantages, entry.weights, strict=True)
         if weight
     )
     assert entry_tokens(packs) == expected
@@ -69,10 +69,10 @@ def test_scored_positions_come_right_before_their_targets(calls: list[TrainCall]
         ):
             row, column = divmod(position, pack.input_ids.shape[1])
             call = calls[target // 1000 - 1]
-            ids = call.prompt_ids + call.completion_ids
+            ids = call.call.prompt_ids + call.call.completion_ids
             assert pack.input_ids[row, : column + 1].tolist() == list(ids[: column + 1])
             assert ids[column + 1] == target
-            assert call.module == "ab"[module]
+            assert call.call.module == "ab"[module]
 
 
 @settings(deadline=None)
@@ -84,21 +84,21 @@ def test_a_token_is_scored_once_however_many_entries_it_has(calls: list[TrainCal
 
 def make(prompt: int, tokens: int, index: int = 0, weight: float = 1.0) -> TrainCall:
     entry = TrainEntry(advantages=(1.0,) * tokens, weights=(weight,) * tokens)
-    return TrainCall(
+    return train_call(
         id=str(index), module="a", prompt_ids=(1,) * prompt, completion_ids=(2,) * tokens, entries=(entry,)
     )
 
 
 def test_calls_of_like_length_share_a_pack() -> None:
-    calls = [replace(make(size, 2), prompt_ids=(size,) * size) for size in (2, 50, 3, 49)]
+    calls = [with_changes(make(size, 2), prompt_ids=(size,) * size) for size in (2, 50, 3, 49)]
     packs = make_packs(calls, 110, beta=0.0, modules=["a"])
-    assert [[len(call.prompt_ids) for call in pack.calls] for pack in packs] == [[50, 49], [3, 2]]
+    assert [[len(call.call.prompt_ids) for call in pack.calls] for pack in packs] == [[50, 49], [3, 2]]
 
 
 def turn(prompt: tuple[int, ...], completion: tuple[int, ...], name: str, advantage: float) -> TrainCall:
     size = len(completion)
     entry = TrainEntry(advantages=(advantage,) * size, weights=(1 / size,) * size)
-    return TrainCall(id=name, module="a", prompt_ids=prompt, completion_ids=completion, entries=(entry,))
+    return train_call(id=name, module="a", prompt_ids=prompt, completion_ids=completion, entries=(entry,))
 
 
 def test_equal_calls_and_earlier_turns_are_forwarded_once() -> None:
@@ -109,7 +109,7 @@ def test_equal_calls_and_earlier_turns_are_forwarded_once() -> None:
     (pack,) = make_packs([first, second, twin, fork], 100, beta=0.0, modules=["a"])
     # Of `fork`, 9 is only predicted, from the row that holds 1 2 3 as well.
     assert pack.input_ids.tolist() == [[1, 2, 3, 4, 5, 6]]
-    assert [call.id for call in pack.calls] == ["first", "second", "twin", "fork"]
+    assert [call.call.id for call in pack.calls] == ["first", "second", "twin", "fork"]
     assert pack.positions.tolist() == [1, 2, 4, 5, 4, 5, 1, 2]
     assert pack.targets.tolist() == [3, 4, 6, 7, 6, 7, 3, 9]
     assert pack.advantages.tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
@@ -126,7 +126,7 @@ def test_prefixes_are_found_across_many_rows() -> None:
 
 def test_unsampled_tail_and_last_token_are_not_forwarded() -> None:
     entry = TrainEntry(advantages=(1.0, 1.0, 1.0), weights=(1.0, 1.0, 0.0))
-    call = TrainCall(id="0", module="a", prompt_ids=(1, 2), completion_ids=(3, 4, 5), entries=(entry,))
+    call = train_call(id="0", module="a", prompt_ids=(1, 2), completion_ids=(3, 4, 5), entries=(entry,))
     (pack,) = make_packs([call], 100, beta=0.0, modules=["a"])
     assert pack.input_ids.tolist() == [[1, 2, 3]]
     assert pack.targets.tolist() == [3, 4]
@@ -150,7 +150,7 @@ def test_scoring_everything_ignores_entries() -> None:
 
 
 def test_logits_are_bounded_as_well_as_tokens() -> None:
-    calls = [replace(make(1, 3000), prompt_ids=(index,)) for index in range(2)]
+    calls = [with_changes(make(1, 3000), prompt_ids=(index,)) for index in range(2)]
     packs = make_packs(calls, 10**6, beta=0.0, modules=["a"])
     assert [len(pack.calls) for pack in packs] == [1, 1]
     assert 3000 < MAX_SCORED < 6000

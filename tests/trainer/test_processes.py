@@ -19,14 +19,14 @@ from tests.helpers.trainer_cases import LORA, make_calls, make_trainer
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from tests.helpers.trainer_cases import LORA, make_calls, make_trainer
+from tests.helpers.trainer_cases import LORA, make_calls, make_trainer, sampled
 folder, lora = Path(sys.argv[1]), sys.argv[2] == "lora"
 seen = []
 
 def calls(step):
     # Before credit a process forwards what it sampled: another number of packs than the others, or none.
     if trainer.args.process_index == 0:
-        trainer.policy_logprobs(make_calls(2, seed=step))
+        trainer.forwards.policy_logprobs(sampled(make_calls(2, seed=step)))
     return make_calls(7, seed=step)
 
 trainer = make_trainer(

@@ -20,6 +20,7 @@ from mmrl.run.launch import environment
 from mmrl.system.child_process import free_port
 from mmrl.trainer.sharding import exact_outputs
 from tests.helpers.sharded_cases import CASES, VALUE_CALLS, build, watch_gradients
+from tests.helpers.trainer_cases import sampled
 
 OWN = {"time/update", "train/tokens_forwarded"}
 """Metrics that the number of processes changes."""
@@ -36,7 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         trainer = build(folder / "one" / name, name, seen)
         gradients = watch_gradients(trainer)
         trainer.train()
-        values = trainer.values(VALUE_CALLS) if trainer.critic is not None else None
+        values = trainer.forwards.values(sampled(VALUE_CALLS)) if trainer.critic is not None else None
         one[name] = {"metrics": seen, "gradients": gradients, "values": values}
     two_processes(folder)
     return {"folder": folder, "one": one}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from mmrl.errors import ConfigError
 from mmrl.trainer.objective import token_loss, truncated_weights
-from tests.helpers.trainer_cases import gradients, make_calls, make_trainer, tiny_model
+from tests.helpers.trainer_cases import gradients, make_calls, make_trainer, sampled, tiny_model, with_changes
 from tests.trainer.test_objective import ADVANTAGES, LP, OLD, REF, SEQ
 
 # The group of semantics.md §5.1, had a sampler of other numerics said these.
@@ -63,8 +62,8 @@ def test_law_weights_lie_between_0_and_the_cap_and_are_exact_below_it(pairs: Any
 
 def agreeing(trainer: Any, shift: float = 0.0) -> list[Any]:
     """Calls whose sampler said what the trainer says, less `shift`."""
-    said = trainer.policy_logprobs(make_calls())
-    return [replace(c, old_logprobs=tuple(v - shift for v in lp)) for c, lp in zip(make_calls(), said, strict=True)]
+    said = trainer.forwards.policy_logprobs(sampled(make_calls()))
+    return [with_changes(c, logprobs=tuple(v - shift for v in lp)) for c, lp in zip(make_calls(), said, strict=True)]
 
 
 @pytest.mark.parametrize("algo", [{}, {"epochs": 2}], ids=["one_update", "two"])
@@ -126,7 +125,7 @@ def test_several_updates_are_corrected_by_the_weights_before_the_first(tmp_path:
 
 
 def test_calls_whose_sampler_said_nothing_are_not_corrected(tmp_path: Path) -> None:
-    calls = [replace(call, old_logprobs=None) for call in make_calls()]
+    calls = [with_changes(call, logprobs=None) for call in make_calls()]
     on = make_trainer(tmp_path / "on", tis=2.0, old_logprobs="recompute")
     off = make_trainer(tmp_path / "off", old_logprobs="recompute")
     assert gradients(on, calls)[0] == gradients(off, calls)[0]

@@ -10,14 +10,23 @@ from hypothesis import strategies as st
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, MistralConfig, MistralForCausalLM
 
 from mmrl.trainer import tree_attention
-from mmrl.trainer.tree_attention import IMPLEMENTATION, Tree, TreeAttention, attention, flex, masked, prepare, why_not
-from mmrl.trainer.tries import lay, plant
+from mmrl.trainer.tree_attention import (
+    IMPLEMENTATION,
+    PrefixTree,
+    TreeAttention,
+    attention,
+    flex,
+    install,
+    masked,
+    unsupported_reason,
+)
+from mmrl.trainer.tries import build_tries, flatten
 from tests.helpers.trainer_cases import SIZES, tiny_model
 from tests.trainer.test_tries import sequences
 
 
-def tree_of(rows: list[tuple[int, ...]]) -> Tree:
-    return Tree(lay(plant(rows), rows).spans)
+def tree_of(rows: list[tuple[int, ...]]) -> PrefixTree:
+    return PrefixTree(flatten(build_tries(rows), rows).spans)
 
 
 def inputs(tokens: int, heads: int, groups: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -35,12 +44,12 @@ def test_equals_one_masked_call(rows: list[tuple[int, ...]], heads: int, groups:
         _equals_one_masked_call(tree, heads, groups)
 
 
-def _equals_one_masked_call(tree: Tree, heads: int, groups: int) -> None:
+def _equals_one_masked_call(tree: PrefixTree, heads: int, groups: int) -> None:
     query, key, value = inputs(tree.tokens, heads, groups)
     expected = masked(query, key, value, tree, 0.3).transpose(1, 2)
     grad = torch.randn_like(expected)
     expected_grads = torch.autograd.grad(expected, (query, key, value), grad)
-    found = TreeAttention.apply(query, key, value, tree.parts, 0.3)
+    found = TreeAttention.apply(query, key, value, tree.kernel_calls, 0.3)
     assert torch.allclose(found, expected, atol=1e-12)
     for one, two in zip(torch.autograd.grad(found, (query, key, value), grad), expected_grads, strict=True):
         assert torch.allclose(one, two, atol=1e-11)
@@ -52,7 +61,7 @@ def test_calls_of_the_kernel_cover_each_pair_once(rows: list[tuple[int, ...]], l
     seen = torch.zeros(tree.tokens, tree.tokens, dtype=torch.long)
     met = torch.zeros(tree.tokens, dtype=torch.bool)
     with patch.multiple(tree_attention, LARGE=large, PIECE=piece):
-        for queries, keys, causal, first in tree.parts():
+        for queries, keys, causal, first in tree.kernel_calls():
             assert bool(met[queries].any()) != first and (first or bool(met[queries].all()))
             met[queries] = True
             pairs = torch.ones_like(seen[queries, keys])
@@ -69,7 +78,7 @@ def test_calls_for_tokens_that_are_read_cover_each_of_their_pairs_once(
     seen = torch.zeros(len(tree.read), tree.tokens, dtype=torch.long)
     met = torch.zeros(len(tree.read), dtype=torch.bool)
     with patch.multiple(tree_attention, LARGE=large, PIECE=piece):
-        for queries, keys, causal, first in tree.parts_read():
+        for queries, keys, causal, first in tree.kernel_calls_read():
             assert bool(met[queries].any()) != first and (first or bool(met[queries].all()))
             met[queries] = True
             pairs = torch.ones_like(seen[queries, keys])
@@ -116,7 +125,7 @@ def test_joins_of_very_different_sizes_stay_finite() -> None:
     query, key, value = inputs(tree.tokens, 2, 1, torch.float32)
     with torch.no_grad():
         key[:, :, :40] *= 60
-    found = TreeAttention.apply(query, key, value, tree.parts, 1.0)
+    found = TreeAttention.apply(query, key, value, tree.kernel_calls, 1.0)
     assert torch.allclose(found, masked(query, key, value, tree, 1.0).transpose(1, 2), atol=1e-4)
 
 
@@ -124,7 +133,7 @@ def test_a_long_trie_crosses_the_kernels_blocks() -> None:
     rows = [(*[7] * 700, branch, *[branch] * (100 + 90 * branch)) for branch in range(4)]
     tree = tree_of(rows)
     query, key, value = inputs(tree.tokens, 1, 2)
-    found = TreeAttention.apply(query, key, value, tree.parts, 0.3)
+    found = TreeAttention.apply(query, key, value, tree.kernel_calls, 0.3)
     expected = masked(query, key, value, tree, 0.3).transpose(1, 2)
     grad = torch.randn_like(expected)
     assert torch.allclose(found, expected, atol=1e-12)
@@ -145,7 +154,7 @@ def test_flex_attention_sees_the_same_pairs() -> None:
 
 def test_without_a_tree_it_is_sdpa() -> None:
     plain, prepared = tiny_model(), tiny_model()
-    prepare(prepared)
+    install(prepared)
     assert prepared.config._attn_implementation == IMPLEMENTATION
     ids = torch.randint(2, 40, (3, 9))
     mask = torch.ones_like(ids)
@@ -186,8 +195,8 @@ def make_model(kind: str) -> Any:
     ],
 )
 def test_models_whose_layers_cannot_share_are_known(kind: str, reason: str) -> None:
-    assert reason in (why_not(make_model(kind)) or "")
+    assert reason in (unsupported_reason(make_model(kind)) or "")
 
 
 def test_the_usual_families_can_share() -> None:
-    assert why_not(tiny_model("llama")) is why_not(tiny_model("qwen3")) is None
+    assert unsupported_reason(tiny_model("llama")) is unsupported_reason(tiny_model("qwen3")) is None

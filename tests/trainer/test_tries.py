@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrl.trainer import tries
-from mmrl.trainer.tries import MAX_HEIGHT, cut, lay, places, plant, spread
+from mmrl.trainer.tries import MAX_HEIGHT, bin_pack, build_tries, flatten, split_trie, token_indices
 
 
 @st.composite
@@ -38,17 +38,17 @@ def test_every_row_lies_on_a_path_of_one_pack(
     rows: list[tuple[int, ...]], budget: int, share: int, sharing: bool
 ) -> None:
     for shares in (True, False):
-        packs = spread(plant(rows, share=shares), budget, share)
+        packs = bin_pack(build_tries(rows, share=shares), budget, share)
         seen = []
         for pack in packs:
-            bed = lay(pack, rows)
-            seen += list(bed.paths)
-            assert len(bed.ids) == len(bed.depths) == sum(trie.tokens for trie in pack)
-            assert len(bed.ids) <= budget or len(bed.paths) == 1
-            for row, path in bed.paths.items():
-                where = places(path)
-                assert tuple(bed.ids[at] for at in where) == rows[row]
-                assert [bed.depths[at] for at in where] == list(range(len(rows[row])))
+            layout = flatten(pack, rows)
+            seen += list(layout.paths)
+            assert len(layout.ids) == len(layout.depths) == sum(trie.tokens for trie in pack)
+            assert len(layout.ids) <= budget or len(layout.paths) == 1
+            for row, path in layout.paths.items():
+                where = token_indices(path)
+                assert tuple(layout.ids[at] for at in where) == rows[row]
+                assert [layout.depths[at] for at in where] == list(range(len(rows[row])))
                 for above, below in pairwise(path):
                     assert above.end <= below.begin < below.stop <= above.stop
         assert sorted(seen) == list(range(len(rows)))
@@ -60,53 +60,53 @@ def test_each_distinct_prefix_is_forwarded_once(rows: list[tuple[int, ...]]) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tries, "MERGE_COST", 0.0)
         patch.setattr(tries, "NODE_COST", 0)
-        bed = lay(plant(rows), rows)
-    assert len(bed.ids) == len({row[: n + 1] for row in rows for n in range(len(row))})
+        layout = flatten(build_tries(rows), rows)
+    assert len(layout.ids) == len({row[: n + 1] for row in rows for n in range(len(row))})
 
 
 @settings(deadline=None)
 @given(sequences(), st.integers(1, 40), st.randoms(use_true_random=False))
 def test_the_order_of_rows_does_not_matter(rows: list[tuple[int, ...]], budget: int, dice: random.Random) -> None:
     other = dice.sample(rows, len(rows))
-    one, two = ([lay(pack, many).ids for pack in spread(plant(many), budget)] for many in (rows, other))
+    one, two = ([flatten(pack, many).ids for pack in bin_pack(build_tries(many), budget)] for many in (rows, other))
     assert one == two
 
 
 def test_a_short_shared_run_is_repeated_rather_than_shared() -> None:
     long = [(9, 9, 9, tail, *range(200)) for tail in range(2)]
-    assert [trie.tokens for trie in plant(long)] == [204, 204]
+    assert [trie.tokens for trie in build_tries(long)] == [204, 204]
     short = [(*[9] * 100, tail) for tail in range(2)]
-    assert [trie.tokens for trie in plant(short)] == [102]
+    assert [trie.tokens for trie in build_tries(short)] == [102]
 
 
 def test_a_trie_beyond_the_budget_is_cut_between_branches() -> None:
     rows = [(*[9] * 100, *[branch] * 20) for branch in range(5)]
-    (trie,) = plant(rows)
+    (trie,) = build_tries(rows)
     assert trie.tokens == 200
-    parts = cut(trie, 150)
+    parts = split_trie(trie, 150)
     assert [part.tokens for part in parts] == [140, 140, 120]
-    assert [part.tokens for part in cut(trie, 10)] == [120] * 5
+    assert [part.tokens for part in split_trie(trie, 10)] == [120] * 5
 
 
 def test_pairs_are_those_that_attend(free: None) -> None:
     rows = [(1, 2, 3, 4), (1, 2, 5), (6,)]
-    assert [trie.pairs for trie in plant(rows)] == [1 + 2 + (3 + 4) + 3, 1]
+    assert [trie.pairs for trie in build_tries(rows)] == [1 + 2 + (3 + 4) + 3, 1]
 
 
 def test_packs_come_in_multiples_of_the_processes_and_cost_alike() -> None:
     rows = [(branch, *[9] * (50 + branch)) for branch in range(12)]
-    packs = spread(plant(rows), 400, 2)
+    packs = bin_pack(build_tries(rows), 400, 2)
     assert len(packs) == 2
     costs = [sum(trie.cost for trie in pack) for pack in packs]
     assert max(costs) < 1.1 * min(costs)
-    assert len(spread(plant(rows), 250, 4)) == 4
-    assert len(spread(plant(rows[:1]), 250, 4)) == 1
+    assert len(bin_pack(build_tries(rows), 250, 4)) == 4
+    assert len(bin_pack(build_tries(rows[:1]), 250, 4)) == 1
 
 
 def test_deep_forks_do_not_grow_without_bound(free: None) -> None:
     trunk = [0] * 500
     rows = [(*trunk[:n], 1) for n in range(1, 500)]
-    packs = spread(plant(rows), 10**7)
-    bed = lay(packs[0], rows)
-    assert max(len(path) for path in bed.paths.values()) <= MAX_HEIGHT + 2
-    assert len(bed.paths) == len(rows)
+    packs = bin_pack(build_tries(rows), 10**7)
+    layout = flatten(packs[0], rows)
+    assert max(len(path) for path in layout.paths.values()) <= MAX_HEIGHT + 2
+    assert len(layout.paths) == len(rows)

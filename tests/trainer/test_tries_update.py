@@ -17,9 +17,19 @@ from mmrl.config.algo import PpoConfig
 from mmrl.errors import ConfigError, MmrlError
 from mmrl.trainer import logprobs, tree_attention, tries
 from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
-from mmrl.trainer.selfcheck import compare, sample
+from mmrl.trainer.selfcheck import calls_to_compare, check_tries
 from mmrl.trainer.trl_trainer import MmrlTrainer
-from tests.helpers.trainer_cases import LORA, exact_model, gradients, make_calls, make_trainer, tiny_model
+from tests.helpers.trainer_cases import (
+    LORA,
+    exact_model,
+    gradients,
+    make_calls,
+    make_trainer,
+    sampled,
+    tiny_model,
+    train_call,
+    with_changes,
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +48,21 @@ def forests(draw: st.DrawFn) -> list[TrainCall]:
             other = draw(st.sampled_from(calls))
             match draw(st.sampled_from(["group", "turn", "fork", "twin", "new"])):
                 case "group":
-                    prompt = list(other.prompt_ids)
+                    prompt = list(other.call.prompt_ids)
                 case "turn":
-                    prompt = [*other.prompt_ids, *other.completion_ids, *prompt]
+                    prompt = [*other.call.prompt_ids, *other.call.completion_ids, *prompt]
                 case "fork":  # the trained tokens part in the middle of the completion
-                    prompt = list(other.prompt_ids)
-                    completion = [*other.completion_ids[: draw(st.integers(0, 12))], *completion]
+                    prompt = list(other.call.prompt_ids)
+                    completion = [*other.call.completion_ids[: draw(st.integers(0, 12))], *completion]
                 case "twin":
-                    prompt, completion = list(other.prompt_ids), list(other.completion_ids)
+                    prompt, completion = list(other.call.prompt_ids), list(other.call.completion_ids)
         tokens = len(completion)
         if len(prompt) + tokens > 120:
             continue
         numbers = st.lists(st.sampled_from([0.0, 0.5, -1.0, 2.0]), min_size=tokens, max_size=tokens).map(tuple)
         entries = draw(st.lists(st.builds(TrainEntry, advantages=numbers, weights=numbers), min_size=1, max_size=2))
         calls.append(
-            TrainCall(
+            train_call(
                 id=f"c{number}",
                 module=draw(st.sampled_from("ab")),
                 prompt_ids=tuple(prompt),
@@ -75,9 +85,9 @@ def test_law_10_tries_equal_padded_rows(always: bool, trainer: MmrlTrainer) -> N
     @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
     @given(forests(), st.integers(8, 400), st.randoms(use_true_random=False))
     def check(calls: list[TrainCall], budget: int, dice: random.Random) -> None:
-        trainer.tries = False
+        trainer.forwards.tries = False
         loss, expected = gradients(trainer, calls, 10**6)
-        trainer.tries = True
+        trainer.forwards.tries = True
         with pytest.MonkeyPatch.context() as patch:
             if always:
                 patch.setattr(tries, "MERGE_COST", 0.0)
@@ -94,7 +104,7 @@ def shared_calls(groups: int = 3, samples: int = 3, prompt: int = 30) -> list[Tr
     for group in range(groups):
         made = make_calls(samples, seed=group)
         ids = tuple(random.Random(group).randrange(2, 40) for _ in range(prompt))
-        calls += [replace(call, id=f"{group}{call.id}", prompt_ids=ids) for call in made]
+        calls += [with_changes(call, id=f"{group}{call.call.id}", prompt_ids=ids) for call in made]
     return calls
 
 
@@ -104,7 +114,11 @@ def test_law_10_in_float32(kind: str, tmp_path: Path) -> None:
     for packing in ("trie", "padded"):
         made = make_trainer(tmp_path / packing, tiny_model(kind), packing=packing, algo={"beta": 0.1})
         found.append(
-            (gradients(made, shared_calls()), made.totals.plain[0].item(), made.policy_logprobs(shared_calls()))
+            (
+                gradients(made, shared_calls()),
+                made.totals.plain[0].item(),
+                made.forwards.policy_logprobs(sampled(shared_calls())),
+            )
         )
     ((loss, grads), tokens, scores), ((other_loss, other_grads), other_tokens, other_scores) = found
     assert loss == pytest.approx(other_loss, abs=1e-5)
@@ -151,9 +165,9 @@ def test_logits_in_chunks_change_no_number(temperature: float, monkeypatch: pyte
 def test_the_critics_values_and_gradients_are_those_of_padded_rows(critic: str, tmp_path: Path) -> None:
     def calls() -> list[TrainCall]:
         return [
-            replace(
+            with_changes(
                 call,
-                old_values=(0.1,) * len(call.completion_ids),
+                values=(0.1,) * len(call.call.completion_ids),
                 entries=tuple(
                     replace(entry, returns=tuple(0.3 * t for t in range(len(entry.weights)))) for entry in call.entries
                 ),
@@ -166,7 +180,7 @@ def test_the_critics_values_and_gradients_are_those_of_padded_rows(critic: str, 
         algo = PpoConfig(name="ppo", critic=critic, beta=0.0)  # type: ignore[arg-type]
         lora = LORA if critic == "adapter" else None
         made = make_trainer(tmp_path / packing, tiny_model(), packing=packing, lora=lora, algo=algo)
-        values = made.values(calls())
+        values = made.forwards.values(sampled(calls()))
         gradients(made, calls(), 100)
         assert made.critic is not None
         grads = {n: p.grad.clone() for n, p in made.critic.named_parameters().items() if p.grad is not None}
@@ -178,7 +192,7 @@ def test_the_critics_values_and_gradients_are_those_of_padded_rows(critic: str, 
 
 def test_packs_are_the_same_on_every_start(tmp_path: Path) -> None:
     made = [make_trainer(tmp_path / str(n), microbatch_tokens=64) for n in range(2)]
-    packs = [one._packs(StepBatch(step=1, calls=shared_calls()))[0] for one in made]
+    packs = [one.step_packs(StepBatch(step=1, calls=shared_calls()))[0] for one in made]
     assert len(packs[0]) > 1
     for one, two in zip(*packs, strict=True):
         assert torch.equal(one.input_ids, two.input_ids)
@@ -187,7 +201,7 @@ def test_packs_are_the_same_on_every_start(tmp_path: Path) -> None:
 
 def test_models_that_cannot_share_are_padded_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = make_trainer(tmp_path, tiny_model("gpt2"))
-    assert not made.tries
+    assert not made.forwards.tries
     assert "train.packing=auto: rows are padded (slower), since GPT2LMHeadModel" in caplog.text
     with pytest.raises(ConfigError, match=r"train\.packing: got 'trie', which this model cannot do: GPT2LMHeadModel"):
         make_trainer(tmp_path, tiny_model("gpt2"), packing="trie")
@@ -211,35 +225,35 @@ def test_the_self_check_stops_a_run_whose_layers_do_not_share(tmp_path: Path, mo
 def test_the_self_check_sees_a_wrong_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_trainer(tmp_path)
     right = tree_attention.TreeAttention.apply
-    assert compare(made, shared_calls())
+    assert check_tries(made.forwards, shared_calls())
     monkeypatch.setattr(
         tree_attention.TreeAttention,
         "apply",
         lambda q, k, v, tree, scale: right(q, k.detach(), v.detach(), tree, scale),
     )
     with pytest.raises(MmrlError, match=r"the cosine of their gradients"):
-        compare(made, shared_calls())
+        check_tries(made.forwards, shared_calls())
 
 
 def test_the_self_check_leaves_nothing_behind_and_waits_for_work(tmp_path: Path) -> None:
     made = make_trainer(tmp_path)
     state = torch.get_rng_state()
-    assert compare(made, shared_calls())
+    assert check_tries(made.forwards, shared_calls())
     assert all(weight.grad is None for weight in made.model.parameters())
     assert torch.equal(state, torch.get_rng_state())
     idle = [replace(call, entries=()) for call in shared_calls()]
-    assert compare(made, idle) is False
+    assert check_tries(made.forwards, idle) is False
 
 
 def test_the_self_check_takes_calls_that_share() -> None:
-    chosen = sample([*make_calls(5, seed=9), *shared_calls(1, 3, prompt=300)])
-    assert chosen[0].prompt_ids == chosen[1].prompt_ids
-    assert len(chosen[0].prompt_ids) == 300
-    assert sum(len(call.prompt_ids) + len(call.completion_ids) for call in chosen) <= 1024
+    chosen = calls_to_compare([*make_calls(5, seed=9), *shared_calls(1, 3, prompt=300)])
+    assert chosen[0].call.prompt_ids == chosen[1].call.prompt_ids
+    assert len(chosen[0].call.prompt_ids) == 300
+    assert sum(len(call.call.prompt_ids) + len(call.call.completion_ids) for call in chosen) <= 1024
 
 
 def test_the_budget_comes_from_the_memory_unless_given(tmp_path: Path) -> None:
-    assert make_trainer(tmp_path, microbatch_tokens=77).budget == 77
-    chosen = make_trainer(tmp_path).budget
-    assert chosen == make_trainer(tmp_path).budget
+    assert make_trainer(tmp_path, microbatch_tokens=77).forwards.budget == 77
+    chosen = make_trainer(tmp_path).forwards.budget
+    assert chosen == make_trainer(tmp_path).forwards.budget
     assert 512 <= chosen <= 4096

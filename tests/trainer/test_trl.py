@@ -16,7 +16,15 @@ from trl import GRPOConfig, GRPOTrainer
 
 from mmrl.trainer.objective import TrainCall, TrainEntry
 from mmrl.trainer.trl_trainer import MmrlTrainer
-from tests.helpers.trainer_cases import gradients, make_calls, make_trainer, tiny_model, tiny_tokenizer
+from tests.helpers.trainer_cases import (
+    gradients,
+    make_calls,
+    make_trainer,
+    sampled,
+    tiny_model,
+    tiny_tokenizer,
+    with_changes,
+)
 
 BETA = 0.04
 
@@ -25,17 +33,17 @@ def near_policy(trainer: MmrlTrainer, calls: list[TrainCall]) -> list[TrainCall]
     """The calls with old and reference log-probabilities around the policy's, some far enough to be clipped."""
     found = []
     generator = torch.Generator().manual_seed(1)
-    for call, logprobs in zip(calls, trainer.policy_logprobs(calls), strict=True):
+    for call, logprobs in zip(calls, trainer.forwards.policy_logprobs(sampled(calls)), strict=True):
         noise = torch.randn(2, len(logprobs), generator=generator) * 0.3
         old = tuple(lp + d for lp, d in zip(logprobs, noise[0].tolist(), strict=True))
         ref = tuple(lp + d for lp, d in zip(logprobs, noise[1].tolist(), strict=True))
-        found.append(replace(call, old_logprobs=old, ref_logprobs=ref))
+        found.append(with_changes(call, logprobs=old, ref_logprobs=ref))
     return found
 
 
 def trl_inputs(calls: list[TrainCall]) -> dict[str, torch.Tensor]:
     """The batch in TRL's layout: prompts padded on the left, completions on the right."""
-    prompt, width = max(len(c.prompt_ids) for c in calls), max(len(c.completion_ids) for c in calls)
+    prompt, width = max(len(c.call.prompt_ids) for c in calls), max(len(c.call.completion_ids) for c in calls)
 
     def left(ids: tuple[int, ...]) -> list[int]:
         return [0] * (prompt - len(ids)) + list(ids)
@@ -44,13 +52,13 @@ def trl_inputs(calls: list[TrainCall]) -> dict[str, torch.Tensor]:
         return [*values, *[fill] * (width - len(values))]
 
     return {
-        "prompt_ids": torch.tensor([left(c.prompt_ids) for c in calls]),
-        "prompt_mask": torch.tensor([left((1,) * len(c.prompt_ids)) for c in calls]),
-        "completion_ids": torch.tensor([right(c.completion_ids) for c in calls]),
-        "completion_mask": torch.tensor([right((1,) * len(c.completion_ids)) for c in calls]),
+        "prompt_ids": torch.tensor([left(c.call.prompt_ids) for c in calls]),
+        "prompt_mask": torch.tensor([left((1,) * len(c.call.prompt_ids)) for c in calls]),
+        "completion_ids": torch.tensor([right(c.call.completion_ids) for c in calls]),
+        "completion_mask": torch.tensor([right((1,) * len(c.call.completion_ids)) for c in calls]),
         "advantages": torch.tensor([c.entries[0].advantages[0] for c in calls]),
-        "old_per_token_logps": torch.tensor([right(c.old_logprobs) for c in calls]),
-        "ref_per_token_logps": torch.tensor([right(c.ref_logprobs) for c in calls]),
+        "old_per_token_logps": torch.tensor([right(c.call.logprobs) for c in calls]),
+        "ref_per_token_logps": torch.tensor([right(c.call.ref_logprobs) for c in calls]),
     }
 
 

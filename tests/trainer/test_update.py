@@ -15,7 +15,18 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 from mmrl.config import LoraConfig
 from mmrl.errors import ConfigError, MmrlError, TooManyFailures
 from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
-from tests.helpers.trainer_cases import LORA, SIZES, gradients, make_calls, make_trainer, tiny_model, without_advantage
+from tests.helpers.trainer_cases import (
+    LORA,
+    SIZES,
+    gradients,
+    make_calls,
+    make_trainer,
+    sampled,
+    tiny_model,
+    train_call,
+    with_changes,
+    without_advantage,
+)
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
@@ -41,9 +52,9 @@ def test_law_11_no_split_changes_loss_or_gradients(budget: int, lora: LoraConfig
     if lora:
         trainer.model.double()
     loss, expected = gradients(trainer, calls, 16384)
-    assert len(trainer._packs(StepBatch(step=1, calls=calls))[0]) == 1
+    assert len(trainer.step_packs(StepBatch(step=1, calls=calls))[0]) == 1
     split_loss, found = gradients(trainer, calls, budget)
-    assert len(trainer._packs(StepBatch(step=1, calls=calls))[0]) > 1
+    assert len(trainer.step_packs(StepBatch(step=1, calls=calls))[0]) > 1
     assert split_loss == pytest.approx(loss, abs=1e-10)
     close(found, expected, 1e-8)
 
@@ -60,13 +71,13 @@ def test_order_of_calls_does_not_matter(tmp_path: Path) -> None:
 
 def test_law_9_tokens_of_weight_0_have_exactly_no_gradient(tmp_path: Path) -> None:
     call = make_calls(1, seed=5)[0]
-    tokens = len(call.completion_ids)
+    tokens = len(call.call.completion_ids)
     advantages = tuple(1.0 + t for t in range(tokens))
 
     def with_tail(advantage: float) -> TrainCall:
         """The last token has weight 0; nothing but its own loss depends on its id."""
         entry = TrainEntry(advantages=(*advantages[:-1], advantage), weights=(*[1 / tokens] * (tokens - 1), 0.0))
-        return replace(call, completion_ids=(*call.completion_ids[:-1], 2 + int(advantage)), entries=(entry,))
+        return with_changes(call, completion_ids=(*call.call.completion_ids[:-1], 2 + int(advantage)), entries=(entry,))
 
     trainer = make_trainer(tmp_path)
     loss, expected = gradients(trainer, [with_tail(3.0)])
@@ -83,16 +94,18 @@ def test_law_9_prompts_are_never_targets(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, model)
     calls = make_calls(5, seed=6)
     gradients(trainer, calls)
-    assert sum(out.shape[1] for out in seen) == sum(len(call.completion_ids) for call in calls)
+    assert sum(out.shape[1] for out in seen) == sum(len(call.call.completion_ids) for call in calls)
 
 
 def test_entries_of_one_call_equal_as_many_calls(tmp_path: Path) -> None:
     calls = make_calls(3, seed=7)
-    tokens = len(calls[0].completion_ids)
+    tokens = len(calls[0].call.completion_ids)
     extra = TrainEntry(advantages=(-0.7,) * tokens, weights=tuple(0.1 + 0.01 * t for t in range(tokens)))
     first = calls[0].entries[0]
     joined = [replace(calls[0], entries=(first, extra, first)), *calls[1:]]
-    copies = [replace(calls[0], id=f"copy{number}", entries=(entry,)) for number, entry in enumerate((extra, first))]
+    copies = [
+        with_changes(calls[0], id=f"copy{number}", entries=(entry,)) for number, entry in enumerate((extra, first))
+    ]
     apart = [calls[0], *copies, *calls[1:]]
     trainer = make_trainer(tmp_path, tiny_model("gpt2", dtype=torch.float64), algo={"beta": 0.05})
     loss, found = gradients(trainer, joined)
@@ -107,8 +120,8 @@ def test_turns_of_one_context_share_a_row_and_change_no_number(tmp_path: Path) -
     whole = make_calls(4, seed=9)
     turns = []
     for call in whole:
-        context = call.prompt_ids + call.completion_ids + (7, 8)
-        later = replace(make_calls(1, seed=len(context))[0], id=f"{call.id}+", prompt_ids=context)
+        context = call.call.prompt_ids + call.call.completion_ids + (7, 8)
+        later = with_changes(make_calls(1, seed=len(context))[0], id=f"{call.call.id}+", prompt_ids=context)
         turns += [call, later]
     trainer = make_trainer(tmp_path, tiny_model("gpt2", dtype=torch.float64), algo={"beta": 0.05})
     loss, found = gradients(trainer, turns)
@@ -116,7 +129,7 @@ def test_turns_of_one_context_share_a_row_and_change_no_number(tmp_path: Path) -
     parts = [gradients(trainer, [call]) for call in turns]
     assert loss == pytest.approx(sum(part for part, _ in parts), abs=1e-10)
     close(found, {name: torch.stack([part[name] for _, part in parts]).sum(0) for name in found}, 1e-8)
-    packs = trainer._packs(StepBatch(step=1, calls=turns))[0]
+    packs = trainer.step_packs(StepBatch(step=1, calls=turns))[0]
     assert [pack.input_ids.shape[0] for pack in packs] == [4]
     assert together == packs[0].forwarded
 
@@ -157,12 +170,15 @@ def test_zero_advantages_still_pull_towards_the_reference(tmp_path: Path) -> Non
 def test_an_empty_completion_is_skipped(tmp_path: Path) -> None:
     calls = make_calls(3)
     entry = TrainEntry(advantages=(), weights=())
-    empty = TrainCall(id="e", module="a", prompt_ids=(1,), completion_ids=(), entries=(entry,))
+    empty = train_call(id="e", module="a", prompt_ids=(1,), completion_ids=(), entries=(entry,))
     trainer = make_trainer(tmp_path)
     loss, _ = gradients(trainer, [*calls, empty])
     assert trainer.batch_metrics["train/calls_skipped"] == 1
     assert loss == gradients(trainer, calls)[0]
-    assert [len(values) for values in trainer.policy_logprobs([empty, calls[0]])] == [0, len(calls[0].completion_ids)]
+    assert [len(values) for values in trainer.forwards.policy_logprobs(sampled([empty, calls[0]]))] == [
+        0,
+        len(calls[0].call.completion_ids),
+    ]
 
 
 def test_order_of_callbacks_modes_and_optimizer_steps(tmp_path: Path) -> None:
@@ -222,7 +238,7 @@ def test_recomputed_old_logprobs_are_those_before_the_first_update(tmp_path: Pat
 
 
 def test_calls_without_sampling_logprobs_are_recomputed(tmp_path: Path) -> None:
-    calls = [replace(call, old_logprobs=None) for call in make_calls(4)]
+    calls = [with_changes(call, logprobs=None) for call in make_calls(4)]
     seen: list[dict[str, float]] = []
     for epochs in (1, 2):
         kwargs: dict[str, Any] = {"on_step_end": lambda s, m: seen.append(m), "lr": 0.0, "algo": {"epochs": epochs}}
@@ -237,8 +253,8 @@ def test_gap_between_sampler_and_trainer_is_zero_when_they_agree(tmp_path: Path)
     trainer = make_trainer(
         tmp_path,
         calls=lambda step: [
-            replace(c, old_logprobs=lp)
-            for c, lp in zip(make_calls(), trainer.policy_logprobs(make_calls()), strict=True)
+            with_changes(c, logprobs=lp)
+            for c, lp in zip(make_calls(), trainer.forwards.policy_logprobs(sampled(make_calls())), strict=True)
         ],
         on_step_end=lambda s, m: seen.append(m),
         algo={"temperature": 0.6},
@@ -271,11 +287,13 @@ def test_logprobs_use_the_models_own_head(config: Callable[[], Any], temperature
     model = AutoModelForCausalLM.from_config(config()).eval()
     trainer = make_trainer(tmp_path, model, algo={"temperature": temperature}, microbatch_tokens=64)
     calls = make_calls(6)
-    for call, found in zip(calls, trainer.policy_logprobs(calls), strict=True):
-        ids = torch.tensor([call.prompt_ids + call.completion_ids])
+    for call, found in zip(calls, trainer.forwards.policy_logprobs(sampled(calls)), strict=True):
+        ids = torch.tensor([call.call.prompt_ids + call.call.completion_ids])
         with torch.no_grad():
-            logits = model(input_ids=ids).logits[0, len(call.prompt_ids) - 1 : -1]
-        expected = torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(call.completion_ids)[:, None])
+            logits = model(input_ids=ids).logits[0, len(call.call.prompt_ids) - 1 : -1]
+        expected = torch.log_softmax(logits / temperature, -1).gather(
+            -1, torch.tensor(call.call.completion_ids)[:, None]
+        )
         assert list(found) == pytest.approx(expected[:, 0].tolist(), abs=1e-4)
 
 
@@ -284,8 +302,8 @@ def test_entropy_is_of_the_distribution_at_the_sampling_temperature(tmp_path: Pa
     seen: list[dict[str, float]] = []
     model = tiny_model()
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([call.prompt_ids + call.completion_ids])).logits[0]
-    logits = logits[len(call.prompt_ids) - 1 : -1] / 0.5
+        logits = model(input_ids=torch.tensor([call.call.prompt_ids + call.call.completion_ids])).logits[0]
+    logits = logits[len(call.call.prompt_ids) - 1 : -1] / 0.5
     expected = torch.distributions.Categorical(logits=logits).entropy().mean()
     make_trainer(
         tmp_path, model, calls=[call], algo={"temperature": 0.5}, on_step_end=lambda s, m: seen.append(m)
@@ -298,16 +316,16 @@ def test_entropy_is_of_the_distribution_at_the_sampling_temperature(tmp_path: Pa
 def test_reference_is_the_policy_as_it_was_at_the_start(lora: LoraConfig | None, tmp_path: Path) -> None:
     calls = make_calls()
     trainer = make_trainer(tmp_path, lora=lora, algo={"beta": 0.1}, steps=3, lr=1e-2)
-    before = trainer.policy_logprobs(calls)
+    before = trainer.forwards.policy_logprobs(sampled(calls))
     trainer.train()
-    after = trainer.policy_logprobs(calls)
-    assert trainer.policy_logprobs(calls, reference=True) == before != after
+    after = trainer.forwards.policy_logprobs(sampled(calls))
+    assert trainer.forwards.policy_logprobs(sampled(calls), reference=True) == before != after
 
 
 def test_without_beta_no_reference_is_kept(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     with pytest.raises(MmrlError, match=r"algo\.beta"):
-        trainer.policy_logprobs(make_calls(), reference=True)
+        trainer.forwards.policy_logprobs(sampled(make_calls()), reference=True)
 
 
 def test_lora_trains_adapters_alone_and_without_dropout_in_old_and_reference(tmp_path: Path) -> None:
@@ -320,7 +338,7 @@ def test_lora_trains_adapters_alone_and_without_dropout_in_old_and_reference(tmp
     assert changed(before, after)
     assert all("lora_" in name for name in changed(before, after))
     trainer.model.train()
-    assert trainer.policy_logprobs(calls) == trainer.policy_logprobs(calls)
+    assert trainer.forwards.policy_logprobs(sampled(calls)) == trainer.forwards.policy_logprobs(sampled(calls))
 
 
 @pytest.mark.parametrize(
@@ -353,7 +371,7 @@ def test_gradient_clipping_reports_the_norm_before_it(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_a_number_stops_before_the_weights_are_touched(tmp_path: Path) -> None:
     call = make_calls(1)[0]
-    entry = replace(call.entries[0], advantages=(float("nan"),) * len(call.completion_ids))
+    entry = replace(call.entries[0], advantages=(float("nan"),) * len(call.call.completion_ids))
     trainer = make_trainer(tmp_path, calls=[replace(call, entries=(entry,))])
     before = weights_of(trainer)
     with pytest.raises(MmrlError, match=r"step 1: the loss is nan"):
