@@ -1,7 +1,7 @@
 """Which module speaks with which weights: from `model.modules` and the algorithm's frozen modules to one assignment.
 
-Part of `trainer`; no torch here, so that a config is judged before any model loads. `run` hands the assignment to the
-trainer (`adapters`), the engine and the checkpoint, from which `policy.resolve` reads it back.
+No torch here, so that a config is judged before any model loads. `run` hands the assignment to the trainer
+(`trainer.adapters`), the engine and the checkpoint, from which `policy.resolve` reads it back.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from mmrl.config import AlgoConfig, ModelConfig, ModuleWeights
 from mmrl.config.algo import MhgpoConfig, TurnCriticConfig
@@ -97,8 +96,8 @@ class ModuleAssignment:
         named = {m: f"{name} (frozen)" if m in still else name for m, name in served.items()}
         return describe_weights(named | {m: f"endpoint {model}" for m, model in self.answered.items()})
 
-    def record(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, for `policy.resolve`."""
+    def record(self) -> dict[str, object]:
+        """What a checkpoint stores of it, for `policy.resolve`."""
         if self.copied:
             return {"modules": self.served, "base": self.model.path}
         return {"modules": self.adapters} if self.adapters else {}
@@ -109,23 +108,25 @@ class ModuleAssignment:
         answered = self._answered_problems()
         if given is None:
             return answered + self._serving_problems()
-        found = [unknown("model.modules", name, self.modules) for name in given if name not in self.modules]
+        problems = [unknown("model.modules", name, self.modules) for name in given if name not in self.modules]
         if self.model.lora is None:
-            found.append(
+            problems.append(
                 "model.modules: weights per module are LoRA adapters, and model.lora is null; set model.lora "
                 "(for example model.lora.r=16), or leave model.modules out"
             )
         if isinstance(self.algo, MhgpoConfig) and self.algo.frozen_serving:
-            found.append(
+            problems.append(
                 "algo.frozen_serving: has no effect with model.modules, where a frozen module with an adapter of its "
                 "own acts with the initial weights; leave it out"
             )
-        return answered + found + self._name_problems() + self._sharing_problems() + self._frozen_problems()
+        return answered + problems + self._name_problems() + self._sharing_problems() + self._frozen_problems()
 
     def _answered_problems(self) -> list[str]:
-        found = [unknown("engine.endpoints", name, self.modules) for name in self.answered if name not in self.modules]
+        problems = [
+            unknown("engine.endpoints", name, self.modules) for name in self.answered if name not in self.modules
+        ]
         both = [m for m in self.answered if m in (self.model.modules or {}) or m in self.initial]
-        found += [
+        problems += [
             f"engine.endpoints.{m}: the module has weights of its own too (model.modules or algo.frozen_serving); "
             "leave one of the two out"
             for m in both
@@ -134,7 +135,7 @@ class ModuleAssignment:
             "algo.train_modules": getattr(self.algo, "train_modules", None) or (),
             "algo.advantage_scale": self.algo.advantage_scale or (),
         }
-        found += [
+        problems += [
             f"{key}: names '{m}', for which an endpoint answers (engine.endpoints), so it is not trained; leave one of "
             "the two out"
             for key, modules in named.items()
@@ -142,13 +143,13 @@ class ModuleAssignment:
             if m in modules
         ]
         if self.answered and isinstance(self.algo, TurnCriticConfig):
-            found.append(
+            problems.append(
                 f"engine.endpoints: the critic of {self.algo.name} values whole rollouts and would not learn an "
                 "endpoint's part of them; use algo=mappo, which values each call on its own"
             )
         if self.answered and self.model.modules is None and not set(self.modules) - self.untrained:
-            found.append("engine.endpoints: no module is left to train; expected at least one without an endpoint")
-        return found
+            problems.append("engine.endpoints: no module is left to train; expected at least one without an endpoint")
+        return problems
 
     def _serving_problems(self) -> list[str]:
         if isinstance(self.algo, MhgpoConfig) and self.algo.frozen_serving and not self.initial:
@@ -156,39 +157,39 @@ class ModuleAssignment:
         return []
 
     def _name_problems(self) -> list[str]:
-        found = []
+        problems = []
         targets = self.model.lora.targets if self.model.lora else ()
         for module, adapter in self.adapters.items():
             path = f"model.modules.{module}.adapter"
             if adapter in (*RESERVED, *targets) or adapter.isdigit() or adapter.startswith("lora_"):
-                found.append(
+                problems.append(
                     f"{path}: the name '{adapter}' is taken (by mmrl, or inside of the model); give it another one"
                 )
             elif not re.fullmatch(r"[A-Za-z0-9_-]+", adapter):
-                found.append(f"{path}: got '{adapter}', expected letters, digits, _ and -")
-        return found
+                problems.append(f"{path}: got '{adapter}', expected letters, digits, _ and -")
+        return problems
 
     def _sharing_problems(self) -> list[str]:
         """Modules on one adapter that disagree about it, or that would share it by the accident of their names."""
-        found = []
+        problems = []
         for adapter in dict.fromkeys(self.adapters.values()):
             users = [m for m, a in self.adapters.items() if a == adapter]
             own = [m for m in users if _given(self.model, m).adapter is None]
             if len(own) > 1:
-                found.append(
+                problems.append(
                     f"model.modules: the own adapters of {', '.join(own)} would all be called '{adapter}'; "
                     "give them names (model.modules.<module>.adapter)"
                 )
             rates = {lr for m in users if (lr := _given(self.model, m).lr) is not None}
             if len(rates) > 1:
-                found.append(
+                problems.append(
                     f"model.modules: {', '.join(users)} share the adapter '{adapter}' and differ in lr "
                     f"({', '.join(f'{rate:g}' for rate in sorted(rates))}); expected one lr for it"
                 )
-        return found
+        return problems
 
     def _frozen_problems(self) -> list[str]:
-        found = [
+        problems = [
             f"model.modules.{module}.lr: has no effect on a frozen module; leave it out"
             for module, adapter in self.adapters.items()
             if adapter in self.frozen_adapters and _given(self.model, module).lr is not None
@@ -197,18 +198,18 @@ class ModuleAssignment:
             path, adapter = f"model.modules.{module}", self.adapters[module]
             others = [m for m, a in self.adapters.items() if a == adapter and m not in self.frozen]
             if others:
-                found.append(
+                problems.append(
                     f"{path}.frozen: its adapter '{adapter}' is trained by {', '.join(others)}; "
                     "freeze all of them, or give it another adapter"
                 )
             if isinstance(self.algo, TurnCriticConfig):
-                found.append(
+                problems.append(
                     f"{path}.frozen: the critic of {self.algo.name} values whole rollouts and would not learn the "
                     "frozen module's part of them; use algo=mappo, which values each call on its own"
                 )
         if self.frozen and not set(self.modules) - self.untrained:
-            found.append("model.modules: no module is left to train; expected at least one that is not frozen")
-        return found
+            problems.append("model.modules: no module is left to train; expected at least one that is not frozen")
+        return problems
 
 
 def adapter_name(module: str) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, ref
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, str]]
 
 _TURN = "the turn before"
-"""Stands for a completion of whose turn only the end is wanted."""
+"""Stands for a completion of whose turn only the end is rendered."""
 _SPENT = [0.0]
 
 
@@ -46,6 +46,7 @@ def render_observation(
 
     Text in an observation that looks like a special token stays text.
     """
+    # Never decoded and encoded again: the ids of the turns before are the sampled ones, whatever their text would give.
     ids = tuple(context)
     ended = bool(ids) and ids[-1] == tokenizer.eos_token_id
     if isinstance(observation, str):
@@ -84,6 +85,7 @@ class _Renderer:
             for token_id, added in tokenizer.added_tokens_decoder.items()
             if added.special
         }
+        # Longest first, since one special token may begin like another.
         longest_first = sorted(self.special, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.markers = longest_first
@@ -111,27 +113,31 @@ class _Renderer:
     def _render(
         self, tokenizer: PreTrainedTokenizerBase, key: tuple[tuple[str, str], ...], after: str | None = None
     ) -> tuple[int, ...]:
+        # Special-looking pieces of content become <mask><number><mask>, which no template writes and no tokenizer
+        # knows, so that every special token in the rendered text is one of the template's own.
         mask = _unused_character(content for _, content in key)
         messages = [
-            {"role": role, "content": self.pattern.sub(lambda found: f"{mask}{self.order[found[0]]}{mask}", content)}
+            {"role": role, "content": self.pattern.sub(lambda match: f"{mask}{self.order[match[0]]}{mask}", content)}
             for role, content in key
         ]
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         if after is not None:
+            # A template cannot render from the middle of a conversation: what comes before is rendered and cut off.
             text = text.partition(after)[2]
         ids: list[int] = []
         position = 0
         strip_left = False
-        for found in [*self.pattern.finditer(text), None]:
-            piece = text[position : found.start() if found else len(text)]
+        for match in [*self.pattern.finditer(text), None]:
+            piece = text[position : match.start() if match else len(text)]
             piece = re.sub(f"{mask}([0-9]+){mask}", lambda masked: self.markers[int(masked[1])], piece)
-            token = self.special[found[0]] if found else None
+            token = self.special[match[0]] if match else None
+            # A special token may take the white space beside it, as the tokenizer does when it reads the whole text.
             piece = piece.lstrip() if strip_left else piece
             piece = piece.rstrip() if token and token[1].lstrip else piece
             ids += encode_text(tokenizer, piece) if piece else []
-            if found and token:
+            if match and token:
                 ids.append(token[0])
-                position, strip_left = found.end(), token[1].rstrip
+                position, strip_left = match.end(), token[1].rstrip
         return tuple(ids)
 
 
@@ -153,7 +159,7 @@ def tokenizer_seconds() -> float:
     return _SPENT[0]
 
 
-def _unused_character(contents: Any) -> str:
+def _unused_character(contents: Iterable[str]) -> str:
     """A private-use character that no content contains."""
     used = set("".join(contents))
     return next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in used)

@@ -14,10 +14,8 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 @lru_cache(maxsize=1)
 def hub_answers() -> bool:
-    """Whether the hub (or the mirror in HF_ENDPOINT) answers at all; asked once per process.
-
-    Without this question the hub's client tries for a minute per file before it gives up.
-    """
+    """Whether the hub (or the mirror in HF_ENDPOINT) answers at all; queried once per process."""
+    # Without this query the hub's client tries for a minute per file before it gives up.
     import urllib.error
     import urllib.request
 
@@ -26,6 +24,7 @@ def hub_answers() -> bool:
     try:
         urllib.request.urlopen(constants.ENDPOINT, timeout=5).close()
     except urllib.error.HTTPError:
+        # An error page is an answer: a mirror may refuse its own front page.
         return True
     except (OSError, ValueError):
         return False

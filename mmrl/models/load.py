@@ -1,26 +1,37 @@
-"""Weights and tokenizer from a `model.*` section, and messages to prompt ids.
+"""Weights and tokenizer from a `model.*` section, or of a policy.
 
-Used by engines, trainer, stages and run, so that all of them load the same weights in the same way and render a prompt
-to the same ids. Nothing here imports torch or transformers until it is called.
+Used by engines, trainer, stages and run, so that all of them load the same weights in the same way. Nothing here
+imports torch or transformers until it is called.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, cast
 
-from mmrl.config import ModelConfig
+from mmrl.config import ModelConfig, RootConfig
 from mmrl.config.shipped import SHIPPED
 from mmrl.errors import ConfigError, nearest
 from mmrl.models.hub import hub_answers
+from mmrl.models.policy import Policy
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 ASSETS = Path(__file__).parents[1] / "assets"
 TINY = ASSETS / "tiny"
 """The first of the models shipped with the package (`mmrl.config.shipped`)."""
+
+
+class ServedWeights(TypedDict):
+    """An embedded engine's arguments for weights per module."""
+
+    adapters: Mapping[str, str] | None
+    """Module -> name of its weights; None: all share one policy."""
+    initial: PreTrainedModel | None
+    """Full weights of frozen modules that act with the initial ones."""
 
 
 def model_path(model: ModelConfig) -> str:
@@ -67,9 +78,10 @@ def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedMode
 
     source = _source(model)
     known = {"revision": model.revision, "local_files_only": _offline(source)}
-    disable_progress_bar()  # its bar of loaded tensors would tear the run's own display
+    # Its bar of loaded tensors would tear the run's own display.
+    disable_progress_bar()
     try:
-        # The config first: the model's loader asks the hub for an adapter even when told to stay offline.
+        # The config first: the model's loader queries the hub for an adapter even with local_files_only.
         config = AutoConfig.from_pretrained(source, **known)
         loaded = AutoModelForCausalLM.from_pretrained(
             source,
@@ -85,7 +97,31 @@ def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedMode
     return loaded
 
 
-def load_configs(model: ModelConfig) -> tuple[Any, Any]:
+def load_policy(policy: Policy, config: RootConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ServedWeights]:
+    """Model (with its adapters) and tokenizer of a policy, and the engine's arguments for weights per module.
+
+    Raises:
+        ConfigError: the base cannot be loaded.
+    """
+    # The policy names the weights; dtype, chat template and thinking mode stay those of the config.
+    weights, device = config.model.model_copy(update={"path": policy.base}), config.hardware.device
+    model = load_model(weights, device)
+    folders = policy.adapters or ({"default": policy.adapter} if policy.adapter is not None else {})
+    if folders:
+        from peft import PeftModel
+
+        (first, folder), *others = folders.items()
+        wrapped = PeftModel.from_pretrained(model, folder, adapter_name=first)
+        for name, folder in others:
+            wrapped.load_adapter(folder, adapter_name=name)
+        model = cast("PreTrainedModel", wrapped)
+    initial = None
+    if policy.initial is not None:
+        initial = load_model(config.model.model_copy(update={"path": policy.initial}), device)
+    return model, load_tokenizer(weights), {"adapters": policy.modules, "initial": initial}
+
+
+def load_configs(model: ModelConfig) -> tuple[PreTrainedConfig, GenerationConfig | None]:
     """The config and, where there is one, the generation config of `model`, without its weights.
 
     Raises:
@@ -94,14 +130,15 @@ def load_configs(model: ModelConfig) -> tuple[Any, Any]:
     from transformers import AutoConfig, GenerationConfig
 
     source = _source(model)
-    known: dict[str, Any] = {"revision": model.revision, "local_files_only": _offline(source)}
+    revision, offline = model.revision or "main", _offline(source)
     try:
-        config = AutoConfig.from_pretrained(source, **known)
+        config = AutoConfig.from_pretrained(source, revision=model.revision, local_files_only=offline)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(_unloadable(model, "config", error)) from error
     try:
-        return config, GenerationConfig.from_pretrained(source, **known)
+        return config, GenerationConfig.from_pretrained(source, revision=revision, local_files_only=offline)
     except OSError:
+        # Not every model has one: sampling then follows the config of the run alone.
         return config, None
 
 
@@ -119,6 +156,7 @@ def refuse_targets(model: ModelConfig) -> None:
     from transformers import AutoModelForCausalLM
 
     config, _ = load_configs(model)
+    # On the meta device: names of layers without memory for a single weight.
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     names = [name for name, part in skeleton.named_modules() if isinstance(part, torch.nn.Linear)]
@@ -180,6 +218,7 @@ def _dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
     import torch
 
     if model.dtype == "auto":
+        # Emulated bfloat16 (older GPUs) is slower than float32 and less exact.
         computes = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if computes else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[model.dtype]
@@ -195,6 +234,7 @@ def _switch_dropout_off(model: PreTrainedModel) -> None:
         for name in ("attention_dropout", "dropout", "dropout_p"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
+    # In the config too: attention functions read it there, and a saved checkpoint is loaded the same way again.
     for name, value in vars(model.config).items():
         if isinstance(value, float) and (name.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate"))):
             setattr(model.config, name, 0.0)

@@ -1,6 +1,6 @@
-"""`mmrl eval`: any policy on any task's split, item by item, kept and continued; and the weights of a policy, loaded.
+"""`mmrl eval`: any policy on any task's split, item by item, kept and continued.
 
-Called by `cli`; `run` loads the policies of teachers through it.
+Called by `cli`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl.config import (
     EvalCommandConfig,
-    RootConfig,
     validate,
 )
 from mmrl.errors import MmrlError
@@ -127,12 +126,12 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
 def evaluation_engine(config: EvalCommandConfig, policy: Policy, rundir: RunDir) -> Iterator[tuple[Any, Any]]:
     """The engine that serves `policy`, and the tokenizer; closed at the end."""
     from mmrl.engines import EngineSetup, build_engine, needs_model
-    from mmrl.models.load import load_tokenizer
+    from mmrl.models.load import ServedWeights, load_policy, load_tokenizer
 
     weights = config.model.model_copy(update={"path": policy.base})
     model: Any = None
     tokenizer: Any = None
-    serving: dict[str, Any] = {"adapters": policy.modules}
+    serving: ServedWeights = {"adapters": policy.modules, "initial": None}
     if needs_model(config.engine.name):
         model, tokenizer, serving = load_policy(policy, config)
     setup = EngineSetup(
@@ -152,26 +151,6 @@ def evaluation_engine(config: EvalCommandConfig, policy: Policy, rundir: RunDir)
         yield engine, tokenizer
     finally:
         engine.close()
-
-
-def load_policy(policy: Policy, config: RootConfig) -> tuple[Any, Any, dict[str, Any]]:
-    """Model (with its adapters) and tokenizer of a policy, and the engine's arguments for weights per module."""
-    from mmrl.models.load import load_model, load_tokenizer
-
-    weights = config.model.model_copy(update={"path": policy.base})
-    model: Any = load_model(weights, config.hardware.device)
-    adapters = policy.adapters or ({"default": policy.adapter} if policy.adapter is not None else {})
-    if adapters:
-        from peft import PeftModel
-
-        (first, folder), *others = adapters.items()
-        model = PeftModel.from_pretrained(model, folder, adapter_name=first)
-        for name, folder in others:
-            model.load_adapter(folder, adapter_name=name)
-    initial = None
-    if policy.initial is not None:
-        initial = load_model(config.model.model_copy(update={"path": policy.initial}), config.hardware.device)
-    return model, load_tokenizer(weights), {"adapters": policy.modules, "initial": initial}
 
 
 def evaluation_text(

@@ -22,6 +22,7 @@ from mmrl.config import (
     validate,
 )
 from mmrl.errors import CheckpointError, ConfigError, MmrlError
+from mmrl.models.load import load_policy
 from mmrl.report.rundir import RunDir, allocate
 from mmrl.run.check import (
     as_tuples,
@@ -34,7 +35,6 @@ from mmrl.run.check import (
     reward_set,
     settle,
 )
-from mmrl.run.eval import load_policy
 from mmrl.run.launch import adopt, refuse_unlaunched, server_devices, start
 from mmrl.run.stopping import released, stoppable
 from mmrl.stages.teachers import build_teachers

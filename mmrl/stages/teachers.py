@@ -6,7 +6,7 @@ Part of the weight stage. A teacher is the task's program under another policy: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mmrl.config import TaskConfig, TrainCommandConfig
@@ -86,7 +86,7 @@ def build_teachers(
     engine: Any,
     tokenizer: Any,
     build: BuildTask,
-    load: Callable[[Policy, TrainCommandConfig], tuple[Any, Any, dict[str, Any]]],
+    load: Callable[[Policy, TrainCommandConfig], tuple[Any, Any, Mapping[str, Any]]],
 ) -> dict[str, LoadedTeacher]:
     """Load the teachers' weights; teachers of the same weights share an engine.
 

@@ -37,7 +37,7 @@ from mmrl.trainer.settings import Settings, no_reward, one_device
 from mmrl.trainer.totals import StepTotals
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, TrainingArguments
+    from transformers import PreTrainedTokenizerBase, TrainerControl
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,12 @@ class UpdateStream:
 
 
 class UpdateEnd(TrainerCallback):
-    """Calls `MmrlTrainer.end_update` after every optimizer step."""
+    """Calls `end_update` after every optimizer step."""
 
     def __init__(self, end_update: Callable[[TrainerControl], None]):
         self.end_update = end_update
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: object, state: object, control: TrainerControl, **kwargs: object) -> None:
         """transformers' step is an optimizer step."""
         self.end_update(control)
 
@@ -130,6 +128,7 @@ class MmrlTrainer(GRPOTrainer):
         self.adapters, lora = adapters, settings.lora()
         if adapters is not None:
             model, lora = cast("PreTrainedModel", adapters.attach(model, lora, settings.seed)), None
+        # With LoRA, the policy without its adapters is the reference.
         needs_copy = settings.algo.beta > 0 and settings.model.lora is None and not isinstance(model, PeftModel)
         reference = copy.deepcopy(model).eval().requires_grad_(False) if needs_copy else None
         arguments = settings.arguments(
@@ -172,10 +171,9 @@ class MmrlTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Run to `train.steps`, from `resume_from_checkpoint`, else from `resume_from`, else from the start."""
         source = resume_from_checkpoint or self.resume_from
-        if not source:
-            return super().train(None, *args, **kwargs)
-        checkpoint.require(Path(str(source)))
-        return super().train(str(source), *args, **kwargs)
+        if source:
+            checkpoint.require(Path(str(source)))
+        return super().train(str(source) if source else None, *args, **kwargs)
 
     def get_train_dataloader(self) -> UpdateStream:  # type: ignore[override]  # transformers needs no more of a loader
         """The optimizer steps that are left; a step's batch is sampled when its first one is due."""

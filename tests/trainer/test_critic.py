@@ -207,7 +207,7 @@ def test_kl_in_the_reward_is_not_in_the_loss_too(tmp_path: Path) -> None:
     reference = trainer.forwards.policy_logprobs(sampled(calls), reference=True)
     known = [with_changes(c, ref_logprobs=tuple(x - 1 for x in r)) for c, r in zip(calls, reference, strict=True)]
     assert gradients(trainer, with_targets(known))[0] == plain
-    assert trainer.totals.metrics(trainer.reduce)["train/kl"] == pytest.approx(2.718281828**-1, abs=1e-4)
+    assert trainer.totals.metrics(trainer.forwards.reduce)["train/kl"] == pytest.approx(2.718281828**-1, abs=1e-4)
     in_loss = ppo_trainer(tmp_path / "c", "head", algo={"beta": 0.5, "kl": "loss"})
     assert gradients(in_loss, with_targets(known))[0] > plain
 

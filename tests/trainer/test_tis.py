@@ -100,7 +100,7 @@ def test_a_gap_scales_the_policy_gradient_and_is_logged(
     assert loss == pytest.approx(weight * plain_loss, rel=1e-5)
     for name, gradient in plain.items():
         assert torch.allclose(found[name], weight * gradient, rtol=1e-5, atol=1e-9), name
-    metrics = trainer.totals.metrics(trainer.reduce)
+    metrics = trainer.totals.metrics(trainer.forwards.reduce)
     assert metrics["train/tis_mean"] == pytest.approx(weight, rel=1e-6)
     assert metrics["train/tis_clip_share"] == share
     assert metrics["module/a/tis_clip_share"] == metrics["module/b/tis_clip_share"] == share

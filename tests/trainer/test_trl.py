@@ -106,7 +106,7 @@ def test_law_1_loss_and_gradients_equal_trls(
     calls = near_policy(ours, make_calls(8))
     loss, found = gradients(ours, calls, budget)
     expected_loss, expected = trl_gradients(twin, calls, tmp_path / "trl", beta, temperature)
-    assert 0.0 < ours.totals.metrics(ours.reduce)["train/clip_share"] < 1.0
+    assert 0.0 < ours.totals.metrics(ours.forwards.reduce)["train/clip_share"] < 1.0
     assert loss == pytest.approx(expected_loss, abs=1e-5)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
