@@ -30,7 +30,7 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
 
 def frozen(calls: list[TrainCall], module: str) -> list[TrainCall]:
     zero = [tuple(replace(e, weights=(0.0,) * len(e.weights)) for e in c.entries) for c in calls]
-    return [replace(c, entries=z) if c.module == module else c for c, z in zip(calls, zero, strict=True)]
+    return [replace(c, entries=z) if c.call.module == module else c for c, z in zip(calls, zero, strict=True)]
 
 
 def test_law_12_a_frozen_modules_weights_are_bit_identical(tmp_path: Path) -> None:
