@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 from mmrl.engines.base import Completion, Request, Sampling
-from mmrl.engines.embedded.batcher import Batcher, Job
+from mmrl.engines.embedded.batcher import Batcher, PendingRequest
 from mmrl.errors import EngineFailure
 
 
@@ -41,10 +41,10 @@ class Counter:
     def forget(self) -> None:
         assert not self.rows
 
-    def room(self, jobs: Sequence[Job], active: int) -> int:
+    def room(self, jobs: Sequence[PendingRequest], active: int) -> int:
         return max(0, self.width - active)
 
-    def admit(self, jobs: Sequence[Job]) -> None:
+    def admit(self, jobs: Sequence[PendingRequest]) -> None:
         assert self.running
         assert self.refills or not self.rows
         self.log.append(("admit", tuple(job.request.order for job in jobs)))
@@ -69,7 +69,7 @@ class Counter:
             if row[1] == job.request.sampling.max_tokens:
                 job.outcome = Completion(ids=(1,) * row[1], logprobs=(0.0,) * row[1], finish="length")
 
-    def drop(self, jobs: Sequence[Job]) -> None:
+    def drop(self, jobs: Sequence[PendingRequest]) -> None:
         for job in jobs:
             del self.rows[id(job)]
 

@@ -25,11 +25,10 @@ from transformers import (
 )
 
 from mmrl.config import EngineConfig
-from mmrl.engines.embedded.decode import OwnLoop
-from mmrl.engines.embedded.engine import TransformersEngine
+from mmrl.engines.embedded.decode import NativeLoop
+from mmrl.engines.embedded.engine import CheckedLoop, TransformersEngine, decode_loop
 from mmrl.engines.embedded.hf_loop import HFLoop
-from mmrl.engines.embedded.rows import Row
-from mmrl.engines.embedded.select import CheckedLoop, choose
+from mmrl.engines.embedded.rows import BatchRow
 from mmrl.errors import ConfigError
 from tests.helpers.engine_fixtures import VOCABULARY, generate, model, request, tokenizer
 
@@ -91,8 +90,8 @@ def build(name: str) -> Any:
     raise ValueError(name)
 
 
-def row(prompt: Sequence[int]) -> Row:
-    return Row(
+def row(prompt: Sequence[int]) -> BatchRow:
+    return BatchRow(
         prompt_ids=tuple(prompt),
         temperature=1.0,
         top_p=1.0,
@@ -114,10 +113,10 @@ NAMES = ["llama", "llama3-bias", "mistral", "qwen2", "qwen3", "one-layer", "lora
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_the_models_forward(name: str) -> None:
     policy = build(name)
-    loop = choose(policy, "own")
+    loop = decode_loop(policy, "own")
     assert isinstance(loop, CheckedLoop)
     own = loop.loop
-    assert isinstance(own, OwnLoop)
+    assert isinstance(own, NativeLoop)
     dice = random.Random(0)
     rows = [[dice.randrange(VOCABULARY) for _ in range(n)] for n in (1, 40, 7, 90, 7, 33)]
     rows.insert(3, list(rows[1]))
@@ -134,7 +133,7 @@ def test_logits_equal_the_models_forward(name: str) -> None:
 
 def test_half_precision_lora_is_applied_beside_the_weights() -> None:
     policy = build("lora-bfloat16")
-    own = OwnLoop(policy)
+    own = NativeLoop(policy)
     with torch.no_grad():
         own.start()
         first = own.prefill([row(range(5, 30))])
@@ -152,7 +151,7 @@ def test_rows_that_come_and_go_do_not_touch_each_other(seed: int) -> None:
     """Any sequence of joining, leaving and decoding leaves each row with the logits it has alone."""
     dice = random.Random(seed)
     policy = model(seed=3)
-    own = OwnLoop(policy)
+    own = NativeLoop(policy)
     rows: list[list[int]] = []
     last: list[torch.Tensor] = []
     with torch.no_grad():
@@ -178,7 +177,7 @@ def test_rows_that_come_and_go_do_not_touch_each_other(seed: int) -> None:
         torch.testing.assert_close(logits, plain(policy, ids), atol=1e-4, rtol=1e-4)
 
 
-def forwarded(own: OwnLoop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def forwarded(own: NativeLoop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the segments that are forwarded from now on."""
     seen: list[int] = []
     forward = own._forward_segments
@@ -192,7 +191,7 @@ def forwarded(own: OwnLoop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_equal_prompts_are_forwarded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = OwnLoop(model())
+    own = NativeLoop(model())
     seen = forwarded(own, monkeypatch)
     with torch.no_grad():
         own.start()
@@ -202,7 +201,7 @@ def test_equal_prompts_are_forwarded_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_shared_header_is_forwarded_once_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = model()
-    own = OwnLoop(policy)
+    own = NativeLoop(policy)
     seen = forwarded(own, monkeypatch)
     header = [2 + i % 90 for i in range(100)]
     with torch.no_grad():
@@ -216,7 +215,7 @@ def test_a_shared_header_is_forwarded_once_and_found_again(monkeypatch: pytest.M
 
 def test_a_later_turn_goes_on_from_the_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = model()
-    own = OwnLoop(policy)
+    own = NativeLoop(policy)
     seen = forwarded(own, monkeypatch)
     dice = random.Random(0)
     ids = [dice.randrange(VOCABULARY) for _ in range(70)]
@@ -258,7 +257,7 @@ def test_unknown_architecture_falls_back_aloud(caplog: pytest.LogCaptureFixture)
     made = generate(served, [request([5] * 60, 0, max_tokens=50)])[0]
     assert len(made.ids) <= 4  # the model's own limit of 64 positions
     with pytest.raises(ConfigError, match=r"engine.loop: got 'own', which cannot serve this model: GPT2LMHeadModel"):
-        choose(policy, "own")
+        decode_loop(policy, "own")
 
 
 @pytest.mark.parametrize(
@@ -271,13 +270,13 @@ def test_unknown_architecture_falls_back_aloud(caplog: pytest.LogCaptureFixture)
 )
 def test_variants_it_does_not_know_are_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        choose(model(**changes), "own")
+        decode_loop(model(**changes), "own")
 
 
 def test_dora_is_refused() -> None:
     policy = get_peft_model(model(), LoraConfig(r=2, use_dora=True, target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match="DoRA"):
-        choose(policy, "own")
+        decode_loop(policy, "own")
 
 
 def test_a_model_that_the_own_loop_gets_wrong_is_served_by_its_own_forward(caplog: pytest.LogCaptureFixture) -> None:
@@ -308,7 +307,7 @@ def test_the_self_check_accepts_a_good_model_quietly(caplog: pytest.LogCaptureFi
         generate(served, [request([5, 6, 7], 0)])
     assert not caplog.records
     assert isinstance(served._decoder.loop, CheckedLoop)
-    assert isinstance(served._decoder.loop.loop, OwnLoop)
+    assert isinstance(served._decoder.loop.loop, NativeLoop)
     assert policy.training
 
 
@@ -334,9 +333,9 @@ def test_threads_follow_from_shapes_and_are_put_back(parameters: int, expected: 
     used: set[int] = set()
     loop = served._decoder.loop
     assert isinstance(loop, CheckedLoop)
-    step, prefill = loop.own.step, loop.own.prefill
-    loop.own.step = lambda tokens: (used.add(torch.get_num_threads()), step(tokens))[1]  # type: ignore[method-assign]
-    loop.own.prefill = lambda rows: (used.add(torch.get_num_threads()), prefill(rows))[1]  # type: ignore[method-assign]
+    step, prefill = loop.native.step, loop.native.prefill
+    loop.native.step = lambda tokens: (used.add(torch.get_num_threads()), step(tokens))[1]  # type: ignore[method-assign]
+    loop.native.prefill = lambda rows: (used.add(torch.get_num_threads()), prefill(rows))[1]  # type: ignore[method-assign]
     generate(served, [request([5, 6], 0)])
     assert used == expected
     assert torch.get_num_threads() == 1

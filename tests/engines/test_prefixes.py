@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrl.engines.embedded.prefixes import LEAST_SAVED, LEAST_SHARED, PrefixStore, Segment, plan, shared
+from mmrl.engines.embedded.prefixes import LEAST_SAVED, LEAST_SHARED, PrefixSegment, PrefixStore, plan, shared
 
 few = st.lists(st.integers(0, 1), min_size=1, max_size=60).map(tuple)
 
@@ -36,7 +36,7 @@ def test_every_prompt_is_covered_and_nothing_is_forwarded_twice_for_long(
 ) -> None:
     store = PrefixStore(10_000)
     for ids in earlier:
-        store.add(Segment(ids))
+        store.add(PrefixSegment(ids))
     segments = plan(prompts, store)
     assert sorted(s.ids for s in segments if s.leaf) == sorted(prompts)
     for position, segment in enumerate(segments):
@@ -59,16 +59,16 @@ def test_every_prompt_is_covered_and_nothing_is_forwarded_twice_for_long(
 def test_the_store_finds_the_longest_and_drops_the_least_recently_used() -> None:
     store = PrefixStore(100)
     first, second = (1,) * 40, (1,) * 20 + (2,) * 20
-    store.add(Segment(first))
-    store.add(Segment(second))
+    store.add(PrefixSegment(first))
+    store.add(PrefixSegment(second))
     found, length = store.find((1,) * 30 + (5,))
     assert found is not None
     assert (found.ids, length) == (first, 30)
-    store.add(Segment((3,) * 40))
+    store.add(PrefixSegment((3,) * 40))
     assert store.tokens == 80
     assert store.find(second)[1] == 20  # second itself is gone, its beginning is first's
     assert store.find(first)[1] == 39  # at least one token is left to forward
-    store.add(Segment((4,) * 101))
+    store.add(PrefixSegment((4,) * 101))
     assert len(store) == 2
 
 

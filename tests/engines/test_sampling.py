@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrl.engines.embedded import sampling
-from mmrl.engines.embedded.rows import Row
+from mmrl.engines.embedded.rows import BatchRow
 from mmrl.engines.embedded.sampling import kept, sample
 
 
-def row(uniforms: object = (0.5,), temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> Row:
-    return Row(
+def row(uniforms: object = (0.5,), temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> BatchRow:
+    return BatchRow(
         prompt_ids=(1,),
         temperature=temperature,
         top_p=top_p,

@@ -25,7 +25,7 @@ def causal_lm(model: nn.Module) -> nn.Module:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
-def why_not(model: nn.Module) -> str | None:
+def unsupported(model: nn.Module) -> str | None:
     """The reason why the own loop cannot serve this model, or None."""
     causal: Any = causal_lm(model)
     name = type(causal).__name__
@@ -242,7 +242,7 @@ class Layer:
 
 
 class Weights:
-    """A model's weights for the own loop. `why_not(model)` must be None.
+    """A model's weights for the own loop. `unsupported(model)` must be None.
 
     Args:
         model: the causal LM, wrapped by peft or not.

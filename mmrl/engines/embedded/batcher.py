@@ -17,29 +17,30 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from mmrl.engines.base import Completion, Request
+from mmrl.engines.embedded.rows import BatchRow
 from mmrl.errors import EngineFailure, RolloutError
 
 SETTLE_ROUNDS = 8
-"""Turns of the event loop without any change after which all programs count as having had their say."""
+"""Turns of the event loop without a new request after which all programs are taken to be waiting."""
 YIELD_S = 0.02
-"""Longest time for which a deterministic decode keeps the event loop from its timers."""
+"""Longest time for which a deterministic decode holds up the event loop and its timers (tools, timeouts)."""
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """One request, from its asking to its outcome."""
+class PendingRequest:
+    """One request, from its arrival to its outcome."""
 
     request: Request
     future: asyncio.Future[Completion]
     sort_key: tuple[tuple[int, int | str], ...]
     outcome: Completion | RolloutError | None = None
     """Set by the decoder when the job is done."""
-    state: Any = field(default=None)
-    """The decoder's own."""
+    row: BatchRow | None = None
+    """Its place in the batch, made by the decoder when it is admitted."""
 
 
 class Decoder(Protocol):
@@ -55,17 +56,18 @@ class Decoder(Protocol):
         ...
 
     def forget(self) -> None:
-        """No program is live: nothing learnt from earlier rows may be used again.
+        """No program is live: nothing kept from earlier rows may be used again.
 
-        Bursts begin and end as timing has it; what lives from one to the next must not.
+        Bursts begin and end as timing has it, so what is shared between two of them must not depend on where the
+        border lies. That no program is live is a fact of the programs, not of timing.
         """
         ...
 
-    def room(self, jobs: Sequence[Job], active: int) -> int:
+    def room(self, jobs: Sequence[PendingRequest], active: int) -> int:
         """How many of the first `jobs` may be admitted next to `active` rows; at least one when `active` is 0."""
         ...
 
-    def admit(self, jobs: Sequence[Job]) -> None:
+    def admit(self, jobs: Sequence[PendingRequest]) -> None:
         """Prefill `jobs` and sample the first token of each."""
         ...
 
@@ -73,7 +75,7 @@ class Decoder(Protocol):
         """Sample one more token of each row in flight."""
         ...
 
-    def drop(self, jobs: Sequence[Job]) -> None:
+    def drop(self, jobs: Sequence[PendingRequest]) -> None:
         """Forget rows that are done or no longer wanted."""
         ...
 
@@ -100,15 +102,16 @@ class Batcher:
         self._reset(None)
 
     def _reset(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        self._stop()  # the driver of a loop that was closed under it
+        self._stop()  # the driver's loop may have been closed while it ran
         self.decoder.forget()
         self._loop = loop
         self.live = 0
-        self.waiting: list[Job] = []
-        self.active: list[Job] = []
+        self.waiting: list[PendingRequest] = []
+        self.active: list[PendingRequest] = []
         self._driver: asyncio.Task[None] | None = None
         self._changed: asyncio.Event | None = None
-        self._stamp = 0
+        self._stamp = 0  # counts changes, so that _settle sees one however it came about
+        # Read by the worker between two tokens without a lock: a bool is written whole, and one token late is no harm.
         self._interrupt = False
 
     def _bind(self) -> None:
@@ -156,8 +159,10 @@ class Batcher:
         """
         self._bind()
         loop = asyncio.get_running_loop()
-        job = Job(request, loop.create_future(), _sort_key(request))
+        job = PendingRequest(request, loop.create_future(), _sort_key(request))
         self.waiting.append(job)
+        # A new row can join only at a decode boundary, between two tokens of all rows: inside a step the tensors of
+        # the batch have a fixed shape. A decoder that cannot refill is not disturbed for it.
         self._interrupt = self.decoder.refills
         if self._driver is None or self._driver.done():
             self._changed = asyncio.Event()
@@ -175,6 +180,8 @@ class Batcher:
     async def _drive(self) -> None:
         """Serve until nothing waits and nothing is in flight."""
         loop = self._loop
+        # Deterministic: decoding runs in this thread, so no program moves while tokens are made. Greedy: in a worker,
+        # so that tools and timeouts go on meanwhile.
         pool = ThreadPoolExecutor(1, "mmrl-decode") if self.schedule == "greedy" else None
         try:
             while True:
@@ -191,9 +198,10 @@ class Batcher:
                     self._stop()
         finally:
             self._interrupt = True
-            if pool is not None:  # the worker looks at _interrupt between tokens
+            if pool is not None:  # the worker reads _interrupt between tokens, so this ends soon
                 pool.shutdown(wait=True)
-            if self._loop is loop:  # else this is a remainder of a loop that is gone, collected late
+            # Else this task belongs to an event loop that is gone, and is being collected late: the state is another's.
+            if self._loop is loop:
                 self._stop()
                 for job in (*self.active, *self.waiting):
                     job.future.cancel()
@@ -208,7 +216,9 @@ class Batcher:
             self.busy_s += time.perf_counter() - started
 
     async def _settle(self) -> None:
-        """Let programs run until nothing changes any more and, if deterministic, all have asked that can ask."""
+        """Let programs run until nothing changes any more and, if deterministic, every program that can ask has."""
+        # Programs need several turns of the event loop between a completion and their next request (parsing, gathers,
+        # tool replies that are ready). Without this the first one to ask would get a batch of its own.
         assert self._changed is not None
         while True:
             while self._missing():
@@ -228,15 +238,18 @@ class Batcher:
         if self.schedule == "greedy" or not (self.waiting or self.active):
             return False
         if self.active and not self.decoder.refills:
-            return False  # nobody can join this batch anyway
-        wanted = sum(not job.future.done() for job in (*self.active, *self.waiting))
-        return wanted < self.live
+            return False  # no row can join this batch anyway
+        # A program is counted once per request that it has open (`rollout.context` enters it again for concurrent
+        # calls), so as many open requests as live programs means that all of them wait for tokens.
+        open_requests = sum(not job.future.done() for job in (*self.active, *self.waiting))
+        return open_requests < self.live
 
     async def _burst(self, pool: ThreadPoolExecutor | None) -> None:
         """Admit what may join now, then decode until a row is done or someone asks for the decoder's attention."""
-        self._drop_unwanted()
-        admitted: list[Job] = []
+        self._drop_cancelled()
+        admitted: list[PendingRequest] = []
         if self.waiting and (self.decoder.refills or not self.active):
+            # By the request's own key, not by arrival: asyncio wakes programs in an order that tools and timers decide.
             self.waiting.sort(key=lambda job: job.sort_key)
             count = max(self.decoder.room(self.waiting, len(self.active)), 0 if self.active else 1)
             admitted, self.waiting = self.waiting[:count], self.waiting[count:]
@@ -250,12 +263,13 @@ class Batcher:
             await asyncio.get_running_loop().run_in_executor(pool, self._decode, admitted, None)
         self._deliver()
 
-    def _decode(self, admitted: Sequence[Job], until: float | None) -> None:
+    def _decode(self, admitted: Sequence[PendingRequest], until: float | None) -> None:
         """Blocking part of `_burst`: runs in the event loop's thread (deterministic) or in a worker (greedy)."""
         started = time.perf_counter()
         try:
             if admitted:
                 self.decoder.admit(admitted)
+            # Back to the event loop as soon as one row is done: its program may ask again and take the free place.
             while not any(job.outcome is not None for job in self.active):
                 if self._interrupt or (until is not None and time.monotonic() > until):
                     return
@@ -263,7 +277,7 @@ class Batcher:
         finally:
             self.busy_s += time.perf_counter() - started
 
-    def _drop_unwanted(self) -> None:
+    def _drop_cancelled(self) -> None:
         self.waiting = [job for job in self.waiting if not job.future.done()]
         gone = [job for job in self.active if job.future.done()]
         if gone:
@@ -274,6 +288,7 @@ class Batcher:
         done = [job for job in self.active if job.outcome is not None]
         if not done:
             return
+        # Dropped before programs hear of it: the next request finds the cache without the rows that are done.
         started = time.perf_counter()
         self.decoder.drop(done)
         self.busy_s += time.perf_counter() - started
@@ -287,9 +302,9 @@ class Batcher:
                 job.future.set_exception(job.outcome)
 
     def _fail(self, error: Exception) -> None:
-        """The decoder raised: every row in flight fails with it; who waits is served by a fresh start.
+        """The decoder raised: every row in flight fails with it; waiting requests are served by a fresh start.
 
-        With nothing in flight the start itself failed, and would fail again: then who waits fails too.
+        With nothing in flight the start itself failed, and would fail again: then waiting requests fail too.
         """
         failed = self.active or self.waiting
         for job in failed:

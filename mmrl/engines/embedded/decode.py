@@ -1,6 +1,6 @@
-"""The own decode loop for Llama- and Qwen-like models: fused products, preallocated KV cache, shared prompts once.
+"""The native decoder for Llama- and Qwen-like models: fused products, preallocated KV cache, shared prompts once.
 
-Under `RowDecoder`. `architecture` says which models it serves; `select` compares it with the model's own forward
+Under `RowDecoder`. `architecture` says which models it serves; `engine` compares it with the model's own forward
 before it is trusted. What it saves against `generate`: growing caches (re-copied at every token there), Python between
 small operations, the forward of a prompt for each of its samples, and rows that idle until the longest one is done.
 """
@@ -8,14 +8,15 @@ small operations, the forward of a prompt for each of its samples, and rows that
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mmrl.engines.embedded.architecture import Layer, Weights, scaled
-from mmrl.engines.embedded.prefixes import PrefixStore, Segment, plan
-from mmrl.engines.embedded.rows import Row
+from mmrl.engines.embedded.prefixes import PrefixSegment, PrefixStore, plan
+from mmrl.engines.embedded.rows import BatchRow
 
 CHUNK_TOKENS = 4096
 """Most padded tokens prefilled in one pass."""
@@ -25,14 +26,14 @@ CACHE_STEP = 64
 """The cache's length grows in multiples of this."""
 
 
-class OwnLoop:
-    """Implements `mmrl.engines.embedded.decoder.Loop`.
+class NativeLoop:
+    """Implements `mmrl.engines.embedded.sampling.DecodeLoop`.
 
     The cache is one tensor per layer, (2, rows, kv heads, length, head_dim), keys and values; row b is valid up to
     `_lengths[b]`. It is zeroed when allocated, so that what a mask hides is never NaN.
 
     Args:
-        model: `architecture.why_not(model)` must be None.
+        model: `architecture.unsupported(model)` must be None.
         stored_tokens: most tokens of shared prefixes kept for prompts to come.
         adapter: the LoRA adapter to apply; None: whichever is active.
         base: a loop with another adapter of the same model, always started before this one.
@@ -45,7 +46,7 @@ class OwnLoop:
         model: torch.nn.Module,
         stored_tokens: int = 65536,
         adapter: str | None = None,
-        base: OwnLoop | None = None,
+        base: NativeLoop | None = None,
     ):
         self.weights: Weights = Weights(model, adapter, base.weights if base is not None else None)
         self.stored_tokens = stored_tokens
@@ -56,16 +57,17 @@ class OwnLoop:
     def start(self) -> None:
         """Read the weights anew; prefixes kept under other weights are forgotten, however the weights were changed."""
         self.weights.refresh()
-        found = self.weights.fingerprint()
-        if found != self._weights_of_store:
+        # Keys and values of stored prefixes are products of the weights: with others they would be silently wrong.
+        fingerprint = self.weights.fingerprint()
+        if fingerprint != self._weights_of_store:
             self.forget()
-            self._weights_of_store = found
+            self._weights_of_store = fingerprint
 
     def stop(self) -> None:
         """Forget all rows and free the cache."""
         self._cache: list[Tensor] = []
         self._lengths: list[int] = []
-        self._rows: list[Row] = []
+        self._rows: list[BatchRow] = []
         self._positions: Tensor | None = None
         self._mask: Tensor | None = None
 
@@ -73,8 +75,9 @@ class OwnLoop:
         """Forget all prefixes."""
         self._store = PrefixStore(self.stored_tokens)
 
-    def prefill(self, rows: Sequence[Row]) -> Tensor:
-        """See `Loop.prefill`; what prompts share is forwarded once."""
+    def prefill(self, rows: Sequence[BatchRow]) -> Tensor:
+        """See `DecodeLoop.prefill`; what prompts share is forwarded once."""
+        # Equal prompts (the samples of a group) are one leaf: forwarded once, copied into each of their rows.
         places: dict[tuple[int, ...], list[int]] = {}
         for index, row in enumerate(rows):
             places.setdefault(row.prompt_ids, []).append(index)
@@ -84,12 +87,15 @@ class OwnLoop:
         self._rows += rows
         logits: Tensor | None = None
         for segments in _passes(plan(list(places), self._store)):
+            # `into`: rows of this prefill, `sources`: the segment of this pass that each of them continues.
             leaves = [(number, places[s.ids]) for number, s in enumerate(segments) if s.leaf]
             into = torch.tensor([index for _, several in leaves for index in several], dtype=torch.long)
             sources = torch.tensor([number for number, several in leaves for _ in several], dtype=torch.long)
-            hidden = self._forward_segments(segments, first + into, sources)
+            hidden = self._forward_segments(segments, first + into, sources)  # (segments, H)
             for segment in segments:
                 if not segment.leaf:
+                    # A leaf's keys and values already lie in its rows; a copy would pay only if a later prompt goes on
+                    # from it, which `_remember` decides when the row is done.
                     self._store.add(segment)
             some = self.weights.head(self.weights.norm(hidden))
             if logits is None:
@@ -102,31 +108,34 @@ class OwnLoop:
         return logits
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """See `Loop.step`."""
+        """See `DecodeLoop.step`."""
         self._reserve(len(tokens), max(self._lengths) + 1)
         if self._positions is None:
             self._place()
         positions = self._positions
         assert positions is not None
-        hidden = self._forward_tokens(torch.tensor(tokens, device=positions.device), positions)
-        positions += 1
+        hidden = self._forward_tokens(torch.tensor(tokens, device=positions.device), positions)  # (B, H)
+        positions += 1  # in place: the tensor stays the same from token to token until rows come or go
         self._lengths = [length + 1 for length in self._lengths]
         return self.weights.head(self.weights.norm(hidden))
 
     def keep(self, indices: Sequence[int]) -> list[int]:
-        """See `Loop.keep`; the last rows move into the gaps."""
+        """See `DecodeLoop.keep`; the last rows move into the gaps."""
         count = len(indices)
         order = list(range(count))
-        kept = set(indices)
+        survivors = set(indices)
         for index in range(len(self._rows)):
-            if index not in kept:
+            if index not in survivors:
                 self._remember(index)
-        gaps = [index for index in order if index not in kept]
+        # Live rows stay at 0..count-1, so that a step takes a view of the cache and not a gather. Only as many rows are
+        # copied as have left, not all that come after the first gap.
+        gaps = [index for index in order if index not in survivors]
         moved = [index for index in indices if index >= count]
         if gaps:
             longest = max(self._lengths[index] for index in moved)
             to, source = torch.tensor(gaps), torch.tensor(moved)
             for cache in self._cache:
+                # (2, rows, kv heads, positions, head_dim); the right side is a copy, so overlaps do no harm
                 cache[:, to, :, :longest] = cache[:, source, :, :longest]
             for gap, index in zip(gaps, moved, strict=True):
                 order[gap] = index
@@ -141,14 +150,18 @@ class OwnLoop:
         ids = (*row.prompt_ids, *row.ids)[:length]  # the newest token was never forwarded
         self._store.see(ids, len(row.prompt_ids))
         if self._store.continued:
-            kept = [cache[:, index, :, :length].clone() for cache in self._cache]
-            self._store.add(Segment(ids, leaf=True, cache=kept))
+            # Cloned, since the row's place in the cache is about to be given away. (2, kv heads, length, head_dim)
+            cache = [layer[:, index, :, :length].clone() for layer in self._cache]
+            self._store.add(PrefixSegment(ids, leaf=True, cache=cache))
 
     def _reserve(self, rows: int, length: int) -> None:
         """Make the cache large enough; what it holds stays."""
         old_rows, old_length = (self._cache[0].shape[1], self._cache[0].shape[3]) if self._cache else (0, 0)
         if rows <= old_rows and length <= old_length:
             return
+        # A quarter more than is needed, so that a batch which grows row by row or token by token is copied a
+        # logarithmic number of times only. Zeros: a masked value is multiplied by 0, and 0 × NaN of fresh memory would
+        # be NaN.
         w = self.weights
         rows = max(rows, old_rows * 5 // 4) if rows > old_rows else old_rows
         if length > old_length:
@@ -158,7 +171,7 @@ class OwnLoop:
         live, filled = len(self._lengths), max(self._lengths, default=0)
         for index in range(len(w.layers)):
             new = w.embedding.new_zeros(2, rows, w.kv_heads, length, w.head_dim)
-            if self._cache:
+            if self._cache:  # layer by layer: old and new of one layer at a time, never of the whole cache
                 new[:, :live, :, :filled] = self._cache[index][:, :live, :, :filled]
                 self._cache[index] = new
             else:
@@ -171,10 +184,10 @@ class OwnLoop:
         device = self.weights.embedding.device
         self._positions = torch.tensor(self._lengths, device=device)
         if len(set(self._lengths)) == 1:
-            self._mask = None
+            self._mask = None  # all rows end at the same position: nothing to hide
             return
         columns = torch.arange(self._cache[0].shape[3], device=device)
-        hidden = columns >= self._positions.unsqueeze(1)
+        hidden = columns >= self._positions.unsqueeze(1)  # (rows, length): what a row does not hold yet
         zeros = torch.zeros(hidden.shape, dtype=self.weights.embedding.dtype, device=device)
         self._mask = zeros.masked_fill_(hidden, float("-inf"))
 
@@ -183,8 +196,9 @@ class OwnLoop:
         w = self.weights
         rows, length = len(tokens), max(self._lengths) + 1
         cos, sin = w.rope(length)
-        cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
-        # Rows of the flattened cache, (B, 2 * kv heads): keys of all heads, then values.
+        cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # (B, 1, head_dim)
+        # Where each new key and value goes in the cache seen as (rows, head_dim): one indexed write per layer for keys
+        # and values of all rows. `where` is (B, 2 * kv heads), keys of all heads, then values.
         _, size, heads, width, _ = self._cache[0].shape
         row = torch.arange(rows, device=tokens.device).unsqueeze(1)
         head = torch.arange(heads, device=tokens.device)
@@ -192,13 +206,16 @@ class OwnLoop:
         where = torch.cat([keys, keys + size * heads * width], dim=1)
         mask = None
         if self._mask is not None:
-            self._mask[row, positions.unsqueeze(1)] = 0.0
+            self._mask[row, positions.unsqueeze(1)] = 0.0  # each row now sees its newest position too
             mask = self._mask[:rows, None, None, :length]
         x = F.embedding(tokens, w.embedding)
         for layer, cache in zip(w.layers, self._cache, strict=True):
+            # (B, heads + 2 * kv heads, head_dim): queries, keys, values out of one product
             qkv = layer.qkv(layer.before_attention(x)).view(rows, -1, w.head_dim)
             _rotate(qkv[:, : w.heads + w.kv_heads], cos, sin, layer)
             cache.view(-1, w.head_dim)[where] = qkv[:, w.heads :]
+            # Grouped-query attention without copies of keys: the queries of one key head stand as its "positions",
+            # (B, kv heads, heads / kv heads, head_dim) against (B, kv heads, length, head_dim).
             query = qkv[:, : w.heads].reshape(rows, w.kv_heads, -1, w.head_dim)
             key, value = cache[:, :rows, :, :length]
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -206,7 +223,7 @@ class OwnLoop:
             x = _mlp(layer, x)
         return x
 
-    def _forward_segments(self, segments: Sequence[Segment], slots: Tensor, sources: Tensor) -> Tensor:
+    def _forward_segments(self, segments: Sequence[PrefixSegment], slots: Tensor, sources: Tensor) -> Tensor:
         """Segments on top of one parent, padded on the right (causal attention never sees that).
 
         Args:
@@ -224,20 +241,23 @@ class OwnLoop:
         ids = torch.tensor([[*part, *[0] * (width - len(part))] for part in parts], device=device)
         cos, sin = (table[start : start + width, None] for table in w.rope(start + width))
         last = torch.tensor([len(part) - 1 for part in parts], device=device)
-        target = _Target(segments, slots.to(device), sources.to(device))
+        batch = _Pass(last, cos, sin, _Target(segments, slots.to(device), sources.to(device)))
+        # Padding on the right needs no mask: causal attention looks to the left, and `last` picks each segment's own
+        # end. With a parent, every token also sees all of its `start` tokens.
         mask = None
         if start:
             seen = torch.ones(width, start + width, dtype=torch.bool, device=device).tril_(start)
             mask = torch.zeros(seen.shape, dtype=w.embedding.dtype, device=device).masked_fill_(~seen, float("-inf"))
-        x = F.embedding(ids.view(-1), w.embedding)
+        x = F.embedding(ids.view(-1), w.embedding)  # (segments * width, H)
         for index, layer in enumerate(w.layers):
             past = parent.cache[index][:, :, :start] if parent is not None else None
             normed = layer.before_attention(x)
+            # Nobody reads the last layer's output but for the last token; its keys and values are needed of all.
             if index == len(w.layers) - 1:
-                return self._last_layer(layer, x, normed, past, last, cos, sin, target)
+                return self._last_layer(layer, x, normed, past, batch)
             qkv = layer.qkv(normed).view(count, width, -1, w.head_dim)
             _rotate(qkv[:, :, : w.heads + w.kv_heads], cos, sin, layer)
-            key, value = target.fill(self._cache[index], past, qkv[:, :, w.heads :])
+            key, value = batch.target.fill(self._cache[index], past, qkv[:, :, w.heads :])
             mixed = F.scaled_dot_product_attention(
                 qkv[:, :, : w.heads].transpose(1, 2), key, value, attn_mask=mask, is_causal=not start, enable_gqa=True
             )
@@ -245,28 +265,19 @@ class OwnLoop:
             x = _mlp(layer, x)
         raise AssertionError("a model without layers")
 
-    def _last_layer(
-        self,
-        layer: Layer,
-        x: Tensor,
-        normed: Tensor,
-        past: Tensor | None,
-        last: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        target: _Target,
-    ) -> Tensor:
+    def _last_layer(self, layer: Layer, x: Tensor, normed: Tensor, past: Tensor | None, batch: _Pass) -> Tensor:
         """The last layer needs keys and values of all tokens, and all else of each segment's last token only."""
-        w = self.weights
+        w, last, cos, sin = self.weights, batch.last, batch.cos, batch.sin
         count, width = len(last), cos.shape[0]
         split = w.heads * w.head_dim
         kv = layer.qkv(normed, slice(split, None)).view(count, width, -1, w.head_dim)
         _rotate(kv[:, :, : w.kv_heads], cos, sin, layer, slice(w.heads, None))
-        key, value = target.fill(self._cache[-1], past, kv)
-        at = torch.arange(count, device=x.device) * width + last
+        key, value = batch.target.fill(self._cache[-1], past, kv)
+        at = torch.arange(count, device=x.device) * width + last  # rows of x that are a segment's last token
         query = layer.qkv(normed[at], slice(0, split)).view(count, w.heads, w.head_dim)
         _rotate(query, cos[last], sin[last], layer, slice(0, w.heads))
         length = key.shape[2]
+        # (segments, length): the parent, and the segment's own tokens but for its padding
         seen = torch.arange(length, device=x.device) <= (last + (length - width)).unsqueeze(1)
         grouped = query.view(count, w.kv_heads, -1, w.head_dim)
         mixed = F.scaled_dot_product_attention(grouped, key, value, attn_mask=seen[:, None, None])
@@ -276,11 +287,11 @@ class OwnLoop:
 class _Target:
     """Where the keys and values of one pass go: rows of the cache, and the segments that are kept."""
 
-    def __init__(self, segments: Sequence[Segment], slots: Tensor, sources: Tensor):
-        self.kept = [(number, segment) for number, segment in enumerate(segments) if not segment.leaf]
+    def __init__(self, segments: Sequence[PrefixSegment], slots: Tensor, sources: Tensor):
+        self.stored = [(number, segment) for number, segment in enumerate(segments) if not segment.leaf]
         self.slots = slots
         self.sources = sources
-        for _, segment in self.kept:
+        for _, segment in self.stored:
             segment.cache = []
 
     def fill(self, cache: Tensor, past: Tensor | None, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -296,24 +307,42 @@ class _Target:
         """
         count, width, heads, size = kv.shape
         both = kv.view(count, width, 2, heads // 2, size).permute(2, 0, 3, 1, 4)
+        # (2, segments, kv heads, positions, head_dim). A parent is shared by view until here: `expand` copies nothing,
+        # the `cat` is the one copy, and what a leaf's rows hold is their own from then on, so the parent may be
+        # forgotten.
         if past is not None:
             both = torch.cat([past.unsqueeze(1).expand(-1, count, -1, -1, -1), both], dim=3)
         if len(self.slots):
             cache[:, self.slots, :, : both.shape[3]] = both[:, self.sources]
-        for number, segment in self.kept:
+        for number, segment in self.stored:
+            # Cloned: a view would hold the whole pass, padding and siblings included.
             segment.cache.append(both[:, number, :, : len(segment.ids)].clone())
         return both[0], both[1]
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What all layers of one prefill pass share; U segments, padded to S tokens."""
+
+    last: Tensor
+    """(U,) index of each segment's last token."""
+    cos: Tensor
+    sin: Tensor
+    """(S, 1, head_dim) rotary angles of the segments' positions."""
+    target: _Target
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layer: Layer, heads: slice = slice(None)) -> None:
     """Norm (where the model has one) and rotary position of queries and keys, (..., heads, D), in place."""
     y = x
     if layer.qk_weight is not None:
+        # The same two ways as in `Norm`: half precision computes in float32 inside, as the model does.
         if x.dtype == torch.float32:
             assert layer.qk_eps_like is not None
             y = scaled(x, layer.qk_eps_like) * layer.qk_weight[heads]
         else:
             y = F.rms_norm(x, x.shape[-1:], None, layer.qk_eps) * layer.qk_weight[heads]
+    # sin carries the sign of the half that is negated, so rotate-half is one roll and one fused multiply-add.
     torch.addcmul(y * cos, y.roll(y.shape[-1] // 2, -1), sin, out=x)
 
 
@@ -322,19 +351,22 @@ def _mlp(layer: Layer, x: Tensor) -> Tensor:
     return layer.down.add_to(x, F.silu(gate).mul_(up))
 
 
-def _passes(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+def _passes(segments: Sequence[PrefixSegment]) -> Iterator[list[PrefixSegment]]:
     """Segments of one parent and similar length together, parents' passes before their children's.
 
     The order depends on lengths and ids alone.
     """
-    siblings: dict[tuple[int, int], list[Segment]] = {}
+    # One pass has one parent and one start, so that its keys and values are one tensor that all of it sees. Parents
+    # come first since `plan` lists them first and dicts keep that order.
+    siblings: dict[tuple[int, int], list[PrefixSegment]] = {}
     for segment in segments:
         siblings.setdefault((id(segment.parent), segment.start), []).append(segment)
     for several in siblings.values():
-        chunk: list[Segment] = []
+        chunk: list[PrefixSegment] = []
         for segment in sorted(several, key=lambda one: (len(one.ids), one.ids)):
             length = len(segment.ids) - segment.start
             shortest = len(chunk[0].ids) - chunk[0].start if chunk else 0
+            # Sorted by length, a pass pads by at most a quarter (and 16 tokens, for short ones).
             if chunk and (length > WASTE * shortest + 16 or length * (len(chunk) + 1) > CHUNK_TOKENS):
                 yield chunk
                 chunk = []

@@ -8,15 +8,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from mmrl.engines.embedded.rows import Row
+from mmrl.engines.embedded.architecture import causal_lm
+from mmrl.engines.embedded.rows import BatchRow
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import DynamicCache
 
 
 class HFLoop:
-    """Implements `mmrl.engines.embedded.decoder.Loop` by `model(...)`; a batch is decoded to its end
+    """Implements `mmrl.engines.embedded.sampling.DecodeLoop` by `model(...)`; a batch is decoded to its end
     before the next begins.
 
     Args:
@@ -31,14 +36,12 @@ class HFLoop:
     def __init__(self, model: torch.nn.Module, adapter: str | None = None):
         self.model = model
         self.adapter = adapter
-        inner: Any = model
-        if hasattr(inner, "get_base_model"):
-            inner = inner.get_base_model()
-        accepted = inspect.signature(inner.forward).parameters
+        accepted = inspect.signature(causal_lm(model).forward).parameters
         self._positions = "position_ids" in accepted
+        # Without it a prefill would make logits of all prompt tokens: rows × positions × vocabulary.
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._training: list[torch.nn.Module] = []
-        self._cache: Any = None
+        self._cache: DynamicCache | None = None
         self._mask: torch.Tensor | None = None
 
     def start(self) -> None:
@@ -56,10 +59,12 @@ class HFLoop:
     def forget(self) -> None:
         """Nothing is kept between batches."""
 
-    def prefill(self, rows: Sequence[Row]) -> torch.Tensor:
-        """See `Loop.prefill`; only with no rows in flight."""
+    def prefill(self, rows: Sequence[BatchRow]) -> torch.Tensor:
+        """See `DecodeLoop.prefill`; only with no rows in flight."""
         width = max(len(row.prompt_ids) for row in rows)
-        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        # Padded on the left, so that the newest token of every row stands in the last column: `logits[:, -1]` is right
+        # for all of them, and a step appends one column.
+        ids = torch.zeros(len(rows), width, dtype=torch.long)  # (rows, width)
         mask = torch.zeros_like(ids)
         for index, row in enumerate(rows):
             ids[index, width - len(row.prompt_ids) :] = torch.tensor(row.prompt_ids)
@@ -69,26 +74,29 @@ class HFLoop:
         return self._forward(ids.to(device), mask.to(device))
 
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """See `Loop.step`."""
+        """See `DecodeLoop.step`."""
         assert self._mask is not None
         ids = torch.tensor(tokens, device=self._mask.device).unsqueeze(1)
         return self._forward(ids, torch.cat([self._mask, torch.ones_like(ids)], dim=1))
 
     def keep(self, indices: Sequence[int]) -> list[int]:
-        """See `Loop.keep`."""
+        """See `DecodeLoop.keep`."""
         assert self._mask is not None
         if not indices:
             self._cache = self._mask = None
             return []
         chosen = torch.tensor(indices, device=self._mask.device)
         self._mask = self._mask[chosen]
-        self._cache.batch_select_indices(chosen)
+        cache = self._cache
+        assert cache is not None
+        cache.batch_select_indices(chosen)
         return list(indices)
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         self._mask = mask
-        extra: dict[str, Any] = dict(self._last_only)
+        extra: dict[str, object] = dict(self._last_only)
         if self._positions:
+            # Counted over real tokens: padding must not shift the rotary angles of a prompt.
             positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
             extra["position_ids"] = positions[:, -ids.shape[1] :]
         with using(self.model, self.adapter):
@@ -105,18 +113,24 @@ class HFLoop:
 
 
 @contextmanager
-def using(model: Any, adapter: str | None) -> Iterator[None]:
+def using(model: torch.nn.Module, adapter: str | None) -> Iterator[None]:
     """Inside, `adapter` is the model's active one; peft also moves `requires_grad` with it, which is put back."""
-    if adapter is None or model.active_adapters == [adapter]:
+    if adapter is None:
         yield
         return
-    before = list(model.active_adapters)
+    adapted = cast("PeftModel", model)
+    if adapted.active_adapters == [adapter]:
+        yield
+        return
+    # peft's set_adapter also turns on the gradients of the adapter and off those of the others. Generation happens
+    # between two updates, so the trainer's set must be found as it was.
+    before = list(adapted.active_adapters)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.base_model.set_adapter(adapter)
+    adapted.base_model.set_adapter(adapter)
     try:
         yield
     finally:
-        model.base_model.set_adapter(before)
+        adapted.base_model.set_adapter(before)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         for parameter in trained:

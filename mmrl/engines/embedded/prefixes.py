@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Ids = tuple[int, ...]
 
@@ -23,20 +26,22 @@ MOST_SEEN = 1024
 
 
 @dataclass(slots=True, eq=False)
-class Segment:
+class PrefixSegment:
     """Tokens start..len(ids) of a sequence, forwarded on top of the first `start` tokens of `parent`."""
 
     ids: Ids
     start: int = 0
-    parent: Segment | None = None
+    parent: PrefixSegment | None = None
     leaf: bool = False
     """A whole prompt; otherwise something that several prompts share."""
-    cache: Any = None
-    """Keys and values of all `ids`, put there by the loop when the segment is kept."""
+    cache: list[Tensor] = field(default_factory=list)
+    """Per layer: keys and values of all `ids`, (2, kv heads, len(ids), head_dim). The decoder fills it in when the segment
+    is to be stored."""
 
 
 def shared(a: Ids, b: Ids) -> int:
     """Length of the longest common prefix."""
+    # Slices compare in C: a bisection over slices beats a loop over tokens by far for prompts of thousands.
     size = min(len(a), len(b))
     if a[:size] == b[:size]:
         return size
@@ -51,10 +56,10 @@ def shared(a: Ids, b: Ids) -> int:
 
 
 class PrefixStore:
-    """Sequences with known keys and values, and the ids alone of recent others.
+    """Sequences whose keys and values are stored, and the ids alone of recent others.
 
     Args:
-        limit: most tokens kept in all; the least recently used sequence goes first.
+        limit: most tokens stored in all; the least recently used sequence goes first.
     """
 
     def __init__(self, limit: int):
@@ -62,39 +67,44 @@ class PrefixStore:
         self.tokens = 0
         self.continued = False
         """Whether a prompt ever went on after a completion (a turn later): then finished rows are worth keeping."""
+        # Sorted ids beside each dict: the sequence with the longest common prefix stands next to where a prompt would
+        # be put in, so a lookup is a bisection and two comparisons, not one with every stored sequence.
         self._sorted: list[Ids] = []
-        self._kept: dict[Ids, Segment] = {}  # in order of use
+        self._stored: dict[Ids, PrefixSegment] = {}  # in order of use
         self._seen_sorted: list[Ids] = []
         self._seen: dict[Ids, int] = {}  # in order of arrival; length of the prompt in it
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._stored)
 
-    def add(self, segment: Segment) -> None:
-        """Keep a segment whose cache is filled."""
-        if segment.ids in self._kept or len(segment.ids) > self.limit:
+    def add(self, segment: PrefixSegment) -> None:
+        """Store a segment whose cache is filled."""
+        if segment.ids in self._stored or len(segment.ids) > self.limit:
             return
-        self._kept[segment.ids] = segment
+        self._stored[segment.ids] = segment
         insort(self._sorted, segment.ids)
         self.tokens += len(segment.ids)
+        # Counted in tokens of whole sequences: each holds its parent's part as a copy, so a parent may go before its
+        # children, and a child's cache never dangles.
         while self.tokens > self.limit:
-            ids = next(iter(self._kept))
-            del self._kept[ids]
+            ids = next(iter(self._stored))
+            del self._stored[ids]
             del self._sorted[bisect_left(self._sorted, ids)]
             self.tokens -= len(ids)
 
-    def find(self, prompt: Ids) -> tuple[Segment | None, int]:
-        """The kept sequence that shares most with the prompt, and how much; at least the last token is left over."""
+    def find(self, prompt: Ids) -> tuple[PrefixSegment | None, int]:
+        """The stored sequence that shares most with the prompt, and how much; at least the last token is left over."""
         at = bisect_left(self._sorted, prompt)
         best, length = None, LEAST_SHARED - 1
         for neighbour in self._sorted[max(0, at - 1) : at + 1]:  # the longest common prefix is with a neighbour
+            # The last token is always forwarded: its output is what the first sampled token is drawn from.
             common = min(shared(neighbour, prompt), len(prompt) - 1)
             if common > length:
                 best, length = neighbour, common
         if best is None:
             return None, 0
-        segment = self._kept.pop(best)
-        self._kept[best] = segment
+        segment = self._stored.pop(best)
+        self._stored[best] = segment  # now the most recently used
         return segment, length
 
     def see(self, ids: Ids, prompt: int) -> None:
@@ -115,11 +125,12 @@ class PrefixStore:
         for neighbour in self._seen_sorted[max(0, at - 1) : at + 1]:
             common = shared(neighbour, prompt)
             most = max(most, common)
+            # Beyond the prompt of the earlier sequence means into what was sampled: a program goes on in its context.
             self.continued |= self._seen[neighbour] < common
         return most
 
 
-def plan(prompts: Sequence[Ids], store: PrefixStore) -> list[Segment]:
+def plan(prompts: Sequence[Ids], store: PrefixStore) -> list[PrefixSegment]:
     """Cut prompts into segments, parents before children.
 
     Args:
@@ -129,11 +140,13 @@ def plan(prompts: Sequence[Ids], store: PrefixStore) -> list[Segment]:
     Returns:
         One leaf per prompt and the shared segments; a leaf has at least one token of its own.
     """
-    roots: dict[tuple[int, int], tuple[Segment | None, int, list[Ids]]] = {}
+    # The plan is a function of prompts and store, both of which the deterministic schedule fixes; sorting takes out the
+    # order of arrival. Which tokens are forwarded together decides the last bits of their keys and values.
+    roots: dict[tuple[int, int], tuple[PrefixSegment | None, int, list[Ids]]] = {}
     for prompt in sorted(prompts):
         segment, length = store.find(prompt)
         roots.setdefault((id(segment), length), (segment, length, []))[2].append(prompt)
-    made: list[Segment] = []
+    segments: list[PrefixSegment] = []  # parents before children: a stack pops a parent's branches after it
     stack = list(roots.values())
     while stack:
         parent, start, group = stack.pop()
@@ -141,19 +154,23 @@ def plan(prompts: Sequence[Ids], store: PrefixStore) -> list[Segment]:
             prompt = group[0]
             common = min(store.meet(prompt), len(prompt) - 1)
             if common - start >= LEAST_SAVED:  # shared with one that came before: the next to come shall find it
-                parent = Segment(prompt[:common], start, parent)
+                parent = PrefixSegment(prompt[:common], start, parent)
                 start = common
-                made.append(parent)
-            made.append(Segment(prompt, start, parent, leaf=True))
+                segments.append(parent)
+            segments.append(PrefixSegment(prompt, start, parent, leaf=True))
             continue
         common = shared(group[0], group[-1])  # sorted: common to all between
         length = min(common, min(len(prompt) for prompt in group) - 1)
+        # One more pass costs about as much as LEAST_SAVED tokens in a pass that runs anyway, so a shared part is cut
+        # off only where all siblings together save more.
         if length - start >= LEAST_SHARED and (len(group) - 1) * (length - start) >= LEAST_SAVED:
-            parent = Segment(group[0][:length], start, parent)
+            parent = PrefixSegment(group[0][:length], start, parent)
             start = length
-            made.append(parent)
+            segments.append(parent)
+        # By the first token in which they differ; a prompt that ends here (it is a prefix of the others) is its own
+        # branch.
         branches: dict[int | None, list[Ids]] = {}
         for prompt in group:
             branches.setdefault(prompt[common] if len(prompt) > common else None, []).append(prompt)
         stack.extend((parent, start, branch) for branch in branches.values())
-    return made
+    return segments

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,14 +16,14 @@ from mmrl.engines.base import Completion, Request
 from mmrl.errors import EngineFailure, LengthFailure
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 EDGE_TOKENS = 8
 """Tokens decoded before the earliest one that can hold a stop string: a decode's left edge may be off by one."""
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class BatchRow:
     """The completion of one request so far."""
 
     prompt_ids: tuple[int, ...]
@@ -36,7 +36,7 @@ class Row:
     uniforms: np.ndarray
     """(limit,) float64: token t is drawn with the t-th."""
     adapter: str | None = None
-    """The adapter that speaks, where modules have weights of their own."""
+    """LoRA adapter of the row, where modules have separate weights."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -49,7 +49,7 @@ class Rules:
         eos_ids: each ends a completion with `eos`.
         vocabulary: ids of prompts must be below it.
         max_context: most tokens of prompt and completion together; None for no limit.
-        adapters: module name -> adapter name, where modules have weights of their own.
+        adapters: module name -> adapter name, where modules have separate weights.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Rules:
         self.vocabulary = vocabulary
         self.max_context = max_context
         self.adapters = adapters
-        self._special: frozenset[int] = frozenset(getattr(tokenizer, "all_special_ids", ()) or ())
+        self._special: frozenset[int] = frozenset(tokenizer.all_special_ids)
         self._pieces: dict[int, str] = {}
 
     def check(self, request: Request) -> None:
@@ -82,6 +82,7 @@ class Rules:
             )
         if not prompt:
             raise EngineFailure("the prompt has no tokens")
+        # Checked here, where the error names the request: inside the batch it would be an index error for all rows.
         if min(prompt) < 0 or max(prompt) >= self.vocabulary:
             raise EngineFailure(f"the prompt has a token id outside the model's vocabulary of {self.vocabulary}")
         if self.adapters is not None and request.module not in self.adapters:
@@ -94,30 +95,32 @@ class Rules:
                 "temperature >= 0, 0 < top_p <= 1, top_k >= 0"
             )
 
-    def row(self, request: Request) -> Row:
+    def row(self, request: Request) -> BatchRow:
         """The empty row of a request that passed `check`."""
         sampling = request.sampling
         limit = sampling.max_tokens
+        # The prompt and all sampled tokens have positions; beyond the context the model was not trained on any.
         if self.max_context is not None:
             limit = min(limit, self.max_context - len(request.prompt_ids))
-        return Row(
+        return BatchRow(
             prompt_ids=request.prompt_ids,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             stop=tuple(text for text in sampling.stop if text),
             limit=limit,
+            # All of them now: the draw of token t depends on the seed and t, not on how the row was batched.
             uniforms=rng.uniforms(sampling.seed, limit),
             adapter=self.adapters[request.module] if self.adapters is not None else None,
         )
 
-    def append(self, row: Row, token: int, logprob: float) -> str | None:
+    def append(self, row: BatchRow, token: int, logprob: float) -> str | None:
         """Add one token; returns why the completion is over (`eos`, `stop`, `length`) or None.
 
         Raises:
             EngineFailure: the log-probability is not a finite number (the weights have diverged).
         """
-        if not logprob > -np.inf:
+        if not logprob > -np.inf:  # false for nan as well
             raise EngineFailure(f"the model gave a log-probability of {logprob}; its weights may have diverged")
         row.ids.append(token)
         row.logprobs.append(logprob)
@@ -127,21 +130,25 @@ class Rules:
             return "stop"
         return "length" if len(row.ids) >= row.limit else None
 
-    def completion(self, row: Row, finish: str, policy_version: int) -> Completion:
+    def completion(self, row: BatchRow, finish: str, policy_version: int) -> Completion:
         """What the program receives."""
         return Completion(
             ids=tuple(row.ids), logprobs=tuple(row.logprobs), finish=finish, policy_version=policy_version
         )
 
-    def _stopped(self, row: Row) -> bool:
+    def _stopped(self, row: BatchRow) -> bool:
         """Whether the newest token completes a stop string in the generated text."""
+        # Decoding the text after every token would make a completion of T tokens cost T² / 2. So first a test of the
+        # newest token alone, cached by id, and then the decode of a tail that is long enough for the longest string.
         piece = self._piece(row.ids[-1])
         candidates = [stop for stop in row.stop if _may_end(stop, piece)]
         if not candidates:
             return False
+        # A token that adds text adds at least one byte, so a stop string of n bytes lies in the last n such tokens.
         tail = max(len(stop.encode()) for stop in candidates) + EDGE_TOKENS
         if self._holds(row.ids[-tail:], candidates):
             return True
+        # The same without special tokens, which may add nothing to the text and stand between two parts of the string.
         plain = [token for token in row.ids if token not in self._special]
         return len(plain) < len(row.ids) and self._holds(plain[-tail:], candidates)
 
@@ -155,7 +162,7 @@ class Rules:
         return self._pieces[token]
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def _may_end(stop: str, piece: str) -> bool:
@@ -166,11 +173,18 @@ def _may_end(stop: str, piece: str) -> bool:
     return stop[-1] in piece or stop[-1] == " " or not piece or "\ufffd" in piece
 
 
-def eos_ids(tokenizer: Any, generation_config: Any) -> frozenset[int]:
-    """End-of-turn ids: the tokenizer's own and the list of the model's generation config."""
-    found: set[int] = set()
-    for source in (tokenizer, generation_config):
-        value = getattr(source, "eos_token_id", None)
+def context_limit(settings: PretrainedConfig, *limits: int | None) -> int | None:
+    """The smallest of the model's positions and `limits`; None where there is no limit at all."""
+    # Not every architecture has a table of positions (ALiBi, state-space models).
+    candidates = [*limits, getattr(settings, "max_position_embeddings", None)]
+    return min((value for value in candidates if value), default=None)
+
+
+def eos_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> frozenset[int]:
+    """End-of-turn ids: that of the tokenizer and those of the model's generation config."""
+    # Chat models often end a turn with another token than the tokenizer's EOS, and name it in the generation config.
+    ids: set[int] = set()
+    for value in (tokenizer.eos_token_id, generation_config.eos_token_id if generation_config is not None else None):
         if value is not None:
-            found.update([value] if isinstance(value, int) else value)
-    return frozenset(found)
+            ids.update([value] if isinstance(value, int) else value)
+    return frozenset(ids)

@@ -1,24 +1,175 @@
-"""One token per row from a batch of logits: recorded log-probability, top-k, top-p, inverse CDF.
+"""From logits to tokens: recorded log-probability, top-k, top-p, inverse CDF; and the decoder that does it for a batch.
 
-Used by both decode loops. Each row brings its own settings and its own uniform, so that a row's token depends on
-nothing else in its batch but the last bits of its logits.
+`RowDecoder` is what the batcher drives: it holds the rows in flight, samples, and decides which are done, on top of a
+`DecodeLoop` (`decode`, `hf_loop`) that owns weights and KV cache. In `sample` each row brings its own settings and its
+own uniform, so that its token depends on nothing else in its batch but the last bits of its logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
-from mmrl.engines.embedded.rows import Row
+from mmrl.engines.embedded.batcher import PendingRequest
+from mmrl.engines.embedded.rows import BatchRow, Rules
+from mmrl.errors import EngineFailure
 
 BLOCK = 64
 """Tokens summed as one in the first level of the inverse CDF."""
 RANKED = 64
 """Most probable tokens looked at first; only rows whose border lies beyond them are sorted whole."""
+ONE_THREAD_WORK = 20_000_000
+"""Parameters × rows of a decode step below which a second thread costs more than it gives (measured: 1.4× slower)."""
 
 
-def sample(logits: torch.Tensor, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
+class DecodeLoop(Protocol):
+    """Turns rows into logits; rows in flight have an order, and logits come in that order."""
+
+    @property
+    def refills(self) -> bool:
+        """Whether `prefill` may come while rows are in flight."""
+        ...
+
+    def start(self) -> None:
+        """A burst begins: no rows yet, weights may have changed."""
+        ...
+
+    def prefill(self, rows: Sequence[BatchRow]) -> torch.Tensor:
+        """Append rows; returns the (len(rows), V) logits that follow their prompts."""
+        ...
+
+    def step(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Extend the rows in flight by one token each; returns (B, V) logits."""
+        ...
+
+    def keep(self, indices: Sequence[int]) -> list[int]:
+        """Forget all rows but these (ascending); returns them in the order in which they are in flight from now on."""
+        ...
+
+    def stop(self) -> None:
+        """The burst is over: forget all rows."""
+        ...
+
+    def forget(self) -> None:
+        """Forget what was kept from earlier rows for later ones."""
+        ...
+
+
+class RowDecoder:
+    """Implements `mmrl.engines.embedded.batcher.Decoder`.
+
+    Args:
+        loop: the model's side.
+        rules: ends of completions.
+        batch_tokens: most prompt tokens in flight, counted as rows × longest prompt.
+        threads: torch threads of heavy work; light steps take one. The choice depends on shapes alone, so equal
+            batches run with equal threads.
+        parameters: size of the model.
+    """
+
+    def __init__(self, loop: DecodeLoop, rules: Rules, batch_tokens: int, threads: int, parameters: int):
+        self.loop = loop
+        self.rules = rules
+        self.batch_tokens = batch_tokens
+        self.threads = threads
+        self.parameters = parameters
+        self.policy_version = 0
+        self._jobs: list[PendingRequest] = []
+        self._version = 0
+
+    @property
+    def refills(self) -> bool:
+        """See `Decoder.refills`."""
+        return self.loop.refills
+
+    def start(self) -> None:
+        """See `Decoder.start`; the burst's completions carry the policy version of this moment."""
+        # Of this moment: the version may change before the burst is over only if nothing is in flight.
+        self._version = self.policy_version
+        self._jobs = []
+        with torch.no_grad():
+            self.loop.start()
+
+    def room(self, jobs: Sequence[PendingRequest], active: int) -> int:
+        """See `Decoder.room`."""
+        # Rows × longest prompt, not the sum: the cache is one block, as long for each row as the longest one needs.
+        widest = max((len(job.request.prompt_ids) for job in self._jobs), default=0)
+        for count, job in enumerate(jobs):
+            widest = max(widest, len(job.request.prompt_ids))
+            if widest * (active + count + 1) > self.batch_tokens:
+                return count
+        return len(jobs)
+
+    def admit(self, jobs: Sequence[PendingRequest]) -> None:
+        """See `Decoder.admit`."""
+        rows = []
+        for job in jobs:
+            job.row = self.rules.row(job.request)
+            rows.append(job.row)
+        tokens = sum(len(row.prompt_ids) for row in rows)
+        with torch.no_grad(), self._threads(tokens):
+            ids, logprobs = sample(self.loop.prefill(rows), rows)
+        self._jobs += jobs
+        self._append(jobs, ids, logprobs)
+
+    def step(self) -> None:
+        """See `Decoder.step`."""
+        rows = self._rows(self._jobs)
+        with torch.no_grad(), self._threads(len(rows)):
+            ids, logprobs = sample(self.loop.step([row.ids[-1] for row in rows]), rows)
+        self._append(self._jobs, ids, logprobs)
+
+    def drop(self, jobs: Sequence[PendingRequest]) -> None:
+        """See `Decoder.drop`."""
+        gone = {id(job) for job in jobs}
+        indices = [index for index, job in enumerate(self._jobs) if id(job) not in gone]
+        if len(indices) < len(self._jobs):
+            with torch.no_grad():
+                indices = self.loop.keep(indices)  # the loop may reorder rows; jobs follow
+            self._jobs = [self._jobs[index] for index in indices]
+
+    def stop(self) -> None:
+        """See `Decoder.stop`."""
+        self._jobs = []
+        self.loop.stop()
+
+    def forget(self) -> None:
+        """See `Decoder.forget`."""
+        self.loop.forget()
+
+    def _append(self, jobs: Sequence[PendingRequest], ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        for job, row, token, logprob in zip(jobs, self._rows(jobs), ids, logprobs, strict=True):
+            try:
+                finish = self.rules.append(row, token, logprob)
+            except EngineFailure as failure:  # this row's alone; the batch goes on without it
+                job.outcome = failure
+                continue
+            if finish is not None:
+                job.outcome = self.rules.completion(row, finish, self._version)
+
+    @staticmethod
+    def _rows(jobs: Sequence[PendingRequest]) -> list[BatchRow]:
+        return [job.row for job in jobs if job.row is not None]
+
+    @contextmanager
+    def _threads(self, tokens: int) -> Iterator[None]:
+        # By shape, never by load: the number of threads decides how a product is split, and so its last bits.
+        threads = self.threads if tokens * self.parameters >= ONE_THREAD_WORK else 1
+        before = torch.get_num_threads()
+        if threads == before:
+            yield
+            return
+        torch.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+def sample(logits: torch.Tensor, rows: Sequence[BatchRow]) -> tuple[list[int], list[float]]:
     """Draw the next token of each row.
 
     Args:
@@ -27,18 +178,22 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> tuple[list[int], list[f
 
     Returns:
         ids and recorded log-probabilities, B each. The log-probability is log-softmax(logits / T) over the full
-        vocabulary, before top-k and top-p (semantics.md §0.2); T = 1 for greedy rows. A row whose logits are not
-        finite gets nan.
+        vocabulary, before top-k and top-p, as the trainer computes it; T = 1 for greedy rows. A row whose logits
+        are not finite gets nan.
     """
-    scores = logits.float()
+    # float32 whatever the model computes in: the difference of two log-probabilities is an exponent in the importance
+    # ratio, and bfloat16 resolves values near -20 to 0.125 only.
+    scores = logits.float()  # (B, V)
     temperatures = [row.temperature or 1.0 for row in rows]
     if any(temperature != 1.0 for temperature in temperatures):
         scores = scores / torch.tensor(temperatures, device=scores.device).unsqueeze(1)
-    scores = scores - scores.amax(dim=-1, keepdim=True)
-    weights = _exp(scores)
-    sums = weights.sum(dim=-1, dtype=torch.float64)
-    log_total = sums.sum(dim=-1).log()  # before _draw takes filtered tokens out of the sums
-    random = [index for index, row in enumerate(rows) if row.temperature > 0]
+    scores = scores - scores.amax(dim=-1, keepdim=True)  # the largest exponential is 1: none overflows
+    weights = _exp(scores)  # (B, V / BLOCK, BLOCK)
+    sums = weights.sum(dim=-1, dtype=torch.float64)  # (B, V / BLOCK)
+    # Over the full vocabulary, so before _draw takes filtered tokens out of the sums: the recorded log-probability is
+    # that of the policy which the trainer differentiates, and the trainer knows no top-k or top-p.
+    log_total = sums.sum(dim=-1).log()  # (B,)
+    random = [index for index, row in enumerate(rows) if row.temperature > 0]  # the others are greedy
     if not random:
         ids = scores.argmax(dim=-1)
     elif len(random) == len(rows):
@@ -46,6 +201,7 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> tuple[list[int], list[f
     else:
         ids = scores.argmax(dim=-1)
         ids[random] = _draw(scores[random], weights[random], sums[random], [rows[index] for index in random])
+    # ids: (B,), chosen: (B,)
     chosen = scores.gather(1, ids.unsqueeze(1)).squeeze(1).double() - log_total
     return ids.tolist(), chosen.float().tolist()
 
@@ -60,7 +216,7 @@ def _exp(scores: torch.Tensor) -> torch.Tensor:
     return weights.view(count, blocks, BLOCK)
 
 
-def _draw(scores: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+def _draw(scores: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor, rows: Sequence[BatchRow]) -> torch.Tensor:
     """Inverse CDF over the kept tokens in vocabulary order, summed in float64: first the block, then the token.
 
     Args:
@@ -71,6 +227,8 @@ def _draw(scores: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor, rows:
     Returns:
         (B,) ids, each of a token whose weight is above zero.
     """
+    # Two levels spare a cumulative sum over the whole vocabulary: V / BLOCK sums, then the BLOCK tokens of one.
+    # float64, or with 150,000 terms rounding would decide between tokens.
     size = scores.shape[1]
     filtered = [index for index, row in enumerate(rows) if row.top_p < 1 or 0 < row.top_k < size]
     if filtered:
@@ -79,7 +237,9 @@ def _draw(scores: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor, rows:
         some.flatten(1)[:, :size].mul_(keep)
         sums[filtered] = some.sum(dim=-1, dtype=torch.float64)
         weights[filtered] = some
-    cdf = sums.cumsum(dim=-1)
+    cdf = sums.cumsum(dim=-1)  # (B, blocks); not normalised, the uniform is scaled by its last column instead
+    # Uniform number t of a row belongs to its token t, however rows are batched: that makes a completion a function of
+    # its seed and prompt.
     uniforms = torch.tensor([float(row.uniforms[len(row.ids)]) for row in rows], dtype=torch.float64)
     block, rest = _locate(cdf, uniforms.to(cdf.device).unsqueeze(1) * cdf[:, -1:])
     inner = weights.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1).double().cumsum(dim=-1)
@@ -114,6 +274,8 @@ def kept(scores: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> 
     Returns:
         (B, V) bool with at least one True per row.
     """
+    # Sorting a vocabulary of 150,000 for every token is far dearer than finding its RANKED best, and the border lies
+    # among those for nearly every row of a trained model; only the other rows are sorted whole.
     size = scores.shape[1]
     counts = torch.tensor([min(k, size) if k > 0 else size for k in top_k], device=scores.device)
     masses = torch.tensor(top_p, dtype=torch.float64, device=scores.device)
@@ -131,19 +293,24 @@ def _kept(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kept` from the `width` most probable tokens, and of which rows they are enough to tell."""
     size = scores.shape[1]
+    # ranked: (B, width), descending; probs and before: the same shape.
     ranked = scores.topk(width, dim=-1).values if width < size else scores.sort(dim=-1, descending=True).values
     ranks = torch.arange(width, device=scores.device)
     counts, masses = counts.unsqueeze(1), masses.unsqueeze(1)
     probs = ranked.double().exp().masked_fill(ranks >= counts, 0.0)
     totals = probs.sum(dim=-1, keepdim=True)
     if width < size:
+        # Top-k renormalises over its k tokens, which are all ranked (or the row is not settled); without top-k the mass
+        # of the tokens beyond the ranked ones counts too.
         totals = torch.where(counts < size, totals, scores.exp().sum(dim=-1, keepdim=True, dtype=torch.float64))
     before = probs.cumsum(dim=-1) - probs
-    wanted = masses * totals
-    settled = (counts <= width) | ((counts == size) & (before[:, -1:] + probs[:, -1:] >= wanted))
-    inside = (before < wanted) & (ranks < counts)
-    inside[:, 0] = True
+    target = masses * totals  # (B, 1)
+    settled = (counts <= width) | ((counts == size) & (before[:, -1:] + probs[:, -1:] >= target))
+    inside = (before < target) & (ranks < counts)
+    inside[:, 0] = True  # rounding must not leave a row without tokens
     number = inside.sum(dim=-1, keepdim=True)
+    # From a number of ranks to a set of tokens: topk gives equal scores no order that holds on every device, so ties at
+    # the border are broken by token id.
     border = ranked.gather(1, number - 1)
     above = scores > border
     tied = scores == border

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl.config import EngineConfig
 from mmrl.engines.base import Completion, Engine, EngineSetup, Request, Sampling
-from mmrl.engines.embedded.rows import Row
+from mmrl.engines.embedded.rows import BatchRow
 from mmrl.engines.vllm.api import SEED_BITS
 from mmrl.engines.vllm.launch import engine_arguments, resources, sleep_problems, vllm_problems
 from mmrl.engines.vllm.policy import KEPT_VERSIONS, ServedPolicy
@@ -42,7 +42,7 @@ class _Asked:
 
     id: str
     request: Request
-    row: Row
+    row: BatchRow
     adapter: Any
     version: int
     loop: asyncio.AbstractEventLoop

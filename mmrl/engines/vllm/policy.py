@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl.config import EngineConfig
 from mmrl.engines.base import Completion, EngineSetup, Request
-from mmrl.engines.embedded.rows import Row, Rules, eos_ids
+from mmrl.engines.embedded.rows import BatchRow, Rules, eos_ids
 from mmrl.engines.vllm.launch import exact, logprobs_mode
 from mmrl.errors import EngineFailure
 from mmrl.models.chat import render_prompt
@@ -125,7 +125,7 @@ class ServedPolicy:
     def completed(
         self,
         rules: Rules,
-        row: Row,
+        row: BatchRow,
         request: Request,
         ids: Sequence[int],
         logprobs: Sequence[float],
