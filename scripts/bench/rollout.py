@@ -3,7 +3,7 @@
 Both make the same number of tokens from the same prompts with the same random weights; `generate` gets each prompt
 repeated for its samples, left-padded, as TRL calls it. Runs alternate (A B C A B C ...); the best of each counts.
 With one thread the clock is the process's CPU time, which on an idle machine is the wall-clock time and on a shared one
-is not moved by neighbours; wall-clock seconds stand in the JSON too. Before anything is timed, the own loop's
+is not moved by neighbours; wall-clock seconds stand in the JSON too. Before anything is timed, the native decoder's
 log-probabilities are compared with a plain forward's.
 """
 
@@ -24,7 +24,7 @@ from mmrl.engines.embedded.engine import TransformersEngine
 from scripts.bench.common import MODELS, Bar, clock, finish, make_model, options, timed
 
 BARS = {"short": 1.5, "fork": 3.0}
-"""Least ratio of `generate` to the own loop: independent short calls, several samples per prompt."""
+"""Least ratio of `generate` to the native decoder: independent short calls, several samples per prompt."""
 
 
 @dataclass(frozen=True)

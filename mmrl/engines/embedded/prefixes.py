@@ -35,8 +35,8 @@ class PrefixSegment:
     leaf: bool = False
     """A whole prompt; otherwise something that several prompts share."""
     cache: list[Tensor] = field(default_factory=list)
-    """Per layer: keys and values of all `ids`, (2, kv heads, len(ids), head_dim). The decoder fills it in when the segment
-    is to be stored."""
+    """Per layer: keys and values of all `ids`, (2, kv heads, len(ids), head_dim). The decoder fills it in when the
+    segment is to be stored."""
 
 
 def shared(a: Ids, b: Ids) -> int:
