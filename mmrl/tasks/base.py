@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 from mmrl.errors import ConfigError
 from mmrl.records import EMPTY, Call, Example
@@ -123,6 +123,15 @@ class FieldWriter(Protocol):
     def written(self, module: str, fields: Mapping[str, object]) -> str:
         """The text in which `module` would write these output fields."""
         ...
+
+
+class Passage(TypedDict):
+    """A retrieved document as the tool `search` of question answering tasks gives it to a program."""
+
+    id: str
+    title: str
+    text: str
+    score: float
 
 
 Tool = Callable[..., object]

@@ -1,7 +1,7 @@
 """Answer metrics of question answering: exact match, token F1, accuracy. Pure functions of strings.
 
-The rules are those of the SQuAD and HotpotQA evaluation scripts (normalise, then compare); accuracy is the "answer
-hit" of semantics §2.7. Training rewards use `f1` plainly; evaluation adds the yes/no rule (`closed=True`).
+The rules are those of the SQuAD and HotpotQA evaluation scripts (normalise, then compare); accuracy is
+MHGPO's "answer hit". Training rewards use `f1` plainly; evaluation adds the yes/no rule (`closed=True`).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def f1(prediction: str, gold: str, *, closed: bool = False, punctuation: Punctua
     Returns:
         A number in [0, 1]; 0 when no token is shared, so also when both sides are empty (as the official script).
     """
-    predicted, wanted = normalize(prediction, punctuation), normalize(gold, punctuation)
-    if closed and _closed_mismatch(predicted, wanted):
+    predicted, expected = normalize(prediction, punctuation), normalize(gold, punctuation)
+    if closed and _closed_mismatch(predicted, expected):
         return 0.0
-    predicted_tokens, wanted_tokens = predicted.split(), wanted.split()
-    shared = sum((Counter(predicted_tokens) & Counter(wanted_tokens)).values())
+    predicted_tokens, expected_tokens = predicted.split(), expected.split()
+    shared = sum((Counter(predicted_tokens) & Counter(expected_tokens)).values())
     if shared == 0:
         return 0.0
-    precision, recall = shared / len(predicted_tokens), shared / len(wanted_tokens)
+    precision, recall = shared / len(predicted_tokens), shared / len(expected_tokens)
     return 2 * precision * recall / (precision + recall)
 
 
@@ -60,10 +60,10 @@ def accuracy(prediction: str, gold: str, *, closed: bool = True, punctuation: Pu
 
     A gold answer that normalises to nothing is hit by an equally empty prediction only.
     """
-    predicted, wanted = normalize(prediction, punctuation), normalize(gold, punctuation)
-    if closed and _closed_mismatch(predicted, wanted):
+    predicted, expected = normalize(prediction, punctuation), normalize(gold, punctuation)
+    if closed and _closed_mismatch(predicted, expected):
         return 0.0
-    return float(wanted in predicted if wanted else not predicted)
+    return float(expected in predicted if expected else not predicted)
 
 
 def best(metric: Callable[..., float], prediction: str, golds: Sequence[str], **options: object) -> float:
@@ -71,5 +71,5 @@ def best(metric: Callable[..., float], prediction: str, golds: Sequence[str], **
     return max((metric(prediction, gold, **options) for gold in golds), default=0.0)
 
 
-def _closed_mismatch(predicted: str, wanted: str) -> bool:
-    return predicted != wanted and not CLOSED_ANSWERS.isdisjoint((predicted, wanted))
+def _closed_mismatch(predicted: str, expected: str) -> bool:
+    return predicted != expected and not CLOSED_ANSWERS.isdisjoint((predicted, expected))

@@ -9,7 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mmrl.config.task import TaskConfig
 from mmrl.errors import ConfigError, DataError, unknown
@@ -18,7 +18,7 @@ from mmrl.retrieval.base import Document
 from mmrl.retrieval.select import retriever_problems
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import Judge, build_judge, unreachable
-from mmrl.tasks.base import BaseTask, Tool
+from mmrl.tasks.base import BaseTask, Passage, Tool
 from mmrl.tasks.data.corpus import label
 from mmrl.tasks.data.layouts import (
     LAYOUTS,
@@ -34,9 +34,6 @@ from mmrl.tasks.prompts import Templates, load_prompts
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
 
 SPLITS = ("train", "dev", "test")
-Passage = dict[str, Any]
-"""What a program sees of a document: `id`, `title`, `text`, `score`."""
-
 log = logging.getLogger("mmrl.data")
 
 
@@ -146,10 +143,10 @@ class OpenQaTask(BaseTask, ABC):
         return corpora
 
     def _split(self, split: str, records: Sequence[Record] | None, seed: int, others: bool) -> list[Example]:
-        own = "mini" if records is None else "paragraphs"
-        if records is None and others and own not in self.search_tool.corpora and self.searches:
+        natural = "mini" if records is None else "paragraphs"
+        if records is None and others and natural not in self.search_tool.corpora and self.searches:
             return []  # the mini world's questions have nothing to search there
-        corpus = own if own in self.search_tool.corpora else next(iter(self.search_tool.corpora))
+        corpus = natural if natural in self.search_tool.corpora else next(iter(self.search_tool.corpora))
         if records is None:
             examples = self.mini_examples(split, corpus)
         else:
@@ -256,10 +253,10 @@ class OpenQaTask(BaseTask, ABC):
             "answered": float(bool(answer)),
         }
 
-    def describe(self) -> Mapping[str, Any]:
+    def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
         sources = {split: getattr(self.config.data, split) for split in SPLITS if self._examples[split]}
-        facts: dict[str, Any] = {
+        facts: dict[str, object] = {
             "data": "mini world"
             if set(sources.values()) == {"mini"}
             else ", ".join(f"{split} {spec}" for split, spec in sources.items())

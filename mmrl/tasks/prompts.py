@@ -10,7 +10,6 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mmrl.errors import ConfigError, unknown
 
@@ -73,11 +72,11 @@ def messages(system: str, user: str) -> list[dict[str, str]]:
 
 def snippet(text: str, words: int) -> str:
     """The first `words` whitespace words of a text; an already short one as it is."""
-    found = text.split()
-    return text if len(found) <= words else " ".join(found[:words])
+    parts = text.split()
+    return text if len(parts) <= words else " ".join(parts[:words])
 
 
-def _read(path: str) -> Mapping[str, Any]:
+def _read(path: str) -> Mapping[str, object]:
     import yaml
 
     try:
@@ -94,7 +93,7 @@ def _read(path: str) -> Mapping[str, Any]:
 def _check(where: str, text: str, template: Template) -> list[str]:
     """Problems of a replaced text."""
     allowed = template.required | template.optional
-    found = set()
+    used = set()
     problems = []
     try:
         for _, name, form, conversion in string.Formatter().parse(text):
@@ -104,10 +103,10 @@ def _check(where: str, text: str, template: Template) -> list[str]:
                 got = "{" + name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "") + "}"
                 valid = ", ".join("{" + other + "}" for other in sorted(allowed)) or "no placeholder"
                 problems.append(f"{where}: got {got}, expected {valid} (write {{{{ and }}}} for plain braces)")
-            found.add(name)
+            used.add(name)
     except ValueError as error:
         problems.append(f"{where}: {error} (write {{{{ and }}}} for plain braces)")
-    missing = sorted(template.required - found)
+    missing = sorted(template.required - used)
     if missing and not problems:
         problems.append(f"{where}: misses {', '.join('{' + name + '}' for name in missing)}")
     return problems

@@ -109,8 +109,8 @@ class SearchTool:
     def describe_counts(self) -> str:
         """What retrievers behind HTTP were asked, in brackets; empty for those in process."""
         counts = self.counts
-        shown = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in COUNTED if counts.get(name))
-        return f" ({shown})" if shown else ""
+        listed = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in COUNTED if counts.get(name))
+        return f" ({listed})" if listed else ""
 
     def describe(self) -> str:
         """Which retriever, its budget, where it searches, and what it was asked."""

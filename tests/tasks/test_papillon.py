@@ -213,7 +213,7 @@ def test_an_unreadable_reply_is_asked_for_again_and_then_no_verdict(caplog):
         with pytest.raises(JudgeFailure, match="no readable reply in 2 tries"):
             score(task)
         assert task.describe()["judge"] == f"judge at {url} (4 requests, 3 unreadable, 1 without verdict)"
-    assert "no readable reply in 2 tries" in caplog.text and "fails from outside (1 so far)" in caplog.text
+    assert "no readable reply in 2 tries" in caplog.text and "aborted and not credited (1 so far)" in caplog.text
 
 
 def test_a_judge_that_is_away_makes_a_failure_that_is_never_credited():

@@ -148,7 +148,7 @@ def test_format_of_a_last_turn(text, strict, loose):
 )
 def test_format_of_an_earlier_turn(text, strict, loose):
     turn = SearchTurn(text, "anything <search> <answer>")
-    assert turn.asked
+    assert turn.searches
     assert intermediate_well_formed(turn, "strict") is strict
     assert intermediate_well_formed(turn, "loose") is loose
     assert not intermediate_well_formed(SearchTurn(text, None), "loose")
@@ -290,7 +290,7 @@ def test_ranges(earlier, formed, em, penalty):
     assert found.final in (1.0, 0.2, -1.0)
     assert (found.final == -1.0) == (not formed)
     for index, value in enumerate(found.intermediate):
-        searches = sum(turn.asked for turn in turns[: index + 1])
+        searches = sum(turn.searches for turn in turns[: index + 1])
         assert value + penalty * searches == pytest.approx(
             0.3 * earlier[index][0] * earlier[index][2] + (0.1 if all(earlier[index][:2]) else -0.2)
         )

@@ -1,18 +1,18 @@
 """A language model as judge of agents: one score per rollout or per turn, from a configured endpoint (`task.judge`).
 
-The reward sets `judge_outcome` and `judge_turn` (arXiv 2505.11821, Sec. 5.3 and App. C.3; semantics §4.4). What the
+The reward sets `judge_outcome` and `judge_turn` (arXiv 2505.11821, Sec. 5.3 and App. C.3). What the
 policy wrote reaches the judge with its angle brackets escaped, so it can neither close its block, forge another one,
 nor look like a score. A reply that cannot be read is asked for again, then scored by a fixed rule and counted; an
-endpoint that does not answer is a failure from outside and never credited.
+endpoint that does not answer is an infrastructure failure: the rollout is never credited.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.task import JudgeConfig, TaskConfig
@@ -23,6 +23,9 @@ from mmrl.tasks.base import Score
 from mmrl.tasks.prompts import Template, Texts
 
 log = logging.getLogger("mmrl.judge")
+
+Reader = Callable[[str], tuple[float, ...] | None]
+"""Reply -> scores; None where it is not as asked for."""
 
 JUDGE_SETS = ("judge_outcome", "judge_turn")
 ANSWER_WORDS = 5
@@ -103,15 +106,15 @@ class Verdict:
 
     scores: tuple[float, ...]
     """One for the rollout, or one per turn."""
-    asked: int
-    """Requests, the first one included."""
+    requests: int
+    """Sent to the endpoint, the first one included."""
     fallback: bool
     """No reply could be read strictly: the scores are those of the fixed rule."""
 
     @property
     def metrics(self) -> dict[str, float]:
         """What is counted."""
-        return {"judge_asked": float(self.asked), "judge_fallback": float(self.fallback)}
+        return {"judge_asked": float(self.requests), "judge_fallback": float(self.fallback)}
 
 
 def unreachable(chat: Chat | None) -> list[str]:
@@ -179,12 +182,18 @@ class Judge:
         )
 
     async def _ask(
-        self, name: str, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str], read: Any, salvage: Any
+        self,
+        name: str,
+        prompt: str,
+        turns: Sequence[JudgedTurn],
+        answers: Sequence[str],
+        read: Reader,
+        salvage: Callable[[str], tuple[float, ...]],
     ) -> Verdict:
         messages = [{"role": "user", "content": self._prompt(name, prompt, turns, answers)}]
         settings = self.settings
         reply = ""
-        for asked in range(1, settings.retries + 2):
+        for requests in range(1, settings.retries + 2):
             try:
                 reply = await self.chat.complete(
                     messages, max_tokens=settings.max_tokens, temperature=settings.temperature
@@ -194,7 +203,7 @@ class Judge:
             scores = read(reply)
             if scores is not None:
                 self.judged += 1
-                return Verdict(scores, asked, fallback=False)
+                return Verdict(scores, requests, fallback=False)
             self.unreadable += 1
         self.judged += 1
         self.fallbacks += 1
@@ -202,12 +211,12 @@ class Judge:
             log.warning(
                 "task.judge: no readable reply in %d tries, scored by the fixed rule (%d of %d rollouts so far); the "
                 "last: %r",
-                asked,
+                requests,
                 self.fallbacks,
                 self.judged,
                 " ".join(reply.split())[:200],
             )
-        return Verdict(salvage(reply), asked, fallback=True)
+        return Verdict(salvage(reply), requests, fallback=True)
 
     def _prompt(self, name: str, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]) -> str:
         values = {
@@ -258,16 +267,16 @@ async def judged(
     if judge is None:
         raise RewardFailure(f"task.reward={reward_set} was not set when the task was built, so it has no judge")
     following = [call.prompt_text for call in path[1:]]
-    turns = [JudgedTurn(call.text, seen) for call, seen in zip(path, [*following, None], strict=True)]
+    turns = [JudgedTurn(call.text, observation) for call, observation in zip(path, [*following, None], strict=True)]
     ask = judge.outcome if reward_set == "judge_outcome" else judge.turns
     verdict = await ask(prompt, turns, answers)
     *earlier, final = verdict.scores
-    own = {call.id: value for call, value in zip(path[:-1], earlier, strict=True)} if earlier else {}
+    turn_rewards = {call.id: value for call, value in zip(path[:-1], earlier, strict=True)} if earlier else {}
     return Score(
         reward=final,
         metrics={**metrics, "judge": final, **verdict.metrics},
         parts={"judge": final, "judge_intermediate": sum(earlier)},
-        turn_rewards=own,
+        turn_rewards=turn_rewards,
     )
 
 
@@ -277,8 +286,8 @@ def escape(text: str) -> str:
 
 
 def _block(number: int, turn: JudgedTurn) -> str:
-    seen = "" if turn.observation is None else f"\n<observation>\n{escape(turn.observation)}\n</observation>"
-    return f'<turn number="{number}">\n<generated>\n{escape(turn.generated)}\n</generated>{seen}\n</turn>'
+    observation = "" if turn.observation is None else f"\n<observation>\n{escape(turn.observation)}\n</observation>"
+    return f'<turn number="{number}">\n<generated>\n{escape(turn.generated)}\n</generated>{observation}\n</turn>'
 
 
 def read_outcome(reply: str) -> tuple[float, ...] | None:
@@ -307,10 +316,10 @@ def salvage_turns(reply: str, count: int) -> tuple[float, ...]:
     A turn that is scored twice keeps its first score.
     """
     content = _score_block(reply) or ""
-    found: dict[int, float] = {}
+    scores: dict[int, float] = {}
     for number, value in _SCORE_LINE.findall(content):
-        found.setdefault(int(number[:_DIGITS]), _clamped(float(value), TURN_RANGE))
-    return tuple(found.get(number, 0.0) for number in range(1, count + 1))
+        scores.setdefault(int(number[:_DIGITS]), _clamped(float(value), TURN_RANGE))
+    return tuple(scores.get(number, 0.0) for number in range(1, count + 1))
 
 
 def _score_block(reply: str) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, TypedDict
 
 from mmrl.config.task import RetrieverConfig, TaskConfig
 from mmrl.records import Call, Example
@@ -47,6 +47,12 @@ class DirectPrompts:
         return messages(system.format(question=question), texts["user"].format(question=question))
 
 
+class DirectPrediction(TypedDict):
+    """What the program returns."""
+
+    answer: str
+
+
 @dataclass(slots=True)
 class DirectAnswer:
     """Implements `mmrl.tasks.base.Program`: reads `inputs["question"]`; the prediction is `{"answer"}`."""
@@ -55,7 +61,7 @@ class DirectAnswer:
     chain_of_thought: bool
     modules: tuple[str, ...] = (MODULE,)
 
-    async def run(self, example: Example, ctx: Context) -> dict[str, Any]:
+    async def run(self, example: Example, ctx: Context) -> DirectPrediction:
         """One call."""
         reply = await ctx.call(MODULE, self.prompts.question(example.inputs["question"], self.chain_of_thought))
         return {"answer": parse_answer(reply.text)}
@@ -80,7 +86,7 @@ class DirectQaTask(OpenQaTask):
         """The questions that the search programs have to answer with the mini world's documents."""
         return mini_questions(self.config.dataset or "hotpotqa", split, corpus, stepwise=True)
 
-    def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+    def score(self, example: Example, prediction: DirectPrediction, path: Sequence[Call], reward_set: str) -> Score:
         """Reward: F1 without the yes/no rule, as for the search program that it is compared with."""
         self.check_reward_set(reward_set)
         answer = prediction["answer"]

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, TypedDict
 
 from mmrl.config.task import TaskConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.tags import disarm, disarm_markers, final_query, fitted, last_block, numbered
-from mmrl.tasks.base import Context, ModuleScore, Program, Score
+from mmrl.tasks.base import Context, ModuleScore, Passage, Program, Score
 from mmrl.tasks.mini.examples import mini_questions
 from mmrl.tasks.open_qa import OpenQaTask
 from mmrl.tasks.prompts import Template, Templates, Texts, messages
@@ -62,11 +62,11 @@ class SearcherPrompts:
         texts = self.texts[MODULE]
         return messages(texts["system"].format(question=question), texts["user"].format(question=question))
 
-    def documents(self, found: Sequence[Mapping[str, Any]]) -> str:
+    def documents(self, passages: Sequence[Passage]) -> str:
         """Retrieved documents, in which nothing looks like a marker or tag of the searcher."""
         texts = self.texts[MODULE]
-        shown = numbered(texts["document"], found, self.snippet_words)
-        return disarm_markers(disarm(shown, TAGS)) or texts["nothing"].format()
+        listing = numbered(texts["document"], passages, self.snippet_words)
+        return disarm_markers(disarm(listing, TAGS)) or texts["nothing"].format()
 
 
 def result(text: str) -> str:
@@ -74,13 +74,24 @@ def result(text: str) -> str:
     return f"{OPEN}{text}{CLOSE}"
 
 
+class R1Prediction(TypedDict):
+    """What the program returns."""
+
+    answer: str | None
+    """Content of the last `<answer>` pair."""
+    queries: list[str]
+    """Those that were executed."""
+    titles: list[str]
+    """Of all documents that the searches brought."""
+    ended: str
+    """`answer`: a turn without a query; `searches`: a query beyond the limit; `context`: no room left."""
+
+
 @dataclass(slots=True)
 class R1Searcher:
     """Implements `mmrl.tasks.base.Program`.
 
-    Reads `inputs["question"]` and `inputs["corpus"]`. The prediction is `{"answer", "queries", "titles", "ended"}`: the
-    content of the last `<answer>` pair or null; the executed queries; titles of all documents found; what ended it
-    (`answer`: a turn without a query; `searches`: a query beyond the limit; `context`: no room left).
+    Reads `inputs["question"]` and `inputs["corpus"]`.
     """
 
     prompts: SearcherPrompts
@@ -93,7 +104,7 @@ class R1Searcher:
     modules: tuple[str, ...] = (MODULE,)
     continues: ClassVar[frozenset[str]] = frozenset({MODULE})
 
-    async def run(self, example: Example, ctx: Context) -> dict[str, Any]:
+    async def run(self, example: Example, ctx: Context) -> R1Prediction:
         """Turns until one ends without a query, or a limit."""
         queries: list[str] = []
         titles: list[str] = []
@@ -105,11 +116,11 @@ class R1Searcher:
                 ended = "searches"
                 break
             queries.append(query)
-            found = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
-            titles += [document["title"] for document in found]
+            passages: list[Passage] = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
+            titles += [passage["title"] for passage in passages]
             # One token must be left for the next turn.
             room = min(self.max_observation, self.max_context - len(reply.context) - 1)
-            observation, fits = fitted(ctx, reply, self.prompts.documents(found), result, room)
+            observation, fits = fitted(ctx, reply, self.prompts.documents(passages), result, room)
             if not fits:
                 ended = "context"
                 break
@@ -172,7 +183,7 @@ class R1SearcherTask(OpenQaTask):
         """Multi-hop questions, or single-hop ones for a data set of such."""
         return mini_questions(self.config.dataset or "hotpotqa", split, corpus)
 
-    def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+    def score(self, example: Example, prediction: R1Prediction, path: Sequence[Call], reward_set: str) -> Score:
         """Reward sets: `outcome` (stage 2) and `stage1`. Both rewards' answer metrics have no yes/no rule."""
         self.check_reward_set(reward_set)
         answer = prediction["answer"] or ""

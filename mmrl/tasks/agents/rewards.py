@@ -1,4 +1,4 @@
-"""Verifiable rewards of agents, per turn and for the outcome (arXiv 2505.11821; semantics §3.2, §4.2). Pure functions.
+"""Verifiable rewards of agents, per turn and for the outcome (arXiv 2505.11821, App. C and E). Pure functions.
 
 Read by `search_agent` and `tool_agent`; credit places what they return.
 """
@@ -30,7 +30,7 @@ class SearchTurn:
     """Retrieved text that the program inserted after it; None where it did not search."""
 
     @property
-    def asked(self) -> bool:
+    def searches(self) -> bool:
         """Whether a search pair was generated, executed or not."""
         pair = first_pair(self.text, ("search", "answer"))
         return pair is not None and pair[0] == "search"
@@ -52,7 +52,11 @@ class SearchReward:
 
 
 def search_reward(turns: Sequence[SearchTurn], em: bool, answers: Sequence[str], rules: TaskConfig) -> SearchReward:
-    """Rewards of the table in semantics §4.2.
+    """Rewards of MT-PPO's search agent, turn by turn (arXiv 2505.11821, Sec. 4 to 6 and App. C).
+
+    Last turn: 1 for an exact match (of the right format, unless `em_needs_format` is off); else 0.2 for the right
+    format alone, and `final_penalty` for a wrong one. An earlier turn: 0.3 if its search brought an accepted answer,
+    plus 0.1 or -0.2 for right or wrong format, less `search_penalty` for each search so far, its own included.
 
     Args:
         turns: all of them, the last generated one last (it may lack an answer: a limit was reached).
@@ -66,7 +70,7 @@ def search_reward(turns: Sequence[SearchTurn], em: bool, answers: Sequence[str],
         final = RIGHT_FORMAT if final_format else rules.final_penalty
     intermediate, searches, well_formed, hits = [], 0, final_format, False
     for turn in turns[:-1]:
-        searches += turn.asked
+        searches += turn.searches
         formed = intermediate_well_formed(turn, rules.format_check)
         hit = turn.information is not None and holds_answer(turn.information, answers, rules)
         intermediate.append(

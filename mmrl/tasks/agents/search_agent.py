@@ -1,15 +1,15 @@
 """A search agent that thinks, searches and answers inside one growing context: the task `search_agent`.
 
-The environment of Search-R1 with the turn-level rewards of arXiv 2505.11821 (semantics §4.1, §4.2). Retrieved text goes
-on inside the assistant's turn. A limit that is reached without an answer is an ordinary rollout with a badly formed
-last turn, never an exception.
+The environment of Search-R1 with the turn-level rewards of arXiv 2505.11821 (Sec. 4 to 6 and App. C). Retrieved text
+goes on inside the assistant's turn. A limit that is reached without an answer is an ordinary rollout with a badly
+formed last turn, never an exception.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, TypedDict
 
 from mmrl.config.task import TaskConfig
 from mmrl.records import Call, Example
@@ -18,7 +18,7 @@ from mmrl.tasks.agents.judge import JUDGE_SETS, judged
 from mmrl.tasks.agents.judge import TEMPLATES as JUDGE_TEMPLATES
 from mmrl.tasks.agents.rewards import SEARCH_TAGS, SearchTurn, merged_reward, search_reward
 from mmrl.tasks.agents.tags import disarm, first_pair, fitted
-from mmrl.tasks.base import Context, ModuleScore, Program, Score
+from mmrl.tasks.base import Context, ModuleScore, Passage, Program, Score
 from mmrl.tasks.mini.examples import mini_search
 from mmrl.tasks.open_qa import OpenQaTask
 from mmrl.tasks.prompts import Template, Templates, Texts, messages, snippet
@@ -72,15 +72,15 @@ class AgentPrompts:
         """What follows a turn that did nothing."""
         return self.texts[MODULE]["correction"].format()
 
-    def documents(self, found: Sequence[Mapping[str, Any]]) -> str:
+    def documents(self, passages: Sequence[Passage]) -> str:
         """Retrieved documents, in which nothing looks like a tag of the agent."""
-        shown = "".join(
+        listing = "".join(
             self.texts[MODULE]["document"].format(
-                index=index, title=document["title"], text=snippet(document["text"], self.snippet_words)
+                index=index, title=passage["title"], text=snippet(passage["text"], self.snippet_words)
             )
-            for index, document in enumerate(found, 1)
+            for index, passage in enumerate(passages, 1)
         )
-        return disarm(shown, SEARCH_TAGS)
+        return disarm(listing, SEARCH_TAGS)
 
 
 def information(documents: str) -> str:
@@ -88,13 +88,23 @@ def information(documents: str) -> str:
     return f"{OPEN}{documents}{CLOSE}"
 
 
+class SearchAgentPrediction(TypedDict):
+    """What the program returns."""
+
+    answer: str | None
+    actions: list[str]
+    """One of `search`, `answer`, `none` per turn."""
+    queries: list[str]
+    """Those that were executed."""
+    ended: str
+    """What ended it: `answer`, `turns` or `context`."""
+
+
 @dataclass(slots=True)
 class SearchAgent:
     """Implements `mmrl.tasks.base.Program`.
 
-    Reads `inputs["question"]` and `inputs["corpus"]`. The prediction is `{"answer", "actions", "queries", "ended"}`:
-    the answer or null; one of `search`, `answer`, `none` per turn; the executed queries; what ended it (`answer`,
-    `turns` or `context`).
+    Reads `inputs["question"]` and `inputs["corpus"]`.
     """
 
     prompts: AgentPrompts
@@ -107,7 +117,7 @@ class SearchAgent:
     modules: tuple[str, ...] = (MODULE,)
     continues: ClassVar[frozenset[str]] = frozenset({MODULE})
 
-    async def run(self, example: Example, ctx: Context) -> dict[str, Any]:
+    async def run(self, example: Example, ctx: Context) -> SearchAgentPrediction:
         """Turns until an answer or a limit."""
         actions: list[str] = []
         queries: list[str] = []
@@ -127,8 +137,8 @@ class SearchAgent:
             observation, fits = self.prompts.correction(), True
             if action == "search":
                 queries.append(content)
-                found = await ctx.tool("search", queries=[content], corpus=example.inputs["corpus"])
-                observation, fits = fitted(ctx, reply, self.prompts.documents(found), information, limit)
+                passages: list[Passage] = await ctx.tool("search", queries=[content], corpus=example.inputs["corpus"])
+                observation, fits = fitted(ctx, reply, self.prompts.documents(passages), information, limit)
             if not fits or ctx.measure(observation, after=reply) > limit:
                 ended = "context"
                 break
@@ -165,7 +175,7 @@ class SearchAgentTask(OpenQaTask):
         return mini_search(split, corpus)
 
     def score(
-        self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str
+        self, example: Example, prediction: SearchAgentPrediction, path: Sequence[Call], reward_set: str
     ) -> Score | Awaitable[Score]:
         """Reward sets: `outcome` (exact match), `turn` (with intermediate rewards), `merged` (PPO-MR: one number).
 
@@ -181,7 +191,7 @@ class SearchAgentTask(OpenQaTask):
             "f1": self.best(metrics.f1, answer, example, closed=True),
             "format": float(reward.format),
             "retrieval": float(reward.retrieval),
-            "searches": float(sum(turn.asked for turn in turns)),
+            "searches": float(sum(turn.searches for turn in turns)),
             "turns": float(len(turns)),
             "answered": float(bool(answer)),
         }
@@ -191,11 +201,11 @@ class SearchAgentTask(OpenQaTask):
             merged = merged_reward(bool(em), bool(answer), reward)
             return Score(reward=merged, metrics=scores, parts={"merged": merged})
         if reward_set in JUDGE_SETS:
-            asked = self.prompts.question(example.inputs["question"])[-1]["content"]
-            return judged(self.judge, reward_set, asked, path, answers, scores)
-        own = {call.id: value for call, value in zip(path[:-1], reward.intermediate, strict=True)}
+            prompt = self.prompts.question(example.inputs["question"])[-1]["content"]
+            return judged(self.judge, reward_set, prompt, path, answers, scores)
+        turn_rewards = {call.id: value for call, value in zip(path[:-1], reward.intermediate, strict=True)}
         parts = {"final": reward.final, "intermediate": sum(reward.intermediate)}
-        return Score(reward=reward.final, metrics=scores, parts=parts, turn_rewards=own)
+        return Score(reward=reward.final, metrics=scores, parts=parts, turn_rewards=turn_rewards)
 
     def score_call(self, call: Call) -> ModuleScore:
         """No penalty; which action the turn took."""
@@ -205,7 +215,7 @@ class SearchAgentTask(OpenQaTask):
 
 
 def turns_of(actions: Sequence[str], path: Sequence[Call]) -> list[SearchTurn]:
-    """The turns of a rollout; what a turn's search found is what the next call was asked with."""
+    """The turns of a rollout; the result of a turn's search is what the next call's prompt adds."""
     following = [call.prompt_text for call in path[1:]]
     return [
         SearchTurn(call.text, _inside(after) if action == "search" and after is not None else None)

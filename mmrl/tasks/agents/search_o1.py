@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, TypedDict
 
 from mmrl.config.task import TaskConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.tags import disarm_markers, final_query, fitted, numbered
-from mmrl.tasks.base import Context, ModuleScore, Program, Score
+from mmrl.tasks.base import Context, ModuleScore, Passage, Program, Score
 from mmrl.tasks.mini.examples import mini_questions
 from mmrl.tasks.open_qa import OpenQaTask
 from mmrl.tasks.prompts import Template, Templates, Texts, messages
@@ -73,10 +73,10 @@ class SearchO1Prompts:
         user = texts["user"].format(question=question, searches=self.searches)
         return messages(texts["system"].format(question=question), user)
 
-    def condense(self, reasoning: str, query: str, found: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    def condense(self, reasoning: str, query: str, passages: Sequence[Passage]) -> list[dict[str, str]]:
         """The condenser's prompt."""
         texts = self.texts[CONDENSER]
-        documents = disarm_markers(numbered(texts["document"], found, self.snippet_words))
+        documents = disarm_markers(numbered(texts["document"], passages, self.snippet_words))
         user = texts["user"].format(reasoning=reasoning, query=query, documents=documents)
         return messages(texts["system"].format(query=query), user)
 
@@ -93,24 +93,34 @@ def result(text: str) -> str:
 def boxed(text: str) -> str | None:
     r"""Content of the last \boxed{…} with balanced braces; None without one."""
     open_braces: list[int] = []
-    found: tuple[int, int] | None = None
+    span: tuple[int, int] | None = None
     for position, character in enumerate(text):
         if character == "{":
             open_braces.append(position + 1)
         elif character == "}" and open_braces:
             start = open_braces.pop()
-            if text.endswith(BOX, 0, start) and (found is None or start > found[0]):
-                found = start, position
-    return text[found[0] : found[1]].strip() if found else None
+            if text.endswith(BOX, 0, start) and (span is None or start > span[0]):
+                span = start, position
+    return text[span[0] : span[1]].strip() if span else None
+
+
+class SearchO1Prediction(TypedDict):
+    """What the program returns."""
+
+    answer: str | None
+    queries: list[str]
+    """Those that were executed."""
+    titles: list[str]
+    """Of all documents that the searches brought."""
+    ended: str
+    """`answer`: a turn without a query; `searches`: a query after the last one allowed; `context`: no room left."""
 
 
 @dataclass(slots=True)
 class SearchO1:
     """Implements `mmrl.tasks.base.Program`.
 
-    Reads `inputs["question"]` and `inputs["corpus"]`. The prediction is `{"answer", "queries", "titles", "ended"}`: the
-    answer or null; the executed queries; titles of all documents found; what ended it (`answer`: a turn without a
-    query; `searches`: a query after the limit had been told; `context`: no room left).
+    Reads `inputs["question"]` and `inputs["corpus"]`.
     """
 
     prompts: SearchO1Prompts
@@ -121,24 +131,24 @@ class SearchO1:
     modules: tuple[str, ...] = (REASONER, CONDENSER)
     continues: ClassVar[frozenset[str]] = frozenset({REASONER})
 
-    async def run(self, example: Example, ctx: Context) -> dict[str, Any]:
+    async def run(self, example: Example, ctx: Context) -> SearchO1Prediction:
         """Turns of the reasoner until one ends without a query, or a limit."""
         queries: list[str] = []
         titles: list[str] = []
-        ended, told = "answer", False
+        ended, at_limit = "answer", False
         reply = await ctx.call(REASONER, self.prompts.question(example.inputs["question"]), stop=(QUERY[1],))
         sampled, reasoning = reply.text, reply.text
         while (query := final_query(reply.text, QUERY)) is not None:
-            if told:
+            if at_limit:
                 ended = "searches"
                 break
             if len(queries) < self.prompts.searches:
                 queries.append(query)
-                found = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
-                titles += [document["title"] for document in found]
-                text = await self._condensed(ctx, reasoning, query, found)
+                passages: list[Passage] = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
+                titles += [passage["title"] for passage in passages]
+                text = await self._condensed(ctx, reasoning, query, passages)
             else:
-                told, text = True, self.prompts.fixed("limit")
+                at_limit, text = True, self.prompts.fixed("limit")
             # One token must be left for the next turn.
             room = min(self.max_observation, self.max_context - len(reply.context) - 1)
             observation, fits = fitted(ctx, reply, text, result, room)
@@ -149,11 +159,11 @@ class SearchO1:
             sampled, reasoning = sampled + reply.text, reasoning + observation + reply.text
         return {"answer": boxed(sampled), "queries": queries, "titles": titles, "ended": ended}
 
-    async def _condensed(self, ctx: Context, reasoning: str, query: str, found: Sequence[Mapping[str, Any]]) -> str:
+    async def _condensed(self, ctx: Context, reasoning: str, query: str, passages: Sequence[Passage]) -> str:
         """What the condenser makes of the documents; it is not asked about none."""
-        if not found:
+        if not passages:
             return self.prompts.fixed("nothing")
-        reply = await ctx.call(CONDENSER, self.prompts.condense(reasoning, query, found))
+        reply = await ctx.call(CONDENSER, self.prompts.condense(reasoning, query, passages))
         return disarm_markers(reply.text.strip()) or self.prompts.fixed("nothing")
 
 
@@ -173,7 +183,7 @@ class SearchO1Task(OpenQaTask):
         """Multi-hop questions, or single-hop ones for a data set of such."""
         return mini_questions(self.config.dataset or "hotpotqa", split, corpus)
 
-    def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+    def score(self, example: Example, prediction: SearchO1Prediction, path: Sequence[Call], reward_set: str) -> Score:
         """Reward: F1 without the yes/no rule, as for the search program that it is compared with."""
         self.check_reward_set(reward_set)
         answer = prediction["answer"] or ""

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
-from mmrl.tasks.base import Context, Message, Reply
+from mmrl.tasks.base import Context, Message, Passage, Reply
 from mmrl.tasks.prompts import snippet
 
 ObservationT = TypeVar("ObservationT", str, Sequence[Message])
@@ -22,8 +22,8 @@ ObservationT = TypeVar("ObservationT", str, Sequence[Message])
 
 def first_pair(text: str, names: Iterable[str]) -> tuple[str, str] | None:
     """Name and stripped content of the pair `<name>…</name>` that opens first, among opening tags that are closed."""
-    found = re.search(rf"<({'|'.join(names)})>(.*?)</\1>", text, re.DOTALL)
-    return (found[1], found[2].strip()) if found else None
+    match = re.search(rf"<({'|'.join(names)})>(.*?)</\1>", text, re.DOTALL)
+    return (match[1], match[2].strip()) if match else None
 
 
 def tag_sequence(text: str, names: Iterable[str]) -> list[str]:
@@ -50,16 +50,16 @@ def fitted(
         return whole, True
     ends = [0, *(word.end() for word in re.finditer(r"\S+", text))]
     # Wherever bisection ends, the cut before that place has been measured and fits (or there is none).
-    kept = bisect_right(ends, limit, key=lambda end: ctx.measure(frame(text[:end]), after=reply))
-    cut = frame(text[: ends[max(0, kept - 1)]])
+    fitting = bisect_right(ends, limit, key=lambda end: ctx.measure(frame(text[:end]), after=reply))
+    cut = frame(text[: ends[max(0, fitting - 1)]])
     return cut, ctx.measure(cut, after=reply) <= limit
 
 
 def last_block(text: str, opening: str, closing: str) -> str | None:
     """Stripped text between the last `closing` and the nearest `opening` before it; None without such a block."""
-    before, found, _ = text.rpartition(closing)
+    before, closed, _ = text.rpartition(closing)
     _, opened, content = before.rpartition(opening)
-    return content.strip() if found and opened else None
+    return content.strip() if closed and opened else None
 
 
 def final_query(text: str, markers: tuple[str, str]) -> str | None:
@@ -72,7 +72,7 @@ def disarm_markers(text: str) -> str:
     return text.replace("<|", "(|").replace("|>", "|)")
 
 
-def numbered(template: str, documents: Sequence[Mapping[str, Any]], words: int) -> str:
+def numbered(template: str, documents: Sequence[Passage], words: int) -> str:
     """Retrieved documents, numbered from 1, each cut to `words` words."""
     return "\n".join(
         template.format(index=index, title=document["title"], text=snippet(document["text"], words))

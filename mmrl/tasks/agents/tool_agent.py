@@ -1,6 +1,6 @@
 """An agent that may call a search tool once and then answers: the task `tool_agent`, two turns in the usual case.
 
-The environment of MT-GRPO's case study (arXiv 2505.11821, App. E; semantics §3.2). A tool's result is a user message.
+The environment of MT-GRPO's case study (arXiv 2505.11821, App. E). A tool's result is a user message.
 Whatever the model writes, the rollout ends in an answer, a second tool call or the token limit, never in an exception.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, TypedDict
 
 from mmrl.config.task import TaskConfig
 from mmrl.records import Call, Example
@@ -17,7 +17,7 @@ from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import OUTCOME, judged
 from mmrl.tasks.agents.rewards import contains, tag_usage, xml_format
 from mmrl.tasks.agents.tags import disarm, first_pair, fitted
-from mmrl.tasks.base import Context, Message, ModuleScore, Program, Score
+from mmrl.tasks.base import Context, Message, ModuleScore, Passage, Program, Score
 from mmrl.tasks.mini.examples import mini_single
 from mmrl.tasks.open_qa import OpenQaTask
 from mmrl.tasks.prompts import Template, Templates, Texts, messages
@@ -70,13 +70,13 @@ class ToolPrompts:
         """The user message after one that did nothing."""
         return [{"role": "user", "content": self.texts[MODULE]["correction"].format()}]
 
-    def articles(self, found: Sequence[Mapping[str, Any]]) -> str:
+    def articles(self, passages: Sequence[Passage]) -> str:
         """What the search found, in which nothing looks like a tag of the agent."""
-        shown = "\n".join(
-            self.texts[MODULE]["document"].format(index=index, title=document["title"], text=document["text"])
-            for index, document in enumerate(found, 1)
+        listing = "\n".join(
+            self.texts[MODULE]["document"].format(index=index, title=passage["title"], text=passage["text"])
+            for index, passage in enumerate(passages, 1)
         )
-        return disarm(shown, TAGS) or "No article was found."
+        return disarm(listing, TAGS) or "No article was found."
 
 
 def result(text: str) -> Sequence[Message]:
@@ -106,13 +106,23 @@ def read_command(text: str) -> tuple[str | None, str]:
     return args["query"], ""
 
 
+class ToolAgentPrediction(TypedDict):
+    """What the program returns."""
+
+    answer: str | None
+    actions: list[str]
+    """One of `tool`, `answer`, `none` per message."""
+    succeeded: bool | None
+    """Whether the executed tool call worked; None: none was executed."""
+    ended: str
+    """What ended it: `answer`, `calls` or `tokens`."""
+
+
 @dataclass(slots=True)
 class ToolAgent:
     """Implements `mmrl.tasks.base.Program`.
 
-    Reads `inputs["question"]` and `inputs["corpus"]`. The prediction is `{"answer", "actions", "succeeded", "ended"}`:
-    the answer or null; `tool`, `answer` or `none` per message; whether the executed tool call worked (null: none was
-    executed); what ended it (`answer`, `calls` or `tokens`).
+    Reads `inputs["question"]` and `inputs["corpus"]`.
     """
 
     prompts: ToolPrompts
@@ -127,7 +137,7 @@ class ToolAgent:
     modules: tuple[str, ...] = (MODULE,)
     continues: ClassVar[frozenset[str]] = frozenset({MODULE})
 
-    async def run(self, example: Example, ctx: Context) -> dict[str, Any]:
+    async def run(self, example: Example, ctx: Context) -> ToolAgentPrediction:
         """Messages until an answer, a second tool call, or the token limit."""
         actions: list[str] = []
         succeeded: bool | None = None
@@ -154,8 +164,8 @@ class ToolAgent:
             else:
                 query, output = read_command(command)
                 if query is not None:
-                    found = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
-                    output = self.prompts.articles(found)
+                    passages: list[Passage] = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
+                    output = self.prompts.articles(passages)
                 observation, fits = fitted(ctx, reply, output, result, room)
             if not fits:
                 break
@@ -194,7 +204,7 @@ class ToolAgentTask(OpenQaTask):
         return mini_single(split, corpus)
 
     def score(
-        self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str
+        self, example: Example, prediction: ToolAgentPrediction, path: Sequence[Call], reward_set: str
     ) -> Score | Awaitable[Score]:
         """Reward: the sum of the outcome rewards; the set `turn` adds those of the tool call, if one was executed.
 
@@ -203,10 +213,10 @@ class ToolAgentTask(OpenQaTask):
         self.check_reward_set(reward_set)
         answers, answer = example.metadata["answers"], prediction["answer"] or ""
         texts = [call.text for call in path]
-        wanted = {gold.strip().lower() for gold in answers} - {""}
+        golds = {gold.strip().lower() for gold in answers} - {""}
         outcome = {
             "answer_presence": 0.5 * contains(answer, answers),
-            "exact_match": float(answer.strip().lower() in wanted),
+            "exact_match": float(answer.strip().lower() in golds),
             "tag_usage": tag_usage(texts, OWN_TAGS),
             "xml_format": xml_format(texts),
         }
@@ -214,10 +224,10 @@ class ToolAgentTask(OpenQaTask):
         called = prediction["actions"].index("tool") if prediction["succeeded"] is not None else None
         tool = {"tool_execution": 0.0, "result_answer": 0.0}
         if called is not None:
-            shown = path[called + 1].prompt_text.partition("<result>")[2].removesuffix("</result>")
+            output = path[called + 1].prompt_text.partition("<result>")[2].removesuffix("</result>")
             tool = {
                 "tool_execution": 0.2 * bool(prediction["succeeded"]),
-                "result_answer": 0.5 * contains(shown, answers),
+                "result_answer": 0.5 * contains(output, answers),
             }
         scores = {
             "em": outcome["exact_match"],
@@ -233,8 +243,8 @@ class ToolAgentTask(OpenQaTask):
         parts = {
             name: value for name, value in outcome.items() if name != "xml_format" or self.config.outcome_rewards == 4
         }
-        own = {path[called].id: sum(tool.values())} if reward_set == "turn" and called is not None else {}
-        return Score(reward=sum(parts.values()), metrics=scores, parts=parts, turn_rewards=own)
+        turn_rewards = {path[called].id: sum(tool.values())} if reward_set == "turn" and called is not None else {}
+        return Score(reward=sum(parts.values()), metrics=scores, parts=parts, turn_rewards=turn_rewards)
 
     def score_call(self, call: Call) -> ModuleScore:
         """No penalty; which action the message took."""

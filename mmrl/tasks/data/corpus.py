@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from mmrl.retrieval.base import Document
 from mmrl.retrieval.store import PassageStore
 from mmrl.system.artifacts import write_whole
 from mmrl.tasks.data.layouts import passage
-from mmrl.tasks.data.rows import FORMATS, Row, Source
+from mmrl.tasks.data.rows import FORMATS, Fields, Row, Source
 from mmrl.tasks.mini.examples import mini_corpus
 
 KEY = "corpus"
@@ -84,13 +83,13 @@ class Corpus:
 
     def paths(self) -> list[Path]:
         """All local files, in order."""
-        found: list[Path] = []
+        paths: list[Path] = []
         for spec in self.specs:
             if self._folder(spec):
-                found += self._files(spec)
+                paths += self._files(spec)
             elif spec != "mini" and (path := Source(KEY, spec).path) is not None:
-                found.append(path)
-        return found
+                paths.append(path)
+        return paths
 
     def hub_ids(self) -> list[str]:
         """Sources that are fetched from the hub."""
@@ -118,11 +117,11 @@ class Corpus:
                 yield from mini_corpus()
             elif self._folder(spec):
                 for path in self._files(spec):
-                    found = 0
+                    passages = 0
                     for document in _of_source(Source(KEY, str(path)), numbers, strict=False):
-                        found += 1
+                        passages += 1
                         yield document
-                    if not found:
+                    if not passages:
                         self.skipped.append(str(path))
             else:
                 yield from _of_source(Source(KEY, spec), numbers, strict=True)
@@ -132,45 +131,47 @@ def _of_source(source: Source, numbers: Iterator[int], *, strict: bool) -> Itera
     """Passages of one source; the first record says which kind: passages, questions with paragraphs, or neither."""
     kind = ""
     for row in source.stream("train"):
-        own = _kind(row.values)
-        kind = kind or own
-        if not own and kind:
+        this_kind = _kind(row.values)
+        kind = kind or this_kind
+        if not this_kind and kind:
             passage(source, row, 0)  # raises: names what the record misses
-        if not own:
+        if not this_kind:
             if strict:
                 raise DataError(
                     f"{source.key}: {row.where}: holds no passages; expected title and text, contents, context or "
                     "paragraphs"
                 )
             return
-        if own == "passage":
+        if this_kind == "passage":
             yield passage(source, row, next(numbers))
         else:
             for values in _paragraphs(row.values):
                 yield passage(source, Row(row.where, values), next(numbers))
 
 
-def _kind(values: Any) -> str:
+def _kind(values: object) -> str:
     """`passage`, `record`, or nothing."""
     if isinstance(values, Mapping):
         if "paragraphs" in values or ("context" in values and "question" in values):
             return "record"
         if "contents" in values or ("title" in values and "text" in values):
             return "passage"
-    pair = isinstance(values, list) and len(values) == 2 and isinstance(values[0], str)
-    return "passage" if pair and isinstance(values[1], list | str) else ""
+    if isinstance(values, list) and len(values) == 2:
+        title, text = values
+        return "passage" if isinstance(title, str) and isinstance(text, list | str) else ""
+    return ""
 
 
-def _paragraphs(values: Mapping[str, Any]) -> list[Any]:
+def _paragraphs(values: Fields) -> list[object]:
     """The paragraphs of a question, each as `passage` reads it."""
-    found = values.get("paragraphs", values.get("context"))
-    if isinstance(found, Mapping):  # as the hub's columns have it
-        return [list(pair) for pair in zip(found["title"], found["sentences"], strict=True)]
-    if not isinstance(found, list):
-        return [found]
+    paragraphs = values.get("paragraphs", values.get("context"))
+    if isinstance(paragraphs, Mapping):  # as the hub's columns have it
+        return [list(pair) for pair in zip(paragraphs["title"], paragraphs["sentences"], strict=True)]
+    if not isinstance(paragraphs, list):
+        return [paragraphs]
     return [
         {"title": p.get("title"), "text": p.get("paragraph_text", p.get("text"))} if isinstance(p, Mapping) else p
-        for p in found
+        for p in paragraphs
         if p is not None
     ]
 
@@ -187,24 +188,26 @@ def coverage(
     """
     judged: dict[str, list[bool]] = {split: [] for split in splits}
     for name, documents in corpora.items():
-        own = {split: [e for e in examples if e.inputs.get("corpus") == name] for split, examples in splits.items()}
-        if not len(documents) or not any(own.values()):
+        examples_of = {
+            split: [e for e in examples if e.inputs.get("corpus") == name] for split, examples in splits.items()
+        }
+        if not len(documents) or not any(examples_of.values()):
             continue
         has = _Titles(documents)
-        untitled = [e for examples in own.values() for e in examples if not e.metadata.get("titles")]
+        untitled = [e for examples in examples_of.values() for e in examples if not e.metadata.get("titles")]
         scans = len(documents) <= SCANNED
-        asked = {str(answer) for e in untitled for answer in e.metadata.get("answers", ())} if scans else set()
-        found = occurring(asked, documents, cache)
-        for split, examples in own.items():
+        answers = {str(answer) for e in untitled for answer in e.metadata.get("answers", ())} if scans else set()
+        present = occurring(answers, documents, cache)
+        for split, examples in examples_of.items():
             for example in examples:
                 if titles := example.metadata.get("titles"):
                     judged[split].append(all(title in has for title in titles))
                 elif scans:
-                    judged[split].append(any(str(a) in found for a in example.metadata.get("answers", ())))
+                    judged[split].append(any(str(a) in present for a in example.metadata.get("answers", ())))
     return {split: sum(values) / len(values) for split, values in judged.items() if values}
 
 
-def label(found: str, shares: Mapping[str, float], passages: int, *, real: bool) -> dict[str, str]:
+def label(criterion: str, shares: Mapping[str, float], passages: int, *, real: bool) -> dict[str, str]:
     """What a result says of its corpus: the share of each split's items, under 'partial corpus' where it is one.
 
     Args:
@@ -216,7 +219,7 @@ def label(found: str, shares: Mapping[str, float], passages: int, *, real: bool)
     if not shares or (not real and min(shares.values()) == 1):
         return {}
     name = "partial corpus" if min(shares.values()) < 1 or passages < WHOLE else "corpus coverage"
-    return {name: f"{found}: {', '.join(f'{split} {share:.1%}' for split, share in shares.items())}"}
+    return {name: f"{criterion}: {', '.join(f'{split} {share:.1%}' for split, share in shares.items())}"}
 
 
 class _Titles:
@@ -241,14 +244,14 @@ def occurring(answers: set[str], documents: Sequence[Document], cache: Path | No
             return {ordered[number] for number in json.loads(file.read_text(encoding="utf-8"))}
         except (ValueError, TypeError, IndexError):
             log.warning("%s is damaged; it is made again", file)
-    found = _search(ordered, documents)
+    present = _search(ordered, documents)
     if file is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps([number for number, answer in enumerate(ordered) if answer in found]))
+            write_whole(file, json.dumps([number for number, answer in enumerate(ordered) if answer in present]))
         except OSError as error:
             log.warning("cannot write %s (%s)", file, error)
-    return found
+    return present
 
 
 def _key(answers: Sequence[str], documents: Sequence[Document]) -> str:
@@ -269,12 +272,12 @@ def _search(answers: Sequence[str], documents: Iterable[Document]) -> set[str]:
         run = [numbers.setdefault(word, len(numbers) + 1) for word in WORD.findall(answer.lower())[:LONGEST]]
         if run:
             hashes.setdefault(len(run), {}).setdefault(_run_hash(run), []).append(answer)
-    asked = {length: np.array(sorted(found), dtype=np.uint64) for length, found in hashes.items()}
-    there: dict[int, set[int]] = {length: set() for length in hashes}
+    sought = {length: np.array(sorted(by_hash), dtype=np.uint64) for length, by_hash in hashes.items()}
+    present: dict[int, set[int]] = {length: set() for length in hashes}
     for block in _blocks(documents, numbers):
-        for length, wanted in asked.items():
-            there[length].update(wanted[np.isin(wanted, _run_hashes(block, length))].tolist())
-    return {answer for length, found in there.items() for value in found for answer in hashes[length][value]}
+        for length, hashes_of_length in sought.items():
+            present[length].update(hashes_of_length[np.isin(hashes_of_length, _run_hashes(block, length))].tolist())
+    return {answer for length, values in present.items() for value in values for answer in hashes[length][value]}
 
 
 def _blocks(documents: Iterable[Document], numbers: Mapping[str, int]) -> Iterator[np.ndarray]:

@@ -17,7 +17,7 @@ from mmrl import rng
 from mmrl.errors import DataError
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
-from mmrl.tasks.data.rows import Row, Source
+from mmrl.tasks.data.rows import Fields, Row, Source
 
 log = logging.getLogger("mmrl.data")
 
@@ -44,11 +44,11 @@ class Layout:
 
     columns: tuple[str, ...]
     """Columns of its hub copy."""
-    read: Callable[[Mapping[str, Any]], Record]
+    read: Callable[[Fields], Record]
     """May raise `KeyError` (missing field), `TypeError` or `ValueError` (wrong shape)."""
 
 
-def _hotpot(values: Mapping[str, Any]) -> Record:
+def _hotpot(values: Fields) -> Record:
     """HotpotQA (distractor and fullwiki) and 2WikiMultihopQA."""
     context = _pairs(values["context"], "context", ("title", "sentences"))
     facts = _pairs(values["supporting_facts"], "supporting_facts", ("title", "sent_id"))
@@ -66,11 +66,11 @@ def _hotpot(values: Mapping[str, Any]) -> Record:
     )
 
 
-def _is_texts(value: Any) -> bool:
+def _is_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
-def _pairs(value: Any, field: str, columns: tuple[str, str]) -> list[tuple[Any, Any]]:
+def _pairs(value: object, field: str, columns: tuple[str, str]) -> list[tuple[Any, Any]]:
     """Pairs in the files' form `[[a, b], ...]` or in the hub's, two columns."""
     if isinstance(value, Mapping):
         return list(zip(value[columns[0]], value[columns[1]], strict=True))
@@ -79,7 +79,7 @@ def _pairs(value: Any, field: str, columns: tuple[str, str]) -> list[tuple[Any, 
     return [(first, second) for first, second in value]
 
 
-def _musique(values: Mapping[str, Any]) -> Record:
+def _musique(values: Fields) -> Record:
     """MuSiQue-Ans."""
     paragraphs = values["paragraphs"]
     if not isinstance(paragraphs, list) or not all(isinstance(paragraph, Mapping) for paragraph in paragraphs):
@@ -98,14 +98,14 @@ def _musique(values: Mapping[str, Any]) -> Record:
     )
 
 
-def _supporting(paragraphs: Sequence[Mapping[str, Any]], *, required: bool) -> tuple[str, ...]:
+def _supporting(paragraphs: Sequence[Fields], *, required: bool) -> tuple[str, ...]:
     """Titles of the gold paragraphs; every paragraph has to have one."""
     titles = [_string(p["title"], "paragraphs: title") for p in paragraphs]
     gold = [p["is_supporting"] if required else p.get("is_supporting") for p in paragraphs]
     return tuple(dict.fromkeys(title for title, supports in zip(titles, gold, strict=True) if supports))
 
 
-def _popqa(values: Mapping[str, Any]) -> Record:
+def _popqa(values: Fields) -> Record:
     """PopQA with gold passages."""
     paragraphs = [p for p in values["paragraphs"] if isinstance(p, Mapping)]  # the file has null where one is missing
     return Record(
@@ -118,7 +118,7 @@ def _popqa(values: Mapping[str, Any]) -> Record:
     )
 
 
-def _questions(values: Mapping[str, Any]) -> Record:
+def _questions(values: Fields) -> Record:
     """A question with its accepted answers and nothing else."""
     return Record(
         id=_text(values["id"], "id"),
@@ -134,7 +134,7 @@ ANSWER_FIELDS = ("possible_answers", "golden_answers", "answers", "answer")
 """Fields that hold accepted answers (PopQA's, FlashRAG's, others'), the first one there counts."""
 
 
-def _answers(values: Mapping[str, Any]) -> tuple[str, ...]:
+def _answers(values: Fields) -> tuple[str, ...]:
     """Accepted answers: one text, a list, a list written as JSON text, or TriviaQA's record of aliases."""
     field = next((name for name in ANSWER_FIELDS if name in values), "answer")
     value = values[field]
@@ -142,12 +142,12 @@ def _answers(values: Mapping[str, Any]) -> tuple[str, ...]:
         value = json.loads(value)
     if isinstance(value, Mapping):
         value = value.get("normalized_aliases") or value["aliases"]
-    found = [value] if isinstance(value, str | int) else value
-    if not isinstance(found, list | tuple):
-        raise TypeError(f"{field}: got {type(found).__name__}, expected text or a list of texts")
-    if not found:
+    answers = [value] if isinstance(value, str | int) else value
+    if not isinstance(answers, list | tuple):
+        raise TypeError(f"{field}: got {type(answers).__name__}, expected text or a list of texts")
+    if not answers:
         raise ValueError(f"{field}: is empty")
-    return tuple(dict.fromkeys(_text(answer, field) for answer in found))
+    return tuple(dict.fromkeys(_text(answer, field) for answer in answers))
 
 
 EVIDENCE = ("context", "supporting_facts", "paragraphs")
@@ -209,7 +209,7 @@ def _record(source: Source, row: Row, layout: Layout, number: str) -> Record:
     return record
 
 
-def _reads(layout: Layout, values: Mapping[str, Any]) -> bool:
+def _reads(layout: Layout, values: Fields) -> bool:
     try:
         layout.read(values)
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -217,13 +217,13 @@ def _reads(layout: Layout, values: Mapping[str, Any]) -> bool:
     return True
 
 
-def _string(value: Any, field: str) -> str:
+def _string(value: object, field: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{field}: got {type(value).__name__}, expected text")
     return value
 
 
-def _text(value: Any, field: str) -> str:
+def _text(value: object, field: str) -> str:
     if not isinstance(value, str | int) or isinstance(value, bool):
         raise TypeError(f"{field}: got {type(value).__name__}, expected text")
     if not str(value).strip():

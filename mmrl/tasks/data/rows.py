@@ -2,6 +2,9 @@
 
 A source is a path (`.json`, `.jsonl`, `.csv`, `.tsv`, `.parquet`, or `.txt` as DPR writes topics) or a hub id
 `owner/name[:config[:split]]`.
+
+The readers of JSON, CSV and TSV are our own: `datasets` and pandas name no line in their errors, guess types (an id
+`007` becomes 7), and want the same fields in every record.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]*){0,2}")
 HUB_SPLITS: Mapping[str, str] = {"train": "train", "dev": "validation", "test": "test"}
 
 
+Fields = Mapping[str, Any]
+"""A record as it was read, not yet checked: whoever uses a field checks its type, and names the record in the error."""
 Columns = Sequence[str] | Callable[[Collection[str]], Sequence[str]]
 
 
@@ -145,8 +150,8 @@ class Source:
             why = "the hub does not answer, and it is not in the local cache" if away else reason
             raise DataError(f"{self.key}: cannot load '{self.spec}' (split {chosen}) from the hub: {why}") from None
         names = set(table.column_names)
-        wanted = columns(names) if callable(columns) else columns
-        missing = [column.replace("|", " or ") for column in wanted if names.isdisjoint(column.split("|"))]
+        needed = columns(names) if callable(columns) else columns
+        missing = [column.replace("|", " or ") for column in needed if names.isdisjoint(column.split("|"))]
         if missing:
             raise DataError(
                 f"{self.key}: {self.spec}: misses the columns {', '.join(missing)}; "
@@ -199,7 +204,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
             yield Row(where, _whole(values, where) if HALF.search(line) else values)
 
 
-def _whole(values: Any, where: str) -> Any:
+def _whole(values: object, where: str) -> object:
     """A record whose texts are whole (see `whole_text`)."""
     try:
         json.dumps(values, ensure_ascii=False).encode()
@@ -209,7 +214,7 @@ def _whole(values: Any, where: str) -> Any:
     return values
 
 
-def _mended(value: Any) -> Any:
+def _mended(value: object) -> object:
     if isinstance(value, str):
         return whole_text(value)
     if isinstance(value, list):

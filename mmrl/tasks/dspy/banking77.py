@@ -1,4 +1,4 @@
-"""Intent classification with one chain of thought: the task `banking77` (arXiv 2508.04660; semantics §1.8).
+"""Intent classification with one chain of thought: the task `banking77` (arXiv 2508.04660, App. C.1).
 
 Exact match, 0 or 1. Data: the official CSV files (`text`, `category`), the hub's copy (`text`, `label_text`), JSON with
 either, or the mini world's support queries. Of files, the paper's sample is used unless the config says how many.
@@ -7,9 +7,9 @@ either, or the mini world's support queries. Of files, the paper's sample is use
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, TypedDict
 
 from mmrl import rng
 from mmrl.errors import ConfigError, DataError
@@ -25,6 +25,13 @@ SAMPLE_SEED = 0
 """The paper does not state its own."""
 
 
+class BankingPrediction(TypedDict):
+    """What the program returns."""
+
+    reasoning: str
+    label: str
+
+
 class Banking77Task(DspyTask):
     """Implements `mmrl.tasks.base.Task`; see `DspyTask` for arguments and errors."""
 
@@ -38,9 +45,9 @@ class Banking77Task(DspyTask):
         if not self.sources:
             if self.config.labels is not None:
                 raise ConfigError("task.labels: has no effect on the mini world; leave it out, or set task.data")
-            found = {split: mini_support(split) for split in SPLITS}
-            self.labels = _labels(example for split in found.values() for example in split)
-            return found
+            examples = {split: mini_support(split) for split in SPLITS}
+            self.labels = _labels(example for split in examples.values() for example in split)
+            return examples
         rows = {split: self._read(split) for split in self.sources}
         first = next(iter(rows))
         self.labels = self._given_labels() or _labels(rows[first])
@@ -49,13 +56,13 @@ class Banking77Task(DspyTask):
 
     def _read(self, split: str) -> list[Example]:
         key = f"task.data.{split}"
-        found = []
+        examples = []
         for number, row in enumerate(self.rows(split, ("text",))):
             text = text_of(key, row, "text")
             label = text_of(key, row, "category", "label_text", "label")
             name = str(row.values.get("id") or f"{split}-{number}")
-            found.append((row, Example(id=name, inputs={"text": text}, metadata={"label": label})))
-        return unique(key, found)
+            examples.append((row, Example(id=name, inputs={"text": text}, metadata={"label": label})))
+        return unique(key, examples)
 
     def _given_labels(self) -> tuple[str, ...]:
         path = self.config.labels
@@ -74,12 +81,12 @@ class Banking77Task(DspyTask):
     def _check_labels(self, rows: Mapping[str, Sequence[Example]], whose: str) -> None:
         problems = []
         for split, examples in rows.items():
-            strange = sorted({example.metadata["label"] for example in examples} - set(self.labels))
-            if strange:
-                shown = ", ".join(f"'{label}'" for label in strange[:3])
+            unknown = sorted({example.metadata["label"] for example in examples} - set(self.labels))
+            if unknown:
+                listed = ", ".join(f"'{label}'" for label in unknown[:3])
                 problems.append(
-                    f"task.data.{split}: {len(strange)} labels are not among the {len(self.labels)} of {whose}: "
-                    f"{shown}{', …' if len(strange) > 3 else ''}"
+                    f"task.data.{split}: {len(unknown)} labels are not among the {len(self.labels)} of {whose}: "
+                    f"{listed}{', …' if len(unknown) > 3 else ''}"
                 )
         if problems:
             raise DataError(problems)
@@ -87,40 +94,40 @@ class Banking77Task(DspyTask):
     def _samples(self, rows: Mapping[str, Sequence[Example]]) -> dict[str, Sequence[Example]]:
         """The paper's numbers of items, at their places in one shuffle of a source, so that train and dev may share
         one; or all rows."""
-        found: dict[str, Sequence[Example]] = {split: [] for split in SPLITS}
+        samples: dict[str, Sequence[Example]] = {split: [] for split in SPLITS}
         for split, examples in rows.items():
-            found[split] = examples
+            samples[split] = examples
             if self.config.sample == "paper" and split in SAMPLE:
                 order = sorted(
                     examples, key=lambda example: rng.digest("banking77", SAMPLE_SEED, example.inputs["text"])
                 )
                 first, count = SAMPLE[split]
-                found[split] = order[first : first + count]
-                if not found[split]:
+                samples[split] = order[first : first + count]
+                if not samples[split]:
                     raise DataError(
                         f"task.data.{split}: {self.sources[split]} has {len(examples)} rows, the paper's {split} "
                         f"sample begins after {first} of a shuffle; set task.sample=all to use every row"
                     )
-        return found
+        return samples
 
-    def make_program(self) -> Any:
+    def make_program(self) -> object:
         """See `DspyTask.make_program`."""
         from mmrl.tasks.dspy.banking77_program import Banking77
 
         return Banking77(self.labels)
 
-    def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+    def score(self, example: Example, prediction: BankingPrediction, path: Sequence[Call], reward_set: str) -> Score:
         """Reward and metric: whether the label is the gold one, letter for letter."""
         self.check_reward_set(reward_set)
         hit = float(prediction["label"] == example.metadata["label"])
         return Score(reward=hit, metrics={"em": hit}, parts={"em": hit})
 
-    def describe(self) -> Mapping[str, Any]:
+    def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
         facts = {**super().describe(), "labels": len(self.labels)}
         drawn = [f"{SAMPLE[s][1]} {s}" for s in self.sources if s in SAMPLE and self.config.sample == "paper"]
         return facts | ({"sample": f"{', '.join(drawn)} drawn with seed {SAMPLE_SEED}"} if drawn else {})
 
 
-def _labels(examples: Any) -> tuple[str, ...]:
+def _labels(examples: Iterable[Example]) -> tuple[str, ...]:
     return tuple(sorted({example.metadata["label"] for example in examples}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import dspy
 
@@ -13,7 +13,7 @@ class Banking77(dspy.Module):
 
     def __init__(self, labels: Sequence[str]):
         super().__init__()
-        label: Any = Literal[tuple(labels)]
+        label: object = Literal[tuple(labels)]
         self.classify = dspy.ChainOfThought(
             dspy.Signature({"text": (str, dspy.InputField()), "label": (label, dspy.OutputField())})
         )

@@ -11,7 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmrl.config.task import TaskConfig
 from mmrl.errors import ConfigError, DataError, unknown
@@ -20,6 +20,9 @@ from mmrl.tasks.base import BaseTask, Tool
 from mmrl.tasks.data.layouts import subset
 from mmrl.tasks.data.rows import Row, Source
 from mmrl.tasks.prompts import Template, load_prompts
+
+if TYPE_CHECKING:
+    import dspy
 
 SPLITS = ("train", "dev", "test")
 
@@ -61,12 +64,13 @@ class DspyTask(BaseTask, ABC):
             problems += error.problems
         if problems:
             raise ConfigError(problems)
-        self.program: Any = self.make_program()
-        self.predictors: Mapping[str, Any] = {}
+        program: Any = self.make_program()
+        self.program = program
+        self.predictors: Mapping[str, dspy.Predict] = {}
         """Path -> predictor of a DSPy program."""
-        if is_dspy_module(self.program):
-            set_prompts(self.program, config.prompts)
-            self.predictors = dict(self.program.named_predictors())
+        if is_dspy_module(program):
+            set_prompts(program, config.prompts)
+            self.predictors = dict(program.named_predictors())
         elif config.prompts is not None:
             raise ConfigError("task.prompts: has no effect with this program, whose prompts are its own code")
 
@@ -75,7 +79,7 @@ class DspyTask(BaseTask, ABC):
         """All examples of each split, or those of the paper's sample. Raises `ConfigError`."""
 
     @abstractmethod
-    def make_program(self) -> Any:
+    def make_program(self) -> object:
         """The raw `dspy.Module`, called with the inputs of an example as keywords."""
 
     def option_problems(self) -> list[str]:
@@ -126,7 +130,7 @@ class DspyTask(BaseTask, ABC):
         if reward_set not in self.reward_sets:
             raise ConfigError(unknown("task.reward", reward_set, self.reward_sets))
 
-    def describe(self) -> Mapping[str, Any]:
+    def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
         data = ", ".join(f"{split} {spec}" for split, spec in self.sources.items()) or "mini world"
         return {"data": data, **{f"{split} items": len(self._examples[split]) for split in SPLITS}}
@@ -144,12 +148,12 @@ def unique(key: str, examples: Sequence[tuple[Row, Example]]) -> list[Example]:
     Raises:
         DataError: two do.
     """
-    found: dict[str, Example] = {}
+    by_id: dict[str, Example] = {}
     for row, example in examples:
-        if example.id in found:
+        if example.id in by_id:
             raise DataError(f"{key}: {row.where}: duplicate id '{example.id}'")
-        found[example.id] = example
-    return list(found.values())
+        by_id[example.id] = example
+    return list(by_id.values())
 
 
 def text_of(key: str, row: Row, *names: str, empty: bool = False) -> str:
@@ -172,7 +176,7 @@ def text_of(key: str, row: Row, *names: str, empty: bool = False) -> str:
     return value
 
 
-def set_prompts(program: Any, path: str | None) -> None:
+def set_prompts(program: dspy.Module, path: str | None) -> None:
     """Replace what predictors are told: instructions from a YAML file (`module: {instructions: text}`), or instructions
     and demonstrations from a JSON file that DSPy saved (`program.save("file.json")`).
 
@@ -193,7 +197,7 @@ def set_prompts(program: Any, path: str | None) -> None:
         predictor.signature = predictor.signature.with_instructions(roles["instructions"].format())
 
 
-def _load_state(program: Any, predictors: Mapping[str, Any], path: str) -> None:
+def _load_state(program: dspy.Module, predictors: Mapping[str, dspy.Predict], path: str) -> None:
     try:
         state = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Finding all documents that bear on a claim, over several hops: the task `hover` (arXiv 2508.04660; semantics §1.8).
+"""Finding all documents that bear on a claim, over several hops: the task `hover` (arXiv 2508.04660, App. C.3).
 
 Reward: Recall@100, or the strict score (every gold title found). Data: HoVer's official JSON, its hub copy, or the
 mini world's claims. Of files, the paper's sample is used: one claim per HotpotQA question, shuffled with seed 0.
@@ -11,7 +11,7 @@ import logging
 import random
 import unicodedata
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar, TypedDict
 
 from mmrl.config.task import TaskConfig
 from mmrl.errors import ConfigError, DataError
@@ -38,6 +38,14 @@ MINI_TOP_K = (1, 1)
 CORPUS = "corpus"
 Passage = dict[str, str | float]
 """What the program sees of a document: `long_text` ("title | text") and `score`."""
+
+
+class HoverPrediction(TypedDict):
+    """What the program returns."""
+
+    key_facts: list[str]
+    retrieved_docs: list[str]
+    """`title | text`, best first within a hop."""
 
 
 class HoverTask(DspyTask):
@@ -111,19 +119,19 @@ class HoverTask(DspyTask):
     def _read(self, split: str) -> list[Example]:
         key = f"task.data.{split}"
         rows = self.rows(split, ("uid", "claim", "supporting_facts", "num_hops", "hpqa_id"))
-        found = []
+        chosen_rows = []
         questions: list[str] = []
         for row in rows:
             question = text_of(key, row, "hpqa_id")
             example = self._example(key, row)
             if self.config.claim_hops in (None, example.metadata["hops"]):
-                found.append((row, example))
+                chosen_rows.append((row, example))
                 questions.append(question)
-        if not found:
+        if not chosen_rows:
             raise DataError(
                 f"{key}: {self.sources[split]} has no claims of task.claim_hops={self.config.claim_hops} (null: of any)"
             )
-        examples = unique(key, found)
+        examples = unique(key, chosen_rows)
         if self.config.sample == "all":
             return examples
         first_of: dict[str, Example] = {}
@@ -164,7 +172,7 @@ class HoverTask(DspyTask):
         each, last = PAPER_TOP_K if self.sources else MINI_TOP_K
         return self.config.hop_top_k or each, self.config.last_top_k or last
 
-    def make_program(self) -> Any:
+    def make_program(self) -> object:
         """See `DspyTask.make_program`."""
         from mmrl.tasks.dspy.hover_program import Hover
 
@@ -190,12 +198,12 @@ class HoverTask(DspyTask):
         """See `mmrl.tasks.base.Task`."""
         self.search_tool.reset_counts()
 
-    def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+    def score(self, example: Example, prediction: HoverPrediction, path: Sequence[Call], reward_set: str) -> Score:
         """Metrics: `recall` (share of gold titles among the passages) and `all_titles` (whether all are there)."""
         self.check_reward_set(reward_set)
-        found = {same_title(text.split(" | ")[0]) for text in prediction["retrieved_docs"][: self.config.passages]}
+        retrieved = {same_title(text.split(" | ")[0]) for text in prediction["retrieved_docs"][: self.config.passages]}
         gold = {same_title(title) for title in example.metadata["titles"]}
-        recall = len(gold & found) / len(gold)
+        recall = len(gold & retrieved) / len(gold)
         strict = float(recall == 1)
         reward = strict if reward_set == "strict" else recall
         return Score(
@@ -213,17 +221,17 @@ class HoverTask(DspyTask):
         return self._shares(lambda titles: [[title] for title in titles])
 
     def _shares(self, parts: Callable[[list[str]], list[list[str]]]) -> dict[str, float]:
-        told = {
+        judged = {
             split: [
-                Example(id=example.id, inputs={"corpus": CORPUS}, metadata={"titles": wanted})
+                Example(id=example.id, inputs={"corpus": CORPUS}, metadata={"titles": titles})
                 for example in self._examples[split]
-                for wanted in parts(example.metadata["titles"])
+                for titles in parts(example.metadata["titles"])
             ]
             for split in SPLITS
         }
-        return self.search_tool.coverage(told)
+        return self.search_tool.coverage(judged)
 
-    def describe(self) -> Mapping[str, Any]:
+    def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
         config, (each, last) = self.config, self.top_k
         facts = dict(super().describe())
@@ -238,11 +246,11 @@ class HoverTask(DspyTask):
         )
         if not len(self.documents):
             facts["corpus coverage"] = "not known"
-        told = label("claims with all gold titles in it", self.shares, len(self.documents), real=bool(self.sources))
+        labels = label("claims with all gold titles in it", self.shares, len(self.documents), real=bool(self.sources))
         titles = ", ".join(f"{split} {share:.1%}" for split, share in self._title_shares().items())
         return facts | {
             name: f"{text}; gold titles in it, about the most that recall can be: {titles}"
-            for name, text in told.items()
+            for name, text in labels.items()
         }
 
 
@@ -254,7 +262,7 @@ def same_title(title: str) -> str:
     return metrics.normalize(unicodedata.normalize("NFD", html.unescape(title))) or title
 
 
-def _gold_titles(facts: Any) -> list[str] | None:
+def _gold_titles(facts: object) -> list[str] | None:
     """Titles in `[[title, sentence], ...]`, or as the hub has it, with `key` for the title; None in another shape."""
     if isinstance(facts, Mapping):
         facts = [{"key": title} for title in facts.get("key") or ()]

@@ -58,14 +58,16 @@ class Hover(dspy.Module):
             last = hop == self.hops - 1
             queries = [claim]
             if hop:
-                asked = await self.generate_query.acall(claim=claim, key_facts=key_facts)
-                queries = needed([asked.search_query1, asked.search_query2, asked.search_query3])
+                prediction = await self.generate_query.acall(claim=claim, key_facts=key_facts)
+                queries = needed([prediction.search_query1, prediction.search_query2, prediction.search_query3])
             keep = max(0, self.passages - len(committed)) if last else self.top_k
-            found = await self._search(queries, self.last_top_k if last else self.top_k)
-            committed += found[:keep]
+            passages = await self._search(queries, self.last_top_k if last else self.top_k)
+            committed += passages[:keep]
             if not last:
-                noted = await self.append_notes.acall(claim=claim, key_facts=key_facts, new_search_results=found[:keep])
-                key_facts.append(noted.new_key_facts)
+                notes = await self.append_notes.acall(
+                    claim=claim, key_facts=key_facts, new_search_results=passages[:keep]
+                )
+                key_facts.append(notes.new_key_facts)
         return dspy.Prediction(key_facts=key_facts, retrieved_docs=committed[: self.passages])
 
     async def _search(self, queries: Sequence[str], top_k: int) -> list[str]:

@@ -154,7 +154,7 @@ class _PluginTask(_RecordTask):
         """See `DspyTask.make_program`."""
         return self._program
 
-    async def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+    async def score(self, example: Example, prediction: object, path: Sequence[Call], reward_set: str) -> Score:
         """The score of the reward function.
 
         Raises:
@@ -237,7 +237,7 @@ class ImportedTask(_RecordTask):
             )
         return made
 
-    async def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+    async def score(self, example: Example, prediction: object, path: Sequence[Call], reward_set: str) -> Score:
         """The metric's number, or its `score` beside other numbers, which are reported.
 
         Raises:

@@ -1,15 +1,15 @@
 """Privacy-conscious delegation around an untrusted external model: the task `papillon` (arXiv 2508.04660; PUPA).
 
-Reward = (quality + 1 - leakage) / 2 (semantics §1.8). Data: PUPA's CSV or its hub copy, or the mini world's private
-requests. External model and judges are endpoints (`task.external`, `task.judge`), or rules where none is given: then
-every description of the task says so.
+Reward = (quality + 1 - leakage) / 2 (App. C.2). Data: PUPA's CSV or its hub copy, or the mini world's private requests.
+External model and judges are endpoints (`task.external`, `task.judge`), or rules where none is given: then every
+description of the task names them as such.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar, TypedDict
 
 from mmrl.config.task import TaskConfig
 from mmrl.engines.openai import OpenAIChat
@@ -25,6 +25,15 @@ log = logging.getLogger("mmrl.data")
 
 ROWS: Mapping[str, tuple[int, int]] = {"train": (0, 111), "dev": (222, 443), "test": (443, 664)}
 """Rows of the file, in its order, that the paper's runs used; it has no test split: the rows that are left."""
+
+
+class PapillonPrediction(TypedDict):
+    """What the program returns."""
+
+    llm_request: str
+    """What the external model was sent."""
+    llm_response: str
+    response: str
 
 
 class PapillonTask(DspyTask):
@@ -105,7 +114,7 @@ class PapillonTask(DspyTask):
             raise DataError(f"{key}: {self.sources[split]}: target_response is empty in every row that is used")
         return examples
 
-    def make_program(self) -> Any:
+    def make_program(self) -> object:
         """See `DspyTask.make_program`."""
         from mmrl.tasks.dspy.papillon_program import Papillon
 
@@ -124,7 +133,9 @@ class PapillonTask(DspyTask):
         except EngineFailure as error:
             raise ToolFailure(f"task.external: {error}") from error
 
-    async def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+    async def score(
+        self, example: Example, prediction: PapillonPrediction, path: Sequence[Call], reward_set: str
+    ) -> Score:
         """Composite reward; `quality`, `leakage` (share of the private pieces that were sent) and `score` as metrics.
 
         Raises:
@@ -147,7 +158,7 @@ class PapillonTask(DspyTask):
             return 0.0
         return min(max(await self.judges.leaked(units, request), 0), len(units)) / len(units)
 
-    def describe(self) -> Mapping[str, Any]:
+    def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
         external = "rule-based external model"
         if self.config.external is not None and self.external is not None:

@@ -1,11 +1,11 @@
-"""Who judges a PAPILLON rollout: a language model behind an endpoint, or rules (semantics §1.8). Used by `papillon`."""
+"""The judges of a PAPILLON rollout: a model behind an endpoint, or rules (arXiv 2508.04660, App. C.2)."""
 
 from __future__ import annotations
 
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.task import JudgeConfig
@@ -13,6 +13,9 @@ from mmrl.engines.openai import OpenAIChat, worth_telling
 from mmrl.errors import EngineFailure, JudgeFailure
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import Chat, described, forget_counts
+
+if TYPE_CHECKING:
+    import dspy
 
 log = logging.getLogger("mmrl.judge")
 
@@ -118,7 +121,7 @@ class EndpointJudges:
         inputs = {"information_pieces": list(units), "prompt": plain(request)}
         return int((await self._ask(LEAKAGE, inputs))["num_pieces_leaked"])
 
-    async def _ask(self, signature: Any, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _ask(self, signature: type[dspy.Signature], inputs: Mapping[str, object]) -> Mapping[str, Any]:
         import dspy
         from dspy.utils.exceptions import AdapterParseError
 
@@ -136,10 +139,10 @@ class EndpointJudges:
             except AdapterParseError:
                 self.unreadable += 1
         self.given_up += 1
-        shown = " ".join(reply.split())[:200]
+        quoted = " ".join(reply.split())[:200]
         failure = JudgeFailure(
-            f"task.judge: no readable reply in {self.settings.retries + 1} tries; the last: {shown!r}"
+            f"task.judge: no readable reply in {self.settings.retries + 1} tries; the last: {quoted!r}"
         )
         if worth_telling(self.given_up):
-            log.warning("%s; the rollout fails from outside (%d so far)", failure, self.given_up)
+            log.warning("%s; the rollout is aborted and not credited (%d so far)", failure, self.given_up)
         raise failure

@@ -9,19 +9,21 @@ from __future__ import annotations
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from mmrl.errors import ProgramFailure
+
+T = TypeVar("T")
 
 
 class Host(Protocol):
     """What a rollout offers to the module that it runs."""
 
-    async def tool(self, name: str, **arguments: Any) -> Any:
+    async def tool(self, name: str, **arguments: object) -> Any:
         """`Context.tool` of the rollout."""
         ...
 
-    def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def wait(self, coroutine: Coroutine[object, object, T]) -> T:
         """Run a coroutine on the rollout's event loop and block until it is done; from worker threads only."""
         ...
 
@@ -39,7 +41,7 @@ def running(host: Host) -> Iterator[None]:
         _HOST.reset(token)
 
 
-async def use_tool(name: str, **arguments: Any) -> Any:
+async def use_tool(name: str, **arguments: object) -> Any:
     """Use one of the task's tools from a module's `aforward`; its result is recorded and replayed.
 
     Raises:
@@ -49,7 +51,7 @@ async def use_tool(name: str, **arguments: Any) -> Any:
     return await _host(name).tool(name, **arguments)
 
 
-def use_tool_sync(name: str, **arguments: Any) -> Any:
+def use_tool_sync(name: str, **arguments: object) -> Any:
     """The same from a module that has only `forward`."""
     host = _host(name)
     return host.wait(host.tool(name, **arguments))

@@ -49,17 +49,17 @@ def make_claims(split: str, seed: int = WORLD_SEED) -> tuple[Claim, ...]:
     draws = Draws(seed, "claims", split)
     subjects = {role: world.of(role.split(".")[0], split) for role in CLAIM_ROLES}
     countries = [entity.name for entity in world.of("country", "all")]
-    found: dict[str, Claim] = {}
-    while len(found) < CLAIM_SIZES[split]:
+    claims: dict[str, Claim] = {}
+    while len(claims) < CLAIM_SIZES[split]:
         role = draws.pick(CLAIM_ROLES)
         subject = draws.pick(subjects[role])
         person = world.entities[subject.facts[role.split(".")[1]]]
         city = world.entities[person.facts["birth_city"]]
         country = world.value(city.id, "country")
-        supported = len(found) % 2 == 0
-        told = country if supported else draws.pick([name for name in countries if name != country])
+        supported = len(claims) % 2 == 0
+        claimed = country if supported else draws.pick([name for name in countries if name != country])
         phrases = [phrase.format(x=subject.name) for phrase in ROLES[role][1]]
-        text = draws.pick(FORMS).format(who=draws.pick(phrases), country=told)
+        text = draws.pick(FORMS).format(who=draws.pick(phrases), country=claimed)
         claim = Claim(
             "",
             text[0].upper() + text[1:],
@@ -72,8 +72,8 @@ def make_claims(split: str, seed: int = WORLD_SEED) -> tuple[Claim, ...]:
             ),
         )
         if person.name not in text:
-            found.setdefault(claim.text, claim)
+            claims.setdefault(claim.text, claim)
     return tuple(
         Claim(f"mini-claim-{split}-{number:04d}", c.text, c.label, c.titles, c.notes)
-        for number, c in enumerate(found.values())
+        for number, c in enumerate(claims.values())
     )

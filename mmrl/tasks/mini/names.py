@@ -59,12 +59,12 @@ class Draws:
 
 def invent_words(draws: Draws, count: int) -> list[str]:
     """`count` different capitalised words of two or three syllables, none of them a listed real word."""
-    found: dict[str, None] = {}
-    while len(found) < count:
+    invented: dict[str, None] = {}
+    while len(invented) < count:
         syllables = 3 if draws.chance(0.25) else 2
         word = "".join(draws.pick(ONSETS) + draws.pick(VOWELS) for _ in range(syllables))
         if syllables == 2:
             word += draws.pick(CODAS)
         if word not in REAL_WORDS:
-            found.setdefault(word.capitalize())
-    return list(found)
+            invented.setdefault(word.capitalize())
+    return list(invented)

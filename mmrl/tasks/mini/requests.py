@@ -68,8 +68,8 @@ def make_requests(split: str, seed: int = WORLD_SEED) -> tuple[PrivateRequest, .
     draws = Draws(seed, "requests", split)
     people, products = world.of("person", split), world.of("product", split)
     companies = world.of("company", split)
-    found: dict[str, PrivateRequest] = {}
-    while len(found) < REQUEST_SIZES[split]:
+    requests: dict[str, PrivateRequest] = {}
+    while len(requests) < REQUEST_SIZES[split]:
         person = draws.pick(people)
         if draws.chance(0.5):
             product = draws.pick(products)
@@ -90,10 +90,10 @@ def make_requests(split: str, seed: int = WORLD_SEED) -> tuple[PrivateRequest, .
         text = opening.format(ask=ask, **facts)
         units = tuple(facts[name] for name in private)
         if not any(unit in f"{ask} {known}" for unit in units):  # nobody asks for what would give them away
-            found.setdefault(text, PrivateRequest("", text, reply, units, ask))
+            requests.setdefault(text, PrivateRequest("", text, reply, units, ask))
     return tuple(
         PrivateRequest(f"mini-request-{split}-{number:04d}", r.text, r.target, r.units, r.ask)
-        for number, r in enumerate(found.values())
+        for number, r in enumerate(requests.values())
     )
 
 

@@ -167,14 +167,14 @@ def make_support(split: str, seed: int = WORLD_SEED) -> tuple[SupportQuery, ...]
     world = make_world(seed)
     draws = Draws(seed, "support", split)
     products = world.of("product", split)
-    found: dict[str, tuple[str, str]] = {}
+    queries_of: dict[str, tuple[str, str]] = {}
     labels = list(INTENTS)
-    while len(found) < SUPPORT_SIZES[split]:
-        label = labels[len(found) % len(labels)]
+    while len(queries_of) < SUPPORT_SIZES[split]:
+        label = labels[len(queries_of) % len(labels)]
         product = draws.pick(products)
         text = draws.pick(INTENTS[label].texts).format(x=product.name, m=world.value(product.id, "maker"))
-        found.setdefault(text, (label, product.name))
-    queries = list(found.items())
+        queries_of.setdefault(text, (label, product.name))
+    queries = list(queries_of.items())
     draws.shuffle(queries)
     return tuple(
         SupportQuery(f"mini-support-{split}-{number:04d}", text, label, product)

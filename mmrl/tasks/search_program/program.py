@@ -1,18 +1,18 @@
-"""The three-agent search program of MHGPO: rewriter -> retriever -> reranker -> answerer (P1 B.3; semantics §2.1).
+"""The three-agent search program of MHGPO: rewriter -> retriever -> reranker -> answerer.
 
-Prompts, parsers and the program. Nothing in it fails on bad model text: what cannot be read has a defined fallback,
-and `mmrl.tasks.search_program.task` penalises it.
+arXiv 2506.02718, App. B.3. Prompts, parsers and the program. Nothing in it fails on bad model text: what cannot be read
+has a defined fallback, and `mmrl.tasks.search_program.task` penalises it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 from mmrl.records import Call, Example
-from mmrl.tasks.base import Context
+from mmrl.tasks.base import Context, Passage
 from mmrl.tasks.prompts import Template, Templates, Texts, messages, snippet
 
 MODULES = ("rewriter", "reranker", "answerer")
@@ -77,8 +77,8 @@ def parse_queries(text: str) -> list[str]:
 def parse_selection(text: str, candidates: int) -> Selection:
     """Indices in a reranker's output, against the number of candidate documents."""
     written = [int(digits[:12]) for digits in re.findall(r"[0-9]+", text)]
-    kept = tuple(dict.fromkeys(index for index in written if index < candidates))
-    return Selection(kept, len(kept) < len(written) or (not written and candidates > 0))
+    valid = tuple(dict.fromkeys(index for index in written if index < candidates))
+    return Selection(valid, len(valid) < len(written) or (not written and candidates > 0))
 
 
 def parse_answer(text: str) -> str:
@@ -101,26 +101,38 @@ class SearchPrompts:
         """Ask for sub-questions."""
         return self._messages("rewriter", "user", question)
 
-    def reranker(self, question: str, documents: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    def reranker(self, question: str, documents: Sequence[Passage]) -> list[dict[str, str]]:
         """Ask for a selection among the candidates, numbered from 0."""
         return self._messages("reranker", "user", question, documents)
 
-    def answerer(self, question: str, documents: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    def answerer(self, question: str, documents: Sequence[Passage]) -> list[dict[str, str]]:
         """Ask for the answer; without documents by a prompt that has none."""
         return self._messages("answerer", "user" if documents else "user_without_documents", question, documents)
 
     def _messages(
-        self, module: str, role: str, question: str, documents: Sequence[Mapping[str, Any]] = ()
+        self, module: str, role: str, question: str, documents: Sequence[Passage] = ()
     ) -> list[dict[str, str]]:
         texts = self.texts[module]
-        shown = "\n".join(
+        listing = "\n".join(
             texts["document"].format(
                 index=index, title=document["title"], text=snippet(document["text"], self.snippet_words)
             )
             for index, document in enumerate(documents)
         )
-        values = {"question": question, "documents": shown}
+        values = {"question": question, "documents": listing}
         return messages(texts["system"].format(**values), texts[role].format(**values))
+
+
+class SearchProgramPrediction(TypedDict):
+    """What the program returns."""
+
+    answer: str
+    queries: list[str]
+    """Those that were searched for."""
+    candidates: list[str]
+    """Titles of all documents that the reranker saw."""
+    selected: list[str]
+    """Titles of those that it chose."""
 
 
 @dataclass(slots=True)
@@ -144,12 +156,12 @@ class SearchProgram:
             return ", ".join(map(str, indices)) or None
         return parse_answer(call.text) or None
 
-    async def run(self, example: Example, ctx: Context) -> dict[str, Any]:
+    async def run(self, example: Example, ctx: Context) -> SearchProgramPrediction:
         """One call of each module; the search lies between the first and the second."""
         question = example.inputs["question"]
         reply = await ctx.call("rewriter", self.prompts.rewriter(question))
         queries = parse_queries(reply.text)[:USED_QUERIES] or [question]
-        documents = await ctx.tool("search", queries=queries, corpus=example.inputs["corpus"])
+        documents: list[Passage] = await ctx.tool("search", queries=queries, corpus=example.inputs["corpus"])
         reply = await ctx.call(
             "reranker", self.prompts.reranker(question, documents), facts={"candidates": len(documents)}
         )

@@ -1,13 +1,12 @@
 """Multi-hop question answering with the three-agent search program: the tasks `hotpotqa`, `2wiki`, `musique`.
 
 Data come from the mini world, official files or the hub; retrieval is BM25; the reward is token F1, penalties and
-behaviour metrics are those of MHGPO (semantics §2.1, §2.7).
+behaviour metrics are those of MHGPO (arXiv 2506.02718, App. B.3; docs/algorithms.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from mmrl.config.task import TaskConfig
 from mmrl.records import Call, Example
@@ -20,6 +19,7 @@ from mmrl.tasks.search_program.program import (
     TEMPLATES,
     USED_QUERIES,
     SearchProgram,
+    SearchProgramPrediction,
     SearchPrompts,
     parse_queries,
     parse_selection,
@@ -38,8 +38,8 @@ class MultihopQaTask(OpenQaTask):
     absent_features = frozenset({"observations", "parse_failures"})
 
     def __init__(self, config: TaskConfig, seed: int):
-        own = config.name if config.name in LAYOUTS else "hotpotqa"
-        super().__init__(config.model_copy(update={"dataset": config.dataset or own}), seed)
+        dataset_of_task = config.name if config.name in LAYOUTS else "hotpotqa"
+        super().__init__(config.model_copy(update={"dataset": config.dataset or dataset_of_task}), seed)
         self.prompts = SearchPrompts(self.texts, config.retriever.snippet_words)
         self.program: Program = SearchProgram(self.prompts)
 
@@ -47,7 +47,9 @@ class MultihopQaTask(OpenQaTask):
         """Bridge and comparison questions, mixed as the data set has them."""
         return mini_multihop(split, corpus, self.config.dataset or "hotpotqa")
 
-    def score(self, example: Example, prediction: Any, path: Sequence[Call], reward_set: str) -> Score:
+    def score(
+        self, example: Example, prediction: SearchProgramPrediction, path: Sequence[Call], reward_set: str
+    ) -> Score:
         """Reward: F1 without the yes/no rule. Metrics: EM, F1 and accuracy as the official script has them."""
         self.check_reward_set(reward_set)
         answer = prediction["answer"]
