@@ -116,7 +116,7 @@ def evaluate(context: typer.Context) -> int:
     command = ["mmrl", "eval", *context.args]
     if not line.multirun:
         return evaluate_policy(configs[0], command=command)
-    from mmrl.report.columns import column_names
+    from mmrl.report.tables import column_names
 
     columns = dict(zip(column_names(hydra.expand(line, [])), configs, strict=True))
     return evaluate_columns(columns, command=command)
@@ -142,7 +142,7 @@ def show(context: typer.Context, as_json: JsonFlag = False) -> int:
     given = read_arguments("mmrl show", ShowArguments, context.args, name="run_dir", called="RUN_DIR")
     path = Path(given.run_dir)
     if not as_json:
-        from mmrl.report.show import show as shown
+        from mmrl.report.console import show as shown
 
         print(shown(path, example=given.example, step=given.step))
         return 0

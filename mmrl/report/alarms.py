@@ -1,19 +1,18 @@
 """Named alarms for the known ways in which a run goes wrong: a pure function of the metric history.
 
-Part of `report`; read by the live display and the HTML report. An alarm never stops a run. Every rule looks at
-trailing means over `window` steps, so that one odd batch does not ring; thresholds are fields of `Thresholds`.
+Read by the live display and the HTML report. An alarm never stops a run. Rules are rows of a table (`rules`): they look
+at trailing means over `window` steps, so that one odd batch does not ring; thresholds are fields of `Thresholds`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
-from mmrl.report.series import History, keys_in, series, short, trailing_mean
+from mmrl.report.stats import History, keys_in, number, series, short, trailing_mean
 
 VALIDITY_FACTS = ("valid", "valid_share", "format", "format_ok", "format_rate", "ok")
 """Behaviour facts (last part of a `module/<m>/…` key) that are shares of well-formed completions."""
@@ -79,10 +78,8 @@ class Alarm:
 
 def alarms(history: History, thresholds: Thresholds | None = None) -> list[Alarm]:
     """All alarms of a run in order of their first step; those still on have `until=None`."""
-    found: list[Alarm] = []
-    for name, key, steps, on, say in findings(history, thresholds or Thresholds()):
-        found += _stretches(name, key, steps, on, say)
-    return sorted(found, key=lambda alarm: (alarm.step, alarm.name, alarm.key))
+    rung = [alarm for finding in findings(history, thresholds or Thresholds()) for alarm in _stretches(*finding)]
+    return sorted(rung, key=lambda alarm: (alarm.step, alarm.name, alarm.key))
 
 
 def current(history: History, thresholds: Thresholds | None = None) -> list[Alarm]:
@@ -90,251 +87,222 @@ def current(history: History, thresholds: Thresholds | None = None) -> list[Alar
     return [alarm for alarm in alarms(history, thresholds) if alarm.until is None]
 
 
-Finding = tuple[str, str, np.ndarray, np.ndarray, Any]
-"""(alarm name, key, steps, where it rings, message of a place)."""
+Message: TypeAlias = Callable[[int], str]
+"""What is said at one place of the curve."""
+Finding: TypeAlias = tuple[str, str, np.ndarray, np.ndarray, Message]
+"""(alarm name, key, steps, where it rings, message)."""
+Shape: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""Trailing means (n >= 1) -> where it rings, and what the means are compared with; both of length n."""
 
 
 def findings(history: History, limits: Thresholds) -> Iterator[Finding]:
     """What every rule says of every metric that it reads, whether it rings or not."""
-    rules = (_reward, _entropy, _zero_variance, _gap, _kl, _validity, _failures, _judge, _length, _finite)
-    for rule in (*rules, _clip, _similarity, _calls):
-        yield from rule(history, limits)
-
-
-def _smooth(history: History, key: str, limits: Thresholds) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and trailing means of `key`, from the first full window on; empty when there is none."""
-    steps, values = series(history, key)
-    means = trailing_mean(values, limits.window)
-    return steps[limits.window - 1 :], means[limits.window - 1 :]
-
-
-def _reward(history: History, limits: Thresholds) -> Iterator[Finding]:
-    steps, means = _smooth(history, "reward/mean", limits)
-    best = np.maximum.accumulate(means) if len(means) else means
-    on = best - means > np.maximum(limits.reward_drop * np.abs(best), limits.reward_drop_least)
-    yield (
-        "reward_collapse",
-        "reward/mean",
-        steps,
-        on,
-        lambda at: (
-            f"reward fell to {short(means[at])} from its best of {short(best[at])}; "
-            "go back to an earlier checkpoint, with a lower train.lr or a higher algo.beta"
-        ),
-    )
-
-
-def _entropy(history: History, limits: Thresholds) -> Iterator[Finding]:
-    # A trainer that computes no entropy leaves the sampler's estimate of it, `surprise`.
-    for key in _module_keys(history, ("entropy",)) or _module_keys(history, ("surprise",)):
-        steps, means = _smooth(history, key, limits)
-        if len(means) and means[0] > 0:
-            yield (
-                "entropy_collapse",
-                key,
-                steps,
-                means < limits.entropy_left * means[0],
-                lambda at, means=means: (
-                    f"entropy is {short(means[at])}, {means[at] / means[0]:.0%} of what it was at first: nearly all "
-                    "samples agree; if reward has stopped rising, raise algo.temperature or lower train.lr"
-                ),
-            )
-
-
-def _zero_variance(history: History, limits: Thresholds) -> Iterator[Finding]:
-    key = "credit/zero_variance_share"
-    steps, means = _smooth(history, key, limits)
-    yield (
-        "zero_variance",
-        key,
-        steps,
-        means >= limits.zero_variance,
-        lambda at: (
-            f"{means[at]:.0%} of the groups have equal rewards, so almost nothing is learned; "
-            "data too easy or too hard, algo.group_size too small, or a reward that is always the same"
-        ),
-    )
-
-
-def _above(
-    history: History, limits: Thresholds, name: str, key: str, limit: float, say: Callable[[float], str]
-) -> Iterator[Finding]:
-    """The rule of most metrics: their mean over the window is above a limit."""
-    steps, means = _smooth(history, key, limits)
-    yield name, key, steps, means > limit, lambda at: say(float(means[at]))
-
-
-def _gap(history: History, limits: Thresholds) -> Iterator[Finding]:
-    yield from _above(
-        history,
-        limits,
-        "logprob_gap",
-        "train/logprob_gap_mean",
-        limits.logprob_gap,
-        lambda mean: (
-            f"sampler and trainer disagree by {short(mean)} nats per token; weights out of step, or another "
-            "precision or temperature on one side; train.old_logprobs=recompute hides it from the ratio"
-        ),
-    )
-
-
-def _kl(history: History, limits: Thresholds) -> Iterator[Finding]:
-    steps, means = _smooth(history, "train/kl", limits)
-    lag = 2 * limits.window
-    before = np.concatenate([np.full(min(lag, len(means)), np.inf), means])[: len(means)]
-    starts = (means > limits.kl_growth * before) | (means > 10 * limits.kl)
-    on = np.zeros(len(means), dtype=bool)
-    for at, mean in enumerate(means):  # once it has exploded it stays on until KL is down again
-        on[at] = mean > limits.kl and bool(starts[at] or (at > 0 and on[at - 1]))
-    yield (
-        "kl_explosion",
-        "train/kl",
-        steps,
-        on,
-        lambda at: (
-            f"KL to the reference is {short(means[at])} nats per token, after {short(means[0])} at first; "
-            "lower train.lr or raise algo.beta"
-        ),
-    )
-
-
-def _validity(history: History, limits: Thresholds) -> Iterator[Finding]:
-    for key in _module_keys(history, VALIDITY_FACTS):
-        steps, means = _smooth(history, key, limits)
-        best = np.maximum.accumulate(means) if len(means) else means
-        yield (
-            "format_falling",
-            key,
-            steps,
-            best - means > limits.validity_drop,
-            lambda at, means=means, best=best: (
-                f"valid share fell to {means[at]:.0%} from {best[at]:.0%}; look at completions with mmrl show"
-            ),
-        )
-    for key in _module_keys(history, FAULT_FACTS):
-        steps, means = _smooth(history, key, limits)
-        best = np.minimum.accumulate(means) if len(means) else means
-        yield (
-            "format_falling",
-            key,
-            steps,
-            means - best > limits.validity_drop,
-            lambda at, means=means, best=best: (
-                f"faulty share rose to {means[at]:.0%} from {best[at]:.0%}; look at completions with mmrl show"
-            ),
-        )
-
-
-def _failures(history: History, limits: Thresholds) -> Iterator[Finding]:
-    yield from _above(
-        history,
-        limits,
-        "failures",
-        "rollouts/failed_share",
-        limits.failed_share,
-        lambda mean: f"{mean:.0%} of the rollouts fail; rollouts/failed/<kind> says why",
-    )
-
-
-def _judge(history: History, limits: Thresholds) -> Iterator[Finding]:
-    yield from _above(
-        history,
-        limits,
-        "judge_unreadable",
-        "task/judge_fallback",
-        limits.judge_fallback,
-        lambda mean: (
-            f"{mean:.0%} of the rollouts are scored by the fixed rule, since no reply of the judge can be read: "
-            "rewards are too low; raise task.judge.max_tokens, or take another task.judge.model"
-        ),
-    )
-
-
-def _length(history: History, limits: Thresholds) -> Iterator[Finding]:
-    for key in _module_keys(history, ("length",)):
-        steps, means = _smooth(history, key, limits)
-        if len(means) and means[0] > 0:
-            yield (
-                "length_runaway",
-                key,
-                steps,
-                means > limits.length_growth * means[0],
-                lambda at, means=means: (
-                    f"completions grew from {short(means[0])} to {short(means[at])} tokens; "
-                    "length may be what earns reward"
-                ),
-            )
-    for key in _module_keys(history, ("finish_length_share",)):
-        steps, means = _smooth(history, key, limits)
-        if len(means):
-            yield (
-                "length_runaway",
-                key,
-                steps,
-                (means >= 0.5) & (means - means[0] > limits.cut_rise),
-                lambda at, means=means: (
-                    f"{means[at]:.0%} of the completions are cut at the limit (first {means[0]:.0%}); "
-                    "raise task.max_tokens, or look for a missing end of turn"
-                ),
-            )
-
-
-def _clip(history: History, limits: Thresholds) -> Iterator[Finding]:
-    key = "train/clip_share"
-    steps, means = _smooth(history, key, limits)
-    yield (
-        "clipping",
-        key,
-        steps,
-        means > limits.clip_share,
-        lambda at: (
-            f"{means[at]:.0%} of the trained tokens are clipped, so most of the batch has no gradient; "
-            "lower train.lr, or fewer algo.epochs and algo.minibatches"
-        ),
-    )
-
-
-def _similarity(history: History, limits: Thresholds) -> Iterator[Finding]:
-    for key in [key for key in keys_in(history) if key.startswith("similarity/")]:
-        steps, means = _smooth(history, key, limits)
-        yield (
-            "copies",
-            key,
-            steps,
-            means >= limits.similarity,
-            lambda at, means=means: (
-                f"texts of a group agree to {means[at]:.0%}: exploration is gone; raise algo.temperature if reward "
-                "has stopped rising"
-            ),
-        )
-
-
-def _calls(history: History, limits: Thresholds) -> Iterator[Finding]:
-    key = "rollouts/calls_per_rollout"
-    steps, means = _smooth(history, key, limits)
-    best = np.maximum.accumulate(means) if len(means) else means
-    yield (
-        "calls_falling",
-        key,
-        steps,
-        best - means > np.maximum(limits.calls_lost * best, limits.calls_lost_least),
-        lambda at: (
-            f"rollouts fell to {short(means[at])} calls from {short(best[at])}: the policy stopped using its tools or "
-            "fails early; reward its turns (algo=mt_grpo, mt_ppo), or read rollouts with mmrl show"
-        ),
-    )
-
-
-def _finite(history: History, limits: Thresholds) -> Iterator[Finding]:
+    for rule in rules(history, limits):
+        for key in rule.keys:
+            steps, values = series(history, key)
+            steps, means = steps[limits.window - 1 :], trailing_mean(values, limits.window)[limits.window - 1 :]
+            rings, reference = rule.shape(means) if len(means) else (np.zeros(0, dtype=bool), means)
+            yield rule.name, key, steps, rings, _message(rule.message, means, reference)
     for key in MUST_BE_FINITE:
-        places = [record for record in history if isinstance(record.get(key), float)]
-        yield (
-            "not_finite",
-            key,
-            np.array([record["step"] for record in places], dtype=np.int64),
-            np.array([not math.isfinite(record[key]) for record in places], dtype=bool),
-            lambda at, places=places, key=key: f"{key} is {places[at][key]}; lower train.lr, check model.dtype",
+        # `series` leaves such values out, so they are looked for in the records.
+        records = [record for record in history if isinstance(record.get(key), float)]
+        rings = np.array([number(record[key]) is None for record in records], dtype=bool)
+        steps = np.array([record["step"] for record in records], dtype=np.int64)
+        yield "not_finite", key, steps, rings, _not_finite(key, [record[key] for record in records])
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row of the table."""
+
+    name: str
+    keys: Sequence[str]
+    """Metrics that it reads."""
+    shape: Shape
+    message: str
+    """`{now}` and `{then}` are the mean and what it is compared with, `{now_share}` and `{then_share}` in percent."""
+
+
+def rules(history: History, limits: Thresholds) -> tuple[Rule, ...]:
+    """All rules but `not_finite`, which has no mean."""
+    # A trainer that computes no entropy leaves the sampler's estimate of it, `surprise`.
+    entropy = _module_keys(history, ("entropy",)) or _module_keys(history, ("surprise",))
+    similarity = [key for key in keys_in(history) if key.startswith("similarity/")]
+    return (
+        Rule(
+            "reward_collapse",
+            ["reward/mean"],
+            _below_best(limits.reward_drop_least, limits.reward_drop),
+            "reward fell to {now} from its best of {then}; "
+            "go back to an earlier checkpoint, with a lower train.lr or a higher algo.beta",
+        ),
+        Rule(
+            "entropy_collapse",
+            entropy,
+            _below_first(limits.entropy_left),
+            "entropy is {now}, {ratio} of what it was at first: nearly all samples agree; "
+            "if reward has stopped rising, raise algo.temperature or lower train.lr",
+        ),
+        Rule(
+            "zero_variance",
+            ["credit/zero_variance_share"],
+            _at_least(limits.zero_variance),
+            "{now_share} of the groups have equal rewards, so almost nothing is learned; "
+            "data too easy or too hard, algo.group_size too small, or a reward that is always the same",
+        ),
+        Rule(
+            "logprob_gap",
+            ["train/logprob_gap_mean"],
+            _above(limits.logprob_gap),
+            "sampler and trainer disagree by {now} nats per token; weights out of step, or another "
+            "precision or temperature on one side; train.old_logprobs=recompute hides it from the ratio",
+        ),
+        Rule(
+            "kl_explosion",
+            ["train/kl"],
+            _exploded(limits),
+            "KL to the reference is {now} nats per token, after {then} at first; lower train.lr or raise algo.beta",
+        ),
+        Rule(
+            "format_falling",
+            _module_keys(history, VALIDITY_FACTS),
+            _below_best(limits.validity_drop),
+            "valid share fell to {now_share} from {then_share}; look at completions with mmrl show",
+        ),
+        Rule(
+            "format_falling",
+            _module_keys(history, FAULT_FACTS),
+            _above_best(limits.validity_drop),
+            "faulty share rose to {now_share} from {then_share}; look at completions with mmrl show",
+        ),
+        Rule(
+            "failures",
+            ["rollouts/failed_share"],
+            _above(limits.failed_share),
+            "{now_share} of the rollouts fail; rollouts/failed/<kind> says why",
+        ),
+        Rule(
+            "judge_unreadable",
+            ["task/judge_fallback"],
+            _above(limits.judge_fallback),
+            "{now_share} of the rollouts are scored by the fixed rule, since no reply of the judge can be read: "
+            "rewards are too low; raise task.judge.max_tokens, or take another task.judge.model",
+        ),
+        Rule(
+            "length_runaway",
+            _module_keys(history, ("length",)),
+            _above_first(limits.length_growth),
+            "completions grew from {then} to {now} tokens; length may be what earns reward",
+        ),
+        Rule(
+            "length_runaway",
+            _module_keys(history, ("finish_length_share",)),
+            _risen(limits.cut_rise, at_least=0.5),
+            "{now_share} of the completions are cut at the limit (first {then_share}); "
+            "raise task.max_tokens, or look for a missing end of turn",
+        ),
+        Rule(
+            "clipping",
+            ["train/clip_share"],
+            _above(limits.clip_share),
+            "{now_share} of the trained tokens are clipped, so most of the batch has no gradient; "
+            "lower train.lr, or fewer algo.epochs and algo.minibatches",
+        ),
+        Rule(
+            "copies",
+            similarity,
+            _at_least(limits.similarity),
+            "texts of a group agree to {now_share}: exploration is gone; raise algo.temperature if reward "
+            "has stopped rising",
+        ),
+        Rule(
+            "calls_falling",
+            ["rollouts/calls_per_rollout"],
+            _below_best(limits.calls_lost_least, limits.calls_lost),
+            "rollouts fell to {now} calls from {then}: the policy stopped using its tools or "
+            "fails early; reward its turns (algo=mt_grpo, mt_ppo), or read rollouts with mmrl show",
+        ),
+    )
+
+
+# --- shapes: against a limit, against the first mean, against the best one so far
+
+
+def _above(limit: float) -> Shape:
+    return lambda means: (means > limit, means)
+
+
+def _at_least(limit: float) -> Shape:
+    return lambda means: (means >= limit, means)
+
+
+def _above_first(times: float) -> Shape:
+    # A first mean of 0 says nothing of growth.
+    return lambda means: ((means > times * means[0]) & (means[0] > 0), np.full_like(means, means[0]))
+
+
+def _below_first(times: float) -> Shape:
+    return lambda means: ((means < times * means[0]) & (means[0] > 0), np.full_like(means, means[0]))
+
+
+def _risen(by: float, at_least: float) -> Shape:
+    return lambda means: ((means >= at_least) & (means - means[0] > by), np.full_like(means, means[0]))
+
+
+def _below_best(by: float, share: float = 0.0) -> Shape:
+    """Below the highest mean by more than `by` and by more than `share` of it."""
+
+    def shape(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        best = np.maximum.accumulate(means)
+        return best - means > np.maximum(share * np.abs(best), by), best
+
+    return shape
+
+
+def _above_best(by: float) -> Shape:
+    """Above the lowest mean by more than `by`, for what should be low."""
+
+    def shape(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        best = np.minimum.accumulate(means)
+        return means - best > by, best
+
+    return shape
+
+
+def _exploded(limits: Thresholds) -> Shape:
+    """Starts where KL grew fast (or is very high), and stays on until KL is down again."""
+
+    def shape(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        lag = 2 * limits.window
+        before = np.concatenate([np.full(min(lag, len(means)), np.inf), means])[: len(means)]
+        starts = (means > limits.kl_growth * before) | (means > 10 * limits.kl)
+        rings = np.zeros(len(means), dtype=bool)
+        for at, mean in enumerate(means):
+            rings[at] = mean > limits.kl and bool(starts[at] or (at > 0 and rings[at - 1]))
+        return rings, np.full_like(means, means[0])
+
+    return shape
+
+
+# --- from curves to alarms
+
+
+def _message(template: str, means: np.ndarray, reference: np.ndarray) -> Message:
+    def message(at: int) -> str:
+        now, then = float(means[at]), float(reference[at])
+        return template.format(
+            now=short(now),
+            then=short(then),
+            now_share=f"{now:.0%}",
+            then_share=f"{then:.0%}",
+            ratio=f"{now / then:.0%}" if then else "-",
         )
+
+    return message
+
+
+def _not_finite(key: str, values: Sequence[object]) -> Message:
+    return lambda at: f"{key} is {values[at]}; lower train.lr, check model.dtype"
 
 
 def _module_keys(history: History, facts: tuple[str, ...]) -> list[str]:
@@ -342,11 +310,11 @@ def _module_keys(history: History, facts: tuple[str, ...]) -> list[str]:
     return [key for key in keys_in(history) if key.startswith(kinds) and key.rsplit("/", 1)[1] in facts]
 
 
-def _stretches(name: str, key: str, steps: np.ndarray, on: np.ndarray, say: Any) -> list[Alarm]:
-    """One alarm per maximal run of True in `on`."""
-    if not len(on) or not on.any():
+def _stretches(name: str, key: str, steps: np.ndarray, rings: np.ndarray, message: Message) -> list[Alarm]:
+    """One alarm per maximal run of True in `rings`."""
+    if not rings.any():
         return []
-    padded = np.concatenate([[False], on, [False]]).astype(np.int8)
+    padded = np.concatenate([[False], rings, [False]]).astype(np.int8)
     starts = np.flatnonzero(np.diff(padded) == 1)
     ends = np.flatnonzero(np.diff(padded) == -1) - 1
     return [
@@ -354,8 +322,8 @@ def _stretches(name: str, key: str, steps: np.ndarray, on: np.ndarray, say: Any)
             name=name,
             key=key,
             step=int(steps[start]),
-            until=None if end == len(on) - 1 else int(steps[end]),
-            message=say(int(start if end < len(on) - 1 else end)),
+            until=None if end == len(rings) - 1 else int(steps[end]),
+            message=message(int(start if end < len(rings) - 1 else end)),
         )
         for start, end in zip(starts, ends, strict=True)
     ]

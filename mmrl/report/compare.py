@@ -17,8 +17,7 @@ from typing import Any
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
-from mmrl.report.series import number
-from mmrl.report.tables import Difference, paired_difference
+from mmrl.report.stats import Difference, number, paired_difference
 
 LEAST_ITEMS, SEEDS, LEAST_GAIN = 200, 3, 0.05
 """What "learns" asks for: evaluated items, seeds (all of them), after - before."""

@@ -13,8 +13,7 @@ from typing import Any
 from mmrl.config.shipped import SHIPPED
 from mmrl.report.alarms import Alarm, alarms
 from mmrl.report.rundir import RunDir, step_of
-from mmrl.report.series import modules_in, number
-from mmrl.report.tables import FIRST, Difference, compare_items
+from mmrl.report.stats import FIRST, Difference, compare_items, modules_in, number
 from mmrl.system.files import read_jsonl
 
 Item = Mapping[str, Any]

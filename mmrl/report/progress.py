@@ -22,7 +22,7 @@ from rich.text import Text
 from mmrl.config import RootConfig, TrainCommandConfig
 from mmrl.errors import MODEL_CAUSED
 from mmrl.report.alarms import Alarm, current
-from mmrl.report.series import duration, module_facts, modules_in, number, series, short, sparkline
+from mmrl.report.stats import duration, module_facts, modules_in, number, series, short, sparkline
 
 Arguments = ParamSpec("Arguments")
 

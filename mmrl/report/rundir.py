@@ -16,15 +16,19 @@ import fcntl
 import json
 import math
 import os
+import platform
 import re
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from mmrl.errors import CheckpointError, ConfigError, DataError
-from mmrl.report.environment import describe_environment
 from mmrl.system.files import append_jsonl, atomic_write, dumps, plain, read_jsonl, remove_leftovers, repair_jsonl
 
 LOCK = "run.lock"
@@ -293,3 +297,88 @@ def _read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+# --- environment.json
+
+PACKAGES = (
+    "mmrl",
+    "torch",
+    "transformers",
+    "trl",
+    "vllm",
+    "peft",
+    "accelerate",
+    "datasets",
+    "numpy",
+    "hydra-core",
+    "omegaconf",
+    "pydantic",
+    "dspy",
+    "bm25s",
+)
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM")
+
+
+def describe_environment(command: Sequence[str], cwd: Path | None = None) -> dict[str, Any]:
+    """Everything that a reader needs to know to run it again, besides the config.
+
+    Args:
+        command: the command line as typed.
+        cwd: the user's folder, whose git state is recorded; None: the current one.
+    """
+    torch = sys.modules.get("torch")
+    return {
+        "command": list(command),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ}
+        | ({"torch": torch.get_num_threads()} if torch is not None and hasattr(torch, "get_num_threads") else {}),
+        "versions": _versions(),
+        "cwd": str(cwd or Path.cwd()),
+        "git": git_state(cwd or Path.cwd()),
+    }
+
+
+def git_state(folder: Path) -> Mapping[str, Any] | None:
+    """`{"commit", "dirty"}` of the repository around `folder`; None without git or outside of a repository."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if status is None else bool(status)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", *arguments], cwd=folder, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor()

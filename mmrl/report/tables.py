@@ -1,126 +1,141 @@
-"""Intervals and plain-text tables: what was measured before and after, and how sure one can be of it.
+"""Every table as rows of cells, and the writers of such rows: text, Markdown (HTML is a template's job).
 
-Part of `report`; pure. Intervals are percentile bootstraps over items (B. Efron, 1979), drawn from a counter-based key,
-so the same results always give the same interval.
+The first row is the head. Terminal tables stay plain text, not rich's, so that what is copied or piped is the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import combinations
+from statistics import fmean
+from typing import Any, TypeAlias
 
-import numpy as np
+from mmrl.report.compare import LEAST_GAIN, LEAST_ITEMS, SEEDS, Behaviour, Comparison, Group, Line, Panel
+from mmrl.report.stats import Difference, duration, short
 
-from mmrl import rng
-from mmrl.report.series import short
-
-LEVEL = 0.95
-FIRST = ("accuracy", "em", "f1")
-"""Metrics of answers, listed before those of behaviour."""
-_CELLS = 2_000_000
-"""Resampled values held in memory at once."""
+Rows: TypeAlias = list[list[str]]
+Document: TypeAlias = Mapping[str, Any]
 
 
-def bootstrap_means(values: np.ndarray, key: rng.Key, resamples: int) -> np.ndarray:
-    """Means of `resamples` draws with replacement from `values` (length n >= 1); shape (resamples,), float64."""
-    n = len(values)
-    uniforms = np.random.Generator(np.random.Philox(key=rng.digest(*key, "bootstrap")))
-    means = np.empty(resamples)
-    rows = max(1, _CELLS // n)
-    for start in range(0, resamples, rows):
-        stop = min(start + rows, resamples)
-        chosen = (uniforms.random((stop - start, n)) * n).astype(np.int64)
-        means[start:stop] = values[chosen].mean(axis=1)
-    return means
+AGAINST = (
+    "After training, row minus column: mean over items and over the seeds that both finished; * where the paired "
+    "bootstrap 95 % interval over items excludes 0 (it does not cover how other seeds would have come out)."
+)
+LEARNS = (
+    f'"Learns": on at least {LEAST_ITEMS} items, all of {SEEDS} or more seeds gain {LEAST_GAIN:g} or more between the '
+    "evaluation before training and the one after it, and each seed's paired bootstrap 95 % interval excludes 0."
+)
 
 
-def bootstrap_interval(values: Sequence[float], key: rng.Key, resamples: int = 1000) -> tuple[float, float]:
-    """The 95 % percentile bootstrap interval of the mean of `values`; (nan, nan) without values.
+def summary_rows(panel: Panel) -> Rows:
+    """One row per algorithm: means over seeds, the range of the differences, behaviour before and after."""
+    behaviours = panel.behaviours
+    head = ["algorithm", "seeds", "before", "after", "difference", "lowest to highest seed", "learns", "time per run"]
+    rows = [[*head, *(of.label for of in behaviours)]]
+    for group in panel.groups:
+        found = [difference for _, difference in group.measured]
+        rows.append(
+            [
+                group.label,
+                _seeds(group),
+                _mean([one.before for one in found], ".3f") if found else _start(group.lines),
+                _mean([one.after for one in found], ".3f"),
+                _mean([one.difference for one in found], "+.3f"),
+                _range([one.difference for one in found]),
+                group.verdict,
+                duration(fmean(line.seconds for line in group.drawn)),
+                *(_behaviour(group.drawn, of) for of in behaviours),
+            ]
+        )
+    return rows
 
-    Args:
-        key: what the draw is for, as `(seed, "eval", "em")`.
+
+def seed_rows(panel: Panel) -> Rows:
+    """One row per run: paired difference with its interval."""
+    head = ["algorithm", "seed", "items", "before", "after", "difference", "95 % interval", "time", "state"]
+    rows = [head]
+    for group in panel.groups:
+        for line in group.lines:
+            found = line.difference
+            numbers = [f"{found.n}", f"{found.before:.3f}", f"{found.after:.3f}"] if found else _unmeasured(line)
+            more = [f"{found.difference:+.3f}", interval(found)] if found else ["-", "-"]
+            rows.append([group.label, str(line.seed), *numbers, *more, duration(line.seconds), state(line)])
+    return rows
+
+
+def against_rows(panel: Panel) -> Rows:
+    """After training, each algorithm minus each other one; empty where nothing is finished.
+
+    A star marks an interval that excludes 0.
     """
-    data = np.asarray(values, dtype=np.float64)
-    if not len(data):
-        return float("nan"), float("nan")
-    low, high = np.quantile(bootstrap_means(data, key, resamples), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+    groups = [group for group in panel.groups if any(line.evaluated for line in group.finished)]
+    if len(groups) < 2:
+        return []
+    rows = [["minus", *(group.label for group in groups)]]
+    for first in groups:
+        cells = []
+        for second in groups:
+            found = panel.against(first, second) if first is not second else None
+            cells.append(f"{found.difference:+.3f}{'*' if found.certain else ''}" if found else "")
+        rows.append([first.label, *cells])
+    return rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """Two sets of results on the same items, compared."""
-
-    n: int
-    before: float
-    after: float
-    difference: float
-    """Mean of after - before over items."""
-    low: float
-    high: float
-    """95 % paired bootstrap interval of the difference."""
-
-    @property
-    def certain(self) -> bool:
-        """Whether the interval excludes 0."""
-        return self.low > 0 or self.high < 0
-
-    @property
-    def verdict(self) -> str:
-        """What a reader should know beside the numbers; empty for a certain difference."""
-        if self.certain:
-            return ""
-        return "unchanged" if self.low == self.high == 0 else "may be chance"
+def pair_rows(panel: Panel) -> Rows:
+    """After training, one row per pair of algorithms: the better minus the other, with its interval."""
+    rows = [["pair", "items", "difference", "95 % interval"]]
+    for first, second in combinations(panel.groups, 2):
+        found = panel.against(first, second)
+        if found is not None and found.difference < 0:
+            first, second = second, first
+            found = panel.against(first, second)
+        if found is not None:
+            pair = f"{first.label} - {second.label}"
+            rows.append([pair, str(found.n), f"{found.difference:+.3f}", interval(found)])
+    return rows if len(rows) > 1 else []
 
 
-def paired_difference(
-    before: Sequence[float], after: Sequence[float], key: rng.Key, resamples: int = 1000
-) -> Difference:
-    """Compare two results per item, resampling items (so both values of an item stay together).
-
-    Raises:
-        ValueError: lengths differ, or there are no items.
-    """
-    if len(before) != len(after) or not len(before):
-        raise ValueError(f"got {len(before)} and {len(after)} results, expected as many of both, at least one")
-    first, second = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
-    low, high = bootstrap_interval((second - first).tolist(), key, resamples)
-    return Difference(
-        n=len(first),
-        before=float(first.mean()),
-        after=float(second.mean()),
-        difference=float((second - first).mean()),
-        low=low,
-        high=high,
-    )
+def interval(found: Difference) -> str:
+    """`[-0.010, +0.020]`."""
+    return f"[{found.low:+.3f}, {found.high:+.3f}]"
 
 
-def compare_items(
-    before: Sequence[Mapping[str, Any]],
-    after: Sequence[Mapping[str, Any]],
-    seed: int,
-    resamples: int = 1000,
-    main_metric: str | None = None,
-) -> dict[str, Difference]:
-    """Metric -> difference, for every metric that both evaluations have; items are matched by id.
+def state(line: Line) -> str:
+    """`done`, or how far it came."""
+    total = line.seen.total
+    return "done" if line.finished else f"{line.seen.state}, step {line.seen.done}{f' of {total}' if total else ''}"
 
-    Args:
-        before, after: items with `id` and `metrics` (name -> number), as in `eval/*.jsonl`.
-        main_metric: put first.
-    """
-    later = {item["id"]: item["metrics"] for item in after}
-    pairs = [(item["metrics"], later[item["id"]]) for item in before if item["id"] in later]
-    if not pairs:
-        return {}
-    names = sorted(set().union(*(first.keys() & second.keys() for first, second in pairs)))
-    names.sort(key=lambda name: (name != main_metric, name not in FIRST, name == "reward", name))
-    found = {}
-    for name in names:
-        shared = [(first[name], second[name]) for first, second in pairs if name in first and name in second]
-        old, new = zip(*shared, strict=True)
-        found[name] = paired_difference(old, new, (seed, "compare", name), resamples)
-    return found
+
+def _unmeasured(line: Line) -> list[str]:
+    items = line.evaluated.get(0, ())
+    values = [item["metrics"][line.metric] for item in items if line.metric in item["metrics"]]
+    return [str(len(values)), f"{fmean(values):.3f}", "-"] if values else ["-", "-", "-"]
+
+
+def _start(lines: Sequence[Line]) -> str:
+    values = [float(cells[1]) for line in lines if (cells := _unmeasured(line))[1] != "-"]
+    return _mean(values, ".3f")
+
+
+def _seeds(group: Group) -> str:
+    done, total = len(group.finished), len(group.lines)
+    return f"{total}" if done == total else f"{done} of {total} done"
+
+
+def _mean(values: Sequence[float], form: str) -> str:
+    return format(fmean(values), form) if values else "-"
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{min(values):+.3f} to {max(values):+.3f}" if len(values) > 1 else "-"
+
+
+def _behaviour(lines: Sequence[Line], of: Behaviour) -> str:
+    before = [value for line in lines if (value := line.behaviour(of, min(line.evaluated, default=0))) is not None]
+    after = [value for line in lines if (value := line.behaviour(of, line.last_step)) is not None]
+    if not before:
+        return "-"
+    return f"{fmean(before):.2f} → {fmean(after):.2f}"
 
 
 def before_after_table(differences: Mapping[str, Difference], split: str) -> str:
@@ -137,9 +152,47 @@ def before_after_table(differences: Mapping[str, Difference], split: str) -> str
     return f"{split} ({counted} items)\n{align(rows)}"
 
 
+def comparison_text(comparison: Comparison) -> str:
+    """All tables of a comparison, for the terminal."""
+    parts = []
+    for panel in comparison.panels:
+        parts += [f"{heading(panel)}\n{align(summary_rows(panel))}", align(seed_rows(panel))]
+        if rows := against_rows(panel):
+            # `align` sets a last column of words to the left; these are numbers.
+            parts += [f"{AGAINST}\n{align([[*row, ''] for row in rows])}", align(pair_rows(panel))]
+    return "\n\n".join(part for part in [*parts, LEARNS, *comparison.notes] if part)
+
+
+def comparison_markdown(comparison: Comparison) -> str:
+    """The same for a document."""
+    parts = []
+    for panel in comparison.panels:
+        parts += [f"### {heading(panel)}", markdown(summary_rows(panel))]
+        if rows := against_rows(panel):
+            parts += [AGAINST, markdown(rows), _details("every pair", pair_rows(panel))]
+        parts.append(_details("every seed", seed_rows(panel)))
+    return "\n\n".join(part for part in [*parts, LEARNS, *comparison.notes] if part)
+
+
+def _details(summary: str, rows: Rows) -> str:
+    return f"<details><summary>{summary}</summary>\n\n{markdown(rows)}\n\n</details>" if rows else ""
+
+
+def heading(panel: Panel) -> str:
+    """Task, split and metric."""
+    return f"{panel.task}, {panel.metric} on {panel.split}"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as a Markdown table."""
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+    lines.insert(1, f"|{'---|' * len(rows[0])}")
+    return "\n".join(lines)
+
+
 def align(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
     """Rows of text in columns: the first column to the left, all others to the right, except a last one of words."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [row[0].ljust(widths[0])]
@@ -149,7 +202,7 @@ def align(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
     return "\n".join(lines)
 
 
-def facts_table(facts: Mapping[str, Any], indent: str = "  ") -> str:
+def facts_table(facts: Mapping[str, object], indent: str = "  ") -> str:
     """Names and values, one per line."""
     if not facts:
         return ""
@@ -159,3 +212,59 @@ def facts_table(facts: Mapping[str, Any], indent: str = "  ") -> str:
         for name, value in facts.items()
     }
     return "\n".join(f"{indent}{name.ljust(width)}  {value}" for name, value in values.items())
+
+
+def column_names(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """A short name per job: the overrides in which it differs from others, a task by its bare name.
+
+    A file or a row (`task.data.dev=DIR/nq.jsonl`, `experiment=mhgpo/columns/2wiki`) is its last part, where that tells
+    the jobs apart: a table whose headings are paths is too wide to read.
+    """
+    shared = set(jobs[0]).intersection(*jobs[1:]) if jobs else set()
+    differing = [
+        [override.lstrip("+").removeprefix("task=") for override in job if override not in shared] for job in jobs
+    ]
+    brief = [" ".join(_last_part(override) for override in own) or "all" for own in differing]
+    if len(set(brief)) == len(jobs):
+        return brief
+    return [" ".join(own) or "all" for own in differing]
+
+
+def _last_part(override: str) -> str:
+    _, equals, value = override.partition("=")
+    return value.rstrip("/").rpartition("/")[2] if equals and "/" in value and not set(value) & set("[{") else override
+
+
+LABELS = ("partial corpus", "corpus coverage", "judge")
+"""Facts of an evaluation without which its numbers say too much."""
+
+
+def columns_text(summaries: Mapping[str, Document]) -> str:
+    """A table: a row per metric with its 95 % interval, then items and failures, then what the numbers are over.
+
+    Args:
+        summaries: column name -> `summary.json` of an evaluation: `metrics`, and `facts` of its task.
+    """
+    columns: dict[str, Mapping[str, float]] = {name: summary["metrics"] for name, summary in summaries.items()}
+    names = dict.fromkeys(
+        name for metrics in columns.values() for name in metrics if f"{name}_low" in metrics and name != "n"
+    )
+    rows = [["", *columns]]
+    rows += [[name, *(_cell(metrics, name) for metrics in columns.values())] for name in names]
+    rows.append(["items", *(f"{metrics.get('n', 0):.0f}" for metrics in columns.values())])
+    rows.append(
+        ["failed from outside", *(f"{metrics.get('failed_share', 0):.1%}" for metrics in columns.values())],
+    )
+    notes = [
+        f"{name}: {label}: {summary['facts'][label]}"
+        for name, summary in summaries.items()
+        for label in LABELS
+        if label in summary.get("facts", {})
+    ]
+    return "\n".join([align(rows), *notes])
+
+
+def _cell(metrics: Mapping[str, float], name: str) -> str:
+    if name not in metrics:
+        return "-"
+    return f"{metrics[name]:.4f} [{metrics[f'{name}_low']:.3f}, {metrics[f'{name}_high']:.3f}]"

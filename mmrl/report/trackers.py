@@ -18,7 +18,7 @@ from mmrl.config import RootConfig
 from mmrl.errors import ConfigError, unknown
 from mmrl.report.progress import run_name
 from mmrl.report.rundir import RunDir
-from mmrl.report.series import number
+from mmrl.report.stats import number
 from mmrl.system.files import plain
 
 SECRET_WORDS = ("api_key", "apikey", "secret", "password", "access_token", "auth_token")

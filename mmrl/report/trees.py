@@ -14,7 +14,7 @@ from typing import Any
 
 from mmrl.errors import ConfigError, nearest
 from mmrl.records import Call, Forest, Rollout
-from mmrl.report.series import number, short
+from mmrl.report.stats import number, short
 
 PROMPT_HEAD, PROMPT_TAIL = 80, 320
 """Characters of a prompt that are shown: its start, and its end where the example is."""

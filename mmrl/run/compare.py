@@ -21,8 +21,9 @@ from mmrl.config.base import Section
 from mmrl.config.validate import explain
 from mmrl.errors import ConfigError, MmrlError, print_error, unknown
 from mmrl.report.compare import Comparison, compare, find_runs
-from mmrl.report.compare_write import as_text, check_docs, write, write_docs
+from mmrl.report.html import check_docs, write_comparison, write_docs
 from mmrl.report.rundir import allocate
+from mmrl.report.tables import comparison_text
 from mmrl.run.check import as_tuples, check_all
 from mmrl.run.queue import QueuedRun, RunQueue
 from mmrl.run.stopping import stoppable
@@ -139,7 +140,7 @@ def run_comparison(request: ComparisonRequest, compose: Compose) -> int:
 
     def redraw() -> None:
         try:
-            write(so_far(), out)
+            write_comparison(so_far(), out)
         except Exception as error:  # a drawing problem must not stop the runs; the end shows it
             print(f"comparison not drawn ({type(error).__name__}: {error})", file=sys.stderr)
 
@@ -199,8 +200,8 @@ def _raise(problems: Sequence[str]) -> None:
 
 def _show(comparison: Comparison, out: Path, docs: str | None) -> None:
     """Print, write, and fill the document."""
-    print(as_text(comparison))
-    files = write(comparison, out)
+    print(comparison_text(comparison))
+    files = write_comparison(comparison, out)
     if docs is not None:
         files += write_docs(comparison, Path(docs))
     print("\nwritten: " + ", ".join(map(str, files)))

@@ -52,7 +52,7 @@ def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence
     Args:
         configs: column name -> config. An evaluation that stops leaves its column out and does not stop the others.
     """
-    from mmrl.report.columns import columns_text
+    from mmrl.report.tables import columns_text
 
     codes: list[int] = []
     columns: dict[str, Mapping[str, Any]] = {}

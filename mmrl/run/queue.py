@@ -20,7 +20,7 @@ from mmrl.config import TrainCommandConfig, validate
 from mmrl.errors import ConfigError
 from mmrl.report.compare import flattened
 from mmrl.report.rundir import FOLDERS, LOCK, RunDir
-from mmrl.report.series import duration, number, short
+from mmrl.report.stats import duration, number, short
 from mmrl.run.check import as_tuples
 from mmrl.system.child_process import end_with_parent
 from mmrl.system.files import read_jsonl

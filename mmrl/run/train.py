@@ -143,7 +143,7 @@ def step_number(checkpoint: Path) -> int:
 
 def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, processes: Processes) -> int:
     """Evaluate, train, evaluate, report; all processes of the run do the work, the main one writes and shows."""
-    from mmrl.report.finish import finish
+    from mmrl.report.console import finish
     from mmrl.report.progress import Progress
     from mmrl.report.trackers import trackers
 

@@ -18,7 +18,7 @@ from mmrl import rng
 from mmrl.config import EvalConfig, TrainCommandConfig
 from mmrl.errors import MODEL_CAUSED, TooManyFailures
 from mmrl.records import Example, Forest
-from mmrl.report.tables import bootstrap_interval
+from mmrl.report.stats import bootstrap_interval
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mmrl.cli import main
 from mmrl.errors import MmrlError
-from mmrl.report.columns import column_names, columns_text
+from mmrl.report.tables import column_names, columns_text
 from mmrl.run import eval as evaluation
 
 METRICS = {"n": 20.0, "em": 0.25, "em_low": 0.1, "em_high": 0.4, "failed_share": 0.05, "module/x/length": 3.0}

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from mmrl.report.finish import finish
+from mmrl.report.charts import evaluation_curve, lines_over_steps, reward_curve
+from mmrl.report.console import finish
 from mmrl.report.html import report, telling_examples
 from mmrl.report.overview import Overview
-from mmrl.report.plots import evaluation_curve, lines_over_steps, reward_curve
 from mmrl.report.rundir import RunDir
 from tests.helpers.report_fakes import CONFIG, fake_run, forest, items, metrics
 
@@ -207,7 +207,7 @@ def test_a_failed_drawing_does_not_lose_the_summary(tmp_path, monkeypatch):
     def broken(_):
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr("mmrl.report.finish.write_report", broken)
+    monkeypatch.setattr("mmrl.report.console.write_report", broken)
     run = fake_run(tmp_path / "run", steps=3)
     assert "report not written (RuntimeError: no fonts)" in finished(run)
     assert run.summary["steps"] == 3

@@ -3,10 +3,10 @@
 import pytest
 
 from mmrl.errors import CheckpointError, ConfigError
+from mmrl.report.console import show, text_plot
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
-from mmrl.report.series import module_facts
-from mmrl.report.show import show, text_plot
+from mmrl.report.stats import module_facts
 from mmrl.report.trees import abridged, advantage_of, clean, credit_line, made_of, shown_prediction
 from tests.helpers.report_fakes import CONFIG, fake_run, forest
 

@@ -6,16 +6,23 @@ import random
 import numpy as np
 import pytest
 
-from mmrl.report import tables
-from mmrl.report.series import binned, duration, modules_in, number, series, short, sparkline, splits_in, trailing_mean
-from mmrl.report.tables import (
+from mmrl.report import stats
+from mmrl.report.stats import (
     Difference,
-    align,
-    before_after_table,
+    binned,
     bootstrap_interval,
     compare_items,
+    duration,
+    modules_in,
+    number,
     paired_difference,
+    series,
+    short,
+    sparkline,
+    splits_in,
+    trailing_mean,
 )
+from mmrl.report.tables import align, before_after_table
 
 
 def test_the_interval_is_that_of_a_plain_bootstrap():
@@ -45,9 +52,9 @@ def test_equal_keys_give_equal_intervals_and_others_do_not():
 
 def test_resampling_in_pieces_is_the_same(monkeypatch):
     values = np.array([random.Random(n).random() for n in range(30)])
-    whole = tables.bootstrap_means(values, (1,), 500)
-    monkeypatch.setattr(tables, "_CELLS", 100)
-    assert (tables.bootstrap_means(values, (1,), 500) == whole).all()
+    whole = stats.bootstrap_means(values, (1,), 500)
+    monkeypatch.setattr(stats, "_CELLS", 100)
+    assert (stats.bootstrap_means(values, (1,), 500) == whole).all()
 
 
 def test_edges_of_an_interval():

@@ -142,7 +142,7 @@ def test_trackers_close_also_when_the_run_fails(tmp_path, wandb):
 
 def test_importing_the_report_loads_no_heavy_package():
     code = (
-        "import sys, mmrl.report.trackers, mmrl.report.finish, mmrl.report.show, mmrl.report.progress\n"
+        "import sys, mmrl.report.trackers, mmrl.report.console, mmrl.report.console, mmrl.report.progress\n"
         "heavy = {'wandb', 'tensorboard', 'matplotlib', 'torch', 'transformers', 'trl', 'dspy', 'hydra'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

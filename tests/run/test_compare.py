@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from mmrl.cli import main
+from mmrl.report.charts import DARK, comparison_figure, evaluation_band, training_band
 from mmrl.report.compare import compare, find_runs
-from mmrl.report.compare_figure import DARK, evaluation_band, figure, training_band
-from mmrl.report.compare_tables import against_rows, pair_rows, seed_rows, summary_rows
-from mmrl.report.compare_write import as_text, write, write_docs
+from mmrl.report.html import write_comparison, write_docs
 from mmrl.report.rundir import RunDir
+from mmrl.report.tables import against_rows, comparison_text, pair_rows, seed_rows, summary_rows
 from mmrl.system.files import append_jsonl
 from tests.helpers.report_fakes import CONFIG, fake_run
 
@@ -119,7 +119,7 @@ def test_of_runs_that_repeat_each_other_the_furthest_stays_and_a_note_says_so(tm
     left = made(tmp_path / "another", done=False)
     found = compare(find_runs([tmp_path]), "x", METRICS)
     assert [line.seen.run.path for line in found.lines] == [kept]
-    assert str(left) in found.notes[0] and found.notes[0] in as_text(found)
+    assert str(left) in found.notes[0] and found.notes[0] in comparison_text(found)
 
 
 def test_tables_show_means_ranges_behaviour_and_states(tmp_path):
@@ -169,7 +169,7 @@ def test_every_pair_has_its_interval_the_better_first(tmp_path):
     assert shown["pair"] == "mhgpo_is - mhgpo_fof" and shown["difference"] == "+0.300"
     low, high = map(float, shown["95 % interval"].strip("[]").split(", "))
     assert 0 < low <= 0.3 <= high
-    assert "mhgpo_is - mhgpo_fof" in as_text(comparison)
+    assert "mhgpo_is - mhgpo_fof" in comparison_text(comparison)
     better, worse = (next(g for g in panel.groups if g.label == name) for name in ("mhgpo_is", "mhgpo_fof"))
     forth, back = panel.against(better, worse), panel.against(worse, better)
     assert (forth.low, forth.high) == pytest.approx((-back.high, -back.low)), "one draw, seen from both sides"
@@ -195,7 +195,7 @@ def test_the_figure_carries_both_themes_and_every_label(tmp_path):
     for number, algo in enumerate(("mhgpo_fof", "mhgpo_is", "<b>")):
         made(tmp_path / f"r{number}", algo=algo)
     made(tmp_path / "none", algo="mmgrpo", before=None, done=False)
-    svg, png = figure(compare(find_runs([tmp_path]), "x", METRICS))
+    svg, png = comparison_figure(compare(find_runs([tmp_path]), "x", METRICS))
     words = " ".join(ElementTree.fromstring(svg).itertext())
     assert all(name in words for name in ("mhgpo_fof", "mhgpo_is", "<b>", "mmgrpo", "hotpotqa", "f1 on dev", "step"))
     assert "prefers-color-scheme:dark" in svg
@@ -217,7 +217,7 @@ def test_a_page_is_filled_between_its_marks_and_keeps_the_rest(tmp_path):
     for target in re.findall(r"\]\(([^)]+)\)", first):
         assert (tmp_path / target).is_file()
     assert "| mhgpo_rr |" in first
-    files = write(found, tmp_path / "out")
+    files = write_comparison(found, tmp_path / "out")
     assert {path.name for path in files} == {"compare.html", "compare.svg", "compare.png"}
     assert "mhgpo_rr" in files[0].read_text()
 

@@ -1,0 +1,379 @@
+"""Curves of a run and the figure of a comparison, as SVG that follows light and dark themes (and PNG).
+
+All figures are drawn in one palette and one matplotlib style. An SVG from matplotlib knows one theme only, so `_themed`
+replaces its colours by the CSS variables that `THEME_CSS` defines: once for a page, or inside an SVG that serves alone.
+matplotlib (Agg) is imported when the first figure is drawn.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+
+from mmrl.report.compare import Comparison, Group, Line, Panel
+from mmrl.report.stats import History, series, trailing_mean
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
+
+PAGE, INK, FAINT = "#fffffe", "#1c2431", "#c9d0d8"
+COLORS = {
+    "#0072b2": "#56b4f5",
+    "#d55e00": "#ff8d4d",
+    "#00875f": "#3fd0a4",
+    "#b0529a": "#e79bd2",
+    "#a87b00": "#e6b422",
+    "#3d9bd6": "#a5d8ff",
+    "#5b6675": "#b5bcc6",
+    "#8c2d2d": "#e88a80",
+}
+"""Light -> dark; after M. Okabe and K. Ito's palette, whose hues stay apart for colour-blind readers."""
+DARK = {PAGE: "#14181d", INK: "#e4e8ed", FAINT: "#3d4651", **COLORS}
+LINES, MARKERS, DASHES = tuple(COLORS), ("o", "s", "^", "D", "v", "P", "X", "*"), ("-", "--", ":", "-.")
+VARIABLES = {color: f"--c{place}" for place, color in enumerate(DARK)}
+_LIGHT_VALUES = "".join(f"{name}:{color};" for color, name in VARIABLES.items())
+_DARK_VALUES = "".join(f"{name}:{DARK[color]};" for color, name in VARIABLES.items())
+THEME_CSS = f".theme{{{_LIGHT_VALUES}}}@media (prefers-color-scheme:dark){{.theme{{{_DARK_VALUES}}}}}"
+"""The variables, for a page or an SVG of class `theme`."""
+
+STYLE: Mapping[str, object] = {
+    "text.parse_math": False,
+    # Text stays text, and the same figure gives the same bytes.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "mmrl",
+    "font.family": "sans-serif",
+    "font.size": 11,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.formatter.useoffset": False,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.6,
+    "grid.alpha": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 10,
+}
+SIZE = (5.2, 2.9)
+"""Inches; shown at the width of its column."""
+POINTS = 300
+"""Points drawn per line; longer runs are thinned by averaging."""
+WINDOW = 5
+"""Steps that a training curve is averaged over, backwards."""
+
+Points: TypeAlias = Sequence[tuple[int, float, float | None, float | None]]
+"""(step, value, low, high)."""
+LineStyle: TypeAlias = tuple[str, str, str]
+"""Colour, marker, dash."""
+
+
+# --- one run
+
+
+def reward_curve(history: History) -> str:
+    """Training reward per step, and its trailing mean; empty without values."""
+    steps, values = series(history, "reward/mean")
+    if not len(values):
+        return ""
+    with _axes("training reward") as (axes, result):
+        axes.plot(*_thin(steps, values), color=LINES[0], alpha=0.35, linewidth=1, label="per step")
+        if len(values) > WINDOW:
+            mean = trailing_mean(values, WINDOW)
+            axes.plot(*_thin(steps, mean), color=LINES[0], linewidth=2, label=f"mean of {WINDOW} steps")
+            axes.legend(handlelength=1.4)
+    return result[0]
+
+
+def evaluation_curve(curves: Mapping[str, Points], split: str) -> str:
+    """Evaluation metrics over steps, the first one with its interval as a band; empty without values."""
+    curves = {name: points for name, points in curves.items() if points}
+    if not curves:
+        return ""
+    with _axes(f"score on {split}") as (axes, result):
+        for color, (name, points) in zip(LINES, curves.items(), strict=False):
+            steps, values, _, _ = zip(*points, strict=True)
+            axes.plot(steps, values, color=color, marker="o", markersize=4, label=_label(name))
+            bounded = [(step, low, high) for step, _, low, high in points if low is not None and high is not None]
+            if color == LINES[0] and bounded:
+                at, lows, highs = zip(*bounded, strict=True)
+                axes.fill_between(at, lows, highs, color=color, alpha=0.18, linewidth=0)
+        axes.legend(handlelength=1.4)
+    return result[0]
+
+
+def lines_over_steps(history: History, keys: Mapping[str, str], label: str) -> str:
+    """One line per metric (trailing means), for comparing modules or monitors; empty without values.
+
+    Args:
+        keys: name of the line -> metric key.
+        label: what is drawn, for screen readers (others read the caption).
+    """
+    curves = {name: series(history, key) for name, key in keys.items()}
+    curves = {name: (steps, values) for name, (steps, values) in curves.items() if len(values)}
+    if not curves:
+        return ""
+    with _axes("", label) as (axes, result):
+        for index, (name, (steps, values)) in enumerate(curves.items()):
+            color, dash = LINES[index % len(LINES)], DASHES[index // len(LINES) % len(DASHES)]
+            axes.plot(*_thin(steps, trailing_mean(values, WINDOW)), color=color, linestyle=dash, label=_label(name))
+        if len(curves) > 1:
+            axes.legend(handlelength=1.4)
+    return result[0]
+
+
+@contextmanager
+def _axes(ylabel: str, title: str | None = None) -> Iterator[tuple[Axes, list[str]]]:
+    """Axes over steps to draw on, and a list that holds the finished SVG afterwards."""
+    import matplotlib
+
+    # A Figure of its own: pyplot's global state would leak figures and pick a display backend.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(dict(STYLE)):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        axes.set(xlabel="step", ylabel=ylabel)
+        _whole_steps(axes)
+        result: list[str] = []
+        yield axes, result
+        _widen(axes)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        result.append(_themed(buffer.getvalue(), title or f"{ylabel} by step"))
+
+
+def _whole_steps(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
+
+
+def _widen(axes: Axes) -> None:
+    """Widen a vertical range so small that rounding would look like a change."""
+    low, high = axes.get_ylim()
+    least = 0.02 * max(abs(low), abs(high))
+    if high - low < least:
+        middle = (low + high) / 2
+        axes.set_ylim(middle - least / 2, middle + least / 2)
+
+
+def _label(name: str) -> str:
+    # matplotlib leaves labels that start with an underscore out of the legend.
+    return f"\u200a{name}" if name.startswith("_") else name
+
+
+def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if len(values) <= POINTS:
+        return steps, values
+    parts = np.array_split(np.arange(len(values)), POINTS)
+    return np.array([steps[part[-1]] for part in parts]), np.array([values[part].mean() for part in parts])
+
+
+def _themed(svg: str, title: str, standalone: bool = False) -> str:
+    """The bare, scalable `<svg>` element of matplotlib's output in the fonts and colours around it.
+
+    Args:
+        title: its name for screen readers.
+        standalone: True: it defines its own colours and font.
+    """
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+    # Ids of groups repeat from figure to figure; only those that something refers to are kept.
+    used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', svg))
+    svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in used else "", svg)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]+" height="[^"]+"', r"\1", svg, count=1)
+    svg = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font-size: \1", svg)
+    svg = re.sub(
+        r"#[0-9a-f]{6}\b", lambda match: f"var({VARIABLES[match[0]]})" if match[0] in VARIABLES else match[0], svg
+    )
+    attributes = f'role="img" aria-label="{html.escape(title)}"'
+    if not standalone:
+        return svg.replace("<svg", f"<svg {attributes}", 1)
+    head, _, rest = svg.replace("<svg", f'<svg class="theme" {attributes}', 1).partition(">")
+    return f"{head}><style>.theme{{font-family:system-ui,sans-serif;}}{THEME_CSS}</style>{rest}"
+
+
+# --- a comparison: one row of panels per task, one line and band per algorithm
+
+
+class Band(NamedTuple):
+    """A curve over seeds."""
+
+    steps: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def comparison_figure(comparison: Comparison) -> tuple[str, bytes]:
+    """The figure as SVG (light and dark) and as PNG (light). Lines differ in colour and in marker."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    styles = _line_styles(comparison)
+    panels = comparison.panels
+    with matplotlib.rc_context(dict(STYLE)):
+        figure = Figure(figsize=(12.6, 3.3 * len(panels) + 0.25), layout="constrained", facecolor=PAGE)
+        FigureCanvasAgg(figure)
+        grid = figure.add_gridspec(len(panels), 4, width_ratios=(1, 1, 1, 0.74))
+        for row, panel in enumerate(panels):
+            axes = [figure.add_subplot(grid[row, column]) for column in range(4)]
+            _draw_panel(panel, axes, styles, last=row == len(panels) - 1)
+        svg, png = io.StringIO(), io.BytesIO()
+        figure.savefig(png, format="png", dpi=130)
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+    title = f"{comparison.name}: scores, rewards and behaviour over steps"
+    return _themed(svg.getvalue(), title, standalone=True), png.getvalue()
+
+
+def evaluation_band(group: Group, metric: str) -> Band | None:
+    """Mean over seeds of an evaluation metric, lowest to highest; the items' interval where there is one seed."""
+    curves = [points for line in group.drawn if (points := _evaluations(line, metric))]
+    if len(curves) == 1:
+        steps = sorted(curves[0])
+        value, low, high = (np.array([curves[0][step][place] for step in steps]) for place in range(3))
+        return Band(np.array(steps), value, low, high)
+    return _band([{step: values[0] for step, values in points.items()} for points in curves])
+
+
+def training_band(group: Group, key: str) -> Band | None:
+    """Trailing mean of a training metric, mean over seeds, lowest to highest."""
+    curves = []
+    for line in group.drawn:
+        steps, values = series(line.seen.training, key)
+        if len(steps):
+            curves.append(dict(zip(steps.tolist(), trailing_mean(values, WINDOW).tolist(), strict=True)))
+    return _band(curves)
+
+
+def _band(curves: Sequence[Mapping[int, float]]) -> Band | None:
+    """Over the steps that every seed has: a mean over fewer seeds from some step on would jump there."""
+    steps = sorted(set.intersection(*(set(points) for points in curves))) if curves else []
+    if not steps:
+        return None
+    values = np.array([[points[step] for step in steps] for points in curves])
+    return Band(np.array(steps), values.mean(axis=0), values.min(axis=0), values.max(axis=0))
+
+
+def _evaluations(line: Line, metric: str) -> dict[int, tuple[float, float, float]]:
+    points = line.seen.evaluations(line.seen.split, metric)
+    return {
+        step: (value, value if low is None else low, value if high is None else high)
+        for step, value, low, high in points
+    }
+
+
+def _draw_panel(panel: Panel, axes: Sequence[Axes], styles: Mapping[str, LineStyle], last: bool) -> None:
+    """Score, reward, behaviour, legend."""
+    behaviour = next((behaviour for behaviour in panel.behaviours if behaviour.training), None)
+    key, label = (behaviour.training, behaviour.axis) if behaviour is not None else _format_key(panel)
+    for axis, ylabel in zip(axes, (f"{panel.metric} on {panel.split}", "training reward", label), strict=False):
+        axis.set(ylabel=ylabel, xlabel="step" if last else "")
+        _whole_steps(axis)
+    axes[0].set_title(panel.task, loc="left", fontweight="bold", fontsize=12)
+    for group in panel.groups:
+        style = styles[group.label]
+        _draw_band(axes[0], evaluation_band(group, panel.metric), style, every=1)
+        _draw_band(axes[1], training_band(group, "reward/mean"), style)
+        if key is not None:
+            _draw_band(axes[2], training_band(group, key), style)
+    for axis in axes[:3]:
+        if not axis.lines:
+            axis.text(0.5, 0.5, "no data yet", ha="center", va="center", transform=axis.transAxes)
+            axis.set(xticks=[], yticks=[])
+    axes[3].axis("off")
+    axes[3].legend(
+        handles=[_legend_entry(group, styles[group.label]) for group in panel.groups],
+        loc="upper left",
+        bbox_to_anchor=(-0.05, 1.02),
+        handlelength=2.2,
+        labelspacing=0.55,
+    )
+
+
+def _legend_entry(group: Group, style: LineStyle) -> Line2D:
+    from matplotlib.lines import Line2D
+
+    color, marker, dash = style
+    verdict = group.verdict.partition(" (")[0]
+    words = {"yes": "learns", "no": "does not learn"}.get(verdict, verdict)
+    name = group.label if len(group.label) <= 30 else f"{group.label[:29]}…"
+    return Line2D(
+        [], [], label=f"{name}: {words}", color=color, marker=marker, linestyle=dash, markersize=5, linewidth=1.8
+    )
+
+
+def _draw_band(axis: Axes, band: Band | None, style: LineStyle, every: int | None = None) -> None:
+    if band is None:
+        return
+    color, marker, dash = style
+    every = every or max(1, len(band.steps) // 5)
+    # Markers of different lines start at different places, so that they do not hide each other.
+    start = MARKERS.index(marker) % every
+    axis.plot(
+        band.steps,
+        band.mean,
+        color=color,
+        linewidth=1.8,
+        linestyle=dash,
+        marker=marker,
+        markersize=5,
+        markevery=(start, every),
+    )
+    axis.fill_between(band.steps, band.low, band.high, color=color, alpha=0.13, linewidth=0)
+
+
+def _format_key(panel: Panel) -> tuple[str | None, str]:
+    """What is drawn of a task without a behaviour of its own: the first module's share of parsed completions."""
+    for line in panel.lines:
+        if line.seen.modules:
+            return f"module/{line.seen.modules[0]}/format_rate", f"{line.seen.modules[0]}: parsed (share)"
+    return None, "behaviour"
+
+
+def _line_styles(comparison: Comparison) -> dict[str, LineStyle]:
+    """One style per label: unique in every panel, and the same in all of them where that can be."""
+    panels = [[group.label for group in panel.groups] for panel in comparison.panels]
+    places: dict[str, int] = {}
+    for label in dict.fromkeys(label for panel in panels for label in panel):
+        beside = {places[other] for panel in panels if label in panel for other in panel if other in places}
+        places[label] = next(place for place in range(len(places) + 1) if place not in beside)
+    return {
+        label: (
+            LINES[place % len(LINES)],
+            MARKERS[place % len(MARKERS)],
+            DASHES[place // len(LINES) % len(DASHES)],
+        )
+        for label, place in places.items()
+    }
+
+
+def caption(comparison: Comparison) -> str:
+    """What the figure shows, in words."""
+    seeds = sorted({line.seed for line in comparison.lines})
+    drawn = sorted({shown.axis for panel in comparison.panels for shown in panel.behaviours[:1] if shown.axis})
+    behaviour = f"; right: {' / '.join(drawn)} in training" if drawn else ""
+    several = "mean over seeds, band from the lowest to the highest seed"
+    single = "one seed, band of the evaluation: 95 % interval over items"
+    return (
+        f"Left: the task's metric on held-out items; middle: training reward (its scale follows the algorithm's "
+        f"reward set){behaviour}. Training curves are means of {WINDOW} steps. Seeds "
+        f"{', '.join(map(str, seeds))}: {several if len(seeds) > 1 else single}."
+    )
