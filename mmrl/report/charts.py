@@ -161,7 +161,6 @@ def _whole_steps(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
 
 
 def _widen(axes: Axes) -> None:
@@ -286,6 +285,7 @@ def _draw_panel(panel: Panel, axes: Sequence[Axes], styles: Mapping[str, LineSty
     key, label = (behaviour.training, behaviour.axis) if behaviour is not None else _format_key(panel)
     for axis, ylabel in zip(axes, (f"{panel.metric} on {panel.split}", "training reward", label), strict=False):
         axis.set(ylabel=ylabel, xlabel="step" if last else "")
+        axis.locator_params(axis="y", nbins=6)
         _whole_steps(axis)
     axes[0].set_title(panel.task, loc="left", fontweight="bold", fontsize=12)
     for group in panel.groups:
