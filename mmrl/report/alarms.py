@@ -78,8 +78,8 @@ class Alarm:
 
 def alarms(history: History, thresholds: Thresholds | None = None) -> list[Alarm]:
     """All alarms of a run in order of their first step; those still on have `until=None`."""
-    rung = [alarm for finding in findings(history, thresholds or Thresholds()) for alarm in _stretches(*finding)]
-    return sorted(rung, key=lambda alarm: (alarm.step, alarm.name, alarm.key))
+    raised = [alarm for finding in findings(history, thresholds or Thresholds()) for alarm in _stretches(*finding)]
+    return sorted(raised, key=lambda alarm: (alarm.step, alarm.name, alarm.key))
 
 
 def current(history: History, thresholds: Thresholds | None = None) -> list[Alarm]:
@@ -88,7 +88,7 @@ def current(history: History, thresholds: Thresholds | None = None) -> list[Alar
 
 
 Message: TypeAlias = Callable[[int], str]
-"""What is said at one place of the curve."""
+"""The text for one place of a curve."""
 Finding: TypeAlias = tuple[str, str, np.ndarray, np.ndarray, Message]
 """(alarm name, key, steps, where it rings, message)."""
 Shape: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -96,7 +96,7 @@ Shape: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 def findings(history: History, limits: Thresholds) -> Iterator[Finding]:
-    """What every rule says of every metric that it reads, whether it rings or not."""
+    """Every rule applied to every metric that it reads, whether it rings or not."""
     for rule in rules(history, limits):
         for key in rule.keys:
             steps, values = series(history, key)

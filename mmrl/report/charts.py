@@ -12,7 +12,7 @@ import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from mmrl.report.stats import History, series, trailing_mean
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
+    from matplotlib.typing import RcKeyType
 
 PAGE, INK, FAINT = "#fffffe", "#1c2431", "#c9d0d8"
 COLORS = {
@@ -36,14 +37,16 @@ COLORS = {
 }
 """Light -> dark; after M. Okabe and K. Ito's palette, whose hues stay apart for colour-blind readers."""
 DARK = {PAGE: "#14181d", INK: "#e4e8ed", FAINT: "#3d4651", **COLORS}
-LINES, MARKERS, DASHES = tuple(COLORS), ("o", "s", "^", "D", "v", "P", "X", "*"), ("-", "--", ":", "-.")
+Dash: TypeAlias = Literal["-", "--", ":", "-."]
+LINES, MARKERS = tuple(COLORS), ("o", "s", "^", "D", "v", "P", "X", "*")
+DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
 VARIABLES = {color: f"--c{place}" for place, color in enumerate(DARK)}
 _LIGHT_VALUES = "".join(f"{name}:{color};" for color, name in VARIABLES.items())
 _DARK_VALUES = "".join(f"{name}:{DARK[color]};" for color, name in VARIABLES.items())
 THEME_CSS = f".theme{{{_LIGHT_VALUES}}}@media (prefers-color-scheme:dark){{.theme{{{_DARK_VALUES}}}}}"
 """The variables, for a page or an SVG of class `theme`."""
 
-STYLE: Mapping[str, object] = {
+STYLE: dict[RcKeyType, object] = {
     "text.parse_math": False,
     # Text stays text, and the same figure gives the same bytes.
     "svg.fonttype": "none",
@@ -76,7 +79,7 @@ WINDOW = 5
 
 Points: TypeAlias = Sequence[tuple[int, float, float | None, float | None]]
 """(step, value, low, high)."""
-LineStyle: TypeAlias = tuple[str, str, str]
+LineStyle: TypeAlias = tuple[str, str, Dash]
 """Colour, marker, dash."""
 
 
@@ -143,7 +146,7 @@ def _axes(ylabel: str, title: str | None = None) -> Iterator[tuple[Axes, list[st
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(dict(STYLE)):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
@@ -228,7 +231,7 @@ def comparison_figure(comparison: Comparison) -> tuple[str, bytes]:
 
     styles = _line_styles(comparison)
     panels = comparison.panels
-    with matplotlib.rc_context(dict(STYLE)):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12.6, 3.3 * len(panels) + 0.25), layout="constrained", facecolor=PAGE)
         FigureCanvasAgg(figure)
         grid = figure.add_gridspec(len(panels), 4, width_ratios=(1, 1, 1, 0.74))

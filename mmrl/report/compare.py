@@ -1,7 +1,7 @@
 """Several runs side by side: which algorithm learned, by how much, and how it behaved, over seeds.
 
 Part of `report`; reads run directories only, finished or not. Runs are grouped into one panel per task and split, and
-in it by algorithm; runs of one algorithm whose configs differ are kept apart and named by what differs.
+in it by algorithm; runs of one algorithm whose configs differ are separate and named by what differs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.report.overview import Item, Overview
@@ -100,11 +99,11 @@ class Line:
 
     @property
     def learned(self) -> bool | None:
-        """Whether this run meets the threshold; None while that cannot be said."""
-        found = self.difference
-        if not self.finished or found is None or found.n < LEAST_ITEMS:
+        """Whether this run meets the threshold; None while that cannot be decided."""
+        difference = self.difference
+        if not self.finished or difference is None or difference.n < LEAST_ITEMS:
             return None
-        return found.difference >= LEAST_GAIN - 1e-9 and found.low > 0
+        return difference.difference >= LEAST_GAIN - 1e-9 and difference.low > 0
 
     @property
     def last_step(self) -> int:
@@ -147,7 +146,7 @@ class Group:
     @property
     def measured(self) -> list[tuple[Line, Difference]]:
         """Drawn runs with two evaluations."""
-        return [(line, found) for line in self.drawn if (found := line.difference) is not None]
+        return [(line, difference) for line in self.drawn if (difference := line.difference) is not None]
 
     @property
     def verdict(self) -> str:
@@ -158,7 +157,7 @@ class Group:
             return f"no ({counted})"
         if len(decided) >= SEEDS and len(decided) == len(self.lines):
             return f"yes ({counted})"
-        items = [found.n for line in self.finished if (found := line.difference) is not None]
+        items = [difference.n for line in self.finished if (difference := line.difference) is not None]
         if items and min(items) < LEAST_ITEMS:
             return f"undecided ({min(items)} items, {LEAST_ITEMS} are needed)"
         if not any(line.evaluated for line in self.lines):
@@ -194,10 +193,10 @@ class Panel:
         ours, theirs = ({line.seed: line for line in group.finished} for group in (first, second))
         seeds = sorted(ours.keys() & theirs.keys())
         scores = [[_scores(group[seed]) for seed in seeds] for group in (ours, theirs)]
-        shared = sorted(set.intersection(*(set(found) for side in scores for found in side))) if seeds else []
+        shared = sorted(set.intersection(*(set(by_item) for side in scores for by_item in side))) if seeds else []
         if not shared:
             return None
-        mine, others = ([fmean(found[item] for found in side) for item in shared] for side in scores)
+        mine, others = ([fmean(by_item[item] for by_item in side) for item in shared] for side in scores)
         # The same draws either way round, so that one interval is the other's mirror image.
         return paired_difference(others, mine, (0, "compare", *sorted((first.label, second.label))))
 
@@ -223,7 +222,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     Raises:
         ConfigError: a path that is missing or has no training run; all at once.
     """
-    found: dict[Path, Path] = {}
+    by_path: dict[Path, Path] = {}
     problems = []
     for path in paths:
         if not path.is_dir():
@@ -234,10 +233,10 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
         if not training:
             other = f" (only {len(below)} of `mmrl eval`)" if below else ""
             problems.append(f"runs: {path}: no training run in it or below it{other}")
-        found |= {run.resolve(): run for run in training}
+        by_path |= {run.resolve(): run for run in training}
     if problems:
         raise ConfigError(problems)
-    return list(found.values())
+    return list(by_path.values())
 
 
 def compare(runs: Sequence[Path], name: str, main_metrics: Mapping[str, str]) -> Comparison:
@@ -246,7 +245,7 @@ def compare(runs: Sequence[Path], name: str, main_metrics: Mapping[str, str]) ->
     Args:
         runs: run directories.
         name: title.
-        main_metrics: task -> its main metric, for runs that have not said it yet.
+        main_metrics: task -> its main metric, for runs whose summary is not written yet.
 
     Raises:
         CheckpointError, DataError: a damaged run.
@@ -258,8 +257,10 @@ def compare(runs: Sequence[Path], name: str, main_metrics: Mapping[str, str]) ->
     notes: list[str] = []
     panels = []
     for (task, split), members in tasks.items():
-        said = (one.summary.get("main_metric") for one in members)
-        metric = next((str(found) for found in said if found), main_metrics.get(task) or members[0].main_metric or "")
+        recorded = (one.summary.get("main_metric") for one in members)
+        metric = next(
+            (str(metric) for metric in recorded if metric), main_metrics.get(task) or members[0].main_metric or ""
+        )
         by_label: dict[str, list[Line]] = {}
         for one, label in zip(members, _labels(members), strict=True):
             by_label.setdefault(label, []).append(Line(one, metric))
@@ -268,9 +269,9 @@ def compare(runs: Sequence[Path], name: str, main_metrics: Mapping[str, str]) ->
     return Comparison(name, panels, tuple(notes))
 
 
-def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Config path -> value, lists as tuples so that values can be compared and counted."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             flat |= flattened(value, f"{prefix}{key}.")
@@ -279,7 +280,7 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: object) -> object:
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
@@ -296,16 +297,16 @@ def _labels(members: Sequence[Overview]) -> list[str]:
         for one in members
     ]
     labels = []
-    for name, own in zip(names, flat, strict=True):
+    for name, values in zip(names, flat, strict=True):
         same = [other for other_name, other in zip(names, flat, strict=True) if other_name == name]
-        paths = [path for path in own if len({other[path] for other in same if path in other}) > 1]
-        labels.append(" ".join([name, *(f"{path}={_shown(own[path])}" for path in paths)]))
+        paths = [path for path in values if len({other[path] for other in same if path in other}) > 1]
+        labels.append(" ".join([name, *(f"{path}={_typed(values[path])}" for path in paths)]))
     return labels
 
 
-def _shown(value: Any) -> str:
+def _typed(value: object) -> str:
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return "null" if value is None else str(value).lower()
     return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
@@ -317,9 +318,9 @@ def _one_per_seed(label: str, lines: Sequence[Line], notes: list[str]) -> list[L
         if other is None:
             best[line.seed] = line
             continue
-        kept, left = sorted((other, line), key=lambda one: (not one.finished, -one.seen.done))
-        best[line.seed] = kept
-        notes.append(f"{left.seen.run.path}: left out, {kept.seen.run.path} is {label} with seed {line.seed} too")
+        furthest, other = sorted((other, line), key=lambda one: (not one.finished, -one.seen.done))
+        best[line.seed] = furthest
+        notes.append(f"{other.seen.run.path}: left out, {furthest.seen.run.path} is {label} with seed {line.seed} too")
     return [best[seed] for seed in sorted(best)]
 
 

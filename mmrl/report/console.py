@@ -57,8 +57,8 @@ def show(path: Path | str, example: str | None = None, step: int | None = None) 
     run = RunDir.read(path)
     width = shutil.get_terminal_size((100, 24)).columns
     if example is not None:
-        found = step if step is not None else _last_step_with(run, example)
-        forest, entries = read_step(run, found)
+        at = step if step is not None else _last_step_with(run, example)
+        forest, entries = read_step(run, at)
         return render_example(forest, entries, example, width)
     if step is not None:
         forest, _ = read_step(run, step)
@@ -121,14 +121,14 @@ def alarm_text(alarms: Sequence[Alarm], width: int = 100) -> str:
     lines = ["alarms"]
     for alarm in alarms:
         until = f" to {alarm.until}" if alarm.until is not None else " on"
-        said = f"{alarm.name} from step {alarm.step}{until} ({alarm.key}): {alarm.message}"
-        lines.append(fill(said, max(width, 40), initial_indent="  ", subsequent_indent="    "))
+        line = f"{alarm.name} from step {alarm.step}{until} ({alarm.key}): {alarm.message}"
+        lines.append(fill(line, max(width, 40), initial_indent="  ", subsequent_indent="    "))
     return "\n".join(lines)
 
 
 def _splits(seen: Overview) -> list[str]:
-    found = {key.split("/")[1] for record in seen.history for key in record if key.startswith("eval/")}
-    return sorted(found, key=lambda split: (split != seen.split, split))
+    splits = {key.split("/")[1] for record in seen.history for key in record if key.startswith("eval/")}
+    return sorted(splits, key=lambda split: (split != seen.split, split))
 
 
 def _evaluation_table(seen: Overview, split: str) -> str:
@@ -253,7 +253,9 @@ def finish(
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "split": config.eval.split,
         "main_metric": main_metric,
-        "comparison": {name: asdict(found) | {"certain": found.certain} for name, found in differences.items()},
+        "comparison": {
+            name: asdict(difference) | {"certain": difference.certain} for name, difference in differences.items()
+        },
         "reward": {"first": smooth[0], "last": smooth[-1], "best": smooth.max()} if len(smooth) else {},
         "alarms": [asdict(alarm) for alarm in seen.alarms],
         "facts": dict(facts),

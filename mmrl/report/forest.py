@@ -13,15 +13,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cache
 from types import UnionType
-from typing import Annotated, TypeAlias, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, create_model
 
 from mmrl import errors
 from mmrl.errors import DataError, nearest, unknown
 from mmrl.records import LARGEST, Call, Forest, Rollout
+from mmrl.system.files import Document
 
 VERSION = 1
 FAILURES = tuple(
@@ -39,7 +39,6 @@ CALL_KEYS = (
 ROLLOUT_KEYS = ("id", "example", "leaf", "reward", "error", "fork")
 PER_TOKEN = ("values", "logprobs", "ref_logprobs")
 
-Json: TypeAlias = dict[str, object]
 Record = TypeVar("Record", Call, Rollout)
 
 
@@ -94,7 +93,7 @@ def parse_forest(text: str, source: str) -> Forest:
     return _Reader(source).read(raw)
 
 
-def dump_forest(forest: Forest) -> Json:
+def dump_forest(forest: Forest) -> Document:
     """The JSON form of a forest; what the form has no place for (texts, prompts, metrics) is left out."""
     teachers = {call.id: rollout.teacher for rollout in forest.rollouts for call in forest.path(rollout)}
     calls = [_call_form(call) for call in forest.calls.values()]
@@ -117,31 +116,31 @@ def check_forest(forest: Forest, source: str) -> None:
     _Reader(source).read(_form([_call_form(call) for call in forest.calls.values()], forest))
 
 
-def read_record(kind: type[Record], raw: Json, source: str) -> Record:
+def read_record(kind: type[Record], raw: Document, source: str) -> Record:
     """One record of a journal: all its fields, with the types of the dataclass (no limits on values).
 
     Raises:
         DataError: one sentence per field that is unknown, missing or of another type, with source and record.
     """
     try:
-        return kind(**dict(_schema(kind).model_validate(raw)))
+        return kind(**dict(_JOURNAL[kind].model_validate(raw)))
     except ValidationError as error:
         where = f"{source}: {kind.__name__.lower()} {raw.get('id')!r}"
         raise DataError([f"{where}: {problem}" for problem in _problems(error, kind, raw)]) from None
 
 
-def _call_form(call: Call) -> Json:
+def _call_form(call: Call) -> Document:
     record = {key: getattr(call, key) for key in CALL_KEYS if key != "completion_ids" or call.completion_ids}
     record = {key: list(value) if isinstance(value, tuple) else value for key, value in record.items()}
     return {key: value for key, value in record.items() if value is not None or key in ("parent", "turn_reward")}
 
 
-def _form(calls: list[Json], forest: Forest) -> Json:
+def _form(calls: list[Document], forest: Forest) -> Document:
     rollouts = [{key: getattr(rollout, key) for key in ROLLOUT_KEYS} for rollout in forest.rollouts]
     return {"version": VERSION, "modules": list(forest.modules), "calls": calls, "rollouts": rollouts}
 
 
-def _no_duplicates(pairs: list[tuple[str, object]]) -> Json:
+def _no_duplicates(pairs: list[tuple[str, object]]) -> Document:
     record = dict(pairs)
     if len(record) != len(pairs):
         names = [key for key, _ in pairs]
@@ -153,7 +152,6 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> Json:
 # --- single records
 
 
-@cache
 def _schema(kind: type[Call] | type[Rollout], keys: Sequence[str] = ()) -> type[BaseModel]:
     """A strict model of a record: `keys` by the rules of the form; without `keys` all fields, as a journal has them."""
     hints = get_type_hints(kind)
@@ -164,7 +162,7 @@ def _schema(kind: type[Call] | type[Rollout], keys: Sequence[str] = ()) -> type[
         for item in fields(kind)
     }
     config = ConfigDict(strict=True, extra="ignore" if keys else "forbid")
-    return create_model(kind.__name__, __config__=config, **(form or journal))  # type: ignore[call-overload, no-any-return]
+    return create_model(kind.__name__, __config__=config, **(form or journal))
 
 
 def _as_written(hint: object) -> object:
@@ -179,7 +177,11 @@ def _as_written(hint: object) -> object:
     return int | float | bool if hint is float else hint
 
 
-def _problems(error: ValidationError, kind: type[Call] | type[Rollout], raw: Json) -> Iterator[str]:
+_FILE = {Call: _schema(Call, CALL_KEYS), Rollout: _schema(Rollout, ROLLOUT_KEYS)}
+_JOURNAL = {Call: _schema(Call), Rollout: _schema(Rollout)}
+
+
+def _problems(error: ValidationError, kind: type[Call] | type[Rollout], raw: Document) -> Iterator[str]:
     """One sentence per field that pydantic refuses; several wrong elements of a list are one problem."""
     hints = get_type_hints(kind)
     refused = {str(detail["loc"][0]): detail for detail in error.errors(include_url=False, include_input=False)}
@@ -236,7 +238,7 @@ class _Reader:
         ends = self._by_id([self._rollout(item, number, modules) for number, item in enumerate(rollouts)])
         return None if self.problems else self._graph(by_id, ends, modules)
 
-    def _is_object(self, raw: object, known: Sequence[str]) -> TypeGuard[Json]:
+    def _is_object(self, raw: object, known: Sequence[str]) -> TypeGuard[Document]:
         if not isinstance(raw, dict):
             self.problem(f"got {type(raw).__name__}, expected an object")
             return False
@@ -247,7 +249,9 @@ class _Reader:
                 self.problem(f"{key}: unknown key{nearest(key, known)} (known: {', '.join(known)})")
         return True
 
-    def _fields(self, kind: type[Call] | type[Rollout], raw: object, position: int, keys: Sequence[str]) -> Json | None:
+    def _fields(
+        self, kind: type[Call] | type[Rollout], raw: object, position: int, keys: Sequence[str]
+    ) -> Document | None:
         """The values of a record's fields, without nulls; None where there are problems."""
         name = kind.__name__.lower()
         self.where = f"{name}s[{position}]"
@@ -256,7 +260,7 @@ class _Reader:
             return None
         self.where = f"{name} {raw.get('id')!r}"
         try:
-            values = dict(_schema(kind, keys).model_validate(raw))
+            values = dict(_FILE[kind].model_validate(raw))
         except ValidationError as error:
             for problem in _problems(error, kind, raw):
                 self.problem(problem)
@@ -275,7 +279,7 @@ class _Reader:
             tokens = len(ids) if tokens is None else tokens
             if tokens != len(ids):
                 self.problem(f"completion_tokens: got {tokens}, completion_ids has {len(ids)}")
-        call = Call(**{"parent": None, **values, "completion_tokens": tokens})  # type: ignore[arg-type]
+        call = Call(**{"parent": None, **values, "completion_tokens": tokens})
         if call.module not in modules:
             self.problem(unknown("module", call.module, modules))
         # With `algo.obs=all` a critic also has a value for each observation token.
@@ -296,7 +300,7 @@ class _Reader:
         if values is None:
             return None
         before = len(self.problems)
-        rollout = Rollout(**{"leaf": None, "reward": None, **values})  # type: ignore[arg-type]
+        rollout = Rollout(**{"leaf": None, "reward": None, **values})
         if rollout.error is not None and rollout.error not in FAILURES:
             self.problem(unknown("error", rollout.error, FAILURES))
         elif rollout.error is not None and rollout.reward is not None and rollout.error not in errors.MODEL_CAUSED:

@@ -14,21 +14,26 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TypeAlias
 
 from mmrl.errors import CheckpointError, DataError
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.forest import read_record
 from mmrl.report.rundir import RunDir
-from mmrl.system.files import atomic_write, dumps
+from mmrl.system.files import Document, atomic_write, dumps
 
 _PROMPT = ("prompt_ids", "prompt_text")
 
-Json = dict[str, Any]
+Prompt: TypeAlias = tuple[tuple[int, ...], str]
 
 
 def write_step(
-    run: RunDir, forest: Forest, entries: Sequence[Any] = (), *, evaluation: str | None = None, step: int | None = None
+    run: RunDir,
+    forest: Forest,
+    entries: Sequence[object] = (),
+    *,
+    evaluation: str | None = None,
+    step: int | None = None,
 ) -> None:
     """Write one step's forest and credit.
 
@@ -51,7 +56,7 @@ class Writer:
         self._pool: ThreadPoolExecutor | None = None
         self._written: Future[None] | None = None
 
-    def write(self, run: RunDir, forest: Forest, entries: Sequence[Any]) -> None:
+    def write(self, run: RunDir, forest: Forest, entries: Sequence[object]) -> None:
         """Begin `write_step`; see `wait` for what writing the one before raised."""
         self.wait()
         self._pool = self._pool or ThreadPoolExecutor(1, "mmrl-journal")
@@ -74,7 +79,7 @@ class Writer:
             self._pool = None
 
 
-def read_step(run: RunDir, step: int, *, evaluation: str | None = None) -> tuple[Forest, list[Json]]:
+def read_step(run: RunDir, step: int, *, evaluation: str | None = None) -> tuple[Forest, list[Document]]:
     """The forest and the credit entries of one step, as they were written.
 
     Raises:
@@ -92,11 +97,11 @@ def read_step(run: RunDir, step: int, *, evaluation: str | None = None) -> tuple
         raise CheckpointError(f"{path}: damaged journal ({type(error).__name__}: {error})") from None
 
 
-def encode(forest: Forest, entries: Sequence[Any]) -> list[Json]:
+def encode(forest: Forest, entries: Sequence[object]) -> list[Document]:
     """A forest and its credit as JSON-ready lines."""
     head = {"line": "forest", "step": forest.step, "modules": forest.modules, "meta": dict(forest.meta)}
-    lines: list[Json] = [head]
-    prompts: dict[tuple[Any, ...], int] = {}
+    lines: list[Document] = [head]
+    prompts: dict[Prompt, int] = {}
     for call in forest.calls.values():
         prompt = (call.prompt_ids, call.prompt_text)
         if prompt not in prompts:
@@ -108,18 +113,18 @@ def encode(forest: Forest, entries: Sequence[Any]) -> list[Json]:
     return lines
 
 
-def decode(lines: Sequence[Json], source: str = "journal") -> tuple[Forest, list[Json]]:
+def decode(lines: Sequence[Document], source: str = "journal") -> tuple[Forest, list[Document]]:
     """The inverse of `encode`.
 
     Raises:
         DataError: fields that no record has, or of another type; names `source`, record and field.
         KeyError, ValueError, TypeError, IndexError: lines that are none of a journal.
     """
-    head: Json | None = None
-    prompts: list[Json] = []
+    head: Document | None = None
+    prompts: list[Document] = []
     calls: list[Call] = []
     rollouts: list[Rollout] = []
-    entries: list[Json] = []
+    entries: list[Document] = []
     for line in lines:
         record = dict(line)
         kind = record.pop("line")
@@ -147,16 +152,18 @@ def decode(lines: Sequence[Json], source: str = "journal") -> tuple[Forest, list
     return forest, entries
 
 
-def _fields(record: Any, leave_out: Sequence[str] = ()) -> Json:
+def _fields(record: object, leave_out: Sequence[str] = ()) -> Document:
     """Fields of a dataclass or mapping, without those that equal their default."""
     if isinstance(record, Mapping):
         return dict(record)
-    found = {}
+    if not dataclasses.is_dataclass(record) or isinstance(record, type):
+        raise TypeError(f"cannot write a {type(record).__name__} into a journal")
+    written = {}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         if field.name not in leave_out and (field.default is dataclasses.MISSING or value != field.default):
-            found[field.name] = value
-    return found
+            written[field.name] = value
+    return written
 
 
 def _available(run: RunDir, evaluation: str | None) -> str:

@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from mmrl.config.shipped import SHIPPED
 from mmrl.report.alarms import Alarm, alarms
 from mmrl.report.rundir import RunDir, step_of
-from mmrl.report.stats import FIRST, Difference, compare_items, modules_in, number
-from mmrl.system.files import read_jsonl
+from mmrl.report.stats import FIRST, Difference, History, compare_items, modules_in, number
+from mmrl.system.files import Document, read_jsonl
 
-Item = Mapping[str, Any]
+Item: TypeAlias = Document
+"""A line of `eval/*.jsonl`: `id`, `metrics` and more."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,10 @@ class Overview:
     """What is known of a run."""
 
     run: RunDir
-    config: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    summary: Mapping[str, Any]
-    history: Sequence[Mapping[str, Any]]
+    config: Document
+    environment: Document
+    summary: Document
+    history: History
     items: Mapping[str, Mapping[int, Sequence[Item]]] = field(default_factory=dict)
     """Split -> step -> per-item results."""
 
@@ -45,9 +46,9 @@ class Overview:
                 items.setdefault(path.stem.split("-", 2)[2], {})[step] = read_jsonl(path)
         return cls(run, run.config, run.environment, run.summary, run.history(), items)
 
-    def get(self, path: str, default: Any = None) -> Any:
+    def get(self, path: str, default: object = None) -> Any:
         """A config value by the path that the user would type; `default` where there is none."""
-        value: Any = self.config
+        value: object = self.config
         for part in path.split("."):
             if not isinstance(value, Mapping) or part not in value:
                 return default
@@ -79,7 +80,7 @@ class Overview:
         return str(self.get("eval.split", "dev"))
 
     @property
-    def training(self) -> list[Mapping[str, Any]]:
+    def training(self) -> list[Document]:
         """Steps that were trained."""
         return [record for record in self.history if record["step"] > 0]
 
@@ -90,7 +91,7 @@ class Overview:
 
     @property
     def total(self) -> int | None:
-        """Steps asked for."""
+        """Steps of the whole run."""
         return self.get("train.steps")
 
     @cached_property
@@ -106,27 +107,27 @@ class Overview:
     @property
     def main_metric(self) -> str | None:
         """The evaluation metric shown first."""
-        wanted = (self.summary.get("main_metric"), "em", "accuracy", "f1", "reward")
-        found = self.metric_names(self.split)
-        return next((str(name) for name in wanted if name in found), found[0] if found else None)
+        preferred = (self.summary.get("main_metric"), "em", "accuracy", "f1", "reward")
+        names = self.metric_names(self.split)
+        return next((str(name) for name in preferred if name in names), names[0] if names else None)
 
     def metric_names(self, split: str) -> list[str]:
         """Evaluation metrics with an interval; those of answers first."""
         prefix = f"eval/{split}/"
         keys = dict.fromkeys(key for record in self.history for key in record if key.startswith(prefix))
         names = [key.removeprefix(prefix) for key in keys]
-        found = [name for name in names if f"{name}_low" in names]
-        return sorted(found, key=lambda name: (name not in FIRST, name == "reward"))
+        measured = [name for name in names if f"{name}_low" in names]
+        return sorted(measured, key=lambda name: (name not in FIRST, name == "reward"))
 
     def evaluations(self, split: str, metric: str) -> list[tuple[int, float, float | None, float | None]]:
         """(step, value, low, high) of every evaluation."""
-        found = []
+        points = []
         for record in self.history:
             value = number(record.get(f"eval/{split}/{metric}"))
             if value is not None:
                 low, high = (number(record.get(f"eval/{split}/{metric}_{end}")) for end in ("low", "high"))
-                found.append((int(record["step"]), value, low, high))
-        return found
+                points.append((int(record["step"]), value, low, high))
+        return points
 
     @cached_property
     def differences(self) -> dict[str, Difference]:

@@ -10,9 +10,9 @@ import functools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, ParamSpec
+from typing import Concatenate, ParamSpec
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,7 +22,8 @@ from rich.text import Text
 from mmrl.config import RootConfig, TrainCommandConfig
 from mmrl.errors import MODEL_CAUSED
 from mmrl.report.alarms import Alarm, current
-from mmrl.report.stats import duration, module_facts, modules_in, number, series, short, sparkline
+from mmrl.report.stats import Metrics, duration, module_facts, modules_in, number, series, short, sparkline
+from mmrl.system.files import Document
 
 Arguments = ParamSpec("Arguments")
 
@@ -52,14 +53,15 @@ SHARED_FACTS = frozenset(
 """Facts of a module that every program has; others are the task's behaviour metrics."""
 
 
-def _harmless(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
+def _harmless(
+    method: Callable[Concatenate[Progress, Arguments], None],
+) -> Callable[Concatenate[Progress, Arguments], None]:
     @functools.wraps(method)
-    def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-        progress: Any = args[0]
+    def guarded(progress: Progress, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
         if progress.off:
             return
         try:
-            method(*args, **kwargs)
+            method(progress, *args, **kwargs)
         except Exception as error:  # a display must not end a run
             progress.switch_off(error)
 
@@ -94,18 +96,18 @@ class Progress:
         self._main = main_metric
         self._done = first_step
         self._console = console or Console(file=sys.stderr, highlight=False)
-        wanted = config is None or config.run.progress is not False
-        self._is_live = wanted and self._console.is_terminal and not self._console.is_dumb_terminal
+        allowed = config is None or config.run.progress is not False
+        self._is_live = allowed and self._console.is_terminal and not self._console.is_dumb_terminal
         self._ascii = not (self._console.encoding or "").lower().startswith("utf")
-        self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
-        self._evaluations: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+        self._history: deque[Document] = deque(maxlen=HISTORY)
+        self._evaluations: dict[str, list[tuple[int, Metrics]]] = {}
         self._clock: deque[tuple[int, float]] = deque([(first_step, time.monotonic())], maxlen=21)
         self._last_line = (first_step, time.monotonic())
         self._status = ""
         self._live: Live | None = None
-        self._first: list[dict[str, Any]] = []
+        self._first: list[Document] = []
         self._alarms: list[Alarm] = []
-        self._rung: set[tuple[str, str]] = set()
+        self._announced: set[tuple[str, str]] = set()
 
     # --- what the run calls
 
@@ -117,7 +119,7 @@ class Progress:
         self._stop(kind is not None)
 
     @_harmless
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def step(self, step: int, metrics: Metrics) -> None:
         """Step number `step` is done; `metrics` as logged."""
         self._done = step
         self._history.append({**metrics, "step": step})
@@ -128,14 +130,16 @@ class Progress:
         self._status = ""
         self._draw()
         for alarm in self._alarms:
-            if (alarm.name, alarm.key) not in self._rung:
-                self._rung.add((alarm.name, alarm.key))
-                self._say(f"alarm {alarm.name} at step {self._done} ({alarm.key}): {alarm.message}", style="yellow")
+            if (alarm.name, alarm.key) not in self._announced:
+                self._announced.add((alarm.name, alarm.key))
+                self._print_line(
+                    f"alarm {alarm.name} at step {self._done} ({alarm.key}): {alarm.message}", style="yellow"
+                )
         if not self._is_live and self._line_is_due():
-            self._say(self._line())
+            self._print_line(self._line())
 
     @_harmless
-    def evaluation(self, step: int, split: str, metrics: Mapping[str, Any]) -> None:
+    def evaluation(self, step: int, split: str, metrics: Metrics) -> None:
         """An evaluation after `step` steps is done; keys with or without the prefix `eval/<split>/`."""
         metrics = {key.removeprefix(f"eval/{split}/"): value for key, value in metrics.items()}
         self._evaluations.setdefault(split, []).append((step, metrics))
@@ -143,10 +147,11 @@ class Progress:
         self._draw()
         if not self._is_live:
             shown = "  ".join(f"{key} {_with_interval(metrics, key)}" for key in self._metric_names(metrics))
-            items = f"  n {int(metrics['n'])}" if number(metrics.get("n")) is not None else ""
+            count = number(metrics.get("n"))
+            items = "" if count is None else f"  n {count:.0f}"
             failed = number(metrics.get("failed_share"))
             lost = f"  failed from outside {_percent(failed)}, each counted as 0" if failed else ""
-            self._say(f"evaluation on {split} at step {step}: {shown}{items}{lost}")
+            self._print_line(f"evaluation on {split} at step {step}: {shown}{items}{lost}")
 
     @_harmless
     def status(self, text: str) -> None:
@@ -157,7 +162,7 @@ class Progress:
     @_harmless
     def note(self, text: str) -> None:
         """One line that stays."""
-        self._say(text)
+        self._print_line(text)
 
     # --- drawing
 
@@ -167,7 +172,7 @@ class Progress:
             self._live = Live(console=self._console, get_renderable=self._safe_render, refresh_per_second=1)
             self._live.start()
         elif self._title:
-            self._say(f"{self._title}: {self._total - self._done} steps to go")
+            self._print_line(f"{self._title}: {self._total - self._done} steps to go")
 
     @_harmless
     def _stop(self, failed: bool) -> None:
@@ -187,12 +192,12 @@ class Progress:
         with suppress(Exception):  # standard error itself may be gone
             print(f"progress display switched off: {type(error).__name__}: {error}", file=sys.stderr)
 
-    def _for_alarms(self) -> list[dict[str, Any]]:
+    def _for_alarms(self) -> list[Document]:
         """The first and the last steps: what alarms compare, at a cost that does not grow with the run."""
         last = list(self._history)[-ALARM_LAST:]
         return [record for record in self._first if record["step"] < last[0]["step"]] + last
 
-    def _say(self, text: str, style: str = "") -> None:
+    def _print_line(self, text: str, style: str = "") -> None:
         self._console.print(Text(self._plain(text), style=style), soft_wrap=not self._console.is_terminal)
 
     def _draw(self) -> None:
@@ -246,7 +251,7 @@ class Progress:
             rows.append(("reward", short(rewards[-1]), f"{self._spark(list(rewards), room)}  {note}"))
         for split, seen in self._evaluations.items():
             for key in self._metric_names(seen[-1][1]):
-                values = [float(value) for _, found in seen if (value := number(found.get(key))) is not None]
+                values = [float(value) for _, metrics in seen if (value := number(metrics.get(key))) is not None]
                 rest = [_with_interval(seen[-1][1], key).partition(" ")[2]]
                 if len(values) > 1:
                     rest = [self._spark(values, min(room, 16)), *rest, f"from {short(values[0])}"]
@@ -287,22 +292,22 @@ class Progress:
         room = width - min(max(len("module"), *(len(name) for name in names)), width // 3)
         table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
         table.add_column("module", no_wrap=True, overflow="ellipsis", max_width=max(width // 3, 8))
-        wanted = []
+        shown = []
         for fact in (*FIRST_FACTS, *behaviour, "kl", "clip_share"):
             label = fact.replace("_share", "").replace("_rate", "")
             room -= max(len(label), 7) + 2
             if fact in present and room >= 0:
-                wanted.append(fact)
+                shown.append(fact)
                 table.add_column(label, justify="right", no_wrap=True)
             elif fact not in present:
                 room += max(len(label), 7) + 2
         for name in names:
-            table.add_row(self._plain(name), *(short(last.get(f"module/{name}/{fact}")) for fact in wanted))
+            table.add_row(self._plain(name), *(short(last.get(f"module/{name}/{fact}")) for fact in shown))
         return table
 
     # --- words
 
-    def _metric_names(self, metrics: Mapping[str, Any]) -> list[str]:
+    def _metric_names(self, metrics: Metrics) -> list[str]:
         """The main metric first, then the others that are worth a line."""
         offered = [
             key for key in (self._main, "em", "f1", "accuracy", "reward") if number(metrics.get(key)) is not None
@@ -330,8 +335,8 @@ class Progress:
         failed = number(last.get("rollouts/failed_share"))
         if failed:
             kinds = {key.removeprefix(FAILED): value for key, value in last.items() if key.startswith(FAILED)}
-            told = ", ".join(f"{kind} {value:.0f}" for kind, value in kinds.items() if kind not in MODEL_CAUSED)
-            parts.append(f"failed from outside {_percent(failed)} ({told})")
+            counts = ", ".join(f"{kind} {value:.0f}" for kind, value in kinds.items() if kind not in MODEL_CAUSED)
+            parts.append(f"failed from outside {_percent(failed)} ({counts})")
         return "  ".join([*parts, self._pace()])
 
     def _pace(self) -> str:
@@ -351,12 +356,12 @@ class Progress:
         return text.encode("ascii", "replace").decode() if self._ascii else text
 
 
-def _percent(value: Any) -> str:
-    found = number(value)
-    return "-" if found is None else f"{found:.0%}"
+def _percent(value: object) -> str:
+    share = number(value)
+    return "-" if share is None else f"{share:.0%}"
 
 
-def _with_interval(metrics: Mapping[str, Any], key: str) -> str:
+def _with_interval(metrics: Metrics, key: str) -> str:
     low, high = number(metrics.get(f"{key}_low")), number(metrics.get(f"{key}_high"))
     interval = "" if low is None or high is None else f" [{short(low)}, {short(high)}]"
     return short(metrics.get(key)) + interval

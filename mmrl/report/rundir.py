@@ -24,12 +24,21 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import yaml
 
 from mmrl.errors import CheckpointError, ConfigError, DataError
-from mmrl.system.files import append_jsonl, atomic_write, dumps, plain, read_jsonl, remove_leftovers, repair_jsonl
+from mmrl.system.files import (
+    Document,
+    append_jsonl,
+    atomic_write,
+    dumps,
+    plain,
+    read_jsonl,
+    remove_leftovers,
+    repair_jsonl,
+)
 
 LOCK = "run.lock"
 FOLDERS = ("journal", "eval", "checkpoints")
@@ -74,8 +83,8 @@ def allocate(parent: Path, name: str) -> Path:
 
 def step_of(path: Path) -> int | None:
     """The step in a file name like `step-000012.jsonl.gz`; None without one."""
-    found = _STEP.search(path.name)
-    return int(found.group(1)) if found else None
+    match = _STEP.search(path.name)
+    return int(match.group(1)) if match else None
 
 
 class RunDir:
@@ -86,7 +95,7 @@ class RunDir:
         self._lock: int | None = None
 
     @classmethod
-    def create(cls, path: Path | str, config: Mapping[str, Any], command: Sequence[str]) -> RunDir:
+    def create(cls, path: Path | str, config: Mapping[str, object], command: Sequence[str]) -> RunDir:
         """Start a run in a new or empty folder, and hold its lock until `close` or the process's end.
 
         Raises:
@@ -171,7 +180,7 @@ class RunDir:
         return self.path / "eval" / f"step-{step:06d}-{split}.jsonl"
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Document:
         """The resolved config."""
         try:
             loaded = yaml.safe_load((self.path / "config.yaml").read_text())
@@ -181,18 +190,18 @@ class RunDir:
         return loaded if isinstance(loaded, dict) else {}
 
     @property
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> Document:
         """Machine, versions, git state; empty when missing."""
         return _read_object(self.path / "environment.json")
 
     @property
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Document:
         """What the finished run wrote; empty while it runs."""
         return _read_object(self.path / "summary.json")
 
-    def history(self) -> list[dict[str, Any]]:
+    def history(self) -> list[Document]:
         """One mapping per step, in order (`step` is one of its keys); lines of the same step are merged."""
-        merged: dict[int, dict[str, Any]] = {}
+        merged: dict[int, Document] = {}
         for number, record in enumerate(read_jsonl(self.metrics_path), start=1):
             if not isinstance(record.get("step"), int):
                 raise DataError(f"{self.metrics_path}:{number}: got no integer 'step', expected one in each line")
@@ -207,18 +216,18 @@ class RunDir:
 
     # --- writing
 
-    def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def append_metrics(self, step: int, metrics: Mapping[str, object]) -> None:
         """Write the metrics of one step (0: before training)."""
         append_jsonl(self.metrics_path, [{"step": step, **metrics}])
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
+    def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write `summary.json`."""
         atomic_write(self.path / "summary.json", dumps(summary, indent=1) + "\n")
 
     def truncate_after(self, step: int) -> None:
         """Forget metrics, journals and evaluations later than `step`: they will be computed again, bit-equal."""
-        kept = [record for record in read_jsonl(self.metrics_path) if record.get("step", 0) <= step]
-        atomic_write(self.metrics_path, "".join(dumps(record) + "\n" for record in kept))
+        records = [record for record in read_jsonl(self.metrics_path) if record.get("step", 0) <= step]
+        atomic_write(self.metrics_path, "".join(dumps(record) + "\n" for record in records))
         for folder in ("journal", "eval"):
             for file in (self.path / folder).iterdir():
                 at = step_of(file)
@@ -291,7 +300,7 @@ def _run_below(path: Path) -> str:
     return f"; the newest run below it is {max(runs)[1]}" if runs else ""
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> Document:
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -320,7 +329,7 @@ PACKAGES = (
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 
 
-def describe_environment(command: Sequence[str], cwd: Path | None = None) -> dict[str, Any]:
+def describe_environment(command: Sequence[str], cwd: Path | None = None) -> Document:
     """Everything that a reader needs to know to run it again, besides the config.
 
     Args:
@@ -345,7 +354,7 @@ def describe_environment(command: Sequence[str], cwd: Path | None = None) -> dic
     }
 
 
-def git_state(folder: Path) -> Mapping[str, Any] | None:
+def git_state(folder: Path) -> Document | None:
     """`{"commit", "dirty"}` of the repository around `folder`; None without git or outside of a repository."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
@@ -365,13 +374,13 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _cpu_name() -> str:

@@ -10,19 +10,23 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
 from mmrl import rng
+from mmrl.system.files import Document
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-~=+*#"
 
-History = Sequence[Mapping[str, Any]]
+Metrics: TypeAlias = Mapping[str, object]
+"""Numbers of one step by name; other values are passed over."""
+History: TypeAlias = Sequence[Document]
+"""Steps in order; `step` is an integer in each."""
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """`value` as a finite float; None for anything else (missing, text, NaN, infinity)."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         return None
@@ -31,9 +35,9 @@ def number(value: Any) -> float | None:
 
 def series(history: History, key: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps (int64) and finite values (float64) of one metric, both of the same length, in order."""
-    found = [(int(record["step"]), value) for record in history if (value := number(record.get(key))) is not None]
-    steps = np.array([step for step, _ in found], dtype=np.int64)
-    return steps, np.array([value for _, value in found], dtype=np.float64)
+    points = [(int(record["step"]), value) for record in history if (value := number(record.get(key))) is not None]
+    steps = np.array([step for step, _ in points], dtype=np.int64)
+    return steps, np.array([value for _, value in points], dtype=np.float64)
 
 
 def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
@@ -46,18 +50,18 @@ def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
     return (total[ends] - total[starts]) / (ends - starts)
 
 
-def keys_in(history: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+def keys_in(history: Iterable[Metrics]) -> tuple[str, ...]:
     """All metric keys, in order of first appearance."""
     return tuple(dict.fromkeys(chain.from_iterable(history)))
 
 
-def modules_in(history: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+def modules_in(history: Iterable[Metrics]) -> tuple[str, ...]:
     """Module names that occur in keys `module/<name>/…`, in order of first appearance."""
     module_keys = (key for key in keys_in(history) if key.startswith("module/") and key.count("/") >= 2)
     return tuple(dict.fromkeys(key.split("/", 1)[1].rsplit("/", 1)[0] for key in module_keys))
 
 
-def module_facts(history: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+def module_facts(history: Iterable[Metrics]) -> tuple[str, ...]:
     """Facts that modules have, in order of first appearance; without `penalty` where no module ever got one."""
     records = list(history)
     keys = [key for key in keys_in(records) if key.startswith("module/")]
@@ -67,7 +71,7 @@ def module_facts(history: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(fact for fact in facts if fact != "penalty" or not never)
 
 
-def splits_in(history: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+def splits_in(history: Iterable[Metrics]) -> tuple[str, ...]:
     """Split names that occur in keys `eval/<split>/…`, in order of first appearance."""
     return tuple(dict.fromkeys(key.split("/")[1] for key in keys_in(history) if key.startswith("eval/")))
 
@@ -92,7 +96,7 @@ def sparkline(values: Sequence[float], width: int = 24, *, ascii_only: bool = Fa
     return "".join(marks[min(int((point - low) / (high - low) * len(marks)), len(marks) - 1)] for point in points)
 
 
-def short(value: Any, digits: int = 3) -> str:
+def short(value: object, digits: int = 3) -> str:
     """A number in few characters: `0.412`, `12.3k`, `1.2e-06`; `-` for what is not a finite number.
 
     What is smaller than 1e-12 is what rounding leaves of a sum of zero, and shown as such.
@@ -220,8 +224,8 @@ def paired_difference(
 
 
 def compare_items(
-    before: Sequence[Mapping[str, Any]],
-    after: Sequence[Mapping[str, Any]],
+    before: Sequence[Document],
+    after: Sequence[Document],
     seed: int,
     resamples: int = 1000,
     main_metric: str | None = None,
@@ -238,9 +242,9 @@ def compare_items(
         return {}
     names = sorted(set().union(*(first.keys() & second.keys() for first, second in pairs)))
     names.sort(key=lambda name: (name != main_metric, name not in FIRST, name == "reward", name))
-    found = {}
+    differences = {}
     for name in names:
         shared = [(first[name], second[name]) for first, second in pairs if name in first and name in second]
         old, new = zip(*shared, strict=True)
-        found[name] = paired_difference(old, new, (seed, "compare", name), resamples)
-    return found
+        differences[name] = paired_difference(old, new, (seed, "compare", name), resamples)
+    return differences

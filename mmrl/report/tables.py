@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from statistics import fmean
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from mmrl.report.compare import LEAST_GAIN, LEAST_ITEMS, SEEDS, Behaviour, Comparison, Group, Line, Panel
 from mmrl.report.stats import Difference, duration, short
+from mmrl.system.files import Document
 
 Rows: TypeAlias = list[list[str]]
-Document: TypeAlias = Mapping[str, Any]
 
 
 AGAINST = (
@@ -33,15 +33,15 @@ def summary_rows(panel: Panel) -> Rows:
     head = ["algorithm", "seeds", "before", "after", "difference", "lowest to highest seed", "learns", "time per run"]
     rows = [[*head, *(of.label for of in behaviours)]]
     for group in panel.groups:
-        found = [difference for _, difference in group.measured]
+        differences = [difference for _, difference in group.measured]
         rows.append(
             [
                 group.label,
                 _seeds(group),
-                _mean([one.before for one in found], ".3f") if found else _start(group.lines),
-                _mean([one.after for one in found], ".3f"),
-                _mean([one.difference for one in found], "+.3f"),
-                _range([one.difference for one in found]),
+                _mean([one.before for one in differences], ".3f") if differences else _start(group.lines),
+                _mean([one.after for one in differences], ".3f"),
+                _mean([one.difference for one in differences], "+.3f"),
+                _range([one.difference for one in differences]),
                 group.verdict,
                 duration(fmean(line.seconds for line in group.drawn)),
                 *(_behaviour(group.drawn, of) for of in behaviours),
@@ -56,9 +56,13 @@ def seed_rows(panel: Panel) -> Rows:
     rows = [head]
     for group in panel.groups:
         for line in group.lines:
-            found = line.difference
-            numbers = [f"{found.n}", f"{found.before:.3f}", f"{found.after:.3f}"] if found else _unmeasured(line)
-            more = [f"{found.difference:+.3f}", interval(found)] if found else ["-", "-"]
+            difference = line.difference
+            numbers = (
+                [f"{difference.n}", f"{difference.before:.3f}", f"{difference.after:.3f}"]
+                if difference
+                else _unmeasured(line)
+            )
+            more = [f"{difference.difference:+.3f}", interval(difference)] if difference else ["-", "-"]
             rows.append([group.label, str(line.seed), *numbers, *more, duration(line.seconds), state(line)])
     return rows
 
@@ -75,8 +79,8 @@ def against_rows(panel: Panel) -> Rows:
     for first in groups:
         cells = []
         for second in groups:
-            found = panel.against(first, second) if first is not second else None
-            cells.append(f"{found.difference:+.3f}{'*' if found.certain else ''}" if found else "")
+            difference = panel.against(first, second) if first is not second else None
+            cells.append(f"{difference.difference:+.3f}{'*' if difference.certain else ''}" if difference else "")
         rows.append([first.label, *cells])
     return rows
 
@@ -85,19 +89,19 @@ def pair_rows(panel: Panel) -> Rows:
     """After training, one row per pair of algorithms: the better minus the other, with its interval."""
     rows = [["pair", "items", "difference", "95 % interval"]]
     for first, second in combinations(panel.groups, 2):
-        found = panel.against(first, second)
-        if found is not None and found.difference < 0:
+        difference = panel.against(first, second)
+        if difference is not None and difference.difference < 0:
             first, second = second, first
-            found = panel.against(first, second)
-        if found is not None:
+            difference = panel.against(first, second)
+        if difference is not None:
             pair = f"{first.label} - {second.label}"
-            rows.append([pair, str(found.n), f"{found.difference:+.3f}", interval(found)])
+            rows.append([pair, str(difference.n), f"{difference.difference:+.3f}", interval(difference)])
     return rows if len(rows) > 1 else []
 
 
-def interval(found: Difference) -> str:
+def interval(difference: Difference) -> str:
     """`[-0.010, +0.020]`."""
-    return f"[{found.low:+.3f}, {found.high:+.3f}]"
+    return f"[{difference.low:+.3f}, {difference.high:+.3f}]"
 
 
 def state(line: Line) -> str:
@@ -143,11 +147,11 @@ def before_after_table(differences: Mapping[str, Difference], split: str) -> str
     if not differences:
         return f"no items of the {split} split were evaluated both before and after"
     rows = [["", "before", "after", "difference", "95 % interval", ""]]
-    for name, found in differences.items():
-        interval = f"[{found.low:+.3f}, {found.high:+.3f}]"
-        numbers = (f"{found.before:.3f}", f"{found.after:.3f}", f"{found.difference:+.3f}")
-        rows.append([name, *numbers, interval, found.verdict])
-    items = sorted({found.n for found in differences.values()})
+    for name, change in differences.items():
+        interval = f"[{change.low:+.3f}, {change.high:+.3f}]"
+        numbers = (f"{change.before:.3f}", f"{change.after:.3f}", f"{change.difference:+.3f}")
+        rows.append([name, *numbers, interval, change.verdict])
+    items = sorted({change.n for change in differences.values()})
     counted = f"{items[0]}" if len(items) == 1 else f"{items[0]}–{items[-1]}"
     return f"{split} ({counted} items)\n{align(rows)}"
 
@@ -224,10 +228,10 @@ def column_names(jobs: Sequence[Sequence[str]]) -> list[str]:
     differing = [
         [override.lstrip("+").removeprefix("task=") for override in job if override not in shared] for job in jobs
     ]
-    brief = [" ".join(_last_part(override) for override in own) or "all" for own in differing]
+    brief = [" ".join(_last_part(override) for override in different) or "all" for different in differing]
     if len(set(brief)) == len(jobs):
         return brief
-    return [" ".join(own) or "all" for own in differing]
+    return [" ".join(different) or "all" for different in differing]
 
 
 def _last_part(override: str) -> str:

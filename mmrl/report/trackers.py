@@ -1,6 +1,6 @@
 """Copies of the metrics for wandb and TensorBoard (`run.report_to`); `metrics.jsonl` stays the record.
 
-Part of `report`; both packages are imported only when asked for. wandb runs offline unless the environment holds a
+Both packages are imported only when asked for. wandb runs offline unless the environment holds a
 key (or sets WANDB_MODE), so a run never waits for a login. A tracker that fails is switched off with one sentence: it
 must not end a training run.
 """
@@ -12,14 +12,14 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from mmrl.config import RootConfig
 from mmrl.errors import ConfigError, unknown
 from mmrl.report.progress import run_name
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import number
-from mmrl.system.files import plain
+from mmrl.system.files import Document, plain
 
 SECRET_WORDS = ("api_key", "apikey", "secret", "password", "access_token", "auth_token")
 
@@ -31,7 +31,7 @@ class Writer(Protocol):
         """Record the finite numbers of one step."""
         ...
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
+    def finish(self, summary: Mapping[str, object]) -> None:
         """Write the end and close."""
         ...
 
@@ -53,12 +53,12 @@ class Trackers:
         """Trackers still on."""
         return tuple(self._writers)
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, step: int, metrics: Mapping[str, object]) -> None:
         """Pass the finite numbers of one step on."""
         finite = {key: value for key, raw in metrics.items() if (value := number(raw)) is not None}
         self._each(lambda writer: writer.log(step, finite))
 
-    def finish(self, summary: Mapping[str, Any] | None = None) -> None:
+    def finish(self, summary: Mapping[str, object] | None = None) -> None:
         """Close all."""
         self._each(lambda writer: writer.finish(summary or {}))
         self._writers.clear()
@@ -98,7 +98,7 @@ def open_trackers(
     run_path: Path,
     *,
     name: str,
-    config: Mapping[str, Any],
+    config: Document,
     project: str = "mmrl",
     warn: Callable[[str], None] = print,
 ) -> Trackers:
@@ -120,20 +120,24 @@ def open_trackers(
     return Trackers(writers, warn)
 
 
-def without_secrets(config: Any) -> Any:
+def without_secrets(config: Mapping[str, object]) -> Document:
     """`config` with the text under any key that names a secret replaced by `(hidden)`."""
-    if isinstance(config, Mapping):
-        return {
-            key: "(hidden)"
-            if isinstance(value, str) and any(word in str(key).lower() for word in SECRET_WORDS)
-            else without_secrets(value)
-            for key, value in config.items()
-        }
-    return [without_secrets(value) for value in config] if isinstance(config, list) else config
+    return {
+        key: "(hidden)"
+        if isinstance(value, str) and any(word in str(key).lower() for word in SECRET_WORDS)
+        else _inside(value)
+        for key, value in config.items()
+    }
+
+
+def _inside(value: object) -> object:
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    return [_inside(item) for item in value] if isinstance(value, list) else value
 
 
 class _Wandb:
-    def __init__(self, run_path: Path, name: str, config: Mapping[str, Any], project: str):
+    def __init__(self, run_path: Path, name: str, config: Document, project: str):
         import wandb
 
         online = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
@@ -155,13 +159,13 @@ class _Wandb:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
+    def finish(self, summary: Mapping[str, object]) -> None:
         self._run.summary.update(plain(summary))
         self._run.finish()
 
 
 class _TensorBoard:
-    def __init__(self, run_path: Path, name: str, config: Mapping[str, Any], project: str):
+    def __init__(self, run_path: Path, name: str, config: Document, project: str):
         # TensorBoard's own writer, since torch's would import torch.
         from tensorboard.summary import Writer as EventWriter
 
@@ -172,11 +176,11 @@ class _TensorBoard:
             self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
+    def finish(self, summary: Mapping[str, object]) -> None:
         self._writer.close()
 
 
-_OPENERS: dict[str, Callable[[Path, str, Mapping[str, Any], str], Writer]] = {
+_OPENERS: dict[str, Callable[[Path, str, Document, str], Writer]] = {
     "wandb": _Wandb,
     "tensorboard": _TensorBoard,
 }

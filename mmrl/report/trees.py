@@ -1,4 +1,4 @@
-"""A step's calls as trees for people: what each module was asked, said, earned, and what it was compared with.
+"""A step's calls as trees for people: prompts, completions, rewards, and what they were compared with.
 
 Part of `report`; pure. Credit entries are the mappings that the journal returns (fields of `Entry`).
 """
@@ -10,16 +10,19 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import TypeAlias
 
 from mmrl.errors import ConfigError, nearest
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.stats import number, short
+from mmrl.system.files import Document
 
 PROMPT_HEAD, PROMPT_TAIL = 80, 320
 """Characters of a prompt that are shown: its start, and its end where the example is."""
 
-Entry = Mapping[str, Any]
+Entry: TypeAlias = Document
+"""A credit entry as the journal returns it."""
+Prompt: TypeAlias = tuple[tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def call_name(call: Call) -> str:
     return call.module + invocation + (f" turn {call.turn}" if call.turn else "")
 
 
-def clean(text: Any) -> str:
+def clean(text: object) -> str:
     """Text that cannot move the cursor: line ends become ⏎, other control characters are made visible."""
     shown = str(text).replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ")
     return "".join(mark if mark.isprintable() else f"\\x{ord(mark):02x}" for mark in shown)
@@ -91,7 +94,7 @@ def advantage_of(entry: Entry) -> str:
     return f"{low:+.3f}" if low == high else f"{low:+.3f} … {high:+.3f} (mean {fmean(values):+.3f})"
 
 
-def made_of(reward: Any, parts: Mapping[str, Any]) -> str:
+def made_of(reward: object, parts: Mapping[str, object]) -> str:
     """The parts of a reward: as a sum where they add up to it, else beside it (`turn -0.400, own_advantage -0.691`)."""
     if not parts:
         return ""
@@ -102,7 +105,7 @@ def made_of(reward: Any, parts: Mapping[str, Any]) -> str:
     return f" ({', '.join(shown)})"
 
 
-def shown_prediction(prediction: Any) -> str:
+def shown_prediction(prediction: object) -> str:
     """A prediction in a cell of a table: an agent's, which has its whole conduct in it, by its answer."""
     if isinstance(prediction, Mapping) and prediction.get("answer") is not None:
         prediction = prediction["answer"]
@@ -159,11 +162,11 @@ def render_example(forest: Forest, entries: Sequence[Entry], example: str, width
     return "\n".join(lines)
 
 
-def _render(node: Node, first: str, rest: str, asked: tuple[Any, ...] | None, width: int, lines: list[str]) -> None:
+def _render(node: Node, first: str, rest: str, shared: Prompt | None, width: int, lines: list[str]) -> None:
     """Append the text of a node: `first` before its first line, `rest` before all others.
 
     Args:
-        asked: prompt of the sibling before, so that a shared prompt is printed once.
+        shared: prompt of the sibling before, so that a shared prompt is printed once.
     """
     call = node.call
     head = f"{call_name(call)} · {call.completion_tokens} tokens, {call.finish}"
@@ -173,7 +176,7 @@ def _render(node: Node, first: str, rest: str, asked: tuple[Any, ...] | None, wi
         head += f" · attempt {call.attempts}"
     lines.append(f"{first}{head}  [{call.id}]")
     inner = rest + ("│ " if node.children else "  ")
-    if (call.prompt_ids, call.prompt_text) == asked:
+    if (call.prompt_ids, call.prompt_text) == shared:
         lines.append(f"{inner}asked: as above")
     elif call.prompt_text:
         _wrap(f"asked: {abridged(clean(call.prompt_text))}", inner, width, lines)
@@ -193,7 +196,7 @@ def _render(node: Node, first: str, rest: str, asked: tuple[Any, ...] | None, wi
         lines.append(f"{inner}no credit")
     for rollout in node.rollouts:
         _wrap(f"⇒ {rollout_line(rollout)}", inner, width, lines)
-    before: tuple[Any, ...] | None = None
+    before: Prompt | None = None
     for index, child in enumerate(node.children):
         last = index == len(node.children) - 1
         _render(child, rest + ("└─ " if last else "├─ "), rest + ("   " if last else "│  "), before, width, lines)

@@ -10,14 +10,17 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mmrl.errors import DataError
 
+Document: TypeAlias = dict[str, Any]
+"""A JSON object, as `json.loads` returns it: whoever reads a value must know its type."""
 
-def to_plain(value: Any) -> Any:
+
+def to_plain(value: object) -> object:
     """`json`'s `default`: what it cannot write itself (mappings, numpy numbers and arrays, paths, sets).
 
     Raises:
@@ -40,14 +43,14 @@ def to_plain(value: Any) -> Any:
 _ONE_LINE = json.JSONEncoder(default=to_plain, separators=(",", ":"))
 
 
-def dumps(value: Any, *, indent: int | None = None) -> str:
+def dumps(value: object, *, indent: int | None = None) -> str:
     """JSON with floats that read back bit-equal; one line unless `indent` is given."""
     if indent is None:
         return _ONE_LINE.encode(value)
     return json.dumps(value, default=to_plain, indent=indent)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """`value` as JSON would read it back (tuples become lists, mappings dicts, numpy numbers Python's)."""
     return json.loads(dumps(value))
 
@@ -73,7 +76,7 @@ def remove_leftovers(folder: Path) -> None:
         leftover.unlink(missing_ok=True)
 
 
-def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+def append_jsonl(path: Path, records: Iterable[Mapping[str, object]]) -> None:
     """Append records, one line each, in a single write; they outlive the process from then on."""
     text = "".join(dumps(record) + "\n" for record in records)
     if not text:
@@ -87,7 +90,7 @@ def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         os.close(descriptor)
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[Document]:
     """All records; a last line without its newline is ignored, a missing file is empty.
 
     Raises:
