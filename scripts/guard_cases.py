@@ -126,3 +126,23 @@ RESUMED = ("mt_ppo", "mmgrpo", "grpo_mr", "modules")
 EVALS = {"default": "", "mt_ppo": "task=search_agent", "mmgrpo": "task=banking77", "modules": ""}
 NOT_COMPARED = ("time/", "rate/", "memory/")
 """Metrics that depend on the machine and its load (docs/metrics.md)."""
+MEASURED = r"(?m)^(time:|assumed:|  (prefill|decode|update) ).*\n"
+"""Lines of `mmrl plan` that depend on them too, where it measures this machine."""
+
+BATCH = """
+import contextlib, io, json, runpy, sys, traceback
+real = sys.stdout
+for line in sys.stdin:
+    sys.argv = ["mmrl", *json.loads(line)]
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_module("mmrl", run_name="__main__")
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+            code = 70
+    real.write(json.dumps([code, out.getvalue(), err.getvalue()]) + "\\n")
+"""
+"""Many `python -m mmrl` in one process, as starting takes longer than what these commands do."""

@@ -33,29 +33,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from scripts.guard_cases import COMMON, CREDIT, EVALS, GROUPS, MORE, NOT_COMPARED, RESUMED, RUNS
+from scripts.guard_cases import BATCH, COMMON, CREDIT, EVALS, MEASURED, MORE, NOT_COMPARED, RESUMED, RUNS
 
 PARTS = ("credit", "lines", "runs", "more", "resume", "old")
 FORESTS = Path(__file__).parent / "guard_forests"
 Items = dict[str, str]
-
-BATCH = """
-import contextlib, io, json, runpy, sys, traceback
-real = sys.stdout
-for line in sys.stdin:
-    sys.argv = ["mmrl", *json.loads(line)]
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            runpy.run_module("mmrl", run_name="__main__")
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            traceback.print_exc()
-            code = 70
-    real.write(json.dumps([code, out.getvalue(), err.getvalue()]) + "\\n")
-"""
-"""Many `python -m mmrl` in one process, as starting takes longer than what these commands do."""
 
 
 class Place:
@@ -71,7 +53,7 @@ class Place:
         # A cache of its own: an index that other code left must not be what this code is judged by.
         here = {"PYTHONPATH": str(checkout), "MMRL_CACHE": str(work / "cache")}
         self.env = os.environ | here | {"COLUMNS": "120", "HF_HUB_OFFLINE": "1"}
-        work.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(FORESTS, work / "forests", dirs_exist_ok=True)  # a rebase may move them meanwhile
         where = self._python("-c", "import mmrl; print(mmrl.__file__)").stdout.strip()
         if not Path(where).is_relative_to(checkout):
             sys.exit(f"mmrl is {where}, not of {checkout}: start this in the checkout's folder")
@@ -177,7 +159,7 @@ def first_difference(expected: str, actual: str) -> str | None:
 def credit_items(place: Place, cases: Sequence[tuple[str, str, str]]) -> Items:
     """Every algorithm and option on forest files, to the last bit that JSON prints."""
     jobs = [(a, f, o) for a, files, o in cases for f in files.split()]
-    commands = [["credit", f"algo={a}", f"rollouts={FORESTS / f}.json", "--json", *o.split()] for a, f, o in jobs]
+    commands = [["credit", f"algo={a}", f"rollouts=forests/{f}.json", "--json", *o.split()] for a, f, o in jobs]
     texts = place.batch(commands)
     return {f"credit/{f}/{a} {o}".strip(): text for (a, f, o), text in zip(jobs, texts, strict=True)}
 
@@ -229,6 +211,11 @@ def line_items(place: Place, lines: list[str]) -> Items:
     """Each documented command line that can be composed, composed."""
     commands = list(dict.fromkeys(tuple(c) for line in lines for c in commands_of(line)))
     texts = place.batch(commands)
+    # `mmrl plan` without a device measures this one, and its time with it.
+    texts = [
+        text if "device=" in " ".join(c) else re.sub(MEASURED, "", text)
+        for c, text in zip(commands, texts, strict=True)
+    ]
     texts = [f"mmrl {shlex.join(command)}\n{text}" for command, text in zip(commands, texts, strict=True)]
     return {f"lines/{n:03} {commands[n][0]}": text for n, text in enumerate(texts)}
 
@@ -280,7 +267,12 @@ def old_items(place: Place, old: Path, name: str) -> Items:
     example = next(r["example"] for r in map(json.loads, journal.splitlines()) if r["line"] == "call")
     shown = [["show", run], ["show", run, "step=1"], ["show", run, "step=1", f"example={example}"]]
     exported = ["show", run, "step=1", "--json"]
-    credit = ["credit", f"algo={GROUPS}", f"rollouts={run}/journal/step-000001.jsonl.gz", "--json"]
+    credit = [
+        "credit",
+        "algo=grpo,grpo_mr,mmgrpo,mhgpo_fof,mhgpo_rr",
+        f"rollouts={run}/journal/step-000001.jsonl.gz",
+        "--json",
+    ]
     *texts, forest, credited = place.batch([*shown, exported, credit])
     items = {f"{run}/show {what}": numbers(text) for what, text in zip(("run", "step", "tree"), texts, strict=True)}
     items |= {f"{run}/show json": forest, f"{run}/credit": credited}
