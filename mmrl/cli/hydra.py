@@ -369,7 +369,8 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
         if len(problems) > before:
             continue
         raw = composed("credit", job, line.config_dir)
-        algos.append(algo_section(raw.get("algo"), problems))
+        section = algo_section(raw.get("algo"), problems)
+        algos += [section] if section is not None else []
         seed = raw.get("seed", 0)
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         problems.append(f"seed: got {seed!r}, expected a whole number, 0 or more")

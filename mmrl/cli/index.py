@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from mmrl.cli.arguments import read_arguments
-from mmrl.config import RetrieverConfig
+from mmrl.config import RETRIEVER_SCHEMAS, RetrieverConfig
 from mmrl.config.base import Section
 from mmrl.errors import ConfigError, DataError
 
@@ -58,8 +58,9 @@ class BuildArguments(Section):
 
     def section(self) -> RetrieverConfig:
         """The same as a `task.retriever` section."""
-        names = ("k1", "b", "model", "encoder", "faiss", "device", "batch_size")
-        return RetrieverConfig(name=self.retriever, **{name: getattr(self, name) for name in names})
+        schema = RETRIEVER_SCHEMAS[self.retriever]
+        given = self.model_dump(exclude={"retriever", "corpus", "index", "plan"})
+        return schema(name=self.retriever, **{name: given[name] for name in given if name in schema.model_fields})
 
 
 class SearchArguments(Runtime):

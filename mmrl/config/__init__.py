@@ -5,22 +5,28 @@ Imports no Hydra and no torch. `validate` is the only door; `cli` composes the m
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
 from mmrl.config.endpoint import EndpointConfig
-from mmrl.config.engine import EngineConfig
-from mmrl.config.root import EvalCommandConfig, RootConfig, TrainCommandConfig
+from mmrl.config.engine import ENGINE_SCHEMAS, EngineConfig
+from mmrl.config.retriever import RETRIEVER_SCHEMAS, RetrieverConfig
 from mmrl.config.schema import (
+    EvalCommandConfig,
     EvalConfig,
     HardwareConfig,
     LoraConfig,
     ModelConfig,
     ModuleWeights,
+    RootConfig,
     RunConfig,
+    TrainCommandConfig,
     TrainConfig,
 )
-from mmrl.config.task import DataConfig, JudgeConfig, RetrieverConfig, TaskConfig
-from mmrl.config.validate import validate
+from mmrl.config.task import TASK_SCHEMAS, DataConfig, JudgeConfig, TaskConfig
+from mmrl.config.validate import validate, validate_stored
 
 __all__ = [
     "ALGO_SCHEMAS",
+    "ENGINE_SCHEMAS",
+    "RETRIEVER_SCHEMAS",
+    "TASK_SCHEMAS",
     "AlgoConfig",
     "DataConfig",
     "EndpointConfig",
@@ -39,4 +45,5 @@ __all__ = [
     "TrainCommandConfig",
     "TrainConfig",
     "validate",
+    "validate_stored",
 ]

@@ -1,11 +1,14 @@
-"""Base of all config models: frozen, unknown keys refused, no silent conversion."""
+"""Base of all config models: frozen, unknown keys refused, no silent conversion; and sections chosen by their name."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict
+
+from mmrl.errors import unknown
 
 
 class Section(BaseModel):
@@ -16,7 +19,36 @@ class Section(BaseModel):
     )
 
 
-def no_lookalike(value: Any) -> Any:
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def by_name(
+    schemas: Mapping[str, type[SectionT]], other: type[SectionT] | None = None, default: str | None = None
+) -> Callable[[object], object]:
+    """A validator, to run before a field's own, that judges a mapping by the schema which its `name` picks.
+
+    Pydantic's discriminated unions are closed when a class is made, and plugins add to `schemas` later.
+
+    Args:
+        schemas: name -> schema; read at each call.
+        other: schema of names that are not in `schemas`; None: such a name is refused.
+        default: name of a mapping that gives none.
+    """
+
+    def judge(raw: object) -> object:
+        if not isinstance(raw, Mapping):
+            return raw  # a section already, or something that the field refuses in its own words
+        name = raw.get("name", default)
+        schema = schemas.get(name, other) if isinstance(name, str) else other
+        if schema is None:
+            raise ValueError(unknown("", name, schemas).removeprefix(": "))
+        # pydantic merges the errors of this call into those of the caller, each at its place below the field
+        return schema.model_validate(dict(raw))
+
+    return judge
+
+
+def no_lookalike(value: object) -> object:
     """For choices among whole numbers, where Python takes `true` for 1 and 1.0 for 1.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`engine.*`: who generates, and how a server that does is reached, started and kept in step with the policy."""
+"""`engine.*`: who generates, one schema per engine, so that a key which has no effect with an engine is not there."""
 
 from __future__ import annotations
 
@@ -9,54 +9,81 @@ from pydantic import Field
 from mmrl.config.base import Section
 from mmrl.config.endpoint import Endpoint, EndpointConfig
 
-EMBEDDED = frozenset({"schedule", "loop", "batch_tokens"})
-CLIENT = frozenset({"url", "timeout_s", "concurrency"})
-VLLM = frozenset({"logprobs", "gpu_memory", "kv_cache_gb", "args"})
-OPTIONS: dict[str, frozenset[str]] = {
-    "transformers": EMBEDDED,
-    "vllm_server": CLIENT | VLLM | {"python", "start_timeout_s", "restarts", "sync_timeout_s"},
-    "vllm_colocated": VLLM | {"sleep"},
-    "openai": frozenset({"endpoint"}),
-}
-"""Which options have an effect with which engine."""
-
 
 class EngineConfig(Section):
-    """Generation."""
+    """What every engine has."""
 
     name: Literal["auto", "transformers", "vllm_server", "vllm_colocated", "openai"] = Field(
-        "auto", description="auto: hardware.engine"
+        "auto", description="auto: hardware.engine, whose keys `engine.*` has then"
     )
-    schedule: Literal["deterministic", "greedy"] = Field(
-        "deterministic", description="deterministic: a batch starts when every live program has asked or ended"
-    )
-    loop: Literal["auto", "own", "hf"] = Field(
-        "auto", description="decode loop of transformers: own (fast, Llama and Qwen families), hf (any model)"
-    )
-    batch_tokens: int = Field(65536, ge=64, description="prompt tokens (padded) generated for at once")
-    url: str | None = Field(None, description="vllm_server: a running server, null: mmrl starts one")
-    timeout_s: float = Field(600.0, gt=0, description="vllm_server: limit of one HTTP request")
-    concurrency: int = Field(128, ge=1, description="vllm_server: requests in flight at once")
-    python: str | None = Field(None, description="vllm_server: interpreter that has vLLM; null: the one that runs mmrl")
-    start_timeout_s: float = Field(900.0, gt=0, description="vllm_server: until the server is healthy")
-    restarts: int = Field(2, ge=0, description="vllm_server: starts of a server that died, per policy version")
-    sync_timeout_s: float = Field(300.0, gt=0, description="vllm_server: limit of one push of new weights")
-    logprobs: Literal["auto", "raw", "processed"] = Field(
-        "auto", description="vLLM's --logprobs-mode; auto: what the run's sampling needs, raw with a given url"
-    )
-    gpu_memory: float = Field(0.4, gt=0, le=1, description="vLLM: share of a GPU's memory")
-    sleep: bool | None = Field(
-        None, description="vllm_colocated: vLLM frees its GPU memory while the trainer works; null: true on a GPU"
-    )
-    kv_cache_gb: int = Field(1, ge=1, description="vLLM on the CPU: memory of its KV cache")
-    args: tuple[str, ...] = Field((), description="further arguments of vLLM, e.g. [--max-num-seqs=64]")
-    endpoint: Endpoint = Field(Endpoint(), description="openai: who is asked; its model is what policy= names")
     endpoints: dict[str, EndpointConfig] | None = Field(
         None, description="modules that an OpenAI-compatible endpoint answers for; they are out of the loss"
     )
 
+    @property
+    def server(self) -> str | None:
+        """Address of a server that runs already, so that mmrl starts none and knows nothing of its devices."""
+        return None
 
-def engine_options() -> dict[str, list[str]]:
-    """Option -> the engines with which it has an effect."""
-    keys = [key for key in EngineConfig.model_fields if key not in ("name", "endpoints")]
-    return {key: [engine for engine, options in OPTIONS.items() if key in options] for key in keys}
+
+class TransformersConfig(EngineConfig):
+    """In process, on the device that trains."""
+
+    schedule: Literal["deterministic", "greedy"] = Field(
+        "deterministic", description="deterministic: a batch starts when every live program has asked or ended"
+    )
+    loop: Literal["auto", "own", "hf"] = Field(
+        "auto", description="decode loop: own (fast, Llama and Qwen families), hf (any model)"
+    )
+    batch_tokens: int = Field(65536, ge=64, description="prompt tokens (padded) generated for at once")
+
+
+class VllmConfig(EngineConfig):
+    """What the two engines that run vLLM share."""
+
+    logprobs: Literal["auto", "raw", "processed"] = Field(
+        "auto", description="vLLM's --logprobs-mode; auto: what the run's sampling needs, raw with a given url"
+    )
+    gpu_memory: float = Field(0.4, gt=0, le=1, description="share of a GPU's memory")
+    kv_cache_gb: int = Field(1, ge=1, description="on the CPU: memory of the KV cache")
+    args: tuple[str, ...] = Field((), description="further arguments of vLLM, e.g. [--max-num-seqs=64]")
+
+
+class VllmServerConfig(VllmConfig):
+    """A vLLM server, started by mmrl or given by its address."""
+
+    url: str | None = Field(None, description="a running server; null: mmrl starts one")
+    timeout_s: float = Field(600.0, gt=0, description="limit of one HTTP request")
+    concurrency: int = Field(128, ge=1, description="requests in flight at once")
+    python: str | None = Field(None, description="interpreter that has vLLM; null: the one that runs mmrl")
+    start_timeout_s: float = Field(900.0, gt=0, description="until the server is healthy")
+    restarts: int = Field(2, ge=0, description="starts of a server that died, per policy version")
+    sync_timeout_s: float = Field(300.0, gt=0, description="limit of one push of new weights")
+
+    @property
+    def server(self) -> str | None:
+        """See `EngineConfig.server`."""
+        return self.url
+
+
+class VllmColocatedConfig(VllmConfig):
+    """vLLM in the training process."""
+
+    sleep: bool | None = Field(
+        None, description="vLLM frees its GPU memory while the trainer works; null: true on a GPU"
+    )
+
+
+class OpenAIConfig(EngineConfig):
+    """An OpenAI-compatible endpoint, for evaluations."""
+
+    endpoint: Endpoint = Field(Endpoint(), description="where requests go; the model is what policy= names")
+
+
+ENGINE_SCHEMAS: dict[str, type[EngineConfig]] = {
+    "transformers": TransformersConfig,
+    "vllm_server": VllmServerConfig,
+    "vllm_colocated": VllmColocatedConfig,
+    "openai": OpenAIConfig,
+}
+"""`engine.name` -> schema; `auto` has that of `hardware.engine`. The same names are in `mmrl.engines.ENGINES`."""

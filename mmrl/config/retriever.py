@@ -1,100 +1,171 @@
-"""`task.retriever.*`: which retriever, over which index, or at which address."""
+"""`task.retriever.*`: one schema per retriever, so that a key which has no effect with a retriever is not there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mmrl.config.base import Section, is_address
 
 
 class RetrieverConfig(Section):
-    """Retrieval for tasks that search."""
+    """What every retriever has."""
 
     name: Literal["bm25", "dense", "colbert", "remote"] = Field(
         "bm25", description="which one (docs/retrieval.md); dense and colbert need the extra `dense`"
     )
-    process: Literal["inline", "child"] = Field(
-        "inline", description="search in mmrl's own process, or in a server that it starts, checks and stops"
-    )
     top_k: int = Field(10, ge=1, description="budget of candidate documents of a question, split over its queries")
     dedup: bool = Field(False, description="drop a document that an earlier query already brought")
     snippet_words: int = Field(100, ge=1, description="a document's text is cut to this many words in prompts")
+
+    @property
+    def index_folder(self) -> str | None:
+        """Folder of a built index that is searched; None: the task's corpus is, or a server's."""
+        return None
+
+    @property
+    def address(self) -> str | None:
+        """Of a server that is searched."""
+        return None
+
+    @property
+    def in_child(self) -> bool:
+        """Whether mmrl starts a process that searches."""
+        return False
+
+    @property
+    def cache_folder(self) -> str | None:
+        """Where what is made of a corpus is cached; None: the default."""
+        return None
+
+    @property
+    def brings_passages(self) -> bool:
+        """Whether it searches passages of its own instead of the task's corpus."""
+        return self.index_folder is not None or self.address is not None
+
+    def changed(self, key: str) -> bool:
+        """Whether a key was given another value than its default."""
+        return bool(getattr(self, key) != type(self).model_fields[key].default)
+
+
+class HttpRetrieverConfig(RetrieverConfig):
+    """What retrievers behind HTTP share: a remote server, and the child process that mmrl starts."""
+
+    timeout_s: float = Field(30.0, gt=0, description="of one request")
+    retries: int = Field(3, ge=0, description="further attempts of a request that failed")
+    concurrency: int = Field(64, ge=1, description="requests in flight at once")
+    cache_size: int = Field(10_000, ge=0, description="results kept in memory, by query and number")
+
+
+HTTP_OPTIONS = ("timeout_s", "retries", "concurrency", "cache_size")
+INDEX_OPTIONS = ("k1", "b", "model", "encoder", "faiss", "cache_dir")
+"""What an index folder was built with, so that nothing else can be chosen when it is used."""
+
+
+class LocalRetrieverConfig(HttpRetrieverConfig):
+    """What retrievers over an index on this machine share."""
+
+    process: Literal["inline", "child"] = Field(
+        "inline", description="search in mmrl's own process, or in a server that it starts, checks and stops"
+    )
     index: str | None = Field(None, description="folder made by `mmrl index build`; it brings its own corpus")
-    k1: float = Field(0.9, gt=0, description="bm25: how soon repeated words stop to count")
-    b: float = Field(0.4, ge=0, le=1, description="bm25: how much long documents are marked down")
-    model: str | None = Field(
-        None, description="encoder, folder or hub id; null: facebook/contriever (dense), colbert-ir/colbertv2.0"
-    )
-    encoder: Literal["contriever", "e5"] | None = Field(
-        None, description="dense: prefixes and normalisation; null: e5 where the name of the model says e5"
-    )
-    faiss: Literal["flat", "hnsw"] = Field("flat", description="dense, colbert: exact, or a graph (faster, inexact)")
-    candidates: int = Field(
-        256, ge=1, description="colbert: nearest tokens of each query token; their passages compete"
-    )
-    batch_size: int = Field(32, ge=1, description="dense, colbert: texts encoded at once")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="dense, colbert: where the encoder runs")
     cache_dir: str | None = Field(None, description="index cache; null: $MMRL_CACHE or ~/.cache/mmrl")
-    url: str | None = Field(None, description="remote: address of the server; /retrieve is added for search_r1")
-    protocol: Literal["search_r1", "dspy"] = Field(
-        "search_r1", description="remote: POST /retrieve as in Search-R1, or GET ?query=&k= as DSPy's ColBERT server"
-    )
-    timeout_s: float = Field(30.0, gt=0, description="remote, child: of one request")
-    retries: int = Field(3, ge=0, description="remote, child: further attempts of a request that failed")
-    concurrency: int = Field(64, ge=1, description="remote, child: requests under way at once")
-    cache_size: int = Field(10_000, ge=0, description="remote, child: results kept in memory, by query and number")
+
+    @property
+    def index_folder(self) -> str | None:
+        """See `RetrieverConfig`."""
+        return self.index
+
+    @property
+    def cache_folder(self) -> str | None:
+        """See `RetrieverConfig`."""
+        return self.cache_dir
+
+    @property
+    def in_child(self) -> bool:
+        """See `RetrieverConfig`."""
+        return self.process == "child"
 
     @model_validator(mode="after")
-    def _options(self) -> Self:
-        over_http = self.name == "remote" or self.process == "child"
+    def _unused(self) -> Self:
         wrong = [
-            f"task.retriever.{option}: got {getattr(self, option)}, which has no effect with task.retriever.name="
-            f"{self.name}; it is an option of {', '.join(owners)}"
-            for option, owners in OPTIONS.items()
-            if self.name not in owners and self._set(option)
+            f"{key}: has no effect with a retriever in process; it is an option of "
+            "task.retriever.name=remote and task.retriever.process=child"
+            for key in HTTP_OPTIONS
+            if self.process == "inline" and self.changed(key)
         ]
         wrong += [
-            f"task.retriever.{option}: has no effect with a retriever in process; it is an option of "
-            "task.retriever.name=remote and task.retriever.process=child"
-            for option in HTTP_OPTIONS
-            if not over_http and self._set(option)
+            f"{key}: has no effect with task.retriever.index, which was built with its own"
+            for key in INDEX_OPTIONS
+            if self.index is not None and key in type(self).model_fields and self.changed(key)
         ]
-        if self.index is not None and self.name != "remote":
-            wrong += [
-                f"task.retriever.{option}: has no effect with task.retriever.index, which was built with its own"
-                for option in ("k1", "b", "model", "encoder", "faiss", "cache_dir")
-                if self.name in OPTIONS.get(option, ()) and self._set(option)
-            ]
-        if self.name == "remote" and self.url is None:
-            wrong.append("task.retriever.url: missing, task.retriever.name=remote needs the address of a server")
-        if self.url is not None and not is_address(self.url):
-            wrong.append(f"task.retriever.url: got '{self.url}', expected http://HOST[:PORT]… or https://…")
         if wrong:
             raise ValueError(*wrong)
         return self
 
-    def _set(self, option: str) -> bool:
-        return bool(getattr(self, option) != type(self).model_fields[option].default)
+
+class Bm25Config(LocalRetrieverConfig):
+    """BM25 over words."""
+
+    name: Literal["bm25"] = "bm25"
+    k1: float = Field(0.9, gt=0, description="how soon repeated words stop to count")
+    b: float = Field(0.4, ge=0, le=1, description="how much long documents are marked down")
 
 
-LOCAL = ("bm25", "dense", "colbert")
-OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "process": LOCAL,
-    "index": LOCAL,
-    "k1": ("bm25",),
-    "b": ("bm25",),
-    "model": ("dense", "colbert"),
-    "encoder": ("dense",),
-    "faiss": ("dense", "colbert"),
-    "candidates": ("colbert",),
-    "batch_size": ("dense", "colbert"),
-    "device": ("dense", "colbert"),
-    "cache_dir": LOCAL,
-    "url": ("remote",),
-    "protocol": ("remote",),
+class EncoderRetrieverConfig(LocalRetrieverConfig):
+    """What retrievers with an encoder share."""
+
+    model: str | None = Field(
+        None, description="encoder, folder or hub id; null: facebook/contriever (dense), colbert-ir/colbertv2.0"
+    )
+    faiss: Literal["flat", "hnsw"] = Field("flat", description="exact, or a graph (faster, inexact)")
+    batch_size: int = Field(32, ge=1, description="texts encoded at once")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the encoder runs")
+
+
+class DenseConfig(EncoderRetrieverConfig):
+    """One vector per passage."""
+
+    name: Literal["dense"]
+    encoder: Literal["contriever", "e5"] | None = Field(
+        None, description="prefixes and normalisation; null: e5 where the name of the model says e5"
+    )
+
+
+class ColbertConfig(EncoderRetrieverConfig):
+    """One vector per token, late interaction."""
+
+    name: Literal["colbert"]
+    candidates: int = Field(256, ge=1, description="nearest tokens of each query token; their passages compete")
+
+
+class RemoteRetrieverConfig(HttpRetrieverConfig):
+    """A server that is running already."""
+
+    name: Literal["remote"]
+    url: str = Field(description="address of the server; /retrieve is added for search_r1")
+    protocol: Literal["search_r1", "dspy"] = Field(
+        "search_r1", description="POST /retrieve as in Search-R1, or GET ?query=&k= as DSPy's ColBERT server"
+    )
+
+    @property
+    def address(self) -> str | None:
+        """See `RetrieverConfig`."""
+        return self.url
+
+    @field_validator("url")
+    @classmethod
+    def _address(cls, url: str) -> str:
+        if not is_address(url):
+            raise ValueError(f"got '{url}', expected http://HOST[:PORT]… or https://…")
+        return url
+
+
+RETRIEVER_SCHEMAS: dict[str, type[RetrieverConfig]] = {
+    "bm25": Bm25Config,
+    "dense": DenseConfig,
+    "colbert": ColbertConfig,
+    "remote": RemoteRetrieverConfig,
 }
-"""Options that only some retrievers read."""
-HTTP_OPTIONS = ("timeout_s", "retries", "concurrency", "cache_size")
+"""`task.retriever.name` -> schema."""

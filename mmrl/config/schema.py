@@ -1,12 +1,29 @@
-"""Everything but `task.*` and `algo.*`: model, hardware, engine, training, evaluation, run directory."""
+"""The whole config of a command, and its sections with one schema each: model, hardware, training, evaluation, run."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
 
-from mmrl.config.base import Section
+from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
+from mmrl.config.base import Section, by_name
+from mmrl.config.engine import ENGINE_SCHEMAS, EngineConfig
+from mmrl.config.task import TASK_SCHEMAS, PluginTaskConfig, TaskConfig
+
+SHIPPED: Mapping[str, tuple[str, ...]] = {
+    "tiny": ("hotpotqa", "2wiki", "musique", "tool_agent"),
+    "tiny_dspy": ("banking77", "papillon", "hover"),
+    "tiny_qa": ("search_agent", "search_o1", "r1_searcher"),
+    "tiny_direct": ("qa_direct",),
+}
+"""Model that ships with mmrl (a folder of `mmrl/assets`) -> tasks whose mini version it plays."""
+
+
+def shipped_for(task: str) -> str:
+    """The model that `tiny` stands for with `task`; the first one where none was made for it."""
+    return next((model for model, tasks in SHIPPED.items() if task in tasks), "tiny")
 
 
 class LoraConfig(Section):
@@ -128,3 +145,41 @@ class RunConfig(Section):
     report_to: tuple[Literal["wandb", "tensorboard"], ...] = Field((), description="trackers that get the metrics too")
     wandb_project: str = Field("mmrl", description="wandb: the project")
     progress: bool | None = Field(None, description="live display; null: only in a terminal")
+
+
+class RootConfig(Section):
+    """What `train` and `eval` share."""
+
+    seed: int = Field(0, ge=0, description="of every random choice: data order, sampling, new weights")
+    task: Annotated[SerializeAsAny[TaskConfig], BeforeValidator(by_name(TASK_SCHEMAS, PluginTaskConfig))]
+    model: ModelConfig
+    hardware: HardwareConfig
+    engine: SerializeAsAny[EngineConfig]
+    eval: EvalConfig
+    run: RunConfig
+    plugins: tuple[str, ...] = Field((), description="packages imported first; they may add tasks and algorithms")
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _engine(cls, raw: object, info: ValidationInfo) -> object:
+        if not isinstance(raw, Mapping):
+            return raw
+        hardware = info.data.get("hardware")  # absent where it has errors of its own
+        fallback = hardware.engine if isinstance(hardware, HardwareConfig) else None
+        name = raw.get("name", "auto")
+        schema = ENGINE_SCHEMAS.get(str(fallback if name == "auto" else name), EngineConfig)
+        return schema.model_validate(dict(raw))
+
+
+class TrainCommandConfig(RootConfig):
+    """`mmrl train`."""
+
+    algo: Annotated[SerializeAsAny[AlgoConfig], BeforeValidator(by_name(ALGO_SCHEMAS))]
+    train: TrainConfig
+
+
+class EvalCommandConfig(RootConfig):
+    """`mmrl eval`."""
+
+    policy: str = Field(description="a run directory, a checkpoint, an adapter, a model folder, `tiny`, or a hub id")
+    split: Literal["train", "dev", "test"] = Field("dev", description="whose examples are evaluated")

@@ -2,45 +2,171 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, TypeVar, get_args, get_origin
+from collections.abc import Collection, Iterator, Mapping
+from typing import TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from mmrl.config.algo import ALGO_SCHEMAS, MmgrpoConfig
-from mmrl.config.root import EvalCommandConfig, RootConfig, TrainCommandConfig
-from mmrl.config.shipped import shipped_for
+from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig, MmgrpoConfig
+from mmrl.config.engine import ENGINE_SCHEMAS
+from mmrl.config.retriever import RETRIEVER_SCHEMAS
+from mmrl.config.schema import EvalCommandConfig, HardwareConfig, RootConfig, TrainCommandConfig, shipped_for
+from mmrl.config.task import TASK_SCHEMAS, TaskConfig, task_schema
 from mmrl.errors import ConfigError, nearest, unknown
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 RENAMED = {"algo.failure_score": "algo.format_failure_best"}
 """Keys of former versions, and what they are called now (task.failure_score is another thing: a rollout's reward)."""
+_RETRIEVER: Mapping[str, object] = {
+    "process": "inline",
+    "index": None,
+    "k1": 0.9,
+    "b": 0.4,
+    "model": None,
+    "encoder": None,
+    "faiss": "flat",
+    "candidates": 256,
+    "batch_size": 32,
+    "device": "cpu",
+    "cache_dir": None,
+    "url": None,
+    "protocol": "search_r1",
+}
+_EVERY_RETRIEVER: Mapping[str, object] = {
+    "name": "bm25",
+    "top_k": 10,
+    "dedup": False,
+    "snippet_words": 100,
+    "timeout_s": 30.0,
+    "retries": 3,
+    "concurrency": 64,
+    "cache_size": 10_000,
+}
+_ENDPOINT: Mapping[str, object] = {
+    "url": "https://api.openai.com/v1",
+    "key_env": "OPENAI_API_KEY",
+    "timeout_s": 120.0,
+    "attempts": 6,
+    "max_wait_s": 60.0,
+    "concurrency": 16,
+    "requests_per_minute": None,
+    "price_in": 0.0,
+    "price_out": 0.0,
+}
+RETIRED: Mapping[str, Mapping[str, object]] = {
+    "task": {
+        "dataset": None,
+        "corpus": None,
+        "retriever": {**_EVERY_RETRIEVER, **_RETRIEVER},
+        "punctuation": "delete",
+        "max_observation": 500,
+        "max_turns": 4,
+        "count_final_call": False,
+        "max_completion": 1024,
+        "search_penalty": 0.1,
+        "final_penalty": -1.0,
+        "em_needs_format": True,
+        "format_check": "strict",
+        "retrieval_match": "normalized",
+        "outcome_rewards": 4,
+        "judge": None,
+        "external": None,
+        "sample": "paper",
+        "chain_of_thought": False,
+        "program": None,
+        "metric": None,
+        "inputs": (),
+        "modules": (),
+        "search_hops": 4,
+        "hop_top_k": None,
+        "last_top_k": None,
+        "passages": 100,
+        "claim_hops": 3,
+        "labels": None,
+    },
+    "task.retriever": _RETRIEVER,
+    "engine": {
+        "schedule": "deterministic",
+        "loop": "auto",
+        "batch_tokens": 65536,
+        "url": None,
+        "timeout_s": 600.0,
+        "concurrency": 128,
+        "python": None,
+        "start_timeout_s": 900.0,
+        "restarts": 2,
+        "sync_timeout_s": 300.0,
+        "logprobs": "auto",
+        "gpu_memory": 0.4,
+        "sleep": None,
+        "kv_cache_gb": 1,
+        "args": (),
+        "endpoint": _ENDPOINT,
+    },
+}
+"""Keys that every task, retriever and engine once had, and the defaults that run directories of that time hold."""
+CHOICES: Mapping[str, Mapping[str, type[BaseModel]]] = {
+    "algo": ALGO_SCHEMAS,
+    "task": TASK_SCHEMAS,
+    "task.retriever": RETRIEVER_SCHEMAS,
+    "engine": ENGINE_SCHEMAS,
+}
+"""Sections whose `name` picks their schema."""
 
 
-def validate(schema: type[ConfigT], raw: Mapping[str, Any]) -> ConfigT:
+def validate(schema: type[ConfigT], raw: Mapping[str, object]) -> ConfigT:
     """Validate a composed mapping against `schema` (`TrainCommandConfig` or `EvalCommandConfig`).
 
     Raises:
         ConfigError: every problem in one go, each starting with the path that the user would type.
     """
-    problems: list[str] = []
-    values = dict(raw)
-    if "algo" in schema.model_fields:
-        values["algo"] = algo_section(values.get("algo"), problems)
     try:
-        config = schema.model_validate(values)
+        config = schema.model_validate(dict(raw))
     except ValidationError as error:
-        problems += explain(schema, error, already=("algo",) if problems else ())
-        raise ConfigError(problems) from None
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError(explain(schema, error, raw=raw)) from None
     return _with_shipped(config)
+
+
+def validate_stored(schema: type[ConfigT], stored: Mapping[str, object]) -> ConfigT:
+    """Validate the `config.yaml` of a run directory, which a former version may have written.
+
+    Raises:
+        ConfigError: as `validate`; a retired key is a problem only where its value is not the former default.
+    """
+    raw = {key: as_tuples(value) for key, value in stored.items()}
+    for path in RETIRED:  # the task first: its retriever may be retired as a whole
+        _drop_retired(raw, path)
+    return validate(schema, raw)
+
+
+def as_tuples(value: object) -> object:
+    """Lists as tuples all the way down: what strict models take."""
+    if isinstance(value, dict):
+        return {key: as_tuples(item) for key, item in value.items()}
+    return tuple(as_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _drop_retired(raw: dict[str, object], path: str) -> None:
+    """Leave out the keys at `path` that the schema in use does not have and that hold their former default."""
+    section, chosen = _section_at(raw, path), _chosen_schema(raw, path)
+    if not isinstance(section, dict) or chosen is None:
+        return
+    for key, default in RETIRED[path].items():
+        if key in section and key not in chosen.model_fields and _is_default(section[key], default):
+            del section[key]
+
+
+def _is_default(value: object, default: object) -> bool:
+    """Whether a stored value is the former default; of a section, which may have had fewer keys, what is there."""
+    if isinstance(value, Mapping) and isinstance(default, Mapping):
+        return all(key in default and item == default[key] for key, item in value.items())
+    return value == default and isinstance(value, bool) == isinstance(default, bool)
 
 
 def _with_shipped(config: ConfigT) -> ConfigT:
     """`tiny` replaced by the shipped model that plays the task, wherever weights are named."""
     shipped = shipped_for(config.task.name)
-    changed: dict[str, Any] = {}
+    changed: dict[str, object] = {}
     if config.model.path == "tiny":
         changed["model"] = config.model.model_copy(update={"path": shipped})
     if isinstance(config, EvalCommandConfig) and config.policy == "tiny":
@@ -52,40 +178,56 @@ def _with_shipped(config: ConfigT) -> ConfigT:
     return config.model_copy(update=changed) if changed else config
 
 
-def algo_section(raw: Any, problems: list[str]) -> Any:
-    """Validate `algo` with its own schema; appends to `problems`."""
+def algo_section(raw: object, problems: list[str]) -> AlgoConfig | None:
+    """`algo` alone, by its own schema; None and further `problems` where it is wrong."""
     name = raw.get("name") if isinstance(raw, Mapping) else None
-    if name not in ALGO_SCHEMAS:
+    if not isinstance(raw, Mapping) or not isinstance(name, str) or name not in ALGO_SCHEMAS:
         problems.append(unknown("algo", name, ALGO_SCHEMAS))
-        return raw
-    algo_schema = ALGO_SCHEMAS[str(name)]
+        return None
+    schema = ALGO_SCHEMAS[name]
     try:
-        return algo_schema.model_validate(dict(raw))
+        return schema.model_validate(dict(raw))
     except ValidationError as error:
-        problems += explain(algo_schema, error, prefix=("algo",))
-        return raw
+        problems += explain(schema, error, prefix="algo", raw={"algo": raw})
+        return None
+
+
+def task_section(raw: Mapping[str, object]) -> TaskConfig:
+    """`task` alone, by its own schema.
+
+    Raises:
+        ConfigError: every problem in it.
+    """
+    schema = task_schema(str(raw.get("name")))
+    try:
+        return schema.model_validate(dict(raw))
+    except ValidationError as error:
+        raise ConfigError(explain(schema, error, prefix="task", raw={"task": raw})) from None
 
 
 def explain(
-    schema: type[BaseModel], error: ValidationError, prefix: tuple[str, ...] = (), already: Collection[str] = ()
+    schema: type[BaseModel], error: ValidationError, prefix: str = "", raw: Mapping[str, object] | None = None
 ) -> list[str]:
-    """One sentence per pydantic error, in the words of the command line."""
-    sentences = []
+    """Sentences for pydantic's errors, in the words of the command line.
+
+    Args:
+        prefix: where the section that was validated stands in the config.
+        raw: the config that was validated, for the names that choose schemas.
+    """
+    sentences: list[str] = []
     for item in error.errors():
-        location = [str(part) for part in item["loc"]]
-        if location and location[0] in already:
-            continue
-        path = ".".join([*prefix, *location])
-        kind = item["type"]
+        parts = [*([prefix] if prefix else []), *(str(part) for part in item["loc"])]
+        path, kind = ".".join(parts), item["type"]
         if kind == "extra_forbidden":
-            sentences.append(_unknown_key(schema, prefix, location, path))
+            sentences += _unknown_key(schema, parts, item["input"], raw or {}, bool(prefix))
         elif kind == "missing":
             sentences.append(f"{path}: missing, a value is required")
         elif kind == "value_error":
             # A section's own check names the key itself, a field's own check starts with what it got.
-            before = f"{'.'.join(prefix)}." if prefix else ""
             for message in item["ctx"]["error"].args:
-                sentences.append(f"{path}: {message}" if message.startswith("got ") else f"{before}{message}")
+                sentences.append(
+                    f"{path}: {message}" if message.startswith("got ") else f"{path}.{message}".lstrip(".")
+                )
         else:
             sentences.append(f"{path}: got {item['input']!r}, expected {_expected(kind, item['msg'], path)}")
     return sentences
@@ -102,29 +244,82 @@ def _expected(kind: str, message: str, path: str) -> str:
     return message.removeprefix("Input should be ").removeprefix("a valid ")
 
 
-def _unknown_key(schema: type[BaseModel], prefix: tuple[str, ...], location: list[str], path: str) -> str:
+LABELS = {"task": "task ", "engine": "engine=", "task.retriever": "task.retriever.name="}
+
+
+def _unknown_key(
+    schema: type[BaseModel], parts: list[str], value: object, raw: Mapping[str, object], below: bool
+) -> Iterator[str]:
+    """What to say of a key that is not in its section's schema."""
+    path, above, key = ".".join(parts), ".".join(parts[:-1]), parts[-1]
     if path in RENAMED:
-        return f"{path}: is called {RENAMED[path]} now; use that name"
-    fields = _fields_at(schema, location[:-1])
-    if prefix == ("algo",):
-        users = [
-            name
-            for name, other in sorted(ALGO_SCHEMAS.items())
-            if location[-1] in other.model_fields and len(location) == 1
-        ]
-        if users:
-            chosen = next((name for name, other in ALGO_SCHEMAS.items() if other is schema), "this algorithm")
-            return f"{path}: has no effect with {chosen}; it is an option of {', '.join(users)}"
-    return f"{path}: unknown key{nearest(location[-1], fields)} (valid here: {', '.join(sorted(fields))})"
+        yield f"{path}: is called {RENAMED[path]} now; use that name"
+        return
+    fields = _fields_at(schema, parts[1:-1] if below else parts[:-1], raw)
+    if fields is None:
+        return  # the name that chooses the schema is wrong itself, and is reported
+    having = [name for name, other in sorted(CHOICES.get(above, {}).items()) if key in other.model_fields]
+    if having:
+        name, users = _chosen_name(raw, above), ", ".join(having)
+        for leaf, shown in _leaves(path, value):
+            got = "" if above == "algo" else f"got {shown}, which "
+            yield f"{leaf}: {got}has no effect with {LABELS.get(above, '')}{name}; it is an option of {users}"
+    else:
+        yield f"{path}: unknown key{nearest(key, fields)} (valid here: {', '.join(sorted(fields))})"
 
 
-def _fields_at(schema: type[BaseModel], location: list[str]) -> list[str]:
-    """Field names of the section at `location` below `schema`; a mapping of sections takes one part for its key."""
-    parts = list(location)
+def _leaves(path: str, value: object) -> Iterator[tuple[str, str]]:
+    """Keys at and below `path` with their values as one types them."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(f"{path}.{key}", item)
+    else:
+        yield path, "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _section_at(raw: Mapping[str, object], path: str) -> object:
+    section: object = raw
+    for part in path.split("."):
+        section = section.get(part) if isinstance(section, Mapping) else None
+    return section
+
+
+def _chosen_name(raw: Mapping[str, object], path: str) -> str:
+    """The name that picks the schema at `path`, as far as the mapping gives one."""
+    section = _section_at(raw, path)
+    default = {"engine": "auto", "task.retriever": "bm25"}.get(path)
+    name = section.get("name", default) if isinstance(section, Mapping) else default
+    if path == "engine" and name == "auto":
+        hardware = _section_at(raw, "hardware")
+        fallback = HardwareConfig.model_fields["engine"].default
+        name = hardware.get("engine", fallback) if isinstance(hardware, Mapping) else fallback
+    return str(name)
+
+
+def _chosen_schema(raw: Mapping[str, object], path: str) -> type[BaseModel] | None:
+    """The schema at `path`, a section of `CHOICES`; None where no schema has the name in use."""
+    name = _chosen_name(raw, path)
+    return task_schema(name) if path == "task" else CHOICES[path].get(name)
+
+
+def _fields_at(schema: type[BaseModel], location: Collection[str], raw: Mapping[str, object]) -> list[str] | None:
+    """Field names of the section at `location` below `schema`; None where its schema is not known.
+
+    A mapping of sections takes one part of the location for its key.
+    """
+    parts, path = list(location), ""
     while parts:
-        field = schema.model_fields.get(parts.pop(0))
+        part = parts.pop(0)
+        field = schema.model_fields.get(part)
+        path = f"{path}.{part}".lstrip(".")
         if field is None:
             return []
+        if path in CHOICES:
+            chosen = _chosen_schema(raw, path)
+            if chosen is None:
+                return None
+            schema = chosen
+            continue
         candidates = [field.annotation, *get_args(field.annotation)]
         mapped = [get_args(c)[1] for c in candidates if get_origin(c) is dict]
         if mapped and parts:

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from mmrl.config import EngineConfig
+from mmrl.config.engine import VllmConfig
 from mmrl.engines.base import Completion, Engine, EngineSetup, NullEngine, Request, Sampling
 from mmrl.errors import ConfigError, unknown
 
@@ -101,6 +102,7 @@ def problems(
     if name.startswith("vllm"):
         from mmrl.engines.vllm.launch import rank_problems, sleep_problems, vllm_problems
 
+        assert isinstance(config, VllmConfig)
         found += vllm_problems(config.model_copy(update={"name": name})) + sleep_problems(config, device)
         found += rank_problems(rank)
     return found
@@ -134,7 +136,7 @@ def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, f
             "train.staleness: got 1 with engine=vllm_colocated, which takes turns with the trainer on one device; use "
             "engine=vllm_server, or train.staleness=0"
         ]
-    if name.startswith("vllm"):
+    if isinstance(config, VllmConfig):
         from mmrl.engines.vllm.launch import exact, logprobs_mode
 
         temperature, top_p, top_k = sampling

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from mmrl.config import EngineConfig
 from mmrl.config.endpoint import EndpointConfig
+from mmrl.config.engine import OpenAIConfig
 from mmrl.engines.base import Completion, Engine, Request, total_usage
 from mmrl.engines.openai import OpenAIChat, described
 from mmrl.errors import ConfigError, EngineFailure
@@ -198,6 +199,7 @@ def with_endpoints(engine: Engine, config: EngineConfig, tokenizer: PreTrainedTo
 
 def named(config: EngineConfig, model: str) -> EndpointConfig:
     """`engine.endpoint` with the model that `policy=` names."""
+    assert isinstance(config, OpenAIConfig)
     return EndpointConfig(model=model, **config.endpoint.model_dump())
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from mmrl.config import ModelConfig, RootConfig
-from mmrl.config.shipped import SHIPPED
+from mmrl.config.schema import SHIPPED
 from mmrl.errors import ConfigError, nearest
 from mmrl.models.hub import hub_answers
 from mmrl.models.policy import Policy
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ASSETS = Path(__file__).parents[1] / "assets"
 TINY = ASSETS / "tiny"
-"""The first of the models shipped with the package (`mmrl.config.shipped`)."""
+"""The first of the models shipped with the package (`mmrl.config.schema`)."""
 
 
 class ServedWeights(TypedDict):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mmrl.config import TrainCommandConfig
+from mmrl.config.engine import TransformersConfig, VllmColocatedConfig, VllmConfig
 from mmrl.plan.devices import GIB, Device
 from mmrl.plan.load import Load
 from mmrl.plan.shapes import Shape
@@ -129,7 +130,9 @@ def host_memory(config: TrainCommandConfig, shape: Shape) -> float:
 def sleeps(config: TrainCommandConfig) -> bool:
     """Whether vLLM gives its memory back during the update."""
     return (
-        config.engine.name == "vllm_colocated" and config.hardware.device != "cpu" and config.engine.sleep is not False
+        isinstance(config.engine, VllmColocatedConfig)
+        and config.hardware.device != "cpu"
+        and config.engine.sleep is not False
     )
 
 
@@ -155,16 +158,18 @@ def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load, device: 
     vLLM fills the rest of its share of the memory with its KV cache, whatever the step asks for. A server that is given
     (`engine.url`) has devices that nobody here knows.
     """
-    if config.engine.url is not None:
+    engine = config.engine
+    if engine.server is not None:
         return {}
     made = setup(config, shape)
-    if not config.engine.name.startswith("vllm"):
-        held = min((load.prompt_unique + load.completion) / made.generating, float(config.engine.batch_tokens))
+    if isinstance(engine, TransformersConfig):
+        held = min((load.prompt_unique + load.completion) / made.generating, float(engine.batch_tokens))
         return {"KV cache": held * shape.kv_bytes(made.width)}
+    assert isinstance(engine, VllmConfig), "endpoints train nothing, so no plan has one"
     copy = float(shape.parameters * made.width)
     if device.name == "cpu":
-        return {"KV cache": float(config.engine.kv_cache_gb * GIB), "engine's copy": copy}
-    return {"KV cache": max(0.0, config.engine.gpu_memory * device.memory - copy), "engine's copy": copy}
+        return {"KV cache": float(engine.kv_cache_gb * GIB), "engine's copy": copy}
+    return {"KV cache": max(0.0, engine.gpu_memory * device.memory - copy), "engine's copy": copy}
 
 
 def pack_tokens(config: TrainCommandConfig, shape: Shape, device: Device, made: Setup) -> int:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from mmrl.algorithms import ALGORITHMS, assign_credit
 from mmrl.config import TrainCommandConfig
+from mmrl.config.engine import TransformersConfig
 from mmrl.plan.load import Load, unique_tokens
 from mmrl.records import Call, Forest
 from mmrl.rollout.plans import Tree
@@ -91,7 +92,7 @@ def _sample(config: TrainCommandConfig, task: Task, reward_set: str, examples: i
     engine = engine_class("transformers")(
         load_model(config.model, "cuda" if torch.cuda.is_available() else "cpu").eval(),
         tokenizer,
-        config.engine.model_copy(update={"name": "transformers"}),
+        config.engine if isinstance(config.engine, TransformersConfig) else TransformersConfig(),
         max_context=config.task.max_context,
         threads=config.hardware.threads,
     )

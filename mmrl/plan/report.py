@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mmrl.config import TrainCommandConfig
+from mmrl.config.engine import TransformersConfig, VllmConfig
 from mmrl.plan.cost import engine_memory, host_memory, memory, seconds, setup, sleeps
 from mmrl.plan.devices import GIB, Device
 from mmrl.plan.load import Load, total
@@ -69,7 +70,8 @@ class Plan:
                 f"needs {need / GIB:.0f} GiB per device, {self.device.name} has {self.device.memory / GIB:.0f} GiB: "
                 + self._smaller(parts)
             )
-        share = self.config.engine.gpu_memory
+        engine = self.config.engine
+        share = engine.gpu_memory if isinstance(engine, VllmConfig) else 1.0
         copy = (self.rollout_memory() or parts).get("engine's copy", 0.0) if self.device.name != "cpu" else 0.0
         if copy > self.device.memory:
             found.append(
@@ -87,7 +89,7 @@ class Plan:
 
     def _smaller(self, parts: Mapping[str, float]) -> str:
         """The setting that saves most where it hurts."""
-        config = self.config
+        config, engine = self.config, self.config.engine
         states = sum(parts.get(name, 0.0) for name in ("gradients", "optimizer", "reference"))
         served = parts.get("engine's copy", 0.0)
         options = [
@@ -107,9 +109,11 @@ class Plan:
             (
                 parts.get("KV cache", 0.0),
                 True,
-                f"engine.gpu_memory below {config.engine.gpu_memory:g}"
-                if config.engine.name.startswith("vllm")
-                else f"engine.batch_tokens below {config.engine.batch_tokens}",
+                f"engine.gpu_memory below {engine.gpu_memory:g}"
+                if isinstance(engine, VllmConfig)
+                else f"engine.batch_tokens below {engine.batch_tokens}"
+                if isinstance(engine, TransformersConfig)
+                else "",
             ),
         ]
         usable = [(size, words) for size, can, words in options if can]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.config import RetrieverConfig
+from mmrl.config.retriever import Bm25Config, ColbertConfig, DenseConfig
 from mmrl.errors import DataError
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.store import PassageStore, Written, write_passages
@@ -67,12 +68,13 @@ def spec_of(config: RetrieverConfig) -> IndexSpec:
     """The index that a `task.retriever` section without `index` asks for."""
     from mmrl.retrieval import colbert, dense
 
-    if config.name == "bm25":
+    if isinstance(config, Bm25Config):
         return IndexSpec(kind="bm25", settings={"k1": config.k1, "b": config.b})
-    if config.name == "dense":
+    if isinstance(config, DenseConfig):
         model = config.model or dense.DEFAULT_MODEL
         encoder = dense.convention_of(model, config.encoder)
         return IndexSpec(kind="dense", settings={"model": model, "encoder": encoder, "faiss": config.faiss})
+    assert isinstance(config, ColbertConfig), "a remote retriever has no index"
     model = config.model or colbert.DEFAULT_MODEL
     return IndexSpec(kind="colbert", settings={"model": model, "faiss": config.faiss})
 
@@ -271,7 +273,7 @@ def cached_index(documents: Sequence[Document], config: RetrieverConfig, cache: 
             log.warning("cached index is rebuilt (%s)", error)
             shutil.rmtree(folder, ignore_errors=True)
     try:
-        build_index(folder, spec, lambda: documents, device=config.device, batch_size=config.batch_size)
+        build_index(folder, spec, lambda: documents, **config.model_dump(include={"device", "batch_size"}))
     except DataError:
         if not (folder / INFO).is_file():  # else another process finished first; its content is the same
             raise

@@ -8,6 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.config import RetrieverConfig
+from mmrl.config.retriever import (
+    Bm25Config,
+    EncoderRetrieverConfig,
+    HttpRetrieverConfig,
+    LocalRetrieverConfig,
+    RemoteRetrieverConfig,
+)
 from mmrl.errors import DataError, RetrievalFailure
 from mmrl.models.hub import encoder_problems
 from mmrl.retrieval.base import Document, Retriever
@@ -20,6 +27,8 @@ from mmrl.system.artifacts import cache_root
 
 NEEDS: Mapping[str, tuple[str, ...]] = {"dense": ("faiss",), "colbert": ("faiss", "sentence_transformers")}
 """Retriever -> modules of the extra `dense` that it imports."""
+RUNTIME = ("device", "batch_size", "candidates")
+"""Options of an index's use, not of its content; a retriever has those that its schema has."""
 
 
 def open_index_corpus(config: RetrieverConfig) -> PassageStore:
@@ -28,8 +37,8 @@ def open_index_corpus(config: RetrieverConfig) -> PassageStore:
     Raises:
         DataError: no such index, a damaged one, or one of another kind than `task.retriever.name`.
     """
-    assert config.index is not None
-    folder = Path(config.index).expanduser()
+    assert config.index_folder is not None
+    folder = Path(config.index_folder).expanduser()
     info = read_info(folder)
     if info.kind != config.name:
         raise DataError(
@@ -42,17 +51,17 @@ def open_index_corpus(config: RetrieverConfig) -> PassageStore:
 def retriever_problems(config: RetrieverConfig) -> list[str]:
     """What can be told to be wrong before a search: missing packages, an unusable index, a server that is not there."""
     problems = packages_missing(config)
-    if config.process == "child":
+    if config.in_child:
         problems += server_problems("task.retriever.process: child")
-    if config.index is not None:
+    if config.index_folder is not None:
         try:
             open_index_corpus(config)
-            problems += index_problems("task.retriever.index", read_info(Path(config.index).expanduser()))
+            problems += index_problems("task.retriever.index", read_info(Path(config.index_folder).expanduser()))
         except DataError as error:
             problems += error.problems
-    elif config.name in NEEDS:
+    elif isinstance(config, EncoderRetrieverConfig):
         problems += encoder_problems("task.retriever.model", str(spec_of(config).settings["model"]))
-    if config.name == "remote":
+    if isinstance(config, RemoteRetrieverConfig):
         try:
             probe(config)
         except RetrievalFailure as failure:
@@ -80,13 +89,12 @@ def server_problems(what: str) -> list[str]:
     return [f"{what} needs {' and '.join(missing)}; pip install 'mmrl[server]'"] if missing else []
 
 
-def probe(config: RetrieverConfig) -> None:
+def probe(config: RemoteRetrieverConfig) -> None:
     """One small search, without retries, so that a wrong address is found before a model is loaded.
 
     Raises:
         RetrievalFailure: no usable answer.
     """
-    assert config.url is not None
     client = RemoteRetriever(config.url, protocol=config.protocol, timeout_s=config.timeout_s, retries=0)
     try:
         client.ping()
@@ -104,37 +112,33 @@ def open_retriever(config: RetrieverConfig, documents: Sequence[Document]) -> Re
     Raises:
         DataError: an index that cannot be opened or built.
     """
-    return RETRIEVERS["child" if config.process == "child" else config.name](config, documents)
+    return RETRIEVERS["child" if config.in_child else config.name](config, documents)
 
 
 def _bm25(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
+    assert isinstance(config, Bm25Config)
     if config.index is not None:
         return _indexed(config, documents)
     return Bm25Retriever(documents, k1=config.k1, b=config.b, cache=cache_root(config.cache_dir))
 
 
 def _indexed(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
+    assert isinstance(config, LocalRetrieverConfig)
     folder = _folder(config, documents)
+    runtime = config.model_dump(include=set(RUNTIME))
     try:
-        return open_index(
-            folder,
-            read_info(folder),
-            PassageStore(folder),
-            device=config.device,
-            batch_size=config.batch_size,
-            candidates=config.candidates,
-        )
+        return open_index(folder, read_info(folder), PassageStore(folder), **runtime)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"task.retriever.index: cannot open {folder}: {error}") from None
 
 
-def _folder(config: RetrieverConfig, documents: Sequence[Document]) -> Path:
+def _folder(config: LocalRetrieverConfig, documents: Sequence[Document]) -> Path:
     if config.index is not None:
         return Path(config.index).expanduser()
     return cached_index(documents, config, cache_root(config.cache_dir))
 
 
-def _http(config: RetrieverConfig) -> dict[str, Any]:
+def _http(config: HttpRetrieverConfig) -> dict[str, Any]:
     return {
         "timeout_s": config.timeout_s,
         "retries": config.retries,
@@ -144,13 +148,13 @@ def _http(config: RetrieverConfig) -> dict[str, Any]:
 
 
 def _remote(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
-    assert config.url is not None
+    assert isinstance(config, RemoteRetrieverConfig)
     return RemoteRetriever(config.url, protocol=config.protocol, **_http(config))
 
 
 def _child(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
-    options = ("device", "batch_size", "candidates") if config.name == "colbert" else ("device", "batch_size")
-    arguments = [f"{option}={getattr(config, option)}" for option in options if config.name != "bm25"]
+    assert isinstance(config, LocalRetrieverConfig)
+    arguments = [f"{option}={value}" for option, value in config.model_dump(include=set(RUNTIME)).items()]
     return ChildRetriever(_folder(config, documents), arguments, **_http(config))
 
 

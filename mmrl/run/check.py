@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mmrl import engines
 from mmrl.algorithms import ALGORITHMS
@@ -20,15 +20,15 @@ from mmrl.algorithms.checks import TURN_SETS
 from mmrl.config import (
     EvalCommandConfig,
     HardwareConfig,
-    RetrieverConfig,
     RootConfig,
     TaskConfig,
     TrainCommandConfig,
-    validate,
+    validate_stored,
 )
 from mmrl.config.algo import CriticConfig
-from mmrl.config.effects import Facts, engine_name, without_effect
-from mmrl.config.task import BUILT_IN
+from mmrl.config.retriever import Bm25Config
+from mmrl.config.rules import Facts, engine_name, without_effect
+from mmrl.config.task import BUILT_IN, CorpusConfig, JudgedConfig, PapillonConfig
 from mmrl.engines.endpoint import named, unreachable
 from mmrl.errors import CheckpointError, ConfigError, unknown
 from mmrl.models.assignment import ModuleAssignment
@@ -307,16 +307,9 @@ def refuse_kind(folder: Path, schema: type[RootConfig]) -> None:
         )
     import_plugins(config.get("plugins", ()))
     try:
-        validate(schema, as_tuples(config))
+        validate_stored(schema, config)
     except ConfigError as error:
         raise ConfigError(f"{folder}/config.yaml: {problem}" for problem in error.problems) from None
-
-
-def as_tuples(value: Any) -> Any:
-    """Lists as tuples all the way down: what strict models take."""
-    if isinstance(value, dict):
-        return {key: as_tuples(item) for key, item in value.items()}
-    return tuple(as_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def settle(config: ConfigT) -> ConfigT:
@@ -330,7 +323,7 @@ def settle(config: ConfigT) -> ConfigT:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     hardware = hardware.model_copy(update={"device": device})
-    refuse_absent(hardware, served_here=config.engine.url is None)
+    refuse_absent(hardware, served_here=config.engine.server is None)
     threads = hardware.threads or max(1, len(os.sched_getaffinity(0)) // hardware.processes)
     engine = hardware.engine if config.engine.name == "auto" else config.engine.name
     return config.model_copy(
@@ -393,8 +386,11 @@ def on_mini_world(task: TaskConfig) -> TaskConfig:
     if task.name not in BUILT_IN:
         return task
     data = task.data.model_copy(update={"train": "mini", "dev": "mini", "test": "mini"})
-    plain: dict[str, Any] = {"data": data, "corpus": None, "retriever": RetrieverConfig(top_k=task.retriever.top_k)}
-    for name in ("judge", "external"):
-        endpoint = getattr(task, name)
-        plain[name] = None if endpoint is None else endpoint.model_copy(update={"key_env": None})
+    plain: dict[str, object] = {"data": data}
+    if isinstance(task, CorpusConfig):
+        plain |= {"corpus": None, "retriever": Bm25Config(top_k=task.retriever.top_k)}
+    if isinstance(task, JudgedConfig) and task.judge is not None:
+        plain["judge"] = task.judge.model_copy(update={"key_env": None})
+    if isinstance(task, PapillonConfig) and task.external is not None:
+        plain["external"] = task.external.model_copy(update={"key_env": None})
     return task.model_copy(update=plain)

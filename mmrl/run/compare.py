@@ -18,13 +18,13 @@ from pydantic import Field, ValidationError
 
 from mmrl.config import TrainCommandConfig, validate
 from mmrl.config.base import Section
-from mmrl.config.validate import explain
+from mmrl.config.validate import as_tuples, explain
 from mmrl.errors import ConfigError, MmrlError, print_error, unknown
 from mmrl.report.compare import Comparison, compare, find_runs
 from mmrl.report.html import check_docs, write_comparison, write_docs
 from mmrl.report.rundir import allocate
 from mmrl.report.tables import comparison_text
-from mmrl.run.check import as_tuples, check_all
+from mmrl.run.check import check_all
 from mmrl.run.queue import QueuedRun, RunQueue
 from mmrl.run.stopping import stoppable
 from mmrl.system.conf import conf_dir, options, user_dirs

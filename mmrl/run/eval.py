@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl.config import (
     EvalCommandConfig,
-    validate,
+    validate_stored,
 )
 from mmrl.errors import MmrlError
 from mmrl.models.policy import Policy, describe_weights, other_task
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir, allocate
 from mmrl.report.tables import align, facts_table
-from mmrl.run.check import as_tuples, build_task, check_all, import_plugins, refuse_kind, reward_set, served, settle
+from mmrl.run.check import build_task, check_all, import_plugins, refuse_kind, reward_set, served, settle
 from mmrl.run.stopping import released, stoppable
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def resume_evaluation(folder: Path) -> int:
     refuse_kind(folder, EvalCommandConfig)
     with RunDir.open(folder, command=["mmrl", "eval", f"resume={folder}"]) as rundir:
         import_plugins(rundir.config.get("plugins", ()))
-        config = validate(EvalCommandConfig, as_tuples(rundir.config))
+        config = validate_stored(EvalCommandConfig, rundir.config)
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})
         check_all([config.model_copy(update={"run": config.run.model_copy(update={"dir": None})})])
         return _evaluate(config, rundir)

@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mmrl.config import TrainCommandConfig, validate
+from mmrl.config import TrainCommandConfig, validate_stored
 from mmrl.errors import ConfigError
 from mmrl.report.compare import flattened
 from mmrl.report.rundir import FOLDERS, LOCK, RunDir
 from mmrl.report.stats import duration, number, short
-from mmrl.run.check import as_tuples
 from mmrl.system.child_process import end_with_parent
 from mmrl.system.files import read_jsonl
 
@@ -250,7 +249,7 @@ def differences(stored: Mapping[str, object], requested: TrainCommandConfig) -> 
     Raises:
         ConfigError: the stored config is none that this version understands.
     """
-    there = flattened(validate(TrainCommandConfig, as_tuples(stored)).model_dump(mode="json"))
+    there = flattened(validate_stored(TrainCommandConfig, stored).model_dump(mode="json"))
     here = flattened(requested.model_dump(mode="json"))
     return [
         f"{path}={there.get(path, 'absent')} (asked: {here.get(path, 'absent')})"

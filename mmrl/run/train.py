@@ -19,13 +19,12 @@ from mmrl.config import (
     HardwareConfig,
     RunConfig,
     TrainCommandConfig,
-    validate,
+    validate_stored,
 )
 from mmrl.errors import CheckpointError, ConfigError, MmrlError
 from mmrl.models.load import load_policy
 from mmrl.report.rundir import RunDir, allocate
 from mmrl.run.check import (
-    as_tuples,
     assignment,
     build_task,
     check_all,
@@ -91,7 +90,7 @@ def work(job: Mapping[str, Any]) -> int:
     if "resume" in job:
         return resume(Path(job["resume"]))
     import_plugins(job["config"].get("plugins", ()))
-    return begin(validate(TrainCommandConfig, as_tuples(job["config"])), job["command"])
+    return begin(validate_stored(TrainCommandConfig, job["config"]), job["command"])
 
 
 def resume(folder: Path) -> int:
@@ -114,7 +113,7 @@ def resume(folder: Path) -> int:
         return _run(shared[0], RunDir.read(folder), shared[1], processes)
     with RunDir.open(folder, command=["mmrl", "train", f"resume={folder}"]) as rundir:
         import_plugins(rundir.config.get("plugins", ()))
-        config = validate(TrainCommandConfig, as_tuples(rundir.config))
+        config = validate_stored(TrainCommandConfig, rundir.config)
         if rundir.summary:
             raise CheckpointError(f"{folder}: this run is finished; look at it with: mmrl show {folder}")
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})

@@ -12,6 +12,7 @@ from typing import Any
 from mmrl.config import TaskConfig, TrainCommandConfig
 from mmrl.config.algo import MmgrpoConfig
 from mmrl.config.endpoint import EndpointConfig
+from mmrl.config.engine import TransformersConfig
 from mmrl.config.teachers import STUDENT, TeacherConfig
 from mmrl.errors import ConfigError
 from mmrl.models.policy import Policy, resolve
@@ -109,7 +110,9 @@ def build_teachers(
                 model.eval().requires_grad_(False)
                 kind = engine_class("transformers")
                 settings = {"max_context": config.task.max_context, "threads": config.hardware.threads, **serving}
-                loaded[key] = (kind(model, other, config.engine, **settings), other)
+                # the student's own engine may be another one, whose keys say nothing of this decode loop
+                decoding = config.engine if isinstance(config.engine, TransformersConfig) else TransformersConfig()
+                loaded[key] = (kind(model, other, decoding, **settings), other)
             own_engine, own_tokenizer = loaded[key]
         if teacher.endpoint is not None:
             own_engine = EndpointEngine(teacher.endpoint, tokenizer, f"algo.teachers.{teacher.name}.endpoint")

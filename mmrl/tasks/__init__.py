@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mmrl.config.task import TaskConfig
 from mmrl.tasks.agents.qa_direct import DirectQaTask
 from mmrl.tasks.agents.r1_searcher import R1SearcherTask
 from mmrl.tasks.agents.search_agent import SearchAgentTask
@@ -17,7 +16,7 @@ from mmrl.tasks.dspy.own import ImportedTask
 from mmrl.tasks.dspy.papillon import PapillonTask
 from mmrl.tasks.search_program.task import MultihopQaTask
 
-TASKS: dict[str, Callable[[TaskConfig, int], Task]] = {
+TASKS: dict[str, Callable[..., Task]] = {
     "hotpotqa": MultihopQaTask,
     "2wiki": MultihopQaTask,
     "musique": MultihopQaTask,
@@ -31,4 +30,4 @@ TASKS: dict[str, Callable[[TaskConfig, int], Task]] = {
     "hover": HoverTask,
     "dspy": ImportedTask,
 }
-"""`task.name` -> factory `(config, run seed) -> Task`."""
+"""`task.name` -> factory `(config, run seed) -> Task`; the config is of the task's own schema (`TASK_SCHEMAS`)."""

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
 
-from mmrl.config.task import TaskConfig
+from mmrl.config.retriever import Bm25Config, RetrieverConfig
+from mmrl.config.task import CorpusConfig, JudgedConfig, OpenQaConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
@@ -59,9 +60,9 @@ class OpenQaTask(BaseTask, ABC):
     failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0, "f1": 0.0, "accuracy": 0.0, "answered": 0.0}
     """What an evaluation counts for a rollout without a score."""
     absent_features: ClassVar[frozenset[str]] = frozenset({"penalties", "parse_failures"})
-    """What the program never has, so that options about it are refused (`mmrl.config.effects.Facts`)."""
+    """What the program never has, so that options about it are refused (`mmrl.config.rules.Facts`)."""
 
-    def __init__(self, config: TaskConfig, seed: int):
+    def __init__(self, config: OpenQaConfig, seed: int):
         self.name = config.name
         self.config = config
         self.failure_score = config.failure_score
@@ -69,7 +70,7 @@ class OpenQaTask(BaseTask, ABC):
         self.judge: Judge | None = None
         try:
             self.texts = load_prompts(self.templates, config.prompts)
-            if "judge" in self.texts:
+            if "judge" in self.texts and isinstance(config, JudgedConfig):
                 self.judge = build_judge(config, self.texts)
         except ConfigError as error:
             problems += error.problems
@@ -84,10 +85,11 @@ class OpenQaTask(BaseTask, ABC):
             except DataError as error:
                 problems += error.problems
         problems += self._corpus_problems(records)
-        problems += retriever_problems(config.retriever)
+        if isinstance(config, CorpusConfig):
+            problems += retriever_problems(config.retriever)
         if problems:
             raise ConfigError(problems)
-        self.search_tool = SearchTool(config.retriever, self._corpora(records))
+        self.search_tool = SearchTool(self.retriever, self._corpora(records))
         self._examples = {split: self._split(split, records.get(split), seed, bool(records)) for split in SPLITS}
         self.tools: Mapping[str, Tool] = {"search": self._search} if self.searches else {}
         self._warn_shared_rows()
@@ -105,20 +107,31 @@ class OpenQaTask(BaseTask, ABC):
             problems.append(
                 f"task.dataset: got null, expected the layout of the files in task.data: {', '.join(LAYOUTS)}"
             )
-        if not self.searches and config.corpus is not None:
-            problems.append(f"task.corpus: has no effect with task {self.name}, whose program does not search")
-        for option, why in self.unread.items():
-            if getattr(config.retriever, option) != type(config.retriever).model_fields[option].default:
-                problems.append(f"task.retriever.{option}: has no effect with task {self.name}: {why}")
+        problems += [
+            f"task.retriever.{option}: has no effect with task {self.name}: {why}"
+            for option, why in self.unread.items()
+            if self.retriever.changed(option)
+        ]
         return problems
 
+    @property
+    def corpus(self) -> str | None:
+        """`task.corpus`, for tasks that search."""
+        return self.config.corpus if isinstance(self.config, CorpusConfig) else None
+
+    @property
+    def retriever(self) -> RetrieverConfig:
+        """`task.retriever`, for tasks that search; the others have a search tool without documents."""
+        return self.config.retriever if isinstance(self.config, CorpusConfig) else Bm25Config()
+
     def _corpus_problems(self, records: Mapping[str, Sequence[Record]]) -> list[str]:
-        retriever = self.config.retriever
-        if retriever.name == "remote" or retriever.index is not None:
-            owner = "task.retriever.name=remote" if retriever.name == "remote" else "task.retriever.index"
-            given = self.config.corpus is not None
+        if not self.searches:
+            return []
+        if self.retriever.brings_passages:
+            owner = "task.retriever.name=remote" if self.retriever.address is not None else "task.retriever.index"
+            given = self.corpus is not None
             return [f"task.corpus: has no effect with {owner}, which brings its own passages"] if given else []
-        if self.config.corpus is not None or not records or not self.searches:
+        if self.corpus is not None or not records:
             return []
         if any(record.paragraphs for split in records.values() for record in split):
             return []
@@ -133,7 +146,7 @@ class OpenQaTask(BaseTask, ABC):
         and all others the union of the paragraphs of the files in use."""
         if not self.searches:
             return {"none": ()}
-        corpora = named_corpus(self.config.retriever, self.config.corpus)
+        corpora = named_corpus(self.retriever, self.corpus)
         if corpora:
             return corpora
         if len(records) < len(SPLITS):
@@ -207,12 +220,12 @@ class OpenQaTask(BaseTask, ABC):
         return self.search_tool.use(queries, self._budget(queries), corpus, self._passages)
 
     def _budget(self, queries: Sequence[str]) -> list[int]:
-        each, more = divmod(self.config.retriever.top_k, len(queries))
+        each, more = divmod(self.retriever.top_k, len(queries))
         return [each + (number < more) for number in range(len(queries))]
 
     def _passages(self, results: Results) -> list[Passage]:
         documents = [document for result in results for document in result]
-        if self.config.retriever.dedup:
+        if self.retriever.dedup:
             # of equal ids the first stays: the mapping keeps the last one, so it is filled backwards
             documents = list({document.id: document for document in reversed(documents)}.values())[::-1]
         return [{"id": d.id, "title": d.title, "text": d.text, "score": d.score} for d in documents]

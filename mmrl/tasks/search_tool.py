@@ -34,9 +34,9 @@ def named_corpus(retriever: RetrieverConfig, corpus: str | None) -> dict[str, Se
     Raises:
         DataError: an index or a file that cannot be used.
     """
-    if retriever.name == "remote":
+    if retriever.address is not None:
         return {"remote": ()}
-    if retriever.index is not None:
+    if retriever.index_folder is not None:
         return {"index": open_index_corpus(retriever)}
     if corpus == "mini":
         return {"mini": mini_corpus()}
@@ -104,7 +104,7 @@ class SearchTool:
 
     def coverage(self, splits: Mapping[str, Sequence[Example]]) -> dict[str, float]:
         """Split -> share of its examples that the corpus can answer; absent where that is not known."""
-        return coverage(splits, self.corpora, cache_root(self.config.cache_dir))
+        return coverage(splits, self.corpora, cache_root(self.config.cache_folder))
 
     def describe_counts(self) -> str:
         """What retrievers behind HTTP were asked, in brackets; empty for those in process."""
@@ -114,10 +114,10 @@ class SearchTool:
 
     def describe(self) -> str:
         """Which retriever, its budget, where it searches, and what it was asked."""
-        where = self.config.index or self.config.url
+        where = self.config.index_folder or self.config.address
         return (
             f"{self.config.name}, {self.config.top_k} documents"
             + (f", {where}" if where else "")
-            + (", child process" if self.config.process == "child" else "")
+            + (", child process" if self.config.in_child else "")
             + self.describe_counts()
         )

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mmrl.config import EngineConfig
+from mmrl.config.engine import TransformersConfig
 from mmrl.engines.base import Completion, Request, Sampling
 from mmrl.engines.embedded.engine import TransformersEngine
 from scripts.bench.common import MODELS, Bar, clock, finish, make_model, options, timed
@@ -130,7 +130,7 @@ def measure(shape: Shape, model: torch.nn.Module, vocabulary: int, threads: int,
     """One line of the table."""
     asked = requests(shape, vocabulary)
     engines = {
-        loop: TransformersEngine(model, NoTokenizer(), EngineConfig(loop=loop), threads=threads)  # type: ignore[arg-type]
+        loop: TransformersEngine(model, NoTokenizer(), TransformersConfig(loop=loop), threads=threads)  # type: ignore[arg-type]
         for loop in ("own", "hf")
     }
     worst = check(model, engines["own"], asked)

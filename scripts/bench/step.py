@@ -22,8 +22,9 @@ import transformers
 import trl
 from datasets import Dataset
 
-from mmrl.config import AlgoConfig, EngineConfig, ModelConfig, TrainConfig
+from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
 from mmrl.config.algo import GrpoConfig
+from mmrl.config.engine import TransformersConfig
 from mmrl.credit.entries import Group, Member, Reward
 from mmrl.credit.groups import compare
 from mmrl.engines.base import Completion, Request, Sampling
@@ -142,7 +143,7 @@ class Sampler:
     def __init__(self, model: Any, prompts: Prompts, threads: int):
         self.prompts, self.vocabulary = prompts, model.config.vocab_size
         self.texts, self.tokenizer = texts(prompts, self.vocabulary), words(self.vocabulary)
-        self.engine = TransformersEngine(model, NoTokenizer(), EngineConfig(), threads=threads)  # type: ignore[arg-type]
+        self.engine = TransformersEngine(model, NoTokenizer(), TransformersConfig(), threads=threads)  # type: ignore[arg-type]
 
     def sample(self, step: int) -> tuple[list[Request], list[Completion]]:
         """Text to completions."""

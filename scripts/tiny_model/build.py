@@ -28,7 +28,9 @@ import yaml
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
-from mmrl.config import EngineConfig, TaskConfig
+from mmrl.config import TaskConfig
+from mmrl.config.engine import TransformersConfig
+from mmrl.config.task import task_schema
 from mmrl.engines.embedded.engine import TransformersEngine
 from mmrl.models.chat import decode_text, render_observation, render_prompt
 from mmrl.models.load import ASSETS
@@ -188,7 +190,7 @@ def build_tasks(names: Sequence[str], seed: int) -> list[Task]:
 def task_config(name: str) -> TaskConfig:
     """The `task` section of `conf/task/<name>.yaml`."""
     content = yaml.safe_load((ROOT / "conf" / "task" / f"{name}.yaml").read_text(encoding="utf-8"))
-    return TaskConfig.model_validate(content["task"])
+    return task_schema(name).model_validate(content["task"])
 
 
 def demonstrate(task: Task, split: str, items: int | None = None) -> list[Demonstration]:
@@ -304,7 +306,7 @@ def exact_shares(model: Any, encoded: Sequence[Encoded]) -> dict[str, float]:
 
 def play(model: Any, tokenizer: Any, task: Task, items: int | None) -> dict[str, float]:
     """Metrics of the whole program, greedy, on the first dev questions, and each module's penalised share."""
-    engine = TransformersEngine(model, tokenizer, EngineConfig())
+    engine = TransformersEngine(model, tokenizer, TransformersConfig())
     settings = SamplingSettings(temperature=0.0, top_p=1.0, top_k=0, parse_retries=0, max_tokens=100)
     env = Environment(
         task=task,

@@ -33,7 +33,7 @@ class Recipe:
     """How one model is made."""
 
     tasks: tuple[str, ...]
-    """Programs that it learns; `mmrl.config.shipped` says which of them it plays when a run asks for `tiny`."""
+    """Programs that it learns; `mmrl.config.schema` says which of them it plays when a run asks for `tiny`."""
     phases: tuple[Phase, ...]
     worlds: int
     """Mini worlds to learn from."""

@@ -12,7 +12,14 @@ MISTAKES = {
     "an empty name in a list": (["credit", "algo=mhgpo_rr,", "rollouts=x"], ["algo: got ''"]),
     "infinity": (["train", "train.lr=inf", "algo.beta=nan"], ["train.lr: got inf", "algo.beta: got nan"]),
     "a section set to a value": (
-        ["train", "task.data=mini", "model.modules=5", "run.report_to=wandb", "task.em_needs_format=maybe"],
+        [
+            "train",
+            "task=search_agent",
+            "task.data=mini",
+            "model.modules=5",
+            "run.report_to=wandb",
+            "task.em_needs_format=maybe",
+        ],
         [
             "task.data: got 'mini', expected a section: task.data.KEY=VALUE",
             "model.modules: got 5, expected a section: model.modules.KEY=VALUE",

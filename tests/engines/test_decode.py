@@ -24,7 +24,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from mmrl.config import EngineConfig
+from mmrl.config.engine import TransformersConfig
 from mmrl.engines.embedded.decode import NativeLoop
 from mmrl.engines.embedded.engine import CheckedLoop, TransformersEngine, decode_loop
 from mmrl.engines.embedded.hf_loop import HFLoop
@@ -238,7 +238,7 @@ def test_a_later_turn_goes_on_from_the_earlier_one(monkeypatch: pytest.MonkeyPat
 
 def test_switching_an_adapter_off_is_seen() -> None:
     policy = build("lora")
-    served = TransformersEngine(policy, tokenizer(), EngineConfig(loop="own"), threads=1)
+    served = TransformersEngine(policy, tokenizer(), TransformersConfig(loop="own"), threads=1)
     asked = [request([5, 6, 7], 0, temperature=0.0)]
     with_adapter = generate(served, asked)[0]
     with policy.disable_adapter():
@@ -251,7 +251,7 @@ def test_switching_an_adapter_off_is_seen() -> None:
 def test_unknown_architecture_falls_back_aloud(caplog: pytest.LogCaptureFixture) -> None:
     policy = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=64)).eval()
     with caplog.at_level(logging.WARNING, "mmrl.engines"):
-        served = TransformersEngine(policy, tokenizer(), EngineConfig(), threads=1)
+        served = TransformersEngine(policy, tokenizer(), TransformersConfig(), threads=1)
     assert len([record for record in caplog.records if record.name == "mmrl.engines"]) == 1
     assert "GPT2LMHeadModel is not one of LlamaForCausalLM" in caplog.text
     made = generate(served, [request([5] * 60, 0, max_tokens=50)])[0]
@@ -290,19 +290,19 @@ def test_a_model_that_the_own_loop_gets_wrong_is_served_by_its_own_forward(caplo
 
     policy = model()
     policy.model.norm = Twisted(policy.model.norm)
-    served = TransformersEngine(policy, tokenizer(), EngineConfig(), threads=1)
+    served = TransformersEngine(policy, tokenizer(), TransformersConfig(), threads=1)
     asked = [request([5, 6, 7], 0), request([8, 9], 1)]
     with caplog.at_level(logging.WARNING, "mmrl.engines"):
         made = generate(served, asked)
     assert "differs from the model's forward" in caplog.text
-    expected = generate(TransformersEngine(policy, tokenizer(), EngineConfig(loop="hf"), threads=1), asked)
+    expected = generate(TransformersEngine(policy, tokenizer(), TransformersConfig(loop="hf"), threads=1), asked)
     assert made == expected
 
 
 def test_the_self_check_accepts_a_good_model_quietly(caplog: pytest.LogCaptureFixture) -> None:
     policy = model()
     policy.train()
-    served = TransformersEngine(policy, tokenizer(), EngineConfig(), threads=1)
+    served = TransformersEngine(policy, tokenizer(), TransformersConfig(), threads=1)
     with caplog.at_level(logging.WARNING, "mmrl.engines"):
         generate(served, [request([5, 6, 7], 0)])
     assert not caplog.records
@@ -328,7 +328,7 @@ def test_hf_loop_keeps_the_rows_it_is_told() -> None:
 @pytest.mark.parametrize(("parameters", "expected"), [(1_000, {1}), (10**9, {2})])
 def test_threads_follow_from_shapes_and_are_put_back(parameters: int, expected: set[int]) -> None:
     torch.set_num_threads(1)
-    served = TransformersEngine(model(), tokenizer(), EngineConfig(), threads=2)
+    served = TransformersEngine(model(), tokenizer(), TransformersConfig(), threads=2)
     served._decoder.parameters = parameters
     used: set[int] = set()
     loop = served._decoder.loop

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from mmrl.config import EngineConfig, ModelConfig
+from mmrl.config import ModelConfig
+from mmrl.config.engine import VllmServerConfig
 from mmrl.engines import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.vllm.launch import exact, logprobs_mode, lora_rank, server_arguments, server_environment
 from mmrl.engines.vllm.server import VllmServerEngine
@@ -80,11 +81,11 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
 
 def test_the_mode_of_log_probabilities() -> None:
     at_one, below, cut = (1.0, 0.9, 20), (0.6, 1.0, 0), (0.6, 0.9, 0)
-    assert logprobs_mode(EngineConfig(), [at_one]) == "raw"
-    assert logprobs_mode(EngineConfig(), [below]) == "processed"
-    assert logprobs_mode(EngineConfig(), [cut]) == "processed"
-    assert logprobs_mode(EngineConfig(logprobs="raw"), [below]) == "raw"
-    assert logprobs_mode(EngineConfig(url="http://h"), [below]) == "raw"
+    assert logprobs_mode(VllmServerConfig(), [at_one]) == "raw"
+    assert logprobs_mode(VllmServerConfig(), [below]) == "processed"
+    assert logprobs_mode(VllmServerConfig(), [cut]) == "processed"
+    assert logprobs_mode(VllmServerConfig(logprobs="raw"), [below]) == "raw"
+    assert logprobs_mode(VllmServerConfig(url="http://h"), [below]) == "raw"
     table = {
         ("raw", 1.0, 0.9, 20): True,
         ("raw", 0.6, 1.0, 0): False,
@@ -101,7 +102,7 @@ def test_the_mode_of_log_probabilities() -> None:
 def test_how_the_server_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     setup = EngineSetup(weights=TINY, device="cpu", threads=2, max_context=512)
-    made = server_arguments(EngineConfig(args=("--max-num-seqs=4",)), setup, "/weights", "raw", 2, 9)
+    made = server_arguments(VllmServerConfig(args=("--max-num-seqs=4",)), setup, "/weights", "raw", 2, 9)
     text = " ".join(made)
     for part in (
         "--model /weights",
@@ -114,15 +115,15 @@ def test_how_the_server_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert part in text
     assert made[-1] == "--max-num-seqs=4" and "--enforce-eager" in made
-    assert "lora" not in " ".join(server_arguments(EngineConfig(), setup, "/weights", "raw", 0, 0))
+    assert "lora" not in " ".join(server_arguments(VllmServerConfig(), setup, "/weights", "raw", 0, 0))
     on_gpu = EngineSetup(weights=TINY, device="cuda")
-    assert "--gpu-memory-utilization 0.4" in " ".join(server_arguments(EngineConfig(), on_gpu, "/w", "raw", 0, 0))
-    more = server_arguments(EngineConfig(gpu_memory=0.7), on_gpu, "/w", "raw", 0, 0)
+    assert "--gpu-memory-utilization 0.4" in " ".join(server_arguments(VllmServerConfig(), on_gpu, "/w", "raw", 0, 0))
+    more = server_arguments(VllmServerConfig(gpu_memory=0.7), on_gpu, "/w", "raw", 0, 0)
     assert more[more.index("--gpu-memory-utilization") + 1] == "0.7"
-    assert server_environment(EngineConfig(kv_cache_gb=3), setup)["VLLM_CPU_KVCACHE_SPACE"] == "3"
-    assert server_environment(EngineConfig(), setup)["OMP_NUM_THREADS"] == "2"
+    assert server_environment(VllmServerConfig(kv_cache_gb=3), setup)["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert server_environment(VllmServerConfig(), setup)["OMP_NUM_THREADS"] == "2"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert "OMP_NUM_THREADS" not in server_environment(EngineConfig(), setup)  # the user's own stays
+    assert "OMP_NUM_THREADS" not in server_environment(VllmServerConfig(), setup)  # the user's own stays
     with pytest.raises(ConfigError, match=r"model\.lora\.r: got 600"):
         lora_rank(600)
 
@@ -144,7 +145,7 @@ def fake(complete: Callable[[Seen], Scripted]) -> Callable[[Seen], Scripted]:
 
 
 def engine_at(url: str, tmp_path: Path, **settings: Any) -> VllmServerEngine:
-    config = EngineConfig(name="vllm_server", url=url, **settings)
+    config = VllmServerConfig(name="vllm_server", url=url, **settings)
     folders = {"default": str(tmp_path / "adapter")}
     (tmp_path / "adapter").mkdir(exist_ok=True)
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 8}')
@@ -309,7 +310,7 @@ def test_a_server_started_anew_on_a_gpu_has_the_full_weights_that_were_pushed(
 ) -> None:
     """It starts with the weights of the run's beginning; calls asked again must not be sampled from those."""
     with serving(answering(reply([2]))) as (url, server):
-        config = EngineConfig(name="vllm_server", url=url)
+        config = VllmServerConfig(name="vllm_server", url=url)
         engine = VllmServerEngine(
             None, load_tokenizer(TINY), config, EngineSetup(weights=TINY, folder=tmp_path, device="cuda")
         )

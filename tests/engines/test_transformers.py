@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from mmrl.config import EngineConfig
+from mmrl.config.engine import TransformersConfig
 from mmrl.engines import engine_class
 from mmrl.engines.base import Completion, Request
 from mmrl.engines.embedded.engine import TransformersEngine
@@ -28,7 +28,7 @@ def _one_thread() -> None:
 
 def engine(policy: torch.nn.Module, loop: str = "hf", **options: object) -> TransformersEngine:
     settings = {key: options.pop(key) for key in ("schedule", "batch_tokens") if key in options}
-    return TransformersEngine(policy, tokenizer(), EngineConfig(loop=loop, **settings), threads=1, **options)
+    return TransformersEngine(policy, tokenizer(), TransformersConfig(loop=loop, **settings), threads=1, **options)
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from mmrl.config import EngineConfig
+from mmrl.config.engine import VllmServerConfig
 from mmrl.engines import Completion, Request, Sampling, build_engine
 from mmrl.engines.vllm.snapshot import probe_logprobs
 from mmrl.errors import EngineFailure, LengthFailure, SyncFailure
@@ -45,8 +45,8 @@ pytestmark = [
 ]
 
 
-def config(**settings: Any) -> EngineConfig:
-    return EngineConfig(name="vllm_server", python=PYTHON, **settings)
+def config(**settings: Any) -> VllmServerConfig:
+    return VllmServerConfig(name="vllm_server", python=PYTHON, **settings)
 
 
 @pytest.fixture(scope="module")

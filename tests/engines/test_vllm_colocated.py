@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mmrl.config import EngineConfig
+from mmrl.config.engine import VllmColocatedConfig
 from mmrl.errors import SyncFailure
 from mmrl.models.load import load_tokenizer
 from tests.helpers.vllm_cases import (
@@ -40,7 +40,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
-    with serving(EngineConfig(name="vllm_colocated"), tmp_path_factory.mktemp("colocated")) as engine_and_model:
+    with serving(VllmColocatedConfig(name="vllm_colocated"), tmp_path_factory.mktemp("colocated")) as engine_and_model:
         yield engine_and_model
 
 
@@ -77,12 +77,12 @@ def test_full_weights_go_from_memory_to_memory(tmp_path: Path, tokenizer: Any) -
     """In a process of its own: one process holds one vLLM."""
     code = f"""
 from pathlib import Path
-from mmrl.config import EngineConfig
+from mmrl.config.engine import VllmColocatedConfig
 from mmrl.engines import build_engine
 from mmrl.models.load import load_model, load_tokenizer
 from tests.helpers.vllm_cases import TINY, ask, gap, perturb, prompt_of, setup_in
 model, tokenizer = load_model(TINY, "cpu"), load_tokenizer(TINY)
-engine = build_engine(EngineConfig(name="vllm_colocated"), model, tokenizer, setup_in(Path({str(tmp_path)!r})))
+engine = build_engine(VllmColocatedConfig(name="vllm_colocated"), model, tokenizer, setup_in(Path({str(tmp_path)!r})))
 prompt = prompt_of(tokenizer, "Who wrote it?")
 for version in range(3):
     engine.set_version(version)

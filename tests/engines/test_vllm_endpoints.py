@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from mmrl.config import EndpointConfig, EngineConfig, JudgeConfig
+from mmrl.config import EndpointConfig, JudgeConfig
+from mmrl.config.engine import TransformersConfig, VllmServerConfig
 from mmrl.engines import Completion, EngineSetup, Request, Sampling, build_engine
 from mmrl.engines.endpoint import with_endpoints
 from mmrl.models.chat import decode_text, render_prompt
@@ -39,7 +40,7 @@ ANSWER = "<think> so </think>\n<answer> Tagus </answer>"
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    with serving(EngineConfig(name="vllm_server", python=PYTHON), tmp_path_factory.mktemp("vllm")) as (engine, _):
+    with serving(VllmServerConfig(name="vllm_server", python=PYTHON), tmp_path_factory.mktemp("vllm")) as (engine, _):
         url = f"{engine._process.url}/v1"
         yield {"url": url, "model": "base", "key_env": None, "attempts": 2, "timeout_s": 300.0}
 
@@ -107,8 +108,10 @@ def test_the_server_is_looked_at_before_a_run(endpoint: dict[str, Any]) -> None:
 def test_a_module_at_an_endpoint_says_what_the_embedded_engine_says(endpoint: dict[str, Any]) -> None:
     """Greedy text of the same weights, through messages and chat completions."""
     tokenizer = load_tokenizer(TINY)
-    own = build_engine(EngineConfig(name="transformers"), load_model(TINY, "cpu"), tokenizer, EngineSetup(threads=1))
-    config = EngineConfig(name="transformers", endpoints={"answerer": EndpointConfig(**endpoint)})
+    own = build_engine(
+        TransformersConfig(name="transformers"), load_model(TINY, "cpu"), tokenizer, EngineSetup(threads=1)
+    )
+    config = TransformersConfig(name="transformers", endpoints={"answerer": EndpointConfig(**endpoint)})
     engine = with_endpoints(own, config, tokenizer)
     system = "Answer the question from the documents, as briefly as possible."
     asked = [

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from mmrl.config import TaskConfig
+from mmrl.config.task import task_schema
 from mmrl.engines.base import Completion, Request
 from mmrl.records import Call, Example, Rollout
 from mmrl.rollout.plans import independent
@@ -32,7 +33,7 @@ EXAMPLE = Example(
 def default_config(name: str, **options: Any) -> TaskConfig:
     """`conf/task/<name>.yaml`, with other options."""
     section = yaml.safe_load((TOP / "conf" / "task" / f"{name}.yaml").read_text())["task"]
-    return TaskConfig.model_validate(section | options)
+    return task_schema(name).model_validate(section | options)
 
 
 def make(name: str, folder: Any, documents: Sequence[dict[str, str]] = DOCUMENTS, **options: Any) -> Any:

@@ -5,7 +5,8 @@ import csv
 import json
 from pathlib import Path
 
-from mmrl.config import DataConfig, TaskConfig
+from mmrl.config import DataConfig
+from mmrl.config.task import task_schema
 from mmrl.errors import ConfigError
 from mmrl.rollout.plans import independent
 from mmrl.rollout.programs import with_program
@@ -17,7 +18,7 @@ from tests.helpers.fakes import FakeEngine, environment
 
 def make(name, seed=0, data=None, **options):
     """A task by its public name; `data` are keys of `task.data`."""
-    return with_program(TASKS[name](TaskConfig(name=name, data=DataConfig(**(data or {})), **options), seed))
+    return with_program(TASKS[name](task_schema(name)(name=name, data=DataConfig(**(data or {})), **options), seed))
 
 
 def problems(name, **options):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mmrl.cli import main
-from mmrl.config import RetrieverConfig
+from mmrl.config.retriever import DenseConfig
 from mmrl.models import hub
 from mmrl.models.hub import encoder_problems
 from mmrl.retrieval.select import retriever_problems
@@ -32,7 +32,7 @@ def test_why_an_encoder_cannot_be_had(model, says, tmp_path, away):
     named = model.format(tmp=tmp_path)
     (problem,) = encoder_problems("model", named)
     assert problem.startswith(f"model: '{named}'") and says in problem
-    (problem,) = retriever_problems(RetrieverConfig(name="dense", model=named))
+    (problem,) = retriever_problems(DenseConfig(name="dense", model=named))
     assert problem.startswith(f"task.retriever.model: '{named}'")
 
 
@@ -57,7 +57,7 @@ def test_no_index_is_begun_without_its_encoder_nor_opened(tmp_path, away, capsys
     for command in (["index", "search", "query=b"], ["serve-retriever"]):
         assert main([*command, f"index={index}"]) == 2
         assert "index: its encoder: '/gone': no such folder" in capsys.readouterr().err
-    (problem,) = retriever_problems(RetrieverConfig(name="dense", index=str(index)))
+    (problem,) = retriever_problems(DenseConfig(name="dense", index=str(index)))
     assert problem.startswith("task.retriever.index: its encoder: '/gone'")
 
 

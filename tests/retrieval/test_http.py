@@ -8,7 +8,6 @@ from collections import Counter
 
 import pytest
 
-from mmrl import config as schemas
 from mmrl.errors import ConfigError, RetrievalFailure
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
@@ -272,11 +271,7 @@ def test_a_cancelled_search_leaves_the_client_usable():
 
 
 def agent(**retriever):
-    config = default_config("search_agent")
-    section = config.retriever.model_dump() | retriever
-    return TASKS["search_agent"](
-        config.model_copy(update={"retriever": schemas.RetrieverConfig.model_validate(section)}), 0
-    )
+    return TASKS["search_agent"](default_config("search_agent", retriever={"top_k": 3} | retriever), 0)
 
 
 def asked(n):

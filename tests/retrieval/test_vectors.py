@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmrl import config as schemas
-from mmrl.config import RetrieverConfig
+from mmrl.config import RETRIEVER_SCHEMAS
+from mmrl.config.retriever import Bm25Config, ColbertConfig, DenseConfig
+from mmrl.config.task import MultihopQaConfig
 from mmrl.errors import ConfigError, DataError
 from mmrl.retrieval import vectors as vectors_module
 from mmrl.retrieval.base import Document
@@ -230,7 +231,7 @@ def test_an_index_is_never_overwritten_and_damage_is_told(tmp_path):
 
 
 def test_a_dense_task_index_is_built_once_and_rebuilt_when_model_or_file_change(model, tmp_path, caplog):
-    config = RetrieverConfig(name="dense", model=model)
+    config = DenseConfig(name="dense", model=model)
     folder = cached_index(DOCUMENTS, config, tmp_path)
     stamp = (folder / "index.json").stat().st_mtime_ns
     assert cached_index(DOCUMENTS, config, tmp_path) == folder
@@ -251,8 +252,8 @@ def test_conventions_go_by_name_unless_given():
     assert convention_of("intfloat/e5-base-v2", None) == "e5"
     assert convention_of("facebook/contriever", None) == "contriever"
     assert convention_of("me/mine", "e5") == "e5"
-    assert spec_of(RetrieverConfig(name="dense")).settings["model"] == "facebook/contriever"
-    assert spec_of(RetrieverConfig(name="colbert")).settings["model"] == "colbert-ir/colbertv2.0"
+    assert spec_of(DenseConfig(name="dense")).settings["model"] == "facebook/contriever"
+    assert spec_of(ColbertConfig(name="colbert")).settings["model"] == "colbert-ir/colbertv2.0"
 
 
 def test_importing_brings_no_torch_and_no_faiss():
@@ -272,17 +273,15 @@ def test_tasks_search_with_vectors_over_their_own_corpus_or_an_index(kind, model
 
     def task(**retriever):
         given = {} if "index" in retriever else {"corpus": str(corpus)}
-        section = RetrieverConfig(name=kind, top_k=4, **retriever)
-        return TASKS["hotpotqa"](schemas.TaskConfig(name="hotpotqa", retriever=section, **given), 0)
+        section = RETRIEVER_SCHEMAS[kind](name=kind, top_k=4, **retriever)
+        return TASKS["hotpotqa"](MultihopQaConfig(name="hotpotqa", retriever=section, **given), 0)
 
     own = task(model=chosen, cache_dir=str(tmp_path / "cache")).search(["city", "river"], "given")
     assert len(own) == 4
     folder = tmp_path / "index"
-    spec = spec_of(RetrieverConfig(name=kind, model=chosen))
+    spec = spec_of(RETRIEVER_SCHEMAS[kind](name=kind, model=chosen))
     build_index(folder, spec, lambda: DOCUMENTS[:30])
     indexed = task(index=str(folder))
     assert [d["title"] for d in indexed.search(["city", "river"], "index")] == [d["title"] for d in own]
     with pytest.raises(ConfigError, match=f"is a {kind} index; set task.retriever.name={kind}"):
-        TASKS["hotpotqa"](
-            schemas.TaskConfig(name="hotpotqa", retriever=RetrieverConfig(name="bm25", index=str(folder))), 0
-        )
+        TASKS["hotpotqa"](MultihopQaConfig(name="hotpotqa", retriever=Bm25Config(name="bm25", index=str(folder))), 0)

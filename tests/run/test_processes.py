@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from mmrl.cli import main
-from mmrl.config import EngineConfig, HardwareConfig
+from mmrl.config import HardwareConfig
+from mmrl.config.engine import VllmServerConfig
 from mmrl.engines.base import EngineSetup
 from mmrl.engines.vllm.launch import server_environment
 from mmrl.errors import ConfigError
@@ -64,7 +65,7 @@ def test_gpus_of_the_managed_server(values, devices, monkeypatch):
     assert server_devices(profile(**values)) == devices
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,0,1,2,3")
     setup = EngineSetup(device=values.get("device", "cuda"), devices=devices)
-    seen = server_environment(EngineConfig(), setup).get("CUDA_VISIBLE_DEVICES")
+    seen = server_environment(VllmServerConfig(), setup).get("CUDA_VISIBLE_DEVICES")
     assert seen == {(7,): "3", (0, 1): "4,5", (): None}[devices]
 
 

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from mmrl.config import EvalConfig, TaskConfig
+from mmrl.config import EvalConfig
+from mmrl.config.task import task_schema
 from mmrl.errors import ParseFailure, ToolFailure
 from mmrl.stages import evaluate as module
 from mmrl.stages.evaluate import evaluate, evaluation_metrics, forget_failed, outside_failures
@@ -117,7 +118,7 @@ def test_a_task_says_what_a_failed_rollout_counts_in_its_official_metrics(monkey
 
 @pytest.mark.parametrize("name", sorted(TASKS.keys() - {"dspy"}))
 def test_each_built_in_task_names_its_official_metrics(name):
-    task = TASKS[name](TaskConfig(name=name, dataset="hotpotqa" if name == "search_agent" else None), 0)
+    task = TASKS[name](task_schema(name)(name=name, dataset="hotpotqa" if name == "search_agent" else None), 0)
     assert task.main_metric in task.failed_metrics
 
 

@@ -7,7 +7,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mmrl.config import DataConfig, RetrieverConfig, TaskConfig
+from mmrl.config import DataConfig
+from mmrl.config.retriever import Bm25Config
+from mmrl.config.task import Banking77Config, MultihopQaConfig
 from mmrl.errors import ConfigError, DataError
 from mmrl.tasks import TASKS
 from mmrl.tasks.data.layouts import LAYOUTS, load_records, subset, to_example
@@ -55,7 +57,7 @@ def saved(tmp_path, rows, name="data.json"):
 
 
 def make(**options):
-    return TASKS["hotpotqa"](TaskConfig(name="hotpotqa", **options), 0)
+    return TASKS["hotpotqa"](MultihopQaConfig(name="hotpotqa", **options), 0)
 
 
 def load(spec, layout="hotpotqa", split="dev"):
@@ -276,7 +278,7 @@ def test_splits_of_one_hub_id_are_sources_of_their_own(tmp_path, monkeypatch):
     one, other = identities(path, "data.json")
     assert one == other
     with pytest.raises(ConfigError, match=r"task\.data: train and test are all of .*data\.json"):
-        TASKS["banking77"](TaskConfig(name="banking77", data=DataConfig(train=path, test="./data.json")), 0)
+        TASKS["banking77"](Banking77Config(name="banking77", data=DataConfig(train=path, test="./data.json")), 0)
 
 
 def test_subset_is_stable_and_seeded():
@@ -301,7 +303,7 @@ def test_subset_is_stable_and_seeded():
     ],
 )
 def test_official_files(dataset, file, count, share):
-    task = make(dataset=dataset, data=DataConfig(dev=str(FOLDER / file)), retriever=RetrieverConfig(top_k=10))
+    task = make(dataset=dataset, data=DataConfig(dev=str(FOLDER / file)), retriever=Bm25Config(top_k=10))
     examples = task.examples("dev")
     assert len(examples) == count
     assert task.gold_shares["dev"] >= share

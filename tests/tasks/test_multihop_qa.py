@@ -6,7 +6,9 @@ from collections import Counter
 
 import pytest
 
-from mmrl.config import DataConfig, RetrieverConfig, TaskConfig
+from mmrl.config import DataConfig
+from mmrl.config.retriever import Bm25Config
+from mmrl.config.task import MultihopQaConfig
 from mmrl.errors import ConfigError
 from mmrl.records import Call, Example
 from mmrl.tasks import TASKS
@@ -17,7 +19,7 @@ from tests.helpers.agent_fakes import play
 
 
 def make(seed=0, **options):
-    return TASKS["hotpotqa"](TaskConfig(name="hotpotqa", **options), seed)
+    return TASKS["hotpotqa"](MultihopQaConfig(name="hotpotqa", **options), seed)
 
 
 def called(module, text, **facts):
@@ -121,10 +123,10 @@ def test_a_document_that_two_queries_bring_is_there_twice_unless_dedup():
     queries = [example.inputs["question"]] * 2
     twice = [d["id"] for d in make().search(queries, "mini")]
     assert twice == twice[:5] * 2
-    once = [d["id"] for d in make(retriever=RetrieverConfig(dedup=True)).search(queries, "mini")]
+    once = [d["id"] for d in make(retriever=Bm25Config(dedup=True)).search(queries, "mini")]
     assert once == twice[:5]
-    assert make(retriever=RetrieverConfig(top_k=1)).search(["film", "city"], "mini") == make(
-        retriever=RetrieverConfig(top_k=1)
+    assert make(retriever=Bm25Config(top_k=1)).search(["film", "city"], "mini") == make(
+        retriever=Bm25Config(top_k=1)
     ).search(["film"], "mini")
 
 
@@ -222,9 +224,9 @@ def test_import_brings_no_torch():
 
 def test_running_the_default_needs_no_torch(tmp_path):
     code = (
-        "import sys; from mmrl.tasks import TASKS; from mmrl.config import TaskConfig; "
+        "import sys; from mmrl.tasks import TASKS; from mmrl.config.task import MultihopQaConfig; "
         "from mmrl.tasks.mini.teach import demonstrations; "
-        "task = TASKS['hotpotqa'](TaskConfig(name='hotpotqa'), 0); "
+        "task = TASKS['hotpotqa'](MultihopQaConfig(name='hotpotqa'), 0); "
         "assert demonstrations(task, task.examples('train')[0]); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -244,7 +246,7 @@ def test_a_corpus_without_the_gold_titles_is_a_warning_with_the_share(tmp_path, 
     ("name", "kinds"), [("2wiki", {"bridge": 100, "comparison": 100}), ("musique", {"bridge": 300})]
 )
 def test_out_of_domain_columns_have_questions_of_their_own_kind(name, kinds):
-    task = TASKS[name](TaskConfig(name=name), 0)
+    task = TASKS[name](MultihopQaConfig(name=name), 0)
     assert task.config.dataset == name
     assert Counter(example.metadata["type"] for example in task.examples("dev")) == kinds
     trained = {example.inputs["question"] for example in make().examples("train")}
@@ -262,7 +264,7 @@ def test_out_of_domain_columns_have_questions_of_their_own_kind(name, kinds):
 def test_real_files_of_every_format_play_through_the_program(data_dir, name, file, count):
     """Each format's own files, its paragraphs as corpus; an answerer that knows earns what the official script says."""
     path = str(data_dir / file)
-    task = TASKS[name](TaskConfig(name=name, data=DataConfig(train=path, dev=path, test=path)), 0)
+    task = TASKS[name](MultihopQaConfig(name=name, data=DataConfig(train=path, dev=path, test=path)), 0)
     examples = task.examples("dev")
     assert len(examples) == count
     assert set(task.gold_shares.values()) == {1.0}

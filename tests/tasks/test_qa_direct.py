@@ -1,6 +1,6 @@
 import pytest
 
-from mmrl.config import DataConfig, RetrieverConfig, TaskConfig
+from mmrl.config.validate import task_section
 from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.tasks import TASKS
@@ -86,9 +86,9 @@ def test_mini_questions_follow_the_data_set():
 
 def test_options_without_effect_are_refused():
     with pytest.raises(ConfigError) as caught:
-        make(corpus="x.json", retriever=RetrieverConfig(top_k=3))
+        task_section({"name": "qa_direct", "corpus": "x.json", "retriever": {"top_k": 3}})
     text = "\n".join(caught.value.problems)
-    assert "task.corpus: has no effect with task qa_direct" in text
-    assert "task.retriever.top_k: has no effect with task qa_direct" in text
-    with pytest.raises(ValueError, match=r"task\.chain_of_thought: got True, which has no effect with task hotpotqa"):
-        TaskConfig(name="hotpotqa", chain_of_thought=True, data=DataConfig())
+    assert "task.corpus: got x.json, which has no effect with task qa_direct; it is an option of 2wiki" in text
+    assert "task.retriever.top_k: got 3, which has no effect with task qa_direct" in text
+    with pytest.raises(ValueError, match=r"task\.chain_of_thought: got true, which has no effect with task hotpotqa"):
+        task_section({"name": "hotpotqa", "chain_of_thought": True})

@@ -2,7 +2,8 @@
 
 import pytest
 
-from mmrl.config import DataConfig, RetrieverConfig
+from mmrl.config import DataConfig
+from mmrl.config.retriever import Bm25Config
 from mmrl.tasks import TASKS
 from mmrl.tasks.agents.r1_searcher import QUERY as R1_QUERY
 from mmrl.tasks.agents.search_o1 import QUERY as O1_QUERY
@@ -41,7 +42,7 @@ def test_an_agent_that_knows_earns_what_the_official_rules_say(data_dir, name, d
     if name != "qa_direct" and corpus:
         limits["corpus"] = str(data_dir / corpus)
     if name != "qa_direct":
-        limits["retriever"] = RetrieverConfig(top_k=1)
+        limits["retriever"] = Bm25Config(top_k=1)
     config = default_config(name, **{"dataset": dataset, "data": DataConfig(dev=path, dev_items=20)} | limits)
     task = TASKS[name](config.model_copy(update={"max_tokens": 2000}), 0)
     example = next(e for e in task.examples("dev") if not set(e.metadata["answers"][0]) & set("\\{}<>"))

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from mmrl.config import TaskConfig
+from mmrl.config.task import MultihopQaConfig
 from mmrl.rollout.plans import fork_on, fork_on_first, independent
 from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS
@@ -15,7 +15,7 @@ from tests.helpers.fakes import FakeEngine, environment, letters, spelled
 
 @pytest.fixture
 def task():
-    return TASKS["hotpotqa"](TaskConfig(name="hotpotqa"), 0)
+    return TASKS["hotpotqa"](MultihopQaConfig(name="hotpotqa"), 0)
 
 
 def oracle(task, examples):

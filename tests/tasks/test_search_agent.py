@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrl.config import DataConfig, TaskConfig
+from mmrl.config import DataConfig
+from mmrl.config.task import SearchAgentConfig
+from mmrl.config.validate import task_section
 from mmrl.errors import ConfigError
 from mmrl.tasks import TASKS
 from mmrl.tasks.agents.rewards import (
@@ -24,7 +26,7 @@ MISS = "<think>a</think><search>city Douro</search>"
 RIGHT = "<think>b</think><answer>the Tagus</answer>"
 WRONG = "<think>b</think><answer>Douro</answer>"
 ROOMY = {"max_observation": 4000, "max_context": 40000, "max_tokens": 400}  # a token is a character here
-RULES = TaskConfig(name="search_agent")
+RULES = SearchAgentConfig(name="search_agent")
 
 
 @pytest.fixture
@@ -266,7 +268,7 @@ def test_reward_options(tmp_path):
 )
 def test_retrieval_match(information, answer, normalized, case_insensitive):
     for match, expected in (("normalized", normalized), ("case_insensitive", case_insensitive)):
-        rules = TaskConfig(name="search_agent", retrieval_match=match)
+        rules = SearchAgentConfig(name="search_agent", retrieval_match=match)
         turns = [SearchTurn(ASK, information), SearchTurn(RIGHT, None)]
         assert search_reward(turns, False, [answer], rules).retrieval is expected
 
@@ -278,7 +280,7 @@ def test_retrieval_match(information, answer, normalized, case_insensitive):
     st.floats(0, 1),
 )
 def test_ranges(earlier, formed, em, penalty):
-    rules = TaskConfig(name="search_agent", search_penalty=penalty)
+    rules = SearchAgentConfig(name="search_agent", search_penalty=penalty)
     turns = [
         SearchTurn(
             ASK if asked and good else "<search>q</search>" if asked else "x",
@@ -311,8 +313,8 @@ def test_the_mini_world_has_one_and_two_hop_questions():
 
 def test_bad_options_are_named():
     with pytest.raises(ValueError, match=r"task\.search_penalty: got 0\.5, which has no effect with task hotpotqa"):
-        TaskConfig(name="hotpotqa", search_penalty=0.5)
-    assert TaskConfig(name="mine", search_penalty=0.5).search_penalty == 0.5
+        task_section({"name": "hotpotqa", "search_penalty": 0.5})
+    assert task_section({"name": "mine", "search_penalty": 0.5}).model_dump()["search_penalty"] == 0.5
     with pytest.raises(ConfigError, match=r"task\.retriever\.dedup: has no effect with task search_agent"):
         TASKS["search_agent"](default_config("search_agent", retriever={"dedup": True}), 0)
     with pytest.raises(ConfigError, match=r"task\.dataset: got null, expected the layout"):

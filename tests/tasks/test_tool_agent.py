@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmrl.algorithms import ALGORITHMS
-from mmrl.config import TaskConfig
 from mmrl.config.algo import ALGO_SCHEMAS
+from mmrl.config.validate import task_section
 from mmrl.errors import ConfigError
 from mmrl.records import Forest
 from mmrl.tasks import TASKS
@@ -339,6 +339,6 @@ def test_demonstrations_have_the_ids_of_a_run_and_earn_everything():
 def test_options_without_effect_are_refused():
     for option, value in (("max_turns", 2), ("search_penalty", 0.0), ("format_check", "loose")):
         with pytest.raises(ValueError, match=rf"task\.{option}: got {value}, which has no effect with task tool_agent"):
-            TaskConfig(name="tool_agent", **{option: value})
+            task_section({"name": "tool_agent", option: value})
     with pytest.raises(ConfigError, match=r"task\.retriever\.snippet_words: has no effect with task tool_agent"):
         TASKS["tool_agent"](default_config("tool_agent", retriever={"snippet_words": 9}), 0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from mmrl.config import EngineConfig
+from mmrl.config.engine import TransformersConfig
 from mmrl.engines.base import Completion, Engine, Request
 from mmrl.engines.embedded.architecture import unsupported
 from mmrl.engines.embedded.batcher import Batcher
@@ -56,7 +56,7 @@ class TransformersEngine(Engine):
         self,
         model: torch.nn.Module,
         tokenizer: PreTrainedTokenizerBase,
-        config: EngineConfig,
+        config: TransformersConfig,
         *,
         max_context: int | None = None,
         threads: int | None = None,

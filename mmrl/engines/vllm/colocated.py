@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmrl.config import EngineConfig
+from mmrl.config.engine import VllmColocatedConfig
 from mmrl.engines.base import Completion, Engine, EngineSetup, Request, Sampling
 from mmrl.engines.embedded.rows import BatchRow
 from mmrl.engines.vllm.api import SEED_BITS
@@ -84,7 +84,7 @@ class VllmColocatedEngine(Engine):
         self,
         model: torch.nn.Module | None,
         tokenizer: PreTrainedTokenizerBase,
-        config: EngineConfig,
+        config: VllmColocatedConfig,
         setup: EngineSetup,
     ):
         if found := vllm_problems(config) + sleep_problems(config, setup.device):

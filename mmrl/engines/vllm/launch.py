@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmrl.config import EngineConfig
 from mmrl.config.base import is_address
+from mmrl.config.engine import VllmColocatedConfig, VllmConfig, VllmServerConfig
 from mmrl.engines.base import EngineSetup, Sampling
 from mmrl.errors import ConfigError
 from mmrl.models.load import model_path
@@ -29,13 +29,13 @@ LOOK_S = 60.0
 """Longest wait for another interpreter that is asked whether it has vLLM."""
 
 
-def vllm_problems(config: EngineConfig) -> list[str]:
+def vllm_problems(config: VllmConfig) -> list[str]:
     """Why vLLM cannot be had as asked; found before any model loads."""
-    if config.url is not None:
-        if not is_address(config.url):
-            return [f"engine.url: got '{config.url}', expected http://HOST:PORT of a vLLM server"]
+    if config.server is not None:
+        if not is_address(config.server):
+            return [f"engine.url: got '{config.server}', expected http://HOST:PORT of a vLLM server"]
         return []
-    if config.python is not None:
+    if isinstance(config, VllmServerConfig) and config.python is not None:
         if shutil.which(config.python) is None:
             return [f"engine.python: got '{config.python}', expected an interpreter that has vLLM"]
         if not _has_vllm(config.python):
@@ -69,14 +69,14 @@ def _has_vllm(python: str) -> bool:
         return False
 
 
-def sleep_problems(config: EngineConfig, device: str) -> list[str]:
+def sleep_problems(config: VllmConfig, device: str) -> list[str]:
     """Why vLLM cannot sleep as asked."""
-    if config.sleep and device == "cpu":
+    if isinstance(config, VllmColocatedConfig) and config.sleep and device == "cpu":
         return ["engine.sleep: got true, vLLM has no sleep mode on a CPU; leave it out"]
     return []
 
 
-def logprobs_mode(config: EngineConfig, samplings: Sequence[tuple[float, float, int]]) -> str:
+def logprobs_mode(config: VllmConfig, samplings: Sequence[tuple[float, float, int]]) -> str:
     """`raw` or `processed`: what the server is started with, or is taken to have.
 
     raw: the softmax of the logits as they are, so right at temperature 1. processed: of what tokens are drawn from, so
@@ -84,7 +84,7 @@ def logprobs_mode(config: EngineConfig, samplings: Sequence[tuple[float, float, 
     """
     if config.logprobs != "auto":
         return config.logprobs
-    if config.url is not None:
+    if config.server is not None:
         return "raw"  # vLLM's own default
     at_one = all(temperature in GREEDY_OR_ONE for temperature, _, _ in samplings)
     return "raw" if samplings and at_one else "processed"
@@ -101,7 +101,7 @@ def exact(mode: str, sampling: Sampling) -> bool:
 
 
 def server_arguments(
-    config: EngineConfig, setup: EngineSetup, path: str, mode: str, adapters: int, rank: int
+    config: VllmConfig, setup: EngineSetup, path: str, mode: str, adapters: int, rank: int
 ) -> list[str]:
     """Arguments of vLLM's API server but for host and port; see `engine_arguments`."""
     arguments = engine_arguments(config, setup, path, mode, adapters, rank)
@@ -111,7 +111,7 @@ def server_arguments(
 
 
 def engine_arguments(
-    config: EngineConfig, setup: EngineSetup, path: str, mode: str, adapters: int, rank: int
+    config: VllmConfig, setup: EngineSetup, path: str, mode: str, adapters: int, rank: int
 ) -> list[str]:
     """Arguments of vLLM's engine, in a server or in this process; the user's own (`engine.args`) go after them.
 
@@ -162,7 +162,7 @@ def lora_rank(rank: int) -> int:
     return next(known for known in RANKS if rank <= known)
 
 
-def server_environment(config: EngineConfig, setup: EngineSetup) -> dict[str, str]:
+def server_environment(config: VllmConfig, setup: EngineSetup) -> dict[str, str]:
     """Variables for a server; the user's own win where they choose a resource."""
     made = resources(config, setup) | {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
@@ -174,7 +174,7 @@ def server_environment(config: EngineConfig, setup: EngineSetup) -> dict[str, st
     return made
 
 
-def resources(config: EngineConfig, setup: EngineSetup) -> dict[str, str]:
+def resources(config: VllmConfig, setup: EngineSetup) -> dict[str, str]:
     """Variables for vLLM wherever it runs; the user's own win."""
     made = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if setup.device == "cpu":

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmrl.config import EngineConfig
+from mmrl.config.engine import VllmConfig
 from mmrl.engines.base import Completion, EngineSetup, Request
 from mmrl.engines.embedded.rows import BatchRow, Rules, eos_ids
 from mmrl.engines.vllm.launch import exact, logprobs_mode
@@ -37,7 +37,7 @@ class ServedPolicy:
         model: the trainer's model, whose weights are pushed; None: the base weights and `setup.folders`.
     """
 
-    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: EngineConfig, setup: EngineSetup):
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: VllmConfig, setup: EngineSetup):
         assert setup.weights is not None and setup.folder is not None
         self.model, self.tokenizer, self.setup = model, tokenizer, setup
         self.mode = logprobs_mode(config, setup.samplings)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmrl.config import EngineConfig
+from mmrl.config.engine import VllmServerConfig
 from mmrl.engines.base import Completion, Engine, EngineSetup, Request
 from mmrl.engines.vllm.api import Refused, Unreachable, VllmApi
 from mmrl.engines.vllm.launch import BASE, server_arguments, server_environment, vllm_problems
@@ -59,7 +59,7 @@ class VllmServerEngine(Engine):
         self,
         model: torch.nn.Module | None,
         tokenizer: PreTrainedTokenizerBase,
-        config: EngineConfig,
+        config: VllmServerConfig,
         setup: EngineSetup,
     ):
         if found := vllm_problems(config):

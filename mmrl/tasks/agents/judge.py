@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mmrl.config.endpoint import EndpointConfig
-from mmrl.config.task import JudgeConfig, TaskConfig
+from mmrl.config.task import JudgeConfig, JudgedConfig
 from mmrl.engines.openai import OpenAIChat, described, worth_telling
 from mmrl.errors import ConfigError, EngineFailure, JudgeFailure, RewardFailure
 from mmrl.records import Call
@@ -229,7 +229,7 @@ class Judge:
         return self.texts[name].format(**values)
 
 
-def build_judge(config: TaskConfig, texts: Texts) -> Judge | None:
+def build_judge(config: JudgedConfig, texts: Texts) -> Judge | None:
     """The judge of a task whose prompts hold the part `judge`; None where its reward set asks none.
 
     Raises:

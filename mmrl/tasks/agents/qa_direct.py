@@ -6,11 +6,11 @@ with a tiny model that has been told single facts, what is learnt is to commit t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypedDict
+from typing import TypedDict
 
-from mmrl.config.task import RetrieverConfig, TaskConfig
+from mmrl.config.task import DirectQaConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.base import Context, ModuleScore, Program, Score
@@ -72,12 +72,9 @@ class DirectQaTask(OpenQaTask):
 
     templates = TEMPLATES
     searches = False
-    unread: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        RetrieverConfig.model_fields, "the program does not search, it answers from memory"
-    )
     main_metric = "f1"
 
-    def __init__(self, config: TaskConfig, seed: int):
+    def __init__(self, config: DirectQaConfig, seed: int):
         super().__init__(config.model_copy(update={"dataset": config.dataset or "hotpotqa"}), seed)
         self.prompts = DirectPrompts(self.texts)
         self.program: Program = DirectAnswer(self.prompts, config.chain_of_thought)

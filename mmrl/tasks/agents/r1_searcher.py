@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypedDict
 
-from mmrl.config.task import TaskConfig
+from mmrl.config.task import ReasonerConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.tags import disarm, disarm_markers, final_query, fitted, last_block, numbered
@@ -172,7 +172,7 @@ class R1SearcherTask(OpenQaTask):
     reward_sets: tuple[str, ...] = ("outcome", "stage1")
     main_metric = "f1"
 
-    def __init__(self, config: TaskConfig, seed: int):
+    def __init__(self, config: ReasonerConfig, seed: int):
         super().__init__(config.model_copy(update={"dataset": config.dataset or "hotpotqa"}), seed)
         self.prompts = SearcherPrompts(self.texts, config.retriever.snippet_words)
         self.program: Program = R1Searcher(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mmrl.config.task import TaskConfig
+from mmrl.config.task import SearchAgentConfig
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.tags import first_pair, tag_sequence
 
@@ -51,7 +51,9 @@ class SearchReward:
     """Some inserted information holds an accepted answer."""
 
 
-def search_reward(turns: Sequence[SearchTurn], em: bool, answers: Sequence[str], rules: TaskConfig) -> SearchReward:
+def search_reward(
+    turns: Sequence[SearchTurn], em: bool, answers: Sequence[str], rules: SearchAgentConfig
+) -> SearchReward:
     """Rewards of MT-PPO's search agent, turn by turn (arXiv 2505.11821, Sec. 4 to 6 and App. C).
 
     Last turn: 1 for an exact match (of the right format, unless `em_needs_format` is off); else 0.2 for the right
@@ -112,7 +114,7 @@ def _opening(tags: Sequence[str], ignored: str = "") -> list[str]:
     return [tag for tag in tags if not tag.startswith("/") and tag != ignored]
 
 
-def holds_answer(text: str, answers: Sequence[str], rules: TaskConfig) -> bool:
+def holds_answer(text: str, answers: Sequence[str], rules: SearchAgentConfig) -> bool:
     """Whether `text` contains an accepted answer; one that is empty after normalisation is in no text."""
     if rules.retrieval_match == "case_insensitive":
         return contains(text, answers)

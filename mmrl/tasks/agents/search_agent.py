@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypedDict
 
-from mmrl.config.task import TaskConfig
+from mmrl.config.task import SearchAgentConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import JUDGE_SETS, judged
@@ -150,6 +150,7 @@ class SearchAgentTask(OpenQaTask):
     """Implements `mmrl.tasks.base.Task`; see `OpenQaTask` for arguments and errors."""
 
     templates = TEMPLATES
+    config: SearchAgentConfig
     unread: ClassVar[Mapping[str, str]] = {"dedup": "each search has one query"}
     reward_sets: tuple[str, ...] = ("outcome", "turn", "merged", *JUDGE_SETS)
     failed_metrics: ClassVar[Mapping[str, float]] = {
@@ -160,7 +161,7 @@ class SearchAgentTask(OpenQaTask):
         "answered": 0.0,
     }
 
-    def __init__(self, config: TaskConfig, seed: int):
+    def __init__(self, config: SearchAgentConfig, seed: int):
         super().__init__(config, seed)
         self.prompts = AgentPrompts(self.texts, config.retriever.snippet_words)
         self.program: Program = SearchAgent(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypedDict
 
-from mmrl.config.task import TaskConfig
+from mmrl.config.task import ReasonerConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.tags import disarm_markers, final_query, fitted, numbered
@@ -174,7 +174,7 @@ class SearchO1Task(OpenQaTask):
     unread: ClassVar[Mapping[str, str]] = {"dedup": "each search has one query"}
     main_metric = "f1"
 
-    def __init__(self, config: TaskConfig, seed: int):
+    def __init__(self, config: ReasonerConfig, seed: int):
         super().__init__(config.model_copy(update={"dataset": config.dataset or "hotpotqa"}), seed)
         self.prompts = SearchO1Prompts(self.texts, config.max_turns, config.retriever.snippet_words)
         self.program: Program = SearchO1(self.prompts, config.max_observation, config.max_context or 4096)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypedDict
 
-from mmrl.config.task import TaskConfig
+from mmrl.config.task import ToolAgentConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import OUTCOME, judged
@@ -185,6 +185,7 @@ class ToolAgentTask(OpenQaTask):
     """Implements `mmrl.tasks.base.Task`; see `OpenQaTask` for arguments and errors."""
 
     templates = TEMPLATES
+    config: ToolAgentConfig
     unread: ClassVar[Mapping[str, str]] = {
         "dedup": "a tool call has one query",
         "snippet_words": "articles are shown whole, up to task.max_observation",
@@ -192,7 +193,7 @@ class ToolAgentTask(OpenQaTask):
     reward_sets: tuple[str, ...] = ("outcome", "turn", "judge_outcome")
     failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0, "f1": 0.0, "answered": 0.0}
 
-    def __init__(self, config: TaskConfig, seed: int):
+    def __init__(self, config: ToolAgentConfig, seed: int):
         super().__init__(config, seed)
         self.prompts = ToolPrompts(self.texts)
         self.program: Program = ToolAgent(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ClassVar, TypedDict
 
 from mmrl import rng
+from mmrl.config.task import Banking77Config
 from mmrl.errors import ConfigError, DataError
 from mmrl.records import Call, Example
 from mmrl.tasks.base import Score
@@ -35,6 +36,7 @@ class BankingPrediction(TypedDict):
 class Banking77Task(DspyTask):
     """Implements `mmrl.tasks.base.Task`; see `DspyTask` for arguments and errors."""
 
+    config: Banking77Config
     main_metric = "em"
     failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0}
     parts = frozenset(SAMPLE)

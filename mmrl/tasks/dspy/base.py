@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmrl.config.task import TaskConfig
+from mmrl.config.task import SampleConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Example
 from mmrl.tasks.base import BaseTask, Tool
@@ -38,13 +38,11 @@ class DspyTask(BaseTask, ABC):
         ConfigError: options without effect, bad prompts or data; all problems that can be found at once.
     """
 
-    unread: ClassVar[tuple[str, ...]] = ("dataset", "corpus", "retriever", "punctuation")
-    """Options of `task` without effect here."""
     parts: ClassVar[frozenset[str]] = frozenset()
     """Splits that take rows of their own of a source that they share, with `task.sample=paper`."""
     reward_sets: tuple[str, ...] = ("outcome",)
     absent_features: Collection[str] = frozenset({"penalties", "observations"})
-    """What the program never has, so that options about it are refused (`mmrl.config.effects.Facts`)."""
+    """What the program never has, so that options about it are refused (`mmrl.config.rules.Facts`)."""
     main_metric: str
 
     def __init__(self, config: TaskConfig, seed: int):
@@ -83,14 +81,8 @@ class DspyTask(BaseTask, ABC):
         """The raw `dspy.Module`, called with the inputs of an example as keywords."""
 
     def option_problems(self) -> list[str]:
-        """Options that were set and have no effect."""
-        fields = type(self.config).model_fields
-        changed = [
-            name
-            for name in self.unread
-            if getattr(self.config, name) != fields[name].get_default(call_default_factory=True)
-        ]
-        return [f"task.{name}: has no effect with task {self.name}; leave it out" for name in changed]
+        """Options that were set and have no effect; the schema has refused what no program of this task reads."""
+        return []
 
     def source_problems(self) -> list[str]:
         """Sources that two splits would use in full."""
@@ -98,7 +90,8 @@ class DspyTask(BaseTask, ABC):
         for split, spec in self.sources.items():
             splits_of.setdefault(Source("", spec).identity(split), []).append(split)
         what = "all of" if self.parts else "both"
-        apart = self.parts if self.config.sample == "paper" else frozenset[str]()
+        sampled = isinstance(self.config, SampleConfig) and self.config.sample == "paper"
+        apart = self.parts if sampled else frozenset[str]()
         return [
             f"task.data: {' and '.join(splits)} are {what} {self.sources[splits[0]]}; "
             "expected a source each"

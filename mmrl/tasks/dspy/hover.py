@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import ClassVar, TypedDict
 
-from mmrl.config.task import TaskConfig
+from mmrl.config.task import HoverConfig
 from mmrl.errors import ConfigError, DataError
 from mmrl.records import Call, Example
 from mmrl.retrieval.base import Document
@@ -51,13 +51,13 @@ class HoverPrediction(TypedDict):
 class HoverTask(DspyTask):
     """Implements `mmrl.tasks.base.Task`; see `DspyTask` for arguments and errors."""
 
+    config: HoverConfig
     main_metric = "recall"
     failed_metrics: ClassVar[Mapping[str, float]] = {"recall": 0.0, "all_titles": 0.0}
     reward_sets: tuple[str, ...] = ("outcome", "strict")
     parts = frozenset(ITEMS)
-    unread = ("dataset", "punctuation")
 
-    def __init__(self, config: TaskConfig, seed: int):
+    def __init__(self, config: HoverConfig, seed: int):
         problems = []
         try:
             super().__init__(config, seed)
@@ -95,7 +95,7 @@ class HoverTask(DspyTask):
     def _documents(self) -> Sequence[Document]:
         """The corpus; empty where a server has it and it is not known."""
         config = self.config
-        brought = config.retriever.name == "remote" or config.retriever.index is not None
+        brought = config.retriever.brings_passages
         if brought and config.corpus is not None:
             raise ConfigError("task.corpus: has no effect with a retriever that brings its own passages; leave it out")
         named = named_corpus(config.retriever, config.corpus)

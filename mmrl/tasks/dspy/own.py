@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmrl.config.task import TaskConfig
+from mmrl.config.task import DspyProgramConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, RewardFailure
 from mmrl.records import EMPTY, Call, Example
 from mmrl.tasks.base import Context, Score, Task, Tool
@@ -173,10 +173,11 @@ class _PluginTask(_RecordTask):
 class ImportedTask(_RecordTask):
     """The task `dspy`: program and metric by import paths. Implements `mmrl.tasks.base.Task`."""
 
+    config: DspyProgramConfig
     main_metric = "score"
     absent_features = frozenset({"penalties"})
 
-    def __init__(self, config: TaskConfig, seed: int):
+    def __init__(self, config: DspyProgramConfig, seed: int):
         problems = [
             f"task.{name}: missing; {what}"
             for name, value, what in (

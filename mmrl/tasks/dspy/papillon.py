@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, TypedDict
 
-from mmrl.config.task import TaskConfig
+from mmrl.config.task import PapillonConfig
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import ConfigError, DataError, EngineFailure, ToolFailure
 from mmrl.records import Call, Example
@@ -39,12 +39,13 @@ class PapillonPrediction(TypedDict):
 class PapillonTask(DspyTask):
     """Implements `mmrl.tasks.base.Task`; see `DspyTask` for arguments and errors."""
 
+    config: PapillonConfig
     main_metric = "score"
     failed_metrics: ClassVar[Mapping[str, float]] = {"score": 0.0, "quality": 0.0, "leakage": 1.0}
     """A failed rollout is no sign of privacy: the leakage for which score, quality and leakage still fit together."""
     parts = frozenset(ROWS)
 
-    def __init__(self, config: TaskConfig, seed: int):
+    def __init__(self, config: PapillonConfig, seed: int):
         problems: list[str] = []
         self.judges: Judges = RuleJudges()
         self.left_out: list[str] = []

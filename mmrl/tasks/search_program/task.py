@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mmrl.config.task import TaskConfig
+from mmrl.config.task import MultihopQaConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.base import ModuleScore, Program, Score
@@ -37,7 +37,7 @@ class MultihopQaTask(OpenQaTask):
     main_metric = "f1"
     absent_features = frozenset({"observations", "parse_failures"})
 
-    def __init__(self, config: TaskConfig, seed: int):
+    def __init__(self, config: MultihopQaConfig, seed: int):
         dataset_of_task = config.name if config.name in LAYOUTS else "hotpotqa"
         super().__init__(config.model_copy(update={"dataset": config.dataset or dataset_of_task}), seed)
         self.prompts = SearchPrompts(self.texts, config.retriever.snippet_words)

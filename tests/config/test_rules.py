@@ -4,8 +4,8 @@ import pytest
 
 from mmrl.cli.hydra import configs, read_line
 from mmrl.config import EvalCommandConfig, TrainCommandConfig
-from mmrl.config.effects import COMMON, EVAL, TRAIN
-from mmrl.config.engine import engine_options
+from mmrl.config.engine import VllmServerConfig
+from mmrl.config.rules import COMMON, EVAL, TRAIN
 from mmrl.errors import ConfigError
 from mmrl.run import check as prepare
 
@@ -121,7 +121,7 @@ def test_typed_keys_without_effect_are_refused_and_the_cure_works(arguments, sta
 def test_every_rule_has_a_case():
     tested = {case[1].partition(":")[0] for case in CASES}
     others = {"algo.penalty_scale", "algo.ddof"}
-    others |= {f"engine.{key}" for key in engine_options()}  # each tested in test_config_engine.py
+    others |= {f"engine.{key}" for key in VllmServerConfig.model_fields}  # each tested in test_engine.py
     others |= {f"algo.{key}" for key in ("format_failure_score", "format_failure_best", "failing_index")}
     assert {rule.key for rule in (*COMMON, *TRAIN)} <= tested | others
 
@@ -130,14 +130,6 @@ def test_what_a_file_says_is_not_judged():
     """`algo=ppo` brings kl=reward and critic_warmup_steps, `model=tiny` beta=0: nobody typed a key without effect."""
     assert refused("algo=ppo", AGENT) == []
     assert refused(FOF, "algo.aggregate=mean") != []
-
-
-def test_options_of_one_engine_with_another():
-    """There may be a single engine here, so the rule is asked itself."""
-    (rule,) = [rule for rule in COMMON if rule.key == "engine.loop"]
-    (config,) = configs("train", TrainCommandConfig, read_line(["engine.loop=hf"]))
-    other = config.model_copy(update={"hardware": config.hardware.model_copy(update={"engine": "elsewhere"})})
-    assert not rule.idle(config, None) and rule.idle(other, None)
 
 
 def test_an_evaluation_has_no_training_options():

@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.config.algo import CriticConfig, GroupConfig, MhgpoRrConfig
-from mmrl.config.engine import engine_options
-from mmrl.config.root import EvalCommandConfig, RootConfig, TrainCommandConfig
-from mmrl.config.shipped import SHIPPED
-from mmrl.config.task import BUILT_IN, OPTIONS
+from mmrl.config.schema import SHIPPED, EvalCommandConfig, RootConfig, TrainCommandConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +50,8 @@ def _other_set(config: RootConfig, facts: Facts) -> bool:
     return config.task.name == "search_agent" and facts.reward_set not in ("turn", "judge_turn")
 
 
-def _other_engine(users: Collection[str]) -> Callable[[Any, Facts], bool]:
-    return lambda config, facts: engine_name(config) not in users
-
-
 def _given_server(config: RootConfig, facts: Facts) -> bool:
-    return engine_name(config) == "vllm_server" and config.engine.url is not None
+    return config.engine.server is not None
 
 
 def _one_module(config: TrainCommandConfig, facts: Facts) -> bool:
@@ -93,14 +86,6 @@ COMMON = (
         "hardware.engine",
         lambda config, facts: config.engine.name != "auto",
         "with engine= given; leave one of the two out",
-    ),
-    *(
-        Rule(
-            f"engine.{key}",
-            _other_engine(users),
-            f"with this engine; it is an option of engine={' and engine='.join(users)}",
-        )
-        for key, users in engine_options().items()
     ),
     *(
         Rule(f"engine.{key}", _given_server, "with engine.url: mmrl does not start that server")
@@ -178,20 +163,12 @@ def without_effect(config: RootConfig, typed: Collection[str], facts: Facts) -> 
         typed: keys as on the command line, without `+`.
     """
     rules = [*COMMON, *(EVAL if isinstance(config, EvalCommandConfig) else TRAIN)]
-    problems = [
+    return [
         f"{key}: got {_value(config, key)}, which has no effect {rule.why}"
         for rule in rules
         for key in sorted(typed)
         if (key == rule.key or key.startswith(f"{rule.key}.")) and rule.idle(config, facts)
     ]
-    if config.task.name in BUILT_IN:
-        problems += [
-            f"task.{option}: got {_value(config, f'task.{option}')}, which has no effect with task "
-            f"{config.task.name}; it is an option of {', '.join(owners)}"
-            for option, owners in OPTIONS.items()
-            if f"task.{option}" in typed and config.task.name not in owners
-        ]
-    return problems
 
 
 def _value(config: RootConfig, key: str) -> str:

@@ -1,0 +1,173 @@
+"""One schema per task, engine and retriever: a key of another one is refused by name, with the names that have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from mmrl.config.groups import options
+
+from mmrl.cli.hydra import composed, configs, read_line
+from mmrl.config import (
+    ALGO_SCHEMAS,
+    ENGINE_SCHEMAS,
+    RETRIEVER_SCHEMAS,
+    TASK_SCHEMAS,
+    EvalCommandConfig,
+    TrainCommandConfig,
+    validate,
+    validate_stored,
+)
+from mmrl.config.task import BUILT_IN, PluginTaskConfig, TaskConfig
+from mmrl.config.validate import RETIRED
+from mmrl.engines import ENGINES
+from mmrl.errors import ConfigError
+from mmrl.tasks import TASKS
+
+FORMER: dict[str, Any] = {
+    "task": {**RETIRED["task"], "retriever": dict(RETIRED["task"]["retriever"])},
+    "engine": {**RETIRED["engine"], "endpoint": dict(RETIRED["engine"]["endpoint"])},
+}
+"""Every key that tasks and engines had before there was a schema for each name, as a `config.yaml` holds them."""
+
+
+def raw_of(*arguments: str, command: str = "train") -> dict[str, Any]:
+    return composed(command, list(arguments))
+
+
+def problems_of(raw: dict[str, Any]) -> list[str]:
+    try:
+        validate(TrainCommandConfig, raw)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def foreign(schemas: Any) -> list[tuple[str, str]]:
+    keys = {key for schema in schemas.values() for key in schema.model_fields}
+    return sorted((name, key) for name, schema in schemas.items() for key in keys - set(schema.model_fields))
+
+
+@pytest.mark.parametrize(("name", "key"), foreign({name: TASK_SCHEMAS[name] for name in BUILT_IN}))
+def test_a_key_of_another_task_is_refused_by_name(name: str, key: str) -> None:
+    raw = raw_of()
+    raw["task"] = {"name": name, key: 1}
+    (problem,) = problems_of(raw)
+    users = ", ".join(sorted(other for other, schema in TASK_SCHEMAS.items() if key in schema.model_fields))
+    assert problem == f"task.{key}: got 1, which has no effect with task {name}; it is an option of {users}"
+
+
+@pytest.mark.parametrize(("name", "key"), foreign(ENGINE_SCHEMAS))
+@pytest.mark.parametrize("through", ["engine", "hardware"])
+def test_a_key_of_another_engine_is_refused_by_name(name: str, key: str, through: str) -> None:
+    raw = raw_of()
+    raw["engine"] = {"name": name if through == "engine" else "auto", key: 1}
+    raw["hardware"]["engine"] = name
+    (problem,) = problems_of(raw)
+    assert problem.startswith(f"engine.{key}: got 1, which has no effect with engine={name}; it is an option of ")
+
+
+@pytest.mark.parametrize(("name", "key"), foreign(RETRIEVER_SCHEMAS))
+def test_a_key_of_another_retriever_is_refused_by_name(name: str, key: str) -> None:
+    raw = raw_of()
+    raw["task"]["retriever"] = {"name": name, key: 1} | ({"url": "http://h"} if name == "remote" else {})
+    (problem,) = problems_of(raw)
+    users = ", ".join(sorted(other for other, schema in RETRIEVER_SCHEMAS.items() if key in schema.model_fields))
+    said = f"got 1, which has no effect with task.retriever.name={name}; it is an option of {users}"
+    assert problem == f"task.retriever.{key}: {said}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "starts"),
+    [
+        (["task.max_tokns=3"], "task.max_tokns: unknown key; did you mean 'max_tokens'? (valid here: corpus, "),
+        (["task.data.trian=x"], "task.data.trian: unknown key; did you mean 'train'? (valid here: dev, "),
+        (["task.retriever.top=3"], "task.retriever.top: unknown key; did you mean 'top_k'? (valid here: b, "),
+        (["engine.lop=hf"], "engine.lop: unknown key; did you mean 'loop'? (valid here: batch_tokens, "),
+        (["task=papillon", "task.judge.modl=x"], "task.judge.modl: unknown key; did you mean 'model'? (valid here: "),
+        (["engine.endpoint.url=http://x"], "engine.endpoint.url: got http://x, which has no effect with engine="),
+        (["task.retriever.name=bm26", "task.retriever.k1=2.0"], "task.retriever.name: got 'bm26', expected 'bm25', "),
+        (["task.retriever.name=remote"], "task.retriever.url: missing, a value is required"),
+        (["task.retriever={name: remote, url: x}"], "task.retriever.url: got 'x', expected http://HOST"),
+        (["task.retriever.retries=9"], "task.retriever.retries: has no effect with a retriever in process"),
+        (["engine.name=vlm"], "engine.name: got 'vlm', expected 'auto', "),
+        (["engine=vllm_server", "hardware.processes=x"], "hardware.processes: got 'x', expected"),
+    ],
+)
+def test_a_mistake_below_a_chosen_schema_has_one_sentence(arguments: list[str], starts: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configs("train", TrainCommandConfig, read_line(arguments))
+    (problem,) = caught.value.problems
+    assert problem.startswith(starts)
+
+
+@pytest.mark.parametrize("task", options("task"))
+@pytest.mark.parametrize("algo", options("algo"))
+def test_every_task_composes_with_every_algorithm(task: str, algo: str) -> None:
+    config = validate(TrainCommandConfig, raw_of(f"task={task}", f"algo={algo}"))
+    assert type(config.task) is TASK_SCHEMAS[config.task.name]
+    assert type(config.algo) is ALGO_SCHEMAS[config.algo.name]
+
+
+@pytest.mark.parametrize("group", ["model", "hardware", "engine"])
+def test_every_choice_of_a_group_composes(group: str) -> None:
+    for choice in options(group):
+        validate(TrainCommandConfig, raw_of(f"{group}={choice}"))
+        validate(EvalCommandConfig, raw_of(f"{group}={choice}", "policy=tiny", command="eval"))
+
+
+def test_schemas_have_the_names_of_what_they_configure() -> None:
+    assert set(BUILT_IN) <= set(TASKS) and set(ENGINE_SCHEMAS) == set(ENGINES)
+
+
+def stored(task: str, **engine: Any) -> dict[str, Any]:
+    """A training run's `config.yaml` as it was when every task had every key: lists instead of tuples, no model."""
+    config = validate(TrainCommandConfig, raw_of(f"task={task}", "algo=grpo")).model_dump(mode="json")
+    config["task"] = {**FORMER["task"], **config["task"]}
+    if isinstance(config["task"]["retriever"], dict):
+        config["task"]["retriever"] = {**RETIRED["task"]["retriever"], **config["task"]["retriever"]}
+    config["engine"] = {**FORMER["engine"], **config["engine"], **engine}
+    config["engine"]["args"] = list(config["engine"]["args"])
+    config["task"]["inputs"] = list(config["task"]["inputs"])
+    return config
+
+
+@pytest.mark.parametrize("task", BUILT_IN)
+def test_an_old_stored_config_loads(task: str) -> None:
+    before = validate(TrainCommandConfig, raw_of(f"task={task}", "algo=grpo"))
+    assert validate_stored(TrainCommandConfig, stored(task)) == before
+
+
+def test_what_an_old_stored_config_does_not_hold_as_default_is_refused() -> None:
+    raw = stored("hotpotqa", gpu_memory=0.9)
+    raw["task"]["max_turns"] = 7
+    raw["task"]["retriever"]["url"] = "http://h"
+    with pytest.raises(ConfigError) as caught:
+        validate_stored(TrainCommandConfig, raw)
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
+        "task.retriever.url",
+        "task.max_turns",
+        "engine.gpu_memory",
+    ]
+    with pytest.raises(ConfigError, match="task.max_turns"):  # typed, a former default is refused as well
+        validate(TrainCommandConfig, raw_of("++task.max_turns=4"))
+
+
+def test_a_plugin_without_a_schema_may_read_any_key_and_one_with_a_schema_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raw = raw_of()
+    raw["task"] = {"name": "routing", "max_turns": 2, "labels": "x.json"}
+    assert type(validate(TrainCommandConfig, raw).task) is PluginTaskConfig
+
+    class RoutingConfig(TaskConfig):
+        depth: int = 3
+
+    monkeypatch.setitem(TASK_SCHEMAS, "routing", RoutingConfig)
+    raw["task"] = {"name": "routing", "depth": 5}
+    assert validate(TrainCommandConfig, raw).task.model_dump()["depth"] == 5
+    raw["task"] = {"name": "routing", "max_turns": 2}
+    (problem,) = problems_of(raw)
+    assert problem.startswith("task.max_turns: got 2, which has no effect with task routing; it is an option of ")
+    raw["task"] = {"name": "hotpotqa", "depth": 2}
+    assert problems_of(raw) == ["task.depth: got 2, which has no effect with task hotpotqa; it is an option of routing"]
