@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from mmrl.config import DataConfig, TaskConfig
+from mmrl.config import DataConfig
+from mmrl.config.task import PluginTaskConfig
 from mmrl.errors import ConfigError, ParseFailure
 from mmrl.rollout.scripted import play
 from mmrl.tasks.base import Score, Task
@@ -26,7 +27,7 @@ PARTS = OwnTask(shout, loud, inputs=["word"], modules=["speaker"], tools={"mark"
 def make(tmp_path, rows=({"word": "hey", "end": "!"},), parts=PARTS, dev=None, **options):
     (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data = DataConfig(train=str(tmp_path / "train.jsonl"), **({"dev": dev} if dev else {}))
-    return parts(TaskConfig(name="shout", data=data, **options), 0)
+    return parts(PluginTaskConfig(name="shout", data=data, **options), 0)
 
 
 def problems(tmp_path, **options):
@@ -99,7 +100,7 @@ def test_bad_records_name_file_and_line(tmp_path):
 
 def test_without_data_it_says_what_is_expected():
     with pytest.raises(ConfigError, match=r"no data for task shout, expected task.data.train"):
-        PARTS(TaskConfig(name="shout"), 0)
+        PARTS(PluginTaskConfig(name="shout"), 0)
 
 
 def test_options_that_no_one_reads_are_refused_all_at_once(tmp_path):
@@ -125,6 +126,6 @@ def test_subsets_of_train_follow_the_seed(tmp_path):
     (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data = DataConfig(train=str(tmp_path / "train.jsonl"), train_items=5)
     first, again, other = (
-        [e.id for e in PARTS(TaskConfig(name="shout", data=data), seed).examples("train")] for seed in (0, 0, 1)
+        [e.id for e in PARTS(PluginTaskConfig(name="shout", data=data), seed).examples("train")] for seed in (0, 0, 1)
     )
     assert first == again != other and len(first) == 5
