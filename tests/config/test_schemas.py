@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from mmrl.config.groups import options
 
 from mmrl.cli.hydra import composed, configs, read_line
 from mmrl.config import (
@@ -24,6 +23,7 @@ from mmrl.config.task import BUILT_IN, PluginTaskConfig, TaskConfig
 from mmrl.config.validate import RETIRED
 from mmrl.engines import ENGINES
 from mmrl.errors import ConfigError
+from mmrl.system.conf import options
 from mmrl.tasks import TASKS
 
 FORMER: dict[str, Any] = {
