@@ -23,7 +23,7 @@ from pydantic_core import PydanticUndefined
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS, TrainCommandConfig
-from mmrl.config.groups import options
+from mmrl.system.conf import options
 from mmrl.tasks import TASKS
 
 TOP = Path(__file__).resolve().parent.parent
