@@ -273,6 +273,7 @@ def _exploded(limits: Thresholds) -> Shape:
     """Starts where KL grew fast (or is very high), and stays on until KL is down again."""
 
     def shape(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        # Two windows back, so that the two means share no step.
         lag = 2 * limits.window
         before = np.concatenate([np.full(min(lag, len(means)), np.inf), means])[: len(means)]
         starts = (means > limits.kl_growth * before) | (means > 10 * limits.kl)
@@ -314,6 +315,7 @@ def _stretches(name: str, key: str, steps: np.ndarray, rings: np.ndarray, messag
     """One alarm per maximal run of True in `rings`."""
     if not rings.any():
         return []
+    # Padded with False, so that every stretch has a rise and a fall.
     padded = np.concatenate([[False], rings, [False]]).astype(np.int8)
     starts = np.flatnonzero(np.diff(padded) == 1)
     ends = np.flatnonzero(np.diff(padded) == -1) - 1

@@ -93,6 +93,7 @@ def reward_curve(history: History) -> str:
         return ""
     with _axes("training reward") as (axes, result):
         axes.plot(*_thin(steps, values), color=LINES[0], alpha=0.35, linewidth=1, label="per step")
+        # Below one window the mean would only repeat the points.
         if len(values) > WINDOW:
             mean = trailing_mean(values, WINDOW)
             axes.plot(*_thin(steps, mean), color=LINES[0], linewidth=2, label=f"mean of {WINDOW} steps")
@@ -183,6 +184,7 @@ def _label(name: str) -> str:
 def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if len(values) <= POINTS:
         return steps, values
+    # Means of stretches keep the area under a curve, which picking every n-th point would not.
     parts = np.array_split(np.arange(len(values)), POINTS)
     return np.array([steps[part[-1]] for part in parts]), np.array([values[part].mean() for part in parts])
 
@@ -194,12 +196,15 @@ def _themed(svg: str, title: str, standalone: bool = False) -> str:
         title: its name for screen readers.
         standalone: True: it defines its own colours and font.
     """
+    # Without XML head: the element stands inside an HTML page.
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
     # Ids of groups repeat from figure to figure; only those that something refers to are kept.
     used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', svg))
     svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in used else "", svg)
+    # Size by the view box alone, so that it fills its column.
     svg = re.sub(r'(<svg[^>]*?) width="[^"]+" height="[^"]+"', r"\1", svg, count=1)
+    # The family comes from the page; matplotlib's may not be installed there.
     svg = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font-size: \1", svg)
     svg = re.sub(
         r"#[0-9a-f]{6}\b", lambda match: f"var({VARIABLES[match[0]]})" if match[0] in VARIABLES else match[0], svg
@@ -248,6 +253,7 @@ def comparison_figure(comparison: Comparison) -> tuple[str, bytes]:
 def evaluation_band(group: Group, metric: str) -> Band | None:
     """Mean over seeds of an evaluation metric, lowest to highest; the items' interval where there is one seed."""
     curves = [points for line in group.drawn if (points := _evaluations(line, metric))]
+    # One seed has no range over seeds; the interval over items says how sure its points are.
     if len(curves) == 1:
         steps = sorted(curves[0])
         value, low, high = (np.array([curves[0][step][place] for step in steps]) for place in range(3))
@@ -301,6 +307,7 @@ def _draw_panel(panel: Panel, axes: Sequence[Axes], styles: Mapping[str, LineSty
         if not axis.lines:
             axis.text(0.5, 0.5, "no data yet", ha="center", va="center", transform=axis.transAxes)
             axis.set(xticks=[], yticks=[])
+    # The legend has a column of its own: inside a panel it would hide curves.
     axes[3].axis("off")
     axes[3].legend(
         handles=[_legend_entry(group, styles[group.label]) for group in panel.groups],
@@ -355,6 +362,7 @@ def _line_styles(comparison: Comparison) -> dict[str, LineStyle]:
     """One style per label: unique in every panel, and the same in all of them where that can be."""
     panels = [[group.label for group in panel.groups] for panel in comparison.panels]
     places: dict[str, int] = {}
+    # Greedy colouring: the lowest number that no neighbour has.
     for label in dict.fromkeys(label for panel in panels for label in panel):
         beside = {places[other] for panel in panels if label in panel for other in panel if other in places}
         places[label] = next(place for place in range(len(places) + 1) if place not in beside)

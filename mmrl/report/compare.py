@@ -77,6 +77,7 @@ class Line:
     @property
     def evaluated(self) -> Mapping[int, Sequence[Item]]:
         """Step -> per-item results on the run's split; steps whose evaluation is complete."""
+        # An evaluation's items are written one by one; its metrics line comes last and marks it as complete.
         complete = {record["step"] for record in self.seen.history if f"eval/{self.seen.split}/n" in record}
         return {step: items for step, items in self.seen.items.get(self.seen.split, {}).items() if step in complete}
 
@@ -88,6 +89,7 @@ class Line:
             return None
         first, last = self.evaluated[steps[0]], {item["id"]: item for item in self.evaluated[steps[-1]]}
         pairs = [(item["metrics"], last[item["id"]]["metrics"]) for item in first if item["id"] in last]
+        # Only items that both evaluations scored can be paired.
         values = [(a[self.metric], b[self.metric]) for a, b in pairs if self.metric in a and self.metric in b]
         if not values:
             return None
@@ -103,6 +105,7 @@ class Line:
         difference = self.difference
         if not self.finished or difference is None or difference.n < LEAST_ITEMS:
             return None
+        # The small tolerance: 0.25 - 0.20 is a little below 0.05 in binary.
         return difference.difference >= LEAST_GAIN - 1e-9 and difference.low > 0
 
     @property
@@ -152,11 +155,13 @@ class Group:
     def verdict(self) -> str:
         """`yes`, `no` or `undecided`, with what it rests on."""
         decided = [line.learned for line in self.lines if line.learned is not None]
+        # One seed below the threshold decides: all seeds have to learn.
         yes, counted = sum(decided), f"{sum(decided)} of {len(decided)} seeds"
         if yes < len(decided):
             return f"no ({counted})"
         if len(decided) >= SEEDS and len(decided) == len(self.lines):
             return f"yes ({counted})"
+        # From here on it is open; say what is missing most.
         items = [difference.n for line in self.finished if (difference := line.difference) is not None]
         if items and min(items) < LEAST_ITEMS:
             return f"undecided ({min(items)} items, {LEAST_ITEMS} are needed)"
@@ -229,6 +234,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
             problems.append(f"runs: {path}: no such folder")
             continue
         below = list(_runs_below(path))
+        # Only training runs have an algorithm in their config.
         training = [run for run in below if "algo" in RunDir.read(run).config]
         if not training:
             other = f" (only {len(below)} of `mmrl eval`)" if below else ""
@@ -251,6 +257,7 @@ def compare(runs: Sequence[Path], name: str, main_metrics: Mapping[str, str]) ->
         CheckpointError, DataError: a damaged run.
     """
     seen = [Overview.of(RunDir.read(path)) for path in runs]
+    # Scores are comparable only on the same task and split, so each pair has a panel.
     tasks: dict[tuple[str, str], list[Overview]] = {}
     for one in seen:
         tasks.setdefault((str(one.get("task.name", "?")), one.split), []).append(one)
@@ -292,6 +299,7 @@ def _scores(line: Line) -> dict[str, float]:
 def _labels(members: Sequence[Overview]) -> list[str]:
     """The algorithm's name, with the config values in which its runs differ."""
     names = [str(one.get("algo.name", "?")) for one in members]
+    # Values that do not change what is learned (seed, paths, machine) do not make a variant.
     flat = [
         {path: value for path, value in flattened(one.config).items() if not path.startswith(NOT_VARIANTS)}
         for one in members
@@ -318,6 +326,7 @@ def _one_per_seed(label: str, lines: Sequence[Line], notes: list[str]) -> list[L
         if other is None:
             best[line.seed] = line
             continue
+        # A finished run first, then the one with more steps.
         furthest, other = sorted((other, line), key=lambda one: (not one.finished, -one.seen.done))
         best[line.seed] = furthest
         notes.append(f"{other.seen.run.path}: left out, {furthest.seen.run.path} is {label} with seed {line.seed} too")
@@ -329,6 +338,7 @@ def _runs_below(path: Path) -> Iterable[Path]:
         try:
             RunDir.read(folder)
         except CheckpointError:
+            # os.walk visits what `below` still names: sorted for a stable order, cleared to stop at a run.
             below.sort()
             continue
         below.clear()

@@ -72,6 +72,7 @@ def overview_text(seen: Overview, width: int = 100) -> str:
     parts = [f"{seen.name}: {seen.what}, {seen.done}{total} steps, {seen.state}\n{seen.run.path}"]
     steps, rewards = series(seen.training, "reward/mean")
     if len(rewards):
+        # Short runs are drawn as they are: a mean of five would leave nothing to see.
         title = "reward per step" if len(rewards) < 20 else "reward per step (mean of 5)"
         smooth = rewards if len(rewards) < 20 else trailing_mean(rewards, 5)
         parts.append(f"{title}\n{text_plot(smooth.tolist(), int(steps[0]), int(steps[-1]), width)}")
@@ -93,12 +94,14 @@ def text_plot(values: Sequence[float], first: int, last: int, width: int = 80, h
         first, last: steps of the first and last value.
     """
     marks = ASCII_BLOCKS if not (sys.stdout.encoding or "").lower().startswith("utf") else BLOCKS
+    # Room for the labels on the left; more columns than 72 do not help the eye.
     columns = binned(values, max(min(width - 14, 72), 10))
     repeat = max(1, min(6, 40 // len(columns)))
     low, high = min(columns), max(columns)
     labels = [short(high), short((low + high) / 2), short(low)]
     margin = max(len(label) for label in labels) + 2
     levels = height * len(marks)
+    # Every value gets at least one eighth of a block, so that a low one differs from a missing one.
     heights = [levels // 2 if high == low else 1 + round((v - low) / (high - low) * (levels - 1)) for v in columns]
     lines = []
     for row in range(height - 1, -1, -1):
@@ -133,6 +136,7 @@ def _splits(seen: Overview) -> list[str]:
 
 def _evaluation_table(seen: Overview, split: str) -> str:
     names = seen.metric_names(split)
+    # A stable sort: the main metric first, the others in their order.
     names.sort(key=lambda name: name != seen.main_metric)
     names = names[:4]
     if not names:
@@ -205,6 +209,7 @@ def _last_step_with(run: RunDir, example: str) -> int:
     if not steps:
         raise CheckpointError(f"{run.path}: the run has no journals yet")
     ids: dict[str, None] = {}
+    # From the newest step back: a journal is read whole, so the first match ends the search.
     for step in reversed(steps):
         forest, _ = read_step(run, step)
         if example in forest.examples:
@@ -241,6 +246,7 @@ def finish(
     differences = compare_items(before, after, config.seed, config.eval.bootstrap, main_metric)
     seen = Overview.of(run)
     _, rewards = series(seen.training, "reward/mean")
+    # The same window as in the charts, so that numbers and curves agree.
     smooth = trailing_mean(rewards, 5)
     summary = {
         "name": seen.name,
@@ -261,8 +267,10 @@ def finish(
         "facts": dict(facts),
         "what": seen.kind,
     }
+    # First the numbers, then the page: a page that fails to draw loses nothing.
     run.write_summary(summary)
     seen = Overview.of(run)
+    # Paragraphs wider than 110 columns are hard to read, however wide the terminal.
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)
     trouble = _write_report(seen)
     parts = [
@@ -337,6 +345,7 @@ def evaluation_command(seen: Overview) -> str:
 
 def _set_by(command: Sequence[str]) -> Iterator[str]:
     """The config keys that a command line set, those of its rows included."""
+    # A row may come from the user's own folder of configs.
     folder = next((after for word, after in pairwise(command) if word in ("--config-dir", "-cd")), None)
     for word in command:
         key, _, value = word.lstrip("+").partition("=")

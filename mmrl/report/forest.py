@@ -112,7 +112,7 @@ def check_forest(forest: Forest, source: str) -> None:
     Raises:
         DataError: as `parse_forest`.
     """
-    # Written from single records, not along paths: a damaged forest may have cycles.
+    # From single records, not along paths: a damaged forest may have cycles.
     _Reader(source).read(_form([_call_form(call) for call in forest.calls.values()], forest))
 
 
@@ -184,6 +184,7 @@ _JOURNAL = {Call: _schema(Call), Rollout: _schema(Rollout)}
 def _problems(error: ValidationError, kind: type[Call] | type[Rollout], raw: Document) -> Iterator[str]:
     """One sentence per field that pydantic refuses; several wrong elements of a list are one problem."""
     hints = get_type_hints(kind)
+    # Errors of a union or of elements share the field; the last one stands for all.
     refused = {str(detail["loc"][0]): detail for detail in error.errors(include_url=False, include_input=False)}
     for key, detail in refused.items():
         if detail["type"] == "extra_forbidden":
@@ -192,9 +193,6 @@ def _problems(error: ValidationError, kind: type[Call] | type[Rollout], raw: Doc
             yield f"{key}: {_FORM[hints[key]][1].format(repr(raw.get(key)))}"
         else:
             yield f"{key}: got {raw.get(key)!r}, expected an object"
-
-
-# --- the whole file
 
 
 @dataclass(slots=True)
@@ -223,6 +221,7 @@ class _Reader:
             self.problem(f"{key}: missing")
         if missing:
             return None
+        # True == 1 in Python.
         if raw["version"] != VERSION or isinstance(raw["version"], bool):
             self.problem(f"version: got {raw['version']!r}, expected {VERSION}")
         modules, calls, rollouts = raw["modules"], raw["calls"], raw["rollouts"]
@@ -280,6 +279,7 @@ class _Reader:
             if tokens != len(ids):
                 self.problem(f"completion_tokens: got {tokens}, completion_ids has {len(ids)}")
         call = Call(**{"parent": None, **values, "completion_tokens": tokens})
+        # Names are checked against the file's own list: a typo would else be a module that never learns.
         if call.module not in modules:
             self.problem(unknown("module", call.module, modules))
         # With `algo.obs=all` a critic also has a value for each observation token.
@@ -309,6 +309,7 @@ class _Reader:
             )
         if rollout.fork is not None and rollout.fork not in modules:
             self.problem(unknown("fork", rollout.fork, modules))
+        # The default failure score, as if the run had scored it.
         if rollout.reward is None and rollout.error in errors.MODEL_CAUSED:
             rollout = replace(rollout, reward=0.0)
         return rollout if len(self.problems) == before else None
@@ -325,8 +326,6 @@ class _Reader:
             by_id[record.id] = record
         return by_id
 
-    # --- the graph
-
     def _graph(self, calls: Mapping[str, Call], rollouts: Mapping[str, Rollout], modules: Sequence[str]) -> Forest:
         ordered = self._ordered(calls)
         if not self.problems:
@@ -337,6 +336,7 @@ class _Reader:
 
     def _ordered(self, calls: Mapping[str, Call]) -> dict[str, Call]:
         """Calls with parents first, else in the file's order; unknown parents and cycles are problems."""
+        # Depth first along parents; each call is visited once, and a chain that meets itself is a cycle.
         ordered: dict[str, Call] = {}
         for call in calls.values():
             chain: list[Call] = []
@@ -361,6 +361,7 @@ class _Reader:
         counts: dict[str, dict[str, int]] = {}
         for call in calls.values():
             self.where = f"call '{call.id}'"
+            # Counts of modules on the path to the parent, which `ordered` has placed before.
             earlier = dict(counts[call.parent]) if call.parent is not None else {}
             if call.parent is not None and calls[call.parent].example != call.example:
                 self.problem(f"example: got '{call.example}', its parent has '{calls[call.parent].example}'")

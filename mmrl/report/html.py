@@ -117,6 +117,7 @@ def _templates() -> Environment:
     return Environment(
         loader=PackageLoader("mmrl.report"),
         autoescape=True,
+        # A name that a template misspells must fail in a test, not leave a gap in a page.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -180,6 +181,7 @@ def _module_curves(seen: Overview) -> dict[str, str]:
     for fact in ordered:
         keys = {name: f"module/{name}/{fact}" for name in seen.modules}
         having = [name for name, key in keys.items() if len(series(seen.training, key)[1])]
+        # A flat line tells nothing; its number is in the table.
         if any(_changes(seen, key) for key in keys.values()):
             label = MODULE_LABELS.get(fact, fact.replace("_", " "))
             label += f" ({having[0]})" if len(having) == 1 < len(keys) else ""
@@ -243,6 +245,7 @@ class ShownCall:
 def _journals(seen: Overview) -> Iterator[dict[str, object]]:
     """Some examples of the first and of the last step that has a journal."""
     steps = seen.run.journal_steps()
+    # One step only where the first journal is the last.
     for step in dict.fromkeys((steps[0], steps[-1])) if steps else ():
         try:
             forest, entries = read_step(seen.run, step)
@@ -262,6 +265,7 @@ def telling_examples(forest: Forest, count: int) -> list[str]:
         failed[rollout.example] = failed.get(rollout.example, 0) + (rollout.error is not None)
     ranges = {example: max(values) - min(values) for example, values in rewards.items()}
     order = {example: index for index, example in enumerate(forest.examples)}
+    # Where rollouts of one question differ, there is something to learn from.
     by_range = sorted(order, key=lambda example: (-ranges[example], order[example]))
     by_failure = sorted((e for e in order if failed[e]), key=lambda example: (-failed[example], order[example]))
     return list(dict.fromkeys([*by_range[: max(count - 1, 1)], *by_failure[:1], *by_range]))[:count]
@@ -271,6 +275,7 @@ def _example(forest: Forest, entries: Sequence[Entry], example: str) -> dict[str
     rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     mean = f"mean reward {short(fmean(rewards))}" if rewards else "no reward"
+    # One counter for all trees of the example; a list, since the recursion shares it.
     left = [NODE_LIMIT]
     calls = [shown for node in trees(forest, entries, example) if (shown := _shown_call(node, left)) is not None]
     return {
@@ -285,6 +290,7 @@ def _example(forest: Forest, entries: Sequence[Entry], example: str) -> dict[str
 def _shown_call(node: Node, left: list[int]) -> ShownCall | None:
     """A call for the page; `left` counts down the calls that may still be shown."""
     left[0] -= 1
+    # Children first: a call over the limit is kept where a call below it is shown.
     is_shown = left[0] >= 0
     below = [shown for child in node.children if (shown := _shown_call(child, left)) is not None]
     if not is_shown and not below:

@@ -58,6 +58,7 @@ class Writer:
 
     def write(self, run: RunDir, forest: Forest, entries: Sequence[object]) -> None:
         """Begin `write_step`; see `wait` for what writing the one before raised."""
+        # One write at a time, in order; an error of the last one surfaces here at the latest.
         self.wait()
         self._pool = self._pool or ThreadPoolExecutor(1, "mmrl-journal")
         self._written = self._pool.submit(write_step, run, forest, entries)
@@ -89,6 +90,7 @@ def read_step(run: RunDir, step: int, *, evaluation: str | None = None) -> tuple
     if not path.is_file():
         raise CheckpointError(f"{run.path}: no journal of step {step}; {_available(run, evaluation)}")
     try:
+        # Line feeds alone separate lines: JSON text may hold the other separators of Unicode.
         lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).split(b"\n") if line]
         return decode(lines, str(path))
     except DataError as error:
@@ -101,6 +103,7 @@ def encode(forest: Forest, entries: Sequence[object]) -> list[Document]:
     """A forest and its credit as JSON-ready lines."""
     head = {"line": "forest", "step": forest.step, "modules": forest.modules, "meta": dict(forest.meta)}
     lines: list[Document] = [head]
+    # Calls of a group share their prompt, which is most of the text of a journal.
     prompts: dict[Prompt, int] = {}
     for call in forest.calls.values():
         prompt = (call.prompt_ids, call.prompt_text)
@@ -109,6 +112,7 @@ def encode(forest: Forest, entries: Sequence[object]) -> list[Document]:
             lines.append({"line": "prompt", "ids": call.prompt_ids, "text": call.prompt_text})
         lines.append({"line": "call", "prompt": prompts[prompt], **_fields(call, leave_out=_PROMPT)})
     lines += [{"line": "rollout", **_fields(rollout)} for rollout in forest.rollouts]
+    # Entries come as dataclasses of `credit`, a layer that this one must not import.
     lines += [{"line": "entry", **_fields(entry)} for entry in entries]
     return lines
 

@@ -40,6 +40,7 @@ class Overview:
             DataError: a metrics or evaluation file is damaged.
         """
         items: dict[str, dict[int, Sequence[Item]]] = {}
+        # Names are `step-000012-<split>.jsonl`, and a split may hold hyphens.
         for path in sorted((run.path / "eval").glob("step-*-*.jsonl")):
             step = step_of(path)
             if step is not None:
@@ -72,6 +73,7 @@ class Overview:
         """`finished`, `running`, or how to continue it."""
         if self.summary:  # the process that writes the report of a finished run still holds the lock
             return "finished"
+        # The lock is asked each time: a state that was cached would be wrong a moment later.
         return "running" if self.run.in_use else f"stopped; continue with: mmrl train resume={self.run.path}"
 
     @property
@@ -115,6 +117,7 @@ class Overview:
         """Evaluation metrics with an interval; those of answers first."""
         prefix = f"eval/{split}/"
         keys = dict.fromkeys(key for record in self.history for key in record if key.startswith(prefix))
+        # A metric with a lower bound has an interval: the others are counts and times.
         names = [key.removeprefix(prefix) for key in keys]
         measured = [name for name in names if f"{name}_low" in names]
         return sorted(measured, key=lambda name: (name not in FIRST, name == "reward"))
@@ -132,6 +135,7 @@ class Overview:
     @cached_property
     def differences(self) -> dict[str, Difference]:
         """Metric -> last evaluation against the first, on the items that both have; empty before a second one."""
+        # The first and the last evaluation: before and after training.
         steps = sorted(self.items.get(self.split, {}))
         if len(steps) < 2:
             return {}
@@ -147,6 +151,7 @@ class Overview:
         sentences = []
         sources = self.get("task.data", {}) or {}
         splits = ("train", str(self.split))
+        # The sentence that must not be missing: invented data, no public score.
         mini = [split for split in splits if sources.get(split) == "mini"]
         if mini:
             sentences.append(

@@ -37,6 +37,7 @@ def run_name(config: RootConfig) -> str:
 
 
 FAILED = "rollouts/failed/"
+# A display's cost must not grow with the run: both limits bound what a step looks at.
 HISTORY = 400
 """Steps kept for sparklines."""
 ALARM_FIRST, ALARM_LAST = 20, 100
@@ -68,6 +69,8 @@ def _harmless(
     return guarded
 
 
+# Own bar and own time left instead of `rich.progress`: its bar ignores an output that cannot show blocks, and its pace
+# forgets evaluations, which may take longer than many steps.
 class Progress:
     """Progress of one run, as a context manager.
 
@@ -101,6 +104,7 @@ class Progress:
         self._ascii = not (self._console.encoding or "").lower().startswith("utf")
         self._history: deque[Document] = deque(maxlen=HISTORY)
         self._evaluations: dict[str, list[tuple[int, Metrics]]] = {}
+        # Twenty steps of pace: enough to smooth, few enough to follow a change.
         self._clock: deque[tuple[int, float]] = deque([(first_step, time.monotonic())], maxlen=21)
         self._last_line = (first_step, time.monotonic())
         self._status = ""
@@ -125,16 +129,19 @@ class Progress:
         self._history.append({**metrics, "step": step})
         if len(self._first) < ALARM_FIRST:
             self._first.append(self._history[-1])
+        # Before drawing, so that the display shows the alarms of this very step.
         self._alarms = current(self._for_alarms())
         self._clock.append((self._done, time.monotonic()))
         self._status = ""
         self._draw()
         for alarm in self._alarms:
+            # An alarm is printed when it begins; the display keeps showing it while it is on.
             if (alarm.name, alarm.key) not in self._announced:
                 self._announced.add((alarm.name, alarm.key))
                 self._print_line(
                     f"alarm {alarm.name} at step {self._done} ({alarm.key}): {alarm.message}", style="yellow"
                 )
+        # A log file gets a bounded number of lines, however long the run is.
         if not self._is_live and self._line_is_due():
             self._print_line(self._line())
 
@@ -178,6 +185,7 @@ class Progress:
     def _stop(self, failed: bool) -> None:
         if self._live is not None:
             self._status = "stopped" if failed else ""
+            # The last state stays on the screen when the display ends.
             self._live.refresh()
             self._live.stop()
             self._live = None
@@ -226,6 +234,7 @@ class Progress:
         return Group(*rows)
 
     def _bar(self, width: int) -> Text:
+        # A resumed run may have done more steps than a shorter config now asks for.
         share = min(max(self._done / self._total, 0.0), 1.0) if self._total else 1.0
         head = f"step {self._done}/{self._total} "
         tail = f" {share:4.0%}  {self._pace()}"
@@ -243,12 +252,14 @@ class Progress:
 
     def _curves(self, width: int) -> list[RenderableType]:
         rows: list[tuple[str, str, str]] = []
+        # 52 columns hold the longest name, number and note beside a curve.
         room = max(min(width - 52, 40), 6)
         _, rewards = series(list(self._history), "reward/mean")
         if len(rewards):
             spread = self._history[-1].get("credit/zero_variance_share")
             note = f"best {short(rewards.max())}" + ("" if spread is None else f"  equal groups {_percent(spread)}")
             rows.append(("reward", short(rewards[-1]), f"{self._spark(list(rewards), room)}  {note}"))
+        # The newest evaluation as a number, the earlier ones as a curve before it.
         for split, seen in self._evaluations.items():
             for key in self._metric_names(seen[-1][1]):
                 values = [float(value) for _, metrics in seen if (value := number(metrics.get(key))) is not None]
@@ -293,6 +304,7 @@ class Progress:
         table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
         table.add_column("module", no_wrap=True, overflow="ellipsis", max_width=max(width // 3, 8))
         shown = []
+        # Columns are taken in order of importance while they fit; the others are left out.
         for fact in (*FIRST_FACTS, *behaviour, "kl", "clip_share"):
             label = fact.replace("_share", "").replace("_rate", "")
             room -= max(len(label), 7) + 2
@@ -309,6 +321,7 @@ class Progress:
 
     def _metric_names(self, metrics: Metrics) -> list[str]:
         """The main metric first, then the others that are worth a line."""
+        # Tasks differ in their metrics; three lines per split are as many as can be read at a glance.
         offered = [
             key for key in (self._main, "em", "f1", "accuracy", "reward") if number(metrics.get(key)) is not None
         ]
@@ -342,6 +355,7 @@ class Progress:
     def _pace(self) -> str:
         """Seconds per step over the last steps, evaluations included, and the time left at that pace."""
         (first, since), (last, at) = self._clock[0], self._clock[-1]
+        # No step is done since this process started: there is no pace yet.
         if last <= first:
             return ""
         pace = (at - since) / (last - first)

@@ -12,7 +12,6 @@ Part of `report`; used by `run` and the commands that read runs. Layout:
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -34,10 +33,12 @@ from mmrl.system.files import (
     append_jsonl,
     atomic_write,
     dumps,
+    is_locked,
     plain,
     read_jsonl,
     remove_leftovers,
     repair_jsonl,
+    take_lock,
 )
 
 LOCK = "run.lock"
@@ -69,6 +70,7 @@ def allocate(parent: Path, name: str) -> Path:
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
+        # `mkdir` is the test itself: two processes can never get one folder.
         for number in range(1, 10_000):
             path = parent / (name if number == 1 else f"{name}-{number}")
             try:
@@ -132,9 +134,11 @@ class RunDir:
         for folder in (run.path, *(run.path / name for name in FOLDERS)):
             folder.mkdir(exist_ok=True)
             remove_leftovers(folder)
+        # Append-only files may end in half a line, which would join with the next.
         repair_jsonl(run.metrics_path)
         if command:
             facts = run.environment
+            # Every start is recorded: the machine may differ from the first one's.
             facts.setdefault("resumed", []).append(describe_environment(command))
             atomic_write(run.path / "environment.json", dumps(facts, indent=1) + "\n")
         return run
@@ -201,6 +205,7 @@ class RunDir:
 
     def history(self) -> list[Document]:
         """One mapping per step, in order (`step` is one of its keys); lines of the same step are merged."""
+        # A step has two lines where it was evaluated apart from training.
         merged: dict[int, Document] = {}
         for number, record in enumerate(read_jsonl(self.metrics_path), start=1):
             if not isinstance(record.get("step"), int):
@@ -227,6 +232,7 @@ class RunDir:
     def truncate_after(self, step: int) -> None:
         """Forget metrics, journals and evaluations later than `step`: they will be computed again, bit-equal."""
         records = [record for record in read_jsonl(self.metrics_path) if record.get("step", 0) <= step]
+        # Written anew and renamed: a kill in between leaves the old file whole.
         atomic_write(self.metrics_path, "".join(dumps(record) + "\n" for record in records))
         for folder in ("journal", "eval"):
             for file in (self.path / folder).iterdir():
@@ -237,34 +243,18 @@ class RunDir:
     # --- the lock
 
     def _take_lock(self) -> None:
-        descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(descriptor, 32).decode(errors="replace").strip()
-            os.close(descriptor)
-            raise CheckpointError(f"{self.path}: in use by pid {owner or 'unknown'}") from None
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
-        self._lock = descriptor
+            self._lock = take_lock(self.path / LOCK)
+        except BlockingIOError as error:
+            raise CheckpointError(f"{self.path}: in use by pid {error}") from None
 
     @property
     def in_use(self) -> bool:
         """Whether a process is writing here now."""
-        try:
-            descriptor = os.open(self.path / LOCK, os.O_RDONLY)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
+        return is_locked(self.path / LOCK)
 
     def close(self) -> None:
-        """Release the lock; the file stays (deleting it would let two processes hold two locks)."""
+        """Release the lock."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -279,12 +269,14 @@ class RunDir:
 def refuse_full(path: Path) -> None:
     """Raises `ConfigError` unless `path` is free for a new run."""
     if not path.exists():
+        # The nearest folder that exists decides whether a new one can be made.
         above = next(folder for folder in path.absolute().parents if folder.exists())
         if not above.is_dir():
             raise ConfigError(f"run.dir: {path} lies below {above}, which is a file; expected a new or empty folder")
         return
     if not path.is_dir():
         raise ConfigError(f"run.dir: {path} is a file, expected a new or empty folder")
+    # A lock file alone is left by a start that failed before it wrote anything.
     if any(entry.name != LOCK for entry in path.iterdir()):
         hint = f"; to continue it: mmrl train resume={path}" if (path / "config.yaml").is_file() else ""
         raise ConfigError(f"run.dir: {path} exists and is not empty, nothing was overwritten{hint}")
@@ -336,6 +328,7 @@ def describe_environment(command: Sequence[str], cwd: Path | None = None) -> Doc
         command: the command line as typed.
         cwd: the user's folder, whose git state is recorded; None: the current one.
     """
+    # Only if it is loaded anyway: importing it would cost seconds.
     torch = sys.modules.get("torch")
     return {
         "command": list(command),
@@ -366,7 +359,12 @@ def git_state(folder: Path) -> Document | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "--no-optional-locks", *arguments], cwd=folder, capture_output=True, text=True, timeout=10
+            # Without optional locks: reading the state must not disturb a git command of the user.
+            ["git", "--no-optional-locks", *arguments],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -378,6 +376,7 @@ def _versions() -> dict[str, str]:
     for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)
+        # An optional package that is not installed.
         except metadata.PackageNotFoundError:
             continue
     return versions

@@ -28,6 +28,7 @@ History: TypeAlias = Sequence[Document]
 
 def number(value: object) -> float | None:
     """`value` as a finite float; None for anything else (missing, text, NaN, infinity)."""
+    # True is an int in Python, but no measurement.
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         return None
     return float(value) if math.isfinite(value) else None
@@ -44,6 +45,7 @@ def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Mean over the last `window` values at each place (fewer at the start); same length as `values`."""
     if not len(values):
         return values
+    # One cumulative sum instead of a window per place: O(n) for runs of any length.
     total = np.cumsum(np.concatenate([[0.0], values]))
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - window, 0)
@@ -57,6 +59,7 @@ def keys_in(history: Iterable[Metrics]) -> tuple[str, ...]:
 
 def modules_in(history: Iterable[Metrics]) -> tuple[str, ...]:
     """Module names that occur in keys `module/<name>/…`, in order of first appearance."""
+    # A module's name may hold slashes of its own: only the first and the last part are fixed.
     module_keys = (key for key in keys_in(history) if key.startswith("module/") and key.count("/") >= 2)
     return tuple(dict.fromkeys(key.split("/", 1)[1].rsplit("/", 1)[0] for key in module_keys))
 
@@ -66,6 +69,7 @@ def module_facts(history: Iterable[Metrics]) -> tuple[str, ...]:
     records = list(history)
     keys = [key for key in keys_in(records) if key.startswith("module/")]
     penalties = [key for key in keys if key.endswith("/penalty")]
+    # Many tasks have no penalties; a column of zeros would only take room.
     never = not any(record.get(key) for record in records for key in penalties)
     facts = dict.fromkeys(key.rsplit("/", 1)[1] for key in keys)
     return tuple(fact for fact in facts if fact != "penalty" or not never)
@@ -91,6 +95,7 @@ def sparkline(values: Sequence[float], width: int = 24, *, ascii_only: bool = Fa
     marks = ASCII_BLOCKS if ascii_only else BLOCKS
     points = binned(finite, width)
     low, high = min(points), max(points)
+    # A constant curve would else show its rounding as peaks.
     if high - low <= 1e-12 * max(abs(low), abs(high), 1.0):
         return marks[3] * len(points)
     return "".join(marks[min(int((point - low) / (high - low) * len(marks)), len(marks) - 1)] for point in points)
@@ -152,8 +157,10 @@ _CELLS = 2_000_000
 def bootstrap_means(values: np.ndarray, key: rng.Key, resamples: int) -> np.ndarray:
     """Means of `resamples` draws with replacement from `values` (length n >= 1); shape (resamples,), float64."""
     n = len(values)
+    # Counter-based: the draws depend on the key alone, not on what was drawn before.
     uniforms = np.random.Generator(np.random.Philox(key=rng.digest(*key, "bootstrap")))
     means = np.empty(resamples)
+    # In pieces: (resamples, n) at once would be gigabytes for large evaluations.
     rows = max(1, _CELLS // n)
     for start in range(0, resamples, rows):
         stop = min(start + rows, resamples)
@@ -212,6 +219,7 @@ def paired_difference(
     if len(before) != len(after) or not len(before):
         raise ValueError(f"got {len(before)} and {len(after)} results, expected as many of both, at least one")
     first, second = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
+    # The difference per item is resampled, so that both values of an item stay together.
     low, high = bootstrap_interval((second - first).tolist(), key, resamples)
     return Difference(
         n=len(first),
@@ -236,11 +244,13 @@ def compare_items(
         before, after: items with `id` and `metrics` (name -> number), as in `eval/*.jsonl`.
         main_metric: put first.
     """
+    # By id, not by place: a resumed evaluation may have written its items in another order.
     later = {item["id"]: item["metrics"] for item in after}
     pairs = [(item["metrics"], later[item["id"]]) for item in before if item["id"] in later]
     if not pairs:
         return {}
     names = sorted(set().union(*(first.keys() & second.keys() for first, second in pairs)))
+    # The main metric, then answers, then behaviour; reward last, since training changes it by design.
     names.sort(key=lambda name: (name != main_metric, name not in FIRST, name == "reward", name))
     differences = {}
     for name in names:

@@ -72,6 +72,7 @@ def against_rows(panel: Panel) -> Rows:
 
     A star marks an interval that excludes 0.
     """
+    # Unfinished runs would be compared at different steps.
     groups = [group for group in panel.groups if any(line.evaluated for line in group.finished)]
     if len(groups) < 2:
         return []
@@ -91,6 +92,7 @@ def pair_rows(panel: Panel) -> Rows:
     for first, second in combinations(panel.groups, 2):
         difference = panel.against(first, second)
         if difference is not None and difference.difference < 0:
+            # The better one first; computed again, since the interval turns round too.
             first, second = second, first
             difference = panel.against(first, second)
         if difference is not None:
@@ -135,6 +137,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def _behaviour(lines: Sequence[Line], of: Behaviour) -> str:
+    # The first evaluation is before training, or the first one that there is.
     before = [value for line in lines if (value := line.behaviour(of, min(line.evaluated, default=0))) is not None]
     after = [value for line in lines if (value := line.behaviour(of, line.last_step)) is not None]
     if not before:
@@ -196,6 +199,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def align(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
     """Rows of text in columns: the first column to the left, all others to the right, except a last one of words."""
+    # The widest cell of each column, head included.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -224,11 +228,13 @@ def column_names(jobs: Sequence[Sequence[str]]) -> list[str]:
     A file or a row (`task.data.dev=DIR/nq.jsonl`, `experiment=mhgpo/columns/2wiki`) is its last part, where that tells
     the jobs apart: a table whose headings are paths is too wide to read.
     """
+    # What all jobs have in common says nothing of a column.
     shared = set(jobs[0]).intersection(*jobs[1:]) if jobs else set()
     differing = [
         [override.lstrip("+").removeprefix("task=") for override in job if override not in shared] for job in jobs
     ]
     brief = [" ".join(_last_part(override) for override in different) or "all" for different in differing]
+    # Short names only where they are still different from each other.
     if len(set(brief)) == len(jobs):
         return brief
     return [" ".join(different) or "all" for different in differing]
@@ -259,6 +265,7 @@ def columns_text(summaries: Mapping[str, Document]) -> str:
     rows.append(
         ["failed from outside", *(f"{metrics.get('failed_share', 0):.1%}" for metrics in columns.values())],
     )
+    # Where data are partial or a judge is a rule, the numbers need that beside them.
     notes = [
         f"{name}: {label}: {summary['facts'][label]}"
         for name, summary in summaries.items()

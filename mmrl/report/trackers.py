@@ -24,6 +24,8 @@ from mmrl.system.files import Document, plain
 SECRET_WORDS = ("api_key", "apikey", "secret", "password", "access_token", "auth_token")
 
 
+# Own writers instead of accelerate's trackers: those need its process state, which the trainer must set up first, and
+# they import torch. What is promised here is small: a resumed curve, offline without a key, no secrets, no crash.
 class Writer(Protocol):
     """One tracking service."""
 
@@ -68,6 +70,7 @@ class Trackers:
             try:
                 use(writer)
             except Exception as error:  # a third party's failure, of whatever type, must not end the run
+                # Off for good: a service that fails once per step would flood the log.
                 del self._writers[name]
                 self._warn(f"{name} switched off: {type(error).__name__}: {error}")
 
@@ -108,6 +111,7 @@ def open_trackers(
         ConfigError: an unknown name, or a package that is not installed or does not start.
     """
     writers: dict[str, Writer] = {}
+    # Opened before training: a wrong name or a bad key is an error of the config, not of step 1.
     for tracker in report_to:
         if tracker not in _OPENERS:
             raise ConfigError(unknown("run.report_to", tracker, _OPENERS))
@@ -140,6 +144,7 @@ class _Wandb:
     def __init__(self, run_path: Path, name: str, config: Document, project: str):
         import wandb
 
+        # Without a key wandb would ask for a login and wait.
         online = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
         # The id is kept beside the files, so that a resumed run continues the same curve.
         id_file = run_path / "wandb_id.txt"
@@ -153,6 +158,7 @@ class _Wandb:
             id=run_id,
             resume="allow",
             mode=None if online else "offline",
+            # wandb would else wrap standard output and print its own banner.
             settings=wandb.Settings(console="off", silent=True),
         )
 

@@ -38,6 +38,7 @@ class Node:
 
 def trees(forest: Forest, entries: Sequence[Entry], example: str) -> list[Node]:
     """The trees of one example, in forest order."""
+    # A call has several entries where padding repeats it, none where it is not trained.
     by_call: dict[str, list[Entry]] = {}
     for entry in entries:
         by_call.setdefault(str(entry["call"]), []).append(entry)
@@ -74,6 +75,7 @@ def call_name(call: Call) -> str:
 
 def clean(text: object) -> str:
     """Text that cannot move the cursor: line ends become ⏎, other control characters are made visible."""
+    # A model may write escape sequences: shown as text they cannot drive a terminal.
     shown = str(text).replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ")
     return "".join(mark if mark.isprintable() else f"\\x{ord(mark):02x}" for mark in shown)
 
@@ -82,6 +84,7 @@ def abridged(text: str, head: int = PROMPT_HEAD, tail: int = PROMPT_TAIL) -> str
     """Start and end of a long text, with the number of characters left out between them."""
     if len(text) <= head + tail + 30:
         return text
+    # Both ends: instructions stand at the start, the example at the end.
     return f"{text[:head]} […{len(text) - head - tail} characters…] {text[-tail:]}"
 
 
@@ -100,6 +103,7 @@ def made_of(reward: object, parts: Mapping[str, object]) -> str:
         return ""
     shown = [f"{name} {short(value)}" for name, value in parts.items()]
     whole, terms = number(reward), [number(value) for value in parts.values()]
+    # Turn-level rewards have parts that are no addends; those stand in brackets instead.
     if whole is not None and None not in terms and math.isclose(sum(filter(None, terms)), whole, abs_tol=1e-9):
         return " = " + " + ".join(shown)
     return f" ({', '.join(shown)})"
@@ -123,6 +127,7 @@ def credit_line(entry: Entry) -> str:
         line += ")"
     line += f" · advantage {advantage_of(entry)}"
     weights = entry.get("weights", ())
+    # All weights 0: it was compared, but takes no part in the loss.
     if weights and not any(weights):
         line += " · left out of the loss"
     if entry.get("filler_of"):
@@ -156,6 +161,7 @@ def render_example(forest: Forest, entries: Sequence[Entry], example: str, width
     for root in trees(forest, entries, example):
         lines += [""]
         _render(root, "", "", None, width, lines)
+    # A rollout that failed before its first call is on no path of the tree.
     lost = [rollout for rollout in rollouts if rollout.leaf is None]
     if lost:
         lines += ["", "without any call:"] + [f"  {rollout_line(rollout)}" for rollout in lost]
@@ -176,6 +182,7 @@ def _render(node: Node, first: str, rest: str, shared: Prompt | None, width: int
         head += f" · attempt {call.attempts}"
     lines.append(f"{first}{head}  [{call.id}]")
     inner = rest + ("│ " if node.children else "  ")
+    # Siblings of a fork have one prompt; repeated it would bury what differs.
     if (call.prompt_ids, call.prompt_text) == shared:
         lines.append(f"{inner}asked: as above")
     elif call.prompt_text:
@@ -204,6 +211,7 @@ def _render(node: Node, first: str, rest: str, shared: Prompt | None, width: int
 
 
 def _wrap(text: str, indent: str, width: int, lines: list[str]) -> None:
+    # Deep trees leave no room; 30 columns stay readable even where lines then overflow.
     room = max(width - len(indent), 30)
     wrapped = textwrap.wrap(text, room, subsequent_indent="       ", break_on_hyphens=False) or [""]
     lines += [indent + line for line in wrapped]

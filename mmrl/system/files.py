@@ -1,14 +1,18 @@
-"""Files that survive a kill at any instant: atomic whole-file writes, append-only JSON lines.
+"""Files that survive a kill at any instant: atomic files and folders, append-only JSON lines, locks.
 
-Lowest part of `report`; knows nothing of runs. A reader never sees half of an atomically written file, and a
-half-written last line of a JSON-lines file is as if it had never been written.
+A reader never sees half of an atomically written file or folder, and a half-written last line of a JSON-lines file is
+as if it had never been written.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -57,17 +61,45 @@ def plain(value: object) -> Any:
 
 def atomic_write(path: Path, data: bytes | str) -> None:
     """Replace `path` by `data`: all of it or none of it, also after a crash of the machine."""
+    # Beside its target: a rename across file systems would be a copy. The pid keeps two writers apart.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(temporary, "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    directory = os.open(path.parent, os.O_RDONLY)
+    # The rename is durable once the folder itself is on disk.
+    _sync(path.parent)
+
+
+@contextmanager
+def atomic_dir(path: Path) -> Iterator[Path]:
+    """An empty folder to fill, which becomes `path` when the block ends; after an error nothing is left of it.
+
+    Raises:
+        OSError: `path` exists and is not empty, or cannot be written.
+    """
+    work = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
-        os.fsync(directory)
+        yield work
+        for folder, _, names in os.walk(work):
+            for name in names:
+                _sync(Path(folder, name))
+            _sync(Path(folder))
+        # `mkdtemp` makes folders for their owner alone.
+        work.chmod(0o755)
+        os.replace(work, path)
+        _sync(path.parent)
     finally:
-        os.close(directory)
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -84,6 +116,7 @@ def append_jsonl(path: Path, records: Iterable[Mapping[str, object]]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         rest = text.encode()
+        # A write may be partial (a full disk, a signal); what is missing is written on.
         while rest:
             rest = rest[os.write(descriptor, rest) :]
     finally:
@@ -100,6 +133,7 @@ def read_jsonl(path: Path) -> list[Document]:
         return []
     lines = path.read_bytes().split(b"\n")
     records = []
+    # `split` leaves what follows the last newline as last piece: empty, or a line half-written.
     for number, line in enumerate(lines[:-1], start=1):
         try:
             record = json.loads(line)
@@ -118,3 +152,40 @@ def repair_jsonl(path: Path) -> None:
     data = path.read_bytes()
     if data and not data.endswith(b"\n"):
         atomic_write(path, data[: data.rfind(b"\n") + 1])
+
+
+def take_lock(path: Path) -> int:
+    """Hold the lock file `path` until the descriptor that is returned is closed or the process ends.
+
+    The file stays, with the holder's pid in it: deleting it would let two processes hold two locks.
+
+    Raises:
+        BlockingIOError: another process holds it; the message is that one's pid.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        # flock, not a file's existence: the kernel releases it however the process ends.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 32).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise BlockingIOError(holder or "unknown") from None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"{os.getpid()}\n".encode())
+    return descriptor
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock file `path` now."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        # A shared lock is refused exactly while a holder has the exclusive one.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -13,7 +13,7 @@ import pytest
 
 from mmrl.errors import CheckpointError, ConfigError, DataError
 from mmrl.report.rundir import RunDir, allocate, comparable
-from mmrl.system.files import append_jsonl, atomic_write, read_jsonl
+from mmrl.system.files import append_jsonl, atomic_dir, atomic_write, read_jsonl
 
 
 @pytest.fixture
@@ -214,3 +214,18 @@ def test_metrics_lines_are_plain_json(path):
     with create(path) as run:
         run.append_metrics(1, {"a": 1.0})
         assert json.loads(run.metrics_path.read_text()) == {"step": 1, "a": 1.0}
+
+
+def test_a_folder_is_there_whole_or_not_at_all(tmp_path):
+    with atomic_dir(tmp_path / "whole") as folder:
+        (folder / "below").mkdir()
+        (folder / "below" / "file").write_text("content")
+        assert not (tmp_path / "whole").exists()
+    assert (tmp_path / "whole" / "below" / "file").read_text() == "content"
+    with pytest.raises(RuntimeError), atomic_dir(tmp_path / "half") as folder:
+        (folder / "file").write_text("content")
+        raise RuntimeError
+    with pytest.raises(OSError), atomic_dir(tmp_path / "whole") as folder:  # never over another one
+        (folder / "file").write_text("other")
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+    assert (tmp_path / "whole" / "below" / "file").is_file()
