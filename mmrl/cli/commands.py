@@ -40,7 +40,9 @@ def train(context: typer.Context) -> int:
       experiment=                            everything for one row of a paper's table
       train.* algo.* task.* model.* eval.*   any setting of these parts: train.steps=100 algo.group_size=8
       seed=                                  of every random choice
-      run.dir=                               the run's folder; default: outputs/TASK/ALGO/TIME_sSEED
+      run.dir=                               the run's folder; default: outputs/TASK/ALGO/TIME_sSEED; in a sweep with
+                                             folders of their own ('run.dir=outputs/x/s${seed}') finished runs are
+                                             kept and unfinished ones continue
       plugins=[PACKAGE]                      packages that add tasks or algorithms
       resume=RUN_DIR                         continue a stopped run; no other key with it
 
@@ -64,16 +66,15 @@ def train(context: typer.Context) -> int:
         hydra.print_only("train", line)
         return 0
     configs = hydra.configs("train", TrainCommandConfig, line)
-    from mmrl.run.check import check_all
-
-    check_all(configs, line.keys)
     command = ["mmrl", "train", *context.args]
     if line.multirun:
         from mmrl.run.compare import sweep
 
-        return sweep(len(configs), command, lambda job: hydra.through_hydra("train", line, job))
+        return sweep(configs, line.keys, command, lambda job: hydra.through_hydra("train", line, job))
+    from mmrl.run.check import check_all
     from mmrl.run.train import train as train_one
 
+    check_all(configs, line.keys)
     return train_one(configs[0], command)
 
 

@@ -99,7 +99,7 @@ def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = Fal
             multirun = True
         elif flag in CONFIG_DIR:
             config_dir = value or ""
-            problems += [] if Path(config_dir).is_dir() else [f"{flag}: no folder '{config_dir}'"]
+            problems += [] if config_dir and Path(config_dir).is_dir() else [f"{flag}: no folder '{config_dir}'"]
         elif flag in (*PRINTING, *PRINTING_WITH_VALUE):
             flags += [flag] if value is None else [flag, value]
         else:

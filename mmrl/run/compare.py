@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -25,7 +25,7 @@ from mmrl.report.html import check_docs, write_comparison, write_docs
 from mmrl.report.rundir import allocate
 from mmrl.report.tables import comparison_text
 from mmrl.run.check import check_all
-from mmrl.run.queue import QueuedRun, RunQueue
+from mmrl.run.queue import QueuedRun, RunQueue, state_of
 from mmrl.run.stopping import stoppable
 from mmrl.system.conf import conf_dir, options, user_dirs
 from mmrl.tasks import TASKS
@@ -322,30 +322,55 @@ Drive = Callable[[Callable[[Mapping[str, object]], None]], None]
 """Calls a function with the composed config of every job, in this process or in others."""
 
 
-def sweep(jobs: int, command: Sequence[str], drive: Drive) -> int:
+def sweep(configs: Sequence[TrainCommandConfig], typed: Collection[str], command: Sequence[str], drive: Drive) -> int:
     """Run the jobs through Hydra's sweeper and launcher; a job that stops does not stop the others.
 
-    A launcher may run them elsewhere (submitit: on a cluster), so exit codes come back as files.
+    With a directory of its own for each job (`run.dir=outputs/x/s${seed}`) the same command skips what is finished and
+    continues what is not, as a comparison does; without, each run has a new directory.
+
+    Raises:
+        ConfigError: every problem of every job; nothing has started.
     """
+    _check_sweep(configs, typed)
     Path("outputs").mkdir(exist_ok=True)
+    # A launcher may run jobs in processes on other machines (submitit), so exit codes come back as files.
     with TemporaryDirectory(dir="outputs", prefix=".sweep-") as folder:
         codes = Path(folder).absolute()
-        drive(partial(_sweep_job, codes, tuple(command), jobs))
+        drive(partial(_sweep_job, codes, tuple(command), len(configs)))
         exit_codes = [int(path.read_text()) for path in codes.iterdir()]
-    failed = jobs - sum(code == 0 for code in exit_codes)
-    print(f"sweep: {jobs - failed} of {jobs} runs finished", file=sys.stderr if failed else sys.stdout)
+    failed = len(configs) - sum(code == 0 for code in exit_codes)
+    done = f"sweep: {len(configs) - failed} of {len(configs)} runs finished"
+    print(done, file=sys.stderr if failed else sys.stdout)
     return max(exit_codes, default=1) or int(failed > 0)
+
+
+def _check_sweep(configs: Sequence[TrainCommandConfig], typed: Collection[str]) -> None:
+    folders = [config.run.dir for config in configs if config.run.dir]
+    if len(set(folders)) < len(configs):
+        check_all(configs, typed)
+        return
+    # Directories of an earlier start of the same sweep are not empty, which `check_all` would refuse.
+    elsewhere = {"run": configs[0].run.model_copy(update={"dir": None})}
+    check_all([config.model_copy(update=elsewhere) for config in configs], typed)
+    pairs = zip(folders, configs, strict=True)
+    _raise([p for path, config in pairs for p in _problems_of(partial(state_of, Path(path), config, "run.dir"))])
 
 
 def _sweep_job(codes: Path, command: Sequence[str], jobs: int, raw: Mapping[str, object]) -> None:
     """One job of a sweep, in this process or in one that a launcher has started."""
-    from mmrl.run.train import train
+    from mmrl.run.train import resume, train
 
     try:
         config = validate(TrainCommandConfig, raw)
         name = f"algo={config.algo.name} task={config.task.name} seed={config.seed}"
         print(f"-- job {len(list(codes.iterdir())) + 1} of {jobs}: {name}")
-        code = train(config, command)
+        folder = config.run.dir
+        state = state_of(Path(folder), config, "run.dir") if folder else "new"
+        if folder and state == "finished":
+            print(f"finished before, kept: {folder}")
+            code = 0
+        else:
+            code = resume(Path(folder)) if folder and state == "unfinished" else train(config, command)
     except MmrlError as error:
         print_error(error)
         code = error.exit_code

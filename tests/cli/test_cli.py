@@ -12,9 +12,14 @@ import pytest
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import COMMANDS, main
-from mmrl.cli.hydra import composed, configs, read_line
+from mmrl.cli.arguments import ShowArguments
+from mmrl.cli.hydra import composed, configs, configured, read_line
+from mmrl.cli.index import BuildArguments, InfoArguments, SearchArguments, ServeArguments
+from mmrl.cli.new_task import NewTaskArguments
 from mmrl.config import ALGO_SCHEMAS, EvalCommandConfig, TrainCommandConfig, validate
 from mmrl.errors import ConfigError
+from mmrl.report.rundir import RunDir
+from mmrl.run.compare import KEYS
 from mmrl.system.conf import GROUPS, conf_dir, options
 
 
@@ -322,15 +327,93 @@ def test_a_job_that_a_launcher_lost_is_counted_as_not_finished(monkeypatch, tmp_
         job(hydra.composed("train", ["seed=1"]))
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hydra, "configs", lambda *_: [None, None])
     monkeypatch.setattr(hydra, "through_hydra", only_the_first)
-    monkeypatch.setattr("mmrl.run.check.check_all", lambda *_: None)
+    monkeypatch.setattr("mmrl.run.compare.check_all", lambda *_: None)
     monkeypatch.setattr("mmrl.run.train.train", lambda config, command: 0)
     assert main(["train", "-m", "seed=1,2"]) == 1
     said = capsys.readouterr()
     assert "-- job 1 of 2: algo=mhgpo_rr task=hotpotqa seed=1" in said.out
     assert "sweep: 1 of 2 runs finished" in said.err
     assert list((tmp_path / "outputs").iterdir()) == []
+
+
+def test_a_sweep_with_folders_of_its_own_keeps_what_is_finished_and_continues_the_rest(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "-m", "seed=0,1,2", "train.steps=2", "run.dir=runs/s${seed}"]
+    for seed in (0, 1):
+        config = configured(TrainCommandConfig, [f"seed={seed}", "train.steps=2"])
+        with RunDir.create(f"runs/s{seed}", config.model_dump(mode="json"), ["mmrl"]) as run:
+            if seed == 0:
+                run.write_summary({"main_metric": "f1"})
+    done = []
+    monkeypatch.setattr("mmrl.run.train.train", lambda config, command: done.append(("train", config.run.dir)) or 0)
+    monkeypatch.setattr("mmrl.run.train.resume", lambda folder: done.append(("resume", str(folder))) or 0)
+    assert main(words) == 0
+    assert done == [("resume", "runs/s1"), ("train", "runs/s2")]
+    assert "finished before, kept: runs/s0" in capsys.readouterr().out
+    assert main([*words, "train.steps=3"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and len(done) == 2
+    assert errors[0].startswith("error: run.dir: runs/s0 holds a run with other settings: train.steps=2 (asked: 3)")
+
+
+LIGHT = """
+import sys
+from mmrl.cli import main
+code = main(sys.argv[1:])
+heavy = {"torch", "hydra", "omegaconf", "transformers", "trl", "numpy", "yaml"} & set(sys.modules)
+sys.exit(f"imported {heavy}" if heavy else code)
+"""
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "index build", "index info", "index search"])
+def test_help_of_a_command_is_its_own_and_light(command):
+    done = subprocess.run([sys.executable, "-c", LIGHT, *command.split(), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"Usage: mmrl {command} ")
+    assert f"  mmrl {command}" in done.stdout or command == "index", "an example"
+    assert "Compose a run from" not in done.stdout and max(map(len, done.stdout.splitlines())) <= 120
+    for other in set(COMMANDS) - {command.split()[0]}:
+        assert f"    mmrl {other}" not in done.stdout
+
+
+def test_help_names_every_key_of_a_command_that_reads_its_own(capsys):
+    sections = {
+        "show": ShowArguments,
+        "index build": BuildArguments,
+        "index info": InfoArguments,
+        "index search": SearchArguments,
+        "serve-retriever": ServeArguments,
+        "new-task": NewTaskArguments,
+    }
+    for command, section in sections.items():
+        assert main([*command.split(), "--help"]) == 0
+        shown = capsys.readouterr().out
+        keys = set(section.model_fields) - {"run_dir", "name"}
+        assert {key for key in keys if f"{key}=" not in shown} == set(), command
+    assert main(["compare", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert {key for key in KEYS if f"{key}=" not in shown} == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["index", "biuld"], "Did you mean 'build'?"),
+        (["report"], "mmrl report: got 0 names, expected one: mmrl report RUN_DIR"),
+        (["report", "a", "b"], "got 2 names"),
+        (["show", "run", "step=x"], "mmrl show: step: got 'x', expected integer"),
+        (["show", "run", "exmple=x"], "did you mean 'example'?"),
+        (["train", "resume=a", "resume=b"], "resume: given more than once"),
+        (["train", "--config-dir"], "--config-dir: no folder ''"),
+        (["train", "seed=interval(0,3)", "-m"], "seed=interval(0,3): "),
+    ],
+)
+def test_words_that_no_command_takes_are_named_on_one_line(words, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and says in error and len(error.splitlines()) == 1
 
 
 def test_no_row_may_be_said(capsys):
