@@ -286,9 +286,11 @@ def complete(task: Any) -> None:
     Raises:
         ConfigError: it takes no further attributes.
     """
+    # the usual case: nothing can be missing
     if isinstance(task, BaseTask):
         return
     missing = [name for name in vars(BaseTask) if not name.startswith("_") and not hasattr(task, name)]
+    # Bound to an instance of its own: the task's class stays as its author wrote it.
     defaults = BaseTask()
     if "main_metric" not in missing:
         defaults.main_metric = task.main_metric

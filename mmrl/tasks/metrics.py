@@ -23,6 +23,7 @@ _SPACE = str.maketrans(string.punctuation, " " * len(string.punctuation))
 
 def normalize(text: str, punctuation: Punctuation = "delete") -> str:
     """Lower case, no ASCII punctuation, no articles, single spaces. Other scripts' punctuation is left alone."""
+    # Punctuation before articles, as the official script: "a." becomes the article "a" and goes.
     text = text.lower().translate(_DELETE if punctuation == "delete" else _SPACE)
     return " ".join(_ARTICLES.sub(" ", text).split())
 
@@ -46,6 +47,7 @@ def f1(prediction: str, gold: str, *, closed: bool = False, punctuation: Punctua
         return 0.0
     predicted_tokens, expected_tokens = predicted.split(), expected.split()
     shared = sum((Counter(predicted_tokens) & Counter(expected_tokens)).values())
+    # also avoids 0/0 where a side has no tokens
     if shared == 0:
         return 0.0
     precision, recall = shared / len(predicted_tokens), shared / len(expected_tokens)

@@ -75,6 +75,7 @@ class OpenQaTask(BaseTask, ABC):
         except ConfigError as error:
             problems += error.problems
         records: dict[str, list[Record]] = {}
+        # An unknown layout is already among the problems; data can then not be read.
         layout = LAYOUTS.get(config.dataset or "")
         for split in SPLITS:
             spec = getattr(config.data, split)
@@ -133,6 +134,7 @@ class OpenQaTask(BaseTask, ABC):
             return [f"task.corpus: has no effect with {owner}, which brings its own passages"] if given else []
         if self.corpus is not None or not records:
             return []
+        # one split with paragraphs is enough: the corpus is the union over all files in use
         if any(record.paragraphs for split in records.values() for record in split):
             return []
         return [
@@ -220,6 +222,7 @@ class OpenQaTask(BaseTask, ABC):
         return self.search_tool.use(queries, self._budget(queries), corpus, self._passages)
 
     def _budget(self, queries: Sequence[str]) -> list[int]:
+        # The budget belongs to the question: more queries do not bring more documents.
         each, more = divmod(self.retriever.top_k, len(queries))
         return [each + (number < more) for number in range(len(queries))]
 

@@ -72,11 +72,13 @@ def messages(system: str, user: str) -> list[dict[str, str]]:
 
 def snippet(text: str, words: int) -> str:
     """The first `words` whitespace words of a text; an already short one as it is."""
+    # A short text keeps its own white space; a cut one has single spaces.
     parts = text.split()
     return text if len(parts) <= words else " ".join(parts[:words])
 
 
 def _read(path: str) -> Mapping[str, object]:
+    # here: most runs replace no prompts
     import yaml
 
     try:
@@ -96,6 +98,7 @@ def _check(where: str, text: str, template: Template) -> list[str]:
     used = set()
     problems = []
     try:
+        # Conversions and format specifications are refused: a template only fills in.
         for _, name, form, conversion in string.Formatter().parse(text):
             if name is None:
                 continue

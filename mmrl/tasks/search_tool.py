@@ -77,6 +77,7 @@ class SearchTool:
         return answer()
 
     def _open(self, corpus: str) -> Retriever:
+        # At the first search: evaluating without a search, or `mmrl plan`, must not load an index.
         if corpus not in self.retrievers:
             self.retrievers[corpus] = open_retriever(self.config, self.corpora[corpus])
         return self.retrievers[corpus]
@@ -96,6 +97,7 @@ class SearchTool:
 
     def close(self) -> None:
         """Stop retrievers' child processes and close their connections."""
+        # before they are closed: a child process's counts are gone with its client
         self._closed_counts = self.counts
         retrievers, self.retrievers = self.retrievers, {}
         for retriever in retrievers.values():

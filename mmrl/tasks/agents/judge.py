@@ -193,11 +193,14 @@ class Judge:
         messages = [{"role": "user", "content": self._prompt(name, prompt, turns, answers)}]
         settings = self.settings
         reply = ""
+        # A reply in another form is asked for again with the same prompt: at temperature > 0 the next one differs,
+        # and a changed prompt would score by other rules.
         for requests in range(1, settings.retries + 2):
             try:
                 reply = await self.chat.complete(
                     messages, max_tokens=settings.max_tokens, temperature=settings.temperature
                 )
+            # No answer at all says nothing about the rollout, so it must not become a score: the rollout is aborted.
             except EngineFailure as error:
                 raise JudgeFailure(f"task.judge: {error}") from error
             scores = read(reply)
@@ -206,6 +209,8 @@ class Judge:
                 return Verdict(scores, requests, fallback=False)
             self.unreadable += 1
         self.judged += 1
+        # A fixed rule instead of a dropped rollout, or a policy could learn to write what makes the judge stumble.
+        # How often it was used is reported.
         self.fallbacks += 1
         if worth_telling(self.fallbacks):
             log.warning(
@@ -235,6 +240,7 @@ def build_judge(config: JudgedConfig, texts: Texts) -> Judge | None:
     Raises:
         ConfigError: no endpoint for a reward set that needs one, one without effect, or no key.
     """
+    # An endpoint that no reward set asks would look configured and never be used.
     if config.reward not in JUDGE_SETS:
         if config.judge is not None:
             raise ConfigError(
@@ -266,6 +272,8 @@ async def judged(
     """
     if judge is None:
         raise RewardFailure(f"task.reward={reward_set} was not set when the task was built, so it has no judge")
+    # In one growing context the prompt of a later call holds only what was added after the turn before it: that is
+    # the turn's observation.
     following = [call.prompt_text for call in path[1:]]
     turns = [JudgedTurn(call.text, observation) for call, observation in zip(path, [*following, None], strict=True)]
     ask = judge.outcome if reward_set == "judge_outcome" else judge.turns
@@ -282,6 +290,7 @@ async def judged(
 
 def escape(text: str) -> str:
     """`text` without an angle bracket of its own: it cannot open, close or forge a block."""
+    # `&` first, or the entities of the brackets would be escaped again.
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
@@ -304,6 +313,8 @@ def read_turns(reply: str, count: int) -> tuple[float, ...] | None:
     if content is None:
         return None
     lines = [_SCORE_LINE.fullmatch(line.strip()) for line in content.splitlines() if line.strip()]
+    # All lines must be scores, in order, one for each turn: a reply that skips a turn would shift credit to the wrong
+    # one.
     numbers = [int(line[1][:_DIGITS]) for line in lines if line is not None]
     if len(numbers) != len(lines) or numbers != list(range(1, count + 1)):
         return None
@@ -327,9 +338,11 @@ def _score_block(reply: str) -> str | None:
 
     The reasoning may quote anything, so nothing before its end is read; one that never ends has no score.
     """
+    # The last end counts: the reasoning may quote the policy's text, which may contain the tag.
     opened, _, rest = reply.rpartition("</reasoning>")
     if not opened and "<reasoning>" in rest:
         return None
+    # Two blocks contradict each other, and choosing one would let quoted text decide.
     if rest.count("<score>") != 1:
         return None
     content, closed, _ = rest.partition("<score>")[2].partition("</score>")

@@ -87,6 +87,7 @@ class DirectQaTask(OpenQaTask):
         """Reward: F1 without the yes/no rule, as for the search program that it is compared with."""
         self.check_reward_set(reward_set)
         answer = prediction["answer"]
+        # without `closed`: a training reward for "yes, ..." against "yes" should not be zero
         reward = self.best(metrics.f1, answer, example)
         return Score(reward=reward, metrics=self.answer_metrics(answer, example), parts={"f1": reward})
 

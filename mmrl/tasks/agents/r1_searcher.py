@@ -112,10 +112,12 @@ class R1Searcher:
         reply = await ctx.call(MODULE, self.prompts.question(example.inputs["question"]), stop=STOP)
         sampled = reply.text
         while (query := final_query(reply.text, QUERY)) is not None:
+            # The turn that asks once more is still part of the rollout; only its search is not executed.
             if len(queries) == self.searches:
                 ended = "searches"
                 break
             queries.append(query)
+            # through `ctx`, so that a fork or a replay sees the same documents again
             passages: list[Passage] = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
             titles += [passage["title"] for passage in passages]
             # One token must be left for the next turn.
@@ -126,6 +128,7 @@ class R1Searcher:
                 break
             reply = await ctx.call(MODULE, observation, after=reply, stop=STOP)
             sampled += reply.text
+        # of the sampled text alone: an `<answer>` pair in a document is not the policy's
         answer = last_block(sampled, "<answer>", "</answer>")
         return {"answer": answer, "queries": queries, "titles": titles, "ended": ended}
 
@@ -134,6 +137,7 @@ class R1Searcher:
 class Form:
     """What the rewards want to know of the sampled text of a rollout (documents are the program's, not in it)."""
 
+    # The rewards read sampled text alone: what the program inserted can never earn or cost anything.
     balanced: bool
     """As many query openings as endings, and no document marker: only the program writes those."""
     framed: bool
@@ -160,6 +164,7 @@ def stage1(form: Form, covered: bool, searched: bool) -> dict[str, float]:
 
 def stage2(form: Form, f1: float) -> dict[str, float]:
     """Parts of the second stage's reward, -1 to 1: F1, and -1 where the form is wrong."""
+    # one penalty, however many things are wrong
     wrong = not form.balanced or not form.framed or form.chinese
     return {"f1": f1, "format": -1.0 * wrong}
 

@@ -66,12 +66,14 @@ def search_reward(
         answers: accepted ones.
     """
     final_format = final_well_formed(turns[-1].text, rules.format_check)
+    # `em_needs_format=false` is the released code: an exact match earns 1 whatever its format.
     if em and (final_format or not rules.em_needs_format):
         final = 1.0
     else:
         final = RIGHT_FORMAT if final_format else rules.final_penalty
     intermediate, searches, well_formed, hits = [], 0, final_format, False
     for turn in turns[:-1]:
+        # Counted before the penalty: the first search already costs `search_penalty` once, the second twice.
         searches += turn.searches
         formed = intermediate_well_formed(turn, rules.format_check)
         hit = turn.information is not None and holds_answer(turn.information, answers, rules)
@@ -107,6 +109,7 @@ def intermediate_well_formed(turn: SearchTurn, check: Literal["strict", "loose"]
     tags = tag_sequence(turn.text, SEARCH_TAGS)
     if turn.information is None:
         return False
+    # `information` is None where the program inserted nothing, so a model that writes the tag itself never passes.
     return tags == INTERMEDIATE if check == "strict" else _opening(tags, ignored="answer") == ["think", "search"]
 
 
@@ -119,6 +122,7 @@ def holds_answer(text: str, answers: Sequence[str], rules: SearchAgentConfig) ->
     if rules.retrieval_match == "case_insensitive":
         return contains(text, answers)
     normalized = metrics.normalize(text, rules.punctuation)
+    # An answer such as "The" normalises to nothing, which would be in every text.
     golds = (metrics.normalize(answer, rules.punctuation) for answer in answers)
     return any(gold and gold in normalized for gold in golds)
 
@@ -140,6 +144,7 @@ def tag_usage(messages: Sequence[str], names: Sequence[str]) -> float:
 
 def _tag_usage(message: str, names: Sequence[str]) -> float:
     tags = tag_sequence(message, names)
+    # Tags that a message does not use count neither for nor against it.
     used = [name for name in names if name in tags or f"/{name}" in tags]
     checks = [1 - abs(tags.count(tag) - 1) for name in used for tag in (name, f"/{name}")]
     return max(0.0, _mean(checks))

@@ -126,14 +126,17 @@ class SearchAgent:
         reply = await ctx.call(MODULE, self.prompts.question(example.inputs["question"]), stop=STOP)
         while True:
             action, content = first_pair(reply.text, ("search", "answer")) or ("none", "")
+            # A turn without an action is answered by a correction, so that the policy can recover; it costs a turn.
             actions.append(action)
             if action == "answer":
                 answer, ended = content, "answer"
                 break
+            # The last turn may only answer: it was generated, is scored, and its search is not executed.
             if len(actions) > self.search_turns:
                 break
             # One token must be left for the next turn.
             limit = min(self.max_observation, self.max_context - len(reply.context) - 1)
+            # The correction is never cut: half of it would read as text of the model.
             observation, fits = self.prompts.correction(), True
             if action == "search":
                 queries.append(content)
@@ -185,6 +188,7 @@ class SearchAgentTask(OpenQaTask):
         self.check_reward_set(reward_set)
         answers, answer = example.metadata["answers"], prediction["answer"] or ""
         turns = turns_of(prediction["actions"], path)
+        # An empty answer would be an exact match of a gold answer that normalises to nothing ("The").
         em = self.best(metrics.exact_match, answer, example) if answer else 0.0
         reward = search_reward(turns, bool(em), answers, self.config)
         scores = {
@@ -204,6 +208,7 @@ class SearchAgentTask(OpenQaTask):
         if reward_set in JUDGE_SETS:
             prompt = self.prompts.question(example.inputs["question"])[-1]["content"]
             return judged(self.judge, reward_set, prompt, path, answers, scores)
+        # The last call has no turn reward: its value is the final reward itself.
         turn_rewards = {call.id: value for call, value in zip(path[:-1], reward.intermediate, strict=True)}
         parts = {"final": reward.final, "intermediate": sum(reward.intermediate)}
         return Score(reward=reward.final, metrics=scores, parts=parts, turn_rewards=turn_rewards)

@@ -92,6 +92,8 @@ def result(text: str) -> str:
 
 def boxed(text: str) -> str | None:
     r"""Content of the last \boxed{…} with balanced braces; None without one."""
+    # One pass with a stack instead of a regular expression: braces nest, and a long unbalanced text must not take
+    # quadratic time.
     open_braces: list[int] = []
     span: tuple[int, int] | None = None
     for position, character in enumerate(text):
@@ -137,11 +139,14 @@ class SearchO1:
         titles: list[str] = []
         ended, at_limit = "answer", False
         reply = await ctx.call(REASONER, self.prompts.question(example.inputs["question"]), stop=(QUERY[1],))
+        # `sampled` is what the reasoner wrote, where the answer is looked for; `reasoning` also has what was
+        # inserted, which the condenser reads.
         sampled, reasoning = reply.text, reply.text
         while (query := final_query(reply.text, QUERY)) is not None:
             if at_limit:
                 ended = "searches"
                 break
+            # Beyond the limit the model is told once and may still answer; a second such query ends the rollout.
             if len(queries) < self.prompts.searches:
                 queries.append(query)
                 passages: list[Passage] = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
@@ -164,6 +169,7 @@ class SearchO1:
         if not passages:
             return self.prompts.fixed("nothing")
         reply = await ctx.call(CONDENSER, self.prompts.condense(reasoning, query, passages))
+        # The condenser's text enters the reasoner's context: it must not open or close a block there.
         return disarm_markers(reply.text.strip()) or self.prompts.fixed("nothing")
 
 
@@ -189,6 +195,7 @@ class SearchO1Task(OpenQaTask):
         answer = prediction["answer"] or ""
         reward = self.best(metrics.f1, answer, example)
         scores = self.answer_metrics(answer, example) | {"searches": float(len(prediction["queries"]))}
+        # data with questions and answers alone name no gold titles
         gold = set(example.metadata.get("titles", ()))
         if gold:
             scores["gold_retrieved"] = len(gold & set(prediction["titles"])) / len(gold)

@@ -28,6 +28,7 @@ def first_pair(text: str, names: Iterable[str]) -> tuple[str, str] | None:
 
 def tag_sequence(text: str, names: Iterable[str]) -> list[str]:
     """Known tags in order, closing ones with a slash: `["think", "/think", ...]`."""
+    # Exact tags only: `<think >` is none.
     return re.findall(rf"<(/?(?:{'|'.join(names)}))>", text)
 
 
@@ -45,6 +46,8 @@ def fitted(
     Returns:
         The observation, and whether it fits; it does not when the frame alone is longer.
     """
+    # Tokens are measured in the reply's context, frame and new-turn markers included: the sum of the parts' lengths
+    # can differ.
     whole = frame(text)
     if ctx.measure(whole, after=reply) <= limit:
         return whole, True
@@ -57,6 +60,7 @@ def fitted(
 
 def last_block(text: str, opening: str, closing: str) -> str | None:
     """Stripped text between the last `closing` and the nearest `opening` before it; None without such a block."""
+    # From the end: of several blocks the last one counts, and an opening inside a block belongs to it.
     before, closed, _ = text.rpartition(closing)
     _, opened, content = before.rpartition(opening)
     return content.strip() if closed and opened else None
@@ -69,6 +73,7 @@ def final_query(text: str, markers: tuple[str, str]) -> str | None:
 
 def disarm_markers(text: str) -> str:
     """`text` in which nothing can be or become `<|…|>`: the brackets of its halves are parentheses."""
+    # Each half alone, too: `<|x` in one document and `y|>` in the next would make one marker.
     return text.replace("<|", "(|").replace("|>", "|)")
 
 

@@ -92,6 +92,7 @@ def read_command(text: str) -> tuple[str | None, str]:
     """
     try:
         command = json.loads(text)
+    # thousands of brackets raise RecursionError, thousands of digits ValueError; both are the model's doing
     except (ValueError, RecursionError):
         return None, "Error: the tool command is not JSON"
     if not isinstance(command, dict):
@@ -146,17 +147,20 @@ class ToolAgent:
         prompt = self.prompts.question(example.inputs["question"])
         limit = min(self.max_tokens, self.max_completion)
         reply = await ctx.call(MODULE, prompt, stop=STOP, max_tokens=limit)
+        # The limit counts from the end of the first prompt: observations use it up as sampled tokens do.
         end = len(reply.context) - reply.tokens + self.max_completion
         end = min(end, self.max_context or end)
         while True:
             answer, command = _content(reply.text, "answer"), _content(reply.text, "tool")
             actions.append("answer" if answer is not None else "none" if command is None else "tool")
+            # An answer ends the rollout even beside a tool command: the environment reads it first.
             if answer is not None:
                 ended = "answer"
                 break
             if actions.count("tool") >= TOOL_CALLS:
                 ended = "calls"
                 break
+            # One token must be left for the next message.
             room = min(self.max_observation, end - len(reply.context) - 1)
             if command is None:
                 observation: Sequence[Message] = self.prompts.correction()
@@ -170,6 +174,7 @@ class ToolAgent:
             if not fits:
                 break
             if command is not None:
+                # of the one executed call; a command that could not be read counts as executed and failed
                 succeeded = query is not None
             left = end - len(reply.context) - ctx.measure(observation, after=reply)
             reply = await ctx.call(MODULE, observation, after=reply, stop=STOP, max_tokens=min(self.max_tokens, left))
@@ -214,6 +219,7 @@ class ToolAgentTask(OpenQaTask):
         self.check_reward_set(reward_set)
         answers, answer = example.metadata["answers"], prediction["answer"] or ""
         texts = [call.text for call in path]
+        # stricter than `metrics.exact_match`: the case study's reward lower-cases and strips, nothing more
         golds = {gold.strip().lower() for gold in answers} - {""}
         outcome = {
             "answer_presence": 0.5 * contains(answer, answers),
@@ -223,6 +229,7 @@ class ToolAgentTask(OpenQaTask):
         }
         # Everything sampled up to the first result is the first turn, so its last call carries the turn's reward.
         called = prediction["actions"].index("tool") if prediction["succeeded"] is not None else None
+        # Both 0 where no call was executed, so that the parts of all rollouts have the same names.
         tool = {"tool_execution": 0.0, "result_answer": 0.0}
         if called is not None:
             output = path[called + 1].prompt_text.partition("<result>")[2].removesuffix("</result>")

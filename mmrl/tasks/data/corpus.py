@@ -133,6 +133,7 @@ def _of_source(source: Source, numbers: Iterator[int], *, strict: bool) -> Itera
     for row in source.stream("train"):
         this_kind = _kind(row.values)
         kind = kind or this_kind
+        # a record that lost a field, in a file of passages
         if not this_kind and kind:
             passage(source, row, 0)  # raises: names what the record misses
         if not this_kind:
@@ -195,6 +196,7 @@ def coverage(
             continue
         has = _Titles(documents)
         untitled = [e for examples in examples_of.values() for e in examples if not e.metadata.get("titles")]
+        # Titles are known at once; looking for answers reads every passage.
         scans = len(documents) <= SCANNED
         answers = {str(answer) for e in untitled for answer in e.metadata.get("answers", ())} if scans else set()
         present = occurring(answers, documents, cache)
@@ -242,6 +244,7 @@ def occurring(answers: set[str], documents: Sequence[Document], cache: Path | No
     if file is not None and file.is_file():
         try:
             return {ordered[number] for number in json.loads(file.read_text(encoding="utf-8"))}
+        # cut short, or written by another version: it costs seconds to make again, never a run
         except (ValueError, TypeError, IndexError):
             log.warning("%s is damaged; it is made again", file)
     present = _search(ordered, documents)
@@ -249,6 +252,7 @@ def occurring(answers: set[str], documents: Sequence[Document], cache: Path | No
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps([number for number, answer in enumerate(ordered) if answer in present]))
+        # A full or read-only cache only costs time.
         except OSError as error:
             log.warning("cannot write %s (%s)", file, error)
     return present
@@ -266,6 +270,8 @@ def _key(answers: Sequence[str], documents: Sequence[Document]) -> str:
 
 
 def _search(answers: Sequence[str], documents: Iterable[Document]) -> set[str]:
+    # Words as numbers from 1 and rolling hashes of runs: one pass over the passages, whatever the number of answers.
+    # A hash collision (64 bits) could only call an answer present.
     numbers: dict[str, int] = {}
     hashes: dict[int, dict[int, list[str]]] = {}
     for answer in answers:
@@ -285,6 +291,7 @@ def _blocks(documents: Iterable[Document], numbers: Mapping[str, int]) -> Iterat
     block: list[int] = []
     for document in documents:
         block += [numbers.get(word, 0) for word in WORD.findall(f"{document.title} {document.text}".lower())]
+        # no run crosses from one passage into the next
         block.append(0)
         if len(block) > 2**20:
             yield np.array(block, dtype=np.uint64)
@@ -299,6 +306,7 @@ def _run_hashes(block: np.ndarray, length: int) -> np.ndarray:
         return np.empty(0, dtype=np.uint64)
     state = np.zeros(places, dtype=np.uint64)
     known = np.ones(places, dtype=bool)
+    # arithmetic modulo 2^64 is meant
     with np.errstate(over="ignore"):
         for offset in range(length):
             part = block[offset : offset + places]

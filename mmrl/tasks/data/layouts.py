@@ -84,6 +84,7 @@ def _musique(values: Fields) -> Record:
     paragraphs = values["paragraphs"]
     if not isinstance(paragraphs, list) or not all(isinstance(paragraph, Mapping) for paragraph in paragraphs):
         raise TypeError("paragraphs: expected a list of objects")
+    # MuSiQue scores the best over the answer and its aliases.
     aliases = values.get("answer_aliases") or []
     if not isinstance(aliases, list):
         raise TypeError(f"answer_aliases: got {type(aliases).__name__}, expected a list of texts")
@@ -138,9 +139,11 @@ def _answers(values: Fields) -> tuple[str, ...]:
     """Accepted answers: one text, a list, a list written as JSON text, or TriviaQA's record of aliases."""
     field = next((name for name in ANSWER_FIELDS if name in values), "answer")
     value = values[field]
+    # PopQA's file holds the list as JSON text in one column.
     if field == "possible_answers" and isinstance(value, str):
         value = json.loads(value)
     if isinstance(value, Mapping):
+        # TriviaQA's own evaluation compares with these.
         value = value.get("normalized_aliases") or value["aliases"]
     answers = [value] if isinstance(value, str | int) else value
     if not isinstance(answers, list | tuple):
@@ -196,6 +199,7 @@ def _record(source: Source, row: Row, layout: Layout, number: str) -> Record:
     if name is not None and values.get("data_source"):  # several sets in one, each with ids of its own (Search-R1's)
         name = f"{values['data_source']}-{name}"
     where = f"{source.key}: {row.where}" + (f" (id '{name}')" if name else "")
+    # A record with evidence must fit its layout; without any, all layouts agree on question and answers.
     bare = not any(field in values for field in EVIDENCE)
     try:
         record = _questions({**values, "id": name or number}) if bare else layout.read(values)
@@ -242,6 +246,8 @@ def to_example(record: Record, corpus: str) -> Example:
 
 def paragraphs_of(records: Iterable[Record]) -> list[Document]:
     """The union of the records' paragraphs, in order of first appearance, without repetition of (title, text)."""
+    # The same paragraph comes with many questions; one document each, in a stable order, or ids would change with the
+    # splits in use.
     union = dict.fromkeys(paragraph for record in records for paragraph in record.paragraphs)
     return [Document(id=str(number), title=title, text=text) for number, (title, text) in enumerate(union)]
 
@@ -269,6 +275,7 @@ def passage(source: Source, row: Row, number: int) -> Document:
         DataError: another shape.
     """
     values = row.values
+    # HotpotQA's paragraphs: title and sentences
     if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == 2:
         title, text = values
         values = {"title": title, "text": text}
@@ -293,5 +300,6 @@ def subset(examples: Sequence[Example], items: int | None, *key: int | str) -> l
     """The first `items` after a shuffle keyed by `key`; all, in their own order, without a limit."""
     if items is None or items >= len(examples):
         return list(examples)
+    # By keyed digest, not by shuffling: adding a row to the file changes at most one member of the subset.
     order = sorted(examples, key=lambda example: (rng.digest("subset", *key, example.id), example.id))
     return order[:items]

@@ -74,6 +74,7 @@ class Source:
             if path.suffix.lower() not in FORMATS:
                 raise DataError(f"{self.key}: {self.spec}: expected a {', '.join(FORMATS)} file")
             return path
+        # a typo in a file name must not become a request to the hub
         looks_like_file = path.suffix.lower() in FORMATS or not HUB_ID.fullmatch(self.spec)
         if looks_like_file:
             what = "is a folder" if path.is_dir() else "no such file"
@@ -176,6 +177,7 @@ def _offline() -> Iterator[None]:
 
 
 def _json(path: Path) -> Iterator[Row]:
+    # A JSON list is read whole; JSON Lines and parquet are streamed.
     text = path.read_text(encoding="utf-8-sig")
     try:
         content = json.loads(text)
@@ -185,6 +187,7 @@ def _json(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path}: not JSON that can be read ({error})") from None
     if not isinstance(content, list):
         raise ValueError(f"{path}: got {type(content).__name__}, expected a JSON list of records")
+    # Halves of UTF-16 pairs come only from escapes; a file without any is not walked again.
     escapes = bool(HALF.search(text))
     for number, values in enumerate(content):
         where = f"{path} record {number}"
@@ -192,6 +195,7 @@ def _json(path: Path) -> Iterator[Row]:
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
+    # utf-8-sig: spreadsheets write a byte order mark, which would become part of the first field's name
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -228,12 +232,14 @@ def _table(path: Path, delimiter: str) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, delimiter=delimiter)
         header = next(reader, [])
+        # The later column would silently replace the earlier one.
         twice = [name for name, count in Counter(header).items() if count > 1]
         if twice:
             raise ValueError(f"{path} line 1: more than one column is called {', '.join(map(repr, twice))}")
         for cells in reader:
             if not cells:
                 continue
+            # `csv.DictReader` fills missing cells with None and hides the line.
             if len(cells) != len(header):
                 raise ValueError(
                     f"{path} line {reader.line_num}: got {len(cells)} cells, "
@@ -263,6 +269,7 @@ def _parquet(path: Path) -> Iterator[Row]:
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path} is not a parquet file: {error}") from None
     number = 0
+    # batch by batch: a corpus may be larger than memory
     for batch in table.iter_batches():
         for values in batch.to_pylist():
             yield Row(f"{path} row {number}", values)

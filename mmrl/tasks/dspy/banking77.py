@@ -51,6 +51,8 @@ class Banking77Task(DspyTask):
             self.labels = _labels(example for split in examples.values() for example in split)
             return examples
         rows = {split: self._read(split) for split in self.sources}
+        # Without a label file the first split's labels are the classes; a label that only another split has would be
+        # unreachable, so it is an error below.
         first = next(iter(rows))
         self.labels = self._given_labels() or _labels(rows[first])
         self._check_labels(rows, f"task.data.{first}" if self.config.labels is None else "task.labels")
@@ -62,6 +64,7 @@ class Banking77Task(DspyTask):
         for number, row in enumerate(self.rows(split, ("text",))):
             text = text_of(key, row, "text")
             label = text_of(key, row, "category", "label_text", "label")
+            # The official CSV has no ids; the place in the file is stable, since the whole file is read.
             name = str(row.values.get("id") or f"{split}-{number}")
             examples.append((row, Example(id=name, inputs={"text": text}, metadata={"label": label})))
         return unique(key, examples)
@@ -100,6 +103,8 @@ class Banking77Task(DspyTask):
         for split, examples in rows.items():
             samples[split] = examples
             if self.config.sample == "paper" and split in SAMPLE:
+                # Shuffled by text, not by place: copies of the data whose rows are in another order give the same
+                # sample.
                 order = sorted(
                     examples, key=lambda example: rng.digest("banking77", SAMPLE_SEED, example.inputs["text"])
                 )

@@ -13,6 +13,8 @@ class Banking77(dspy.Module):
 
     def __init__(self, labels: Sequence[str]):
         super().__init__()
+        # The classes are the type of the field: DSPy's adapter then lists them in the prompt and rejects any other
+        # text.
         label: object = Literal[tuple(labels)]
         self.classify = dspy.ChainOfThought(
             dspy.Signature({"text": (str, dspy.InputField()), "label": (label, dspy.OutputField())})

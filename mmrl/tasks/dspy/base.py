@@ -50,6 +50,7 @@ class DspyTask(BaseTask, ABC):
         self.config = config
         self.failure_score = config.failure_score
         self.tools: Mapping[str, Tool] = {}
+        # All problems are collected before anything is raised: a run that fails one at a time costs a start for each.
         problems = self.option_problems() + self.source_problems()
         self._examples: dict[str, list[Example]] = {}
         try:
@@ -62,6 +63,7 @@ class DspyTask(BaseTask, ABC):
             problems += error.problems
         if problems:
             raise ConfigError(problems)
+        # `make_program` may need what `load` has read (labels), so it comes last.
         program: Any = self.make_program()
         self.program = program
         self.predictors: Mapping[str, dspy.Predict] = {}
@@ -197,6 +199,7 @@ def _load_state(program: dspy.Module, predictors: Mapping[str, dspy.Predict], pa
         raise ConfigError(f"task.prompts: cannot read '{path}': {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"task.prompts: {path} is not JSON: {error}") from None
+    # `metadata` holds the versions that DSPy writes beside the predictors.
     saved = set(state) - {"metadata"} if isinstance(state, dict) else set()
     if saved != set(predictors):
         raise ConfigError(
@@ -208,4 +211,5 @@ def _load_state(program: dspy.Module, predictors: Mapping[str, dspy.Predict], pa
     except Exception as error:  # DSPy raises what the first wrong key leads to
         raise ConfigError(f"task.prompts: {path} cannot be loaded: {type(error).__name__}: {error}") from None
     for predictor in predictors.values():
+        # A saved state may name an LM, whose calls would not be recorded.
         predictor.lm = None

@@ -63,6 +63,7 @@ class HoverTask(DspyTask):
             super().__init__(config, seed)
         except ConfigError as error:
             problems += error.problems
+        # Data, retriever and corpus are all looked at before anything is raised.
         problems += retriever_problems(config.retriever)
         documents: Sequence[Document] = ()
         try:
@@ -134,10 +135,12 @@ class HoverTask(DspyTask):
         examples = unique(key, chosen_rows)
         if self.config.sample == "all":
             return examples
+        # HoVer has several claims per HotpotQA question; the paper keeps the first of each before it shuffles.
         first_of: dict[str, Example] = {}
         for question, example in zip(questions, examples, strict=True):
             first_of.setdefault(question, example)
         chosen = list(first_of.values())
+        # Python's own shuffle with the reference code's seed: a keyed draw would give other claims than the paper's.
         random.Random(SAMPLE_SEED).shuffle(chosen)
         first, end = ITEMS[split]
         if len(chosen) <= first:
@@ -201,6 +204,7 @@ class HoverTask(DspyTask):
     def score(self, example: Example, prediction: HoverPrediction, path: Sequence[Call], reward_set: str) -> Score:
         """Metrics: `recall` (share of gold titles among the passages) and `all_titles` (whether all are there)."""
         self.check_reward_set(reward_set)
+        # The program returns texts, not documents; the title is what stands before the first bar.
         retrieved = {same_title(text.split(" | ")[0]) for text in prediction["retrieved_docs"][: self.config.passages]}
         gold = {same_title(title) for title in example.metadata["titles"]}
         recall = len(gold & retrieved) / len(gold)

@@ -60,6 +60,7 @@ class Hover(dspy.Module):
             if hop:
                 prediction = await self.generate_query.acall(claim=claim, key_facts=key_facts)
                 queries = needed([prediction.search_query1, prediction.search_query2, prediction.search_query3])
+            # The last hop fills what is left of the budget; earlier ones keep `top_k` each.
             keep = max(0, self.passages - len(committed)) if last else self.top_k
             passages = await self._search(queries, self.last_top_k if last else self.top_k)
             committed += passages[:keep]
@@ -75,6 +76,7 @@ class Hover(dspy.Module):
         if not queries:
             return []
         results = await use_tool("search", queries=list(queries), top_k=top_k)
+        # Stable: passages of equal score stay in the order of the queries that brought them.
         ranked = sorted(results, key=lambda result: result["score"], reverse=True)
         return list(dict.fromkeys(result["long_text"] for result in ranked))
 

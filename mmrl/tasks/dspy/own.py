@@ -162,6 +162,7 @@ class _PluginTask(_RecordTask):
         """
         self.check_reward_set(reward_set)
         result = self.parts_given.reward(example, prediction)
+        # Rewards may be plain or async functions; only the result tells.
         score = await result if inspect.isawaitable(result) else result
         if isinstance(score, Score):
             return score
@@ -198,6 +199,7 @@ class ImportedTask(_RecordTask):
         if not callable(self.metric):
             raise ConfigError(f"task.metric: {config.metric} is a {type(self.metric).__name__}, expected a function")
         super().__init__(config, seed)
+        # looked at before the program is wrapped, when a raw module can still be told
         self.gets_dspy_objects = is_dspy_module(self.program)
         """Whether the metric gets DSPy's own objects, so that DSPy's metrics fit."""
 

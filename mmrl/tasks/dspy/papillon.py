@@ -46,6 +46,7 @@ class PapillonTask(DspyTask):
     parts = frozenset(ROWS)
 
     def __init__(self, config: PapillonConfig, seed: int):
+        # Clients are opened before data are read: a missing key is then reported together with bad rows.
         problems: list[str] = []
         self.judges: Judges = RuleJudges()
         self.left_out: list[str] = []
@@ -105,6 +106,7 @@ class PapillonTask(DspyTask):
                 self.left_out.append(row.where)
                 log.warning("%s: %s: target_response is empty; the row is left out", key, row.where)
                 continue
+            # PUPA separates the pieces by two bars; repetitions would count twice in the share.
             units = text_of(key, row, "pii_units", "pii_str", empty=True).split("||")
             pieces = list(dict.fromkeys(unit.strip() for unit in units if unit.strip()))
             metadata = {"target": target, "units": pieces}
@@ -144,6 +146,7 @@ class PapillonTask(DspyTask):
         """
         self.check_reward_set(reward_set)
         query, new, gold = example.inputs["user_query"], prediction["response"], example.metadata["target"]
+        # One after the other: a judge that fails on quality need not be asked about leakage.
         quality = float(await self.judges.quality(query, new, gold))
         leakage = await self._leakage(example.metadata["units"], prediction["llm_request"])
         reward = (quality + 1 - leakage) / 2

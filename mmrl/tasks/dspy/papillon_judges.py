@@ -104,6 +104,8 @@ class EndpointJudges:
 
     async def quality(self, query: str, new: str, gold: str) -> bool:
         """True unless the judge prefers the reference whichever comes first: j1 or (j1 == j2)."""
+        # j1 or (j1 == j2): judges prefer the first response, so one against the new response counts only if the
+        # reference also wins when it comes first.
         if await self._at_least_as_good(query, new, gold):
             return True
         return not await self._at_least_as_good(query, gold, new)
@@ -126,6 +128,7 @@ class EndpointJudges:
         from dspy.utils.exceptions import AdapterParseError
 
         adapter = dspy.ChatAdapter()
+        # The judges' prompts do not follow `dspy.configure(adapter=...)`: they are the measure, not the program.
         messages = adapter.format(signature, [], dict(inputs))
         reply = ""
         for _ in range(self.settings.retries + 1):
@@ -136,6 +139,8 @@ class EndpointJudges:
                 return dict(adapter.parse(signature, reply))
             except EngineFailure as error:
                 raise JudgeFailure(f"task.judge: {error}") from error
+            # Unlike the agents' judge there is no fixed rule here: the rollout is aborted after the last try, since
+            # half a verdict has no defined score.
             except AdapterParseError:
                 self.unreadable += 1
         self.given_up += 1

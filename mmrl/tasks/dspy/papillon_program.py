@@ -37,6 +37,7 @@ class Papillon(dspy.Module):
     async def aforward(self, user_query: str) -> dspy.Prediction:
         """Returns llm_request, llm_response and response."""
         llm_request = (await self.craft_redacted_request.acall(user_query=user_query)).llm_request
+        # A tool of the task, so that the answer is recorded and rollouts that fork after it see the same one.
         llm_response = await use_tool("external", request=llm_request)
         answer = await self.respond_to_query.acall(
             related_llm_request=llm_request, related_llm_response=llm_response, user_query=user_query
@@ -65,5 +66,6 @@ class JudgeLeakage(dspy.Signature):
     num_pieces_leaked: int = dspy.OutputField(desc="number of listed pieces that are personal and in the prompt")
 
 
+# the signature with its `reasoning` field, as a chain of thought renders it
 QUALITY = dspy.ChainOfThought(JudgeQuality).predict.signature
 LEAKAGE = dspy.ChainOfThought(JudgeLeakage).predict.signature

@@ -28,6 +28,7 @@ class Host(Protocol):
         ...
 
 
+# A context variable, not a global: rollouts run at once, each with a host of its own, also in threads of `forward`.
 _HOST: ContextVar[Host | None] = ContextVar("mmrl_host", default=None)
 
 

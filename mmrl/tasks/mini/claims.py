@@ -56,6 +56,7 @@ def make_claims(split: str, seed: int = WORLD_SEED) -> tuple[Claim, ...]:
         person = world.entities[subject.facts[role.split(".")[1]]]
         city = world.entities[person.facts["birth_city"]]
         country = world.value(city.id, "country")
+        # by the number that have been accepted, so that labels stay in equal shares whatever is rejected
         supported = len(claims) % 2 == 0
         claimed = country if supported else draws.pick([name for name in countries if name != country])
         phrases = [phrase.format(x=subject.name) for phrase in ROLES[role][1]]
@@ -71,6 +72,7 @@ def make_claims(split: str, seed: int = WORLD_SEED) -> tuple[Claim, ...]:
                 f"{city.name} is in {country}.",
             ),
         )
+        # A claim whose form happens to name the person would skip a hop.
         if person.name not in text:
             claims.setdefault(claim.text, claim)
     return tuple(

@@ -36,6 +36,7 @@ def mini_multihop(split: str, corpus: str = "mini", dataset: str = "hotpotqa", s
     if dataset in KINDS:
         bridges = [question for question in questions if question.kind == "bridge"]
         others = [question for question in questions if question.kind != "bridge"] if dataset == "2wiki" else []
+        # The mixture is cut from the whole set, in its order: ids and questions stay those of `hotpotqa`.
         chosen = {question.id for question in [*others, *bridges[: len(others) or None]]}
         questions = tuple(question for question in questions if question.id in chosen)
     return [_example(in_steps(question) if stepwise else question, corpus) for question in questions]

@@ -126,6 +126,7 @@ def make_questions(split: str, seed: int = WORLD_SEED) -> tuple[Question, ...]:
     world = make_world(seed)
     draws = Draws(seed, "questions", split)
     bridges = _bridges(world, split, draws)
+    # All of them are made before the cut, so that the kinds keep their natural shares.
     draws.shuffle(bridges)
     comparisons = round(SIZES[split] * COMPARISON_SHARE)
     questions = bridges[: SIZES[split] - comparisons] + _comparisons(world, split, draws, comparisons)
@@ -144,6 +145,7 @@ def _bridges(world: World, part: str, draws: Draws) -> list[Question]:
         first_query, phrases = ROLES[role]
         for subject in world.of(kind, part):
             bridge = world.entities[subject.facts[relation]]
+            # Only where the bridge's document names the subject can both documents be retrieved from the question.
             if subject.id not in bridge.mentions:
                 continue
             for ask in asks:
@@ -179,6 +181,7 @@ def _earlier(world: World, part: str, draws: Draws) -> Question | None:
     entities = world.of(kind, part)
     x, y = draws.pick(entities), draws.pick(entities)
     years = [int(entity.facts[relation]) for entity in (x, y)]
+    # neither is earlier; also covers x and y being the same
     if years[0] == years[1]:
         return None
     return _compare(world, form, draws.pick(EARLIER[form]), x, y, (x if years[0] < years[1] else y).name)

@@ -109,6 +109,7 @@ def make_external(seed: int = WORLD_SEED) -> Callable[[str], str]:
         product = _named(request, products)
         words = set(re.findall(r"\w+", request.lower()))
         if company is not None and product is not None:
+            # by a single word of the request: a redacted request in the policy's own words must still be understood
             for mark, (_, letter) in LETTERS.items():
                 if mark in words:
                     return letter.format(m=company.name, x=product.name, name=UNNAMED)

@@ -175,6 +175,7 @@ def make_support(split: str, seed: int = WORLD_SEED) -> tuple[SupportQuery, ...]
         text = draws.pick(INTENTS[label].texts).format(x=product.name, m=world.value(product.id, "maker"))
         queries_of.setdefault(text, (label, product.name))
     queries = list(queries_of.items())
+    # labels were drawn in turn
     draws.shuffle(queries)
     return tuple(
         SupportQuery(f"mini-support-{split}-{number:04d}", text, label, product)

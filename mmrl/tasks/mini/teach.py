@@ -53,6 +53,7 @@ def _search_program(task: MultihopQaTask, example: Example) -> list[Demonstratio
     for used in (queries, poorer):
         candidates = task.search(used, example.inputs["corpus"])
         names = [candidate["title"] for candidate in candidates]
+        # A reranker can only choose what was retrieved; none is shown where nothing gold was.
         gold = [names.index(title) for title in titles if title in names]
         if gold:
             chosen = ", ".join(str(index) for index in gold)

@@ -156,6 +156,7 @@ class _Builder:
         self._works(part, size, _Turns(people, draws), cities)
         for person in people:
             natives = self.mentions[self.facts[person]["birth_city"]]
+            # two at most, so that documents of cities stay short
             if sum(other.startswith("person") for other in natives) < 2:
                 natives.append(person)
 
@@ -201,6 +202,7 @@ class _Builder:
         """All entities; a country's capital is the first city that lies in it."""
         for city, facts in self.facts.items():
             if city.startswith("city"):
+                # `CAPITALS_PART` gives each country a city first, so every capital is set.
                 self.facts[facts["country"]].setdefault("capital", city)
         return {
             entity: Entity(
@@ -224,6 +226,7 @@ class _Turns:
 
     def take(self, count: int) -> list[str]:
         taken: list[str] = []
+        # An entity drawn twice in one call is skipped for this round: nobody is both director and star of a film.
         while len(taken) < count:
             if not self.left:
                 self.left = list(self.entities)

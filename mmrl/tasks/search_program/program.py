@@ -68,6 +68,7 @@ class Selection:
 
 def parse_queries(text: str) -> list[str]:
     """Sub-queries between the first two `###`, split on `;`; empty when there is no such block or nothing in it."""
+    # the first two marks only: what a model writes after its list is ignored
     parts = text.split("###", 2)
     if len(parts) < 3:
         return []
@@ -76,6 +77,7 @@ def parse_queries(text: str) -> list[str]:
 
 def parse_selection(text: str, candidates: int) -> Selection:
     """Indices in a reranker's output, against the number of candidate documents."""
+    # Python refuses to read thousands of digits; 12 are beyond any number of documents.
     written = [int(digits[:12]) for digits in re.findall(r"[0-9]+", text)]
     valid = tuple(dict.fromkeys(index for index in written if index < candidates))
     return Selection(valid, len(valid) < len(written) or (not written and candidates > 0))
@@ -160,6 +162,8 @@ class SearchProgram:
         """One call of each module; the search lies between the first and the second."""
         question = example.inputs["question"]
         reply = await ctx.call("rewriter", self.prompts.rewriter(question))
+        # without a readable sub-question the question itself is searched for: the penalty, not the retrieval, teaches
+        # the format
         queries = parse_queries(reply.text)[:USED_QUERIES] or [question]
         documents: list[Passage] = await ctx.tool("search", queries=queries, corpus=example.inputs["corpus"])
         reply = await ctx.call(

@@ -61,6 +61,7 @@ class MultihopQaTask(OpenQaTask):
             "answered": float(bool(answer)),
         }
         titles = set(example.metadata.get("titles", ()))
+        # data with questions and answers alone name no gold titles
         if titles:
             scores["gold_retrieved"] = len(titles & set(prediction["candidates"])) / len(titles)
             scores["gold_selected"] = len(titles & set(prediction["selected"])) / len(titles)
@@ -70,6 +71,7 @@ class MultihopQaTask(OpenQaTask):
         """Format penalty of one call and its behaviour facts."""
         if call.module == "rewriter":
             queries = parse_queries(call.text)
+            # The paper calls this penalty proportional and then gives one number, which is what is done.
             faulty = not queries or len(queries) > USED_QUERIES
             facts = {"sub_queries": float(len(queries)), "unparsable": float(not queries)}
         elif call.module == "reranker":
