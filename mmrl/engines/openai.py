@@ -314,7 +314,7 @@ def read_completion(response: httpx.Response) -> tuple[str, str, tuple[int, int]
         raise ValueError(f"the reply is no chat completion ({error!r}): {response.text}") from None
 
 
-def described(settings: Endpoint, chat: object, *further: str, **counts: int) -> str:
+def described(settings: EndpointConfig, chat: object, *further: str, **counts: int) -> str:
     """An endpoint for a result's facts: model, address, what was counted so far, and `further` words."""
     usage = chat.usage if isinstance(chat, OpenAIChat) else None
     if usage is not None:

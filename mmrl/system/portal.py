@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -57,7 +57,7 @@ class IoScope(Generic[C]):
         self._concurrency = concurrency
         self._client: C | None = None
         self._slots: asyncio.Semaphore | None = None
-        self._tasks: set[Future[object]] = set()
+        self._tasks: set[Future[Any]] = set()
 
     async def run(self, work: Coroutine[object, object, T]) -> T:
         """Await `work` from whatever loop this is; cancelling the waiter cancels the work."""

@@ -66,7 +66,7 @@ def test_a_push_changes_the_policy_and_no_stale_prefix_is_served(colocated: Any,
 @here
 def test_a_push_that_vllm_refuses_stops_with_its_words(colocated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = colocated
-    monkeypatch.setattr("mmrl.engines.vllm.snapshot.save_weights", lambda *_: {"default": Path("/no/such/adapter")})
+    monkeypatch.setattr("mmrl.engines.vllm.policy.save_weights", lambda *_: {"default": Path("/no/such/adapter")})
     with pytest.raises(SyncFailure, match="version 9 was not taken by vLLM"):
         engine.set_version(9)
 

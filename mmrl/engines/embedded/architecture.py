@@ -1,4 +1,4 @@
-"""What the own decode loop must know of a model: which architectures it serves, and their weights in fused form.
+"""What the native decoder must know of a model: which architectures it serves, and their weights in fused form.
 
 Between a Hugging Face module, which the trainer changes in place, and `decode`, which multiplies. `Weights.refresh`
 reads every weight anew; it runs at the start of each burst, so that nothing stale can be served however the weights
@@ -7,12 +7,19 @@ were changed (an in-place step, `.data`, a new tensor, a merged or switched-off 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import Linear as LoraLinear
+    from transformers import LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RMSNorm
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -21,13 +28,14 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 def causal_lm(model: nn.Module) -> nn.Module:
     """The causal LM inside a peft wrapper."""
-    inner: Any = model
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    unwrap: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
+    return unwrap() if unwrap is not None else model
 
 
 def unsupported(model: nn.Module) -> str | None:
-    """The reason why the own loop cannot serve this model, or None."""
-    causal: Any = causal_lm(model)
+    """The reason why the native decoder cannot serve this model, or None."""
+    # All FAMILIES are built like Llama; what is asked before the class is checked is its name alone.
+    causal = cast("LlamaForCausalLM", causal_lm(model))
     name = type(causal).__name__
     if name not in FAMILIES:
         return f"{name} is not one of {', '.join(FAMILIES)}"
@@ -39,8 +47,9 @@ def unsupported(model: nn.Module) -> str | None:
         return "some of its layers do not attend to the whole context"
     if layer_types is None and getattr(config, "sliding_window", None) is not None:
         return "its attention is limited to a sliding window"
-    if config.rope_parameters.get("rope_type") not in STATIC_ROPE:
-        return f"its position encoding '{config.rope_parameters.get('rope_type')}' depends on the length"
+    rope = (config.rope_parameters or {}).get("rope_type")
+    if rope not in STATIC_ROPE:
+        return f"its position encoding '{rope}' depends on the length"
     if config.hidden_act != "silu":
         return f"its activation is '{config.hidden_act}'"
     if type(causal.model.embed_tokens) is not nn.Embedding:
@@ -56,24 +65,39 @@ def unsupported(model: nn.Module) -> str | None:
     return odd[0] if odd else None
 
 
-def _linears(causal: Any) -> list[nn.Module]:
-    found = [causal.lm_head]
-    for layer in causal.model.layers:
+def _linears(causal: LlamaForCausalLM) -> list[nn.Module]:
+    linears: list[nn.Module] = [causal.lm_head]
+    for layer in _decoder_layers(causal):
         attention, mlp = layer.self_attn, layer.mlp
-        found += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-        found += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    return found
+        linears += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return linears
 
 
-def _odd(module: Any) -> str | None:
+def _decoder_layers(causal: LlamaForCausalLM) -> list[LlamaDecoderLayer]:
+    return [cast("LlamaDecoderLayer", layer) for layer in causal.model.layers]
+
+
+def _lora(source: nn.Module) -> LoraLinear | None:
+    """The projection as a LoRA layer, where peft has put one in its place."""
+    return cast("LoraLinear", source) if hasattr(source, "base_layer") else None
+
+
+def _base(source: nn.Module) -> nn.Linear:
+    """The plain linear layer, inside a LoRA layer or not."""
+    return cast(nn.Linear, getattr(source, "base_layer", source))
+
+
+def _odd(module: nn.Module) -> str | None:
     """Why a projection is neither a plain linear layer nor one with plain LoRA, or None."""
     if type(module) is nn.Linear:
         return None
     if not type(module).__module__.startswith("peft.tuners.lora") or type(module).__name__ != "Linear":
         return f"it has a {type(module).__module__}.{type(module).__name__} layer"
-    if type(module.base_layer) is not nn.Linear:
-        return f"its LoRA wraps a {type(module.base_layer).__name__} layer"
-    if module.lora_variant or any(module.lora_bias.values()) or getattr(module, "fan_in_fan_out", False):
+    if type(_base(module)) is not nn.Linear:
+        return f"its LoRA wraps a {type(_base(module)).__name__} layer"
+    lora = cast("LoraLinear", module)
+    if lora.lora_variant or any(lora.lora_bias.values()) or lora.fan_in_fan_out:
         return "its LoRA is a variant (DoRA or the like)"
     return None
 
@@ -92,7 +116,11 @@ class Linear:
     """
 
     def __init__(
-        self, sources: list[Any], scale_by: Any = None, adapter: str | None = None, base: Linear | None = None
+        self,
+        sources: list[nn.Module],
+        scale_by: LlamaRMSNorm | None = None,
+        adapter: str | None = None,
+        base: Linear | None = None,
     ):
         self.sources = sources
         self.adapter = adapter
@@ -108,15 +136,18 @@ class Linear:
 
     def refresh(self) -> None:
         """Read the sources anew."""
-        bases = [getattr(source, "base_layer", source) for source in self.sources]
+        bases = [_base(source) for source in self.sources]
         updates = [_updates(source, self.adapter) for source in self.sources]
+        # In float32 a sum of weight and update is as good as two products, and one product is cheaper. In bfloat16 the
+        # sum would round most of a small update away, so it is applied beside the weights (`_beside`).
         full = bases[0].weight.dtype == torch.float32
         self.folded = full and self.scale_by is not None
-        own = len(bases) > 1 or self.folded or (full and any(updates))
+        # A private copy is made only where the weights change or are put side by side: the trainer's stay untouched.
+        copied = len(bases) > 1 or self.folded or (full and any(updates))
         if self.base is not None and not full:
             self.weight = self.base.weight
         else:
-            self.weight = self._copy([base.weight for base in bases]) if own else bases[0].weight.detach()
+            self.weight = self._copy([base.weight for base in bases]) if copied else bases[0].weight.detach()
         self.low = self.high = None
         if any(updates):
             if full:
@@ -128,7 +159,7 @@ class Linear:
                     start += base.out_features
             else:
                 self._beside(bases, updates)
-        if self.folded:
+        if self.folded and self.scale_by is not None:  # (out, in) times (in,): a norm's weight scales the input columns
             self.weight.mul_(self.scale_by.weight)
         self.transposed = self.weight.t()
         biases = [base.bias for base in bases]
@@ -144,6 +175,7 @@ class Linear:
 
     def _copy(self, weights: list[Tensor]) -> Tensor:
         shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
+        # The buffer of the last time where it fits: an update changes values, not shapes.
         old = self._buffer
         if old is None or old.shape != shape or old.dtype != weights[0].dtype or old.device != weights[0].device:
             self._buffer = torch.empty(shape, dtype=weights[0].dtype, device=weights[0].device)
@@ -151,7 +183,7 @@ class Linear:
         torch.cat(weights, out=self._buffer)
         return self._buffer
 
-    def _beside(self, bases: list[Any], updates: list[list[tuple[Tensor, Tensor, float]]]) -> None:
+    def _beside(self, bases: list[nn.Linear], updates: list[list[tuple[Tensor, Tensor, float]]]) -> None:
         """All updates as one pair of matrices: (ranks, in) and (out, ranks), the latter block by block."""
         pairs = [pair for several in updates for pair in several]
         self.low = torch.cat([low for low, _, _ in pairs])
@@ -183,21 +215,26 @@ class Linear:
         return residual + self(x)
 
 
-def _updates(source: Any, adapter: str | None) -> list[tuple[Tensor, Tensor, float]]:
+def _updates(source: nn.Module, adapter: str | None) -> list[tuple[Tensor, Tensor, float]]:
     """(A, B, scaling) of the LoRA updates that a forward of this layer with this adapter would add now."""
-    if not hasattr(source, "base_layer") or source.disable_adapters or source.merged:
+    lora = _lora(source)
+    if lora is None or lora.disable_adapters or lora.merged:
         return []
     return [
-        (source.lora_A[name].weight.detach(), source.lora_B[name].weight.detach(), source.scaling[name])
-        for name in ([adapter] if adapter is not None else source.active_adapters)
-        if name in source.lora_A
+        (_weight(lora.lora_A[name]), _weight(lora.lora_B[name]), lora.scaling[name])
+        for name in ([adapter] if adapter is not None else lora.active_adapters)
+        if name in lora.lora_A
     ]
+
+
+def _weight(module: nn.Module) -> Tensor:
+    return cast(nn.Linear, module).weight.detach()
 
 
 class Norm:
     """x / rms(x), times the weight unless that is folded into the product that follows."""
 
-    def __init__(self, module: Any, then: Linear | None = None):
+    def __init__(self, module: LlamaRMSNorm, then: Linear | None = None):
         self.module = module
         self.then = then
         self.eps = float(module.variance_epsilon)
@@ -233,7 +270,7 @@ class Layer:
     before_mlp: Norm
     gate_up: Linear
     down: Linear
-    qk_norms: tuple[Any, Any] | None
+    qk_norms: tuple[Qwen3RMSNorm, Qwen3RMSNorm] | None
     """q_norm and k_norm, where the model has them."""
     qk_weight: Tensor | None = None
     """(heads + kv heads, head_dim): their weights, head by head."""
@@ -242,7 +279,7 @@ class Layer:
 
 
 class Weights:
-    """A model's weights for the own loop. `unsupported(model)` must be None.
+    """A model's weights for the native decoder. `unsupported(model)` must be None.
 
     Args:
         model: the causal LM, wrapped by peft or not.
@@ -251,17 +288,17 @@ class Weights:
     """
 
     def __init__(self, model: nn.Module, adapter: str | None = None, base: Weights | None = None):
-        causal: Any = causal_lm(model)
+        causal = cast("LlamaForCausalLM", causal_lm(model))
         config = causal.config
         self.causal = causal
         self.heads: int = config.num_attention_heads
-        self.kv_heads: int = config.num_key_value_heads
+        self.kv_heads: int = config.num_key_value_heads or config.num_attention_heads
         self.hidden: int = config.hidden_size
         self.layers: list[Layer] = [
             _layer(module, adapter, base.layers[index] if base is not None else None)
-            for index, module in enumerate(causal.model.layers)
+            for index, module in enumerate(_decoder_layers(causal))
         ]
-        self.head_dim: int = causal.model.layers[0].self_attn.head_dim
+        self.head_dim: int = _decoder_layers(causal)[0].self_attn.head_dim
         self.norm = Norm(causal.model.norm)
         self.head: Linear = Linear([causal.lm_head], None, adapter, base.head if base is not None else None)
         self.embedding: Tensor = torch.empty(0)
@@ -295,38 +332,43 @@ class Weights:
         """
         tensors = [*self.causal.model.parameters(), *self.causal.lm_head.parameters()]
         sums = torch.stack([tensor.detach().sum(dtype=torch.float64) for tensor in tensors]).tolist()
-        found: list[object] = [(t.data_ptr(), t._version, value) for t, value in zip(tensors, sums, strict=True)]
+        prints: list[object] = [(t.data_ptr(), t._version, value) for t, value in zip(tensors, sums, strict=True)]
         for source in _linears(self.causal):
-            layer: Any = source
-            if hasattr(layer, "base_layer"):
-                scaling = tuple(layer.scaling.items())
-                found.append((layer.disable_adapters, *layer.active_adapters, *layer.merged_adapters, scaling))
-        return found
+            lora = _lora(source)
+            if lora is not None:
+                scaling = tuple(lora.scaling.items())
+                prints.append((lora.disable_adapters, *lora.active_adapters, *lora.merged_adapters, scaling))
+        return prints
 
     def rope(self, length: int) -> tuple[Tensor, Tensor]:
         """(T, head_dim) cos and signed sin for at least `length` positions: rotated x = x·cos + roll(x, half)·sin."""
         if self.angles is None or self.angles[0].shape[0] < length:
             positions = torch.arange(max(256, 1 << (length - 1).bit_length()), device=self.embedding.device)
             cos, sin = self.causal.model.rotary_emb(self.embedding[:1], positions.unsqueeze(0))
+            # Powers of two, so that a growing context asks for new angles a few times only. The model's own module
+            # makes them: RoPE kinds differ in the frequencies, not in how the angles are used.
             half = self.head_dim // 2
             self.angles = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
         return self.angles
 
 
-def _layer(module: Any, adapter: str | None, base: Layer | None) -> Layer:
+def _layer(module: LlamaDecoderLayer, adapter: str | None, base: Layer | None) -> Layer:
     attention, mlp = module.self_attn, module.mlp
+    qwen = cast("Qwen3Attention", attention)
 
-    def linear(sources: list[Any], name: str, scale_by: Any = None) -> Linear:
-        return Linear(sources, scale_by, adapter, getattr(base, name) if base is not None else None)
+    def linear(sources: list[nn.Module], shared: Linear | None, scale_by: LlamaRMSNorm | None = None) -> Linear:
+        return Linear(sources, scale_by, adapter, shared)
 
-    qkv = linear([attention.q_proj, attention.k_proj, attention.v_proj], "qkv", module.input_layernorm)
-    gate_up = linear([mlp.gate_proj, mlp.up_proj], "gate_up", module.post_attention_layernorm)
+    qkv = linear(
+        [attention.q_proj, attention.k_proj, attention.v_proj], base.qkv if base else None, module.input_layernorm
+    )
+    gate_up = linear([mlp.gate_proj, mlp.up_proj], base.gate_up if base else None, module.post_attention_layernorm)
     return Layer(
         before_attention=Norm(module.input_layernorm, qkv),
         qkv=qkv,
-        out=linear([attention.o_proj], "out"),
+        out=linear([attention.o_proj], base.out if base else None),
         before_mlp=Norm(module.post_attention_layernorm, gate_up),
         gate_up=gate_up,
-        down=linear([mlp.down_proj], "down"),
-        qk_norms=(attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None,
+        down=linear([mlp.down_proj], base.down if base else None),
+        qk_norms=(qwen.q_norm, qwen.k_norm) if hasattr(attention, "q_norm") else None,
     )

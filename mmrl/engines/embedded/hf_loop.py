@@ -16,7 +16,7 @@ from mmrl.engines.embedded.architecture import causal_lm
 from mmrl.engines.embedded.rows import BatchRow
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import LoraModel, PeftModel
     from transformers import DynamicCache
 
 
@@ -124,13 +124,14 @@ def using(model: torch.nn.Module, adapter: str | None) -> Iterator[None]:
         return
     # peft's set_adapter also turns on the gradients of the adapter and off those of the others. Generation happens
     # between two updates, so the trainer's set must be found as it was.
+    layers = cast("LoraModel", adapted.base_model)
     before = list(adapted.active_adapters)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    adapted.base_model.set_adapter(adapter)
+    layers.set_adapter(adapter)
     try:
         yield
     finally:
-        adapted.base_model.set_adapter(before)
+        layers.set_adapter(before)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         for parameter in trained:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmrl.config.engine import VllmColocatedConfig
 from mmrl.engines.base import Completion, Engine, EngineSetup, Request, Sampling
@@ -32,18 +32,22 @@ from mmrl.models.load import model_path
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
+    from vllm import RequestOutput, SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 LOG = logging.getLogger("mmrl.engines")
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
-    """One request on its way: its loop waits for `future`."""
+class _VllmRequest:
+    """One request that vLLM works on; an event loop waits for `future`."""
 
     id: str
     request: Request
     row: BatchRow
-    adapter: Any
+    adapter: LoRARequest | None
     version: int
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Completion]
@@ -87,21 +91,21 @@ class VllmColocatedEngine(Engine):
         config: VllmColocatedConfig,
         setup: EngineSetup,
     ):
-        if found := vllm_problems(config) + sleep_problems(config, setup.device):
-            raise ConfigError(found)
+        if problems := vllm_problems(config) + sleep_problems(config, setup.device):
+            raise ConfigError(problems)
         self.policy = ServedPolicy(model, tokenizer, config, setup)
         self.config, self.setup = config, setup
         self._sleeps = setup.device != "cpu" if config.sleep is None else config.sleep
         self._asleep = False
-        self._adapters: dict[str, Any] = {}
+        self._adapters: dict[str, LoRARequest] = {}
         """Adapter name -> vLLM's request for its newest version."""
         self._loaded: list[list[int]] = []
         """Numbers of the adapters that vLLM holds, per version, oldest first."""
         self._number = 0
-        self._asks = 0
+        self._count = 0
         self._in_flight = 0
-        self._waiting: queue.Queue[_Asked | str | threading.Event | None] = queue.Queue()
-        """Requests; ids of those no longer wanted; an event to set once nothing is under way; None: the end."""
+        self._waiting: queue.Queue[_VllmRequest | str | threading.Event | None] = queue.Queue()
+        """Requests; ids of cancelled ones; an event to set once nothing is in flight; None: the end."""
         self._driver: threading.Thread | None = None
         self._vllm = self._start()
         try:
@@ -122,9 +126,9 @@ class VllmColocatedEngine(Engine):
         """
         self.rules.check(request)
         loop = asyncio.get_running_loop()
-        self._asks += 1
-        asked = _Asked(
-            id=str(self._asks),
+        self._count += 1
+        job = _VllmRequest(
+            id=str(self._count),
             request=request,
             row=self.rules.row(request),
             adapter=self._adapter(request.module),
@@ -135,15 +139,15 @@ class VllmColocatedEngine(Engine):
         self._in_flight += 1
         try:
             self._drive()
-            self._waiting.put(asked)
-            return await asked.future
+            self._waiting.put(job)
+            return await job.future
         except asyncio.CancelledError:
-            self._waiting.put(asked.id)
+            self._waiting.put(job.id)
             raise
         finally:
             self._in_flight -= 1
 
-    def _adapter(self, module: str) -> Any:
+    def _adapter(self, module: str) -> LoRARequest | None:
         if not self.policy.names:
             return None
         name = self.policy.adapter(module)
@@ -159,57 +163,57 @@ class VllmColocatedEngine(Engine):
             self._driver.start()
 
     def _driven(self) -> None:
-        under_way: dict[str, _Asked] = {}
+        in_flight: dict[str, _VllmRequest] = {}
         while True:
-            found = self._waiting.get()
+            item = self._waiting.get()
             started = time.perf_counter()
-            if not self._take(found, under_way):
+            if not self._take(item, in_flight):
                 return
-            while under_way:
+            while in_flight:
                 with contextlib.suppress(queue.Empty):
                     while True:
-                        if not self._take(self._waiting.get_nowait(), under_way):
+                        if not self._take(self._waiting.get_nowait(), in_flight):
                             return
-                if under_way:
-                    self._step(under_way)
+                if in_flight:
+                    self._step(in_flight)
             self.busy_s += time.perf_counter() - started
 
-    def _take(self, found: _Asked | str | threading.Event | None, under_way: dict[str, _Asked]) -> bool:
+    def _take(self, item: _VllmRequest | str | threading.Event | None, in_flight: dict[str, _VllmRequest]) -> bool:
         """Begin or drop one request; False when the engine is closed."""
-        if found is None:
-            for asked in under_way.values():
-                asked.answer(EngineFailure("the engine was closed"))
+        if item is None:
+            for job in in_flight.values():
+                job.answer(EngineFailure("the engine was closed"))
             return False
-        if isinstance(found, threading.Event):
-            # Whoever waits has no call left, so what is still under way here is no longer wanted by anybody.
-            self._abort(list(under_way))
-            under_way.clear()
-            found.set()
+        if isinstance(item, threading.Event):
+            # Set by a caller without open calls, so what is still in flight here has been cancelled.
+            self._abort(list(in_flight))
+            in_flight.clear()
+            item.set()
             return True
-        if isinstance(found, str):
-            if under_way.pop(found, None) is not None:
-                self._abort([found])
+        if isinstance(item, str):
+            if in_flight.pop(item, None) is not None:
+                self._abort([item])
             return True
         try:
             self._awake()
-            sampling = self._sampling(found.request.sampling, found.row.limit)
-            self._ask(found.id, found.request.prompt_ids, sampling, found.adapter)
-            under_way[found.id] = found
+            sampling = self._sampling(item.request.sampling, item.row.limit)
+            self._add(item.id, item.request.prompt_ids, sampling, item.adapter)
+            in_flight[item.id] = item
         except Exception as error:  # vLLM's own words, whatever their type
-            found.answer(EngineFailure(f"vLLM refused the request: {type(error).__name__}: {error}"))
+            item.answer(EngineFailure(f"vLLM refused the request: {type(error).__name__}: {error}"))
         return True
 
-    def _step(self, under_way: dict[str, _Asked]) -> None:
+    def _step(self, in_flight: dict[str, _VllmRequest]) -> None:
         try:
             outputs = self._vllm.step()
         except Exception as error:
-            for asked in under_way.values():
-                asked.answer(EngineFailure(f"vLLM failed: {type(error).__name__}: {error}"))
-            under_way.clear()
+            for job in in_flight.values():
+                job.answer(EngineFailure(f"vLLM failed: {type(error).__name__}: {error}"))
+            in_flight.clear()
             return
         for output in outputs:
-            if output.finished and output.request_id in under_way:
-                done = under_way.pop(output.request_id)
+            if output.finished and output.request_id in in_flight:
+                done = in_flight.pop(output.request_id)
                 try:
                     done.answer(self._completion(done, output.outputs[0]))
                 except Exception as error:  # one call's; the thread goes on for the others
@@ -220,11 +224,11 @@ class VllmColocatedEngine(Engine):
         try:
             if names:
                 self._vllm.abort_request(names)
-        except Exception as error:  # nobody waits for these any more
+        except Exception as error:  # their callers are gone
             LOG.warning("vLLM could not drop %d requests: %s: %s", len(names), type(error).__name__, error)
 
     def _settle(self) -> None:
-        """Return once the driver's thread has nothing under way: calls that timed out leave before it has noticed."""
+        """Return once the driver's thread has nothing in flight: calls that timed out leave before it has noticed."""
         if self._driver is None or not self._driver.is_alive():
             return
         settled = threading.Event()
@@ -233,21 +237,21 @@ class VllmColocatedEngine(Engine):
             if not self._driver.is_alive():
                 return
 
-    def _completion(self, asked: _Asked, made: Any) -> Completion | Exception:
+    def _completion(self, job: _VllmRequest, made: CompletionOutput) -> Completion | Exception:
         ids = [int(token) for token in made.token_ids]
         if not ids or made.logprobs is None:
             return EngineFailure("vLLM sent no tokens or no log-probabilities")
         logprobs = [float(row[token].logprob) for row, token in zip(made.logprobs, ids, strict=True)]
         reason = str(made.finish_reason)
-        return self.policy.completed(self.rules, asked.row, asked.request, ids, logprobs, reason, asked.version)
+        return self.policy.completed(self.rules, job.row, job.request, ids, logprobs, reason, job.version)
 
-    def _ask(self, name: str, prompt_ids: Sequence[int], sampling: Any, adapter: Any) -> None:
+    def _add(self, name: str, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: LoRARequest | None) -> None:
         from vllm.inputs import TokensPrompt
 
         prompt = TokensPrompt(prompt_token_ids=list(prompt_ids))
         self._vllm.add_request(name, prompt, sampling, lora_request=adapter)
 
-    def _sampling(self, sampling: Sampling, limit: int) -> Any:
+    def _sampling(self, sampling: Sampling, limit: int) -> SamplingParams:
         from vllm import SamplingParams
 
         return SamplingParams(
@@ -311,8 +315,10 @@ class VllmColocatedEngine(Engine):
                 self._vllm.remove_lora(number)
 
     def _push_all(self, state: Mapping[str, torch.Tensor] | None) -> None:
-        def weights() -> Iterator[tuple[str, Any]]:
-            source = self.policy.model.state_dict() if state is None else state
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            model = self.policy.model
+            assert model is not None
+            source = model.state_dict() if state is None else state
             for name, tensor in source.items():
                 yield name, tensor.detach()
 
@@ -325,14 +331,14 @@ class VllmColocatedEngine(Engine):
         if self.policy.names:
             self.policy.compare_base(self._base_probe, self._probe(None))
 
-    def _probe(self, adapter: Any) -> list[float]:
-        """Log-probability of each token of the probe but the first; nothing else is under way."""
+    def _probe(self, adapter: LoRARequest | None) -> list[float]:
+        """Log-probability of each token of the probe but the first; nothing else is in flight."""
         from vllm import SamplingParams
 
-        self._asks += 1
-        name, ids = str(self._asks), self.policy.probe_ids
-        self._ask(name, ids, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0), adapter)
-        done: list[Any] = []
+        self._count += 1
+        name, ids = str(self._count), self.policy.probe_ids
+        self._add(name, ids, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0), adapter)
+        done: list[RequestOutput] = []
         while not done:
             done = [output for output in self._vllm.step() if output.finished and output.request_id == name]
         return [float(row[token].logprob) for row, token in zip(done[0].prompt_logprobs[1:], ids[1:], strict=True)]
@@ -341,6 +347,7 @@ class VllmColocatedEngine(Engine):
 
     def sleep(self) -> None:
         """See `Engine.sleep`: vLLM's KV cache is freed and its weights wait in host memory (sleep level 1)."""
+        # Level 2 would drop the weights too; with adapters nobody would push the base again.
         if self._sleeps and not self._asleep and not self._in_flight:
             self._settle()
             self._vllm.sleep(level=1)
@@ -364,7 +371,7 @@ class VllmColocatedEngine(Engine):
             with contextlib.suppress(Exception):  # the run is over; what vLLM cannot tidy up ends with the process
                 cleanup_dist_env_and_memory()
 
-    def _start(self) -> Any:
+    def _start(self) -> LLMEngine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.update(resources(self.config, self.setup))
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

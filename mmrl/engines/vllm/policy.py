@@ -8,26 +8,31 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from mmrl.config.engine import VllmConfig
 from mmrl.engines.base import Completion, EngineSetup, Request
-from mmrl.engines.embedded.rows import BatchRow, Rules, eos_ids
+from mmrl.engines.embedded.rows import BatchRow, Rules, context_limit, eos_ids
 from mmrl.engines.vllm.launch import exact, logprobs_mode
 from mmrl.errors import EngineFailure
 from mmrl.models.chat import render_prompt
 from mmrl.models.load import load_configs
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from peft import LoraConfig, PeftModel
+    from torch import Tensor, nn
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 PROBE = "Name the capital of Portugal, then count from one to five and say good night."
 """Text whose log-probabilities tell one set of weights from another."""
 KEPT_VERSIONS = 2
 """Versions of pushed weights that stay: the newest, and the one that calls in flight may still use."""
+TOLERANCE = 1e-3
+HALF_TOLERANCE = 0.3
+"""Largest difference of two log-probabilities that rounding explains: float32, and half precision."""
 
 
 class ServedPolicy:
@@ -37,14 +42,18 @@ class ServedPolicy:
         model: the trainer's model, whose weights are pushed; None: the base weights and `setup.folders`.
     """
 
-    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: VllmConfig, setup: EngineSetup):
+    def __init__(
+        self, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, config: VllmConfig, setup: EngineSetup
+    ):
         assert setup.weights is not None and setup.folder is not None
-        self.model, self.tokenizer, self.setup = model, tokenizer, setup
+        # A wrapper of peft passes attributes on to the model inside.
+        self.model = cast("PreTrainedModel | None", model)
+        self.tokenizer, self.setup = tokenizer, setup
         self.mode = logprobs_mode(config, setup.samplings)
         self.folder = setup.folder / "engine"
         self.names = self._adapter_names()
         """Adapters that speak, by name; empty: the weights themselves are the policy."""
-        self.probe_ids = render_prompt(tokenizer, [{"role": "user", "content": PROBE}])  # type: ignore[arg-type]
+        self.probe_ids = render_prompt(tokenizer, [{"role": "user", "content": PROBE}])
         self.pushes = 0
         self._nonce = secrets.token_hex(3)
 
@@ -52,7 +61,8 @@ class ServedPolicy:
     def rank(self) -> int:
         """The largest rank of the adapters; 0 without any."""
         if self.model is not None:
-            return max((self.model.peft_config[name].r for name in self.names), default=0)
+            configs = cast("PeftModel", self.model).peft_config if self.names else {}
+            return max((cast("LoraConfig", configs[name]).r for name in self.names), default=0)
         texts = [
             (Path(path) / "adapter_config.json").read_text(encoding="utf-8") for path in self.setup.folders.values()
         ]
@@ -66,14 +76,13 @@ class ServedPolicy:
         """
         weights = self.setup.weights
         assert weights is not None
+        generation: GenerationConfig | None
         if self.model is not None:
-            settings, generation = self.model.config, getattr(self.model, "generation_config", None)
+            config, generation = self.model.config, self.model.generation_config
         else:
-            settings, generation = load_configs(weights)
-        if hasattr(settings, "get_text_config"):
-            settings = settings.get_text_config()
-        limits = [self.setup.max_context, getattr(settings, "max_position_embeddings", None), served_context]
-        limit = min((value for value in limits if value), default=None)
+            config, generation = load_configs(weights)
+        settings = config.get_text_config()
+        limit = context_limit(settings, self.setup.max_context, served_context)
         ends = eos_ids(self.tokenizer, generation)
         return Rules(self.tokenizer, ends, settings.vocab_size, limit, self.setup.adapters)
 
@@ -81,13 +90,11 @@ class ServedPolicy:
         """The adapter that `module` speaks with."""
         return self.setup.adapters[module] if self.setup.adapters is not None else self.names[0]
 
-    def save(self, version: int, state: Mapping[str, Any] | None) -> dict[str, Path]:
+    def save(self, version: int, state: Mapping[str, Tensor] | None) -> dict[str, Path]:
         """Write the weights of a new version, for vLLM to load; adapter name ("" for full weights) -> folder."""
         self.pushes += 1
         if self.model is None:
             return {name: Path(path) for name, path in self.setup.folders.items()}
-        from mmrl.engines.vllm.snapshot import save_weights
-
         folder = self.folder / "weights" / f"v{version:06d}-{self.pushes}"
         return save_weights(self.model, self.names, folder, state)
 
@@ -103,8 +110,7 @@ class ServedPolicy:
 
     def compare(self, adapter: str, theirs: Sequence[float]) -> None:
         """Raises `EngineFailure` when the server's probe is not the trainer's own forward."""
-        from mmrl.engines.vllm.snapshot import probe_logprobs, tolerance
-
+        assert self.model is not None
         ours = probe_logprobs(self.model, self.probe_ids, adapter or None)
         gap, allowed = max(abs(a - b) for a, b in zip(ours, theirs, strict=True)), tolerance(self.model)
         if not gap <= allowed:
@@ -116,8 +122,7 @@ class ServedPolicy:
 
     def compare_base(self, before: Sequence[float], now: Sequence[float]) -> None:
         """Raises `EngineFailure` when the base weights are not what they were at the start."""
-        from mmrl.engines.vllm.snapshot import tolerance
-
+        assert self.model is not None
         drift = max(abs(a - b) for a, b in zip(now, before, strict=True))
         if not drift <= tolerance(self.model):
             raise EngineFailure(f"the server's base weights have changed: log-probabilities differ by {drift:.3g}")
@@ -133,6 +138,8 @@ class ServedPolicy:
         version: int,
     ) -> Completion:
         """vLLM's reply as a completion: cut where ours ends, without log-probabilities where they are not exact."""
+        # Our own rules decide the end, so that a completion means the same with every engine: vLLM compares stop
+        # strings with its own detokenised text, which may end some tokens later.
         finish = None
         for token, logprob in zip(ids, logprobs, strict=True):
             finish = rules.append(row, token, logprob)
@@ -144,6 +151,63 @@ class ServedPolicy:
     def _adapter_names(self) -> list[str]:
         if self.model is None:
             return sorted(self.setup.folders)
-        from mmrl.engines.vllm.snapshot import adapter_names
-
         return adapter_names(self.model, self.setup.adapters.values() if self.setup.adapters else None)
+
+
+def adapter_names(model: PreTrainedModel, adapters: Iterable[str] | None) -> list[str]:
+    """Names of the model's adapters that speak: `adapters`, or the active one; empty without peft."""
+    if not hasattr(model, "peft_config"):
+        return []
+    return sorted(set(adapters)) if adapters is not None else [cast("PeftModel", model).active_adapters[0]]
+
+
+def save_weights(
+    model: PreTrainedModel, names: Sequence[str], folder: Path, state: Mapping[str, Tensor] | None = None
+) -> dict[str, Path]:
+    """Write the adapters `names`, or all weights when there are none, below `folder`, atomically.
+
+    Args:
+        state: the model's weights by name, where it does not hold them whole itself.
+
+    Returns:
+        Adapter name -> its folder; "" -> `folder` for full weights.
+    """
+    whole = dict(state) if state is not None else None
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    if not names:
+        model.save_pretrained(str(temporary), state_dict=whole)
+        temporary.rename(folder)
+        return {"": folder}
+    # peft looks on the hub for the base's vocabulary unless save_embedding_layers says that none was trained.
+    model.save_pretrained(str(temporary), selected_adapters=list(names), save_embedding_layers=False, state_dict=whole)
+    temporary.rename(folder)
+    return {name: folder if name == "default" else folder / name for name in names}
+
+
+def probe_logprobs(model: PreTrainedModel, ids: Sequence[int], adapter: str | None) -> list[float]:
+    """log-softmax of each of `ids` but the first, given those before it; length T - 1."""
+    # Here and not above: an evaluation by a server never loads torch's models in this process.
+    import torch
+
+    from mmrl.engines.embedded.hf_loop import using
+
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad(), using(model, adapter):
+            device = next(model.parameters()).device
+            tokens = torch.tensor([list(ids)], device=device)
+            scores = model(input_ids=tokens).logits[0, :-1].float().log_softmax(dim=-1)
+        return scores.gather(1, tokens[0, 1:, None]).squeeze(1).tolist()
+    finally:
+        for module in training:
+            module.training = True
+
+
+def tolerance(model: PreTrainedModel) -> float:
+    """How far the server's probe may be from ours."""
+    half = any(parameter.element_size() == 2 for parameter in model.parameters())
+    return HALF_TOLERANCE if half else TOLERANCE
