@@ -257,7 +257,7 @@ def import_plugins_of(line: CommandLine) -> None:
 
 
 def _import_plugins(packages: Collection[str]) -> None:
-    from mmrl.run.check import import_plugins  # only with plugins: it loads every task and engine
+    from mmrl.run.settle import import_plugins  # only with plugins: it loads every task and engine
 
     import_plugins(packages)
 

@@ -1,88 +1,41 @@
-"""From a validated config to one that can run: plugins, the task, checks across sections, what depends on this machine.
+"""The checks that need more than the schema: across sections, of data, hub, servers and this machine's packages.
 
-Called by `cli`, `run` and `evaluation`; everything that the user typed wrong is found in `check_all`, before any model
-loads.
+Everything that the user typed wrong is refused by `check_all` before any model loads, all of it at once; `mmrl plan`
+makes the part of it that is the same on every machine (`plan_problems`).
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
-import traceback
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from mmrl import engines
 from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms import problems as algorithm_problems
 from mmrl.algorithms.checks import TURN_SETS
 from mmrl.config import (
+    AlgoConfig,
     EvalCommandConfig,
     HardwareConfig,
     RootConfig,
     TaskConfig,
     TrainCommandConfig,
-    validate_stored,
 )
-from mmrl.config.algo import CriticConfig
+from mmrl.config.algo import CriticConfig, GroupConfig, MmgrpoConfig
+from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.retriever import Bm25Config
 from mmrl.config.rules import Facts, engine_name, without_effect
 from mmrl.config.task import BUILT_IN, CorpusConfig, JudgedConfig, PapillonConfig
+from mmrl.config.teachers import TeacherConfig
 from mmrl.engines.endpoint import named, unreachable
-from mmrl.errors import CheckpointError, ConfigError, unknown
-from mmrl.models.assignment import ModuleAssignment
+from mmrl.errors import ConfigError, unknown
 from mmrl.models.policy import Policy, resolve
-from mmrl.report.rundir import RunDir, refuse_full
-from mmrl.rollout.programs import with_program
-from mmrl.run.launch import missing_packages
-from mmrl.run.launch import problems as hardware_problems
-from mmrl.stages.teachers import teacher_problems
-from mmrl.tasks import TASKS
+from mmrl.report.rundir import refuse_full
+from mmrl.run.build import build_task, module_assignment, reward_set, teacher_policy, teacher_task, teachers_apart
 from mmrl.tasks.base import Canonical, Task, continuing_modules
 from mmrl.trainer.settings import Settings
-
-ConfigT = TypeVar("ConfigT", bound=RootConfig)
-
-_TASKS: dict[tuple[str, int], Task] = {}
-
-
-def import_plugins(packages: Iterable[str]) -> None:
-    """Import the packages of `plugins=`; they may add to the literal dicts. The current folder is searched last.
-
-    Raises:
-        ConfigError: a package that cannot be imported, or raises when it is.
-    """
-    here = str(Path.cwd())
-    for package in packages:
-        if here not in sys.path and "" not in sys.path:
-            sys.path.append(here)  # `python -m` puts it there, the `mmrl` command does not
-        try:
-            importlib.import_module(package)
-        except ConfigError:
-            raise
-        except ImportError as error:
-            raise ConfigError(f"plugins: cannot import '{package}' ({error})") from error
-        except Exception as error:  # the user's own code: where it failed is what they need
-            raise ConfigError(f"plugins: cannot import '{package}' ({_where(error)})") from error
-
-
-def _where(error: Exception) -> str:
-    """The error and the file and line that raised it."""
-    if isinstance(error, SyntaxError):
-        return f"{error.filename} line {error.lineno}: {type(error).__name__}: {error.msg}"
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{last.filename} line {last.lineno}: {type(error).__name__}: {error}"
-
-
-def build_task(config: TaskConfig, seed: int) -> Task:
-    """The task of a config; built once per process and config, since a sweep asks for it again and again."""
-    key = (config.model_dump_json(), seed)
-    if key not in _TASKS:
-        if config.name not in TASKS:
-            raise ConfigError(unknown("task", config.name, TASKS))
-        _TASKS[key] = with_program(TASKS[config.name](config, seed))
-    return _TASKS[key]
 
 
 def check_all(configs: Sequence[RootConfig], typed: Collection[str] = ()) -> None:
@@ -108,14 +61,7 @@ def check_all(configs: Sequence[RootConfig], typed: Collection[str] = ()) -> Non
 
 def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     """Problems of one config across its sections, data files included."""
-    problems = []
-    if config.run.dir is not None:
-        try:
-            if not config.run.dir.strip():
-                raise ConfigError("run.dir: got an empty path, expected a new or empty folder, or leave it out")
-            refuse_full(Path(config.run.dir))
-        except ConfigError as error:
-            problems += error.problems
+    problems = _directory_problems(config.run.dir)
     task = build_task(config.task, config.seed)
     if config.task.reward is not None and config.task.reward not in task.reward_sets:
         problems.append(unknown("task.reward", config.task.reward, task.reward_sets))
@@ -128,48 +74,79 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
         problems += without_effect(config, typed, facts)
     problems += task.server_problems()
     if isinstance(config, EvalCommandConfig):
-        if config.hardware.processes * config.hardware.nodes != 1:
-            problems.append(f"hardware: profile '{config.hardware.name}' has several processes, mmrl eval runs in one")
-        if not task.examples(config.split):
-            problems.append(f"split: the {config.split} split has no examples; set task.data.{config.split}")
-        copied = served(config).initial is not None
-        problems += engines.problems(
-            config.engine, engine_name(config), training=False, copied=copied, device=config.hardware.device
-        )
-        problems += endpoint_problems(config, task) + endpoints_away(config)
-        return problems + policy_problems(config, task)
+        return problems + _evaluation_problems(config, task)
     assert isinstance(config, TrainCommandConfig)
-    problems += device_problems(config) + missing_packages(config.hardware)
+    return problems + plan_problems(config, task) + _training_problems(config, task)
+
+
+def _directory_problems(folder: str | None) -> list[str]:
+    if folder is None:
+        return []
+    if not folder.strip():
+        return ["run.dir: got an empty path, expected a new or empty folder, or leave it out"]
+    try:
+        refuse_full(Path(folder))
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
+    problems = []
+    if config.hardware.processes * config.hardware.nodes != 1:
+        problems.append(f"hardware: profile '{config.hardware.name}' has several processes, mmrl eval runs in one")
+    if not task.examples(config.split):
+        problems.append(f"split: the {config.split} split has no examples; set task.data.{config.split}")
+    copied = served(config).initial is not None
+    problems += engines.problems(
+        config.engine, engine_name(config), training=False, copied=copied, device=config.hardware.device
+    )
+    problems += endpoint_problems(config, task) + endpoints_away(config)
+    return problems + policy_problems(config, task)
+
+
+def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
+    """What stands against a training run wherever it runs: no data is read, no server asked, no package looked for."""
+    problems = device_problems(config)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)
-    problems += assignment(config, task).problems()
+    problems += module_assignment(config, task).problems()
+    if engine_name(config) == "openai":
+        problems += engines.problems(config.engine, "openai", training=True)
+    problems += endpoint_problems(config, task) + staleness_problems(config)
+    return problems + turns_missing(config, task) + text_problems(config, task)
+
+
+def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
+    """What `plan_problems` leaves out: packages, servers and teachers that are not there, splits that are too small."""
+    problems = missing_packages(config.hardware)
     problems += engines.problems(
         config.engine,
         engine_name(config),
         training=True,
-        copied=assignment(config, task).copied,
+        copied=module_assignment(config, task).copied,
         device=config.hardware.device,
         rank=config.model.lora.r if config.model.lora is not None else 0,
     )
-    problems += endpoint_problems(config, task) + endpoints_away(config)
-    problems += staleness_problems(config) + turns_missing(config, task)
-    problems += text_problems(config, task) + teacher_problems(config, task, build_task)
-    available = len(task.examples("train"))
-    if config.train.batch_size > available:
-        problems.append(f"train.batch_size: got {config.train.batch_size}, the train split has {available} examples")
-    if getattr(config.algo, "zero_variance", "keep") == "refill" and config.train.batch_size == available:
+    problems += endpoints_away(config) + teacher_problems(config, task)
+    available, size = len(task.examples("train")), config.train.batch_size
+    if size > available:
+        problems.append(f"train.batch_size: got {size}, the train split has {available} examples")
+    if samples_dynamically(config.algo) and size == available:
         problems.append(
             f"algo.zero_variance: got refill, which has no effect with train.batch_size={available}, all of the train "
             "split: no other example is left to sample; use algo.zero_variance=drop, or a smaller batch"
         )
-    if config.algo.minibatches > config.train.batch_size:
-        problems.append(
-            f"algo.minibatches: got {config.algo.minibatches}, "
-            f"expected at most train.batch_size={config.train.batch_size}"
-        )
+    if config.algo.minibatches > size:
+        problems.append(f"algo.minibatches: got {config.algo.minibatches}, expected at most train.batch_size={size}")
     if not task.examples(config.eval.split):
         problems.append(f"eval.split: the {config.eval.split} split has no examples")
     return problems
+
+
+def samples_dynamically(algo: AlgoConfig) -> bool:
+    """Whether examples without signal are replaced."""
+    return isinstance(algo, GroupConfig) and algo.zero_variance == "refill"
 
 
 def device_problems(config: TrainCommandConfig) -> list[str]:
@@ -234,45 +211,30 @@ def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
 def endpoints_away(config: RootConfig) -> list[str]:
     """Why no request to the endpoints that answer for modules can succeed; asks each at most one token."""
     endpoints = config.engine.endpoints or {}
-    asked = {f"engine.endpoints.{module}": settings for module, settings in endpoints.items()}
+    needed = {f"engine.endpoints.{module}": settings for module, settings in endpoints.items()}
     if engine_name(config) == "openai" and isinstance(config, EvalCommandConfig):
-        asked["engine.endpoint"] = named(config.engine, config.policy)
-    return unreachable(asked)
-
-
-def assignment(config: TrainCommandConfig, task: Task) -> ModuleAssignment:
-    """Which module speaks with which weights in a training run."""
-    answered = {module: endpoint.model for module, endpoint in (config.engine.endpoints or {}).items()}
-    modules = tuple(task.program.modules)
-    return ModuleAssignment(model=config.model, algo=config.algo, modules=modules, answered=answered)
-
-
-def reward_set(config: RootConfig, task: Task) -> str:
-    """The reward set of a run: the user's, else the algorithm's own kind."""
-    if config.task.reward is not None:
-        return config.task.reward
-    if isinstance(config, TrainCommandConfig) and ALGORITHMS[config.algo.name].needs_turn_rewards:
-        return next((name for name in TURN_SETS if name in task.reward_sets), task.reward_sets[0])
-    return task.reward_sets[0]
+        needed["engine.endpoint"] = named(config.engine, config.policy)
+    return unreachable(needed)
 
 
 def staleness_problems(config: TrainCommandConfig) -> list[str]:
     """What stands against sampling the next batch while this one trains."""
     if not config.train.staleness:
         return []
-    algo, found = config.algo, []
-    if getattr(algo, "zero_variance", "keep") == "refill":
-        found.append(
+    algo, problems = config.algo, []
+    if samples_dynamically(algo):
+        problems.append(
             "train.staleness: got 1 with algo.zero_variance=refill, which samples further examples once a batch is "
             "credited; use algo.zero_variance=drop, or train.staleness=0"
         )
     sampling = (algo.temperature, algo.top_p, algo.top_k)
-    return found + engines.staleness_problems(config.engine, engine_name(config), sampling)
+    return problems + engines.staleness_problems(config.engine, engine_name(config), sampling)
 
 
 def text_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     """The one sentence for `algo.reserialise` on a program that cannot write its outputs again."""
-    if not getattr(config.algo, "reserialise", False) or isinstance(task.program, Canonical):
+    algo = config.algo
+    if not isinstance(algo, MmgrpoConfig) or not algo.reserialise or isinstance(task.program, Canonical):
         return []
     return [
         f"algo.reserialise: task {task.name} has no canonical text of what its modules write; leave it out, or give "
@@ -292,95 +254,6 @@ def turns_missing(config: TrainCommandConfig, task: Task) -> list[str]:
     return [f"task.reward: got {chosen}, which has no turn rewards, and algo={config.algo.name} needs them; {instead}"]
 
 
-def refuse_kind(folder: Path, schema: type[RootConfig]) -> None:
-    """Before anything is written there: refuse to continue a run of the other command, or one whose config is broken.
-
-    Raises:
-        CheckpointError: it is a run of the other command.
-        ConfigError: its config is none that this version understands.
-    """
-    config = RunDir.read(folder).config
-    here, there = ("train", "eval") if schema is TrainCommandConfig else ("eval", "train")
-    if {"train": "policy" in config, "eval": "algo" in config}[here]:
-        raise CheckpointError(
-            f"{folder}: this is a run of mmrl {there}; continue it with: mmrl {there} resume={folder}"
-        )
-    import_plugins(config.get("plugins", ()))
-    try:
-        validate_stored(schema, config)
-    except ConfigError as error:
-        raise ConfigError(f"{folder}/config.yaml: {problem}" for problem in error.problems) from None
-
-
-def settle(config: ConfigT) -> ConfigT:
-    """Fix what depends on this machine (device, threads, engine), so that a resume repeats it."""
-    import os
-
-    import torch
-
-    hardware = config.hardware
-    device = hardware.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    hardware = hardware.model_copy(update={"device": device})
-    refuse_absent(hardware, served_here=config.engine.server is None)
-    threads = hardware.threads or max(1, len(os.sched_getaffinity(0)) // hardware.processes)
-    engine = hardware.engine if config.engine.name == "auto" else config.engine.name
-    return config.model_copy(
-        update={
-            "hardware": hardware.model_copy(update={"threads": threads}),
-            "engine": config.engine.model_copy(update={"name": engine}),
-        }
-    )
-
-
-def refuse_absent(hardware: HardwareConfig, served_here: bool) -> None:
-    """Raises `ConfigError` for GPUs that this machine does not have.
-
-    Args:
-        served_here: whether rollout devices, if any, are this machine's.
-    """
-    import torch
-
-    if hardware.device != "cuda":
-        return
-    if not torch.cuda.is_available():
-        raise ConfigError(f"hardware.device: got cuda (hardware={hardware.name}), this machine has no CUDA device")
-    # Of several machines, the first alone serves, and who is first is not known yet.
-    serving = hardware.rollout_devices if hardware.nodes == 1 and served_here else 0
-    here = torch.cuda.device_count()
-    if here < hardware.processes + serving:
-        raise ConfigError(
-            f"hardware.processes: profile '{hardware.name}' asks for {hardware.processes} GPUs to train"
-            + (f" and {serving} to serve rollouts" if serving else "")
-            + f", this machine has {here}; set hardware.processes, or take another profile"
-        )
-
-
-def plannable(config: TrainCommandConfig, device: str | None) -> TrainCommandConfig:
-    """`settle` for a run that is only planned: the devices it names need not be here.
-
-    Args:
-        device: name of the device that is planned for; None: the hardware profile's own.
-    """
-    import os
-
-    import torch
-
-    hardware = config.hardware
-    kind = "cpu" if device == "cpu" else "cuda" if device else hardware.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    threads = hardware.threads or len(os.sched_getaffinity(0))
-    engine = hardware.engine if config.engine.name == "auto" else config.engine.name
-    return config.model_copy(
-        update={
-            "hardware": hardware.model_copy(update={"device": kind, "threads": threads}),
-            "engine": config.engine.model_copy(update={"name": engine}),
-        }
-    )
-
-
 def on_mini_world(task: TaskConfig) -> TaskConfig:
     """The same task on the embedded data, with what needs no weights, server or key; a task of one's own stays."""
     if task.name not in BUILT_IN:
@@ -394,3 +267,105 @@ def on_mini_world(task: TaskConfig) -> TaskConfig:
     if isinstance(task, PapillonConfig) and task.external is not None:
         plain["external"] = task.external.model_copy(update={"key_env": None})
     return task.model_copy(update=plain)
+
+
+def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, critic: str | None = None) -> list[str]:
+    """What cannot work of a hardware profile, one sentence each.
+
+    Args:
+        engine: the engine that samples.
+        modules: whether there are weights per module.
+        critic: kind of the algorithm's critic, if it has one. FSDP2 shards it beside the policy; DeepSpeed takes one
+            model, and DDP wants every trained weight in every backward pass, so no second adapter.
+    """
+    problems = []
+    total = hardware.processes * hardware.nodes
+    if hardware.sharding != "none" and hardware.device == "cpu":
+        problems.append(
+            f"hardware.sharding: got {hardware.sharding}, which accelerate does not do on a CPU; use none "
+            "(every process holds the whole model)"
+        )
+    if hardware.sharding != "none" and total == 1:
+        problems.append(f"hardware.sharding: got {hardware.sharding}, which has no effect with one process; use none")
+    if hardware.sharding != "none" and engine == "transformers":
+        problems.append(
+            f"hardware.sharding: got {hardware.sharding}, but engine=transformers samples from the whole weights; use "
+            "engine=vllm_server"
+        )
+    if hardware.sharding.startswith("zero") and critic:
+        problems.append(
+            f"hardware.sharding: got {hardware.sharding}, under which a critic cannot be trained (DeepSpeed takes one "
+            "model); use fsdp2, or none (every process holds the whole model)"
+        )
+    if hardware.cpu_offload and hardware.sharding == "none":
+        problems.append("hardware.cpu_offload: has an effect only with hardware.sharding=fsdp2, zero2 or zero3")
+    if total > 1 and engine == "vllm_colocated":
+        problems.append(
+            f"engine: vllm_colocated runs in one process, profile '{hardware.name}' has {total}; use "
+            "engine=vllm_server, which one server answers for all of them"
+        )
+    if hardware.rollout_devices and engine != "vllm_server":
+        problems.append(
+            f"hardware.rollout_devices: got {hardware.rollout_devices}, which has an effect only with "
+            f"engine=vllm_server (this run has {engine})"
+        )
+    if total > 1 and critic == "adapter" and hardware.sharding == "none":
+        problems.append(
+            f"algo.critic: got adapter, which needs one process or hardware.sharding=fsdp2 (this run has {total}, and "
+            "none); use separate or head"
+        )
+    if total > 1 and modules:
+        problems.append(f"hardware.processes: got {total} in all, weights per module need 1")
+    return problems
+
+
+def missing_packages(hardware: HardwareConfig) -> list[str]:
+    """What a hardware profile needs and this interpreter does not have, one sentence each; imports nothing."""
+    if hardware.sharding.startswith("zero") and not installed("deepspeed"):
+        return [
+            f"hardware.sharding: got {hardware.sharding}, which needs DeepSpeed, and {sys.executable} does not have "
+            "it; install it (pip install 'mmrl[deepspeed]'), or use hardware.sharding=fsdp2"
+        ]
+    return []
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be imported here."""
+    return importlib.util.find_spec(package) is not None
+
+
+def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:
+    """Policies that do not exist, prompts that cannot be read, modules that the student's program does not have."""
+    problems = []
+    for teacher in teachers_apart(config):
+        where = f"algo.teachers: {teacher.name}"
+        try:
+            policy = teacher_policy(teacher)
+            modules = teacher_task(config, teacher, policy).program.modules
+        except ConfigError as error:
+            problems += [f"{where}: {problem}" for problem in error.problems]
+            continue
+        if teacher.endpoint is not None:
+            problems += _teacher_endpoint_problems(teacher, teacher.endpoint, config, task)
+        strange = [name for name in modules if name not in task.program.modules]
+        if strange:
+            problems.append(
+                f"{where}: its program has the modules {', '.join(strange)}, which the student's has not; modules are "
+                f"matched by name (the student's: {', '.join(task.program.modules)})"
+            )
+    return problems
+
+
+def _teacher_endpoint_problems(
+    teacher: TeacherConfig, endpoint: EndpointConfig, config: TrainCommandConfig, task: Task
+) -> list[str]:
+    where = f"algo.teachers: {teacher.name}"
+    problems = []
+    if config.algo.top_k > 0:
+        problems.append(f"algo.top_k: got {config.algo.top_k}, and an endpoint ({where}) takes no top_k; use 0")
+    if continuing := continuing_modules(task.program):
+        problems.append(
+            f"{where}: module '{continuing[0]}' of task={task.name} goes on in the context of an earlier reply, which "
+            "an endpoint that takes messages cannot; give the teacher a policy instead"
+        )
+    return problems + unreachable({f"{where}.endpoint": endpoint})

@@ -25,8 +25,8 @@ from mmrl.report.html import check_docs, write_comparison, write_docs
 from mmrl.report.rundir import allocate
 from mmrl.report.tables import comparison_text
 from mmrl.run.check import check_all
+from mmrl.run.launch import stoppable
 from mmrl.run.queue import QueuedRun, RunQueue, state_of
-from mmrl.run.stopping import stoppable
 from mmrl.system.conf import conf_dir, options, user_dirs
 from mmrl.tasks import TASKS
 

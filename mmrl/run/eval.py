@@ -1,49 +1,33 @@
-"""`mmrl eval`: any policy on any task's split, item by item, kept and continued.
-
-Called by `cli`.
-"""
+"""`mmrl eval`: any policy on any task's split, item by item; a stopped one continues."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmrl.config import (
     EvalCommandConfig,
-    validate_stored,
 )
 from mmrl.errors import MmrlError
-from mmrl.models.policy import Policy, describe_weights, other_task
+from mmrl.models.policy import describe_weights, other_task
 from mmrl.report.journal import write_step
-from mmrl.report.rundir import RunDir, allocate
+from mmrl.report.rundir import RunDir
 from mmrl.report.tables import align, facts_table
-from mmrl.run.check import build_task, check_all, import_plugins, refuse_kind, reward_set, served, settle
-from mmrl.run.stopping import released, stoppable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from mmrl.run.build import build_task, evaluation_engine, reward_set
+from mmrl.run.check import check_all, served
+from mmrl.run.launch import released, stoppable
+from mmrl.run.settle import in_folder, placed, settle, stored_config
 
 
 def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
     """`mmrl eval`: evaluate any policy on any task's split; per-item results are kept, so a stopped one continues."""
-    config = settle(_placed(config))
+    config = settle(placed(config))
     assert config.run.dir is not None
     with RunDir.create(config.run.dir, config.model_dump(mode="json"), command) as rundir:
         return _evaluate(config, rundir)
-
-
-def _placed(config: EvalCommandConfig) -> EvalCommandConfig:
-    """With a run directory."""
-    if config.run.dir is not None:
-        return config
-    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    path = allocate(Path("outputs") / config.task.name / "eval", stamp)
-    return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(path)})})
 
 
 def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence[str]) -> int:
@@ -57,7 +41,7 @@ def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence
     codes: list[int] = []
     columns: dict[str, Mapping[str, Any]] = {}
     for name, config in configs.items():
-        config = _placed(config)
+        config = placed(config)
         assert config.run.dir is not None
         print(f"-- evaluation {len(codes) + 1} of {len(configs)}: {name}")
         try:
@@ -73,12 +57,9 @@ def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence
 
 def resume_evaluation(folder: Path) -> int:
     """Continue a stopped `mmrl eval`: items already evaluated are kept, those that failed from outside run again."""
-    refuse_kind(folder, EvalCommandConfig)
+    config = stored_config(folder, EvalCommandConfig)
     with RunDir.open(folder, command=["mmrl", "eval", f"resume={folder}"]) as rundir:
-        import_plugins(rundir.config.get("plugins", ()))
-        config = validate_stored(EvalCommandConfig, rundir.config)
-        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})
-        check_all([config.model_copy(update={"run": config.run.model_copy(update={"dir": None})})])
+        check_all([in_folder(config, None)])  # the one problem it would have is that its directory is full
         return _evaluate(config, rundir)
 
 
@@ -120,37 +101,6 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     )
     print(evaluation_text(config, facts, metrics, rundir.path, outside_failures(items)))
     return 0
-
-
-@contextmanager
-def evaluation_engine(config: EvalCommandConfig, policy: Policy, rundir: RunDir) -> Iterator[tuple[Any, Any]]:
-    """The engine that serves `policy`, and the tokenizer; closed at the end."""
-    from mmrl.engines import EngineSetup, build_engine, needs_model
-    from mmrl.models.load import ServedWeights, load_policy, load_tokenizer
-
-    weights = config.model.model_copy(update={"path": policy.base})
-    model: Any = None
-    tokenizer: Any = None
-    serving: ServedWeights = {"adapters": policy.modules, "initial": None}
-    if needs_model(config.engine.name):
-        model, tokenizer, serving = load_policy(policy, config)
-    setup = EngineSetup(
-        max_context=config.task.max_context,
-        threads=config.hardware.threads,
-        **serving,
-        weights=weights,
-        folders=policy.adapters or ({"default": policy.adapter} if policy.adapter is not None else {}),
-        device=config.hardware.device,
-        folder=rundir.path,
-        served=config.policy,
-    )
-    tokenizer = tokenizer or load_tokenizer(weights)
-    engine = build_engine(config.engine, model, tokenizer, setup)
-    try:
-        engine.set_version(policy.step or 0)
-        yield engine, tokenizer
-    finally:
-        engine.close()
 
 
 def evaluation_text(

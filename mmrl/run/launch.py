@@ -1,13 +1,11 @@
-"""Starts the processes of a run on this machine, watches them, and ends them together.
+"""Processes of a run from outside: started on this machine, watched, ended together; and how a run is stopped.
 
-Part of `stages`; called by `run` when a hardware profile asks for more than one process and no launcher has started
-them. The processes find each other by torchrun's environment variables, so a run started by torchrun, accelerate or
-SLURM takes the same path from there.
+Called when a hardware profile has more than one process and no launcher has started them. The processes find each
+other by torchrun's environment variables, so a run started by torchrun, accelerate or SLURM takes the same path.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -21,6 +19,8 @@ from typing import Any
 from mmrl.config import HardwareConfig
 from mmrl.errors import ConfigError
 from mmrl.system.child_process import end_with_parent, free_port
+from mmrl.system.processes import launched
+from mmrl.tasks.base import Task
 
 JOB = "MMRL_JOB"
 """Environment variable that hands a worker its job: the validated config as JSON, or the run to continue."""
@@ -100,14 +100,6 @@ def wrapping(hardware: HardwareConfig) -> dict[str, str]:
     return {}
 
 
-def server_devices(hardware: HardwareConfig) -> tuple[int, ...]:
-    """GPUs of the managed server: those kept for it, else those that train too; empty on a CPU or with one process."""
-    if hardware.device == "cpu" or (hardware.processes == 1 and not hardware.rollout_devices):
-        return ()
-    first = hardware.processes if hardware.rollout_devices else 0
-    return tuple(range(first, first + (hardware.rollout_devices or hardware.processes)))
-
-
 def launch_line(hardware: HardwareConfig) -> str:
     """What to run on each node of a run over several."""
     return (
@@ -116,83 +108,25 @@ def launch_line(hardware: HardwareConfig) -> str:
     )
 
 
-def problems(hardware: HardwareConfig, engine: str, modules: bool, critic: str | None = None) -> list[str]:
-    """What cannot work of a hardware profile, one sentence each.
-
-    Args:
-        engine: the engine that samples.
-        modules: whether there are weights per module.
-        critic: kind of the algorithm's critic, if it has one. FSDP2 shards it beside the policy; DeepSpeed takes one
-            model, and DDP wants every trained weight in every backward pass, so no second adapter.
-    """
-    found = []
-    total = hardware.processes * hardware.nodes
-    if hardware.sharding != "none" and hardware.device == "cpu":
-        found.append(
-            f"hardware.sharding: got {hardware.sharding}, which accelerate does not do on a CPU; use none "
-            "(every process holds the whole model)"
-        )
-    if hardware.sharding != "none" and total == 1:
-        found.append(f"hardware.sharding: got {hardware.sharding}, which has no effect with one process; use none")
-    if hardware.sharding != "none" and engine == "transformers":
-        found.append(
-            f"hardware.sharding: got {hardware.sharding}, but engine=transformers samples from the whole weights; use "
-            "engine=vllm_server"
-        )
-    if hardware.sharding.startswith("zero") and critic:
-        found.append(
-            f"hardware.sharding: got {hardware.sharding}, under which a critic cannot be trained (DeepSpeed takes one "
-            "model); use fsdp2, or none (every process holds the whole model)"
-        )
-    if hardware.cpu_offload and hardware.sharding == "none":
-        found.append("hardware.cpu_offload: has an effect only with hardware.sharding=fsdp2, zero2 or zero3")
-    if total > 1 and engine == "vllm_colocated":
-        found.append(
-            f"engine: vllm_colocated runs in one process, profile '{hardware.name}' has {total}; use "
-            "engine=vllm_server, which one server answers for all of them"
-        )
-    if hardware.rollout_devices and engine != "vllm_server":
-        found.append(
-            f"hardware.rollout_devices: got {hardware.rollout_devices}, which has an effect only with "
-            f"engine=vllm_server (this run has {engine})"
-        )
-    if total > 1 and critic == "adapter" and hardware.sharding == "none":
-        found.append(
-            f"algo.critic: got adapter, which needs one process or hardware.sharding=fsdp2 (this run has {total}, and "
-            "none); use separate or head"
-        )
-    if total > 1 and modules:
-        found.append(f"hardware.processes: got {total} in all, weights per module need 1")
-    return found
-
-
-def missing_packages(hardware: HardwareConfig) -> list[str]:
-    """What a hardware profile needs and this interpreter does not have, one sentence each; imports nothing."""
-    if hardware.sharding.startswith("zero") and not installed("deepspeed"):
-        return [
-            f"hardware.sharding: got {hardware.sharding}, which needs DeepSpeed, and {sys.executable} does not have "
-            "it; install it (pip install 'mmrl[deepspeed]'), or use hardware.sharding=fsdp2"
-        ]
-    return []
-
-
-def installed(package: str) -> bool:
-    """Whether a package can be imported here."""
-    return importlib.util.find_spec(package) is not None
-
-
 def adopt(hardware: HardwareConfig) -> None:
     """Under a launcher of the user's (torchrun, SLURM): what it does not say of how accelerate is to wrap the model."""
     os.environ.update(wrapping(hardware))
 
 
-def refuse_unlaunched(hardware: HardwareConfig) -> None:
-    """Raises `ConfigError` for a run over several nodes that no launcher has started."""
+def must_start(hardware: HardwareConfig) -> bool:
+    """Whether this process has to start those of the run: there are several, and no launcher has started them.
+
+    Raises:
+        ConfigError: a run over several nodes that no launcher has started.
+    """
+    if launched() is not None:
+        return False
     if hardware.nodes > 1:
         raise ConfigError(
             f"hardware.nodes: got {hardware.nodes}; mmrl starts processes on one machine only. Run this on each node: "
             f"{launch_line(hardware)} (or through SLURM, docs/hardware.md)"
         )
+    return hardware.processes > 1
 
 
 def _wait(workers: Sequence[subprocess.Popen[bytes]]) -> int | None:
@@ -235,3 +169,34 @@ def passing_on(workers: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
         _end(workers)
+
+
+@contextmanager
+def released(task: Task) -> Iterator[None]:
+    """Let a task stop what it has started (a retriever's child process), however the run ends.
+
+    A sweep uses a task for several runs: each begins with counts of its own.
+    """
+    task.reset_counts()
+    try:
+        yield
+    finally:
+        task.close()
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM (a scheduler's stop) ends a run like Ctrl-C does: what is saved is kept, and the way on is printed."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        previous = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread: someone else handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmrl import engines
-from mmrl.algorithms import problems as algorithm_problems
 from mmrl.config import TrainCommandConfig
 from mmrl.errors import ConfigError
 from mmrl.models.load import model_path
@@ -16,9 +14,10 @@ from mmrl.plan.dry import dry_loads
 from mmrl.plan.load import Lengths, Load, asked_elsewhere, declared, guessed, parse_lengths
 from mmrl.plan.report import Plan
 from mmrl.plan.shapes import shape_of
-from mmrl.run import check
+from mmrl.run.build import build_task, reward_set
+from mmrl.run.check import on_mini_world, plan_problems
+from mmrl.run.settle import plannable
 from mmrl.tasks.base import Task
-from mmrl.trainer.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,8 @@ def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:
     Raises:
         ConfigError: what `mmrl train` would refuse, as far as it does not depend on this machine.
     """
-    settled = check.plannable(config, request.device)
-    name = request.device or ("cpu" if check.plannable(config, None).hardware.device == "cpu" else "h100")
+    settled = plannable(config, request.device)
+    name = request.device or ("cpu" if plannable(config, None).hardware.device == "cpu" else "h100")
     device = find_device(name, config.hardware.threads or 1)
     weights_here = Path(model_path(config.model)).is_dir()
     examples = (0 if request.lengths or not weights_here else 4) if request.dry is None else request.dry
@@ -60,8 +59,8 @@ def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:
         raise ConfigError(f"dry: the weights of {config.model.path} are not on this machine; leave dry out, or dry=0")
     shape = shape_of(config.model)
     # Counting from lengths needs the program, not the data: those of the mini world stand in for what is not here.
-    task = check.build_task(settled.task if examples else check.on_mini_world(settled.task), settled.seed)
-    problems = _problems(settled, task)
+    task = build_task(settled.task if examples else on_mini_world(settled.task), settled.seed)
+    problems = plan_problems(settled, task)
     known = shape.projections()
     if settled.model.lora is not None and (strange := [t for t in settled.model.lora.targets if t not in known]):
         problems.append(
@@ -79,16 +78,6 @@ def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:
     return Plan(config=settled, shape=shape, device=device, loads=loads, source=source)
 
 
-def _problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    """The checks of `mmrl train` that need neither its data nor its devices, servers or free run directory."""
-    problems = check.device_problems(config) + check.staleness_problems(config)
-    problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
-    if config.engine.name == "openai":
-        problems += engines.problems(config.engine, config.engine.name, training=True)
-    problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)
-    return problems + check.assignment(config, task).problems() + check.endpoint_problems(config, task)
-
-
 def _loads(
     config: TrainCommandConfig, task: Task, examples: int, lengths: Mapping[str, Lengths]
 ) -> tuple[dict[str, Load], str]:
@@ -96,7 +85,7 @@ def _loads(
     modules = task.program.modules
     if examples:
         return (
-            dict(dry_loads(config, task, check.reward_set(config, task), examples)),
+            dict(dry_loads(config, task, reward_set(config, task), examples)),
             f"counted in dry rollouts of {examples} examples",
         )
     source = "from declared lengths; dry=N counts instead where the weights are at hand"

@@ -1,6 +1,6 @@
 """The processes of one run: which share of the rollouts is this one's, and how shares come together.
 
-Part of `stages`. Every process samples every `world`-th example of a batch with its own engine (or the main process all
+Every process samples every `world`-th example of a batch with its own engine (or the main process all
 of them, from a server); then all hold the whole forest, so groups form over the whole batch and every process computes
 the same credit. The trainer splits the update.
 """
@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mmrl.errors import ConfigError
 from mmrl.records import Call, Example, Forest, Rollout
@@ -47,18 +47,24 @@ class Processes:
         return list(items[self.rank :: self.world])
 
     def gather(self, value: Value) -> list[Value]:
-        """The values of all processes, by rank. All must ask."""
+        """The values of all processes, by rank. A collective: all processes must call it."""
         if self.world == 1:
             return [value]
-        import torch.distributed as distributed
+        from accelerate.utils import gather_object
 
-        found: list[Any] = [None] * self.world
-        distributed.all_gather_object(found, value)
-        return found
+        values: list[Value] = gather_object([value])
+        return values
 
     def first(self, value: Value) -> Value:
-        """The main process's value. All must ask."""
+        """The main process's value. A collective."""
         return self.gather(value)[0]
+
+    def barrier(self) -> None:
+        """Wait until all processes are here."""
+        if self.world > 1:
+            from accelerate import PartialState
+
+            PartialState().wait_for_everyone()
 
     def forest(self, own: Forest, examples: Sequence[Example]) -> Forest:
         """The forest of the whole batch from the processes' shares, in the order of `examples`."""

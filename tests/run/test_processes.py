@@ -19,8 +19,10 @@ from mmrl.engines.vllm.launch import server_environment
 from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.report.rundir import RunDir, comparable
-from mmrl.run import launch
-from mmrl.run.launch import adopt, environment, missing_packages, problems, server_devices, wrapping
+from mmrl.run import check
+from mmrl.run.build import server_devices
+from mmrl.run.check import hardware_problems, missing_packages
+from mmrl.run.launch import adopt, environment, wrapping
 from mmrl.system.processes import Processes, join, merged
 from tests.helpers.forests import Grow
 
@@ -125,30 +127,30 @@ def test_accelerate_reads_the_variables_of_fsdp2(monkeypatch):
     ],
 )
 def test_profiles_that_cannot_work_are_refused(values, engine, modules, expected):
-    (problem,) = problems(profile(**values), engine, modules)
+    (problem,) = hardware_problems(profile(**values), engine, modules)
     assert expected in problem
 
 
 def test_profiles_that_can_are_not():
-    assert problems(profile(processes=8, sharding="fsdp2"), "vllm_server", False) == []
-    assert problems(profile(processes=8), "vllm_server", False, critic="head") == []
+    assert hardware_problems(profile(processes=8, sharding="fsdp2"), "vllm_server", False) == []
+    assert hardware_problems(profile(processes=8), "vllm_server", False, critic="head") == []
 
 
 def test_critics_on_several_processes():
     for kind in ("separate", "adapter", "head"):
-        assert problems(profile(processes=8, sharding="fsdp2"), "vllm_server", False, critic=kind) == []
-    (problem,) = problems(profile(processes=8, sharding="zero3"), "vllm_server", False, critic="separate")
+        assert hardware_problems(profile(processes=8, sharding="fsdp2"), "vllm_server", False, critic=kind) == []
+    (problem,) = hardware_problems(profile(processes=8, sharding="zero3"), "vllm_server", False, critic="separate")
     assert "hardware.sharding: got zero3" in problem and "use fsdp2" in problem
-    (problem,) = problems(profile(processes=8), "vllm_server", False, critic="adapter")
+    (problem,) = hardware_problems(profile(processes=8), "vllm_server", False, critic="adapter")
     assert "algo.critic: got adapter" in problem and "hardware.sharding=fsdp2" in problem
-    assert problems(profile(), "vllm_server", False, critic="adapter") == []
-    assert problems(profile(processes=7, sharding="fsdp2", rollout_devices=1), "vllm_server", False) == []
+    assert hardware_problems(profile(), "vllm_server", False, critic="adapter") == []
+    assert hardware_problems(profile(processes=7, sharding="fsdp2", rollout_devices=1), "vllm_server", False) == []
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_zero_without_deepspeed_is_refused_before_anything_loads(stage, monkeypatch, capsys, tmp_path):
     arguments = ["hardware=h100x8", f"hardware.sharding={stage}", "engine.url=http://127.0.0.1:1"]
-    monkeypatch.setattr(launch, "installed", lambda package: package != "deepspeed")
+    monkeypatch.setattr(check, "installed", lambda package: package != "deepspeed")
     monkeypatch.setattr("mmrl.models.load.load_model", None)
     assert main(["train", *arguments, f"run.dir={tmp_path / 'run'}"]) == 2
     shown = capsys.readouterr().err
@@ -156,7 +158,7 @@ def test_zero_without_deepspeed_is_refused_before_anything_loads(stage, monkeypa
     assert "pip install 'mmrl[deepspeed]'" in shown and "hardware.sharding=fsdp2" in shown
     assert "Traceback" not in shown and not (tmp_path / "run").exists()
     assert missing_packages(profile(processes=8, sharding="fsdp2")) == []
-    monkeypatch.setattr(launch, "installed", lambda package: True)
+    monkeypatch.setattr(check, "installed", lambda package: True)
     assert missing_packages(profile(processes=8, sharding=stage)) == []
 
 
@@ -300,7 +302,7 @@ def test_a_killed_process_ends_the_run_and_it_continues(tmp_path):
 
 
 def test_a_run_resumed_where_its_gpu_is_not_is_refused(random_model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mmrl.run.train.build_stage", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("mmrl.run.train.build_run", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["train", f"model.path={random_model}", "hardware=cpu", f"run.dir={tmp_path / 'run'}"]) == 130
     config = tmp_path / "run" / "config.yaml"
     stored = yaml.safe_load(config.read_text())

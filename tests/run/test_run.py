@@ -177,7 +177,7 @@ def test_too_many_outside_failures_stop_the_run_with_its_state_saved(random_mode
             raise OSError("retriever down")
         return works(self, queries, corpus)
 
-    monkeypatch.setattr("mmrl.run.check._TASKS", {})
+    monkeypatch.setattr("mmrl.run.build._TASKS", {})
     monkeypatch.setattr(MultihopQaTask, "search", breaks)
     code = main(command(random_model, tmp_path / "run", "algo=mhgpo_fof", "train.steps=50", "eval.every=0"))
     captured = capsys.readouterr()
@@ -197,7 +197,7 @@ def test_an_outage_before_training_stops_the_run_which_then_measures_its_start_a
     def breaks(self, queries, corpus):
         raise OSError("retriever down")
 
-    monkeypatch.setattr("mmrl.run.check._TASKS", {})
+    monkeypatch.setattr("mmrl.run.build._TASKS", {})
     monkeypatch.setattr(MultihopQaTask, "search", breaks)
     assert main(command(random_model, run, "train.steps=2")) == 1
     said = capsys.readouterr().err
@@ -223,7 +223,7 @@ def test_an_evaluation_tells_its_outages_and_asks_again_on_resume(random_model, 
             raise OSError("retriever down")
         return works(self, queries, corpus)
 
-    monkeypatch.setattr("mmrl.run.check._TASKS", {})
+    monkeypatch.setattr("mmrl.run.build._TASKS", {})
     monkeypatch.setattr(MultihopQaTask, "search", breaks)
     small = ["task.max_tokens=6", "task.retriever.top_k=2", "eval.items=4", "hardware=cpu", "hardware.threads=1"]
     assert main(["eval", f"policy={random_model}", f"run.dir={folder}", *small]) == 0
@@ -282,7 +282,7 @@ def test_a_run_stopped_while_its_engine_starts_says_how_to_go_on(
     def stop(*args):
         raise error
 
-    monkeypatch.setattr("mmrl.run.train.build_stage", stop)
+    monkeypatch.setattr("mmrl.run.train.build_run", stop)
     assert main(command(random_model, tmp_path / "run")) == code
     shown = capsys.readouterr()
     assert (f"mmrl train resume={tmp_path / 'run'}" in " ".join((shown.out + shown.err).split())) == said
