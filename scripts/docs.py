@@ -13,6 +13,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from pydoc import locate
 from typing import Any, get_args, get_origin
@@ -22,7 +23,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from mmrl.algorithms import ALGORITHMS
-from mmrl.config import ALGO_SCHEMAS, TrainCommandConfig
+from mmrl.config import ALGO_SCHEMAS, ENGINE_SCHEMAS, RETRIEVER_SCHEMAS, TASK_SCHEMAS, TrainCommandConfig
+from mmrl.config.task import BUILT_IN
 from mmrl.system.conf import options
 from mmrl.tasks import TASKS
 
@@ -86,11 +88,11 @@ def keys() -> str:
     parts = []
     for name, field in TrainCommandConfig.model_fields.items():
         model = model_of(field)
-        if name == "algo":
-            parts += [algo_table()]
+        if name in CHOSEN:
+            parts += [chosen_table(name)]
         elif model is not None:
             parts.append(f"### `{name}`\n\n{doc(model)}\n\n{table(model, name)}")
-    top = {k: f for k, f in TrainCommandConfig.model_fields.items() if model_of(f) is None and k != "algo"}
+    top = {k: f for k, f in TrainCommandConfig.model_fields.items() if model_of(f) is None and k not in CHOSEN}
     rows = [row(k, f) for k, f in top.items()]
     return "\n\n".join(["### top level\n\n" + "\n".join([*HEAD, *rows]), *parts])
 
@@ -100,42 +102,67 @@ HEAD = ["| key | type | default | meaning |", "|---|---|---|---|"]
 
 def table(model: type[BaseModel], prefix: str) -> str:
     """Keys of a section, nested sections included."""
-    rows = []
-    for name, field in model.model_fields.items():
-        nested, each = model_of(field), mapped_model_of(field)
-        if each is not None:
-            rows.append(f"| `{prefix}.{name}` | section per module | {default(field)} | {field.description or ''} |")
-            rows += table(each, f"{prefix}.{name}.<module>").splitlines()[2:]
-        elif nested is None:
-            rows.append(row(f"{prefix}.{name}", field))
-        else:
-            optional = "" if field.default is not None else " (null by default)"
-            rows.append(f"| `{prefix}.{name}` | section{optional} | | {field.description or doc(nested)} |")
-            rows += table(nested, f"{prefix}.{name}").splitlines()[2:]
+    rows = [line for name, field in model.model_fields.items() for line in field_rows(f"{prefix}.{name}", field)]
     return "\n".join([*HEAD, *rows])
 
 
-def algo_table() -> str:
-    """Keys of all algorithms, with the algorithms that have each."""
+def field_rows(path: str, field: FieldInfo) -> list[str]:
+    """A key, and those below it where it is a section whose table is not another one."""
+    nested, each = model_of(field), mapped_model_of(field)
+    if each is not None:
+        head = f"| `{path}` | section per module | {default(field)} | {field.description or ''} |"
+        return [head, *table(each, f"{path}.<module>").splitlines()[2:]]
+    if path in CHOSEN:
+        return [f"| `{path}` | section, see below | | {field.description or ''} |"]
+    if nested is None:
+        return [row(path, field)]
+    optional = "" if field.default is not None else " (null by default)"
+    head = f"| `{path}` | section{optional} | | {field.description or doc(nested)} |"
+    return [head, *table(nested, path).splitlines()[2:]]
+
+
+CHOSEN: dict[str, tuple[Mapping[str, type[BaseModel]], str, str]] = {
+    "task": (
+        {name: TASK_SCHEMAS[name] for name in BUILT_IN},
+        "tasks",
+        "A task's values are in `conf/task/<name>.yaml`. A task of a plugin has all of these keys, or those of the "
+        "schema that it registers in `mmrl.config.TASK_SCHEMAS`.",
+    ),
+    "task.retriever": (
+        RETRIEVER_SCHEMAS,
+        "retrievers",
+        "For tasks that search; `task.retriever.name=` picks one (bm25 by default).",
+    ),
+    "engine": (ENGINE_SCHEMAS, "engines", "`engine=auto` stands for `hardware.engine`, and has the keys of that one."),
+    "algo": (
+        ALGO_SCHEMAS,
+        "algorithms",
+        "The papers' values, which a run starts from, are in `conf/algo/<name>.yaml`; what a file does not set is "
+        "here.",
+    ),
+}
+"""Sections with a schema for each name -> the schemas, what the names are called, and a sentence above the table."""
+
+
+def chosen_table(path: str) -> str:
+    """Keys of a section with a schema for each name, and the names that have each key."""
+    schemas, called, sentence = CHOSEN[path]
     seen: dict[str, dict[str, FieldInfo]] = {}
-    for algo, schema in ALGO_SCHEMAS.items():
+    for choice, schema in schemas.items():
         for name, field in schema.model_fields.items():
             if name != "name":
-                seen.setdefault(name, {})[algo] = field
+                seen.setdefault(name, {})[choice] = field
     rows = []
-    for name, users in seen.items():
-        who = "all" if len(users) == len(ALGO_SCHEMAS) else ", ".join(users)
-        kinds: dict[tuple[str, str, str], list[str]] = {}  # one line for each meaning that the key has
-        for algo, field in users.items():
-            kinds.setdefault((type_name(field), default(field), field.description or ""), []).append(algo)
-        for (shown, value, meaning), having in kinds.items():
-            algos = who if len(kinds) == 1 else ", ".join(having)
-            rows.append(f"| `algo.{name}` | {shown} | {value} | {meaning} | {algos} |")
-    head = ["| key | type | schema default | meaning | algorithms |", "|---|---|---|---|---|"]
-    said = (
-        "The papers' values, which a run starts from, are in `conf/algo/<name>.yaml`; what a file does not set is here."
-    )
-    return f"### `algo`\n\n{said}\n\n" + "\n".join([*head, *rows])
+    for name, users in sorted(seen.items(), key=lambda item: len(item[1]), reverse=True):
+        kinds: dict[tuple[str, ...], list[str]] = {}  # the rows of each meaning that the key has -> who has it
+        for choice, field in users.items():
+            kinds.setdefault(tuple(field_rows(f"{path}.{name}", field)), []).append(choice)
+        for made, having in kinds.items():
+            who = "all" if len(having) == len(schemas) else ", ".join(having)
+            rows += [f"{line} {who} |" for line in made]
+    head = [f"| key | type | schema default | meaning | {called} |", "|---|---|---|---|---|"]
+    nested = [chosen_table(below) for below in CHOSEN if below.startswith(f"{path}.")]
+    return "\n\n".join([f"### `{path}`\n\n{sentence}\n\n" + "\n".join([*head, *rows]), *nested])
 
 
 def row(path: str, field: FieldInfo) -> str:
