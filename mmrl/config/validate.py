@@ -258,7 +258,7 @@ def _unknown_key(
     fields = _fields_at(schema, parts[1:-1] if below else parts[:-1], raw)
     if fields is None:
         return  # the name that chooses the schema is wrong itself, and is reported
-    having = [name for name, other in sorted(CHOICES.get(above, {}).items()) if key in other.model_fields]
+    having = [name for name, other in CHOICES.get(above, {}).items() if key in other.model_fields]
     if having:
         name, users = _chosen_name(raw, above), ", ".join(having)
         for leaf, shown in _leaves(path, value):

@@ -88,7 +88,7 @@ def test_options_without_effect_are_refused():
     with pytest.raises(ConfigError) as caught:
         task_section({"name": "qa_direct", "corpus": "x.json", "retriever": {"top_k": 3}})
     text = "\n".join(caught.value.problems)
-    assert "task.corpus: got x.json, which has no effect with task qa_direct; it is an option of 2wiki" in text
+    assert "task.corpus: got x.json, which has no effect with task qa_direct; it is an option of hotpotqa" in text
     assert "task.retriever.top_k: got 3, which has no effect with task qa_direct" in text
     with pytest.raises(ValueError, match=r"task\.chain_of_thought: got true, which has no effect with task hotpotqa"):
         task_section({"name": "hotpotqa", "chain_of_thought": True})
