@@ -71,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MmrlError as error:
         print_error(error)
         return error.exit_code
+    # Typer's own report is a box over several lines, which no script can read; its sentence is what is needed.
     except typer.TyperException as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -83,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: Sequence[str]) -> int:
+    # Typer's page of all commands knows nothing of the config groups, so the first word is looked at here.
     first = words[0] if words else "--help"
     if first in ("-h", "--help", "help"):
         print(_overview(), end="")
@@ -107,7 +109,8 @@ def _overview() -> str:
     from mmrl.system.conf import GROUPS, options
 
     names = {group: options(group) for group in GROUPS}
-    rows = names["experiment"]  # the rows of a table count as one choice: there are too many to read
+    # The rows of a table count as one choice: there are over seventy, and the page is to be read at one glance.
+    rows = names["experiment"]
     names["experiment"] = list(dict.fromkeys(f"{row.rpartition('/')[0]}/*" if "/" in row else row for row in rows))
     wrapped = {group: fill(" ".join(some) or "-", 104, subsequent_indent=" " * 14) for group, some in names.items()}
     return OVERVIEW.format(version=__version__, **wrapped)

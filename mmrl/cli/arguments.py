@@ -7,15 +7,18 @@ a pydantic section; the others give them to `mmrl.cli.hydra`.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import Field, ValidationError
 
 from mmrl.config.base import Section
 from mmrl.config.validate import explain
 from mmrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override  # commands that Hydra does not compose start without it
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -46,11 +49,52 @@ class Words:
             word = rest.pop(0)
             if word.startswith("-"):
                 flag, equals, value = word.partition("=")
+                # `--info seed=1`: the flag's value may be left out, and a setting is never one.
                 takes_next = flag in with_value and not equals and rest and "=" not in rest[0]
                 flags.append((flag, value if equals else rest.pop(0) if takes_next else None))
             else:
                 (settings if "=" in word or word.startswith("~") else names).append(word)
         return cls(tuple(names), tuple(settings), tuple(flags))
+
+
+def typed_text(override: Override) -> str:
+    """An override as it was typed."""
+    return str(override.input_line)
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """The words after a command."""
+
+    overrides: tuple[Override, ...] = ()
+    """As Hydra parsed them; the only place where they are parsed."""
+    own: Mapping[str, str] = field(default_factory=dict)
+    """The command's own keys (`resume=`), which no config has: key -> value as typed."""
+    names: tuple[str, ...] = ()
+    """Words without a `=`, where the command takes them."""
+    multirun: bool = False
+    config_dir: str | None = None
+    flags: tuple[str, ...] = ()
+    """Hydra's printing flags with their values."""
+
+    @property
+    def switches(self) -> list[str]:
+        """Everything that begins with `-`, for commands that take none of it."""
+        return [*(["-m"] if self.multirun else []), *self.flags]
+
+    @property
+    def typed(self) -> tuple[str, ...]:
+        """The overrides as they were typed."""
+        return tuple(typed_text(override) for override in self.overrides)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The config keys and groups that the user set, in order."""
+        return tuple(override.key_or_group for override in self.overrides)
+
+    def without(self, keys: Collection[str]) -> CommandLine:
+        """The same without the overrides of `keys`."""
+        return replace(self, overrides=tuple(o for o in self.overrides if o.key_or_group not in keys))
 
 
 class ShowArguments(Section):
@@ -111,8 +155,9 @@ def comma_separated(text: str) -> tuple[str, ...]:
 
 
 def _value(schema: type[Section], key: str, text: str) -> object:
-    field = schema.model_fields.get(key)
-    kind = str(field.annotation) if field else ""
+    # Pydantic judges strictly (the number 1 is no text), so text becomes what the field's type is written as.
+    known = schema.model_fields.get(key)
+    kind = str(known.annotation) if known else ""
     if "tuple" in kind:
         return comma_separated(text)
     if "str" in kind and "Literal" not in kind:

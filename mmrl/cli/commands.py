@@ -26,6 +26,8 @@ Flags:
   --cfg job            print the composed config and stop (also: --info, --resolve, --package)"""
 JsonFlag = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
+# Completion is Hydra's (`mmrl -sc`), which knows the configs; Typer's knows the commands alone. Errors and help are
+# plain text: rich would read `run.report_to=[wandb]` as markup.
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: sizes first, then built; looked into.")
 
@@ -287,7 +289,7 @@ def index_build(context: typer.Context) -> int:
     \b
     Examples:
       mmrl index build corpus=passages.jsonl index=indexes/bm25
-      mmrl index build corpus=wiki18 index=indexes/e5 retriever=dense model=intfloat/e5-base-v2 plan=true
+      mmrl index build corpus=passages.jsonl index=indexes/e5 retriever=dense model=intfloat/e5-base-v2 plan=true
     """
     from mmrl.cli.index import build
 

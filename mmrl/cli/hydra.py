@@ -11,9 +11,9 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,7 +29,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mmrl.cli.arguments import Words, comma_separated
+from mmrl.cli.arguments import CommandLine, Words, comma_separated, typed_text
 from mmrl.config import AlgoConfig, RootConfig, validate
 from mmrl.config.validate import algo_section
 from mmrl.errors import ConfigError, unknown
@@ -42,41 +42,6 @@ PRINTING, PRINTING_WITH_VALUE = ("--hydra-help", "--resolve"), ("--cfg", "-c", "
 """Hydra's own flags that print something and run nothing."""
 NO_ROW = ("experiment=null", "experiment=")
 """The default, which Hydra cannot be told: it takes null for no choice at all."""
-
-
-@dataclass(frozen=True, slots=True)
-class CommandLine:
-    """The words after a command."""
-
-    overrides: tuple[Override, ...] = ()
-    """As Hydra parsed them; the only place where they are parsed."""
-    own: Mapping[str, str] = field(default_factory=dict)
-    """The command's own keys (`resume=`), which no config has: key -> value as typed."""
-    names: tuple[str, ...] = ()
-    """Words without a `=`, where the command takes them."""
-    multirun: bool = False
-    config_dir: str | None = None
-    flags: tuple[str, ...] = ()
-    """Hydra's printing flags with their values."""
-
-    @property
-    def switches(self) -> list[str]:
-        """Everything that begins with `-`, for commands that take none of it."""
-        return [*(["-m"] if self.multirun else []), *self.flags]
-
-    @property
-    def typed(self) -> tuple[str, ...]:
-        """The overrides as they were typed."""
-        return tuple(typed_text(override) for override in self.overrides)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The config keys and groups that the user set, in order."""
-        return tuple(override.key_or_group for override in self.overrides)
-
-    def without(self, keys: Collection[str]) -> CommandLine:
-        """The same without the overrides of `keys`."""
-        return replace(self, overrides=tuple(o for o in self.overrides if o.key_or_group not in keys))
 
 
 def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = False, once: bool = False) -> CommandLine:
@@ -105,6 +70,7 @@ def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = Fal
         else:
             known = "-m, --config-dir, --cfg, --info, --hydra-help, --resolve, --package"
             problems.append(f"{flag}: unknown flag (known: {known})")
+    # Own keys are taken out before Hydra parses: a path or a list of names need not be valid Hydra grammar.
     texts, given = [], {}
     for text in sorted_words.settings:
         key, _, typed = text.partition("=")
@@ -122,6 +88,7 @@ def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = Fal
 
 
 def _parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
+    # One by one: the parser stops at the first word that it cannot read, and all of them are to be named.
     parser, parsed = OverridesParser.create(), []
     for text in texts:
         try:
@@ -129,11 +96,6 @@ def _parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
         except HydraException as error:
             problems.append(f"{text}: not an override that can be read ({str(error).splitlines()[0]})")
     return parsed
-
-
-def typed_text(override: Override) -> str:
-    """An override as it was typed."""
-    return str(override.input_line)
 
 
 def _typed_value(override: Override) -> str | None:
@@ -216,6 +178,7 @@ def configs(command: str, schema: type[ConfigT], line: CommandLine) -> list[Conf
     # Keys of a group whose choice is unknown cannot be judged: they belong to another schema.
     unjudged = tuple(f"{problem.partition(':')[0]}." for problem in problems)
     import_plugins_of(line)
+    # A row of the other command fails in ways that do not mention the row; the hint names the command to use instead.
     row = next((override.value() for override in line.overrides if override.key_or_group == "experiment"), None)
     valid = []
     for job in jobs:
@@ -271,7 +234,7 @@ def composed(config_name: str, overrides: Sequence[str], config_dir: str | None 
         ConfigError: Hydra or OmegaConf could not compose it; their message, first line.
     """
     _put_user_folders_first(config_dir)
-    GlobalHydra.instance().clear()
+    GlobalHydra.instance().clear()  # Hydra refuses a second composition in one process otherwise
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name=config_name):
             config = compose(config_name, overrides=list(overrides))
@@ -360,6 +323,7 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
     line = line.without(stray)
     with redirect_stdout(sys.stderr):  # what a package prints when it is imported is no part of the result
         import_plugins_of(line)
+    # Each algorithm is a composition of its own: an option of one may be unknown to another, which is then named.
     algos: list[AlgoConfig] = []
     seed: object = 0
     for name in dict.fromkeys(chosen):
@@ -404,6 +368,7 @@ def through_hydra(
 
     # A sweep goes to Hydra unexpanded: which sweeper takes it apart may be an override too.
     words = [_forced(override, _typed_value(override)) for override in line.overrides]
+    # `hydra.main` reads the process's own arguments and has no other way in.
     saved, sys.argv = sys.argv, [program, *line.flags, *(["-m"] if line.multirun else []), *words]
     try:
         hydra_main(config_path=str(conf_dir()), config_name=config_name, version_base="1.3")(call)()
@@ -415,6 +380,7 @@ def complete(words: Sequence[str]) -> None:
     """Shell completion as Hydra gives it: `eval "$(mmrl -sc install=bash)"`; the command word is hidden from Hydra."""
     parts = os.environ.get("COMP_LINE", "").split(" ")
     config_name = parts[1] if len(parts) > 1 and parts[1] in ("train", "eval") else "train"
+    # The shell counts in its own line, so that line loses the word too.
     if len(parts) > 1 and parts[1] == config_name:
         os.environ["COMP_LINE"] = " ".join([parts[0], *parts[2:]])
         os.environ["COMP_POINT"] = str(len(os.environ["COMP_LINE"]))

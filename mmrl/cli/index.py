@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,10 @@ from mmrl.cli.arguments import read_arguments
 from mmrl.config import RETRIEVER_SCHEMAS, RetrieverConfig
 from mmrl.config.base import Section
 from mmrl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from mmrl.retrieval.base import Retriever
+    from mmrl.retrieval.index import IndexInfo
 
 KEY = "index"
 
@@ -95,6 +99,7 @@ def build(words: Sequence[str]) -> int:
 
     given = read_arguments("mmrl index build", BuildArguments, words)
     section, folder = given.section(), Path(given.index).expanduser()
+    # Nothing is downloaded or read before all of this is right.
     problems = packages_missing(section)
     if folder.exists():
         problems.append(f"index: {folder} exists, and is left as it is; choose another folder or remove it yourself")
@@ -107,6 +112,7 @@ def build(words: Sequence[str]) -> int:
     if problems:
         raise ConfigError([f"mmrl index build: {problem}" for problem in problems])
     spec = spec_of(section)
+    # Sizes come before anything is read: an index may not fit on this disk, and its build takes hours.
     print(estimate_text(spec, corpus.local_bytes(), corpus.hub_ids(), folder), flush=True)
     if given.plan:
         return 0
@@ -184,7 +190,7 @@ def serve(words: Sequence[str]) -> int:
     return 0
 
 
-def _opened(given: Runtime) -> tuple[Any, Any, int]:
+def _opened(given: Runtime) -> tuple[IndexInfo, Retriever, int]:
     """Info, retriever and number of passages of an index folder."""
     from mmrl.retrieval.index import open_index, read_info
     from mmrl.retrieval.select import index_problems

@@ -74,6 +74,7 @@ def name_problems(name: str, top: Path) -> list[str]:
         return [f"mmrl new-task: {path} exists, and nothing is overwritten; expected another name" for path in taken]
     if (top / "conf").exists() and not (top / "conf").is_dir():
         return [f"mmrl new-task: {top / 'conf'} is a file, expected a folder or nothing"]
+    # The current folder is searched last when plugins are imported, so an installed package of that name would win.
     if importlib.util.find_spec(name) is not None:
         return [f"mmrl new-task: '{name}' is an installed Python package, which would hide the task's; another name"]
     return []
@@ -95,6 +96,7 @@ def write(name: str, top: Path, kind: str) -> list[Path]:
         (top / name).mkdir()
         for path, source in files.items():
             text = (TEXTS / source).read_text(encoding="utf-8")
+            # "x": a file that came to be there since the check is not overwritten either.
             with path.open("x", encoding="utf-8") as file:
                 file.write(Template(text).substitute(values) if source.endswith(".txt") else text)
     except OSError as error:

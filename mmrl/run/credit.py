@@ -10,7 +10,6 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mmrl.algorithms import assign_credit
 from mmrl.algorithms import problems as check
@@ -79,18 +78,18 @@ def credit_report(algos: Sequence[AlgoConfig], forest: Forest, *, seed: int, as_
     if problems:
         raise DataError(problems)
     if as_json:
-        found = [credit_json(credit) for credit in credits]
-        return json.dumps(found[0] if len(found) == 1 else found, indent=1)
+        records = [credit_json(credit) for credit in credits]
+        return json.dumps(records[0] if len(records) == 1 else records, indent=1)
     return table(forest, credits)
 
 
-def credit_json(credit: Credit) -> dict[str, Any]:
+def credit_json(credit: Credit) -> dict[str, object]:
     """The JSON output of one algorithm; calls without credit do not appear."""
     return {"version": VERSION, "algo": credit.algo, "calls": [_entry_json(entry) for entry in credit.entries]}
 
 
-def _entry_json(entry: Entry) -> dict[str, Any]:
-    record: dict[str, Any] = {
+def _entry_json(entry: Entry) -> dict[str, object]:
+    record: dict[str, object] = {
         "id": entry.call,
         "reward": entry.reward,
         "parts": dict(entry.parts),

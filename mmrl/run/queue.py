@@ -231,6 +231,7 @@ class RunQueue:
 
     def _stop(self) -> None:
         """End the children: they save what they have and can be resumed."""
+        # All are asked first and waited for afterwards, so that they save side by side.
         for _, process in self.running:
             process.terminate()
         for _, process in self.running:
@@ -274,6 +275,7 @@ def _refuse_other_settings(path: Path, config: TrainCommandConfig, key: str) -> 
 
 def _holds_only_leftovers(path: Path) -> bool:
     """Whether only what a run makes before its config is there."""
+    # What `RunDir.create` makes, in its order; config.yaml comes last and makes it a run.
     for entry in path.iterdir():
         if entry.name in FOLDERS and entry.is_dir() and not any(entry.iterdir()):
             continue
@@ -284,6 +286,7 @@ def _holds_only_leftovers(path: Path) -> bool:
 
 
 def _wait_for_lock(path: Path) -> None:
+    # A run whose comparison was killed gets SIGTERM from the system and still writes its last checkpoint.
     until = time.monotonic() + LOCK_S
     while RunDir(path).in_use:
         if time.monotonic() > until:

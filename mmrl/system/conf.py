@@ -1,13 +1,13 @@
-"""Where configs are found, which choices each group has and what a row (`experiment=`) sets, without Hydra.
+"""Where configs lie, which choices each group has and what a row (`experiment=`) sets, without Hydra.
 
-Below `config`; the command line composes from these folders, and a finished run names what its row had set.
+Apart from `config`, whose import loads pydantic: `mmrl --help` lists choices and is to be there at once. A finished run
+names what its row had set.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 GROUPS = ("task", "algo", "model", "hardware", "engine", "experiment")
 """Config groups: folders of `conf/`, in the order in which they are composed."""
@@ -21,11 +21,12 @@ def conf_dir() -> Path:
 
 def user_dirs(config_dir: str | None = None) -> list[Path]:
     """Folders that overlay the shipped configs, first wins: `--config-dir`, then the current folder's `conf/`."""
-    found = [Path(config_dir).resolve()] if config_dir else []
+    folders = [Path(config_dir).resolve()] if config_dir else []
     local = Path.cwd() / "conf"
     if local.is_dir() and local.resolve() != conf_dir().resolve():
-        found.append(local.resolve())
-    return found
+        # In a checkout the current folder's conf/ may be the shipped one.
+        folders.append(local.resolve())
+    return folders
 
 
 def options(group: str, config_dir: str | None = None) -> list[str]:
@@ -50,7 +51,7 @@ def row_keys(row: str, config_dir: str | None = None) -> list[str]:
     return []
 
 
-def _leaves(section: Mapping[str, Any], above: str = "") -> Iterator[str]:
+def _leaves(section: Mapping[str, object], above: str = "") -> Iterator[str]:
     for key, value in section.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{above}{key}.")
