@@ -145,9 +145,9 @@ def show(context: typer.Context, as_json: JsonFlag = False) -> int:
     given = read_arguments("mmrl show", ShowArguments, context.args, name="run_dir", called="RUN_DIR")
     path = Path(given.run_dir)
     if not as_json:
-        from mmrl.report.console import show as shown
+        from mmrl.report.console import show_run
 
-        print(shown(path, example=given.example, step=given.step))
+        print(show_run(path, example=given.example, step=given.step))
         return 0
     if given.step is None or given.example is not None:
         raise ConfigError("--json: writes the rollouts of one step; give step=N, and no example")
@@ -170,10 +170,10 @@ def report(context: typer.Context) -> int:
       mmrl report outputs/hotpotqa/mhgpo_rr/RUN
     """
     from mmrl.cli.arguments import ReportArguments, read_arguments
-    from mmrl.report.html import report as write_report
+    from mmrl.report.html import report_run
 
     given = read_arguments("mmrl report", ReportArguments, context.args, name="run_dir", called="RUN_DIR")
-    print(write_report(Path(given.run_dir)))
+    print(report_run(Path(given.run_dir)))
     return 0
 
 

@@ -91,7 +91,7 @@ Message: TypeAlias = Callable[[int], str]
 """The text for one place of a curve."""
 Finding: TypeAlias = tuple[str, str, np.ndarray, np.ndarray, Message]
 """(alarm name, key, steps, where it rings, message)."""
-Shape: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+Criterion: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Trailing means (n >= 1) -> where it rings, and what the means are compared with; both of length n."""
 
 
@@ -101,7 +101,7 @@ def findings(history: History, limits: Thresholds) -> Iterator[Finding]:
         for key in rule.keys:
             steps, values = series(history, key)
             steps, means = steps[limits.window - 1 :], trailing_mean(values, limits.window)[limits.window - 1 :]
-            rings, reference = rule.shape(means) if len(means) else (np.zeros(0, dtype=bool), means)
+            rings, reference = rule.criterion(means) if len(means) else (np.zeros(0, dtype=bool), means)
             yield rule.name, key, steps, rings, _message(rule.message, means, reference)
     for key in MUST_BE_FINITE:
         # `series` leaves such values out, so they are looked for in the records.
@@ -112,110 +112,110 @@ def findings(history: History, limits: Thresholds) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class AlarmRule:
     """One row of the table."""
 
     name: str
     keys: Sequence[str]
     """Metrics that it reads."""
-    shape: Shape
+    criterion: Criterion
     message: str
     """`{now}` and `{then}` are the mean and what it is compared with, `{now_share}` and `{then_share}` in percent."""
 
 
-def rules(history: History, limits: Thresholds) -> tuple[Rule, ...]:
+def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
     """All rules but `not_finite`, which has no mean."""
     # A trainer that computes no entropy leaves the sampler's estimate of it, `surprise`.
     entropy = _module_keys(history, ("entropy",)) or _module_keys(history, ("surprise",))
     similarity = [key for key in keys_in(history) if key.startswith("similarity/")]
     return (
-        Rule(
+        AlarmRule(
             "reward_collapse",
             ["reward/mean"],
             _below_best(limits.reward_drop_least, limits.reward_drop),
             "reward fell to {now} from its best of {then}; "
             "go back to an earlier checkpoint, with a lower train.lr or a higher algo.beta",
         ),
-        Rule(
+        AlarmRule(
             "entropy_collapse",
             entropy,
             _below_first(limits.entropy_left),
             "entropy is {now}, {ratio} of what it was at first: nearly all samples agree; "
             "if reward has stopped rising, raise algo.temperature or lower train.lr",
         ),
-        Rule(
+        AlarmRule(
             "zero_variance",
             ["credit/zero_variance_share"],
             _at_least(limits.zero_variance),
             "{now_share} of the groups have equal rewards, so almost nothing is learned; "
             "data too easy or too hard, algo.group_size too small, or a reward that is always the same",
         ),
-        Rule(
+        AlarmRule(
             "logprob_gap",
             ["train/logprob_gap_mean"],
             _above(limits.logprob_gap),
             "sampler and trainer disagree by {now} nats per token; weights out of step, or another "
             "precision or temperature on one side; train.old_logprobs=recompute hides it from the ratio",
         ),
-        Rule(
+        AlarmRule(
             "kl_explosion",
             ["train/kl"],
             _exploded(limits),
             "KL to the reference is {now} nats per token, after {then} at first; lower train.lr or raise algo.beta",
         ),
-        Rule(
+        AlarmRule(
             "format_falling",
             _module_keys(history, VALIDITY_FACTS),
             _below_best(limits.validity_drop),
             "valid share fell to {now_share} from {then_share}; look at completions with mmrl show",
         ),
-        Rule(
+        AlarmRule(
             "format_falling",
             _module_keys(history, FAULT_FACTS),
             _above_best(limits.validity_drop),
             "faulty share rose to {now_share} from {then_share}; look at completions with mmrl show",
         ),
-        Rule(
+        AlarmRule(
             "failures",
             ["rollouts/failed_share"],
             _above(limits.failed_share),
             "{now_share} of the rollouts fail; rollouts/failed/<kind> says why",
         ),
-        Rule(
+        AlarmRule(
             "judge_unreadable",
             ["task/judge_fallback"],
             _above(limits.judge_fallback),
             "{now_share} of the rollouts are scored by the fixed rule, since no reply of the judge can be read: "
             "rewards are too low; raise task.judge.max_tokens, or take another task.judge.model",
         ),
-        Rule(
+        AlarmRule(
             "length_runaway",
             _module_keys(history, ("length",)),
             _above_first(limits.length_growth),
             "completions grew from {then} to {now} tokens; length may be what earns reward",
         ),
-        Rule(
+        AlarmRule(
             "length_runaway",
             _module_keys(history, ("finish_length_share",)),
             _risen(limits.cut_rise, at_least=0.5),
             "{now_share} of the completions are cut at the limit (first {then_share}); "
             "raise task.max_tokens, or look for a missing end of turn",
         ),
-        Rule(
+        AlarmRule(
             "clipping",
             ["train/clip_share"],
             _above(limits.clip_share),
             "{now_share} of the trained tokens are clipped, so most of the batch has no gradient; "
             "lower train.lr, or fewer algo.epochs and algo.minibatches",
         ),
-        Rule(
+        AlarmRule(
             "copies",
             similarity,
             _at_least(limits.similarity),
             "texts of a group agree to {now_share}: exploration is gone; raise algo.temperature if reward "
             "has stopped rising",
         ),
-        Rule(
+        AlarmRule(
             "calls_falling",
             ["rollouts/calls_per_rollout"],
             _below_best(limits.calls_lost_least, limits.calls_lost),
@@ -225,54 +225,54 @@ def rules(history: History, limits: Thresholds) -> tuple[Rule, ...]:
     )
 
 
-# --- shapes: against a limit, against the first mean, against the best one so far
+# --- criteria: against a limit, against the first mean, against the best one so far
 
 
-def _above(limit: float) -> Shape:
+def _above(limit: float) -> Criterion:
     return lambda means: (means > limit, means)
 
 
-def _at_least(limit: float) -> Shape:
+def _at_least(limit: float) -> Criterion:
     return lambda means: (means >= limit, means)
 
 
-def _above_first(times: float) -> Shape:
+def _above_first(times: float) -> Criterion:
     # A first mean of 0 says nothing of growth.
     return lambda means: ((means > times * means[0]) & (means[0] > 0), np.full_like(means, means[0]))
 
 
-def _below_first(times: float) -> Shape:
+def _below_first(times: float) -> Criterion:
     return lambda means: ((means < times * means[0]) & (means[0] > 0), np.full_like(means, means[0]))
 
 
-def _risen(by: float, at_least: float) -> Shape:
+def _risen(by: float, at_least: float) -> Criterion:
     return lambda means: ((means >= at_least) & (means - means[0] > by), np.full_like(means, means[0]))
 
 
-def _below_best(by: float, share: float = 0.0) -> Shape:
+def _below_best(by: float, share: float = 0.0) -> Criterion:
     """Below the highest mean by more than `by` and by more than `share` of it."""
 
-    def shape(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def criterion(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         best = np.maximum.accumulate(means)
         return best - means > np.maximum(share * np.abs(best), by), best
 
-    return shape
+    return criterion
 
 
-def _above_best(by: float) -> Shape:
+def _above_best(by: float) -> Criterion:
     """Above the lowest mean by more than `by`, for what should be low."""
 
-    def shape(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def criterion(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         best = np.minimum.accumulate(means)
         return means - best > by, best
 
-    return shape
+    return criterion
 
 
-def _exploded(limits: Thresholds) -> Shape:
+def _exploded(limits: Thresholds) -> Criterion:
     """Starts where KL grew fast (or is very high), and stays on until KL is down again."""
 
-    def shape(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def criterion(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         # Two windows back, so that the two means share no step.
         lag = 2 * limits.window
         before = np.concatenate([np.full(min(lag, len(means)), np.inf), means])[: len(means)]
@@ -282,7 +282,7 @@ def _exploded(limits: Thresholds) -> Shape:
             rings[at] = mean > limits.kl and bool(starts[at] or (at > 0 and rings[at - 1]))
         return rings, np.full_like(means, means[0])
 
-    return shape
+    return criterion
 
 
 # --- from curves to alarms

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mmrl.report.compare import Comparison, Group, Line, Panel
+from mmrl.report.compare import Comparison, Line, Panel, SeedGroup
 from mmrl.report.stats import History, series, trailing_mean
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def comparison_figure(comparison: Comparison) -> tuple[str, bytes]:
     return _themed(svg.getvalue(), title, standalone=True), png.getvalue()
 
 
-def evaluation_band(group: Group, metric: str) -> Band | None:
+def evaluation_band(group: SeedGroup, metric: str) -> Band | None:
     """Mean over seeds of an evaluation metric, lowest to highest; the items' interval where there is one seed."""
     curves = [points for line in group.drawn if (points := _evaluations(line, metric))]
     # One seed has no range over seeds; the interval over items says how sure its points are.
@@ -261,7 +261,7 @@ def evaluation_band(group: Group, metric: str) -> Band | None:
     return _band([{step: values[0] for step, values in points.items()} for points in curves])
 
 
-def training_band(group: Group, key: str) -> Band | None:
+def training_band(group: SeedGroup, key: str) -> Band | None:
     """Trailing mean of a training metric, mean over seeds, lowest to highest."""
     curves = []
     for line in group.drawn:
@@ -318,7 +318,7 @@ def _draw_panel(panel: Panel, axes: Sequence[Axes], styles: Mapping[str, LineSty
     )
 
 
-def _legend_entry(group: Group, style: LineStyle) -> Line2D:
+def _legend_entry(group: SeedGroup, style: LineStyle) -> Line2D:
     from matplotlib.lines import Line2D
 
     color, marker, dash = style

@@ -130,7 +130,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Group:
+class SeedGroup:
     """The runs of one algorithm (and one config) on one task, one per seed."""
 
     label: str
@@ -177,7 +177,7 @@ class Panel:
     task: str
     split: str
     metric: str
-    groups: Sequence[Group]
+    groups: Sequence[SeedGroup]
 
     @property
     def lines(self) -> list[Line]:
@@ -189,7 +189,7 @@ class Panel:
         """Those that some run of the panel has."""
         return [of for of in BEHAVIOUR if any(line.behaviour(of, line.last_step) is not None for line in self.lines)]
 
-    def against(self, first: Group, second: Group) -> Difference | None:
+    def against(self, first: SeedGroup, second: SeedGroup) -> Difference | None:
         """Last evaluations of finished runs compared on the same items, `first` minus `second`.
 
         An item's score is its mean over the seeds that both groups finished; the interval is over items, so it says
@@ -245,7 +245,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     return list(by_path.values())
 
 
-def compare(runs: Sequence[Path], name: str, main_metrics: Mapping[str, str]) -> Comparison:
+def compare_runs(runs: Sequence[Path], name: str, main_metrics: Mapping[str, str]) -> Comparison:
     """Read and group runs.
 
     Args:
@@ -271,7 +271,7 @@ def compare(runs: Sequence[Path], name: str, main_metrics: Mapping[str, str]) ->
         by_label: dict[str, list[Line]] = {}
         for one, label in zip(members, _labels(members), strict=True):
             by_label.setdefault(label, []).append(Line(one, metric))
-        groups = [Group(label, _one_per_seed(label, lines, notes)) for label, lines in by_label.items()]
+        groups = [SeedGroup(label, _one_per_seed(label, lines, notes)) for label, lines in by_label.items()]
         panels.append(Panel(task, split, metric, groups))
     return Comparison(name, panels, tuple(notes))
 

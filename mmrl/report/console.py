@@ -43,7 +43,7 @@ from mmrl.system.conf import row_keys
 MODULE_FACTS = ("calls", "reward", "penalty", "format_rate", "length", "entropy", "surprise", "kl", "clip_share")
 
 
-def show(path: Path | str, example: str | None = None, step: int | None = None) -> str:
+def show_run(path: Path | str, example: str | None = None, step: int | None = None) -> str:
     """Text for the terminal.
 
     Args:

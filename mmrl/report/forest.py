@@ -21,7 +21,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, Valid
 from mmrl import errors
 from mmrl.errors import DataError, nearest, unknown
 from mmrl.records import LARGEST, Call, Forest, Rollout
-from mmrl.system.files import Document
+from mmrl.system.files import JsonObject
 
 VERSION = 1
 FAILURES = tuple(
@@ -93,7 +93,7 @@ def parse_forest(text: str, source: str) -> Forest:
     return _Reader(source).read(raw)
 
 
-def dump_forest(forest: Forest) -> Document:
+def dump_forest(forest: Forest) -> JsonObject:
     """The JSON form of a forest; what the form has no place for (texts, prompts, metrics) is left out."""
     teachers = {call.id: rollout.teacher for rollout in forest.rollouts for call in forest.path(rollout)}
     calls = [_call_form(call) for call in forest.calls.values()]
@@ -116,7 +116,7 @@ def check_forest(forest: Forest, source: str) -> None:
     _Reader(source).read(_form([_call_form(call) for call in forest.calls.values()], forest))
 
 
-def read_record(kind: type[Record], raw: Document, source: str) -> Record:
+def read_record(kind: type[Record], raw: JsonObject, source: str) -> Record:
     """One record of a journal: all its fields, with the types of the dataclass (no limits on values).
 
     Raises:
@@ -129,18 +129,18 @@ def read_record(kind: type[Record], raw: Document, source: str) -> Record:
         raise DataError([f"{where}: {problem}" for problem in _problems(error, kind, raw)]) from None
 
 
-def _call_form(call: Call) -> Document:
+def _call_form(call: Call) -> JsonObject:
     record = {key: getattr(call, key) for key in CALL_KEYS if key != "completion_ids" or call.completion_ids}
     record = {key: list(value) if isinstance(value, tuple) else value for key, value in record.items()}
     return {key: value for key, value in record.items() if value is not None or key in ("parent", "turn_reward")}
 
 
-def _form(calls: list[Document], forest: Forest) -> Document:
+def _form(calls: list[JsonObject], forest: Forest) -> JsonObject:
     rollouts = [{key: getattr(rollout, key) for key in ROLLOUT_KEYS} for rollout in forest.rollouts]
     return {"version": VERSION, "modules": list(forest.modules), "calls": calls, "rollouts": rollouts}
 
 
-def _no_duplicates(pairs: list[tuple[str, object]]) -> Document:
+def _no_duplicates(pairs: list[tuple[str, object]]) -> JsonObject:
     record = dict(pairs)
     if len(record) != len(pairs):
         names = [key for key, _ in pairs]
@@ -181,7 +181,7 @@ _FILE = {Call: _schema(Call, CALL_KEYS), Rollout: _schema(Rollout, ROLLOUT_KEYS)
 _JOURNAL = {Call: _schema(Call), Rollout: _schema(Rollout)}
 
 
-def _problems(error: ValidationError, kind: type[Call] | type[Rollout], raw: Document) -> Iterator[str]:
+def _problems(error: ValidationError, kind: type[Call] | type[Rollout], raw: JsonObject) -> Iterator[str]:
     """One sentence per field that pydantic refuses; several wrong elements of a list are one problem."""
     hints = get_type_hints(kind)
     # Errors of a union or of elements share the field; the last one stands for all.
@@ -237,7 +237,7 @@ class _Reader:
         ends = self._by_id([self._rollout(item, number, modules) for number, item in enumerate(rollouts)])
         return None if self.problems else self._graph(by_id, ends, modules)
 
-    def _is_object(self, raw: object, known: Sequence[str]) -> TypeGuard[Document]:
+    def _is_object(self, raw: object, known: Sequence[str]) -> TypeGuard[JsonObject]:
         if not isinstance(raw, dict):
             self.problem(f"got {type(raw).__name__}, expected an object")
             return False
@@ -250,7 +250,7 @@ class _Reader:
 
     def _fields(
         self, kind: type[Call] | type[Rollout], raw: object, position: int, keys: Sequence[str]
-    ) -> Document | None:
+    ) -> JsonObject | None:
         """The values of a record's fields, without nulls; None where there are problems."""
         name = kind.__name__.lower()
         self.where = f"{name}s[{position}]"

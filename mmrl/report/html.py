@@ -40,7 +40,7 @@ from mmrl.report.tables import (
     seed_rows,
     summary_rows,
 )
-from mmrl.report.trees import Entry, Node, abridged, call_name, clean, credit_line, rollout_line, trees
+from mmrl.report.trees import EntryFields, Node, abridged, call_name, clean, credit_line, rollout_line, trees
 from mmrl.system.files import atomic_write
 
 EXAMPLES = 3
@@ -103,7 +103,7 @@ def write_report(seen: Overview) -> Path:
     return seen.run.report_path
 
 
-def report(path: Path | str) -> Path:
+def report_run(path: Path | str) -> Path:
     """Write (again) the report of the run at `path`, finished or not.
 
     Raises:
@@ -271,7 +271,7 @@ def telling_examples(forest: Forest, count: int) -> list[str]:
     return list(dict.fromkeys([*by_range[: max(count - 1, 1)], *by_failure[:1], *by_range]))[:count]
 
 
-def _example(forest: Forest, entries: Sequence[Entry], example: str) -> dict[str, object]:
+def _example(forest: Forest, entries: Sequence[EntryFields], example: str) -> dict[str, object]:
     rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     mean = f"mean reward {short(fmean(rewards))}" if rewards else "no reward"

@@ -20,7 +20,7 @@ from mmrl.errors import CheckpointError, DataError
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.forest import read_record
 from mmrl.report.rundir import RunDir
-from mmrl.system.files import Document, atomic_write, dumps
+from mmrl.system.files import JsonObject, atomic_write, dumps
 
 _PROMPT = ("prompt_ids", "prompt_text")
 
@@ -42,14 +42,14 @@ def write_step(
         evaluation: name of the split, for the journal of an evaluation.
         step: step number; None takes `forest.step`.
     """
-    lines = encode(forest, entries)
+    lines = encode_step(forest, entries)
     text = "".join(dumps(line) + "\n" for line in lines)
     # The fastest level and no time stamp: a journal costs little and equal steps give equal files.
-    data = gzip.compress(text.encode(), compresslevel=1, mtime=0)
+    data = gzip.compress(text.encode_step(), compresslevel=1, mtime=0)
     atomic_write(run.journal_path(forest.step if step is None else step, evaluation), data)
 
 
-class Writer:
+class JournalWriter:
     """Writes the steps' journals one after the other, each in the background while its step trains."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Writer:
             self._pool = None
 
 
-def read_step(run: RunDir, step: int, *, evaluation: str | None = None) -> tuple[Forest, list[Document]]:
+def read_step(run: RunDir, step: int, *, evaluation: str | None = None) -> tuple[Forest, list[JsonObject]]:
     """The forest and the credit entries of one step, as they were written.
 
     Raises:
@@ -92,17 +92,17 @@ def read_step(run: RunDir, step: int, *, evaluation: str | None = None) -> tuple
     try:
         # Line feeds alone separate lines: JSON text may hold the other separators of Unicode.
         lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).split(b"\n") if line]
-        return decode(lines, str(path))
+        return decode_step(lines, str(path))
     except DataError as error:
         raise CheckpointError(f"{error.problems[0]} (damaged journal)") from None
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"{path}: damaged journal ({type(error).__name__}: {error})") from None
 
 
-def encode(forest: Forest, entries: Sequence[object]) -> list[Document]:
+def encode_step(forest: Forest, entries: Sequence[object]) -> list[JsonObject]:
     """A forest and its credit as JSON-ready lines."""
     head = {"line": "forest", "step": forest.step, "modules": forest.modules, "meta": dict(forest.meta)}
-    lines: list[Document] = [head]
+    lines: list[JsonObject] = [head]
     # Calls of a group share their prompt, which is most of the text of a journal.
     prompts: dict[Prompt, int] = {}
     for call in forest.calls.values():
@@ -117,18 +117,18 @@ def encode(forest: Forest, entries: Sequence[object]) -> list[Document]:
     return lines
 
 
-def decode(lines: Sequence[Document], source: str = "journal") -> tuple[Forest, list[Document]]:
-    """The inverse of `encode`.
+def decode_step(lines: Sequence[JsonObject], source: str = "journal") -> tuple[Forest, list[JsonObject]]:
+    """The inverse of `encode_step`.
 
     Raises:
         DataError: fields that no record has, or of another type; names `source`, record and field.
         KeyError, ValueError, TypeError, IndexError: lines that are none of a journal.
     """
-    head: Document | None = None
-    prompts: list[Document] = []
+    head: JsonObject | None = None
+    prompts: list[JsonObject] = []
     calls: list[Call] = []
     rollouts: list[Rollout] = []
-    entries: list[Document] = []
+    entries: list[JsonObject] = []
     for line in lines:
         record = dict(line)
         kind = record.pop("line")
@@ -156,7 +156,7 @@ def decode(lines: Sequence[Document], source: str = "journal") -> tuple[Forest, 
     return forest, entries
 
 
-def _fields(record: object, leave_out: Sequence[str] = ()) -> Document:
+def _fields(record: object, leave_out: Sequence[str] = ()) -> JsonObject:
     """Fields of a dataclass or mapping, without those that equal their default."""
     if isinstance(record, Mapping):
         return dict(record)

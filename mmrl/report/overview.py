@@ -14,9 +14,9 @@ from mmrl.config.schema import SHIPPED
 from mmrl.report.alarms import Alarm, alarms
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.report.stats import FIRST, Difference, History, compare_items, modules_in, number
-from mmrl.system.files import Document, read_jsonl
+from mmrl.system.files import JsonObject, read_jsonl
 
-Item: TypeAlias = Document
+Item: TypeAlias = JsonObject
 """A line of `eval/*.jsonl`: `id`, `metrics` and more."""
 
 
@@ -25,9 +25,9 @@ class Overview:
     """What is known of a run."""
 
     run: RunDir
-    config: Document
-    environment: Document
-    summary: Document
+    config: JsonObject
+    environment: JsonObject
+    summary: JsonObject
     history: History
     items: Mapping[str, Mapping[int, Sequence[Item]]] = field(default_factory=dict)
     """Split -> step -> per-item results."""
@@ -82,7 +82,7 @@ class Overview:
         return str(self.get("eval.split", "dev"))
 
     @property
-    def training(self) -> list[Document]:
+    def training(self) -> list[JsonObject]:
         """Steps that were trained."""
         return [record for record in self.history if record["step"] > 0]
 

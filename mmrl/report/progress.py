@@ -23,7 +23,7 @@ from mmrl.config import RootConfig, TrainCommandConfig
 from mmrl.errors import MODEL_CAUSED
 from mmrl.report.alarms import Alarm, current
 from mmrl.report.stats import Metrics, duration, module_facts, modules_in, number, series, short, sparkline
-from mmrl.system.files import Document
+from mmrl.system.files import JsonObject
 
 Arguments = ParamSpec("Arguments")
 
@@ -102,14 +102,14 @@ class Progress:
         allowed = config is None or config.run.progress is not False
         self._is_live = allowed and self._console.is_terminal and not self._console.is_dumb_terminal
         self._ascii = not (self._console.encoding or "").lower().startswith("utf")
-        self._history: deque[Document] = deque(maxlen=HISTORY)
+        self._history: deque[JsonObject] = deque(maxlen=HISTORY)
         self._evaluations: dict[str, list[tuple[int, Metrics]]] = {}
         # Twenty steps of pace: enough to smooth, few enough to follow a change.
         self._clock: deque[tuple[int, float]] = deque([(first_step, time.monotonic())], maxlen=21)
         self._last_line = (first_step, time.monotonic())
         self._status = ""
         self._live: Live | None = None
-        self._first: list[Document] = []
+        self._first: list[JsonObject] = []
         self._alarms: list[Alarm] = []
         self._announced: set[tuple[str, str]] = set()
 
@@ -200,7 +200,7 @@ class Progress:
         with suppress(Exception):  # standard error itself may be gone
             print(f"progress display switched off: {type(error).__name__}: {error}", file=sys.stderr)
 
-    def _for_alarms(self) -> list[Document]:
+    def _for_alarms(self) -> list[JsonObject]:
         """The first and the last steps: what alarms compare, at a cost that does not grow with the run."""
         last = list(self._history)[-ALARM_LAST:]
         return [record for record in self._first if record["step"] < last[0]["step"]] + last

@@ -29,7 +29,7 @@ import yaml
 
 from mmrl.errors import CheckpointError, ConfigError, DataError
 from mmrl.system.files import (
-    Document,
+    JsonObject,
     append_jsonl,
     atomic_write,
     dumps,
@@ -184,7 +184,7 @@ class RunDir:
         return self.path / "eval" / f"step-{step:06d}-{split}.jsonl"
 
     @property
-    def config(self) -> Document:
+    def config(self) -> JsonObject:
         """The resolved config."""
         try:
             loaded = yaml.safe_load((self.path / "config.yaml").read_text())
@@ -194,19 +194,19 @@ class RunDir:
         return loaded if isinstance(loaded, dict) else {}
 
     @property
-    def environment(self) -> Document:
+    def environment(self) -> JsonObject:
         """Machine, versions, git state; empty when missing."""
         return _read_object(self.path / "environment.json")
 
     @property
-    def summary(self) -> Document:
+    def summary(self) -> JsonObject:
         """What the finished run wrote; empty while it runs."""
         return _read_object(self.path / "summary.json")
 
-    def history(self) -> list[Document]:
+    def history(self) -> list[JsonObject]:
         """One mapping per step, in order (`step` is one of its keys); lines of the same step are merged."""
         # A step has two lines where it was evaluated apart from training.
-        merged: dict[int, Document] = {}
+        merged: dict[int, JsonObject] = {}
         for number, record in enumerate(read_jsonl(self.metrics_path), start=1):
             if not isinstance(record.get("step"), int):
                 raise DataError(f"{self.metrics_path}:{number}: got no integer 'step', expected one in each line")
@@ -292,7 +292,7 @@ def _run_below(path: Path) -> str:
     return f"; the newest run below it is {max(runs)[1]}" if runs else ""
 
 
-def _read_object(path: Path) -> Document:
+def _read_object(path: Path) -> JsonObject:
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -321,7 +321,7 @@ PACKAGES = (
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 
 
-def describe_environment(command: Sequence[str], cwd: Path | None = None) -> Document:
+def describe_environment(command: Sequence[str], cwd: Path | None = None) -> JsonObject:
     """Everything that a reader needs to know to run it again, besides the config.
 
     Args:
@@ -347,7 +347,7 @@ def describe_environment(command: Sequence[str], cwd: Path | None = None) -> Doc
     }
 
 
-def git_state(folder: Path) -> Document | None:
+def git_state(folder: Path) -> JsonObject | None:
     """`{"commit", "dirty"}` of the repository around `folder`; None without git or outside of a repository."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:

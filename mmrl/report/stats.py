@@ -15,14 +15,14 @@ from typing import TypeAlias
 import numpy as np
 
 from mmrl import rng
-from mmrl.system.files import Document
+from mmrl.system.files import JsonObject
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-~=+*#"
 
 Metrics: TypeAlias = Mapping[str, object]
 """Numbers of one step by name; other values are passed over."""
-History: TypeAlias = Sequence[Document]
+History: TypeAlias = Sequence[JsonObject]
 """Steps in order; `step` is an integer in each."""
 
 
@@ -232,8 +232,8 @@ def paired_difference(
 
 
 def compare_items(
-    before: Sequence[Document],
-    after: Sequence[Document],
+    before: Sequence[JsonObject],
+    after: Sequence[JsonObject],
     seed: int,
     resamples: int = 1000,
     main_metric: str | None = None,

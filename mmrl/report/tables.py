@@ -10,9 +10,9 @@ from itertools import combinations
 from statistics import fmean
 from typing import TypeAlias
 
-from mmrl.report.compare import LEAST_GAIN, LEAST_ITEMS, SEEDS, Behaviour, Comparison, Group, Line, Panel
+from mmrl.report.compare import LEAST_GAIN, LEAST_ITEMS, SEEDS, Behaviour, Comparison, Line, Panel, SeedGroup
 from mmrl.report.stats import Difference, duration, short
-from mmrl.system.files import Document
+from mmrl.system.files import JsonObject
 
 Rows: TypeAlias = list[list[str]]
 
@@ -123,7 +123,7 @@ def _start(lines: Sequence[Line]) -> str:
     return _mean(values, ".3f")
 
 
-def _seeds(group: Group) -> str:
+def _seeds(group: SeedGroup) -> str:
     done, total = len(group.finished), len(group.lines)
     return f"{total}" if done == total else f"{done} of {total} done"
 
@@ -249,7 +249,7 @@ LABELS = ("partial corpus", "corpus coverage", "judge")
 """Facts of an evaluation without which its numbers say too much."""
 
 
-def columns_text(summaries: Mapping[str, Document]) -> str:
+def columns_text(summaries: Mapping[str, JsonObject]) -> str:
     """A table: a row per metric with its 95 % interval, then items and failures, then what the numbers are over.
 
     Args:

@@ -19,14 +19,14 @@ from mmrl.errors import ConfigError, unknown
 from mmrl.report.progress import run_name
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import number
-from mmrl.system.files import Document, plain
+from mmrl.system.files import JsonObject, plain
 
 SECRET_WORDS = ("api_key", "apikey", "secret", "password", "access_token", "auth_token")
 
 
 # Own writers instead of accelerate's trackers: those need its process state, which the trainer must set up first, and
 # they import torch. What is promised here is small: a resumed curve, offline without a key, no secrets, no crash.
-class Writer(Protocol):
+class Tracker(Protocol):
     """One tracking service."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -46,7 +46,7 @@ class Trackers:
         warn: hears, once per tracker, why it was switched off.
     """
 
-    def __init__(self, writers: Mapping[str, Writer], warn: Callable[[str], None] = print):
+    def __init__(self, writers: Mapping[str, Tracker], warn: Callable[[str], None] = print):
         self._writers = dict(writers)
         self._warn = warn
 
@@ -65,7 +65,7 @@ class Trackers:
         self._each(lambda writer: writer.finish(summary or {}))
         self._writers.clear()
 
-    def _each(self, use: Callable[[Writer], None]) -> None:
+    def _each(self, use: Callable[[Tracker], None]) -> None:
         for name, writer in list(self._writers.items()):
             try:
                 use(writer)
@@ -101,7 +101,7 @@ def open_trackers(
     run_path: Path,
     *,
     name: str,
-    config: Document,
+    config: JsonObject,
     project: str = "mmrl",
     warn: Callable[[str], None] = print,
 ) -> Trackers:
@@ -110,7 +110,7 @@ def open_trackers(
     Raises:
         ConfigError: an unknown name, or a package that is not installed or does not start.
     """
-    writers: dict[str, Writer] = {}
+    writers: dict[str, Tracker] = {}
     # Opened before training: a wrong name or a bad key is an error of the config, not of step 1.
     for tracker in report_to:
         if tracker not in _OPENERS:
@@ -124,7 +124,7 @@ def open_trackers(
     return Trackers(writers, warn)
 
 
-def without_secrets(config: Mapping[str, object]) -> Document:
+def without_secrets(config: Mapping[str, object]) -> JsonObject:
     """`config` with the text under any key that names a secret replaced by `(hidden)`."""
     return {
         key: "(hidden)"
@@ -141,7 +141,7 @@ def _inside(value: object) -> object:
 
 
 class _Wandb:
-    def __init__(self, run_path: Path, name: str, config: Document, project: str):
+    def __init__(self, run_path: Path, name: str, config: JsonObject, project: str):
         import wandb
 
         # Without a key wandb would ask for a login and wait.
@@ -171,7 +171,7 @@ class _Wandb:
 
 
 class _TensorBoard:
-    def __init__(self, run_path: Path, name: str, config: Document, project: str):
+    def __init__(self, run_path: Path, name: str, config: JsonObject, project: str):
         # TensorBoard's own writer, since torch's would import torch.
         from tensorboard.summary import Writer as EventWriter
 
@@ -186,7 +186,7 @@ class _TensorBoard:
         self._writer.close()
 
 
-_OPENERS: dict[str, Callable[[Path, str, Document, str], Writer]] = {
+_OPENERS: dict[str, Callable[[Path, str, JsonObject, str], Tracker]] = {
     "wandb": _Wandb,
     "tensorboard": _TensorBoard,
 }

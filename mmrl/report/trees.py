@@ -1,6 +1,6 @@
 """A step's calls as trees for people: prompts, completions, rewards, and what they were compared with.
 
-Part of `report`; pure. Credit entries are the mappings that the journal returns (fields of `Entry`).
+Part of `report`; pure. Credit entries are the mappings that the journal returns (fields of `EntryFields`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import TypeAlias
 
 from mmrl.errors import ConfigError, nearest
 from mmrl.records import Call, Forest, Rollout
+from mmrl.report.journal import Prompt
 from mmrl.report.stats import number, short
-from mmrl.system.files import Document
+from mmrl.system.files import JsonObject
 
 PROMPT_HEAD, PROMPT_TAIL = 80, 320
 """Characters of a prompt that are shown: its start, and its end where the example is."""
 
-Entry: TypeAlias = Document
+EntryFields: TypeAlias = JsonObject
 """A credit entry as the journal returns it."""
-Prompt: TypeAlias = tuple[tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class Node:
     """A call in its tree."""
 
     call: Call
-    entries: tuple[Entry, ...]
+    entries: tuple[EntryFields, ...]
     rollouts: tuple[Rollout, ...]
     """Rollouts that end here."""
     children: tuple[Node, ...]
 
 
-def trees(forest: Forest, entries: Sequence[Entry], example: str) -> list[Node]:
+def trees(forest: Forest, entries: Sequence[EntryFields], example: str) -> list[Node]:
     """The trees of one example, in forest order."""
     # A call has several entries where padding repeats it, none where it is not trained.
-    by_call: dict[str, list[Entry]] = {}
+    by_call: dict[str, list[EntryFields]] = {}
     for entry in entries:
         by_call.setdefault(str(entry["call"]), []).append(entry)
     ends: dict[str, list[Rollout]] = {}
@@ -88,7 +88,7 @@ def abridged(text: str, head: int = PROMPT_HEAD, tail: int = PROMPT_TAIL) -> str
     return f"{text[:head]} […{len(text) - head - tail} characters…] {text[-tail:]}"
 
 
-def advantage_of(entry: Entry) -> str:
+def advantage_of(entry: EntryFields) -> str:
     """The advantage of an entry: one number, or its range where it differs between tokens."""
     values = [value for value in entry.get("advantages", ()) if number(value) is not None]
     if not values:
@@ -116,7 +116,7 @@ def shown_prediction(prediction: object) -> str:
     return abridged(clean(prediction), 30, 10)
 
 
-def credit_line(entry: Entry) -> str:
+def credit_line(entry: EntryFields) -> str:
     """What one entry says: reward with its parts, group, advantage, weight."""
     line = f"reward {short(entry.get('reward'))}{made_of(entry.get('reward'), entry.get('parts') or {})}"
     group = entry.get("group")
@@ -149,7 +149,7 @@ def rollout_line(rollout: Rollout) -> str:
     return line + f" · prediction {abridged(clean(rollout.prediction), 100, 60)}"
 
 
-def render_example(forest: Forest, entries: Sequence[Entry], example: str, width: int = 100) -> str:
+def render_example(forest: Forest, entries: Sequence[EntryFields], example: str, width: int = 100) -> str:
     """The trees of one example as text.
 
     Raises:

@@ -20,7 +20,7 @@ from mmrl.config import TrainCommandConfig, validate
 from mmrl.config.base import Section
 from mmrl.config.validate import as_tuples, explain
 from mmrl.errors import ConfigError, MmrlError, print_error, unknown
-from mmrl.report.compare import Comparison, compare, find_runs
+from mmrl.report.compare import Comparison, compare_runs, find_runs
 from mmrl.report.html import check_docs, write_comparison, write_docs
 from mmrl.report.rundir import allocate
 from mmrl.report.tables import comparison_text
@@ -121,7 +121,7 @@ def look_at_runs(request: ComparisonRequest) -> int:
         out = Path(given["out"])
     else:
         out = paths[0] if one_folder else allocate(TOP, f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
-    _show(compare(runs, name, main_metrics()), out, given.get("docs"))
+    _show(compare_runs(runs, name, main_metrics()), out, given.get("docs"))
     return 0
 
 
@@ -135,7 +135,7 @@ def run_comparison(request: ComparisonRequest, compose: Compose) -> int:
     print(f"comparison {name}: {count} below {TOP / name}, {at_once} at once", flush=True)
 
     def so_far(notes: Sequence[str] = ()) -> Comparison:
-        comparison = compare(find_runs([TOP / name]), name, main_metrics())
+        comparison = compare_runs(find_runs([TOP / name]), name, main_metrics())
         return replace(comparison, notes=(*comparison.notes, *notes))
 
     def redraw() -> None:

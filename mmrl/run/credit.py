@@ -18,7 +18,7 @@ from mmrl.credit.entries import Credit, Entry
 from mmrl.errors import ConfigError, DataError
 from mmrl.records import Forest
 from mmrl.report.forest import VERSION, check_forest, parse_forest
-from mmrl.report.journal import decode
+from mmrl.report.journal import decode_step
 
 GZIP = b"\x1f\x8b"
 TURN_REWARD_SETS = ("outcome", "turn")
@@ -35,7 +35,7 @@ def load_rollouts(path: Path) -> Forest:
         data = path.read_bytes()
         text = (gzip.decompress(data) if data.startswith(GZIP) else data).decode("utf-8-sig")
         if _is_journal(text):
-            forest = decode([json.loads(line) for line in text.split("\n") if line.strip()], str(path))[0]
+            forest = decode_step([json.loads(line) for line in text.split("\n") if line.strip()], str(path))[0]
             check_forest(forest, str(path))
             return forest
         return parse_forest(text, str(path))

@@ -17,7 +17,7 @@ from mmrl.credit.entries import Credit
 from mmrl.engines.base import Engine, total_usage
 from mmrl.errors import SyncFailure
 from mmrl.records import Forest
-from mmrl.report.journal import Writer
+from mmrl.report.journal import JournalWriter
 from mmrl.stages.collect import Collector, minibatches, train_calls
 from mmrl.stages.evaluate import Evaluations
 from mmrl.stages.metrics import credit_metrics, forest_metrics, never
@@ -45,7 +45,7 @@ class WeightStage:
     evaluations: Evaluations
     log: StepLog
     processes: Processes = ALONE
-    journal: Writer = field(default_factory=Writer)
+    journal: JournalWriter = field(default_factory=JournalWriter)
     """Writes what a step sampled while it trains."""
 
     def run(self, checkpoint: Path | None) -> None:

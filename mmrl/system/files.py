@@ -20,7 +20,7 @@ import numpy as np
 
 from mmrl.errors import DataError
 
-Document: TypeAlias = dict[str, Any]
+JsonObject: TypeAlias = dict[str, Any]
 """A JSON object, as `json.loads` returns it: whoever reads a value must know its type."""
 
 
@@ -123,7 +123,7 @@ def append_jsonl(path: Path, records: Iterable[Mapping[str, object]]) -> None:
         os.close(descriptor)
 
 
-def read_jsonl(path: Path) -> list[Document]:
+def read_jsonl(path: Path) -> list[JsonObject]:
     """All records; a last line without its newline is ignored, a missing file is empty.
 
     Raises:

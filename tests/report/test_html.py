@@ -10,7 +10,7 @@ import yaml
 
 from mmrl.report.charts import evaluation_curve, lines_over_steps, reward_curve
 from mmrl.report.console import finish
-from mmrl.report.html import report, telling_examples
+from mmrl.report.html import report_run, telling_examples
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
 from tests.helpers.report_fakes import CONFIG, fake_run, forest, items, metrics
@@ -54,7 +54,7 @@ def checked(page):
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     run = fake_run(tmp_path_factory.mktemp("html") / "run")
-    return report(run.path).read_text()
+    return report_run(run.path).read_text()
 
 
 def test_the_page_is_well_formed_and_loads_nothing(page):
@@ -91,7 +91,7 @@ def test_names_cannot_inject_either(tmp_path):
         odd = {f"module/{EVIL}/reward": 1.0, f"module/_x$^/{EVIL}": 0.5, f"eval/dev/{EVIL}": 1.0}
         open_run.append_metrics(4, metrics(4) | odd)
         open_run.append_metrics(5, metrics(5) | {key: value / 2 for key, value in odd.items()})
-    page = report(run.path).read_text()
+    page = report_run(run.path).read_text()
     assert "<script>" not in page
     checked(page)
 
@@ -99,21 +99,21 @@ def test_names_cannot_inject_either(tmp_path):
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_run_that_hardly_began_has_a_page(tmp_path, steps):
     run = fake_run(tmp_path / "run", steps=steps, evaluate=False)
-    checked(report(run.path).read_text())
+    checked(report_run(run.path).read_text())
 
 
 def test_alarms_are_in_the_page(tmp_path):
     with fake_run(tmp_path / "run", steps=3) as run:
         for step in range(4, 20):
             run.append_metrics(step, {"credit/zero_variance_share": 1.0, "reward/mean": float("nan")})
-    page = report(run.path).read_text()
+    page = report_run(run.path).read_text()
     assert "zero_variance" in page and "not_finite" in page and "No alarm rang" not in page
 
 
 def test_a_damaged_journal_is_said_on_the_page(tmp_path):
     run = fake_run(tmp_path / "run", steps=3)
     run.journal_path(3).write_bytes(b"nonsense")
-    assert "damaged journal" in report(run.path).read_text()
+    assert "damaged journal" in report_run(run.path).read_text()
 
 
 def test_telling_examples_differ_or_failed():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mmrl.errors import CheckpointError
 from mmrl.records import Call, Forest, Rollout
-from mmrl.report.journal import Writer, decode, encode, read_step, write_step
+from mmrl.report.journal import JournalWriter, decode_step, encode_step, read_step, write_step
 from mmrl.report.rundir import RunDir
 
 floats = st.floats(allow_nan=False)
@@ -82,8 +82,8 @@ def forests(draw):
 @given(forests(), st.lists(objects, max_size=3))
 def test_any_forest_survives_json(forest, extra):
     entries = [{"call": "c", "advantages": (0.1, -2.0), "parts": part} for part in extra]
-    text = "\n".join(json.dumps(line) for line in json.loads(json.dumps(encode(forest, entries), default=dict)))
-    got, got_entries = decode([json.loads(line) for line in text.split("\n")])
+    text = "\n".join(json.dumps(line) for line in json.loads(json.dumps(encode_step(forest, entries), default=dict)))
+    got, got_entries = decode_step([json.loads(line) for line in text.split("\n")])
     assert got == forest
     assert list(got.calls) == list(forest.calls)
     assert got_entries == entries
@@ -183,7 +183,7 @@ def test_a_damaged_journal_is_one_clear_error(run, damage):
 
 def test_a_writer_has_written_when_it_was_waited_for(tmp_path):
     run = RunDir.create(tmp_path / "run", {}, [])
-    writer = Writer()
+    writer = JournalWriter()
     for step in (1, 2):
         writer.write(run, dataclasses.replace(small_forest(), step=step), [])
     writer.wait()
@@ -200,7 +200,7 @@ def test_what_writing_raised_is_raised_to_whoever_waits(tmp_path, monkeypatch):
 
     monkeypatch.setattr("mmrl.report.journal.atomic_write", full)
     with RunDir.create(tmp_path / "run", {}, []) as run:
-        writer = Writer()
+        writer = JournalWriter()
         writer.write(run, small_forest(), [])
         with pytest.raises(OSError, match="No space left"):
             writer.wait()

@@ -3,7 +3,7 @@
 import pytest
 
 from mmrl.errors import CheckpointError, ConfigError
-from mmrl.report.console import show, text_plot
+from mmrl.report.console import show_run, text_plot
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import module_facts
@@ -17,7 +17,7 @@ def run(tmp_path_factory):
 
 
 def test_the_overview_has_curve_evaluations_modules_and_the_way_on(run):
-    text = show(run.path)
+    text = show_run(run.path)
     assert text.startswith("mhgpo_rr-hotpotqa-s0: mhgpo_rr on hotpotqa with tiny, 40 of 40 steps, stopped; continue")
     assert "reward per step" in text and "█" in text
     assert "0     0.417 [0.357, 0.477]" in text
@@ -29,24 +29,24 @@ def test_the_overview_has_curve_evaluations_modules_and_the_way_on(run):
 def test_a_running_and_a_finished_run_say_so(tmp_path):
     run = fake_run(tmp_path / "run", steps=3)
     with RunDir.open(run.path):
-        assert "running" in show(run.path).splitlines()[0]
+        assert "running" in show_run(run.path).splitlines()[0]
     run.write_summary({"name": "x"})
-    assert "finished" in show(run.path).splitlines()[0]
+    assert "finished" in show_run(run.path).splitlines()[0]
 
 
 def test_a_run_without_steps_is_shown(tmp_path):
     RunDir.create(tmp_path / "run", CONFIG, []).close()
-    assert "0 of 40 steps" in show(tmp_path / "run")
+    assert "0 of 40 steps" in show_run(tmp_path / "run")
 
 
 def test_a_run_that_only_evaluated_before_training_is_shown(tmp_path):
     run = fake_run(tmp_path / "run", steps=0)
-    assert "evaluations on dev" in show(run.path)
-    assert "first against last" not in show(run.path)
+    assert "evaluations on dev" in show_run(run.path)
+    assert "first against last" not in show_run(run.path)
 
 
 def test_the_examples_of_a_step(run):
-    lines = show(run.path, step=40).splitlines()
+    lines = show_run(run.path, step=40).splitlines()
     assert lines[0] == "step 40: 3 examples, 6 rollouts, 10 calls"
     assert next(line for line in lines if line.lstrip().startswith("q2")).split()[:6] == [
         *("q2", "3", "0.500", "0.000", "1.000", "1"),
@@ -54,7 +54,7 @@ def test_the_examples_of_a_step(run):
 
 
 def test_the_tree_of_an_example(run):
-    text = show(run.path, example="q0", step=39)
+    text = show_run(run.path, example="q0", step=39)
     assert text.startswith("example q0 · step 39 · 2 rollouts")
     rewriter, reranker, first, second = (text.index(f"[q0/{name}]") for name in ("0#0", "0#1", "0#2", "1#2"))
     assert rewriter < reranker < first < second
@@ -68,17 +68,17 @@ def test_the_tree_of_an_example(run):
 
 
 def test_without_a_step_the_last_one_with_the_example_is_taken(run):
-    assert "example q1 · step 40" in show(run.path, example="q1")
+    assert "example q1 · step 40" in show_run(run.path, example="q1")
 
 
 def test_failures_are_in_the_tree(run):
-    assert "could not be parsed" in show(run.path, example="q1")
-    assert "parse failure: no <ids>" in show(run.path, example="q1")
-    assert "q2/9 failed (tool): retriever down; not credited" in show(run.path, example="q2")
+    assert "could not be parsed" in show_run(run.path, example="q1")
+    assert "parse failure: no <ids>" in show_run(run.path, example="q1")
+    assert "q2/9 failed (tool): retriever down; not credited" in show_run(run.path, example="q2")
 
 
 def test_a_models_text_cannot_drive_the_terminal(run):
-    assert "\x1b" not in show(run.path, example="q0") + show(run.path, step=40)
+    assert "\x1b" not in show_run(run.path, example="q0") + show_run(run.path, step=40)
     assert clean("a\x1b[2Jb\nc\x00\u202e") == "a\\x1b[2Jb ⏎ c\\x00\\x202e"
 
 
@@ -97,25 +97,25 @@ def test_a_models_text_cannot_drive_the_terminal(run):
 )
 def test_what_is_not_there_is_one_clear_error(run, arguments, error, message):
     with pytest.raises(error, match=message) as raised:
-        show(run.path, **arguments)
+        show_run(run.path, **arguments)
     assert raised.value.exit_code == 2
 
 
 def test_not_a_run(tmp_path):
     with pytest.raises(CheckpointError, match="not a run directory"):
-        show(tmp_path)
+        show_run(tmp_path)
 
 
 def test_a_run_without_journals_has_no_examples(tmp_path):
     RunDir.create(tmp_path / "run", CONFIG, []).close()
     with pytest.raises(CheckpointError, match="no journals yet"):
-        show(tmp_path / "run", example="q0")
+        show_run(tmp_path / "run", example="q0")
 
 
 def test_an_uncredited_call_says_so(tmp_path):
     with RunDir.create(tmp_path / "run", CONFIG, []) as run:
         write_step(run, forest(1)[0], [])
-        assert "no credit" in show(run.path, example="q0")
+        assert "no credit" in show_run(run.path, example="q0")
 
 
 def test_the_plot_rises_where_the_values_do():

@@ -9,7 +9,7 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.report.charts import DARK, comparison_figure, evaluation_band, training_band
-from mmrl.report.compare import compare, find_runs
+from mmrl.report.compare import compare_runs, find_runs
 from mmrl.report.html import write_comparison, write_docs
 from mmrl.report.rundir import RunDir
 from mmrl.report.tables import against_rows, comparison_text, pair_rows, seed_rows, summary_rows
@@ -60,7 +60,7 @@ def made(
 def group_of(tmp_path, *runs):
     for number, keywords in enumerate(runs):
         made(tmp_path / f"r{number}", **{"seed": number} | keywords)
-    (panel,) = compare(find_runs([tmp_path]), "x", METRICS).panels
+    (panel,) = compare_runs(find_runs([tmp_path]), "x", METRICS).panels
     (group,) = panel.groups
     return group
 
@@ -98,7 +98,7 @@ def test_a_gain_that_may_be_chance_is_not_learning(tmp_path):
 
 def test_a_runs_interval_is_the_one_of_its_own_report(tmp_path):
     fake_run(tmp_path / "a")
-    (line,) = compare([tmp_path / "a"], "x", METRICS).lines
+    (line,) = compare_runs([tmp_path / "a"], "x", METRICS).lines
     assert line.difference == line.seen.differences[line.metric]
 
 
@@ -106,7 +106,7 @@ def test_one_panel_per_task_and_runs_of_other_settings_apart(tmp_path):
     made(tmp_path / "a", algo="mhgpo_rr")
     made(tmp_path / "b", algo="mhgpo_rr", seed=1, group_size=8)
     made(tmp_path / "c", algo="grpo", task="search_agent")
-    panels = {panel.task: panel for panel in compare(find_runs([tmp_path]), "x", {}).panels}
+    panels = {panel.task: panel for panel in compare_runs(find_runs([tmp_path]), "x", {}).panels}
     assert [group.label for group in panels["hotpotqa"].groups] == [
         "mhgpo_rr algo.group_size=4",
         "mhgpo_rr algo.group_size=8",
@@ -117,7 +117,7 @@ def test_one_panel_per_task_and_runs_of_other_settings_apart(tmp_path):
 def test_of_runs_that_repeat_each_other_the_furthest_stays_and_a_note_says_so(tmp_path):
     kept = made(tmp_path / "done")
     left = made(tmp_path / "another", done=False)
-    found = compare(find_runs([tmp_path]), "x", METRICS)
+    found = compare_runs(find_runs([tmp_path]), "x", METRICS)
     assert [line.seen.run.path for line in found.lines] == [kept]
     assert str(left) in found.notes[0] and found.notes[0] in comparison_text(found)
 
@@ -126,7 +126,7 @@ def test_tables_show_means_ranges_behaviour_and_states(tmp_path):
     made(tmp_path / "a", after=0.6)
     made(tmp_path / "b", after=0.4, seed=1)
     made(tmp_path / "c", seed=2, done=False)
-    (panel,) = compare(find_runs([tmp_path]), "x", METRICS).panels
+    (panel,) = compare_runs(find_runs([tmp_path]), "x", METRICS).panels
     head, row = summary_rows(panel)
     shown = dict(zip(head, row, strict=True))
     assert shown["seeds"] == "2 of 3 done"
@@ -140,7 +140,7 @@ def test_tables_show_means_ranges_behaviour_and_states(tmp_path):
 
 def test_shares_count_items_above_zero(tmp_path):
     made(tmp_path / "a", task="search_agent", facts=lambda n, step, share: {"em": 0.0, "searches": 3.0 * (n < 50)})
-    (panel,) = compare([tmp_path / "a"], "x", METRICS).panels
+    (panel,) = compare_runs([tmp_path / "a"], "x", METRICS).panels
     shown = dict(zip(*summary_rows(panel), strict=True))
     assert shown["searches"] == "0.25 → 0.25"
 
@@ -151,7 +151,7 @@ def test_algorithms_are_compared_on_common_seeds_and_items(tmp_path):
     made(tmp_path / "b1", algo="mhgpo_is", after=0.3, seed=1)
     made(tmp_path / "b2", algo="mhgpo_is", after=0.9, seed=2)
     made(tmp_path / "c", algo="mmgrpo", after=0.9, seed=5)
-    (panel,) = compare(find_runs([tmp_path]), "x", METRICS).panels
+    (panel,) = compare_runs(find_runs([tmp_path]), "x", METRICS).panels
     table = {row[0]: dict(zip(against_rows(panel)[0][1:], row[1:], strict=True)) for row in against_rows(panel)[1:]}
     assert table["mhgpo_fof"]["mhgpo_is"] == "+0.300*" and table["mhgpo_is"]["mhgpo_fof"] == "-0.300*"
     assert table["mhgpo_fof"]["mmgrpo"] == "" == table["mmgrpo"]["mmgrpo"]
@@ -161,7 +161,7 @@ def test_every_pair_has_its_interval_the_better_first(tmp_path):
     for algo, after in (("mhgpo_fof", 0.3), ("mhgpo_is", 0.6)):
         made(tmp_path / algo, algo=algo, after=after)
     made(tmp_path / "other", algo="mmgrpo", seed=5)
-    comparison = compare(find_runs([tmp_path]), "x", METRICS)
+    comparison = compare_runs(find_runs([tmp_path]), "x", METRICS)
     (panel,) = comparison.panels
     head, *pairs = pair_rows(panel)
     assert len(pairs) == 1, "mmgrpo has no seed in common with the others"
@@ -195,7 +195,7 @@ def test_the_figure_carries_both_themes_and_every_label(tmp_path):
     for number, algo in enumerate(("mhgpo_fof", "mhgpo_is", "<b>")):
         made(tmp_path / f"r{number}", algo=algo)
     made(tmp_path / "none", algo="mmgrpo", before=None, done=False)
-    svg, png = comparison_figure(compare(find_runs([tmp_path]), "x", METRICS))
+    svg, png = comparison_figure(compare_runs(find_runs([tmp_path]), "x", METRICS))
     words = " ".join(ElementTree.fromstring(svg).itertext())
     assert all(name in words for name in ("mhgpo_fof", "mhgpo_is", "<b>", "mmgrpo", "hotpotqa", "f1 on dev", "step"))
     assert "prefers-color-scheme:dark" in svg
@@ -206,7 +206,7 @@ def test_the_figure_carries_both_themes_and_every_label(tmp_path):
 
 def test_a_page_is_filled_between_its_marks_and_keeps_the_rest(tmp_path):
     made(tmp_path / "runs" / "a")
-    found = compare(find_runs([tmp_path / "runs"]), "mini", METRICS)
+    found = compare_runs(find_runs([tmp_path / "runs"]), "mini", METRICS)
     page = tmp_path / "comparison.md"
     page.write_text("before\n<!-- generated by mmrl compare: mini -->\nold\n<!-- end of generated part -->\nafter\n")
     write_docs(found, page)

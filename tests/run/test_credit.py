@@ -13,7 +13,7 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.errors import ConfigError, DataError
 from mmrl.report.forest import dump_forest
-from mmrl.report.journal import encode
+from mmrl.report.journal import encode_step
 from mmrl.run.credit import credit_report, load_rollouts
 from mmrl.system.files import dumps
 from tests.helpers.forests import Grow
@@ -81,7 +81,7 @@ def test_reads_the_json_form_and_the_journal(forest, tmp_path):
     plain = tmp_path / "forest.json"
     plain.write_text(json.dumps(dump_forest(forest)))
     journal = tmp_path / "step-000001.jsonl.gz"
-    journal.write_bytes(gzip.compress("".join(dumps(line) + "\n" for line in encode(forest, ())).encode()))
+    journal.write_bytes(gzip.compress("".join(dumps(line) + "\n" for line in encode_step(forest, ())).encode()))
     unzipped = tmp_path / "step-000001.jsonl"
     unzipped.write_bytes(gzip.decompress(journal.read_bytes()))
     zipped = tmp_path / "forest.json.gz"
@@ -100,7 +100,7 @@ def test_texts_with_blanks_and_line_separators_of_unicode_stay_in_their_line(tmp
     for branch, said in enumerate(("two words", "a\u2028b\x85c")):
         grow.end(grow.call(f"q/{branch}", None, "a", text=said), float(branch))
     path = tmp_path / "step-000001.jsonl"
-    lines = [json.dumps(json.loads(dumps(line)), ensure_ascii=False) for line in encode(grow.forest, ())]
+    lines = [json.dumps(json.loads(dumps(line)), ensure_ascii=False) for line in encode_step(grow.forest, ())]
     path.write_bytes("\r\n".join([*lines, " ", ""]).encode())
     assert [call.text for call in load_rollouts(path).calls.values()] == ["two words", "a\u2028b\x85c"]
 
@@ -155,7 +155,7 @@ def test_files_that_cannot_be_read(tmp_path):
     ],
 )
 def test_a_journal_that_was_changed_is_refused_with_its_record(record, change, says, forest, tmp_path):
-    lines = [line | change if line.get("id") == record else line for line in encode(forest, ())]
+    lines = [line | change if line.get("id") == record else line for line in encode_step(forest, ())]
     path = tmp_path / "step-000001.jsonl"
     path.write_text("\n".join(dumps(line) for line in lines))
     with pytest.raises(DataError) as caught:
