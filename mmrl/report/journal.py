@@ -45,7 +45,7 @@ def write_step(
     lines = encode_step(forest, entries)
     text = "".join(dumps(line) + "\n" for line in lines)
     # The fastest level and no time stamp: a journal costs little and equal steps give equal files.
-    data = gzip.compress(text.encode_step(), compresslevel=1, mtime=0)
+    data = gzip.compress(text.encode(), compresslevel=1, mtime=0)
     atomic_write(run.journal_path(forest.step if step is None else step, evaluation), data)
 
 
