@@ -21,7 +21,7 @@ ENGINES: dict[str, str] = {
     "vllm_colocated": "mmrl.engines.vllm.colocated:VllmColocatedEngine",
     "openai": "mmrl.engines.endpoint:EndpointEngine",
 }
-"""Name in `engine.name` -> `module:class`, imported when it is asked for, since engines import torch."""
+"""Name in `engine.name` -> `module:class`, imported when it is needed, since engines import torch."""
 
 
 def engine_class(name: str) -> Callable[..., Engine]:
@@ -85,17 +85,17 @@ def problems(
     Args:
         name: `engine.name`, or the hardware profile's engine where that is `auto`.
         training: False in an evaluation.
-        copied: some modules speak with a copy of the initial weights beside the trained ones.
+        copied: some modules use a copy of the initial weights beside the trained ones.
         device: `hardware.device`.
         rank: of the LoRA adapters that are trained; 0: none.
     """
     if name not in ENGINES:
         return [unknown("hardware.engine" if config.name == "auto" else "engine.name", name, ENGINES)]
-    found: list[str] = []
+    sentences: list[str] = []
     if name == "openai":
         return _openai_problems(config, training)
     if copied and name != "transformers":
-        found.append(
+        sentences.append(
             f"engine: {name} serves one set of full weights, and some modules keep the initial ones; use "
             "engine=transformers, or train adapters (model.lora)"
         )
@@ -103,21 +103,23 @@ def problems(
         from mmrl.engines.vllm.launch import rank_problems, sleep_problems, vllm_problems
 
         assert isinstance(config, VllmConfig)
-        found += vllm_problems(config.model_copy(update={"name": name})) + sleep_problems(config, device)
-        found += rank_problems(rank)
-    return found
+        sentences += vllm_problems(config.model_copy(update={"name": name})) + sleep_problems(config, device)
+        sentences += rank_problems(rank)
+    return sentences
 
 
 def _openai_problems(config: EngineConfig, training: bool) -> list[str]:
-    found = []
+    sentences = []
     if training:
-        found.append(
+        sentences.append(
             "engine: openai, an endpoint, has no weights that could be trained; use it with mmrl eval, or for modules "
             "that are not trained (engine.endpoints.<module>.url=… .model=…) beside another engine"
         )
     if config.endpoints:
-        found.append("engine.endpoints: has no effect with engine=openai, which answers for all modules; leave it out")
-    return found
+        sentences.append(
+            "engine.endpoints: has no effect with engine=openai, which answers for all modules; leave it out"
+        )
+    return sentences
 
 
 def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, float, int]) -> list[str]:
@@ -140,8 +142,8 @@ def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, f
         from mmrl.engines.vllm.launch import exact, logprobs_mode
 
         temperature, top_p, top_k = sampling
-        asked = Sampling(max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k)
-        if not exact(logprobs_mode(config, [sampling]), asked):
+        trained = Sampling(max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k)
+        if not exact(logprobs_mode(config, [sampling]), trained):
             return [
                 "train.staleness: got 1, which is corrected by recorded log-probabilities, and vLLM can record none "
                 f"with algo.temperature={temperature:g}, algo.top_p={top_p:g}, algo.top_k={top_k} and "

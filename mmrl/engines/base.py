@@ -147,7 +147,7 @@ class Engine(ABC):
         return {}
 
     def describe(self) -> dict[str, str]:
-        """Facts for a run's summary: the endpoints that were asked, how often and for how much."""
+        """Facts for a run's summary: the endpoints in use, their requests and their cost."""
         return {}
 
     def close(self) -> None:  # noqa: B027

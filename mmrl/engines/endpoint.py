@@ -1,7 +1,8 @@
-"""Modules that an OpenAI-compatible endpoint answers for: all of them in an evaluation, frozen ones in training.
+"""The engine of an endpoint, and the router that sends some modules to endpoints and the others to an engine.
 
-Between programs and `openai`, the client. Messages go out and text comes back, so what an endpoint says has no
-log-probabilities and is never trained on; its ids are those that the run's own tokenizer gives the text.
+Between programs and `openai`, the client: all modules in an evaluation, frozen ones in training. Messages go out and
+text comes back, so an endpoint's reply has no log-probabilities and is never trained on; its ids are those of the
+run's tokenizer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SEEDS = 2**31
 
 
 class _Clock:
-    """Seconds during which something is under way, less what somebody else is busy meanwhile."""
+    """Seconds during which a request is in flight, less those that another engine is busy meanwhile."""
 
     def __init__(self, other: Callable[[], float] = lambda: 0.0):
         self.seconds = 0.0
@@ -51,7 +52,7 @@ class EndpointEngine(Engine):
 
     Args:
         settings: the endpoint and its model.
-        tokenizer: counts and keeps what is said; the endpoint has its own.
+        tokenizer: turns replies into ids; the endpoint has another.
         path: where `settings` stand in the config.
 
     Raises:
@@ -65,7 +66,7 @@ class EndpointEngine(Engine):
 
     @property
     def busy_s(self) -> float:
-        """Seconds during which at least one request was under way."""
+        """Seconds during which at least one request was in flight."""
         return self._clock.seconds
 
     async def generate(self, request: Request) -> Completion:
@@ -90,7 +91,7 @@ class EndpointEngine(Engine):
         return self._completion(text, "length" if reason == "length" else "eos", sampling.stop)
 
     def _completion(self, text: str, finish: str, stop: Sequence[str]) -> Completion:
-        # Endpoints leave the stop string out and do not say which it was, so they are not told; the cut is made here.
+        # Endpoints leave the stop string out and do not say which one it was, so it is not sent; the cut is made here.
         ends = [text.index(mark) + len(mark) for mark in stop if mark in text]
         if ends:
             text, finish = text[: min(ends)], "stop"
@@ -108,7 +109,7 @@ class EndpointEngine(Engine):
         return self.chat.usage.metrics()
 
     def describe(self) -> dict[str, str]:
-        """The fact for a summary: who was asked, how often, for how much."""
+        """The fact for a summary: which endpoint, how many requests, at what cost."""
         usage = self.chat.usage
         counts = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
         return {self.chat.path: described(self.chat.settings, self.chat, **counts)}
@@ -203,21 +204,21 @@ def named(config: EngineConfig, model: str) -> EndpointConfig:
     return EndpointConfig(model=model, **config.endpoint.model_dump())
 
 
-def unreachable(asked: Mapping[str, EndpointConfig]) -> list[str]:
+def unreachable(endpoints: Mapping[str, EndpointConfig]) -> list[str]:
     """Why no request to some endpoints can succeed, one sentence each; asks each at most one token.
 
     Args:
-        asked: where an endpoint stands in the config -> the endpoint.
+        endpoints: where an endpoint stands in the config -> the endpoint.
     """
-    found = []
-    for path, settings in asked.items():
+    problems = []
+    for path, settings in endpoints.items():
         try:
             chat = OpenAIChat(settings, path)
         except ConfigError as error:
-            found += error.problems
+            problems += error.problems
             continue
         try:
-            found += chat.unreachable()
+            problems += chat.unreachable()
         finally:
             chat.close()
-    return found
+    return problems

@@ -208,7 +208,7 @@ class OpenAIChat:
 
     def _count_failure(self, failure: EngineFailure) -> None:
         self.usage.failures += 1
-        if worth_telling(self.usage.failures):
+        if worth_logging(self.usage.failures):
             LOG.warning("%s: request given up (%d so far): %s", self.path, self.usage.failures, failure)
 
     async def _wait_for_rate(self) -> None:
@@ -266,7 +266,7 @@ class OpenAIChat:
         return f"{self.settings.model} at {self.settings.url}"
 
     def _safe(self, text: str) -> str:
-        """A server's words, cut short, without the key: some servers quote it."""
+        """The text of a server's reply, cut short, without the key: some servers quote it."""
         text = " ".join(text.split())
         if self._key:
             text = text.replace(self._key, "[key]")
@@ -296,7 +296,7 @@ def read_completion(response: httpx.Response) -> tuple[str, str, tuple[int, int]
     """Text, finish reason, and tokens of prompt and completion.
 
     Raises:
-        ValueError: it is no chat completion; with the reply's words.
+        ValueError: it is no chat completion; with the reply's text.
     """
     try:
         reply = response.json()
@@ -319,12 +319,12 @@ def described(settings: EndpointConfig, chat: object, *further: str, **counts: i
     usage = chat.usage if isinstance(chat, OpenAIChat) else None
     if usage is not None:
         counts = {"requests": usage.requests, "retries": usage.retries, "failures": usage.failures} | counts
-    told = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count] + list(further)
-    told += [f"{usage.cost:.2f} USD"] if usage is not None and usage.cost else []
-    return f"{settings.model} at {settings.url}" + (f" ({', '.join(told)})" if told else "")
+    facts = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count] + list(further)
+    facts += [f"{usage.cost:.2f} USD"] if usage is not None and usage.cost else []
+    return f"{settings.model} at {settings.url}" + (f" ({', '.join(facts)})" if facts else "")
 
 
-def worth_telling(count: int) -> bool:
+def worth_logging(count: int) -> bool:
     """Whether occurrence number `count` (from 1) is shown: 1, 10, 100, …; all of them would fill the screen."""
     return str(count).strip("0") == "1"
 

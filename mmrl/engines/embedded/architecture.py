@@ -34,7 +34,7 @@ def causal_lm(model: nn.Module) -> nn.Module:
 
 def unsupported(model: nn.Module) -> str | None:
     """The reason why the native decoder cannot serve this model, or None."""
-    # All FAMILIES are built like Llama; what is asked before the class is checked is its name alone.
+    # All FAMILIES are built like Llama; before the class is checked, only its name is read.
     causal = cast("LlamaForCausalLM", causal_lm(model))
     name = type(causal).__name__
     if name not in FAMILIES:

@@ -77,7 +77,7 @@ class VllmColocatedEngine(Engine):
         setup: where vLLM finds base weights, and where pushed adapters go.
 
     Raises:
-        ConfigError: vLLM cannot be had as asked.
+        ConfigError: vLLM cannot be used as configured.
         EngineFailure: vLLM did not start.
     """
 

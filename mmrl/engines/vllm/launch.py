@@ -26,11 +26,11 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM can be built for; the next larger one serves."""
 GREEDY_OR_ONE = (0.0, 1.0)
 LOOK_S = 60.0
-"""Longest wait for another interpreter that is asked whether it has vLLM."""
+"""Longest wait for another interpreter to say whether it has vLLM."""
 
 
 def vllm_problems(config: VllmConfig) -> list[str]:
-    """Why vLLM cannot be had as asked; found before any model loads."""
+    """Why vLLM cannot be used as configured; known before any model loads."""
     if config.server is not None:
         if not is_address(config.server):
             return [f"engine.url: got '{config.server}', expected http://HOST:PORT of a vLLM server"]
@@ -59,18 +59,16 @@ def vllm_problems(config: VllmConfig) -> list[str]:
 
 @functools.cache
 def _has_vllm(python: str) -> bool:
-    """Whether another interpreter finds vLLM; asked once, without importing it."""
-    question = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    """Whether another interpreter has vLLM; checked once, without importing it."""
+    check = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
-        return (
-            subprocess.run([python, "-c", question], capture_output=True, timeout=LOOK_S, check=False).returncode == 0
-        )
+        return subprocess.run([python, "-c", check], capture_output=True, timeout=LOOK_S, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
 
 
 def sleep_problems(config: VllmConfig, device: str) -> list[str]:
-    """Why vLLM cannot sleep as asked."""
+    """Why vLLM cannot sleep as configured."""
     if isinstance(config, VllmColocatedConfig) and config.sleep and device == "cpu":
         return ["engine.sleep: got true, vLLM has no sleep mode on a CPU; leave it out"]
     return []
@@ -80,7 +78,7 @@ def logprobs_mode(config: VllmConfig, samplings: Sequence[tuple[float, float, in
     """`raw` or `processed`: what the server is started with, or is taken to have.
 
     raw: the softmax of the logits as they are, so right at temperature 1. processed: of what tokens are drawn from, so
-    right when top-p and top-k are off (semantics: recorded log-probability).
+    right when top-p and top-k are off.
     """
     if config.logprobs != "auto":
         return config.logprobs
@@ -157,8 +155,8 @@ def lora_rank(rank: int) -> int:
     Raises:
         ConfigError: vLLM has none so large.
     """
-    if found := rank_problems(rank):
-        raise ConfigError(found)
+    if problems := rank_problems(rank):
+        raise ConfigError(problems)
     return next(known for known in RANKS if rank <= known)
 
 
@@ -178,14 +176,14 @@ def resources(config: VllmConfig, setup: EngineSetup) -> dict[str, str]:
     """Variables for vLLM wherever it runs; the user's own win."""
     made = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if setup.device == "cpu":
-        wanted = {
+        defaults = {
             "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gb),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(setup.threads or 1),
             # The sampler compiles a helper at the first request, which costs a minute where compilers are slow.
             "TORCHDYNAMO_DISABLE": "1",
         }
-        made |= {name: value for name, value in wanted.items() if name not in os.environ}
+        made |= {name: value for name, value in defaults.items() if name not in os.environ}
     if setup.weights is not None and Path(model_path(setup.weights)).is_dir():
         made["HF_HUB_OFFLINE"] = "1"
     return made

@@ -69,7 +69,7 @@ class ServedPolicy:
         return max((int(json.loads(text)["r"]) for text in texts), default=0)
 
     def rules(self, served_context: int | None) -> Rules:
-        """When completions end, and what may be asked for.
+        """When completions end, and which requests are possible.
 
         Args:
             served_context: the limit of vLLM's own.

@@ -48,7 +48,7 @@ class VllmServerEngine(Engine):
         setup: where the server finds base weights and leaves its log.
 
     Raises:
-        ConfigError: vLLM cannot be had as asked.
+        ConfigError: vLLM cannot be used as configured.
         EngineFailure: the server did not start, or does not answer.
     """
 
@@ -62,8 +62,8 @@ class VllmServerEngine(Engine):
         config: VllmServerConfig,
         setup: EngineSetup,
     ):
-        if found := vllm_problems(config):
-            raise ConfigError(found)
+        if problems := vllm_problems(config):
+            raise ConfigError(problems)
         self.policy = ServedPolicy(model, tokenizer, config, setup)
         self.model, self.config, self.setup = model, config, setup
         self.restarts = 0
@@ -104,7 +104,7 @@ class VllmServerEngine(Engine):
 
         Raises:
             LengthFailure: the prompt alone fills the context.
-            EngineFailure: the request is impossible, or the server failed for good; with the server's words.
+            EngineFailure: the request is impossible, or the server failed for good; with the server's message.
         """
         self.rules.check(request)
         if not self._in_flight:
@@ -150,7 +150,7 @@ class VllmServerEngine(Engine):
                 would need a forward on all processes. None: the model in this process has them whole.
 
         Raises:
-            SyncFailure: the push failed or took longer than `engine.sync_timeout_s`; with the server's words.
+            SyncFailure: the push failed or took longer than `engine.sync_timeout_s`; with the server's message.
             RuntimeError: calls are in flight, and full weights cannot change under them.
         """
         if self._in_flight and not self._names:
@@ -267,7 +267,7 @@ class VllmServerEngine(Engine):
         )
 
     async def _boot(self) -> None:
-        """Start the server, or find the given one, and ask what it serves."""
+        """Start the server, or reach the given one, and read what it serves."""
         if self._process is not None:
             await asyncio.to_thread(self._process.start)
             self._api.url = self._process.url
@@ -284,7 +284,7 @@ class VllmServerEngine(Engine):
             self._base_probe = await self._api.probe(self._base, self._probe_ids)
 
     async def _restart(self) -> None:
-        """Start a server that died, with the newest weights: calls of older ones died with it and are asked anew."""
+        """Start a server that died, with the newest weights: calls of older ones died with it and are sent again."""
         LOG.warning("the vLLM server has ended; starting it again; %s", self._log_tail())
         self.restarts += 1
         await self._boot()

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.task import JudgeConfig, JudgedConfig
-from mmrl.engines.openai import OpenAIChat, described, worth_telling
+from mmrl.engines.openai import OpenAIChat, described, worth_logging
 from mmrl.errors import ConfigError, EngineFailure, JudgeFailure, RewardFailure
 from mmrl.records import Call
 from mmrl.tasks.base import Score
@@ -212,7 +212,7 @@ class Judge:
         # A fixed rule instead of a dropped rollout, or a policy could learn to write what makes the judge stumble.
         # How often it was used is reported.
         self.fallbacks += 1
-        if worth_telling(self.fallbacks):
+        if worth_logging(self.fallbacks):
             log.warning(
                 "task.judge: no readable reply in %d tries, scored by the fixed rule (%d of %d rollouts so far); the "
                 "last: %r",

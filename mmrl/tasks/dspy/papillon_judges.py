@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.task import JudgeConfig
-from mmrl.engines.openai import OpenAIChat, worth_telling
+from mmrl.engines.openai import OpenAIChat, worth_logging
 from mmrl.errors import EngineFailure, JudgeFailure
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import Chat, described, forget_counts
@@ -148,6 +148,6 @@ class EndpointJudges:
         failure = JudgeFailure(
             f"task.judge: no readable reply in {self.settings.retries + 1} tries; the last: {quoted!r}"
         )
-        if worth_telling(self.given_up):
+        if worth_logging(self.given_up):
             log.warning("%s; the rollout is aborted and not credited (%d so far)", failure, self.given_up)
         raise failure
