@@ -166,19 +166,19 @@ def test_lora_trains_the_adapter_and_evaluates_from_it(random_model, tmp_path):
 
 
 def test_too_many_outside_failures_stop_the_run_with_its_state_saved(random_model, tmp_path, capsys, monkeypatch):
-    from mmrl.tasks.search_program.task import MultihopQaTask
+    from mmrl.tasks.search_tool import SearchTool
 
     searches = {"n": 0}
-    works = MultihopQaTask.search
+    works = SearchTool.use
 
-    def breaks(self, queries, corpus):
+    def breaks(self, *arguments):
         searches["n"] += 1
         if searches["n"] > 30:
             raise OSError("retriever down")
-        return works(self, queries, corpus)
+        return works(self, *arguments)
 
     monkeypatch.setattr("mmrl.run.build._TASKS", {})
-    monkeypatch.setattr(MultihopQaTask, "search", breaks)
+    monkeypatch.setattr(SearchTool, "use", breaks)
     code = main(command(random_model, tmp_path / "run", "algo=mhgpo_fof", "train.steps=50", "eval.every=0"))
     captured = capsys.readouterr()
     assert code == 1
@@ -190,15 +190,15 @@ def test_too_many_outside_failures_stop_the_run_with_its_state_saved(random_mode
 def test_an_outage_before_training_stops_the_run_which_then_measures_its_start_again(
     random_model, tmp_path, capsys, monkeypatch
 ):
-    from mmrl.tasks.search_program.task import MultihopQaTask
+    from mmrl.tasks.search_tool import SearchTool
 
-    run, works = tmp_path / "run", MultihopQaTask.search
+    run, works = tmp_path / "run", SearchTool.use
 
-    def breaks(self, queries, corpus):
+    def breaks(self, *arguments):
         raise OSError("retriever down")
 
     monkeypatch.setattr("mmrl.run.build._TASKS", {})
-    monkeypatch.setattr(MultihopQaTask, "search", breaks)
+    monkeypatch.setattr(SearchTool, "use", breaks)
     assert main(command(random_model, run, "train.steps=2")) == 1
     said = capsys.readouterr().err
     assert "failed from outside 100%, each counted as 0" in said
@@ -207,24 +207,24 @@ def test_an_outage_before_training_stops_the_run_which_then_measures_its_start_a
     )
     assert f"resume={run}" in said
     assert not list((run / "eval").iterdir())
-    monkeypatch.setattr(MultihopQaTask, "search", works)
+    monkeypatch.setattr(SearchTool, "use", works)
     assert main(["train", f"resume={run}"]) == 0
     assert RunDir.read(run).history()[0]["eval/dev/failed_share"] == 0
     assert "failed from outside" not in capsys.readouterr().out
 
 
 def test_an_evaluation_tells_its_outages_and_asks_again_on_resume(random_model, tmp_path, capsys, monkeypatch):
-    from mmrl.tasks.search_program.task import MultihopQaTask
+    from mmrl.tasks.search_tool import SearchTool
 
-    folder, works, searches = tmp_path / "eval", MultihopQaTask.search, iter([False, True])
+    folder, works, searches = tmp_path / "eval", SearchTool.use, iter([False, True])
 
-    def breaks(self, queries, corpus):
+    def breaks(self, *arguments):
         if next(searches, False):
             raise OSError("retriever down")
-        return works(self, queries, corpus)
+        return works(self, *arguments)
 
     monkeypatch.setattr("mmrl.run.build._TASKS", {})
-    monkeypatch.setattr(MultihopQaTask, "search", breaks)
+    monkeypatch.setattr(SearchTool, "use", breaks)
     small = ["task.max_tokens=6", "task.retriever.top_k=2", "eval.items=4", "hardware=cpu", "hardware.threads=1"]
     assert main(["eval", f"policy={random_model}", f"run.dir={folder}", *small]) == 0
     said = capsys.readouterr().out
