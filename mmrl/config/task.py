@@ -21,6 +21,14 @@ class DataConfig(Section):
     dev_items: int | None = Field(None, ge=1, description="the same of dev; one subset, whatever the seed of the run")
     test_items: int | None = Field(None, ge=1, description="the same of test")
 
+    def source_of(self, split: str) -> str:
+        """Where the examples of `train`, `dev` or `test` come from."""
+        return {"train": self.train, "dev": self.dev, "test": self.test}[split]
+
+    def items_of(self, split: str) -> int | None:
+        """How many examples of a split are used; None: all."""
+        return {"train": self.train_items, "dev": self.dev_items, "test": self.test_items}[split]
+
 
 class JudgeConfig(EndpointConfig):
     """The language model that judges agents (docs/algorithms.md)."""

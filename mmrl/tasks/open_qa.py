@@ -78,7 +78,7 @@ class OpenQaTask(BaseTask, ABC):
         # An unknown layout is already among the problems; data can then not be read.
         layout = LAYOUTS.get(config.dataset or "")
         for split in SPLITS:
-            spec = getattr(config.data, split)
+            spec = config.data.source_of(split)
             if spec == "mini" or layout is None:
                 continue
             try:
@@ -104,7 +104,7 @@ class OpenQaTask(BaseTask, ABC):
         config, problems = self.config, []
         if config.dataset is not None and config.dataset not in LAYOUTS:
             problems.append(unknown("task.dataset", config.dataset, LAYOUTS))
-        elif config.dataset is None and any(getattr(config.data, split) != "mini" for split in SPLITS):
+        elif config.dataset is None and any(config.data.source_of(split) != "mini" for split in SPLITS):
             problems.append(
                 f"task.dataset: got null, expected the layout of the files in task.data: {', '.join(LAYOUTS)}"
             )
@@ -168,13 +168,13 @@ class OpenQaTask(BaseTask, ABC):
             examples = [to_example(record, corpus) for record in records]
         # dev and test subsets are the same for every seed, so that runs can be compared item by item
         key = (split, seed) if split == "train" else (split,)
-        return subset(examples, getattr(self.config.data, f"{split}_items"), *key)
+        return subset(examples, self.config.data.items_of(split), *key)
 
     def _warn_shared_rows(self) -> None:
         """Splits may share a file here (a corpus is made of all of them), but nobody should learn so by accident."""
         places: dict[str, str] = {}
         for split in SPLITS:
-            spec = getattr(self.config.data, split)
+            spec = self.config.data.source_of(split)
             if spec == "mini":
                 continue
             rows = Source(f"task.data.{split}", spec).identity(split)
@@ -271,7 +271,7 @@ class OpenQaTask(BaseTask, ABC):
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
-        sources = {split: getattr(self.config.data, split) for split in SPLITS if self._examples[split]}
+        sources = {split: self.config.data.source_of(split) for split in SPLITS if self._examples[split]}
         facts: dict[str, object] = {
             "data": "mini world"
             if set(sources.values()) == {"mini"}
@@ -287,7 +287,7 @@ class OpenQaTask(BaseTask, ABC):
             for name, documents in self.search_tool.corpora.items()
         )
         facts["retriever"] = self.search_tool.describe()
-        real = {split for split in SPLITS if getattr(self.config.data, split) != "mini"}
+        real = {split for split in SPLITS if self.config.data.source_of(split) != "mini"}
         shares = {split: share for split, share in self.gold_shares.items() if not real or split in real}
         passages = max(len(documents) for documents in self.search_tool.corpora.values())
         facts |= label("questions with all gold titles, or an answer, in it", shares, passages, real=bool(real))

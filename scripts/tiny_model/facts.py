@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from mmrl.tasks.agents.qa_direct import DirectQaTask
 from mmrl.tasks.base import Demonstration
 from mmrl.tasks.mini.names import Draws
-from mmrl.tasks.mini.questions import ASKS, ROLES
-from mmrl.tasks.mini.singles import FORMS
+from mmrl.tasks.mini.questions import ASKS, ROLES, SINGLE_FORMS
 from mmrl.tasks.mini.world import Entity, World, make_world
 
 LISTS = "facts"
@@ -24,7 +23,7 @@ ORDERS = 3
 
 
 def facts(task: DirectQaTask, seed: int) -> Iterator[Demonstration]:
-    """Everything that the world of `seed` says, in the words of the thoughts of `DirectQaTask.demonstrations`."""
+    """Everything that the world of `seed` says, in the words of the thoughts of the demonstrations of `qa_direct`."""
     world = make_world(seed)
     for entity in world.entities.values():
         draws = Draws(seed, "facts", entity.id)
@@ -49,5 +48,5 @@ def _known(world: World, entity: Entity, draws: Draws) -> Iterator[tuple[str, st
         key, value = f"{entity.kind}.{relation}", world.value(entity.id, relation)
         query = (ASKS.get(key) or ROLES.get(key) or (None,))[0]
         if query is not None:
-            form = draws.pick(FORMS.get(key) or ASKS[key][1] or (f"{query}?",))
+            form = draws.pick(SINGLE_FORMS.get(key) or ASKS[key][1] or (f"{query}?",))
             yield query.format(x=entity.name), form.format(x=entity.name), value

@@ -7,7 +7,7 @@ import pytest
 
 from mmrl.records import Example
 from mmrl.rollout.plans import fork_on
-from mmrl.tasks.dspy.hover_program import needed
+from mmrl.tasks.dspy.built_in import needed
 from mmrl.tasks.mini.claims import make_claims
 from mmrl.tasks.mini.world import make_world
 from tests.helpers.dspy_fakes import by_prompt, filled, make, play, problems, write_json

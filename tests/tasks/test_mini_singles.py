@@ -6,8 +6,7 @@ import json
 import pytest
 
 from mmrl.tasks.mini.examples import mini_search, mini_single
-from mmrl.tasks.mini.questions import make_questions
-from mmrl.tasks.mini.singles import SINGLE_SIZES, SINGLES, make_bridges, make_singles
+from mmrl.tasks.mini.questions import SINGLE_SIZES, SINGLES, make_bridges, make_questions, make_singles
 from mmrl.tasks.mini.world import WORLD_SEED, make_world
 
 SPLITS = tuple(SINGLE_SIZES)

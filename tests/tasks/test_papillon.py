@@ -9,7 +9,7 @@ from mmrl.config.task import JudgeConfig
 from mmrl.errors import JudgeFailure
 from mmrl.records import Example
 from mmrl.rollout.plans import fork_on
-from mmrl.tasks.dspy.papillon_judges import EndpointJudges, RuleJudges
+from mmrl.tasks.dspy.papillon import EndpointJudges, RuleJudges
 from mmrl.tasks.mini.requests import UNNAMED, make_external, make_requests
 from mmrl.tasks.mini.world import make_world
 from tests.helpers.dspy_fakes import by_prompt, filled, make, play, problems, write_csv

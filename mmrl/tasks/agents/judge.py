@@ -143,7 +143,7 @@ class Judge:
     def __init__(self, settings: JudgeConfig, texts: Mapping[str, str], chat: Chat | None = None):
         self.settings = settings
         self.texts = texts
-        endpoint = {name: getattr(settings, name) for name in EndpointConfig.model_fields}
+        endpoint = settings.model_dump(include=set(EndpointConfig.model_fields))
         self.chat: Chat = chat or OpenAIChat(EndpointConfig(**endpoint), path="task.judge")
         self.unreadable = self.fallbacks = self.judged = 0
 

@@ -202,8 +202,10 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 continue
             try:
                 values = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path} line {number}: not JSON ({error.msg})") from None
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path} line {number}: not JSON ({getattr(error, 'msg', error)})") from None
+                raise ValueError(f"{path} line {number}: not JSON ({error})") from None
             where = f"{path} line {number}"
             yield Row(where, _whole(values, where) if HALF.search(line) else values)
 

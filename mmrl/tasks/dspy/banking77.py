@@ -119,7 +119,7 @@ class Banking77Task(DspyTask):
 
     def make_program(self) -> object:
         """See `DspyTask.make_program`."""
-        from mmrl.tasks.dspy.banking77_program import Banking77
+        from mmrl.tasks.dspy.built_in import Banking77
 
         return Banking77(self.labels)
 

@@ -58,7 +58,7 @@ class DspyTask(BaseTask, ABC):
             for split in SPLITS:
                 # dev and test subsets are the same for every seed, so that runs can be compared item by item
                 key = (split, seed) if split == "train" else (split,)
-                self._examples[split] = subset(loaded[split], getattr(config.data, f"{split}_items"), *key)
+                self._examples[split] = subset(loaded[split], config.data.items_of(split), *key)
         except ConfigError as error:
             problems += error.problems
         if problems:
@@ -105,7 +105,7 @@ class DspyTask(BaseTask, ABC):
     @property
     def sources(self) -> dict[str, str]:
         """Split -> file or hub id, for the splits that have one."""
-        return {split: spec for split in SPLITS if (spec := getattr(self.config.data, split)) != "mini"}
+        return {split: spec for split in SPLITS if (spec := self.config.data.source_of(split)) != "mini"}
 
     def rows(self, split: str, columns: Sequence[str] = ()) -> list[Row]:
         """The rows of a split's source, each checked to be an object."""

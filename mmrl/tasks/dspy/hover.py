@@ -85,12 +85,11 @@ class HoverTask(DspyTask):
     def option_problems(self) -> list[str]:
         """See `DspyTask.option_problems`; a retriever's options that belong to other programs count too."""
         retriever = self.config.retriever
-        fields = type(retriever).model_fields
         instead = {"top_k": "; use task.hop_top_k and task.last_top_k"}
         return super().option_problems() + [
             f"task.retriever.{name}: has no effect with task hover{instead.get(name, '')}"
             for name in ("top_k", "dedup", "snippet_words")
-            if getattr(retriever, name) != fields[name].default
+            if retriever.changed(name)
         ]
 
     def _documents(self) -> Sequence[Document]:
@@ -177,7 +176,7 @@ class HoverTask(DspyTask):
 
     def make_program(self) -> object:
         """See `DspyTask.make_program`."""
-        from mmrl.tasks.dspy.hover_program import Hover
+        from mmrl.tasks.dspy.built_in import Hover
 
         return Hover(self.config.search_hops, *self.top_k, self.config.passages)
 

@@ -8,9 +8,8 @@ from mmrl import rng
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.tasks.mini.claims import make_claims
-from mmrl.tasks.mini.questions import Question, make_questions
+from mmrl.tasks.mini.questions import Question, in_steps, make_bridges, make_questions, make_singles
 from mmrl.tasks.mini.requests import make_external, make_requests
-from mmrl.tasks.mini.singles import in_steps, make_bridges, make_singles
 from mmrl.tasks.mini.support import INTENTS, make_support
 from mmrl.tasks.mini.world import make_world
 
@@ -30,7 +29,7 @@ def mini_multihop(split: str, corpus: str = "mini", dataset: str = "hotpotqa", s
 
     The kinds are mixed as `dataset` has them: `hotpotqa` all (a quarter comparisons), `2wiki` as many comparisons as
     bridges, `musique` bridges alone. The questions of the last two are among those of the first, in the same split.
-    `stepwise`: the second hop of a bridge names what the first one found, instead of describing it.
+    `stepwise`: the second hop of a bridge names the result of the first, instead of describing it.
     """
     questions = make_questions(split)
     if dataset in KINDS:

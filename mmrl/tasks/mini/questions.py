@@ -1,8 +1,9 @@
-"""Multi-hop questions about the mini world, in the style of HotpotQA: bridge and comparison.
+"""Questions about the mini world: bridge and comparison in the style of HotpotQA, single-hop in the style of NQ.
 
 A bridge question names a subject and asks for a fact of something that only the subject's document identifies (the
 director of a film). The bridge's document names the subject too, so both can be found from the question. A comparison
-asks for a fact of two named things. Splits follow the parts of the world (see `world`).
+asks for a fact of two named things, a single-hop question for a fact of one. Splits follow the parts of the world (see
+`world`).
 """
 
 from __future__ import annotations
@@ -119,6 +120,23 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "city.country": ("Are {x} and {y} in the same country?", "Do {x} and {y} lie in one country?"),
 }
 
+SINGLE_SIZES: Mapping[str, int] = {"train": 1600, "dev": 240, "test": 240}
+
+SINGLE_FORMS: Mapping[str, tuple[str, ...]] = {
+    # kind.relation -> phrasings where `ASKS` has none for a named thing
+    "film.director": ("Who directed the film {x}?", "Who is the director of the film {x}?"),
+    "film.star": ("Who is the star of the film {x}?", "Who starred in {x}?"),
+    "film.year": ("When was the film {x} made?", "In which year was the film {x} made?"),
+    "book.writer": ("Who wrote the book {x}?", "Who is the writer of {x}?"),
+    "book.illustrator": ("Who illustrated the book {x}?", "Who is the illustrator of {x}?"),
+    "book.year": ("When was the book {x} published?", "In which year was {x} published?"),
+    "company.head": ("Who leads {x}?", "Who is the head of {x}?"),
+    "product.designer": ("Who designed the {x}?", "Who is the designer of the {x}?"),
+    "product.maker": ("Which company makes the {x}?", "Who is the maker of the {x}?"),
+}
+SINGLES: tuple[str, ...] = (*SINGLE_FORMS, *(ask for ask, (_, forms) in ASKS.items() if forms))
+"""kind.relation of every single-hop question."""
+
 
 @lru_cache(maxsize=8)
 def make_questions(split: str, seed: int = WORLD_SEED) -> tuple[Question, ...]:
@@ -203,4 +221,46 @@ def _compare(world: World, form: str, template: str, x: Entity, y: Entity, answe
     hops = tuple(Hop(query.format(x=entity.name), entity.name, world.value(entity.id, relation)) for entity in (x, y))
     return Question(
         "", template.format(x=x.name, y=y.name), answer, "comparison", f"compare.{form}", hops, (x.id, y.id)
+    )
+
+
+@lru_cache(maxsize=8)
+def make_singles(split: str, seed: int = WORLD_SEED) -> tuple[Question, ...]:
+    """The single-hop questions of one split of the world of `seed`, in a fixed order; cached in the process."""
+    world = make_world(seed)
+    draws = Draws(seed, "singles", split)
+    questions = []
+    for form in SINGLES:
+        kind, relation = form.split(".")
+        forms = SINGLE_FORMS.get(form) or ASKS[form][1]
+        query = (ASKS.get(form) or ROLES[form])[0]
+        for subject in world.of(kind, split):
+            answer = world.value(subject.id, relation)
+            hop = Hop(query.format(x=subject.name), subject.name, answer)
+            text = draws.pick(forms).format(x=subject.name)
+            questions.append(Question("", text, answer, "single", form, (hop,), (subject.id,)))
+    draws.shuffle(questions)
+    return tuple(
+        Question(f"mini-single-{split}-{number:04d}", q.text, q.answer, q.kind, q.form, q.hops, q.entities)
+        for number, q in enumerate(questions[: SINGLE_SIZES[split]])
+    )
+
+
+@lru_cache(maxsize=8)
+def make_bridges(split: str, seed: int = WORLD_SEED) -> tuple[Question, ...]:
+    """Two-hop questions, half as many as single ones: bridges, to be answered one search at a time."""
+    bridges = [question for question in make_questions(split, seed) if question.kind == "bridge"]
+    return tuple(in_steps(question) for question in bridges[: SINGLE_SIZES[split] // 2])
+
+
+def in_steps(question: Question) -> Question:
+    """The question with a second hop whose query names the result of the first; only bridges have such a hop."""
+    if question.kind != "bridge":
+        return question
+    role, _, fact = question.form.rpartition(".")
+    first, second = question.hops
+    ask = next(ask for ask in BRIDGES[role] if ask.endswith(f".{fact}"))
+    second = Hop(ASKS[ask][0].format(x=second.title), second.title, second.answer)
+    return Question(
+        question.id, question.text, question.answer, question.kind, question.form, (first, second), question.entities
     )
