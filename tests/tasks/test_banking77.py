@@ -5,6 +5,7 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
+from pydantic import ValidationError
 
 from mmrl.records import Example
 from mmrl.tasks.mini.support import INTENTS, make_support
@@ -145,9 +146,10 @@ def test_labels_that_the_label_set_lacks_are_refused(tmp_path):
     assert "task.labels: has no effect on the mini world" in problems("banking77", labels=labels)
 
 
-def test_options_without_effect_are_refused():
-    told = problems("banking77", corpus="mini", punctuation="space")
-    assert "task.corpus: has no effect with task banking77" in told and "task.punctuation" in told
+def test_options_of_other_tasks_are_refused_by_the_schema():
+    with pytest.raises(ValidationError) as caught:
+        make("banking77", corpus="mini", punctuation="space")
+    assert [error["loc"] for error in caught.value.errors()] == [("corpus",), ("punctuation",)]
 
 
 def test_prompts_from_files(tmp_path):

@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+from pydantic import ValidationError
 
 from mmrl.records import Example
 from mmrl.rollout.plans import fork_on
@@ -208,9 +209,11 @@ def test_bad_records_are_told_by_place(tmp_path, corpus, rows, message):
 def test_claims_without_a_corpus_and_options_without_effect(tmp_path, corpus):
     path = write_json(tmp_path / "hover.json", [claim(0)])
     assert "task.corpus: got null" in problems("hover", data={"dev": path}, sample="all")
-    told = problems("hover", retriever={"top_k": 5, "dedup": True}, claim_hops=4, punctuation="space")
+    told = problems("hover", retriever={"top_k": 5, "dedup": True}, claim_hops=4)
     assert "use task.hop_top_k" in told and "task.retriever.dedup" in told
-    assert "claims of the mini world have 3 hops" in told and "task.punctuation" in told
+    assert "claims of the mini world have 3 hops" in told
+    with pytest.raises(ValidationError, match="punctuation"):
+        make("hover", punctuation="space")
     assert "has 1 claims of task.claim_hops=3" in problems("hover", data={"dev": path}, corpus=corpus)
 
 

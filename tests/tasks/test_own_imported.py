@@ -96,7 +96,6 @@ def test_metrics_may_be_async_and_must_give_numbers(own):
         ({"modules": ("x",)}, "task.modules: has no effect"),
         ({"metric": "own_program:number"}, "task.metric: own_program:number is a int"),
         ({"inputs": ("query",)}, "line 1: query is missing (fields: question, gold)"),
-        ({"corpus": "mini"}, "task.corpus: has no effect"),
     ],
 )
 def test_bad_configs_say_what_is_wrong(own, options, message):
