@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -38,9 +38,11 @@ class AlgoConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling of training rollouts; 1: off")
     top_k: int = Field(0, ge=0, description="the same among the k likeliest tokens; 0: off")
     parse_retries: int = Field(0, ge=0, le=10, description="extra attempts after a parse failure in training rollouts")
+    # Without it the ratio is 1 in the first optimizer step of a batch alone.
     ratio_one: bool = Field(
         False, description="the ratio of the loss is 1 in every optimizer step: no clipping, plain policy gradient"
     )
+    # Factors of modules are checked against the program's modules, which no schema knows (algorithms/checks.py).
     advantage_scale: dict[str, float] | None = Field(
         None, description="module: factor of its advantages; 1 where none is given"
     )
@@ -76,6 +78,7 @@ class GroupConfig(AlgoConfig):
     """What group-relative algorithms have."""
 
     group_size: int = Field(4, ge=2, le=MOST_SAMPLES, description="G: samples whose rewards are compared")
+    # Papers differ in eps and ddof, and a group of four feels both; the files in conf/algo say whose value it is.
     eps: float = Field(1e-6, ge=0, description="added to the standard deviation")
     ddof: Annotated[Literal[0, 1], BeforeValidator(no_lookalike)] = Field(
         1, description="1: sample standard deviation, 0: population"
@@ -83,6 +86,7 @@ class GroupConfig(AlgoConfig):
     scale: bool = Field(True, description="divide by the standard deviation (false: Dr.GRPO)")
     std_over: Literal["group", "batch"] = Field("group", description="rewards whose standard deviation is divided by")
     baseline: Literal["mean", "leave_one_out"] = Field("mean", description="leave_one_out: RLOO")
+    # equal rewards have advantage 0: kept, they still take part in means over the batch
     zero_variance: Literal["keep", "drop", "refill"] = Field(
         "keep", description="what becomes of groups with equal rewards; refill: dropped, and other examples sampled"
     )
@@ -165,6 +169,7 @@ class MhgpoRrConfig(MhgpoConfig):
     @model_validator(mode="after")
     def _probs(self) -> MhgpoRrConfig:
         probs = self.fork_probs
+        # 1e-6: what is typed as .7,.1,.2 does not sum to 1 in binary
         if probs is not None and (any(p < 0 for p in probs) or abs(sum(probs) - 1) > 1e-6):
             raise ValueError(
                 f"fork_probs: got {list(probs)} (sum {sum(probs):g}), expected non-negative numbers that sum to 1"
@@ -226,6 +231,7 @@ class MmgrpoConfig(GroupConfig):
 
     name: Literal["mmgrpo"]
     rollouts: int = Field(12, ge=2, le=MOST_SAMPLES, description="R: rollouts per example")
+    # the base's G is a number; here null is a value of its own (no selection), so the type is wider
     group_size: int | None = Field(None, ge=2, description="G: keep the G most diverse of a group; null: all R")  # type: ignore[assignment]
     teachers: tuple[TeacherConfig, ...] | None = Field(
         None, description="programs that make the R rollouts, one after the other; null: the student alone"
@@ -254,7 +260,7 @@ class MmgrpoConfig(GroupConfig):
 
     @field_validator("failing_index", mode="before")
     @classmethod
-    def _failing_index(cls, value: Any) -> Any:
+    def _failing_index(cls, value: object) -> object:
         """`algo.failing_index=true`, as anybody types it, is YAML's truth value and not the word."""
         return "true" if value is True else value
 
@@ -262,6 +268,7 @@ class MmgrpoConfig(GroupConfig):
     def _combinations(self) -> Self:
         if self.group_size is not None and self.group_size > self.rollouts:
             raise ValueError(f"group_size: got {self.group_size}, expected at most rollouts={self.rollouts}")
+        # Only values other than the default count: a file may name an option at the value that it has anyway.
         refused = {
             "filler": self.filler != "randint" and (self.padding_mode != "fill" or self.fill_source == "group"),
             "fill_source": self.fill_source != "rollout" and self.padding_mode != "fill",
@@ -284,6 +291,7 @@ class MmgrpoConfig(GroupConfig):
     def _teachers(self) -> Self:
         if self.teachers is None:
             return self
+        # Each teacher makes a fixed share of an example's R rollouts, so the shares have to sum up to R beforehand.
         names = [teacher.name for teacher in self.teachers]
         counts = [teacher.rollouts for teacher in self.teachers if teacher.rollouts is not None]
         if len(set(names)) < len(names):
@@ -317,6 +325,7 @@ class CriticConfig(AlgoConfig):
     critic: Literal["separate", "adapter", "head"] = Field(
         "separate", description="own backbone; second LoRA adapter on the policy's; head on the policy's hidden states"
     )
+    # a factor, so that one search over train.lr moves both networks
     critic_lr_factor: float = Field(
         10.0, ge=0, description="learning rate of the critic as a multiple of train.lr; constant after its warm-up"
     )
@@ -356,6 +365,7 @@ class TurnCriticConfig(CriticConfig):
 
     @model_validator(mode="after")
     def _observations(self) -> Self:
+        # obs=skip leaves observation tokens out of the sequence, so nothing can be placed or averaged on them
         for key, value in (("position", "turn_end"), ("whiten", "all")):
             if getattr(self, key) == value and self.obs == "skip":
                 raise ValueError(f"{key}: got {value}, which needs obs=all (obs=skip passes over observation tokens)")

@@ -15,7 +15,13 @@ class Section(BaseModel):
     """A frozen section of the config; unknown keys are errors."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, protected_namespaces=(), validate_default=True, allow_inf_nan=False
+        # frozen: a run's config is settled once; strict: YAML's "3" is a mistake and not the number
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        protected_namespaces=(),
+        validate_default=True,
+        allow_inf_nan=False,
     )
 
 

@@ -16,6 +16,7 @@ class EngineConfig(Section):
     name: Literal["auto", "transformers", "vllm_server", "vllm_colocated", "openai"] = Field(
         "auto", description="auto: hardware.engine, whose keys `engine.*` has then"
     )
+    # Beside every engine: a module that an endpoint answers for never reaches the engine itself.
     endpoints: dict[str, EndpointConfig] | None = Field(
         None, description="modules that an OpenAI-compatible endpoint answers for; they are out of the loss"
     )
@@ -69,6 +70,7 @@ class VllmServerConfig(VllmConfig):
 class VllmColocatedConfig(VllmConfig):
     """vLLM in the training process."""
 
+    # null is decided by the device, which is settled later than this section
     sleep: bool | None = Field(
         None, description="vLLM frees its GPU memory while the trainer works; null: true on a GPU"
     )
@@ -80,6 +82,7 @@ class OpenAIConfig(EngineConfig):
     endpoint: Endpoint = Field(Endpoint(), description="where requests go; the model is what policy= names")
 
 
+# Without `auto`, which is no engine: by the time one is built, the name is settled.
 ENGINE_SCHEMAS: dict[str, type[EngineConfig]] = {
     "transformers": TransformersConfig,
     "vllm_server": VllmServerConfig,

@@ -55,6 +55,7 @@ class HttpRetrieverConfig(RetrieverConfig):
     timeout_s: float = Field(30.0, gt=0, description="of one request")
     retries: int = Field(3, ge=0, description="further attempts of a request that failed")
     concurrency: int = Field(64, ge=1, description="requests in flight at once")
+    # by query and number of documents: the same query with another top_k is another request
     cache_size: int = Field(10_000, ge=0, description="results kept in memory, by query and number")
 
 
@@ -87,6 +88,7 @@ class LocalRetrieverConfig(HttpRetrieverConfig):
         """See `RetrieverConfig`."""
         return self.process == "child"
 
+    # Which of its own keys a retriever reads depends on process and index; the schema cannot say that.
     @model_validator(mode="after")
     def _unused(self) -> Self:
         wrong = [
@@ -108,6 +110,7 @@ class LocalRetrieverConfig(HttpRetrieverConfig):
 class Bm25Config(LocalRetrieverConfig):
     """BM25 over words."""
 
+    # the only one with a default name: it needs no encoder, no server and no index
     name: Literal["bm25"] = "bm25"
     k1: float = Field(0.9, gt=0, description="how soon repeated words stop to count")
     b: float = Field(0.4, ge=0, le=1, description="how much long documents are marked down")
@@ -144,6 +147,7 @@ class RemoteRetrieverConfig(HttpRetrieverConfig):
     """A server that is running already."""
 
     name: Literal["remote"]
+    # required: there is no server that could be meant otherwise
     url: str = Field(description="address of the server; /retrieve is added for search_r1")
     protocol: Literal["search_r1", "dspy"] = Field(
         "search_r1", description="POST /retrieve as in Search-R1, or GET ?query=&k= as DSPy's ColBERT server"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mmrl.config.algo import CriticConfig, GroupConfig, MhgpoRrConfig
 from mmrl.config.schema import SHIPPED, EvalCommandConfig, RootConfig, TrainCommandConfig
@@ -32,13 +31,13 @@ class Rule:
     """One key, when it has no effect, and what to do instead."""
 
     key: str
-    idle: Callable[[Any, Facts], bool]
-    """Whether it has none, given the config and the facts."""
+    idle: Callable[..., bool]
+    """Whether it has none, given the config (of the command that has the key) and the facts."""
     why: str
     """Goes on after "which has no effect"."""
 
 
-def _absent(feature: str) -> Callable[[Any, Facts], bool]:
+def _absent(feature: str) -> Callable[[RootConfig, Facts], bool]:
     return lambda config, facts: feature in facts.absent_features
 
 
@@ -69,11 +68,14 @@ def engine_name(config: RootConfig) -> str:
     return config.hardware.engine if config.engine.name == "auto" else str(config.engine.name)
 
 
+# A key may stand in several rules: one for each of the values that switch it off.
 COMMON = (
+    # Greedy decoding draws nothing, so that what shapes the draw, and drawing again, change no completion.
     Rule("eval.top_p", _greedy, "with eval.temperature=0 (greedy); set eval.temperature, or leave it out"),
     Rule("eval.top_k", _greedy, "with eval.temperature=0 (greedy); set eval.temperature, or leave it out"),
     Rule("eval.samples", _greedy, "with eval.temperature=0: all samples of an item are equal; set eval.temperature"),
     Rule("eval.parse_retries", _absent("parse_failures"), "with this task: nothing its modules write fails to parse"),
+    # These three are terms of the turn rewards; the other reward sets do not read them.
     Rule("task.search_penalty", _other_set, "with this reward set; use task.reward=turn"),
     Rule("task.final_penalty", _other_set, "with this reward set; use task.reward=turn"),
     Rule("task.em_needs_format", _other_set, "with this reward set; use task.reward=turn"),
@@ -84,9 +86,11 @@ COMMON = (
     ),
     Rule(
         "hardware.engine",
+        # with a name given, the profile's engine is the one that is not used
         lambda config, facts: config.engine.name != "auto",
         "with engine= given; leave one of the two out",
     ),
+    # All of them say how mmrl starts and looks after a server of its own.
     *(
         Rule(f"engine.{key}", _given_server, "with engine.url: mmrl does not start that server")
         for key in ("python", "args", "start_timeout_s", "restarts", "gpu_memory", "kv_cache_gb")
@@ -104,6 +108,7 @@ EVAL = (
 )
 _NO_PENALTIES = "with this task: its modules have no penalties"
 TRAIN = (
+    # The ratio is the constant 1, so that no bound on it is ever reached.
     Rule("algo.clip", lambda config, facts: config.algo.ratio_one, "with algo.ratio_one=true: nothing is clipped"),
     Rule("algo.parse_retries", _absent("parse_failures"), "with this task: nothing its modules write fails to parse"),
     Rule("algo.penalties", _absent("penalties"), _NO_PENALTIES),
@@ -116,6 +121,7 @@ TRAIN = (
     ),
     Rule(
         "algo.aggregate",
+        # Eq. 4 aggregates over several successors, which no trained call of these samplers has
         lambda config, facts: config.algo.name in ("mhgpo_fof", "mhgpo_is"),
         "with this sampler: no trained call has several successors; use algo=mhgpo_rr or algo=mhgpo_fof_os",
     ),
@@ -124,6 +130,7 @@ TRAIN = (
         lambda config, facts: isinstance(config.algo, MhgpoRrConfig) and _no_fork_above(config, facts),
         "where every tree forks at its first module: no call has several successors",
     ),
+    # Round robin with all probability on the first module is fork-on-first: no call is left without siblings.
     Rule("algo.regroup", _no_fork_above, "where every tree forks at its first module: there are no single calls"),
     Rule("algo.fork_probs", _one_module, "with a program of one module: every tree forks there"),
     Rule("algo.on_missing", _one_module, "with a program of one module: every rollout calls it"),
@@ -162,6 +169,7 @@ def without_effect(config: RootConfig, typed: Collection[str], facts: Facts) -> 
     Args:
         typed: keys as on the command line, without `+`.
     """
+    # A key below the rule's (model.lora.r below model.lora) is switched off with it.
     rules = [*COMMON, *(EVAL if isinstance(config, EvalCommandConfig) else TRAIN)]
     return [
         f"{key}: got {_value(config, key)}, which has no effect {rule.why}"
@@ -173,7 +181,8 @@ def without_effect(config: RootConfig, typed: Collection[str], facts: Facts) -> 
 
 def _value(config: RootConfig, key: str) -> str:
     """What stands at a key, as it would be typed."""
-    value: Any = config
+    # the dump of the schema in use, so that keys of subclasses are there
+    value: object = config.model_dump()
     for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+        value = value.get(part) if isinstance(value, Mapping) else None
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -12,6 +12,7 @@ from mmrl.config.base import Section, by_name
 from mmrl.config.engine import ENGINE_SCHEMAS, EngineConfig
 from mmrl.config.task import TASK_SCHEMAS, PluginTaskConfig, TaskConfig
 
+# The one place that knows: `validate` puts the name in, `mmrl.models.load` finds the folder.
 SHIPPED: Mapping[str, tuple[str, ...]] = {
     "tiny": ("hotpotqa", "2wiki", "musique", "tool_agent"),
     "tiny_dspy": ("banking77", "papillon", "hover"),
@@ -81,6 +82,7 @@ class HardwareConfig(Section):
     )
     cpu_offload: bool = Field(False, description="sharded states wait in host memory")
     engine: str = Field("transformers", description="engine used when engine=auto")
+    # sums of floats depend on the number of threads, so a resume has to repeat it
     threads: int | None = Field(None, ge=1, description="torch threads; null: all cores, stored in the run")
 
 
@@ -107,6 +109,7 @@ class TrainConfig(Section):
     old_logprobs: Literal["sampler", "recompute"] = Field(
         "sampler", description="the ratio's denominator: the sampler's record, or a forward of the trainer's own"
     )
+    # at least 1: a cap below the weight of equal policies would scale every token
     tis: float | None = Field(
         None,
         ge=1,
@@ -151,6 +154,7 @@ class RootConfig(Section):
     """What `train` and `eval` share."""
 
     seed: int = Field(0, ge=0, description="of every random choice: data order, sampling, new weights")
+    # SerializeAsAny: config.yaml has the keys of the schema in use, not those of the annotated base class
     task: Annotated[SerializeAsAny[TaskConfig], BeforeValidator(by_name(TASK_SCHEMAS, PluginTaskConfig))]
     model: ModelConfig
     hardware: HardwareConfig
@@ -159,11 +163,13 @@ class RootConfig(Section):
     run: RunConfig
     plugins: tuple[str, ...] = Field((), description="packages imported first; they may add tasks and algorithms")
 
+    # Not `by_name` as for the task: what `auto` stands for is in another section, validated before this one.
     @field_validator("engine", mode="before")
     @classmethod
     def _engine(cls, raw: object, info: ValidationInfo) -> object:
         if not isinstance(raw, Mapping):
             return raw
+        # pydantic validates fields in the order of their declaration, so `hardware` stands above `engine`
         hardware = info.data.get("hardware")  # absent where it has errors of its own
         fallback = hardware.engine if isinstance(hardware, HardwareConfig) else None
         name = raw.get("name", "auto")
@@ -174,6 +180,7 @@ class RootConfig(Section):
 class TrainCommandConfig(RootConfig):
     """`mmrl train`."""
 
+    # no schema for other names: a plugin that adds an algorithm adds its schema too
     algo: Annotated[SerializeAsAny[AlgoConfig], BeforeValidator(by_name(ALGO_SCHEMAS))]
     train: TrainConfig
 

@@ -46,12 +46,14 @@ class JudgeConfig(EndpointConfig):
 class TaskConfig(Section):
     """What every task has."""
 
+    # any name: plugins add tasks, and who builds the task says which names there are
     name: str = Field(description="set by task=")
     data: DataConfig = DataConfig()
     reward: str | None = Field(None, description="a named reward set of the task; null: the algorithm's own")
     prompts: str | None = Field(None, description="YAML file that replaces prompts, by module and role")
     failure_score: float = Field(0.0, description="reward of a rollout that failed by the model's own doing")
     max_tokens: int = Field(100, ge=1, description="completion limit of a call")
+    # the smallest limits only exclude what no prompt fits into
     max_context: int | None = Field(None, ge=16, description="prompt + completion limit; null: the model's")
     timeout_s: float = Field(600.0, gt=0, description="wall-clock limit of one rollout")
 
@@ -77,6 +79,7 @@ class CorpusConfig(TaskConfig):
 class SampleConfig(TaskConfig):
     """What tasks share whose paper used a sample of the rows."""
 
+    # The papers draw rows of the official files; which ones is part of their numbers.
     sample: Literal["paper", "all"] = Field("paper", description="of data files, the rows that the paper used, or all")
 
 
@@ -154,6 +157,7 @@ class HoverConfig(SampleConfig, CorpusConfig):
     """Finding the documents behind a claim."""
 
     search_hops: int = Field(4, ge=1, description="searches, the first one for the claim itself")
+    # null and not a number: the mini world's documents are found by name, one is enough there
     hop_top_k: int | None = Field(
         None, ge=1, description="passages per query, and kept per hop; null: 10, in the mini world 1"
     )
@@ -167,6 +171,7 @@ class HoverConfig(SampleConfig, CorpusConfig):
 class DspyProgramConfig(TaskConfig):
     """A program of the user's, in DSPy or plain async code (`task=dspy`)."""
 
+    # null in the schema, so that the task can report program, metric and inputs missing all at once
     program: str | None = Field(
         None, description="package.module:name of a dspy.Module, of what makes one, or of an async function"
     )
@@ -175,6 +180,7 @@ class DspyProgramConfig(TaskConfig):
     modules: tuple[str, ...] = Field((), description="modules of a program that is an async function")
 
 
+# Packages written before there were schemas read keys of any task; several bases give them all without a copy.
 class PluginTaskConfig(
     SearchAgentConfig,
     ToolAgentConfig,
@@ -187,6 +193,7 @@ class PluginTaskConfig(
     """A task of a plugin that registers no schema: every key of the built-in tasks, any of which it may read."""
 
 
+# The three data sets share a program, and the two reasoners their keys; what differs is in conf/task.
 TASK_SCHEMAS: dict[str, type[TaskConfig]] = {
     "hotpotqa": MultihopQaConfig,
     "2wiki": MultihopQaConfig,
@@ -202,6 +209,7 @@ TASK_SCHEMAS: dict[str, type[TaskConfig]] = {
     "dspy": DspyProgramConfig,
 }
 """Plug point: `task.name` -> schema, `PluginTaskConfig` where a name has none. A task's values are in `conf/task/`."""
+# Taken once, when nothing but mmrl can have added names.
 BUILT_IN = tuple(TASK_SCHEMAS)
 """Names of mmrl's own tasks, whatever plugins add."""
 

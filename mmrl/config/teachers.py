@@ -26,6 +26,7 @@ class TeacherConfig(Section):
 
     @model_validator(mode="after")
     def _policy(self) -> Self:
+        # A teacher has to differ from the student in something, else its rollouts are the student's under another name.
         other = self.policy is not None or self.endpoint is not None or self.prompts is not None
         if self.name == STUDENT and other:
             raise ValueError(

@@ -17,6 +17,7 @@ from mmrl.errors import ConfigError, nearest, unknown
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 RENAMED = {"algo.failure_score": "algo.format_failure_best"}
 """Keys of former versions, and what they are called now (task.failure_score is another thing: a rollout's reward)."""
+# Literal values and not those of the schemas: a default that changes later must not change what is dropped.
 _RETRIEVER: Mapping[str, object] = {
     "process": "inline",
     "index": None,
@@ -32,6 +33,7 @@ _RETRIEVER: Mapping[str, object] = {
     "url": None,
     "protocol": "search_r1",
 }
+# Still keys of every retriever; here for tasks that have lost the section as a whole (qa_direct, the DSPy tasks).
 _EVERY_RETRIEVER: Mapping[str, object] = {
     "name": "bm25",
     "top_k": 10,
@@ -42,6 +44,7 @@ _EVERY_RETRIEVER: Mapping[str, object] = {
     "concurrency": 64,
     "cache_size": 10_000,
 }
+# `engine.endpoint`, which engines other than openai have lost.
 _ENDPOINT: Mapping[str, object] = {
     "url": "https://api.openai.com/v1",
     "key_env": "OPENAI_API_KEY",
@@ -133,6 +136,7 @@ def validate_stored(schema: type[ConfigT], stored: Mapping[str, object]) -> Conf
     Raises:
         ConfigError: as `validate`; a retired key is a problem only where its value is not the former default.
     """
+    # a copy at every level: the run directory's own mapping stays as it was read
     raw = {key: as_tuples(value) for key, value in stored.items()}
     for path in RETIRED:  # the task first: its retriever may be retired as a whole
         _drop_retired(raw, path)
@@ -148,6 +152,7 @@ def as_tuples(value: object) -> object:
 
 def _drop_retired(raw: dict[str, object], path: str) -> None:
     """Leave out the keys at `path` that the schema in use does not have and that hold their former default."""
+    # An unknown name has no schema to compare with: everything stays, and validation reports the name.
     section, chosen = _section_at(raw, path), _chosen_schema(raw, path)
     if not isinstance(section, dict) or chosen is None:
         return
@@ -160,11 +165,13 @@ def _is_default(value: object, default: object) -> bool:
     """Whether a stored value is the former default; of a section, which may have had fewer keys, what is there."""
     if isinstance(value, Mapping) and isinstance(default, Mapping):
         return all(key in default and item == default[key] for key, item in value.items())
+    # True == 1 in Python, and a stored truth value is not the number
     return value == default and isinstance(value, bool) == isinstance(default, bool)
 
 
 def _with_shipped(config: ConfigT) -> ConfigT:
     """`tiny` replaced by the shipped model that plays the task, wherever weights are named."""
+    # Here and not where weights load, so that config.yaml and report name the model that was really used.
     shipped = shipped_for(config.task.name)
     changed: dict[str, object] = {}
     if config.model.path == "tiny":
@@ -252,6 +259,7 @@ def _unknown_key(
 ) -> Iterator[str]:
     """What to say of a key that is not in its section's schema."""
     path, above, key = ".".join(parts), ".".join(parts[:-1]), parts[-1]
+    # Before anything else: a former name may be near to a key of another schema.
     if path in RENAMED:
         yield f"{path}: is called {RENAMED[path]} now; use that name"
         return
@@ -270,6 +278,7 @@ def _unknown_key(
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, str]]:
     """Keys at and below `path` with their values as one types them."""
+    # One sentence for each key that was typed: `task.judge.url`, not the section around it.
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _leaves(f"{path}.{key}", item)
@@ -287,6 +296,7 @@ def _section_at(raw: Mapping[str, object], path: str) -> object:
 def _chosen_name(raw: Mapping[str, object], path: str) -> str:
     """The name that picks the schema at `path`, as far as the mapping gives one."""
     section = _section_at(raw, path)
+    # the defaults of the two sections whose name may be left out
     default = {"engine": "auto", "task.retriever": "bm25"}.get(path)
     name = section.get("name", default) if isinstance(section, Mapping) else default
     if path == "engine" and name == "auto":
@@ -315,11 +325,13 @@ def _fields_at(schema: type[BaseModel], location: Collection[str], raw: Mapping[
         if field is None:
             return []
         if path in CHOICES:
+            # the annotation names the base class; which subclass judged is told by the name in the config
             chosen = _chosen_schema(raw, path)
             if chosen is None:
                 return None
             schema = chosen
             continue
+        # Optional sections and mappings of sections hide the model among the arguments of their type.
         candidates = [field.annotation, *get_args(field.annotation)]
         mapped = [get_args(c)[1] for c in candidates if get_origin(c) is dict]
         if mapped and parts:
