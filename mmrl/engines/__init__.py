@@ -94,6 +94,7 @@ def problems(
     sentences: list[str] = []
     if name == "openai":
         return _openai_problems(config, training)
+    # vLLM holds one set of base weights; adapters beside it are no second set of full weights.
     if copied and name != "transformers":
         sentences.append(
             f"engine: {name} serves one set of full weights, and some modules keep the initial ones; use "
@@ -128,6 +129,7 @@ def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, f
     Args:
         sampling: (temperature, top_p, top_k) of the calls that are trained on.
     """
+    # Sampling ahead needs weights that stand still while the trainer's move: a copy, on a device of its own.
     if name == "transformers":
         return [
             "train.staleness: got 1 with engine=transformers, which samples from the very weights that are being "

@@ -99,6 +99,7 @@ class Engine(ABC):
     tell it how many there are.
     """
 
+    # An attribute, not a method: the stage compares it before every batch to see whether a push is due.
     policy_version: int = 0
     """Number of optimiser steps behind the weights that are served; -1: none pushed yet."""
 
@@ -135,6 +136,7 @@ class Engine(ABC):
         """
         self.policy_version = version
 
+    # A hint, so that a program which calls a sleeping engine gets its completion and no error.
     def sleep(self) -> None:  # noqa: B027
         """The trainer works now: free what can be freed. The next push of weights or request wakes the engine."""
 

@@ -84,6 +84,7 @@ class EndpointEngine(Engine):
                 max_tokens=sampling.max_tokens,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
+                # Equal calls stay equal where the endpoint honours seeds; most promise it only as best effort.
                 seed=sampling.seed % SEEDS,
             )
         finally:
@@ -95,6 +96,7 @@ class EndpointEngine(Engine):
         ends = [text.index(mark) + len(mark) for mark in stop if mark in text]
         if ends:
             text, finish = text[: min(ends)], "stop"
+        # Not the ids that the endpoint sampled: they serve counting and prompts of later turns, never the loss.
         ids = tuple(encode_text(self.tokenizer, text))
         if finish == "eos" or not ids:
             ids += (self.tokenizer.eos_token_id,)
@@ -154,6 +156,7 @@ class Router(Engine):
 
     def set_version(self, version: int, state: Mapping[str, Tensor] | None = None) -> None:
         """The engine serves these weights now; endpoints' replies carry the version that they were given beside."""
+        # The engine first: where it refuses the weights, endpoints keep the version that the other modules still have.
         self.engine.set_version(version, state)
         for endpoint in self.endpoints.values():
             endpoint.set_version(version)

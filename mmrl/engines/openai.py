@@ -137,6 +137,7 @@ class OpenAIChat:
         import httpx
         from openai import APIConnectionError, APIStatusError
 
+        # Listing models is free but not offered, or not allowed, everywhere; a request for one token is the proof.
         settings, limit = self.settings, min(self.settings.timeout_s, PROBE_S)
         client = self._io.client.with_options(max_retries=0)
         body = {"model": settings.model, "messages": [{"role": "user", "content": "ping"}], "max_tokens": 1}
@@ -170,6 +171,7 @@ class OpenAIChat:
         import httpx
         from openai import OpenAIError
 
+        # Held during pauses between tries too: a server that refuses for its load is not sent more meanwhile.
         async with self._io.slots:
             try:
                 reply = await self._io.client.post("/chat/completions", cast_to=httpx.Response, body=body)
@@ -181,6 +183,7 @@ class OpenAIChat:
             except asyncio.CancelledError:  # whoever waited has run out of time (task.timeout_s)
                 self.usage.failures += 1
                 raise
+        # Only whole replies count, in the I/O loop alone, so the counters need no lock.
         self.usage.requests += 1
         self.usage.prompt_tokens += tokens[0]
         self.usage.completion_tokens += tokens[1]

@@ -58,6 +58,7 @@ def unsupported(model: nn.Module) -> str | None:
     devices = {str(parameter.device) for parameter in parameters.values()}
     if len(devices) > 1:
         return f"its weights lie on several devices ({', '.join(sorted(devices))})"
+    # Adapters may be float32 beside a bfloat16 base (peft's default); the products take care of that.
     types = {str(parameter.dtype) for name, parameter in parameters.items() if "lora_" not in name}
     if len(types) > 1:
         return f"its weights are of several types ({', '.join(sorted(types))})"
@@ -210,6 +211,7 @@ class Linear:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + self(x)."""
+        # One kernel for product and residual instead of two passes over the result.
         if self.bias is None and self.low is None:
             return torch.addmm(residual, x, self.transposed)
         return residual + self(x)

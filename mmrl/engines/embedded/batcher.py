@@ -120,6 +120,7 @@ class Batcher:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             return
+        # Futures, tasks and events belong to the loop that made them; from another one they cannot be awaited.
         if self._loop is not None and self._loop is not loop:
             self._reset(loop)
         self._loop = loop
@@ -143,6 +144,7 @@ class Batcher:
     def leave(self) -> None:
         """A program has ended. One that outlived its event loop is no longer counted."""
         self._bind()
+        # Not below zero: a program that was cancelled with its event loop leaves after `_reset` has cleared the count.
         self.live = max(0, self.live - 1)
         self._forget()
         self._wake()
@@ -246,6 +248,7 @@ class Batcher:
 
     async def _burst(self, pool: ThreadPoolExecutor | None) -> None:
         """Admit what may join now, then decode until a row is done or someone asks for the decoder's attention."""
+        # Before anything is admitted: rows whose callers are gone would take room, and their tokens would be lost.
         self._drop_cancelled()
         admitted: list[PendingRequest] = []
         if self.waiting and (self.decoder.refills or not self.active):
@@ -308,6 +311,7 @@ class Batcher:
         """
         failed = self.active or self.waiting
         for job in failed:
+            # One exception object per request: a traceback grows with every place that raises the same object.
             failure = EngineFailure(f"{type(error).__name__}: {error}")
             failure.__cause__ = error
             job.outcome = failure

@@ -96,6 +96,7 @@ class TransformersEngine(Engine):
         Raises:
             RuntimeError: rows are in flight; their tokens would come from two policies.
         """
+        # A row in flight has keys and values of the old weights in the cache; more tokens would mix two policies.
         if self._batcher.busy:
             raise RuntimeError("the policy changed while the engine was generating")
         self.policy_version = self._decoder.policy_version = version
@@ -142,6 +143,8 @@ def decode_loop(
         native = False
     if adapters is None:
         return CheckedLoop(model, stored_tokens) if native else HFLoop(model)
+    # One decoder per adapter; in half precision all of them read the base weights of the first, which is refreshed
+    # before the others because `AdapterLoop.start` goes in this order.
     loops: dict[str, DecodeLoop] = {}
     first: NativeLoop | None = None
     for name in sorted(adapters):
@@ -213,6 +216,8 @@ class CheckedLoop:
 
     def _compare(self, row: BatchRow) -> tuple[float, float]:
         """Largest difference in log-probability after the prompt and after one more token, and what is allowed."""
+        # A prompt of the run itself, not a made-up one: it has the lengths and special tokens that matter here. One
+        # more token after it, so that the step with a cache is compared as well as the prefill.
         ids = row.prompt_ids[:CHECKED_TOKENS]
         probe = BatchRow(prompt_ids=ids, temperature=1.0, top_p=1.0, top_k=0, stop=(), limit=1, uniforms=row.uniforms)
         outputs = []  # of each loop: (2, vocabulary), after the prompt and after one more token

@@ -118,6 +118,7 @@ class VllmApi:
             response = await self.io.client.request(method, self.url + path, json=body)
         except httpx.HTTPError as error:
             raise Unreachable(f"{method} {path}: {type(error).__name__} {error}".strip()) from None
+        # 429 says nothing against this request, which may succeed later.
         if response.status_code >= 500 or response.status_code == 429:
             raise Unreachable(f"{method} {path}: HTTP {response.status_code}: {response.text[:QUOTED]}")
         if response.status_code >= 400:

@@ -372,6 +372,7 @@ class VllmColocatedEngine(Engine):
                 cleanup_dist_env_and_memory()
 
     def _start(self) -> LLMEngine:
+        # vLLM's core in this process too, or no weights could go from memory to memory.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.update(resources(self.config, self.setup))
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -122,6 +122,7 @@ def engine_arguments(
     assert weights is not None
     dtype = weights.dtype if weights.dtype != "auto" else ("float32" if setup.device == "cpu" else "bfloat16")
     arguments = ["--model", path, "--dtype", dtype, "--seed", "0"]
+    # One log-probability per token is all that is recorded: that of the sampled token.
     arguments += ["--logprobs-mode", f"{mode}_logprobs", "--max-logprobs", "1"]
     # Or the model's generation_config.json would set temperature, top-p and top-k of requests that leave them out.
     arguments += ["--generation-config", "vllm"]

@@ -121,6 +121,7 @@ class VllmServerEngine(Engine):
         row = self.rules.row(request)
         failures = 0
         while True:
+            # Read anew with each try: a server that was started again knows the newest adapters only.
             version, name = self.policy_version, self._name_for(request.module)
             try:
                 ids, logprobs, reason = await self._api.completion(
@@ -191,11 +192,13 @@ class VllmServerEngine(Engine):
         return True
 
     async def _push(self, version: int, state: Mapping[str, torch.Tensor] | None) -> None:
+        # In a thread: the I/O loop also serves judges and retrieval, and writing weights takes seconds.
         saved = await asyncio.to_thread(self.policy.save, version, state)
         if self._names:
             await self._push_adapters(version, saved)
         elif saved:
             await self._push_all(saved[""])
+        # Sharded weights are whole on no process, and the check would need a forward on all of them at once.
         if state is None:
             await self._check_served()
         self.policy.forget_old()
@@ -206,6 +209,7 @@ class VllmServerEngine(Engine):
             await self._api.load_adapter(names[adapter], str(folder.resolve()))
         self._served = names
         self._loaded.append({names[adapter]: folder for adapter, folder in saved.items()})
+        # The version before stays loaded, for calls that are still in flight.
         while len(self._loaded) > KEPT_VERSIONS:
             for name in self._loaded.pop(0):
                 await self._api.unload_adapter(name)
@@ -304,6 +308,7 @@ class VllmServerEngine(Engine):
         process = self._process
         if process is not None:
             await self._ended(process)
+            # All calls in flight fail together when a server dies; the first one here starts it again for all of them.
             if self._recovering is None:
                 self._recovering = asyncio.Lock()
             async with self._recovering:
