@@ -1,7 +1,4 @@
-"""Memory by part and time by phase of one step: parameters, FLOPs and bytes over what a device can do.
-
-Part of `plan`.
-"""
+"""Memory by part and time by phase of one step: parameters, FLOPs and bytes over what a device can do."""
 
 from __future__ import annotations
 
@@ -9,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mmrl.config import TrainCommandConfig
+from mmrl.config.algo import CriticConfig
 from mmrl.config.engine import TransformersConfig, VllmColocatedConfig, VllmConfig
 from mmrl.plan.devices import GIB, Device
-from mmrl.plan.load import Load
 from mmrl.plan.shapes import Shape
+from mmrl.plan.workload import Load
 from mmrl.trainer.packing import CPU_SHARE, CPU_TOKENS, GPU_SHARE, GPU_TOKENS, LEAST_TOKENS
 
 CHUNK = 1024
@@ -24,7 +22,7 @@ PREFILL_UTILISATION = {"cpu": 0.2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class WeightLayout:
     """What the config says about weights."""
 
     width: int
@@ -64,7 +62,7 @@ TRAINED_WIDTH = 4
 """Bytes of a trained number, its gradient and each of its two moments: float32."""
 
 
-def setup(config: TrainCommandConfig, shape: Shape) -> Setup:
+def weight_layout(config: TrainCommandConfig, shape: Shape) -> WeightLayout:
     """Read a config."""
     lora, on_gpu = config.model.lora, config.hardware.device != "cpu"
     dtype = config.model.dtype
@@ -73,12 +71,12 @@ def setup(config: TrainCommandConfig, shape: Shape) -> Setup:
     processes = config.hardware.processes * config.hardware.nodes
     hardware, sharding = config.hardware, config.hardware.sharding
     sampling = hardware.processes if config.engine.name == "vllm_server" else processes
-    return Setup(
+    return WeightLayout(
         width=width,
         trained_parameters=parameters,
         weights_width=TRAINED_WIDTH if lora is None else width,
         copies=1 if lora is None and config.algo.beta > 0 else 0,
-        critic=getattr(config.algo, "critic", None),
+        critic=config.algo.critic if isinstance(config.algo, CriticConfig) else None,
         processes=processes,
         weights_over=processes if sharding in ("fsdp2", "zero3") else 1,
         states_over=processes if sharding != "none" else 1,
@@ -98,13 +96,15 @@ def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float,
         load: of a whole step.
         longest: tokens of the longest call.
     """
-    made = setup(config, shape)
+    made = weight_layout(config, shape)
+    # A pack holds at least the longest call, since a call is never cut; and no more than a process has to forward.
     pack = max(min(float(pack_tokens(config, shape, device, made)), load.trained_unique / made.processes), longest)
     trained = made.trained_parameters * TRAINED_WIDTH
-    found = _states(config, shape, made)
+    parts = _states(config, shape, made)
     update = {
         "gradients": 0.0 if "gradients" in made.offloaded else trained / made.states_over,
         "activations": pack * shape.activation_bytes(made.width, config.model.gradient_checkpointing),
+        # Logits, their softmax and its gradient, in float32, of one chunk of scored positions.
         "logits": min(CHUNK, pack) * shape.vocab * 4.0 * 3,
     }
     if made.weights_over > 1:
@@ -113,15 +113,16 @@ def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float,
         update["gathered layers"] = (layers + outer) * made.width
     engine = {} if config.hardware.rollout_devices else engine_memory(config, shape, load, device)
     if sleeps(config):
-        found |= update if sum(update.values()) >= sum(engine.values()) else engine
+        # Whichever phase is larger: a sleeping vLLM has given its memory back while the update runs.
+        parts |= update if sum(update.values()) >= sum(engine.values()) else engine
     else:
-        found |= update | engine
-    return {part: float(size) for part, size in found.items() if size}
+        parts |= update | engine
+    return {part: float(size) for part, size in parts.items() if size}
 
 
 def host_memory(config: TrainCommandConfig, shape: Shape) -> float:
     """Bytes of host memory that offloaded parts of all processes of one machine take."""
-    made = setup(config, shape)
+    made = weight_layout(config, shape)
     gradients = made.trained_parameters * TRAINED_WIDTH / made.states_over
     parts = _all_states(config, shape, made) | {"gradients": gradients}
     return config.hardware.processes * sum(size for part, size in parts.items() if part in made.offloaded)
@@ -136,12 +137,12 @@ def sleeps(config: TrainCommandConfig) -> bool:
     )
 
 
-def _states(config: TrainCommandConfig, shape: Shape, made: Setup) -> dict[str, float]:
+def _states(config: TrainCommandConfig, shape: Shape, made: WeightLayout) -> dict[str, float]:
     """Bytes per device of what stays between steps, without what waits in host memory."""
     return {part: size for part, size in _all_states(config, shape, made).items() if part not in made.offloaded}
 
 
-def _all_states(config: TrainCommandConfig, shape: Shape, made: Setup) -> dict[str, float]:
+def _all_states(config: TrainCommandConfig, shape: Shape, made: WeightLayout) -> dict[str, float]:
     trained = made.trained_parameters * TRAINED_WIDTH
     return {
         "weights": shape.parameters * made.weights_width / made.weights_over,
@@ -161,7 +162,7 @@ def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load, device: 
     engine = config.engine
     if engine.server is not None:
         return {}
-    made = setup(config, shape)
+    made = weight_layout(config, shape)
     if isinstance(engine, TransformersConfig):
         held = min((load.prompt_unique + load.completion) / made.generating, float(engine.batch_tokens))
         return {"KV cache": held * shape.kv_bytes(made.width)}
@@ -172,7 +173,7 @@ def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load, device: 
     return {"KV cache": max(0.0, engine.gpu_memory * device.memory - copy), "engine's copy": copy}
 
 
-def pack_tokens(config: TrainCommandConfig, shape: Shape, device: Device, made: Setup) -> int:
+def pack_tokens(config: TrainCommandConfig, shape: Shape, device: Device, made: WeightLayout) -> int:
     """Tokens forwarded at once: as typed, else by the trainer's rule from the device's memory."""
     if config.train.microbatch_tokens is not None:
         return config.train.microbatch_tokens
@@ -184,8 +185,9 @@ def pack_tokens(config: TrainCommandConfig, shape: Shape, device: Device, made: 
     return max(LEAST_TOKENS, min(most, int(memory * device.memory / per_token) // LEAST_TOKENS * LEAST_TOKENS))
 
 
-def _critic_bytes(config: TrainCommandConfig, shape: Shape, made: Setup) -> float:
+def _critic_bytes(config: TrainCommandConfig, shape: Shape, made: WeightLayout) -> float:
     if made.critic == "separate":
+        # Weights, gradient and AdamW's two moments.
         return 4.0 * TRAINED_WIDTH * shape.parameters
     if made.critic == "adapter":
         rank = config.model.lora.r if config.model.lora else 16
@@ -198,9 +200,10 @@ def seconds(
     config: TrainCommandConfig, shape: Shape, loads: Mapping[str, Load], step: Load, device: Device
 ) -> dict[str, float]:
     """Expected seconds of one step by phase, on the devices that generate and those that train."""
-    made = setup(config, shape)
+    made = weight_layout(config, shape)
     per_token = 2.0 * shape.block_parameters
     forward = per_token * step.trained_unique + 2.0 * shape.vocab * shape.hidden * step.completion
+    # A backward costs two forwards, one with frozen weights (no gradient of them); checkpointing forwards once more.
     times = (2 if config.model.lora else 3) + (1 if config.model.gradient_checkpointing else 0)
     passes = times * config.algo.epochs + (1 if config.algo.beta > 0 else 0)
     passes += {"separate": times + 1, "adapter": times + 1, "head": 0}.get(made.critic or "", 0)
@@ -215,13 +218,16 @@ def seconds(
     }
 
 
-def _decode(config: TrainCommandConfig, shape: Shape, loads: Mapping[str, Load], device: Device, made: Setup) -> float:
+def _decode(
+    config: TrainCommandConfig, shape: Shape, loads: Mapping[str, Load], device: Device, made: WeightLayout
+) -> float:
     """Each module's calls together, one token after the other: weights and caches are read once per step."""
     spent = 0.0
     for load in loads.values():
         if not load.calls:
             continue
         turns = max(1.0, load.decode_steps / max(1.0, load.completion / load.calls))
+        # Decoding is bound by memory: each step reads all weights once, and the caches of all rows that decode.
         rows = load.calls / turns / made.generating
         context = (load.prompt + load.completion) / load.calls
         traffic = shape.parameters * made.width + rows * context * shape.kv_bytes(made.width)

@@ -1,12 +1,10 @@
-"""What a device can do: arithmetic, memory traffic, memory. GPUs from a table; this machine's CPU measured on the spot.
-
-Part of `plan`.
-"""
+"""What a device can do: arithmetic, memory traffic, memory. GPUs from a table; this machine's CPU is measured."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mmrl.errors import ConfigError, unknown
@@ -55,6 +53,7 @@ def measured_cpu(threads: int) -> Device:
     """This machine's CPU: a float32 matrix product and a copy, best of several."""
     import torch
 
+    # Shapes that fit no cache, or caches would be measured; the best of several, since other work only slows down.
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -73,7 +72,7 @@ def measured_cpu(threads: int) -> Device:
     )
 
 
-def _seconds(work: object) -> float:
+def _seconds(work: Callable[[], object]) -> float:
     started = time.perf_counter()
-    work()  # type: ignore[operator]
+    work()
     return time.perf_counter() - started

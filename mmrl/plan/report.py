@@ -9,14 +9,13 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from mmrl.config import TrainCommandConfig
 from mmrl.config.engine import TransformersConfig, VllmConfig
-from mmrl.plan.cost import engine_memory, host_memory, memory, seconds, setup, sleeps
+from mmrl.plan.cost import engine_memory, host_memory, memory, seconds, sleeps, weight_layout
 from mmrl.plan.devices import GIB, Device
-from mmrl.plan.load import Load, total
 from mmrl.plan.shapes import Shape
+from mmrl.plan.workload import Load, total
 from mmrl.report.tables import align
 
 DURATIONS = (("min", 60, 7200), ("hours", 3600, 3 * 86400), ("days", 86400, math.inf))
@@ -63,10 +62,10 @@ class Plan:
 
     def warnings(self) -> list[str]:
         """What cannot work or will hurt, with the setting to change."""
-        found, parts = [], self.memory()
+        warnings, parts = [], self.memory()
         need = sum(parts.values())
         if need > self.device.memory:
-            found.append(
+            warnings.append(
                 f"needs {need / GIB:.0f} GiB per device, {self.device.name} has {self.device.memory / GIB:.0f} GiB: "
                 + self._smaller(parts)
             )
@@ -74,18 +73,18 @@ class Plan:
         share = engine.gpu_memory if isinstance(engine, VllmConfig) else 1.0
         copy = (self.rollout_memory() or parts).get("engine's copy", 0.0) if self.device.name != "cpu" else 0.0
         if copy > self.device.memory:
-            found.append(
+            warnings.append(
                 f"the weights alone take {copy / GIB:.0f} GiB of a device that generates, {self.device.name} has "
                 f"{self.device.memory / GIB:.0f} GiB: serve them by a vLLM of your own on several (engine.url)"
             )
         elif copy > share * self.device.memory:
-            found.append(
+            warnings.append(
                 f"the weights alone take {copy / GIB:.0f} GiB of a device that generates, and vLLM may take "
                 f"{share * self.device.memory / GIB:.0f} GiB (engine.gpu_memory={share:g}): raise engine.gpu_memory"
             )
         if self.step.calls and not self.step.trained:
-            found.append("no call is trained: every module is left out of the loss (algo.train_modules)")
-        return found
+            warnings.append("no call is trained: every module is left out of the loss (algo.train_modules)")
+        return warnings
 
     def _smaller(self, parts: Mapping[str, float]) -> str:
         """The setting that saves most where it hurts."""
@@ -121,8 +120,8 @@ class Plan:
 
     def as_json(self) -> str:
         """Everything, for machines."""
-        config, made = self.config, setup(self.config, self.shape)
-        content: dict[str, Any] = {
+        config, made = self.config, weight_layout(self.config, self.shape)
+        content: dict[str, object] = {
             "version": 1,
             "calls": {module: asdict(load) for module, load in self.loads.items()},
             "tokens_from": self.source,
@@ -142,21 +141,21 @@ class Plan:
 
     def text(self) -> str:
         """Everything, for people."""
-        config, made = self.config, setup(self.config, self.shape)
-        step, times, kept = self.step, self.seconds(), config.hardware.rollout_devices
+        config, made = self.config, weight_layout(self.config, self.shape)
+        step, times, rollout_devices = self.step, self.seconds(), config.hardware.rollout_devices
         per_step, parts = self.step_seconds(), sum(times.values())
         head = (
             f"{config.algo.name} on {config.task.name} with {config.model.path}: {config.train.steps} steps of "
             f"{config.train.batch_size} examples on {made.processes} x {self.device.name}"
-            + (f", rollouts on {kept} more" if kept else "")
+            + (f", rollouts on {rollout_devices} more" if rollout_devices else "")
         )
         trained = f"{made.trained_parameters:,} of {self.shape.parameters:,} parameters trained"
         blocks = [
             head + "\n" + trained,
             f"one step ({self.source})\n" + align(self._work()),
-            self._fit("training device" if kept else "device", self.memory()),
-            *([self._fit("rollout device", self.rollout_memory())] if kept else []),
-            *self._elsewhere(),
+            self._fit("training device" if rollout_devices else "device", self.memory()),
+            *([self._fit("rollout device", self.rollout_memory())] if rollout_devices else []),
+            *self._outside_devices(),
             f"time: {duration(per_step)} a step, {duration(config.train.steps * per_step)} in all, evaluations not "
             "counted\n" + align([[name, duration(spent), f"{spent / parts:.0%}"] for name, spent in times.items()]),
             f"assumed: {self.device.flops / 1e12:.3g} TFLOP/s, {self.device.bandwidth / 1e9:.0f} GB/s, update at "
@@ -166,14 +165,14 @@ class Plan:
         blocks += [f"warning: {warning}" for warning in self.warnings()]
         return "\n\n".join(blocks)
 
-    def _elsewhere(self) -> list[str]:
+    def _outside_devices(self) -> list[str]:
         """What is in no table of a device."""
-        found, host = [], host_memory(self.config, self.shape)
+        lines, host = [], host_memory(self.config, self.shape)
         if host:
-            found.append(f"host memory: {_size(host)} per machine for what hardware.cpu_offload keeps there")
+            lines.append(f"host memory: {_size(host)} per machine for what hardware.cpu_offload keeps there")
         if sleeps(self.config):
-            found.append("vLLM sleeps during the update: the table has the larger of the two phases")
-        return found
+            lines.append("vLLM sleeps during the update: the table has the larger of the two phases")
+        return lines
 
     def _fit(self, which: str, parts: Mapping[str, float]) -> str:
         fit = f"{sum(parts.values()) / GIB:.2f} of {self.device.memory / GIB:.0f} GiB per {which}"

@@ -1,7 +1,4 @@
-"""Sizes of a model without its weights: from its `config.json`, or from a table of the models that `conf/model` names.
-
-Part of `plan`.
-"""
+"""Sizes of a model without its weights: from its `config.json`, or from a table of the models that `conf/model` has."""
 
 from __future__ import annotations
 

@@ -10,10 +10,9 @@ from mmrl.config import TrainCommandConfig
 from mmrl.errors import ConfigError
 from mmrl.models.load import model_path
 from mmrl.plan.devices import device as find_device
-from mmrl.plan.dry import dry_loads
-from mmrl.plan.load import Lengths, Load, asked_elsewhere, declared, guessed, parse_lengths
 from mmrl.plan.report import Plan
 from mmrl.plan.shapes import shape_of
+from mmrl.plan.workload import Lengths, Load, declared, dry_loads, parse_lengths, undeclared, without_endpoints
 from mmrl.run.build import build_task, reward_set
 from mmrl.run.check import on_mini_world, plan_problems
 from mmrl.run.settle import plannable
@@ -73,7 +72,7 @@ def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:
         raise ConfigError(problems)
     loads, source = _loads(settled, task, examples, request.lengths)
     if settled.engine.endpoints:
-        loads = asked_elsewhere(loads, settled.engine.endpoints)
+        loads = without_endpoints(loads, settled.engine.endpoints)
         source += f"; an endpoint answers for {', '.join(settled.engine.endpoints)}"
     return Plan(config=settled, shape=shape, device=device, loads=loads, source=source)
 
@@ -89,7 +88,7 @@ def _loads(
             f"counted in dry rollouts of {examples} examples",
         )
     source = "from declared lengths; dry=N counts instead where the weights are at hand"
-    if guesses := guessed(config, modules, lengths):
+    if guesses := undeclared(config, modules, lengths):
         source = (
             f"from a guess at the lengths of {', '.join(guesses)}, by the task's limits: declare them with "
             "lengths=, or count with dry=N where the weights are at hand"

@@ -1,18 +1,24 @@
 """How much one step asks for: calls by module, and their tokens before and after sharing.
 
-Part of `plan`. Tokens come from dry rollouts where an engine is at hand, else from lengths declared per module.
+Tokens come from dry rollouts (a few examples through the real program and engine; nothing is written, nothing trained)
+where the weights are on this machine, else from lengths declared per module.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 
-from mmrl.algorithms import ALGORITHMS
+from mmrl.algorithms import ALGORITHMS, assign_credit
 from mmrl.config import TrainCommandConfig
+from mmrl.config.algo import MhgpoConfig, TurnCriticConfig
+from mmrl.config.engine import TransformersConfig
 from mmrl.errors import ConfigError
+from mmrl.records import Call, Forest
 from mmrl.rollout.plans import Tree
+from mmrl.tasks.base import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +70,15 @@ class Load:
     """Tokens that have to be decoded one after the other."""
 
     def __add__(self, other: Load) -> Load:
-        return Load(**{name: getattr(self, name) + getattr(other, name) for name in Load.__slots__})
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(Load)}
+        return Load(**sums)
 
     def scaled(self, factor: float) -> Load:
         """`factor` times as much of everything that grows with the batch."""
-        grown = {name: getattr(self, name) * factor for name in Load.__slots__ if name != "decode_steps"}
-        return replace(self, **grown)
+        # Rows decode side by side, so more of them need no further steps.
+        return replace(
+            self, **{f.name: getattr(self, f.name) * factor for f in fields(Load) if f.name != "decode_steps"}
+        )
 
 
 def declared(config: TrainCommandConfig, modules: Sequence[str], given: Mapping[str, Lengths]) -> dict[str, Load]:
@@ -78,6 +87,7 @@ def declared(config: TrainCommandConfig, modules: Sequence[str], given: Mapping[
     Args:
         given: lengths that the user typed, by module.
     """
+    # Plans that draw (round robin) differ from example to example: 200 of them give the mean to within a few percent.
     lengths = lengths_of(config, modules, given)
     algorithm, draws = ALGORITHMS[config.algo.name], 200
     total = {module: Load() for module in modules}
@@ -90,12 +100,12 @@ def declared(config: TrainCommandConfig, modules: Sequence[str], given: Mapping[
     return {module: replace(load.scaled(share), decode_steps=steps[module]) for module, load in total.items()}
 
 
-def asked_elsewhere(loads: Mapping[str, Load], answered: Collection[str]) -> dict[str, Load]:
+def without_endpoints(loads: Mapping[str, Load], answered: Collection[str]) -> dict[str, Load]:
     """The loads with the calls of modules that an endpoint answers for, which cost these devices nothing."""
     return {module: Load(calls=load.calls) if module in answered else load for module, load in loads.items()}
 
 
-def guessed(config: TrainCommandConfig, modules: Sequence[str], given: Mapping[str, Lengths]) -> list[str]:
+def undeclared(config: TrainCommandConfig, modules: Sequence[str], given: Mapping[str, Lengths]) -> list[str]:
     """Modules whose lengths nobody has declared."""
     return [m for m in modules if m not in given and m not in DECLARED.get(config.task.name, {})]
 
@@ -120,7 +130,7 @@ def parse_lengths(text: str) -> dict[str, Lengths]:
     Raises:
         ConfigError: text of another form.
     """
-    found = {}
+    lengths = {}
     for item in filter(None, text.split(",")):
         name, _, numbers = item.partition(":")
         sizes, _, calls = numbers.partition("x")
@@ -131,18 +141,19 @@ def parse_lengths(text: str) -> dict[str, Lengths]:
                 "rewriter:250/30 or agent:300/105/480x4"
             )
         prompt, completion, observation = [*map(int, parts), 0][:3]
-        found[name] = Lengths(
+        lengths[name] = Lengths(
             prompt=prompt, completion=completion, observation=observation, calls=max(1, int(calls or 1))
         )
-    return found
+    return lengths
 
 
 def _trees(
     trees: Iterable[Tree], modules: Sequence[str], lengths: Mapping[str, Lengths], config: TrainCommandConfig
 ) -> dict[str, Load]:
     """Load of one example."""
-    found = {module: Load() for module in modules}
-    seen_first = False
+    loads = {module: Load() for module in modules}
+    # All trees of an example start with the same prompt, which is prefilled and forwarded once.
+    first_prompt_counted = False
     for tree in trees:
         branches = Fraction(1)
         for index, module in enumerate(modules):
@@ -150,18 +161,19 @@ def _trees(
             for fork in tree.forks:
                 if fork.module == module or (fork.module is None and index == 0):
                     branches *= fork.width
-            fresh = Fraction(0) if index == 0 and seen_first else prompts
+            fresh = Fraction(0) if index == 0 and first_prompt_counted else prompts
             trained = _is_trained(config, tree, module)
-            found[module] = found[module] + _paths(lengths[module], float(branches), float(fresh), trained)
-        seen_first = True
-    return found
+            loads[module] = loads[module] + _paths(lengths[module], float(branches), float(fresh), trained)
+        first_prompt_counted = True
+    return loads
 
 
 def _is_trained(config: TrainCommandConfig, tree: Tree, module: str) -> bool:
     """Whether calls of `module` in `tree` enter the loss."""
     algo = config.algo
-    only, frozen = getattr(algo, "train_modules", None), getattr(algo, "freeze_modules", ())
-    if (only is not None and module not in only) or module in frozen or module in (config.engine.endpoints or ()):
+    if isinstance(algo, MhgpoConfig) and not algo.trains(module):
+        return False
+    if module in (config.engine.endpoints or ()):
         return False
     if module in (config.model.modules or {}) and (config.model.modules or {})[module].frozen:
         return False
@@ -171,6 +183,7 @@ def _is_trained(config: TrainCommandConfig, tree: Tree, module: str) -> bool:
 def _paths(size: Lengths, paths: float, prompts: float, trained: bool) -> Load:
     """`paths` paths through one module that share `prompts` first prompts."""
     grown = [size.prompt + turn * (size.completion + size.observation) for turn in range(size.calls)]
+    # In a growing context only the observation is new in a later prompt; with contexts of their own, all of it is.
     if size.observation:
         raw_prompt = paths * sum(grown)
         unique = prompts * size.prompt + paths * (size.calls - 1) * size.observation
@@ -188,16 +201,109 @@ def _paths(size: Lengths, paths: float, prompts: float, trained: bool) -> Load:
     )
 
 
+def dry_loads(config: TrainCommandConfig, task: Task, reward_set: str, examples: int) -> dict[str, Load]:
+    """Load of each module in a step of `config`, scaled up from `examples` examples."""
+    forest = _sample(config, task, reward_set, examples)
+    return loads_of(forest, trained_calls(forest, config), config.train.batch_size / examples)
+
+
+def loads_of(forest: Forest, trained: set[str], factor: float) -> dict[str, Load]:
+    """Load of each module of a forest, `factor` times.
+
+    Args:
+        trained: ids of the calls that the update reads.
+    """
+    loads = {}
+    # The trie of all modules so far: what a later module shares with an earlier one is forwarded once, not per module.
+    shared_before = 0
+    calls: list[Call] = []
+    for module in forest.modules:
+        own = [call for call in forest.calls.values() if call.module == module]
+        calls += own
+        prompts = unique_tokens({call.prompt_ids for call in own})
+        completion = sum(call.completion_tokens for call in own)
+        read = [call for call in calls if call.id in trained]
+        shared = unique_tokens(call.prompt_ids + call.completion_ids for call in read)
+        load = Load(
+            calls=len(own),
+            prompt=sum(len(call.prompt_ids) for call in own),
+            prompt_unique=max(0, prompts - _reread(own)),
+            completion=completion,
+            trained=sum(len(c.prompt_ids) + c.completion_tokens for c in own if c.id in trained),
+            trained_unique=shared - shared_before,
+        )
+        shared_before = shared
+        steps = max((call.completion_tokens for call in own), default=0) * (1 + max((c.turn for c in own), default=0))
+        loads[module] = replace(load.scaled(factor), decode_steps=float(steps))
+    return loads
+
+
+def _reread(calls: list[Call]) -> int:
+    """Completion tokens that stand again in the prompts of later turns of their own contexts: never prefilled anew."""
+    parents = {call.parent for call in calls if call.turn > 0}
+    return sum(call.completion_tokens for call in calls if call.id in parents)
+
+
+def trained_calls(forest: Forest, config: TrainCommandConfig) -> set[str]:
+    """Ids of the calls that carry a weight under the algorithm (values and references taken as zero)."""
+    calls: Mapping[str, Call] = {
+        key: replace(
+            call,
+            values=(0.0,) * (call.completion_tokens + call.observation_tokens),
+            ref_logprobs=call.logprobs,
+        )
+        for key, call in forest.calls.items()
+    }
+    if isinstance(config.algo, TurnCriticConfig) and config.algo.obs != "all":
+        calls = {k: replace(call, values=(0.0,) * call.completion_tokens) for k, call in calls.items()}
+    frozen = [module for module, given in (config.model.modules or {}).items() if given.frozen]
+    frozen += config.engine.endpoints or ()
+    credit = assign_credit(replace(forest, calls=calls), config.algo, config.seed, frozen=frozen)
+    return {entry.call for entry in credit.entries if any(entry.weights)}
+
+
+def _sample(config: TrainCommandConfig, task: Task, reward_set: str, examples: int) -> Forest:
+    import torch
+
+    from mmrl.engines import engine_class
+    from mmrl.models.load import load_model, load_tokenizer
+    from mmrl.rollout.environment import make_environment, sampling_settings
+    from mmrl.rollout.sample import sample
+
+    torch.set_num_threads(config.hardware.threads or 1)
+    algo = config.algo
+    tokenizer = load_tokenizer(config.model)
+    engine = engine_class("transformers")(
+        load_model(config.model, "cuda" if torch.cuda.is_available() else "cpu").eval(),
+        tokenizer,
+        config.engine if isinstance(config.engine, TransformersConfig) else TransformersConfig(),
+        max_context=config.task.max_context,
+        threads=config.hardware.threads,
+    )
+    settings = sampling_settings(algo, config.task)
+    env = make_environment(task, engine, tokenizer, settings, (config.seed, "plan"))
+    chosen = task.examples("train")[:examples]
+    modules = task.program.modules
+    plans = [
+        (example, _students(ALGORITHMS[algo.name].plan(algo, modules, (config.seed, 1, example.id))))
+        for example in chosen
+    ]
+    return asyncio.run(sample(env, plans, reward_set))
+
+
+def _students(trees: Sequence[Tree]) -> list[Tree]:
+    """The plan with the student in the place of teachers, whose calls cost about the same."""
+    return [replace(tree, teacher=None) for tree in trees]
+
+
 def total(loads: Mapping[str, Load]) -> Load:
     """The sum over modules."""
-    found = Load()
-    for load in loads.values():
-        found = found + load
-    return found
+    return sum(loads.values(), Load())
 
 
 def unique_tokens(sequences: Iterable[tuple[int, ...]]) -> int:
     """Nodes of the prefix trie of `sequences`: tokens left when every shared prefix is counted once."""
+    # Sorted, a sequence shares its longest prefix with the one before it, so the trie need not be built.
     count = 0
     before: tuple[int, ...] = ()
     for sequence in sorted(sequences):
