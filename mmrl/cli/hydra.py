@@ -340,6 +340,7 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
         problems.append(f"seed: got {seed!r}, expected a whole number, 0 or more")
     if problems:
         raise ConfigError(dict.fromkeys(problems))
+    assert isinstance(seed, int)  # anything else is a problem above
     return CreditRequest(algos, Path(line.own["rollouts"]), seed)
 
 
