@@ -125,9 +125,11 @@ class AlarmRule:
 
 def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
     """All rules but `not_finite`, which has no mean."""
-    # A trainer that computes no entropy leaves the sampler's estimate of it, `surprise`.
-    entropy = _module_keys(history, ("entropy",)) or _module_keys(history, ("surprise",))
-    similarity = [key for key in keys_in(history) if key.startswith("similarity/")]
+    return (*_step_rules(limits), *_module_rules(history, limits))
+
+
+def _step_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
+    """Rules of metrics that a step has once."""
     return (
         AlarmRule(
             "reward_collapse",
@@ -135,13 +137,6 @@ def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
             _below_best(limits.reward_drop_least, limits.reward_drop),
             "reward fell to {now} from its best of {then}; "
             "go back to an earlier checkpoint, with a lower train.lr or a higher algo.beta",
-        ),
-        AlarmRule(
-            "entropy_collapse",
-            entropy,
-            _below_first(limits.entropy_left),
-            "entropy is {now}, {ratio} of what it was at first: nearly all samples agree; "
-            "if reward has stopped rising, raise algo.temperature or lower train.lr",
         ),
         AlarmRule(
             "zero_variance",
@@ -164,18 +159,6 @@ def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
             "KL to the reference is {now} nats per token, after {then} at first; lower train.lr or raise algo.beta",
         ),
         AlarmRule(
-            "format_falling",
-            _module_keys(history, VALIDITY_FACTS),
-            _below_best(limits.validity_drop),
-            "valid share fell to {now_share} from {then_share}; look at completions with mmrl show",
-        ),
-        AlarmRule(
-            "format_falling",
-            _module_keys(history, FAULT_FACTS),
-            _above_best(limits.validity_drop),
-            "faulty share rose to {now_share} from {then_share}; look at completions with mmrl show",
-        ),
-        AlarmRule(
             "failures",
             ["rollouts/failed_share"],
             _above(limits.failed_share),
@@ -187,6 +170,48 @@ def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
             _above(limits.judge_fallback),
             "{now_share} of the rollouts are scored by the fixed rule, since no reply of the judge can be read: "
             "rewards are too low; raise task.judge.max_tokens, or take another task.judge.model",
+        ),
+        AlarmRule(
+            "clipping",
+            ["train/clip_share"],
+            _above(limits.clip_share),
+            "{now_share} of the trained tokens are clipped, so most of the batch has no gradient; "
+            "lower train.lr, or fewer algo.epochs and algo.minibatches",
+        ),
+        AlarmRule(
+            "calls_falling",
+            ["rollouts/calls_per_rollout"],
+            _below_best(limits.calls_lost_least, limits.calls_lost),
+            "rollouts fell to {now} calls from {then}: the policy stopped using its tools or "
+            "fails early; reward its turns (algo=mt_grpo, mt_ppo), or read rollouts with mmrl show",
+        ),
+    )
+
+
+def _module_rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
+    """Rules of metrics that each module (or turn) has."""
+    # A trainer that computes no entropy leaves the sampler's estimate of it, `surprise`.
+    entropy = _module_keys(history, ("entropy",)) or _module_keys(history, ("surprise",))
+    similarity = [key for key in keys_in(history) if key.startswith("similarity/")]
+    return (
+        AlarmRule(
+            "entropy_collapse",
+            entropy,
+            _below_first(limits.entropy_left),
+            "entropy is {now}, {ratio} of what it was at first: nearly all samples agree; "
+            "if reward has stopped rising, raise algo.temperature or lower train.lr",
+        ),
+        AlarmRule(
+            "format_falling",
+            _module_keys(history, VALIDITY_FACTS),
+            _below_best(limits.validity_drop),
+            "valid share fell to {now_share} from {then_share}; look at completions with mmrl show",
+        ),
+        AlarmRule(
+            "format_falling",
+            _module_keys(history, FAULT_FACTS),
+            _above_best(limits.validity_drop),
+            "faulty share rose to {now_share} from {then_share}; look at completions with mmrl show",
         ),
         AlarmRule(
             "length_runaway",
@@ -202,25 +227,11 @@ def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
             "raise task.max_tokens, or look for a missing end of turn",
         ),
         AlarmRule(
-            "clipping",
-            ["train/clip_share"],
-            _above(limits.clip_share),
-            "{now_share} of the trained tokens are clipped, so most of the batch has no gradient; "
-            "lower train.lr, or fewer algo.epochs and algo.minibatches",
-        ),
-        AlarmRule(
             "copies",
             similarity,
             _at_least(limits.similarity),
             "texts of a group agree to {now_share}: exploration is gone; raise algo.temperature if reward "
             "has stopped rising",
-        ),
-        AlarmRule(
-            "calls_falling",
-            ["rollouts/calls_per_rollout"],
-            _below_best(limits.calls_lost_least, limits.calls_lost),
-            "rollouts fell to {now} calls from {then}: the policy stopped using its tools or "
-            "fails early; reward its turns (algo=mt_grpo, mt_ppo), or read rollouts with mmrl show",
         ),
     )
 

@@ -27,6 +27,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.stats import (
     ASCII_BLOCKS,
     BLOCKS,
+    Difference,
     binned,
     compare_items,
     duration,
@@ -248,27 +249,10 @@ def finish(
     _, rewards = series(seen.training, "reward/mean")
     # The same window as in the charts, so that numbers and curves agree.
     smooth = trailing_mean(rewards, 5)
-    summary = {
-        "name": seen.name,
-        "algo": seen.get("algo.name"),
-        "task": seen.get("task.name"),
-        "model": seen.get("model.name"),
-        "seed": config.seed,
-        "steps": seen.done,
-        "seconds": seconds,
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "split": config.eval.split,
-        "main_metric": main_metric,
-        "comparison": {
-            name: asdict(difference) | {"certain": difference.certain} for name, difference in differences.items()
-        },
-        "reward": {"first": smooth[0], "last": smooth[-1], "best": smooth.max()} if len(smooth) else {},
-        "alarms": [asdict(alarm) for alarm in seen.alarms],
-        "facts": dict(facts),
-        "what": seen.kind,
-    }
+    reward = {"first": smooth[0], "last": smooth[-1], "best": smooth.max()} if len(smooth) else {}
+    results = {"seconds": seconds, "main_metric": main_metric, "reward": reward, "facts": dict(facts)}
     # First the numbers, then the page: a page that fails to draw loses nothing.
-    run.write_summary(summary)
+    run.write_summary(_summary(seen, config, differences, results))
     seen = Overview.of(run)
     # Paragraphs wider than 110 columns are hard to read, however wide the terminal.
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)
@@ -287,6 +271,31 @@ def finish(
     parts.append(alarm_text(seen.alarms, width))
     parts.append(further(run, seen, trouble))
     return "\n\n".join(part for part in parts if part)
+
+
+def _summary(
+    seen: Overview, config: TrainCommandConfig, differences: Mapping[str, Difference], results: Mapping[str, object]
+) -> dict[str, object]:
+    """`summary.json`; `results`: what only the run's end knows."""
+    return {
+        "name": seen.name,
+        "algo": seen.get("algo.name"),
+        "task": seen.get("task.name"),
+        "model": seen.get("model.name"),
+        "seed": config.seed,
+        "steps": seen.done,
+        "seconds": results["seconds"],
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "split": config.eval.split,
+        "main_metric": results["main_metric"],
+        "comparison": {
+            name: asdict(difference) | {"certain": difference.certain} for name, difference in differences.items()
+        },
+        "reward": results["reward"],
+        "alarms": [asdict(alarm) for alarm in seen.alarms],
+        "facts": results["facts"],
+        "what": seen.kind,
+    }
 
 
 def failures_text(evaluations: Mapping[str, Sequence[Item]]) -> str:
