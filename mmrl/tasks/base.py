@@ -173,6 +173,7 @@ class Demonstration:
     """Earlier turns of the same context, in order: a completion, and what was added after it. Seen, never trained."""
 
 
+# What a task says here decides which options are refused as having no effect, so a wrong entry hides an option.
 FEATURES = ("observations", "penalties", "parse_failures")
 """What a program may have and others never: text added to its contexts, penalties of single modules, and replies that
 do not parse."""

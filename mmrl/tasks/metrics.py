@@ -15,6 +15,7 @@ from typing import Literal
 Punctuation = Literal["delete", "space"]
 """What becomes of a punctuation mark in normalisation: `delete` (SQuAD, HotpotQA) or `space` (MMOA-RAG)."""
 
+# HotpotQA's script: an answer of this kind is right or wrong, never partly right.
 CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _DELETE = str.maketrans("", "", string.punctuation)

@@ -172,6 +172,7 @@ class OpenQaTask(BaseTask, ABC):
 
     def _warn_shared_rows(self) -> None:
         """Splits may share a file here (a corpus is made of all of them), but nobody should learn so by accident."""
+        # By the rows that a source stands for, not by how it is written: two spellings of one file are one source.
         places: dict[str, str] = {}
         for split in SPLITS:
             spec = self.config.data.source_of(split)

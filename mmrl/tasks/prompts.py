@@ -39,6 +39,7 @@ def load_prompts(templates: Templates, path: str | None) -> Texts:
     Raises:
         ConfigError: no such file, not YAML, an unknown module or role, or wrong placeholders; all problems at once.
     """
+    # A copy: several tasks of one process may replace different prompts.
     texts = {module: {role: t.text for role, t in roles.items()} for module, roles in templates.items()}
     if path is None:
         return texts

@@ -68,6 +68,7 @@ class SearchTool:
         """`present` of what a search finds: to be awaited where the retriever is behind HTTP, so that it does not keep
         the other rollouts waiting; at once where it is in process."""
         retriever = self._open(corpus)
+        # In process a search is short and holds the interpreter anyway; a thread would only reorder rollouts.
         if not isinstance(retriever, AsyncRetriever):
             return present(retriever.search(queries, top_k))
 

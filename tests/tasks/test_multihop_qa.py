@@ -174,7 +174,7 @@ def test_demonstrations_are_what_the_program_would_want():
 
 def test_no_demonstrations_without_hops():
     example = Example(id="e", inputs={"question": "q", "corpus": "mini"}, metadata={"answers": ["a"]})
-    assert make().demonstrations(example) == []
+    assert demonstrations(make(), example) == []
 
 
 def test_gold_documents_can_be_found():

@@ -32,6 +32,7 @@ ANSWER_WORDS = 5
 """A longer answer earns nothing; the judge is told so."""
 OUTCOME_RANGE, TURN_RANGE = (0.0, 1.0), (-1.0, 1.0)
 
+# No exponent and no inf or nan: a score has few digits, and anything else is not one.
 _NUMBER = r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _SCORE_LINE = re.compile(rf"Turn\s*([0-9]+)\s*:\s*({_NUMBER})")
 _DIGITS = 9

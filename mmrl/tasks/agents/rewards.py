@@ -17,6 +17,7 @@ SEARCH_TAGS = ("think", "search", "information", "answer")
 FINAL = ["think", "/think", "answer", "/answer"]
 INTERMEDIATE = ["think", "/think", "search", "/search"]
 """What the model writes; the program adds `<information>…</information>`."""
+# Values of the paper's table; what an option changes is read from the task's config instead.
 RETRIEVED, WELL_FORMED, MALFORMED, RIGHT_FORMAT = 0.3, 0.1, -0.2, 0.2
 
 

@@ -224,6 +224,7 @@ def label(criterion: str, shares: Mapping[str, float], passages: int, *, real: b
     return {name: f"{criterion}: {', '.join(f'{split} {share:.1%}' for split, share in shares.items())}"}
 
 
+# A corpus on disk answers from its own index of titles; loading all of them would take gigabytes.
 class _Titles:
     """`title in` for a corpus in memory or on disk."""
 

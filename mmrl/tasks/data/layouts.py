@@ -155,6 +155,7 @@ def _answers(values: Fields) -> tuple[str, ...]:
 
 EVIDENCE = ("context", "supporting_facts", "paragraphs")
 """A record with one of these is in its data set's own layout; one without any has a question and answers alone."""
+# NQ and TriviaQA have no layout of their own: questions and answers, whatever else their copies hold.
 LAYOUTS: Mapping[str, Layout] = {
     "hotpotqa": Layout(("id", "question", "answer", "type", "level", "supporting_facts", "context"), _hotpot),
     "2wiki": Layout(("id", "question", "answer", "type", "supporting_facts", "context"), _hotpot),
@@ -259,6 +260,7 @@ def load_corpus(key: str, spec: str) -> list[Document]:
         DataError: a missing or malformed file, a document without a field, or duplicate ids.
     """
     source = Source(key, spec)
+    # By id, so that a repeated id is an error instead of two passages that a result cannot tell apart.
     documents: dict[str, Document] = {}
     for number, row in enumerate(source.rows("train", ("title", "text"))):
         document = passage(source, row, number)

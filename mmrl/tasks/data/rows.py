@@ -31,6 +31,7 @@ log = logging.getLogger("mmrl.data")
 HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """JSON's escape of half a UTF-16 pair; most are whole pairs."""
 FORMATS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt")
+# Checked before anything is fetched: a spec that cannot be a hub id is a wrong path, and is reported as one.
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]*){0,2}")
 HUB_SPLITS: Mapping[str, str] = {"train": "train", "dev": "validation", "test": "test"}
 
@@ -168,6 +169,7 @@ def _offline() -> Iterator[None]:
     import datasets
     from huggingface_hub import constants
 
+    # Both libraries read their switch once, at import, so an environment variable would come too late.
     was = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:

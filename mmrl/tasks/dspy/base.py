@@ -88,6 +88,7 @@ class DspyTask(BaseTask, ABC):
 
     def source_problems(self) -> list[str]:
         """Sources that two splits would use in full."""
+        # By the rows that a source stands for: a hub id without a split has other rows for each of ours.
         splits_of: dict[str, list[str]] = {}
         for split, spec in self.sources.items():
             splits_of.setdefault(Source("", spec).identity(split), []).append(split)
@@ -180,6 +181,7 @@ def set_prompts(program: dspy.Module, path: str | None) -> None:
     """
     if path is None:
         return
+    # In the order of the program's attributes, which is also the order of its modules.
     predictors = dict(program.named_predictors())
     if path.endswith(".json"):
         _load_state(program, predictors, path)

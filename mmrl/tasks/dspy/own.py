@@ -284,6 +284,7 @@ def _program(parts: OwnTask, task: str) -> object:
         if not parts.modules:
             raise ConfigError(f"task {task}: OwnTask(modules=...) is missing: the names that {name} passes to ctx.call")
         return FunctionProgram(given, tuple(parts.modules))
+    # An object with `modules` names its own; two lists could disagree.
     if parts.modules:
         raise ConfigError(
             f"task {task}: OwnTask(modules=...) has no effect with {name}, which is no async function; leave it out, "

@@ -59,6 +59,7 @@ def use_tool_sync(name: str, **arguments: object) -> Any:
 
 
 def _host(name: str) -> Host:
+    # None outside a rollout, also in a thread that the module has started without the rollout's context.
     host = _HOST.get()
     if host is None:
         raise ProgramFailure(f"tool '{name}' was used outside a rollout; run the module with mmrl")

@@ -25,6 +25,7 @@ CLAIM_ROLES = (
     "product.designer",
 )
 """Facts that lead from a subject to a person."""
+# None of the forms names the city: the three documents must be read in turn.
 FORMS = ("{who} was born in {country}.", "{who} comes from {country}.", "{who} is from {country}.")
 
 

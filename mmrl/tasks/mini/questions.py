@@ -46,6 +46,8 @@ class Question:
     """Ids of subjects and bridges."""
 
 
+# Queries and phrases are plain and few, so that a small model meets each of them often; what it has to learn is to
+# search, not to understand paraphrases.
 ROLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     # subject kind.relation -> (sub-question of the first hop, noun phrases for the bridge)
     "film.director": (
@@ -113,6 +115,7 @@ EARLIER: Mapping[str, tuple[str, ...]] = {
     "company.founded": ("Which company is older, {x} or {y}?", "Which company was founded first, {x} or {y}?"),
     "person.birth_year": ("Who is older, {x} or {y}?", "Who was born first, {x} or {y}?"),
 }
+# The answers are yes and no, which the yes/no rule of the official metric treats apart (`metrics.f1`).
 SAME: Mapping[str, tuple[str, ...]] = {
     "person.birth_city": ("Were {x} and {y} born in the same city?", "Do {x} and {y} come from the same city?"),
     "person.instrument": ("Do {x} and {y} play the same instrument?", "Is the instrument of {x} also that of {y}?"),

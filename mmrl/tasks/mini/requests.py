@@ -104,6 +104,7 @@ def make_external(seed: int = WORLD_SEED) -> Callable[[str], str]:
     companies = _by_name(world, "company")
     products = _by_name(world, "product")
 
+    # Rules, so that the mini world needs no server and every rollout of one request gets the same response.
     def external(request: str) -> str:
         company = _named(request, companies)
         product = _named(request, products)

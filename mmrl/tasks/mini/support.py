@@ -161,6 +161,7 @@ class SupportQuery:
     product: str
 
 
+# Cached, as the other data of the world: tests and sweeps build the same task many times in one process.
 @lru_cache(maxsize=8)
 def make_support(split: str, seed: int = WORLD_SEED) -> tuple[SupportQuery, ...]:
     """The support queries of one split of the world of `seed`, no text twice, labels in equal shares."""

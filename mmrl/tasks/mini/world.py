@@ -88,6 +88,8 @@ def make_world(seed: int = WORLD_SEED) -> World:
     return World(seed, entities, documents)
 
 
+# The order of draws is the world: any change here gives other names and facts, and the shipped models, whose words
+# are these, would no longer fit.
 class _Builder:
     """Draws names first, then the facts of one part at a time."""
 
@@ -237,6 +239,7 @@ class _Turns:
         return taken
 
 
+# Every fact of an entity stands in its document, in each phrasing: a question about it can always be answered.
 TEXTS: Mapping[str, tuple[str, ...]] = {
     "country": (
         "{name} is a country. Its capital is {capital} and its people speak {language}.",

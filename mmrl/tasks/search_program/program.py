@@ -56,6 +56,8 @@ TEMPLATES: Templates = {
 """Module -> role -> default text. `document` writes one document; `task.prompts` replaces any of them."""
 
 
+# Indices beyond the candidates and repetitions are dropped for the program and penalised by the task: a rollout goes
+# on with what is usable.
 @dataclass(frozen=True, slots=True)
 class Selection:
     """What a reranker's output says."""
