@@ -40,8 +40,10 @@ class ModuleAssignment:
     @cached_property
     def adapters(self) -> Mapping[str, str]:
         """Module -> LoRA adapter; empty where all modules share one policy."""
+        # A module that `model.modules` leaves out still gets an adapter: weights per module means all of them.
         if self.model.modules is not None:
             return {m: _given(self.model, m).adapter or adapter_name(m) for m in self.modules}
+        # Two adapters on one base, of which one is never trained, cost less than a second copy of the model.
         if self.initial and self.model.lora is not None:
             return {m: INITIAL if m in self.initial else TRAINED for m in self.modules}
         return {}
@@ -80,6 +82,7 @@ class ModuleAssignment:
     @property
     def frozen_adapters(self) -> frozenset[str]:
         """Adapters that take no update: those of which every module is out of the loss."""
+        # One module in the loss is enough to train an adapter that several share.
         trained = {adapter for m, adapter in self.adapters.items() if m not in self.untrained}
         return frozenset(self.adapters.values()) - trained
 
@@ -98,6 +101,7 @@ class ModuleAssignment:
 
     def record(self) -> dict[str, object]:
         """What a checkpoint stores of it, for `policy.resolve`."""
+        # A shared policy records nothing: its checkpoint is the policy.
         if self.copied:
             return {"modules": self.served, "base": self.model.path}
         return {"modules": self.adapters} if self.adapters else {}
@@ -161,6 +165,7 @@ class ModuleAssignment:
         targets = self.model.lora.targets if self.model.lora else ()
         for module, adapter in self.adapters.items():
             path = f"model.modules.{module}.adapter"
+            # peft finds an adapter's weights by name among the layers', so a name must not be one of theirs.
             if adapter in (*RESERVED, *targets) or adapter.isdigit() or adapter.startswith("lora_"):
                 problems.append(
                     f"{path}: the name '{adapter}' is taken (by mmrl, or inside of the model); give it another one"

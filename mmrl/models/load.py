@@ -218,7 +218,7 @@ def _dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
     import torch
 
     if model.dtype == "auto":
-        # Emulated bfloat16 (older GPUs) is slower than float32 and less exact.
+        # Where a GPU only emulates bfloat16, nothing is gained for the lost digits.
         computes = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if computes else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[model.dtype]

@@ -135,7 +135,7 @@ class Pack:
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
-            # transformers takes a 4D mask as given, so it makes none of its own; `tree_attention` reads `tree` alone.
+            # transformers takes a 4D mask as given and builds none; `tree_attention` reads `tree` alone.
             "attention_mask": self.input_ids.new_zeros(1, 1, 1, 1),
             "use_cache": False,
             "tree": self.tree,
@@ -202,6 +202,7 @@ def make_packs(
     if tries:
         ids = [row.ids for row in rows]
         bins = bin_pack(build_tries(ids), budget, share)
+        # Packs of tries have no bound on scored positions: `logprobs` computes their logits in chunks.
         return [_trie_pack(flatten(nodes, ids), rows, modules, dtype) for nodes in bins]
     packs: list[Pack] = []
     group: list[_PackedRow] = []
@@ -227,11 +228,14 @@ class _ScoredCall:
 
     @classmethod
     def of(cls, train: TrainCall, beta: float, score_all: bool) -> _ScoredCall:
+        # Tokens of weight 0 add nothing to the loss: they are not scored, and what follows the last scored one is not
+        # forwarded (`ids`).
         entries = tuple(
             (tuple(t for t, weight in enumerate(entry.weights) if weight != 0), number)
             for number, entry in enumerate(train.entries)
             if entry.active(beta)
         )
+        # Scored once, however many entries a token has: its log-probability is the same in all of them.
         needed = {t for tokens, _ in entries for t in tokens}
         count = len(train.call.completion_ids)
         return cls(train, entries, tuple(range(count) if score_all else sorted(needed)))
@@ -288,6 +292,7 @@ def _trie_pack(layout: TrieLayout, rows: Sequence[_PackedRow], modules: Sequence
 
 
 def _padded_pack(rows: Sequence[_PackedRow], modules: Sequence[str], dtype: torch.dtype) -> Pack:
+    # (rows, width), padded on the right with id 0; nobody scores or attends to what lies behind a row's end.
     width = max(len(row.ids) for row in rows)
     input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
     for number, row in enumerate(rows):
@@ -304,6 +309,7 @@ def _pack(
 ) -> Pack:
     """The pack of rows and, for each, where in the flattened `input_ids` its tokens lie."""
     placed = [(one, where) for row, where in rows for one in row.calls]
+    # One flat list per tensor: calls in row order, within a call its scored tokens in order, its entries one by one.
     # Offset of each call's first scored position in the pack's N.
     offsets = [0]
     for one, _ in placed:

@@ -146,7 +146,8 @@ class Settings:
             "fp16": False,
             "use_cpu": on_cpu,
             "gradient_checkpointing": self.model.gradient_checkpointing,
-            # One "batch" is a step's packs, whatever their number: sizes are inert, but TRL divides one by the other.
+            # One "batch" is a step's packs, whatever their number: these sizes are inert, and only have to pass TRL's
+            # test that a batch is a whole number of groups.
             "gradient_accumulation_steps": 1,
             "per_device_train_batch_size": 2,
             "num_generations": 2,

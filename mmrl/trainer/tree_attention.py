@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 IMPLEMENTATION = "mmrl_tree"
 """Name of the attention function in transformers' registry."""
 
-# A list of what was tested, not a guess from the config: a model whose layers mix tokens in any other way (a window,
+# A list, not a guess from the config: a model whose layers mix tokens in any other way (a window,
 # a convolution, a state) would train on wrong hidden states without an error. `selfcheck` is the second line.
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Rotary positions, softmax attention over the whole context, and logits that are the output head's alone."""
