@@ -98,8 +98,9 @@ def test_law_3_agents_that_read_the_whole_transcript_are_grpo_on_that_transcript
     rollouts = calls_of(forest, "grpo", loss_mean="token")
     trainer = trainer_for(tmp_path)
     whole = transcripts(forest, rollouts)
-    apart = {call.id: row for call, row in zip(agents, trainer.forwards.policy_logprobs(sampled(agents)), strict=True)}
-    joined = {call.id: row for call, row in zip(whole, trainer.forwards.policy_logprobs(sampled(whole)), strict=True)}
+    scores = [trainer.forwards.policy_logprobs(sampled(calls)) for calls in (agents, whole)]
+    apart = {train.call.id: row for train, row in zip(agents, scores[0], strict=True)}
+    joined = {train.call.id: row for train, row in zip(whole, scores[1], strict=True)}
     for rollout in forest.rollouts:
         path = forest.path(rollout)
         row, start = joined[rollout.id], 0
@@ -112,7 +113,7 @@ def test_law_3_agents_that_read_the_whole_transcript_are_grpo_on_that_transcript
 
 def transcripts(forest, calls):
     """Each rollout as one sequence: what its calls say is trained, what stands between is read only."""
-    of = {call.id: call for call in calls}
+    of = {train.call.id: train for train in calls}
     found = []
     for rollout in forest.rollouts:
         path = forest.path(rollout)
@@ -136,7 +137,7 @@ def transcripts(forest, calls):
                 module="whole",
                 prompt_ids=path[0].prompt_ids,
                 completion_ids=tuple(ids),
-                old_logprobs=tuple(old),
+                logprobs=tuple(old),
                 entries=(entry,),
             )
         )

@@ -129,7 +129,7 @@ def test_calls_whose_sampler_said_nothing_are_not_corrected(tmp_path: Path) -> N
     on = make_trainer(tmp_path / "on", tis=2.0, old_logprobs="recompute")
     off = make_trainer(tmp_path / "off", old_logprobs="recompute")
     assert gradients(on, calls)[0] == gradients(off, calls)[0]
-    assert on.totals.metrics(on.reduce)["train/tis_mean"] == 1.0
+    assert on.totals.metrics(on.forwards.reduce)["train/tis_mean"] == 1.0
 
 
 @pytest.mark.parametrize(

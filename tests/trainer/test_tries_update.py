@@ -67,7 +67,7 @@ def forests(draw: st.DrawFn) -> list[TrainCall]:
                 module=draw(st.sampled_from("ab")),
                 prompt_ids=tuple(prompt),
                 completion_ids=tuple(completion),
-                old_logprobs=tuple(-3.0 - 0.1 * (t % 4) for t in range(tokens)),
+                logprobs=tuple(-3.0 - 0.1 * (t % 4) for t in range(tokens)),
                 entries=tuple(entries),
             )
         )
