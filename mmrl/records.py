@@ -162,11 +162,11 @@ class Forest:
     @cached_property
     def children(self) -> Mapping[str, tuple[str, ...]]:
         """Call id -> ids of its direct successors, in order."""
-        found: dict[str, list[str]] = {call_id: [] for call_id in self.calls}
+        successors: dict[str, list[str]] = {call_id: [] for call_id in self.calls}
         for call in self.calls.values():
             if call.parent is not None:
-                found[call.parent].append(call.id)
-        return {call_id: tuple(ids) for call_id, ids in found.items()}
+                successors[call.parent].append(call.id)
+        return {call_id: tuple(ids) for call_id, ids in successors.items()}
 
     @cached_property
     def examples(self) -> tuple[str, ...]:

@@ -34,6 +34,8 @@ def start(job: Mapping[str, Any], hardware: HardwareConfig, run_dir: str) -> int
     A process that dies takes the others along: the last checkpoint stays, and what to type next is printed. They end
     with this process too, also when it is killed outright.
     """
+    # Not torch.distributed's elastic agent: its workers outlive a parent that is killed outright (they are started
+    # without a hook for `end_with_parent`), and it reports a failure as a table and a traceback of its own.
     port = free_port()
     workers = [
         subprocess.Popen(
@@ -61,7 +63,7 @@ def start(job: Mapping[str, Any], hardware: HardwareConfig, run_dir: str) -> int
 
 def environment(hardware: HardwareConfig, rank: int, port: int) -> dict[str, str]:
     """What one process needs to find the others, and how accelerate is to wrap the model."""
-    found = {
+    variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(hardware.processes),
@@ -70,7 +72,7 @@ def environment(hardware: HardwareConfig, rank: int, port: int) -> dict[str, str
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(hardware.threads or 1),
     }
-    return found | wrapping(hardware)
+    return variables | wrapping(hardware)
 
 
 def wrapping(hardware: HardwareConfig) -> dict[str, str]:

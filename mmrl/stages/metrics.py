@@ -60,8 +60,8 @@ def turn_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, flo
         turns[call.turn].append(call)
     if len(turns) > 1:
         for turn in sorted(turns)[:TURNS]:
-            found = module_metrics(turns[turn], without)
-            metrics |= {f"turn/{turn}/{name}": found[name] for name in TURN_METRICS if name in found}
+            values = module_metrics(turns[turn], without)
+            metrics |= {f"turn/{turn}/{name}": values[name] for name in TURN_METRICS if name in values}
     return metrics
 
 
@@ -92,10 +92,10 @@ def failed_share(rollouts: Sequence[Rollout]) -> float:
 
 def by_module(forest: Forest) -> dict[str, list[Call]]:
     """Calls of each module, modules in program order; modules never called are left out."""
-    found: dict[str, list[Call]] = defaultdict(list)
+    calls: dict[str, list[Call]] = defaultdict(list)
     for call in forest.calls.values():
-        found[call.module].append(call)
-    return {module: found[module] for module in forest.modules if module in found}
+        calls[call.module].append(call)
+    return {module: calls[module] for module in forest.modules if module in calls}
 
 
 def module_metrics(calls: Sequence[Call], without: Collection[str] = ()) -> dict[str, float]:
@@ -136,11 +136,11 @@ def credit_metrics(forest: Forest, entries: Iterable[Entry]) -> dict[str, float]
 
 def similarity(forest: Forest, groups: Mapping[str, Sequence[Entry]]) -> dict[str, float]:
     """Intra-group similarity per module: token F1 between output texts of a group, mean over pairs, then groups."""
-    found: dict[str, list[float]] = defaultdict(list)
+    scores: dict[str, list[float]] = defaultdict(list)
     for members in groups.values():
         calls = [forest.calls[call] for call in dict.fromkeys(e.call for e in members)]
         if len({c.module for c in calls}) != 1 or len(calls) < 2:
             continue
         pairs = list(combinations(calls, 2))[:SIMILARITY_PAIRS]
-        found[calls[0].module].append(fmean(f1(a.text, b.text) for a, b in pairs))
-    return {f"similarity/{module}": fmean(values) for module, values in sorted(found.items())}
+        scores[calls[0].module].append(fmean(f1(a.text, b.text) for a, b in pairs))
+    return {f"similarity/{module}": fmean(values) for module, values in sorted(scores.items())}

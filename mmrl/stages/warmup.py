@@ -151,9 +151,9 @@ def plan_batches(encoded: Sequence[Encoded], settings: WarmStartSettings) -> lis
     batches by the token budget, and a step takes its batches from equal shares of the range of lengths.
     """
     batches: list[list[int]] = []
-    wanted = settings.steps * settings.batches
+    total = settings.steps * settings.batches
     passes = 0
-    while len(batches) < wanted:
+    while len(batches) < total:
         draws = rng.stream(settings.seed, "warmup", passes)
         rows = [index for index, item in enumerate(encoded) for _ in range(_times(item, settings, draws.random()))]
         if not rows:
@@ -168,7 +168,7 @@ def plan_batches(encoded: Sequence[Encoded], settings: WarmStartSettings) -> lis
             draws.shuffle(stratum)
         batches += [batch for step in zip_longest(*strata) for batch in step if batch is not None]
         passes += 1
-    return batches[:wanted]
+    return batches[:total]
 
 
 def _times(item: Encoded, settings: WarmStartSettings, uniform: float) -> int:
@@ -285,24 +285,24 @@ def _context_length(model: PreTrainedModel) -> int | None:
 
 def _last_checkpoint(output: Path) -> Path | None:
     """The newest complete checkpoint: its trainer state is written last."""
-    found = [path for path in output.glob("checkpoint-*") if (path / "trainer_state.json").exists()]
-    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    complete = [path for path in output.glob("checkpoint-*") if (path / "trainer_state.json").exists()]
+    return max(complete, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 def _check_fingerprint(
     output: Path, encoded: Sequence[Encoded], settings: WarmStartSettings, *, resuming: bool
 ) -> None:
     """Checkpoints may only be continued with the data and settings that made them."""
-    wanted = asdict(settings) | {"mix": dict(settings.mix)}
-    wanted["data"] = f"{rng.digest(*(str((e.prompt_ids, e.completion_ids)) for e in encoded)):032x}"
+    current = asdict(settings) | {"mix": dict(settings.mix)}
+    current["data"] = f"{rng.digest(*(str((e.prompt_ids, e.completion_ids)) for e in encoded)):032x}"
     path = output / "warmup.json"
     if resuming and path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        changed = sorted(key for key in wanted if found.get(key) != wanted[key])
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        changed = sorted(key for key in current if stored.get(key) != current[key])
         if changed:
             raise CheckpointError(
                 f"{output}: its checkpoints were made with other {', '.join(changed)}; "
                 "continue with the same, or start in an empty folder"
             )
     output.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(wanted, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(current, indent=1, sort_keys=True) + "\n", encoding="utf-8")
