@@ -74,8 +74,7 @@ class Ppo:
                 rewards[max(end - 1, 0)] += amount
         values = [value for call in scored.path for value in critic_values(call, observed)]
         advantages = gae(rewards, values, algo.gamma, algo.gae_lambda)
-        numbers = (tuple(rewards), tuple(values), tuple(advantages))
         return [
-            EstimatedCall(call, part, *(tokens[s : s + n] for tokens in numbers), weight)
-            for call, part, s, n in zip(scored.path, parts, starts, lengths, strict=True)
+            EstimatedCall(call, part, tuple(rewards[s:e]), tuple(values[s:e]), tuple(advantages[s:e]), weight)
+            for call, part, s, e in zip(scored.path, parts, starts, [*starts[1:], total], strict=True)
         ]
