@@ -24,7 +24,7 @@ from pydantic_core import PydanticUndefined
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS, ENGINE_SCHEMAS, RETRIEVER_SCHEMAS, TASK_SCHEMAS, TrainCommandConfig
-from mmrl.config.task import BUILT_IN
+from mmrl.config.tasks import BUILT_IN
 from mmrl.system.conf import options
 from mmrl.tasks import TASKS
 

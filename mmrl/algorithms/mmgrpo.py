@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from mmrl import rng
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MmgrpoConfig
-from mmrl.config.teachers import STUDENT
+from mmrl.config.teacher import STUDENT
 from mmrl.credit.entries import Credit
 from mmrl.credit.groups import compare, weigh
 from mmrl.credit.padding import module_groups

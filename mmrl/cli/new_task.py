@@ -17,7 +17,7 @@ from pydantic import Field
 
 from mmrl.cli.arguments import read_arguments
 from mmrl.config.base import Section
-from mmrl.config.task import BUILT_IN
+from mmrl.config.tasks import BUILT_IN
 from mmrl.errors import ConfigError
 from mmrl.system.conf import conf_dir
 

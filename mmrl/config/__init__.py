@@ -5,7 +5,7 @@ Imports no Hydra and no torch. `validate` is the only door; `cli` composes the m
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
 from mmrl.config.endpoint import EndpointConfig
-from mmrl.config.engine import ENGINE_SCHEMAS, EngineConfig
+from mmrl.config.engines import ENGINE_SCHEMAS, EngineConfig
 from mmrl.config.retriever import RETRIEVER_SCHEMAS, RetrieverConfig
 from mmrl.config.schema import (
     EvalCommandConfig,
@@ -19,7 +19,7 @@ from mmrl.config.schema import (
     TrainCommandConfig,
     TrainConfig,
 )
-from mmrl.config.task import TASK_SCHEMAS, DataConfig, JudgeConfig, TaskConfig
+from mmrl.config.tasks import TASK_SCHEMAS, DataConfig, JudgeConfig, TaskConfig
 from mmrl.config.validate import validate, validate_stored
 
 __all__ = [

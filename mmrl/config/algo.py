@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from mmrl.config.base import Section, no_lookalike
-from mmrl.config.teachers import STUDENT, TeacherConfig
+from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.errors import ConfigError
 
 Aggregate = Literal["mean", "max", "min", "random"]

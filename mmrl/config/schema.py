@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, fie
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
 from mmrl.config.base import Section, by_name
-from mmrl.config.engine import ENGINE_SCHEMAS, EngineConfig
-from mmrl.config.task import TASK_SCHEMAS, PluginTaskConfig, TaskConfig
+from mmrl.config.engines import ENGINE_SCHEMAS, EngineConfig
+from mmrl.config.tasks import TASK_SCHEMAS, PluginTaskConfig, TaskConfig
 
 # The one place that knows: `validate` puts the name in, `mmrl.models.load` finds the folder.
 SHIPPED: Mapping[str, tuple[str, ...]] = {

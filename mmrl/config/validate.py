@@ -8,10 +8,10 @@ from typing import TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig, MmgrpoConfig
-from mmrl.config.engine import ENGINE_SCHEMAS
+from mmrl.config.engines import ENGINE_SCHEMAS
 from mmrl.config.retriever import RETRIEVER_SCHEMAS
 from mmrl.config.schema import EvalCommandConfig, HardwareConfig, RootConfig, TrainCommandConfig, shipped_for
-from mmrl.config.task import TASK_SCHEMAS, TaskConfig, task_schema
+from mmrl.config.tasks import TASK_SCHEMAS, TaskConfig, task_schema
 from mmrl.errors import ConfigError, nearest, unknown
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)

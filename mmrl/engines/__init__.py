@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from mmrl.config import EngineConfig
-from mmrl.config.engine import VllmConfig
+from mmrl.config.engines import VllmConfig
 from mmrl.engines.base import Completion, Engine, EngineSetup, NullEngine, Request, Sampling
 from mmrl.errors import ConfigError, unknown
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ENGINES: dict[str, str] = {
-    "transformers": "mmrl.engines.embedded.engine:TransformersEngine",
+    "transformers": "mmrl.engines.embedded.transformers_engine:TransformersEngine",
     "vllm_server": "mmrl.engines.vllm.server:VllmServerEngine",
     "vllm_colocated": "mmrl.engines.vllm.colocated:VllmColocatedEngine",
-    "openai": "mmrl.engines.endpoint:EndpointEngine",
+    "openai": "mmrl.engines.endpoint_engine:EndpointEngine",
 }
 """Name in `engine.name` -> `module:class`, imported when it is needed, since engines import torch."""
 
@@ -45,7 +45,7 @@ def build_engine(
     Args:
         model: the trainer's model; None for engines that need none in this process (`needs_model`).
     """
-    from mmrl.engines.endpoint import with_endpoints
+    from mmrl.engines.endpoint_engine import with_endpoints
 
     return with_endpoints(_engine(config, model, tokenizer, setup), config, tokenizer)
 
@@ -65,7 +65,7 @@ def _engine(
             initial=setup.initial,
         )
     if config.name == "openai":
-        from mmrl.engines.endpoint import named
+        from mmrl.engines.endpoint_engine import named
 
         return build(named(config, setup.served), tokenizer, "engine.endpoint")
     return build(model, tokenizer, config, setup)
@@ -101,7 +101,7 @@ def problems(
             "engine=transformers, or train adapters (model.lora)"
         )
     if name.startswith("vllm"):
-        from mmrl.engines.vllm.launch import rank_problems, sleep_problems, vllm_problems
+        from mmrl.engines.vllm.command import rank_problems, sleep_problems, vllm_problems
 
         assert isinstance(config, VllmConfig)
         sentences += vllm_problems(config.model_copy(update={"name": name})) + sleep_problems(config, device)
@@ -141,7 +141,7 @@ def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, f
             "engine=vllm_server, or train.staleness=0"
         ]
     if isinstance(config, VllmConfig):
-        from mmrl.engines.vllm.launch import exact, logprobs_mode
+        from mmrl.engines.vllm.command import exact, logprobs_mode
 
         temperature, top_p, top_k = sampling
         trained = Sampling(max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k)

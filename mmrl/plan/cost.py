@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mmrl.config import TrainCommandConfig
 from mmrl.config.algo import CriticConfig
-from mmrl.config.engine import TransformersConfig, VllmColocatedConfig, VllmConfig
+from mmrl.config.engines import TransformersConfig, VllmColocatedConfig, VllmConfig
 from mmrl.plan.devices import GIB, Device
 from mmrl.plan.shapes import Shape
 from mmrl.plan.workload import Load

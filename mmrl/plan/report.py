@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from mmrl.config import TrainCommandConfig
-from mmrl.config.engine import TransformersConfig, VllmConfig
+from mmrl.config.engines import TransformersConfig, VllmConfig
 from mmrl.plan.cost import engine_memory, host_memory, memory, seconds, sleeps, weight_layout
 from mmrl.plan.devices import GIB, Device
 from mmrl.plan.shapes import Shape

@@ -14,7 +14,7 @@ from fractions import Fraction
 from mmrl.algorithms import ALGORITHMS, assign_credit
 from mmrl.config import TrainCommandConfig
 from mmrl.config.algo import MhgpoConfig, TurnCriticConfig
-from mmrl.config.engine import TransformersConfig
+from mmrl.config.engines import TransformersConfig
 from mmrl.errors import ConfigError
 from mmrl.records import Call, Forest
 from mmrl.rollout.plans import Tree

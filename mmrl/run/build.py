@@ -16,8 +16,8 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms.checks import TURN_SETS
 from mmrl.config import EvalCommandConfig, HardwareConfig, ModelConfig, RootConfig, TaskConfig, TrainCommandConfig
 from mmrl.config.algo import MmgrpoConfig
-from mmrl.config.engine import TransformersConfig
-from mmrl.config.teachers import STUDENT, TeacherConfig
+from mmrl.config.engines import TransformersConfig
+from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.engines import EngineSetup, NullEngine, build_engine, engine_class, needs_model
 from mmrl.engines.base import Engine
 from mmrl.errors import ConfigError, unknown
@@ -230,7 +230,7 @@ def _build_teachers(
     config: TrainCommandConfig, task: Task, engine: Engine, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, LoadedTeacher]:
     """Load the teachers' weights; teachers of the same weights share an engine, those without use the student's."""
-    from mmrl.engines.endpoint import EndpointEngine
+    from mmrl.engines.endpoint_engine import EndpointEngine
 
     loaded: dict[str, tuple[Engine, PreTrainedTokenizerBase]] = {}
     teachers: dict[str, LoadedTeacher] = {}

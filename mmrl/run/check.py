@@ -27,9 +27,9 @@ from mmrl.config.algo import CriticConfig, GroupConfig, MmgrpoConfig
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.retriever import Bm25Config
 from mmrl.config.rules import Facts, engine_name, without_effect
-from mmrl.config.task import BUILT_IN, CorpusConfig, JudgedConfig, PapillonConfig
-from mmrl.config.teachers import TeacherConfig
-from mmrl.engines.endpoint import named, unreachable
+from mmrl.config.tasks import BUILT_IN, CorpusConfig, JudgedConfig, PapillonConfig
+from mmrl.config.teacher import TeacherConfig
+from mmrl.engines.endpoint_engine import named, unreachable
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import refuse_full

@@ -27,9 +27,9 @@ from mmrl.rollout.environment import make_environment, sampling_settings
 from mmrl.rollout.reserialise import reserialised
 from mmrl.rollout.sample import sample
 from mmrl.rollout.teachers import LoadedTeacher, teachers_of_step
-from mmrl.stages.metrics import failed_share, lag_metrics
 from mmrl.stages.prefetch import Prefetch
 from mmrl.stages.step_log import StepLog
+from mmrl.stages.step_metrics import failed_share, lag_metrics
 from mmrl.system.processes import ALONE, Processes
 from mmrl.tasks.base import Canonical, Task
 from mmrl.trainer.forwards import annotate

@@ -22,8 +22,8 @@ from mmrl.report.stats import bootstrap_interval
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
-from mmrl.stages.metrics import failed_share, module_metrics, never
 from mmrl.stages.step_log import StepLog
+from mmrl.stages.step_metrics import failed_share, module_metrics, never
 from mmrl.system.files import append_jsonl, atomic_write, dumps, read_jsonl, repair_jsonl
 from mmrl.system.processes import ALONE, Processes
 

@@ -20,8 +20,8 @@ from mmrl.records import Forest
 from mmrl.report.journal import JournalWriter
 from mmrl.stages.collect import Collector, minibatches, train_calls
 from mmrl.stages.evaluate import Evaluations
-from mmrl.stages.metrics import credit_metrics, forest_metrics, never
 from mmrl.stages.step_log import StepLog
+from mmrl.stages.step_metrics import credit_metrics, forest_metrics, never
 from mmrl.system.processes import ALONE, Processes
 from mmrl.trainer.objective import StepBatch
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from mmrl.config.retriever import Bm25Config, RetrieverConfig
-from mmrl.config.task import CorpusConfig, JudgedConfig, OpenQaConfig
+from mmrl.config.tasks import CorpusConfig, JudgedConfig, OpenQaConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Example
 from mmrl.retrieval.base import Document

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from mmrl.config.engine import TransformersConfig
+from mmrl.config.engines import TransformersConfig
 from mmrl.engines.base import Completion, Request, Sampling
-from mmrl.engines.embedded.engine import TransformersEngine
+from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from scripts.bench.common import MODELS, Bar, finish, make_model, options, timed
 from scripts.bench.rollout import NoTokenizer
 

@@ -24,11 +24,11 @@ from datasets import Dataset
 
 from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
 from mmrl.config.algo import GrpoConfig
-from mmrl.config.engine import TransformersConfig
+from mmrl.config.engines import TransformersConfig
 from mmrl.credit.entries import Group, Member, Reward
 from mmrl.credit.groups import compare
 from mmrl.engines.base import Completion, Request, Sampling
-from mmrl.engines.embedded.engine import TransformersEngine
+from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.records import Call
 from mmrl.trainer.objective import StepBatch, TrainCall, TrainEntry
 from mmrl.trainer.settings import Settings

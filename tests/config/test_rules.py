@@ -4,7 +4,7 @@ import pytest
 
 from mmrl.cli.hydra import configs, read_line
 from mmrl.config import EvalCommandConfig, TrainCommandConfig
-from mmrl.config.engine import VllmServerConfig
+from mmrl.config.engines import VllmServerConfig
 from mmrl.config.rules import COMMON, EVAL, TRAIN
 from mmrl.errors import ConfigError
 from mmrl.run import check as prepare

@@ -19,7 +19,7 @@ from mmrl.config import (
     validate,
     validate_stored,
 )
-from mmrl.config.task import BUILT_IN, PluginTaskConfig, TaskConfig
+from mmrl.config.tasks import BUILT_IN, PluginTaskConfig, TaskConfig
 from mmrl.config.validate import RETIRED
 from mmrl.engines import ENGINES
 from mmrl.errors import ConfigError

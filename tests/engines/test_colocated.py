@@ -16,7 +16,7 @@ import pytest
 from mmrl import engines
 from mmrl.cli import main
 from mmrl.config import HardwareConfig, ModelConfig
-from mmrl.config.engine import VllmColocatedConfig
+from mmrl.config.engines import VllmColocatedConfig
 from mmrl.engines import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.vllm.colocated import VllmColocatedEngine
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure

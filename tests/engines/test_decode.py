@@ -24,11 +24,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from mmrl.config.engine import TransformersConfig
+from mmrl.config.engines import TransformersConfig
+from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.engines.embedded.decode import NativeLoop
-from mmrl.engines.embedded.engine import CheckedLoop, TransformersEngine, decode_loop
 from mmrl.engines.embedded.hf_loop import HFLoop
-from mmrl.engines.embedded.rows import BatchRow
+from mmrl.engines.embedded.transformers_engine import CheckedLoop, TransformersEngine, decode_loop
 from mmrl.errors import ConfigError
 from tests.helpers.engine_fixtures import VOCABULARY, generate, model, request, tokenizer
 

@@ -9,7 +9,7 @@ from mmrl.cli import main
 from mmrl.config import EngineConfig, ModelConfig
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.engines.base import Completion, Engine, Request, Sampling
-from mmrl.engines.endpoint import EndpointEngine, Router, with_endpoints
+from mmrl.engines.endpoint_engine import EndpointEngine, Router, with_endpoints
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.models.load import load_tokenizer
 from mmrl.report.journal import read_step

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrl.engines.base import Request, Sampling
-from mmrl.engines.embedded.rows import Rules, eos_ids
+from mmrl.engines.embedded.batch_rows import Rules, eos_ids
 from mmrl.errors import EngineFailure, LengthFailure
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrl.engines.embedded import sampling
-from mmrl.engines.embedded.rows import BatchRow
+from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.engines.embedded.sampling import kept, sample
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from mmrl.config import ModelConfig
-from mmrl.config.engine import VllmServerConfig
+from mmrl.config.engines import VllmServerConfig
 from mmrl.engines import Completion, EngineSetup, Request, Sampling
-from mmrl.engines.vllm.launch import exact, logprobs_mode, lora_rank, server_arguments, server_environment
+from mmrl.engines.vllm.command import exact, logprobs_mode, lora_rank, server_arguments, server_environment
 from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import load_tokenizer

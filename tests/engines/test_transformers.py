@@ -11,10 +11,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from mmrl.config.engine import TransformersConfig
+from mmrl.config.engines import TransformersConfig
 from mmrl.engines import engine_class
 from mmrl.engines.base import Completion, Request
-from mmrl.engines.embedded.engine import TransformersEngine
+from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import ConfigError, EngineFailure, LengthFailure
 from tests.helpers.engine_fixtures import EOS, VOCABULARY, generate, model, request, tokenizer
 

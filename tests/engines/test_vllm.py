@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from mmrl.config.engine import VllmServerConfig
+from mmrl.config.engines import VllmServerConfig
 from mmrl.engines import Completion, Request, Sampling, build_engine
-from mmrl.engines.vllm.policy import probe_logprobs
+from mmrl.engines.vllm.base import probe_logprobs
 from mmrl.errors import EngineFailure, LengthFailure, SyncFailure
 from mmrl.models.load import load_model, load_tokenizer
 from tests.helpers.vllm_cases import (
@@ -101,7 +101,7 @@ def test_a_push_changes_the_policy_and_no_stale_prefix_is_served(served: Any, to
 
 def test_a_push_that_the_server_refuses_stops_with_its_words(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = served
-    monkeypatch.setattr("mmrl.engines.vllm.policy.save_weights", lambda *_: {"default": Path("/no/such/adapter")})
+    monkeypatch.setattr("mmrl.engines.vllm.base.save_weights", lambda *_: {"default": Path("/no/such/adapter")})
     with pytest.raises(SyncFailure, match=r"(?s)version 9 was not taken.*No adapter found.*vllm\.log"):
         engine.set_version(9)
 
@@ -112,7 +112,7 @@ def test_a_push_of_other_weights_than_the_trainers_is_noticed(served: Any, monke
     def other(*arguments: Any) -> list[float]:
         return [value - 0.01 for value in probe_logprobs(*arguments)]
 
-    monkeypatch.setattr("mmrl.engines.vllm.policy.probe_logprobs", other)
+    monkeypatch.setattr("mmrl.engines.vllm.base.probe_logprobs", other)
     with pytest.raises(SyncFailure, match=r"does not serve the pushed adapter 'default'.*differ by 0\.01"):
         engine.set_version(10)
 

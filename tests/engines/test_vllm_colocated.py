@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mmrl.config.engine import VllmColocatedConfig
+from mmrl.config.engines import VllmColocatedConfig
 from mmrl.errors import SyncFailure
 from mmrl.models.load import load_tokenizer
 from tests.helpers.vllm_cases import (
@@ -66,7 +66,7 @@ def test_a_push_changes_the_policy_and_no_stale_prefix_is_served(colocated: Any,
 @here
 def test_a_push_that_vllm_refuses_stops_with_its_words(colocated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = colocated
-    monkeypatch.setattr("mmrl.engines.vllm.policy.save_weights", lambda *_: {"default": Path("/no/such/adapter")})
+    monkeypatch.setattr("mmrl.engines.vllm.base.save_weights", lambda *_: {"default": Path("/no/such/adapter")})
     with pytest.raises(SyncFailure, match="version 9 was not taken by vLLM"):
         engine.set_version(9)
 
@@ -77,7 +77,7 @@ def test_full_weights_go_from_memory_to_memory(tmp_path: Path, tokenizer: Any) -
     """In a process of its own: one process holds one vLLM."""
     code = f"""
 from pathlib import Path
-from mmrl.config.engine import VllmColocatedConfig
+from mmrl.config.engines import VllmColocatedConfig
 from mmrl.engines import build_engine
 from mmrl.models.load import load_model, load_tokenizer
 from tests.helpers.vllm_cases import TINY, ask, gap, perturb, prompt_of, setup_in

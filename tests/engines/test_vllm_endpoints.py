@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from mmrl.config import EndpointConfig, JudgeConfig
-from mmrl.config.engine import TransformersConfig, VllmServerConfig
+from mmrl.config.engines import TransformersConfig, VllmServerConfig
 from mmrl.engines import Completion, EngineSetup, Request, Sampling, build_engine
-from mmrl.engines.endpoint import with_endpoints
+from mmrl.engines.endpoint_engine import with_endpoints
 from mmrl.models.chat import decode_text, render_prompt
 from mmrl.models.load import load_model, load_tokenizer
 from tests.helpers.agent_fakes import make, play

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from mmrl.config import TaskConfig
-from mmrl.config.task import task_schema
+from mmrl.config.tasks import task_schema
 from mmrl.engines.base import Completion, Request
 from mmrl.records import Call, Example, Rollout
 from mmrl.rollout.plans import independent

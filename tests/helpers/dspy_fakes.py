@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from mmrl.config import DataConfig
-from mmrl.config.task import task_schema
+from mmrl.config.tasks import task_schema
 from mmrl.errors import ConfigError
 from mmrl.rollout.plans import independent
 from mmrl.rollout.programs import with_program

@@ -35,7 +35,7 @@ def test_every_logged_key_is_explained(key):
 
 
 def test_every_fact_that_all_modules_have_is_explained():
-    from mmrl.stages.metrics import module_metrics
+    from mmrl.stages.step_metrics import module_metrics
 
     call = Call(id="a", example="e", parent=None, module="m", completion_tokens=1, logprobs=(-0.5,))
     for fact in module_metrics([call]):

@@ -12,7 +12,7 @@ import pytest
 
 from mmrl.config import RETRIEVER_SCHEMAS
 from mmrl.config.retriever import Bm25Config, ColbertConfig, DenseConfig
-from mmrl.config.task import MultihopQaConfig
+from mmrl.config.tasks import MultihopQaConfig
 from mmrl.errors import ConfigError, DataError
 from mmrl.retrieval import vectors as vectors_module
 from mmrl.retrieval.base import Document

@@ -13,9 +13,9 @@ import yaml
 
 from mmrl.cli import main
 from mmrl.config import HardwareConfig
-from mmrl.config.engine import VllmServerConfig
+from mmrl.config.engines import VllmServerConfig
 from mmrl.engines.base import EngineSetup
-from mmrl.engines.vllm.launch import server_environment
+from mmrl.engines.vllm.command import server_environment
 from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.report.rundir import RunDir, comparable
@@ -199,7 +199,7 @@ def test_more_gpus_than_the_machine_has_are_refused(monkeypatch, capsys, tmp_pat
         (["hardware=h100x2", "hardware.processes=8"], "asks for 8 GPUs to train, this machine has 7"),
         (["hardware=h100x8_split", "engine.python=python"], "asks for 7 GPUs to train and 1 to serve rollouts, this"),
     ):
-        monkeypatch.setattr("mmrl.engines.vllm.launch._has_vllm", lambda python: True)
+        monkeypatch.setattr("mmrl.engines.vllm.command._has_vllm", lambda python: True)
         assert main(["train", *arguments, where]) == 2
         shown = " ".join(capsys.readouterr().err.split())
         assert "hardware.processes: profile" in shown and said in shown

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from mmrl.config import EvalConfig
-from mmrl.config.task import task_schema
+from mmrl.config.tasks import task_schema
 from mmrl.errors import ParseFailure, ToolFailure
 from mmrl.stages import evaluate as module
 from mmrl.stages.evaluate import evaluate, evaluation_metrics, forget_failed, outside_failures

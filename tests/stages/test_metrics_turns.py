@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.algorithms import assign_credit
 from mmrl.config import ALGO_SCHEMAS
-from mmrl.stages.metrics import TURNS, credit_metrics, forest_metrics, never
+from mmrl.stages.step_metrics import TURNS, credit_metrics, forest_metrics, never
 from mmrl.tasks import TASKS
 from tests.helpers.forests import Grow
 from tests.helpers.trainer_cases import make_calls, make_trainer, sampled, with_changes

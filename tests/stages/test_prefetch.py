@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mmrl.cli import main
-from mmrl.engines.embedded.engine import TransformersEngine
+from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import SyncFailure
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir, comparable
@@ -55,7 +55,7 @@ class OwnWeights(TransformersEngine):
 def _a_server_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     EVENTS.clear()
     monkeypatch.setattr("mmrl.engines.ENGINES", {"vllm_server": f"{__name__}:OwnWeights", "transformers": "unused:x"})
-    monkeypatch.setattr("mmrl.engines.vllm.launch.vllm_problems", lambda config: [])
+    monkeypatch.setattr("mmrl.engines.vllm.command.vllm_problems", lambda config: [])
 
 
 def command(model: str, folder: Path, *overrides: str) -> list[str]:
@@ -76,7 +76,7 @@ def stale(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     folder = tmp_path_factory.mktemp("stale") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mmrl.engines.ENGINES", {"vllm_server": f"{__name__}:OwnWeights"})
-        patch.setattr("mmrl.engines.vllm.launch.vllm_problems", lambda config: [])
+        patch.setattr("mmrl.engines.vllm.command.vllm_problems", lambda config: [])
         EVENTS.clear()
         assert main(command(random_model, folder, *OPTIONS, f"train.steps={STEPS}")) == 0
     return folder, list(EVENTS)

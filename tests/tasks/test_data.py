@@ -9,7 +9,7 @@ import pytest
 
 from mmrl.config import DataConfig
 from mmrl.config.retriever import Bm25Config
-from mmrl.config.task import Banking77Config, MultihopQaConfig
+from mmrl.config.tasks import Banking77Config, MultihopQaConfig
 from mmrl.errors import ConfigError, DataError
 from mmrl.tasks import TASKS
 from mmrl.tasks.data.layouts import LAYOUTS, load_records, subset, to_example

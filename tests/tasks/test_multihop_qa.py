@@ -8,7 +8,7 @@ import pytest
 
 from mmrl.config import DataConfig
 from mmrl.config.retriever import Bm25Config
-from mmrl.config.task import MultihopQaConfig
+from mmrl.config.tasks import MultihopQaConfig
 from mmrl.errors import ConfigError
 from mmrl.records import Call, Example
 from mmrl.tasks import TASKS
@@ -224,7 +224,7 @@ def test_import_brings_no_torch():
 
 def test_running_the_default_needs_no_torch(tmp_path):
     code = (
-        "import sys; from mmrl.tasks import TASKS; from mmrl.config.task import MultihopQaConfig; "
+        "import sys; from mmrl.tasks import TASKS; from mmrl.config.tasks import MultihopQaConfig; "
         "from mmrl.tasks.mini.teach import demonstrations; "
         "task = TASKS['hotpotqa'](MultihopQaConfig(name='hotpotqa'), 0); "
         "assert demonstrations(task, task.examples('train')[0]); assert 'torch' not in sys.modules"

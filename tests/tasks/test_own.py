@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mmrl.config import DataConfig
-from mmrl.config.task import PluginTaskConfig
+from mmrl.config.tasks import PluginTaskConfig
 from mmrl.errors import ConfigError, ParseFailure
 from mmrl.rollout.scripted import play
 from mmrl.tasks.base import Score, Task

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from mmrl.config.task import JudgeConfig
+from mmrl.config.tasks import JudgeConfig
 from mmrl.errors import JudgeFailure
 from mmrl.records import Example
 from mmrl.rollout.plans import fork_on

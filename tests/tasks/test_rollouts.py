@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from mmrl.config.task import MultihopQaConfig
+from mmrl.config.tasks import MultihopQaConfig
 from mmrl.rollout.plans import fork_on, fork_on_first, independent
 from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS

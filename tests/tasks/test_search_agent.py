@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl.config import DataConfig
-from mmrl.config.task import SearchAgentConfig
+from mmrl.config.tasks import SearchAgentConfig
 from mmrl.config.validate import task_section
 from mmrl.errors import ConfigError
 from mmrl.tasks import TASKS

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mmrl.engines.base import Completion, Request
-from mmrl.engines.embedded.rows import BatchRow
+from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.errors import EngineFailure, RolloutError
 
 SETTLE_ROUNDS = 8

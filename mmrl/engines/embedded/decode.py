@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmrl.engines.embedded.architecture import Layer, Weights, scaled
+from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.engines.embedded.prefixes import PrefixSegment, PrefixStore, plan
-from mmrl.engines.embedded.rows import BatchRow
 
 CHUNK_TOKENS = 4096
 """Most padded tokens prefilled in one pass."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from mmrl.engines.embedded.architecture import causal_lm
-from mmrl.engines.embedded.rows import BatchRow
+from mmrl.engines.embedded.batch_rows import BatchRow
 
 if TYPE_CHECKING:
     from peft import LoraModel, PeftModel

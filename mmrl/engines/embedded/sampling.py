@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch
 
+from mmrl.engines.embedded.batch_rows import BatchRow, Rules
 from mmrl.engines.embedded.batcher import PendingRequest
-from mmrl.engines.embedded.rows import BatchRow, Rules
 from mmrl.errors import EngineFailure
 
 BLOCK = 64

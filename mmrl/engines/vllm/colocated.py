@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmrl.config.engine import VllmColocatedConfig
+from mmrl.config.engines import VllmColocatedConfig
 from mmrl.engines.base import Completion, Engine, EngineSetup, Request, Sampling
-from mmrl.engines.embedded.rows import BatchRow
+from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.engines.vllm.api import SEED_BITS
-from mmrl.engines.vllm.launch import engine_arguments, resources, sleep_problems, vllm_problems
-from mmrl.engines.vllm.policy import KEPT_VERSIONS, ServedPolicy
+from mmrl.engines.vllm.base import KEPT_VERSIONS, ServedPolicy
+from mmrl.engines.vllm.command import engine_arguments, resources, sleep_problems, vllm_problems
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import model_path
 

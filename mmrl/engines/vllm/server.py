@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmrl.config.engine import VllmServerConfig
+from mmrl.config.engines import VllmServerConfig
 from mmrl.engines.base import Completion, Engine, EngineSetup, Request
 from mmrl.engines.vllm.api import Refused, Unreachable, VllmApi
-from mmrl.engines.vllm.launch import BASE, server_arguments, server_environment, vllm_problems
-from mmrl.engines.vllm.policy import KEPT_VERSIONS, ServedPolicy
+from mmrl.engines.vllm.base import KEPT_VERSIONS, ServedPolicy
+from mmrl.engines.vllm.command import BASE, server_arguments, server_environment, vllm_problems
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import model_path
 from mmrl.system.child_process import ChildProcess

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mmrl.config.endpoint import EndpointConfig
-from mmrl.config.task import JudgeConfig, JudgedConfig
+from mmrl.config.tasks import JudgeConfig, JudgedConfig
 from mmrl.engines.openai import OpenAIChat, described, worth_logging
 from mmrl.errors import ConfigError, EngineFailure, JudgeFailure, RewardFailure
 from mmrl.records import Call

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from mmrl.config.task import DirectQaConfig
+from mmrl.config.tasks import DirectQaConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.base import Context, ModuleScore, Program, Score

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mmrl.config.task import SearchAgentConfig
+from mmrl.config.tasks import SearchAgentConfig
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.tags import first_pair, tag_sequence
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar, TypedDict
 
 from mmrl import rng
-from mmrl.config.task import Banking77Config
+from mmrl.config.tasks import Banking77Config
 from mmrl.errors import ConfigError, DataError
 from mmrl.records import Call, Example
 from mmrl.tasks.base import Score

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmrl.config.task import SampleConfig, TaskConfig
+from mmrl.config.tasks import SampleConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Example
 from mmrl.tasks.base import BaseTask, Tool

@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import ClassVar, TypedDict
 
-from mmrl.config.task import HoverConfig
+from mmrl.config.tasks import HoverConfig
 from mmrl.errors import ConfigError, DataError
 from mmrl.records import Call, Example
 from mmrl.retrieval.base import Document

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmrl.config.task import DspyProgramConfig, TaskConfig
+from mmrl.config.tasks import DspyProgramConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, RewardFailure
 from mmrl.records import EMPTY, Call, Example
 from mmrl.tasks.base import Context, Score, Task, Tool

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict
 
 from mmrl.config.endpoint import EndpointConfig
-from mmrl.config.task import JudgeConfig, PapillonConfig
+from mmrl.config.tasks import JudgeConfig, PapillonConfig
 from mmrl.engines.openai import OpenAIChat, worth_logging
 from mmrl.errors import ConfigError, DataError, EngineFailure, JudgeFailure, ToolFailure
 from mmrl.records import Call, Example

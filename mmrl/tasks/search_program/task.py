@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mmrl.config.task import MultihopQaConfig
+from mmrl.config.tasks import MultihopQaConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.base import ModuleScore, Program, Score

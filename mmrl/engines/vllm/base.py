@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from mmrl.config.engine import VllmConfig
+from mmrl.config.engines import VllmConfig
 from mmrl.engines.base import Completion, EngineSetup, Request
-from mmrl.engines.embedded.rows import BatchRow, Rules, context_limit, eos_ids
-from mmrl.engines.vllm.launch import exact, logprobs_mode
+from mmrl.engines.embedded.batch_rows import BatchRow, Rules, context_limit, eos_ids
+from mmrl.engines.vllm.command import exact, logprobs_mode
 from mmrl.errors import EngineFailure
 from mmrl.models.chat import render_prompt
 from mmrl.models.load import load_configs

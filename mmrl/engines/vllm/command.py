@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmrl.config.base import is_address
-from mmrl.config.engine import VllmColocatedConfig, VllmConfig, VllmServerConfig
+from mmrl.config.engines import VllmColocatedConfig, VllmConfig, VllmServerConfig
 from mmrl.engines.base import EngineSetup, Sampling
 from mmrl.errors import ConfigError
 from mmrl.models.load import model_path

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mmrl.config import EngineConfig
 from mmrl.config.endpoint import EndpointConfig
-from mmrl.config.engine import OpenAIConfig
+from mmrl.config.engines import OpenAIConfig
 from mmrl.engines.base import Completion, Engine, Request, total_usage
 from mmrl.engines.openai import OpenAIChat, described
 from mmrl.errors import ConfigError, EngineFailure

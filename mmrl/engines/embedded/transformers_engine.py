@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from mmrl.config.engine import TransformersConfig
+from mmrl.config.engines import TransformersConfig
 from mmrl.engines.base import Completion, Engine, Request
 from mmrl.engines.embedded.architecture import unsupported
+from mmrl.engines.embedded.batch_rows import BatchRow, Rules, context_limit, eos_ids
 from mmrl.engines.embedded.batcher import Batcher
 from mmrl.engines.embedded.decode import NativeLoop
 from mmrl.engines.embedded.hf_loop import HFLoop
-from mmrl.engines.embedded.rows import BatchRow, Rules, context_limit, eos_ids
 from mmrl.engines.embedded.sampling import DecodeLoop, RowDecoder
 from mmrl.errors import ConfigError
 from mmrl.models.policy import INITIAL
