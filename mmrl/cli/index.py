@@ -17,7 +17,7 @@ from mmrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from mmrl.retrieval.base import Retriever
-    from mmrl.retrieval.index import IndexInfo
+    from mmrl.retrieval.index_folder import IndexInfo
 
 KEY = "index"
 
@@ -92,7 +92,7 @@ class ServeArguments(Runtime):
 def build(words: Sequence[str]) -> int:
     """`mmrl index build`."""
     from mmrl.models.hub import encoder_problems
-    from mmrl.retrieval.index import build_index, partial_of, spec_of
+    from mmrl.retrieval.index_folder import build_index, partial_of, spec_of
     from mmrl.retrieval.select import packages_missing
     from mmrl.retrieval.sizes import estimate_text, measured_text
     from mmrl.tasks.data.corpus import Corpus
@@ -140,7 +140,7 @@ def build(words: Sequence[str]) -> int:
 
 def info(words: Sequence[str]) -> int:
     """`mmrl index info`."""
-    from mmrl.retrieval.index import read_info
+    from mmrl.retrieval.index_folder import read_info
     from mmrl.retrieval.sizes import info_text
 
     folder = Path(read_arguments("mmrl index info", InfoArguments, words).index).expanduser()
@@ -168,20 +168,19 @@ def _line(text: str) -> str:
 
 def serve(words: Sequence[str]) -> int:
     """`mmrl serve-retriever`."""
-    from mmrl.retrieval.child import LISTENING
     from mmrl.retrieval.select import server_problems
+    from mmrl.retrieval.serving import make_app
 
     given = read_arguments("mmrl serve-retriever", ServeArguments, words)
     if problems := server_problems("mmrl serve-retriever"):
         raise ConfigError(problems)
     facts, retriever, documents = _opened(given)
-    from mmrl.retrieval.server import make_app
-    from mmrl.retrieval.server import serve as serve_app
+    from mmrl.retrieval.serving import serve as serve_app
 
     served = {"kind": facts.kind, "documents": documents, "index": Path(given.index).name, "digest": facts.digest}
     app = make_app(retriever, served, max_batch=given.max_batch)
     try:
-        serve_app(app, given.host, given.port, parent=given.parent, announce=LISTENING + "{url}")
+        serve_app(app, given.host, given.port, parent=given.parent, announce="listening on {url}")
     except OSError as error:
         raise ConfigError(
             f"mmrl serve-retriever: cannot listen on host={given.host} port={given.port}: {error.strerror or error}"
@@ -192,7 +191,7 @@ def serve(words: Sequence[str]) -> int:
 
 def _opened(given: Runtime) -> tuple[IndexInfo, Retriever, int]:
     """Info, retriever and number of passages of an index folder."""
-    from mmrl.retrieval.index import open_index, read_info
+    from mmrl.retrieval.index_folder import open_index, read_info
     from mmrl.retrieval.select import index_problems
     from mmrl.retrieval.store import PassageStore
 

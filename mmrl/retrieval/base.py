@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,12 +16,16 @@ class Document:
     title: str
     text: str
     score: float = 0.0
-    """What the retriever gave it for a query; higher is better; 0 outside a search."""
+    """By the retriever, for a query; higher is better; 0 outside a search."""
 
 
-class Retriever(Protocol):
-    """Finds documents of one corpus."""
+class Retriever(ABC):
+    """Searches one corpus. All that callers use of a retriever is here; only `search` has to be written."""
 
+    over_http: bool = False
+    """Whether a search waits for a server: then callers await `search_async`, so that other rollouts go on."""
+
+    @abstractmethod
     def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
         """The best documents for each query.
 
@@ -30,27 +34,26 @@ class Retriever(Protocol):
             top_k: how many documents to return at most, one number for each query.
 
         Returns:
-            One list for each query, best first, ties in corpus order. Shorter than asked when fewer documents match.
+            One list for each query, best first, ties in corpus order; shorter than `top_k` when fewer documents match.
+
+        Raises:
+            RetrievalFailure: a server gave no usable answer.
         """
-        ...
-
-
-@runtime_checkable
-class AsyncRetriever(Protocol):
-    """A retriever that can be awaited: one behind HTTP, that must not keep the other rollouts waiting."""
 
     async def search_async(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
-        """`Retriever.search`, awaited."""
-        ...
+        """`search` for callers on an event loop."""
+        # In process a search is computation: a thread would only compete with the decode loop for the interpreter.
+        return self.search(queries, top_k)
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """What was asked so far: requests, retries, failures, ..."""
-        ...
+        """Requests, answers from the cache, retries, short results, failures by cause; empty in process."""
+        return {}
 
     def close(self) -> None:
-        """Stop its child process, if it has one, and close its connections."""
-        ...
+        """Stop the child process, if there is one, and close connections. May be called twice."""
+        # In process nothing has to be released: memory maps go with the object.
+        return
 
 
 def whole_text(text: str) -> str:

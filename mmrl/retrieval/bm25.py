@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmrl.retrieval.base import Document
+from mmrl.retrieval.base import Document, Retriever
 from mmrl.system.artifacts import load_or_build
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ FORMAT = 1
 """Part of the cache key: raise it when tokenisation or files change."""
 
 
-class Bm25Retriever:
+class Bm25Retriever(Retriever):
     """Exact BM25 search; safe to use from several threads.
 
     Args:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mmrl.retrieval.base import Document
+from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.vectors import FAISS_FILE, Shard, build_faiss, encode_shards, nearest, open_faiss
 
 DEFAULT_MODEL = "colbert-ir/colbertv2.0"
@@ -58,7 +58,7 @@ class TokenEncoder:
         return [np.asarray(vectors, dtype=np.float32) for vectors in found]
 
 
-class ColbertRetriever:
+class ColbertRetriever(Retriever):
     """Searches an index folder's token vectors.
 
     Args:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mmrl.retrieval.base import Document
+from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.vectors import FAISS_FILE, build_faiss, encode_shards, nearest, open_faiss
 
 DEFAULT_MODEL = "facebook/contriever"
@@ -105,7 +105,7 @@ class Encoder:
         return np.concatenate(vectors)
 
 
-class DenseRetriever:
+class DenseRetriever(Retriever):
     """Searches an index folder's vectors by inner product.
 
     Args:

@@ -1,80 +1,162 @@
-"""Replies of retrieval servers as documents: Search-R1's protocol and DSPy's ColBERT-server's. Used by `remote`."""
+"""What retrieval servers are asked and reply: Search-R1's protocol and DSPy's ColBERT-server's, both directions.
+
+- Search-R1: `POST /retrieve` {"queries": [...], "topk": 3, "return_scores": true} ->
+  {"result": [[{"document": {"contents": "title\\ntext"}, "score": s}, ...], ...]}, or bare documents.
+- DSPy: `GET /api/search?query=…&k=…` -> {"topk": [{"text": "title | text", "pid": …, "rank": 1, "score": s}, ...]}.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictStr, ValidationError
 
 from mmrl.retrieval.base import Document, whole_text
 
+MAX_QUERIES = 1024
+"""Queries of one request."""
+MAX_TOPK = 1000
+MAX_QUERY_CHARS = 20_000
 
-def read_search_r1(reply: Any, queries: int) -> list[list[Document]]:
-    """`{"result": [[{"document": {"contents": "title\\ntext"}, "score": s}, ...], ...]}`, or bare documents.
+M = TypeVar("M", bound=BaseModel)
+
+
+class BadRequest(ValueError):
+    """A request that is not the protocol's; answered with status 422 and the reason."""
+
+
+def _shortened(value: object) -> object:
+    return whole_text(value[:MAX_QUERY_CHARS]) if isinstance(value, str) else value
+
+
+def _number(value: object) -> object:
+    # Search-R1 sends null for the server's own number; pydantic would take `true` for 1.
+    if value is None:
+        return 3
+    return "true or false" if isinstance(value, bool) else value
+
+
+Query = Annotated[StrictStr, BeforeValidator(_shortened)]
+TopK = Annotated[int, BeforeValidator(_number), Field(ge=1, le=MAX_TOPK)]
+
+
+class SearchR1Request(BaseModel):
+    """Body of `POST /retrieve`."""
+
+    queries: list[Query] = Field(max_length=MAX_QUERIES)
+    topk: TopK = 3
+    return_scores: StrictBool = False
+
+
+class DspyRequest(BaseModel):
+    """Parameters of DSPy's `GET`, or the body of the same as a `POST`."""
+
+    query: Query
+    k: TopK = 10
+
+
+def read_request(model: type[M], fields: object) -> M:
+    """A request that is the protocol's, within the limits.
+
+    Raises:
+        BadRequest: with every field that is wrong, and why.
+    """
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        where = [".".join(str(part) for part in problem["loc"]) or "request" for problem in problems[:5]]
+        reasons = [f"{place}: {problem['msg']}" for place, problem in zip(where, problems, strict=False)]
+        raise BadRequest("; ".join(reasons)) from None
+
+
+def search_r1_item(document: Document, scored: bool) -> dict[str, object]:
+    """One passage of a Search-R1 reply."""
+    contents = f"{document.title}\n{document.text}"
+    fields = {"id": document.id, "title": document.title, "text": document.text, "contents": contents}
+    return {"document": fields, "score": document.score} if scored else dict(fields)
+
+
+def dspy_item(document: Document, rank: int) -> dict[str, object]:
+    """One passage of a DSPy reply."""
+    text = f"{document.title} | {document.text}"
+    return {"text": text, "pid": document.id, "rank": rank, "score": document.score}
+
+
+# Replies are read by hand: a model of them would copy every passage once more, and servers differ in what they add.
+
+
+def read_search_r1_reply(reply: object, queries: int) -> list[list[Document]]:
+    """The documents of each query.
 
     Raises:
         ValueError, TypeError, KeyError, OverflowError: another shape, or another number of results than of queries.
     """
-    if not isinstance(reply, Mapping):
-        raise TypeError(f"got {type(reply).__name__}, expected an object")
-    results = reply["result"]
+    results = _mapping(reply)["result"]
     if not isinstance(results, list) or len(results) != queries:
         got = f"{len(results)} results" if isinstance(results, list) else type(results).__name__
         raise ValueError(f"got {got} for {queries} queries")
-    return [[_search_r1_document(item) for item in _listed(result)] for result in results]
+    return [[_search_r1_document(item) for item in _items(result)] for result in results]
 
 
-def _search_r1_document(item: Any) -> Document:
+def _search_r1_document(item: Mapping[str, object]) -> Document:
     scored = "document" in item
-    fields = item["document"] if scored else item
-    if not isinstance(fields, Mapping):
-        raise TypeError(f"document: got {type(fields).__name__}, expected an object")
-    if isinstance(fields.get("text"), str) and isinstance(fields.get("title"), str):
-        title, text = fields["title"], fields["text"]
-    else:
-        title, _, text = _string(fields["contents"], "contents").partition("\n")
+    fields = _mapping(item["document"], "document: ") if scored else item
+    title, text = fields.get("title"), fields.get("text")
+    if not isinstance(text, str) or not isinstance(title, str):
+        title, _, text = _text(fields["contents"], "contents").partition("\n")
         title = title.strip()
-        if len(title) > 1 and title[0] == title[-1] == '"':  # as wiki-18's contents have it
+        # wiki-18's contents have their titles in quotes
+        if len(title) > 1 and title[0] == title[-1] == '"':
             title = title[1:-1]
     return _document(fields.get("id"), title, text, item.get("score", 0.0) if scored else 0.0)
 
 
-def read_dspy(reply: Any) -> list[Document]:
-    """`{"topk": [{"text": "title | text", "pid": …, "score": s}, ...]}`.
+def read_dspy_reply(reply: object) -> list[Document]:
+    """The documents of one query.
 
     Raises:
         ValueError, TypeError, KeyError, OverflowError: another shape, or an error message of the server.
     """
-    if not isinstance(reply, Mapping):
-        raise TypeError(f"got {type(reply).__name__}, expected an object")
-    if reply.get("error"):
-        raise ValueError(f"the server says: {str(reply.get('message', reply['error']))[:200]}")
+    fields = _mapping(reply)
+    if fields.get("error"):
+        raise ValueError(f"the server says: {str(fields.get('message', fields['error']))[:200]}")
     documents = []
-    for item in _listed(reply["topk"]):
-        title, mark, text = _string(item["text"], "text").partition(" | ")
+    for item in _items(fields["topk"]):
+        title, mark, text = _text(item["text"], "text").partition(" | ")
         documents.append(_document(item.get("pid"), *((title, text) if mark else ("", title)), item.get("score", 0.0)))
     return documents
 
 
-def _document(name: Any, title: str, text: str, score: Any) -> Document:
+def _document(name: object, title: str, text: str, score: object) -> Document:
     title, text = whole_text(title), whole_text(text)
+    if not isinstance(score, int | float | str):
+        raise TypeError(f"score: got {type(score).__name__}, expected a number")
     value = float(score)
     if not math.isfinite(value):
         raise ValueError(f"score: got {score}")
+    # Servers may leave ids out; programs tell passages apart by them.
     if name is None:
         name = hashlib.blake2b(f"{title}\x1f{text}".encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-    return replace(Document(id=str(name), title=title, text=text), score=value)
+    return Document(id=str(name), title=title, text=text, score=value)
 
 
-def _listed(value: Any) -> list[Any]:
+def _mapping(value: object, field: str = "") -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{field}got {type(value).__name__}, expected an object")
+    return value
+
+
+def _items(value: object) -> list[Mapping[str, object]]:
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
         raise TypeError(f"got {type(value).__name__}, expected a list of objects")
     return value
 
 
-def _string(value: Any, field: str) -> str:
+def _text(value: object, field: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{field}: got {type(value).__name__}, expected text")
     return value

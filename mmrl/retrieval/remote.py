@@ -1,11 +1,11 @@
-"""A retriever behind HTTP: Search-R1's `/retrieve`, or DSPy's ColBERT-server protocol. Used by tasks' search tools.
+"""A retriever behind HTTP, by Search-R1's or DSPy's protocol. Used by tasks' search tools.
 
-One asynchronous client with one connection pool serves all rollouts; it lives on one event loop in one thread of its
-own, so it outlasts the loop of each step and is never kept waiting by a decode on the caller's loop.
+One asynchronous client with one connection pool serves all rollouts; it lives on the process's I/O loop, so it outlasts
+the loop of each step and never waits for a decode on the caller's loop.
 
-What goes wrong is never an empty result: after `retries` further attempts it is a `RetrievalFailure`, an outside
-failure of the rollout (journalled, counted, not trained on), with its cause in the message. After `BREAKER_FAILURES`
-requests have failed in a row, further ones fail at once for `BREAKER_S` seconds; then one is let through to look.
+A failed search is never an empty result: after `retries` further attempts it is a `RetrievalFailure`, which aborts the
+rollout (journalled, counted, not trained on), with its cause in the message. After `BREAKER_FAILURES` failed requests
+in a row, further ones fail at once for `BREAKER_S` seconds; then one is let through as a probe.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
+import ssl
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypedDict, TypeVar
+from urllib.parse import urlsplit
 
 from mmrl.errors import RetrievalFailure
-from mmrl.retrieval.base import Document
-from mmrl.retrieval.protocols import read_dspy, read_search_r1
+from mmrl.retrieval.base import Document, Retriever, whole_text
+from mmrl.retrieval.protocols import read_dspy_reply, read_search_r1_reply
+from mmrl.system.portal import IoScope
 
 if TYPE_CHECKING:
-    from aiohttp import ClientSession
+    import httpx
 
 T = TypeVar("T")
 
@@ -40,12 +42,23 @@ SHOWN_OF_ERROR = 200
 """Bytes of an error's text that are read."""
 TRANSIENT = frozenset({408, 425, 429})
 """Statuses below 500 that are worth another attempt."""
+IDLE_S = 4.0
+"""Seconds that an idle connection stays open."""
 
 log = logging.getLogger("mmrl.retrieval")
 
 
+class HttpOptions(TypedDict, total=False):
+    """Options of `RemoteRetriever` that a config sets."""
+
+    timeout_s: float
+    retries: int
+    concurrency: int
+    cache_size: int
+
+
 class Breaker:
-    """Counts failures in a row; open, it refuses until `wait_s` have passed, then lets one request look.
+    """Counts failures in a row; open, it refuses until `wait_s` have passed, then lets one request through as a probe.
 
     Args:
         failures: in a row, after which it opens.
@@ -53,6 +66,7 @@ class Breaker:
         clock: seconds, monotonic.
     """
 
+    # By hand: tenacity retries one request and has no state across requests.
     def __init__(
         self,
         failures: int = BREAKER_FAILURES,
@@ -62,7 +76,7 @@ class Breaker:
         self._limit, self._wait_s, self._clock = failures, wait_s, clock
         self._failures = 0
         self._opened: float | None = None
-        self._looking = False
+        self._probing = False
 
     @property
     def open(self) -> bool:
@@ -70,35 +84,35 @@ class Breaker:
         return self._opened is not None
 
     def refuses(self) -> bool:
-        """Whether a request must not be sent now. A request that may look has to report `success` or `failure`."""
+        """Whether a request must not be sent now. A request let through has to report `success` or `failure`."""
         if self._opened is None:
             return False
-        if self._looking or self._clock() - self._opened < self._wait_s:
+        if self._probing or self._clock() - self._opened < self._wait_s:
             return True
-        self._looking = True
+        self._probing = True
         return False
 
     def success(self) -> bool:
         """A request was answered. Returns whether it was open until now."""
         was_open = self.open
-        self._failures, self._opened, self._looking = 0, None, False
+        self._failures, self._opened, self._probing = 0, None, False
         return was_open
 
     def failure(self) -> bool:
         """A request failed for good. Returns whether it opens by this one."""
         was_open = self.open
         self._failures += 1
-        self._looking = False
+        self._probing = False
         if self._failures >= self._limit:
             self._opened = self._clock()
         return self.open and not was_open
 
     def abandoned(self) -> None:
-        """A request was cancelled before it was known how it ends."""
-        self._looking = False
+        """A request was cancelled before its outcome was known."""
+        self._probing = False
 
 
-class RemoteRetriever:
+class RemoteRetriever(Retriever):
     """Searches over HTTP; safe to use from any thread and event loop.
 
     Args:
@@ -108,9 +122,11 @@ class RemoteRetriever:
         retries: further attempts after a timeout, a refused connection, a status >= 500 (or 408, 425, 429), or a reply
             that cannot be read.
         concurrency: requests under way at once; more wait for their turn.
-        cache_size: results kept, by query and number.
+        cache_size: results kept, by query and number; the least recently used goes first.
         breaker: see `Breaker`.
     """
+
+    over_http = True
 
     def __init__(
         self,
@@ -125,28 +141,26 @@ class RemoteRetriever:
     ):
         self.url = url.rstrip("/") if protocol == "dspy" else f"{url.rstrip('/').removesuffix('/retrieve')}/retrieve"
         self.protocol, self.timeout_s, self.retries = protocol, timeout_s, retries
-        self.counts: Counter[str] = Counter()
-        """Requests, answers from the cache, retries, short results, and failures by cause, since the start."""
+        # Written on the I/O loop alone, like the cache and the breaker: none of them needs a lock.
+        self._counts: Counter[str] = Counter()
+        self._cache: dict[tuple[str, int], list[Document]] = {}
         self._concurrency, self._cache_size = concurrency, cache_size
-        self._cache: OrderedDict[tuple[str, int], list[Document]] = OrderedDict()
         self._breaker = breaker or Breaker()
-        self._last = ""
-        """What the last request failed of."""
-        self._loop = _Loop()
-        self._session: ClientSession | None = None
-        self._turn: asyncio.Semaphore | None = None
+        self._last_failure = ""
+        self._io: IoScope[httpx.AsyncClient] = IoScope(self._connect, lambda client: client.aclose(), concurrency)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """See `Retriever.counts`; since the start."""
+        return self._counts
 
     def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
-        """See `mmrl.retrieval.base.Retriever.search`; blocks. Not for use on an event loop: see `search_async`.
-
-        Raises:
-            RetrievalFailure: no usable answer within all attempts.
-        """
-        return self._loop.run(self._search(list(queries), list(top_k)))
+        """See `Retriever.search`; blocks. Not for use on an event loop: see `search_async`."""
+        return self._io.wait(self._search(list(queries), list(top_k)))
 
     async def search_async(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
-        """`search` for callers on an event loop."""
-        return await self._loop.wait(self._search(list(queries), list(top_k)))
+        """See `Retriever.search_async`; cancelling it cancels the requests."""
+        return await self._io.run(self._search(list(queries), list(top_k)))
 
     def ping(self) -> None:
         """One search whose result does not matter.
@@ -154,76 +168,73 @@ class RemoteRetriever:
         Raises:
             RetrievalFailure: no usable answer.
         """
-        self._loop.run(self._ask(["ping"], [1]))
+        self._io.wait(self._request(["ping"], [1]))
 
     def close(self) -> None:
-        """Close connections and stop the client's thread. A later search starts anew."""
-        self._loop.stop(self._close())
-
-    async def _close(self) -> None:
-        session, self._session, self._turn = self._session, None, None
-        if session is not None:
-            await session.close()
+        """Close connections. A later search starts anew."""
+        self._io.close()
 
     async def _search(self, queries: list[str], top_k: list[int]) -> list[list[Document]]:
-        found: dict[int, list[Document]] = {}
+        results: dict[int, list[Document]] = {}
         missing = []
         for number, (query, k) in enumerate(zip(queries, top_k, strict=True)):
-            kept = self._recall(query, k)
+            cached = self._recall(query, k)
             if k < 1:
-                found[number] = []
-            elif kept is not None:
-                self.counts["cached"] += 1
-                found[number] = kept
+                results[number] = []
+            elif cached is not None:
+                self._counts["cached"] += 1
+                results[number] = cached
             else:
                 missing.append(number)
         if missing:
-            answers = await self._ask([queries[n] for n in missing], [top_k[n] for n in missing])
+            answers = await self._request([queries[n] for n in missing], [top_k[n] for n in missing])
             for number, answer in zip(missing, answers, strict=True):
-                cut = answer[: top_k[number]]
-                self._count_short(len(cut), top_k[number])
-                self._remember(queries[number], top_k[number], cut)
-                found[number] = cut
-        return [found[number] for number in range(len(queries))]
+                # One Search-R1 request has one `topk`, the largest of its queries.
+                documents = answer[: top_k[number]]
+                self._count_short(len(documents), top_k[number])
+                self._remember(queries[number], top_k[number], documents)
+                results[number] = documents
+        return [results[number] for number in range(len(queries))]
 
-    async def _ask(self, queries: list[str], top_k: list[int]) -> list[list[Document]]:
+    async def _request(self, queries: list[str], top_k: list[int]) -> list[list[Document]]:
         if self.protocol == "search_r1":
             body = {"queries": queries, "topk": max(top_k), "return_scores": True}
-            return await self._attempts("POST", {"json": body}, lambda reply: read_search_r1(reply, len(queries)))
-        asked = [
-            self._attempts("GET", {"params": {"query": query, "k": str(k)}}, read_dspy)
+            return await self._attempts("POST", body, {}, lambda reply: read_search_r1_reply(reply, len(queries)))
+        searches = [
+            self._attempts("GET", None, {"query": whole_text(query), "k": str(k)}, read_dspy_reply)
             for query, k in zip(queries, top_k, strict=True)
         ]
-        return list(await asyncio.gather(*asked))
+        return list(await asyncio.gather(*searches))
 
-    async def _attempts(self, method: str, arguments: dict[str, Any], read: Callable[[Any], T]) -> T:
+    async def _attempts(self, method: str, body: object, params: Mapping[str, str], read: Callable[[object], T]) -> T:
         """One request with its retries, behind the breaker."""
         from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
-        looks = self._breaker.open
+        probe = self._breaker.open
         if self._breaker.refuses():
             refusal = self._refusal()
-            self._fail(refusal)
+            self._count_failure(refusal)
             raise refusal
         attempts = AsyncRetrying(
             stop=stop_after_attempt(self.retries + 1),
             wait=wait_random_exponential(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S),
             retry=retry_if_exception(lambda error: isinstance(error, RetrievalFailure) and error.transient),
-            before_sleep=lambda state: self.counts.update(("retries",)),
+            before_sleep=lambda state: self._counts.update(("retries",)),
             reraise=True,
         )
         try:
-            answer: T = await attempts(self._once, method, arguments, read, looks)
+            answer: T = await attempts(self._attempt, method, body, params, read, probe)
         except RetrievalFailure as failure:
+            # A refusal says nothing about the server: it must neither open the breaker nor hide what opened it.
             if failure.cause != "refused":
-                self._last = str(failure).removeprefix(f"retriever {self.url}: ")
-            if failure.cause != "refused" and self._breaker.failure():
-                log.warning(
-                    "retriever %s: too many requests have failed in a row; none is sent for a while, and rollouts that "
-                    "search fail from outside",
-                    self.url,
-                )
-            self._fail(failure)
+                self._last_failure = str(failure).removeprefix(f"retriever {self.url}: ")
+                if self._breaker.failure():
+                    log.warning(
+                        "retriever %s: too many requests have failed in a row; none is sent for a while, and rollouts "
+                        "that search are aborted",
+                        self.url,
+                    )
+            self._count_failure(failure)
             raise
         except BaseException:
             self._breaker.abandoned()
@@ -232,41 +243,21 @@ class RemoteRetriever:
             log.warning("retriever %s: answers again", self.url)
         return answer
 
-    def _refusal(self) -> RetrievalFailure:
-        return RetrievalFailure(
-            f"retriever {self.url}: not asked, since too many requests have failed in a row; the last: {self._last}",
-            "refused",
-        )
-
-    async def _once(self, method: str, arguments: dict[str, Any], read: Callable[[Any], T], looks: bool) -> T:
-        from aiohttp import ClientError, InvalidURL
-
-        session, turn = self._connect()
-        async with turn:
-            if self._breaker.open and not looks:  # opened while this one waited for its turn or its next attempt
+    async def _attempt(
+        self, method: str, body: object, params: Mapping[str, str], read: Callable[[object], T], probe: bool
+    ) -> T:
+        async with self._io.slots:
+            # It may have opened while this request waited for its turn or its next attempt.
+            if self._breaker.open and not probe:
                 raise self._refusal()
-            self.counts["requests"] += 1
-            try:
-                async with session.request(method, self.url, **arguments) as reply:
-                    status, content = reply.status, b""
-                    limit = LARGEST_REPLY if status < 300 else SHOWN_OF_ERROR
-                    while len(content) <= limit and (part := await reply.content.read(limit + 1 - len(content))):
-                        content += part
-            except TimeoutError:
-                raise RetrievalFailure(
-                    f"retriever {self.url}: no answer within {self.timeout_s:g} s", "timeout", transient=True
-                ) from None
-            except InvalidURL:
-                raise RetrievalFailure(f"retriever {self.url}: is no address (host or port)", "connection") from None
-            except (ClientError, OSError) as error:
-                raise RetrievalFailure(f"retriever {self.url}: {error}", "connection", transient=True) from None
+            self._counts["requests"] += 1
+            status, content = await self._send(method, body, params)
         if status >= 300:
-            again = status >= 500 or status in TRANSIENT
-            said = " ".join(content.decode(errors="replace").split())
+            text = " ".join(content[:SHOWN_OF_ERROR].decode(errors="replace").split())
             raise RetrievalFailure(
-                f"retriever {self.url}: answered with status {status}" + (f" ({said})" if said else ""),
+                f"retriever {self.url}: answered with status {status}" + (f" ({text})" if text else ""),
                 "status",
-                transient=again,
+                transient=status >= 500 or status in TRANSIENT,
             )
         if len(content) > LARGEST_REPLY:
             raise RetrievalFailure(f"retriever {self.url}: a reply above {LARGEST_REPLY} bytes", "garbage")
@@ -279,78 +270,89 @@ class RemoteRetriever:
                 transient=True,
             ) from None
 
-    def _connect(self) -> tuple[ClientSession, asyncio.Semaphore]:
-        """The session, made on the client's loop at first use."""
-        if self._session is None or self._turn is None:
-            from aiohttp import ClientSession, ClientTimeout, TCPConnector
+    async def _send(self, method: str, body: object, params: Mapping[str, str]) -> tuple[int, bytes]:
+        """Status and content of one reply; content ends soon after the limit of its status."""
+        import httpx
 
-            self._turn = asyncio.Semaphore(self._concurrency)
-            self._session = ClientSession(
-                timeout=ClientTimeout(total=self.timeout_s), connector=TCPConnector(limit=self._concurrency)
-            )
-        return self._session, self._turn
+        # Not httpx's `json=`: it writes UTF-8, which cannot hold half of a UTF-16 pair; escapes can.
+        data = None if body is None else json.dumps(body).encode()
+        headers = {} if data is None else {"Content-Type": "application/json"}
+        try:
+            # httpx lets an impossible port through to the socket, which fails with a group of other errors.
+            _ = urlsplit(self.url).port
+            # httpx limits each pause of a reply; the config limits the whole attempt.
+            async with asyncio.timeout(self.timeout_s):
+                async with self._io.client.stream(
+                    method, self.url, params=params or None, content=data, headers=headers
+                ) as reply:
+                    content = bytearray()
+                    limit = LARGEST_REPLY if reply.status_code < 300 else SHOWN_OF_ERROR
+                    async for part in reply.aiter_bytes():
+                        content += part
+                        if len(content) > limit:
+                            break
+                    return reply.status_code, bytes(content)
+        except TimeoutError:
+            raise RetrievalFailure(
+                f"retriever {self.url}: no answer within {self.timeout_s:g} s", "timeout", transient=True
+            ) from None
+        except (httpx.InvalidURL, ValueError):
+            raise RetrievalFailure(f"retriever {self.url}: is no address (host or port)", "connection") from None
+        except (httpx.HTTPError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise RetrievalFailure(f"retriever {self.url}: {reason}", "connection", transient=True) from None
 
-    def _fail(self, failure: RetrievalFailure) -> None:
-        self.counts["failures"] += 1
-        self.counts[f"failures_{failure.cause}"] += 1
-        if self.counts["failures"] == 1:
-            log.warning("%s; the rollout fails from outside, and such failures are counted from here on", failure)
+    def _connect(self) -> httpx.AsyncClient:
+        import httpx
 
-    def _count_short(self, got: int, asked: int) -> None:
-        if got >= asked:
+        return httpx.AsyncClient(
+            timeout=None,
+            # uvicorn closes connections that were idle for 5 s: ours must go first, or a request meets the closing one.
+            limits=httpx.Limits(max_connections=self._concurrency, keepalive_expiry=IDLE_S),
+            follow_redirects=True,
+            # A proxy of the environment knows nothing of servers on this machine or in this cluster.
+            trust_env=False,
+            # The system's certificates: a cluster's own authority is among them, not among httpx's.
+            verify=ssl.create_default_context() if self.url.startswith("https:") else False,
+        )
+
+    def _refusal(self) -> RetrievalFailure:
+        return RetrievalFailure(
+            f"retriever {self.url}: not asked, since too many requests have failed in a row; "
+            f"the last: {self._last_failure}",
+            "refused",
+        )
+
+    def _count_failure(self, failure: RetrievalFailure) -> None:
+        self._counts["failures"] += 1
+        self._counts[f"failures_{failure.cause}"] += 1
+        if self._counts["failures"] == 1:
+            log.warning("%s; the rollout is aborted, and such failures are counted from here on", failure)
+
+    def _count_short(self, got: int, k: int) -> None:
+        if got >= k:
             return
-        self.counts["short"] += 1
-        self.counts["empty"] += got == 0
-        if self.counts["short"] == 1:
+        self._counts["short"] += 1
+        self._counts["empty"] += got == 0
+        if self._counts["short"] == 1:
             log.warning(
                 "retriever %s returned %d of %d passages for a query; it is used as it is, and counted from here on",
                 self.url,
                 got,
-                asked,
+                k,
             )
 
     def _recall(self, query: str, k: int) -> list[Document] | None:
-        kept = self._cache.get((query, k))
-        if kept is not None:
-            self._cache.move_to_end((query, k))
-        return kept
+        # A dict keeps the order of insertion: taking a result out and back in makes it the most recently used.
+        documents = self._cache.pop((query, k), None)
+        if documents is not None:
+            self._cache[query, k] = documents
+        return documents
 
     def _remember(self, query: str, k: int, documents: list[Document]) -> None:
-        if len(documents) < k or not self._cache_size:  # a short result may be a fault that passes
+        # A short result may be a fault that passes.
+        if len(documents) < k or not self._cache_size:
             return
         self._cache[query, k] = documents
         if len(self._cache) > self._cache_size:
-            self._cache.popitem(last=False)
-
-
-class _Loop:
-    """An event loop in one thread of its own, started at first use."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def _running(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="mmrl-retrieval", daemon=True).start()
-            return self._loop
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for `work`, blocking."""
-        return asyncio.run_coroutine_threadsafe(work, self._running()).result()
-
-    async def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for `work` on the caller's loop; cancelling the caller cancels the work."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._running()))
-
-    def stop(self, last: Coroutine[Any, Any, None]) -> None:
-        """Run `last`, then end the thread; nothing where none runs."""
-        with self._lock:
-            loop, self._loop = self._loop, None
-        if loop is None:
-            last.close()
-            return
-        asyncio.run_coroutine_threadsafe(last, loop).result(timeout=5)
-        loop.call_soon_threadsafe(loop.stop)
+            del self._cache[next(iter(self._cache))]

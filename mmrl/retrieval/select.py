@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mmrl.config import RetrieverConfig
 from mmrl.config.retriever import (
@@ -19,9 +18,9 @@ from mmrl.errors import DataError, RetrievalFailure
 from mmrl.models.hub import encoder_problems
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.bm25 import Bm25Retriever
-from mmrl.retrieval.child import ChildRetriever
-from mmrl.retrieval.index import IndexInfo, cached_index, open_index, read_info, spec_of
-from mmrl.retrieval.remote import RemoteRetriever
+from mmrl.retrieval.index_folder import IndexInfo, cached_index, open_index, read_info, spec_of
+from mmrl.retrieval.remote import HttpOptions, RemoteRetriever
+from mmrl.retrieval.serving import ChildRetriever
 from mmrl.retrieval.store import PassageStore
 from mmrl.system.artifacts import cache_root
 
@@ -138,7 +137,7 @@ def _folder(config: LocalRetrieverConfig, documents: Sequence[Document]) -> Path
     return cached_index(documents, config, cache_root(config.cache_dir))
 
 
-def _http(config: HttpRetrieverConfig) -> dict[str, Any]:
+def _http(config: HttpRetrieverConfig) -> HttpOptions:
     return {
         "timeout_s": config.timeout_s,
         "retries": config.retries,

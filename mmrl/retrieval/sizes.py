@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmrl.retrieval.index import IndexInfo, IndexSpec
+from mmrl.retrieval.index_folder import IndexInfo, IndexSpec
 from mmrl.retrieval.store import Written
 from mmrl.retrieval.vectors import HNSW_LINKS
 

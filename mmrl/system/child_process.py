@@ -87,6 +87,11 @@ class ChildProcess:
         """Of the process that was started last."""
         return self._process.pid if self._process else None
 
+    @property
+    def exit_code(self) -> int | None:
+        """Of a process that ended by itself; None while it runs, and after `stop`."""
+        return self._process.poll() if self._process else None
+
     def start(self) -> None:
         """Start it and wait until it answers.
 

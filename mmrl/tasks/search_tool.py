@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from mmrl.config.retriever import RetrieverConfig
 from mmrl.records import Example
-from mmrl.retrieval.base import AsyncRetriever, Document, Retriever
+from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.select import open_index_corpus, open_retriever
 from mmrl.system.artifacts import cache_root
 from mmrl.tasks.data.corpus import coverage
@@ -69,7 +69,7 @@ class SearchTool:
         the other rollouts waiting; at once where it is in process."""
         retriever = self._open(corpus)
         # In process a search is short and holds the interpreter anyway; a thread would only reorder rollouts.
-        if not isinstance(retriever, AsyncRetriever):
+        if not retriever.over_http:
             return present(retriever.search(queries, top_k))
 
         async def answer() -> T:
@@ -88,8 +88,7 @@ class SearchTool:
         """What retrievers behind HTTP were asked since the last `reset_counts`."""
         counts = Counter(self._closed_counts)
         for retriever in self.retrievers.values():
-            if isinstance(retriever, AsyncRetriever):
-                counts.update(retriever.counts)
+            counts.update(retriever.counts)
         return counts
 
     def reset_counts(self) -> None:
@@ -102,8 +101,7 @@ class SearchTool:
         self._closed_counts = self.counts
         retrievers, self.retrievers = self.retrievers, {}
         for retriever in retrievers.values():
-            if isinstance(retriever, AsyncRetriever):
-                retriever.close()
+            retriever.close()
 
     def coverage(self, splits: Mapping[str, Sequence[Example]]) -> dict[str, float]:
         """Split -> share of its examples that the corpus can answer; absent where that is not known."""

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from mmrl.retrieval.bm25 import tokenize
-from mmrl.retrieval.child import ChildRetriever
-from mmrl.retrieval.index import open_index, read_info
+from mmrl.retrieval.index_folder import open_index, read_info
+from mmrl.retrieval.serving import ChildRetriever
 from mmrl.retrieval.store import PassageStore
 
 VOCABULARY, WORDS, TOP_K, CLIENTS = 200_000, 60, 10, 64

@@ -12,7 +12,7 @@ from typing import Any
 
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.bm25 import Bm25Retriever
-from mmrl.retrieval.server import make_app
+from mmrl.retrieval.serving import make_app
 
 TEXTS = {
     "Lisbon": "Lisbon is the capital of Portugal, on the river Tagus.",

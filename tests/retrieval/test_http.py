@@ -12,8 +12,9 @@ from mmrl.errors import ConfigError, RetrievalFailure
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.bm25 import Bm25Retriever
-from mmrl.retrieval.remote import Breaker, RemoteRetriever, read_dspy, read_search_r1
-from mmrl.retrieval.server import make_app
+from mmrl.retrieval.protocols import read_dspy_reply, read_search_r1_reply
+from mmrl.retrieval.remote import Breaker, RemoteRetriever
+from mmrl.retrieval.serving import make_app
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS
@@ -57,13 +58,13 @@ def test_dspys_own_client_understands_the_server(good):
 
 def test_replies_in_the_forms_of_other_servers_are_read():
     wiki18 = {"result": [[{"document": {"id": "7", "contents": '"Ada"\nof\nPorto'}, "score": 2}]]}
-    assert read_search_r1(wiki18, 1) == [[Document(id="7", title="Ada", text="of\nPorto", score=2.0)]]
-    bare = read_search_r1({"result": [[{"contents": "Ada\nof Porto"}], []]}, 2)
+    assert read_search_r1_reply(wiki18, 1) == [[Document(id="7", title="Ada", text="of\nPorto", score=2.0)]]
+    bare = read_search_r1_reply({"result": [[{"contents": "Ada\nof Porto"}], []]}, 2)
     assert [[(d.title, d.text, d.score) for d in result] for result in bare] == [[("Ada", "of Porto", 0.0)], []]
-    colbert = read_dspy({"topk": [{"text": "Ada | of | Porto", "pid": 3, "rank": 1, "score": 9.5, "prob": 0.4}]})
+    colbert = read_dspy_reply({"topk": [{"text": "Ada | of | Porto", "pid": 3, "rank": 1, "score": 9.5, "prob": 0.4}]})
     assert colbert == [Document(id="3", title="Ada", text="of | Porto", score=9.5)]
-    same = [read_search_r1({"result": [[{"contents": "x\ny"}]]}, 1)[0][0].id for _ in range(2)]
-    assert same[0] == same[1] != read_search_r1({"result": [[{"contents": "x\nz"}]]}, 1)[0][0].id
+    same = [read_search_r1_reply({"result": [[{"contents": "x\ny"}]]}, 1)[0][0].id for _ in range(2)]
+    assert same[0] == same[1] != read_search_r1_reply({"result": [[{"contents": "x\nz"}]]}, 1)[0][0].id
 
 
 CAUSES = {

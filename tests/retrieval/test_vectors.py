@@ -18,7 +18,7 @@ from mmrl.retrieval import vectors as vectors_module
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.colbert import ColbertRetriever, TokenEncoder
 from mmrl.retrieval.dense import DenseRetriever, Encoder, convention_of
-from mmrl.retrieval.index import (
+from mmrl.retrieval.index_folder import (
     IndexSpec,
     build_index,
     cached_index,
@@ -258,9 +258,9 @@ def test_conventions_go_by_name_unless_given():
 
 def test_importing_brings_no_torch_and_no_faiss():
     code = (
-        "import sys, mmrl.retrieval.dense, mmrl.retrieval.colbert, mmrl.retrieval.select, mmrl.retrieval.server, "
+        "import sys, mmrl.retrieval.dense, mmrl.retrieval.colbert, mmrl.retrieval.select, mmrl.retrieval.serving, "
         "mmrl.cli.index; heavy = {'torch', 'transformers', 'faiss', 'sentence_transformers', 'fastapi', 'uvicorn', "
-        "'aiohttp'} & set(sys.modules); assert not heavy, heavy"
+        "'httpx'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -1,11 +1,10 @@
-"""A retriever served over HTTP, so that one index in memory serves many workers: `mmrl serve-retriever`.
+"""A retriever served over HTTP, so that one index in memory serves many workers; also as a child process of mmrl.
 
-- `POST /retrieve` {"queries": [...], "topk": 3, "return_scores": true}: Search-R1's protocol.
-- `GET /?query=…&k=…`, also `/api/search` and as a POST: DSPy's ColBERT-server protocol.
+- `POST /retrieve`: Search-R1's protocol. `GET /`, also `/api/search` and as a POST: DSPy's (see `protocols`).
 - `GET /health`: what is served; `GET /metrics`: counts and times in Prometheus' text format.
 
 Queries that arrive while a search runs are answered together by the next one. FastAPI and uvicorn are imported when
-the server is made.
+the server is made; a process that only starts a child needs neither.
 """
 
 from __future__ import annotations
@@ -14,22 +13,35 @@ import asyncio
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
 
+from mmrl.errors import RetrievalFailure
 from mmrl.retrieval.base import Document, Retriever
+from mmrl.retrieval.protocols import (
+    BadRequest,
+    DspyRequest,
+    SearchR1Request,
+    dspy_item,
+    read_request,
+    search_r1_item,
+)
+from mmrl.retrieval.remote import HttpOptions, RemoteRetriever
+from mmrl.system.child_process import ChildProcess
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    import uvicorn
+    from fastapi import FastAPI, Request, Response
 
-MAX_QUERIES = 1024
-"""Queries of one request, and of one search."""
-MAX_TOPK = 1000
-MAX_QUERY_CHARS = 20_000
+START_S = 300.0
+"""Longest wait for a child process to listen: it loads its index first."""
+
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the histogram of request times, in seconds."""
 
@@ -52,6 +64,7 @@ class Batches:
         self.counts: Counter[str] = Counter()
         """Searches, and queries searched."""
 
+    # No lock: everything but the search itself runs on the server's one event loop.
     async def search(self, queries: Sequence[str], k: int) -> list[list[Document]]:
         """Results of each query. Raises what the retriever raised."""
         loop = asyncio.get_running_loop()
@@ -63,15 +76,17 @@ class Batches:
 
     async def _drive(self) -> None:
         loop = asyncio.get_running_loop()
+        # One search at a time: encoders and indexes are not faster in two threads, and larger batches are.
         while self._waiting:
             batch, self._waiting = self._waiting[: self._max_batch], self._waiting[self._max_batch :]
-            batch = [item for item in batch if not item[2].done()]  # whoever asked may have gone
+            # A client that has gone has cancelled its future.
+            batch = [item for item in batch if not item[2].done()]
             if not batch:
                 continue
             self.counts["searches"] += 1
             self.counts["queries"] += len(batch)
             try:
-                found = await loop.run_in_executor(
+                results = await loop.run_in_executor(
                     self._thread, self._retriever.search, [query for query, _, _ in batch], [k for _, k, _ in batch]
                 )
             except Exception as error:
@@ -79,7 +94,7 @@ class Batches:
                     if not future.done():
                         future.set_exception(error)
                 continue
-            for (_, _, future), documents in zip(batch, found, strict=True):
+            for (_, _, future), documents in zip(batch, results, strict=True):
                 if not future.done():
                     future.set_result(documents)
 
@@ -106,6 +121,7 @@ class Meter:
 
     def text(self, gauges: Mapping[str, float], counters: Mapping[str, float]) -> str:
         """Prometheus' text format."""
+        # By hand: these few lines would be all that mmrl needs of prometheus-client.
         total = sum(self._requests.values())
         lines = ["# TYPE mmrl_retriever_requests_total counter"]
         lines += [
@@ -125,52 +141,37 @@ class Meter:
         return "\n".join(lines) + "\n"
 
 
-def make_app(retriever: Retriever, facts: Mapping[str, Any], *, max_batch: int = 64) -> FastAPI:
+def make_app(retriever: Retriever, facts: Mapping[str, str | int], *, max_batch: int = 64) -> FastAPI:
     """The HTTP application.
 
     Args:
         retriever: what it serves.
-        facts: what `/health` tells beside the status; `documents` (a number) is shown by `/metrics` too.
+        facts: what `/health` shows beside the status; `documents` (a number) is shown by `/metrics` too.
         max_batch: queries of one search.
     """
-    from fastapi import FastAPI, Request
-    from fastapi.responses import JSONResponse, PlainTextResponse, Response
+    from fastapi import FastAPI
+    from fastapi.responses import JSONResponse, PlainTextResponse
 
     app = FastAPI(title="mmrl retriever", docs_url=None, redoc_url=None)
     batches, meter = Batches(retriever, max_batch), Meter()
 
-    async def answered(path: str, work: Any) -> Response:
-        started, status = time.perf_counter(), 200
-        try:
-            reply: Any = await work
-        except BadRequest as error:
-            status, reply = 422, {"error": True, "message": str(error)}
-        except Exception as error:
-            log.exception("search failed")
-            status, reply = 500, {"error": True, "message": f"{type(error).__name__}: {error}"}
-        try:
-            response: Response = JSONResponse(reply, status_code=status)
-        except UnicodeEncodeError:  # half of a UTF-16 pair in a query or passage: JSON has it as an escape alone
-            response = Response(json.dumps(reply), status_code=status, media_type="application/json")
-        meter.add(path, status, time.perf_counter() - started)
-        return response
-
+    # Requests are validated in here, not by FastAPI's parameters, whose refusals the meter would not see.
     async def retrieve(request: Request) -> Response:
-        async def work() -> dict[str, Any]:
-            queries, k, scored = read_retrieve(await _json(request))
-            found = await batches.search(queries, k)
-            return {"result": [[_search_r1(document, scored) for document in result] for result in found]}
+        async def search() -> object:
+            wanted = read_request(SearchR1Request, await _json(request))
+            results = await batches.search(wanted.queries, wanted.topk)
+            return {"result": [[search_r1_item(d, wanted.return_scores) for d in result] for result in results]}
 
-        return await answered("/retrieve", work())
+        return await _respond(meter, "/retrieve", search())
 
     async def dspy(request: Request) -> Response:
-        async def work() -> dict[str, Any]:
+        async def search() -> object:
             fields = dict(request.query_params) if request.method == "GET" else await _json(request)
-            query, k = read_query(fields)
-            (found,) = await batches.search([query], k)
-            return {"topk": [_dspy(document, rank) for rank, document in enumerate(found, 1)]}
+            wanted = read_request(DspyRequest, fields)
+            (documents,) = await batches.search([wanted.query], wanted.k)
+            return {"topk": [dspy_item(document, rank) for rank, document in enumerate(documents, 1)]}
 
-        return await answered("/api/search", work())
+        return await _respond(meter, "/api/search", search())
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok", **facts})
@@ -188,66 +189,34 @@ def make_app(retriever: Retriever, facts: Mapping[str, Any], *, max_batch: int =
     return app
 
 
-class BadRequest(ValueError):
-    """A request that is not the protocol's; answered with status 422 and the reason."""
+async def _respond(meter: Meter, path: str, work: Awaitable[object]) -> Response:
+    """The reply of `work`, or its error, measured."""
+    from fastapi.responses import JSONResponse, Response
+
+    started, status = time.perf_counter(), 200
+    reply: object
+    try:
+        reply = await work
+    except BadRequest as error:
+        status, reply = 422, {"error": True, "message": str(error)}
+    # Whatever a retriever raises must reach the client as a status, and the server must go on.
+    except Exception as error:
+        log.exception("search failed")
+        status, reply = 500, {"error": True, "message": f"{type(error).__name__}: {error}"}
+    try:
+        response: Response = JSONResponse(reply, status_code=status)
+    except UnicodeEncodeError:
+        # Half of a UTF-16 pair in a passage: JSON can hold it as an escape alone, which FastAPI does not write.
+        response = Response(json.dumps(reply), status_code=status, media_type="application/json")
+    meter.add(path, status, time.perf_counter() - started)
+    return response
 
 
-async def _json(request: Any) -> Any:
+async def _json(request: Request) -> object:
     try:
         return await request.json()
     except (ValueError, RecursionError):
         raise BadRequest("the body is not JSON") from None
-
-
-def read_retrieve(body: Any) -> tuple[list[str], int, bool]:
-    """Queries, number and whether scores are wanted, from the body of `/retrieve`.
-
-    Raises:
-        BadRequest: another shape, or beyond the limits.
-    """
-    if not isinstance(body, dict):
-        raise BadRequest("expected an object with queries, topk and return_scores")
-    queries = body.get("queries")
-    if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-        raise BadRequest("queries: expected a list of texts")
-    if len(queries) > MAX_QUERIES:
-        raise BadRequest(f"queries: got {len(queries)}, expected at most {MAX_QUERIES}")
-    scored = body.get("return_scores", False)
-    if not isinstance(scored, bool):
-        raise BadRequest("return_scores: expected true or false")
-    return [query[:MAX_QUERY_CHARS] for query in queries], _number(body.get("topk", 3), "topk"), scored
-
-
-def read_query(fields: Any) -> tuple[str, int]:
-    """Query and number of DSPy's protocol.
-
-    Raises:
-        BadRequest: another shape, or beyond the limits.
-    """
-    if not isinstance(fields, dict) or not isinstance(fields.get("query"), str):
-        raise BadRequest("query: expected a text")
-    return fields["query"][:MAX_QUERY_CHARS], _number(fields.get("k", 10), "k")
-
-
-def _number(value: Any, field: str) -> int:
-    if isinstance(value, str) and value.isascii() and value.isdigit():
-        value = int(value[:9])
-    if value is None:  # Search-R1 sends null for the server's own number
-        value = 3
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_TOPK:
-        raise BadRequest(f"{field}: got {value!r}, expected a number from 1 to {MAX_TOPK}")
-    return value
-
-
-def _search_r1(document: Document, scored: bool) -> dict[str, Any]:
-    contents = f"{document.title}\n{document.text}"
-    fields = {"id": document.id, "title": document.title, "text": document.text, "contents": contents}
-    return {"document": fields, "score": document.score} if scored else fields
-
-
-def _dspy(document: Document, rank: int) -> dict[str, Any]:
-    text = f"{document.title} | {document.text}"
-    return {"text": text, "pid": document.id, "rank": rank, "score": document.score}
 
 
 def serve(app: FastAPI, host: str, port: int, *, parent: int | None = None, announce: str = "") -> None:
@@ -261,7 +230,7 @@ def serve(app: FastAPI, host: str, port: int, *, parent: int | None = None, anno
         announce: printed when it listens; `{url}` becomes the address.
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: the address is taken, or not of this machine.
     """
     import socket
 
@@ -281,8 +250,82 @@ def serve(app: FastAPI, host: str, port: int, *, parent: int | None = None, anno
     server.run(sockets=[listening])
 
 
-def _watch(parent: int, server: Any) -> None:
+def _watch(parent: int, server: uvicorn.Server) -> None:
     """Stop the server when the process that started it has gone, however it went."""
+    # `end_with_parent` does this by a signal on Linux; polling works on every system.
     while os.getppid() == parent:
         time.sleep(0.5)
     server.should_exit = True
+
+
+class ChildRetriever(Retriever):
+    """Searches through a server of its own; the server starts at once, and the first search waits until it is up.
+
+    Args:
+        index: folder made by `build_index`.
+        arguments: more arguments of `mmrl serve-retriever` (`device=cuda`).
+        options: of `RemoteRetriever`.
+    """
+
+    over_http = True
+
+    def __init__(self, index: Path, arguments: Sequence[str] = (), **options: Unpack[HttpOptions]):
+        command = [sys.executable, "-m", "mmrl", "serve-retriever", f"index={index.resolve()}", f"parent={os.getpid()}"]
+        # The child must import this mmrl, also where it is not installed.
+        paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+        self._server = ChildProcess(
+            lambda port: [*command, f"port={port}", *arguments],
+            env={"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+            timeout_s=START_S,
+            failure=lambda text: RetrievalFailure(
+                f"the retriever server did not start: {self._outcome() or text}", "connection"
+            ),
+        )
+        self._server.launch()
+        self.pid = self._server.pid
+        """Of the child, also after its end."""
+        self._client: RemoteRetriever | None = None
+        self._options = options
+        self._lock = threading.Lock()
+
+    def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
+        """See `Retriever.search`."""
+        return self.client().search(queries, top_k)
+
+    async def search_async(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
+        """See `Retriever.search_async`. The very first search blocks until the child listens."""
+        return await self.client().search_async(queries, top_k)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """See `Retriever.counts`."""
+        return self._client.counts if self._client else {}
+
+    def client(self) -> RemoteRetriever:
+        """The client of the child, once the child is healthy.
+
+        Raises:
+            RetrievalFailure: it ended, or does not listen within `START_S`.
+        """
+        with self._lock:
+            if self._client is None:
+                self._server.wait_until_ready()
+                self._client = RemoteRetriever(self._server.url, **self._options)
+            elif not self._server.alive:
+                raise RetrievalFailure(f"the retriever server ended: {self._outcome() or 'closed'}", "connection")
+            return self._client
+
+    def close(self) -> None:
+        """Stop the child; further searches fail."""
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+            self._server.stop()
+
+    def _outcome(self) -> str:
+        """Exit code and last log line of a child that ended by itself; empty while it runs."""
+        if self._server.exit_code is None:
+            return ""
+        last = self._server.log_tail().splitlines()[-1].strip()
+        # `ChildProcess` puts the command in front of what the child writes.
+        return f"exit code {self._server.exit_code}" + ("" if last.startswith("--- ") else f", {last}")

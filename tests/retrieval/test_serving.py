@@ -15,10 +15,9 @@ from mmrl.errors import RetrievalFailure
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.bm25 import Bm25Retriever
-from mmrl.retrieval.child import ChildRetriever
-from mmrl.retrieval.index import IndexSpec, build_index
+from mmrl.retrieval.index_folder import IndexSpec, build_index
 from mmrl.retrieval.remote import RemoteRetriever
-from mmrl.retrieval.server import Batches, make_app
+from mmrl.retrieval.serving import Batches, ChildRetriever, make_app
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from tests.helpers.fakes import environment
@@ -124,7 +123,7 @@ def test_a_child_that_dies_is_a_failure_that_says_so(index, tmp_path):
     child = ChildRetriever(index)
     child.client()
     os.kill(child.pid, signal.SIGKILL)
-    child._process.wait()
+    child._server._process.wait()
     with pytest.raises(RetrievalFailure, match="ended: exit code -9"):
         child.search(["river"], [1])
     child.close()
@@ -137,7 +136,7 @@ def test_a_child_that_dies_is_a_failure_that_says_so(index, tmp_path):
 @pytest.mark.parametrize("ending", ["raise RuntimeError('boom')", "os.kill(os.getpid(), 9)"])
 def test_a_child_goes_with_its_parent_however_it_ends(index, ending):
     code = (
-        "import os, sys\nfrom pathlib import Path\nfrom mmrl.retrieval.child import ChildRetriever\n"
+        "import os, sys\nfrom pathlib import Path\nfrom mmrl.retrieval.serving import ChildRetriever\n"
         f"child = ChildRetriever(Path({str(index)!r}))\nchild.search(['river'], [1])\n"
         f"print(child.pid, flush=True)\n{ending}\n"
     )
