@@ -17,9 +17,12 @@ from mmrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from mmrl.retrieval.base import Retriever
-    from mmrl.retrieval.index_folder import IndexInfo
+    from mmrl.retrieval.index_folder import IndexInfo, IndexSpec
+    from mmrl.retrieval.store import CorpusFacts
 
 KEY = "index"
+PASSAGE_BYTES = 620
+"""Text of a passage of 100 words, for estimates before a corpus is read."""
 
 
 class Runtime(Section):
@@ -94,7 +97,6 @@ def build(words: Sequence[str]) -> int:
     from mmrl.models.hub import encoder_problems
     from mmrl.retrieval.index_folder import build_index, partial_of, spec_of
     from mmrl.retrieval.select import packages_missing
-    from mmrl.retrieval.sizes import estimate_text, measured_text
     from mmrl.tasks.data.corpus import Corpus
 
     given = read_arguments("mmrl index build", BuildArguments, words)
@@ -113,7 +115,7 @@ def build(words: Sequence[str]) -> int:
         raise ConfigError([f"mmrl index build: {problem}" for problem in problems])
     spec = spec_of(section)
     # Sizes come before anything is read: an index may not fit on this disk, and its build takes hours.
-    print(estimate_text(spec, corpus.local_bytes(), corpus.hub_ids(), folder), flush=True)
+    print(_estimate_text(spec, corpus.local_bytes(), corpus.hub_ids(), folder), flush=True)
     if given.plan:
         return 0
     if partial_of(folder).is_dir():
@@ -127,7 +129,7 @@ def build(words: Sequence[str]) -> int:
             stamp=corpus.stamp(),
             device=given.device,
             batch_size=given.batch_size,
-            told=lambda written: print(measured_text(spec, written), flush=True),
+            on_corpus=lambda passages: print(_corpus_text(spec, passages), flush=True),
         )
     except OSError as error:
         raise ConfigError(f"mmrl index build: cannot build {folder}: {error}; the same command goes on") from None
@@ -141,10 +143,9 @@ def build(words: Sequence[str]) -> int:
 def info(words: Sequence[str]) -> int:
     """`mmrl index info`."""
     from mmrl.retrieval.index_folder import read_info
-    from mmrl.retrieval.sizes import info_text
 
     folder = Path(read_arguments("mmrl index info", InfoArguments, words).index).expanduser()
-    print(info_text(folder, read_info(folder, KEY)))
+    print(_info_text(folder, read_info(folder, KEY)))
     return 0
 
 
@@ -187,6 +188,74 @@ def serve(words: Sequence[str]) -> int:
         ) from None
     print("stopped", file=sys.stderr)
     return 0
+
+
+def _estimate_text(spec: IndexSpec, local_bytes: int, hub_ids: Sequence[str], folder: Path) -> str:
+    """What is known before the sources are read."""
+    lines = [f"index: {_spec_text(spec)} -> {folder}"]
+    if hub_ids:
+        lines.append(
+            f"fetched from the hub first: {', '.join(hub_ids)} (size: see docs/retrieval.md; stays in the hub's cache)"
+        )
+    if local_bytes:
+        passages = max(1, local_bytes // PASSAGE_BYTES)
+        lines.append(f"files: {_bytes_text(local_bytes)}, at most about {passages:,} passages of 100 words")
+        lines.append(_sizes_text(spec, passages, local_bytes))
+    if not (hub_ids or local_bytes):
+        lines.append("the embedded mini world: about 1,200 short passages, some megabytes of disk and memory at most")
+    return "\n".join(lines)
+
+
+def _corpus_text(spec: IndexSpec, corpus: CorpusFacts) -> str:
+    """What is known once the passages are written."""
+    return (
+        f"{corpus.documents:,} passages, {_bytes_text(corpus.text_bytes)} of text"
+        f" ({corpus.duplicates:,} with the same title and text left out)\n"
+        + _sizes_text(spec, corpus.documents, corpus.text_bytes)
+    )
+
+
+def _sizes_text(spec: IndexSpec, passages: int, text_bytes: int) -> str:
+    """One line of estimated sizes."""
+    from mmrl.retrieval.index_folder import estimated_bytes
+
+    sizes = estimated_bytes(spec, passages, text_bytes)
+    more = f" and {_bytes_text(sizes['work'])} more while building" if sizes["work"] else ""
+    return (
+        f"estimated: disk {_bytes_text(sizes['disk'])}{more}, memory {_bytes_text(sizes['build'])} to build, "
+        f"{_bytes_text(sizes['search'])} to search (memory-mapped)"
+    )
+
+
+def _info_text(folder: Path, info: IndexInfo) -> str:
+    """What `mmrl index info` prints."""
+    disk = sum(int(size) for size, _ in info.files.values())
+    return "\n".join(
+        [
+            f"index      {folder}",
+            f"retriever  {_spec_text(info.spec)}",
+            f"passages   {info.documents:,} ({info.duplicates:,} repeated ones left out)",
+            f"text       {_bytes_text(info.text_bytes)}",
+            f"disk       {_bytes_text(disk)}",
+            f"corpus     {', '.join(info.sources) or 'a task'}",
+            f"digest     {info.digest}",
+            f"built in   {info.build_seconds:.1f} s",
+        ]
+    )
+
+
+def _spec_text(spec: IndexSpec) -> str:
+    """Kind and settings in one line."""
+    return f"{spec.kind} ({', '.join(f'{name} {value}' for name, value in spec.settings.items())})"
+
+
+def _bytes_text(size: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
 
 
 def _opened(given: Runtime) -> tuple[IndexInfo, Retriever, int]:

@@ -1,4 +1,4 @@
-"""BM25 over a corpus held in memory, its index built once by bm25s and kept on disk. Used by tasks' search tools.
+"""BM25 over a corpus held in memory, its index built once by bm25s and cached on disk. Used by tasks' search tools.
 
 Lucene's variant of BM25 (idf = ln(1 + (N - df + 0.5) / (df + 0.5))), over title and text, lower-cased words, Lucene's
 English stop words, no stemming. A document that shares no indexed word with a query is never returned.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -59,6 +59,7 @@ class Bm25Retriever(Retriever):
         def build() -> BM25:
             return _build(documents, k1, b, self._stop)
 
+        # An index folder is checked by whoever opens it; the cache is checked in here.
         if built is not None:
             self._index = _load(built)
         elif cache is None:
@@ -73,9 +74,11 @@ class Bm25Retriever(Retriever):
 
     def _search(self, query: str, k: int) -> list[Document]:
         vocabulary = self._index.vocab_dict
+        # Words that no document has add nothing to any score.
         ids = [vocabulary[word] for word in tokenize(query, self._stop) if word in vocabulary]
         if not ids or k < 1:
             return []
+        # shape (documents,)
         scores = self._index.get_scores_from_ids(ids)
         return [replace(self.documents[i], score=float(scores[i])) for i in top_indices(scores, k)]
 
@@ -93,28 +96,33 @@ def tokenize(text: str, stop: frozenset[str]) -> list[str]:
 
 def top_indices(scores: np.ndarray, k: int) -> list[int]:
     """Indices of the k highest positive scores, best first; equal scores in index order. Shape of scores: (n,)."""
+    # A full sort of a million scores would cost more than scoring them. The k-th highest is a threshold; whatever ties
+    # with it stays in, so that the stable sort below breaks ties by index.
     if k < len(scores):
         threshold = np.partition(scores, len(scores) - k)[len(scores) - k]
-        found = np.flatnonzero(scores >= threshold) if threshold > 0 else np.flatnonzero(scores > 0)
+        candidates = np.flatnonzero(scores >= threshold) if threshold > 0 else np.flatnonzero(scores > 0)
     else:
-        found = np.flatnonzero(scores > 0)
-    order = np.argsort(-scores[found], kind="stable")[:k]
-    return [int(index) for index in found[order]]
+        candidates = np.flatnonzero(scores > 0)
+    order = np.argsort(-scores[candidates], kind="stable")[:k]
+    return [int(index) for index in candidates[order]]
 
 
 def _build(documents: Sequence[Document], k1: float, b: float, stop: frozenset[str]) -> BM25:
     from bm25s import BM25
 
-    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
+    # bm25s sets its logger to DEBUG when it is imported.
+    logging.getLogger("bm25s").setLevel(logging.WARNING)
     vocabulary: dict[str, int] = {}
     corpus_ids: list[list[int]] = []
-    with _progress(len(documents)) as shown:
-        for document in shown(documents):
+    with _progress(len(documents)) as tracked:
+        for document in tracked(documents):
             words = tokenize(f"{document.title} {document.text}", stop)
             corpus_ids.append([vocabulary.setdefault(word, len(vocabulary)) for word in words])
-    if not vocabulary:  # a corpus of stop words only; bm25s needs one column, which no query can name
+    # A corpus of stop words only: bm25s needs one column, which no query can name.
+    if not vocabulary:
         vocabulary[""] = 0
         corpus_ids[0] = [0]
+    # numpy, not numba, which would compile for seconds in every process.
     index = BM25(k1=k1, b=b, method="lucene", backend="numpy", csc_backend="numpy")
     index.index((corpus_ids, vocabulary), create_empty_token=False, show_progress=False)
     return index
@@ -147,7 +155,7 @@ def _stop_words() -> frozenset[str]:
 
 
 @contextmanager
-def _progress(count: int) -> Iterator[Callable[[Iterable[Any]], Iterable[Any]]]:
+def _progress(count: int) -> Iterator[Callable[[Iterable[Document]], Iterable[Document]]]:
     """A progress bar for large corpora in a terminal, else nothing."""
     if count < LARGE_CORPUS or not sys.stderr.isatty():
         yield lambda items: items

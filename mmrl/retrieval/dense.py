@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.vectors import FAISS_FILE, build_faiss, encode_shards, nearest, open_faiss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DEFAULT_MODEL = "facebook/contriever"
 QUERY_TOKENS, PASSAGE_TOKENS = 256, 512
@@ -28,7 +31,7 @@ QUERY_TOKENS, PASSAGE_TOKENS = 256, 512
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """How a family of encoders wants its texts."""
+    """What a family of encoders expects in front of texts, and whether vectors have length 1."""
 
     query: str
     passage: str
@@ -62,7 +65,7 @@ class Encoder:
         self._lock = threading.Lock()
 
     @cached_property
-    def _parts(self) -> tuple[Any, Any]:
+    def _parts(self) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
         from transformers import AutoModel, AutoTokenizer
 
         network = AutoModel.from_pretrained(self.model).eval().to(self.device)
@@ -75,7 +78,8 @@ class Encoder:
     def passages(self, documents: Sequence[Document]) -> np.ndarray:
         """Vectors of passages (title and text): float32, shape (documents, dimension)."""
         texts = [f"{self.convention.passage}{d.title} {d.text}" for d in documents]
-        order = sorted(range(len(texts)), key=lambda n: len(texts[n]))  # little padding in a batch
+        # Passages of like length side by side: little padding in a batch. `back` restores the order of the corpus.
+        order = sorted(range(len(texts)), key=lambda n: len(texts[n]))
         vectors = self._encode([texts[n] for n in order], PASSAGE_TOKENS)
         back = np.empty_like(vectors)
         back[order] = vectors
@@ -84,8 +88,10 @@ class Encoder:
     def _encode(self, texts: list[str], limit: int) -> np.ndarray:
         import torch
 
+        # One text at a time through the network: fast tokenizers refuse to be shared by threads.
         with self._lock, torch.inference_mode():
             tokenizer, network = self._parts
+            # Encoders differ in their number of positions; a longer text would index beyond them.
             limit = min(limit, network.config.max_position_embeddings)
             vectors = []
             for start in range(0, len(texts), self.batch_size):
@@ -96,8 +102,10 @@ class Encoder:
                     max_length=limit,
                     return_tensors="pt",
                 ).to(self.device)
+                # hidden: (batch, tokens, dimension); mask: (batch, tokens, 1); mean: (batch, dimension)
                 hidden = network(**batch).last_hidden_state.float()
                 mask = batch["attention_mask"].unsqueeze(-1).float()
+                # Padding must not enter the mean.
                 mean = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
                 if self.convention.normalised:
                     mean = torch.nn.functional.normalize(mean, dim=-1)
@@ -123,18 +131,21 @@ class DenseRetriever(Retriever):
 
     def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
         """See `mmrl.retrieval.base.Retriever.search`. Every passage matches; a small corpus gives short results."""
-        asked = [n for n, k in enumerate(top_k) if k > 0]
+        # A budget of 0 costs no encoding.
+        active = [n for n, k in enumerate(top_k) if k > 0]
         results: list[list[Document]] = [[] for _ in queries]
         if len(queries) != len(top_k):
             raise ValueError(f"got {len(queries)} queries and {len(top_k)} numbers")
-        if not asked:
+        if not active:
             return results
-        vectors = self._encoder.queries([queries[n] for n in asked])
+        vectors = self._encoder.queries([queries[n] for n in active])
+        # both of shape (active queries, k)
         scores, numbers = nearest(self._index, vectors, max(top_k))
-        for row, query in enumerate(asked):
-            found = [(float(s), int(n)) for s, n in zip(scores[row], numbers[row], strict=True) if n >= 0]
-            found.sort(key=lambda pair: (-pair[0], pair[1]))
-            results[query] = [replace(self.documents[n], score=score) for score, n in found[: top_k[query]]]
+        for row, query in enumerate(active):
+            matches = [(float(s), int(n)) for s, n in zip(scores[row], numbers[row], strict=True) if n >= 0]
+            # FAISS leaves the order of equal scores open; ours is the corpus's.
+            matches.sort(key=lambda pair: (-pair[0], pair[1]))
+            results[query] = [replace(self.documents[n], score=score) for score, n in matches[: top_k[query]]]
         return results
 
 

@@ -1,33 +1,44 @@
 """Index folders: a corpus and what searches it, built once, opened in a moment, whole or absent.
 
 Above the retrievers, below tasks and `mmrl index`. A folder is built as `NAME.partial` beside its place and renamed
-when it is done, so a killed build continues and nobody opens half of one. `index.json` says what is in it.
+when it is complete, so a killed build continues and nobody opens half of one. `index.json` describes it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from mmrl.config import RetrieverConfig
 from mmrl.config.retriever import Bm25Config, ColbertConfig, DenseConfig
 from mmrl.errors import DataError
+from mmrl.retrieval import bm25, colbert, dense
 from mmrl.retrieval.base import Document, Retriever
-from mmrl.retrieval.store import PassageStore, Written, write_passages
-from mmrl.system.artifacts import checksum, write_whole
+from mmrl.retrieval.store import CorpusFacts, PassageStore, write_passages
+from mmrl.retrieval.vectors import HNSW_LINKS
+from mmrl.system.artifacts import FileChecks, file_checks, verify
+from mmrl.system.files import atomic_write, remove_leftovers, take_lock
 
 FORMAT = 1
 INFO, PLAN, DONE, LOCK = "index.json", "plan.json", "passages.json", "lock"
+"""Of a finished index; of an unfinished one: its settings, the corpus once it is written, and who builds."""
+
+DIMENSION, TOKEN_DIMENSION = 768, 128
+"""Of the vectors of contriever and E5-base; of ColBERTv2's. For estimates."""
+TOKEN_BYTES = 4.5
+"""Text per token vector."""
+BM25_DISK, BM25_BUILD, BM25_SEARCH = 0.9, 8.0, 0.05
+"""Bytes per byte of text: index files; memory while building; memory while searching, beside the mapped files."""
+
+Settings: TypeAlias = Mapping[str, str | float]
 
 log = logging.getLogger("mmrl.retrieval")
 
@@ -38,7 +49,7 @@ class IndexSpec:
 
     kind: str
     """`bm25`, `dense` or `colbert`."""
-    settings: Mapping[str, Any]
+    settings: Settings
     """`k1`, `b`; or `model`, `faiss`, and `encoder` where it is dense."""
 
 
@@ -48,15 +59,14 @@ class IndexInfo:
 
     format: int
     kind: str
-    settings: Mapping[str, Any]
+    settings: Settings
     documents: int
     duplicates: int
     text_bytes: int
     digest: str
     sources: Sequence[str]
     build_seconds: float
-    files: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """File name -> size in bytes, checksum (null for large files)."""
+    files: FileChecks = field(default_factory=dict)
 
     @property
     def spec(self) -> IndexSpec:
@@ -65,9 +75,7 @@ class IndexInfo:
 
 
 def spec_of(config: RetrieverConfig) -> IndexSpec:
-    """The index that a `task.retriever` section without `index` asks for."""
-    from mmrl.retrieval import colbert, dense
-
+    """The index that a `task.retriever` section without `index` describes."""
     if isinstance(config, Bm25Config):
         return IndexSpec(kind="bm25", settings={"k1": config.k1, "b": config.b})
     if isinstance(config, DenseConfig):
@@ -97,12 +105,7 @@ def read_info(folder: Path, key: str = "task.retriever.index") -> IndexInfo:
         info = IndexInfo(**json.loads((folder / INFO).read_text(encoding="utf-8")))
         if info.format != FORMAT:
             raise ValueError(f"format {info.format}, this mmrl reads {FORMAT}")
-        for name, (size, content) in info.files.items():
-            got = (folder / name).stat().st_size
-            if got != size:
-                raise ValueError(f"{name} has {got} bytes, expected {size}")
-            if content is not None and checksum(folder / name) != content:
-                raise ValueError(f"{name} has another content than was written")
+        verify(folder, info.files)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{key}: {folder} is damaged: {error}; build it again") from None
     return info
@@ -117,7 +120,7 @@ def build_index(
     stamp: str = "",
     device: str = "cpu",
     batch_size: int = 32,
-    told: Callable[[Written], None] = lambda written: None,
+    on_corpus: Callable[[CorpusFacts], None] = lambda corpus: None,
 ) -> IndexInfo:
     """Build an index folder, or go on with a build that was killed.
 
@@ -129,49 +132,58 @@ def build_index(
         stamp: changes when the content of the sources does; an earlier attempt with another is not continued.
         device: of the encoder.
         batch_size: of the encoder.
-        told: called with the passages' counts before anything is encoded.
+        on_corpus: called with the passages' counts before anything is encoded.
 
     Raises:
         DataError: the folder exists, no passages, another build of the same folder is running, or an unfinished one
             was started with other settings.
     """
+    # Never overwritten: it may have taken hours, and other processes may have it mapped.
     if folder.exists():
         raise DataError(f"index: {folder} exists, and is left as it is; choose another folder or remove it yourself")
     work = partial_of(folder)
     work.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-    with _locked(work):
-        _same_plan(work, spec, stamp)
+    try:
+        lock = take_lock(work / LOCK)
+    except BlockingIOError:
+        raise DataError(f"index: {work} is being built by another process") from None
+    try:
+        remove_leftovers(work)
+        _check_plan(work, spec, stamp)
         if (work / DONE).is_file():
-            written = Written(**json.loads((work / DONE).read_text(encoding="utf-8")))
+            corpus = CorpusFacts(**json.loads((work / DONE).read_text(encoding="utf-8")))
         else:
-            written = write_passages(work, documents())
-            if not written.documents:
+            corpus = write_passages(work, documents())
+            if not corpus.documents:
                 shutil.rmtree(work)
                 raise DataError(f"index: {', '.join(sources) or 'the corpus'}: has no passages")
-            write_whole(work / DONE, json.dumps(asdict(written)))
-        told(written)
+            # Only now: without this file a later attempt writes the passages anew.
+            atomic_write(work / DONE, json.dumps(asdict(corpus)))
+        on_corpus(corpus)
         _build(work, PassageStore(work), spec, device, batch_size)
-        return _finish(work, folder, spec, written, sources, time.perf_counter() - started)
+        return _finish(work, folder, spec, corpus, sources, time.perf_counter() - started)
+    finally:
+        os.close(lock)
 
 
 def _finish(
-    work: Path, folder: Path, spec: IndexSpec, written: Written, sources: Sequence[str], seconds: float
+    work: Path, folder: Path, spec: IndexSpec, corpus: CorpusFacts, sources: Sequence[str], seconds: float
 ) -> IndexInfo:
     shutil.rmtree(work / "shards", ignore_errors=True)
     (work / DONE).unlink()
     (work / PLAN).unlink()
-    files = [f for f in sorted(work.rglob("*")) if f.is_file() and f.name != LOCK]
     info = IndexInfo(
         format=FORMAT,
         kind=spec.kind,
         settings=dict(spec.settings),
-        **asdict(written),
+        **asdict(corpus),
         sources=list(sources),
         build_seconds=round(seconds, 3),
-        files={str(f.relative_to(work)): [f.stat().st_size, checksum(f)] for f in files},
+        files=file_checks(work, without=(LOCK,)),
     )
-    write_whole(work / INFO, json.dumps(asdict(info), indent=1))
+    atomic_write(work / INFO, json.dumps(asdict(info), indent=1))
+    # Before the rename: the lock is no part of an index, and `folder.exists()` keeps later builds away.
     (work / LOCK).unlink()
     os.replace(work, folder)
     return info
@@ -182,7 +194,7 @@ def partial_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
 
 
-def _same_plan(work: Path, spec: IndexSpec, stamp: str) -> None:
+def _check_plan(work: Path, spec: IndexSpec, stamp: str) -> None:
     plan = json.dumps({"format": FORMAT, "kind": spec.kind, "settings": dict(spec.settings), "stamp": stamp})
     file = work / PLAN
     if file.is_file() and file.read_text(encoding="utf-8") != plan:
@@ -190,35 +202,19 @@ def _same_plan(work: Path, spec: IndexSpec, stamp: str) -> None:
             f"index: {work} is an unfinished build with other settings or sources; continue it as it was started, "
             "or remove it"
         )
-    write_whole(file, plan)
-
-
-@contextmanager
-def _locked(work: Path) -> Iterator[None]:
-    with (work / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise DataError(f"index: {work} is being built by another process") from None
-        yield
+    atomic_write(file, plan)
 
 
 def _build(work: Path, passages: PassageStore, spec: IndexSpec, device: str, batch_size: int) -> None:
     settings = spec.settings
     if spec.kind == "bm25":
-        from mmrl.retrieval import bm25
-
-        bm25.write_index(work / "bm25", passages, settings["k1"], settings["b"])
+        bm25.write_index(work / "bm25", passages, float(settings["k1"]), float(settings["b"]))
     elif spec.kind == "dense":
-        from mmrl.retrieval import dense
-
-        one = dense.Encoder(settings["model"], settings["encoder"], device=device, batch_size=batch_size)
-        dense.build(work, passages, one, settings["faiss"])
+        one = dense.Encoder(str(settings["model"]), str(settings["encoder"]), device=device, batch_size=batch_size)
+        dense.build(work, passages, one, str(settings["faiss"]))
     else:
-        from mmrl.retrieval import colbert
-
-        many = colbert.TokenEncoder(settings["model"], device=device, batch_size=batch_size)
-        colbert.build(work, passages, many, settings["faiss"])
+        many = colbert.TokenEncoder(str(settings["model"]), device=device, batch_size=batch_size)
+        colbert.build(work, passages, many, str(settings["faiss"]))
 
 
 def open_index(
@@ -237,19 +233,44 @@ def open_index(
     """
     settings = info.settings
     if info.kind == "bm25":
-        from mmrl.retrieval.bm25 import Bm25Retriever
-
-        return Bm25Retriever(passages, k1=settings["k1"], b=settings["b"], built=folder / "bm25")
+        k1, b = float(settings["k1"]), float(settings["b"])
+        return bm25.Bm25Retriever(passages, k1=k1, b=b, built=folder / "bm25")
     if info.kind == "dense":
-        from mmrl.retrieval.dense import DenseRetriever, Encoder
+        one = dense.Encoder(str(settings["model"]), str(settings["encoder"]), device=device, batch_size=batch_size)
+        return dense.DenseRetriever(folder, passages, one)
+    many = colbert.TokenEncoder(str(settings["model"]), device=device, batch_size=batch_size)
+    return colbert.ColbertRetriever(folder, passages, many, candidates)
 
-        one = Encoder(settings["model"], settings["encoder"], device=device, batch_size=batch_size)
-        return DenseRetriever(folder, passages, one)
-    from mmrl.retrieval.colbert import ColbertRetriever, TokenEncoder
 
-    return ColbertRetriever(
-        folder, passages, TokenEncoder(settings["model"], device=device, batch_size=batch_size), candidates
-    )
+def estimated_bytes(spec: IndexSpec, passages: int, text_bytes: int) -> dict[str, float]:
+    """Estimates of `disk` (finished index), `work` (more disk while building), `build` and `search` (memory), in bytes.
+
+    Args:
+        spec: kind and settings.
+        passages: how many.
+        text_bytes: of all titles and texts.
+    """
+    # Dense and ColBERT follow from the arrays that they write. BM25 on disk was within 20 % on corpora of 6 to 307 MB;
+    # its memory to build is what a million passages took (docs/performance.md).
+    store = 1.1 * text_bytes + 16 * passages
+    # `write_passages` holds hashes of all passages.
+    hashes = 100.0 * passages
+    graph = spec.settings.get("faiss") == "hnsw"
+    if spec.kind == "bm25":
+        return {
+            "disk": store + BM25_DISK * text_bytes,
+            "work": 0,
+            "build": hashes + BM25_BUILD * text_bytes,
+            "search": BM25_DISK * text_bytes + 8 * passages,
+        }
+    if spec.kind == "dense":
+        vectors = 4.0 * DIMENSION * passages
+        index = vectors + graph * passages * (8 * HNSW_LINKS + 16)
+        return {"disk": store + index, "work": vectors, "build": hashes + index, "search": index}
+    tokens = text_bytes / TOKEN_BYTES
+    vectors = 2.0 * TOKEN_DIMENSION * tokens
+    index = vectors + graph * tokens * (8 * HNSW_LINKS + 16)
+    return {"disk": store + vectors + index, "work": vectors, "build": hashes + index, "search": index + vectors}
 
 
 def cached_index(documents: Sequence[Document], config: RetrieverConfig, cache: Path) -> Path:
@@ -261,7 +282,7 @@ def cached_index(documents: Sequence[Document], config: RetrieverConfig, cache: 
     spec = spec_of(config)
     state = hashlib.blake2b(json.dumps([FORMAT, spec.kind, dict(spec.settings)]).encode(), digest_size=16)
     if model := spec.settings.get("model"):
-        state.update(model_identity(model).encode())
+        state.update(model_identity(str(model)).encode())
     for document in documents:
         state.update(f"\x1e{document.id}\x1f{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass"))
     folder = cache / "index" / f"{spec.kind}-{state.hexdigest()}"
@@ -275,7 +296,8 @@ def cached_index(documents: Sequence[Document], config: RetrieverConfig, cache: 
     try:
         build_index(folder, spec, lambda: documents, **config.model_dump(include={"device", "batch_size"}))
     except DataError:
-        if not (folder / INFO).is_file():  # else another process finished first; its content is the same
+        # Another process may have finished first; its content is the same.
+        if not (folder / INFO).is_file():
             raise
     return folder
 
@@ -286,13 +308,15 @@ def model_identity(model: str) -> str:
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(model, "config.json")
-        return f"{model}@{Path(found).parent.name if isinstance(found, str) else 'main'}"
+        # The folder of a cached file is named by the commit that the hub's `main` was at.
+        file = try_to_load_from_cache(model, "config.json")
+        return f"{model}@{Path(file).parent.name if isinstance(file, str) else 'main'}"
     state = hashlib.blake2b(digest_size=16)
-    for file in sorted(f for f in folder.rglob("*") if f.is_file()):
-        stat = file.stat()
-        state.update(f"{file.relative_to(folder)} {stat.st_size} ".encode())
-        with file.open("rb") as content:
+    # The first and last megabyte of each file: weights are gigabytes, and training changes those at the ends too.
+    for path in sorted(f for f in folder.rglob("*") if f.is_file()):
+        stat = path.stat()
+        state.update(f"{path.relative_to(folder)} {stat.st_size} ".encode())
+        with path.open("rb") as content:
             state.update(content.read(2**20))
             content.seek(max(0, stat.st_size - 2**20))
             state.update(content.read())

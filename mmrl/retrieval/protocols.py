@@ -1,4 +1,4 @@
-"""What retrieval servers are asked and reply: Search-R1's protocol and DSPy's ColBERT-server's, both directions.
+"""Requests to retrieval servers and their replies: Search-R1's protocol and DSPy's ColBERT-server's, both directions.
 
 - Search-R1: `POST /retrieve` {"queries": [...], "topk": 3, "return_scores": true} ->
   {"result": [[{"document": {"contents": "title\\ntext"}, "score": s}, ...], ...]}, or bare documents.

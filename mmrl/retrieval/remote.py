@@ -122,7 +122,7 @@ class RemoteRetriever(Retriever):
         retries: further attempts after a timeout, a refused connection, a status >= 500 (or 408, 425, 429), or a reply
             that cannot be read.
         concurrency: requests under way at once; more wait for their turn.
-        cache_size: results kept, by query and number; the least recently used goes first.
+        cache_size: results in the cache, by query and number; the least recently used goes first.
         breaker: see `Breaker`.
     """
 

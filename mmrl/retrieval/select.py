@@ -48,7 +48,7 @@ def open_index_corpus(config: RetrieverConfig) -> PassageStore:
 
 
 def retriever_problems(config: RetrieverConfig) -> list[str]:
-    """What can be told to be wrong before a search: missing packages, an unusable index, a server that is not there."""
+    """What is known to be wrong before a search: missing packages, an unusable index, a server that is not there."""
     problems = packages_missing(config)
     if config.in_child:
         problems += server_problems("task.retriever.process: child")
@@ -89,11 +89,12 @@ def server_problems(what: str) -> list[str]:
 
 
 def probe(config: RemoteRetrieverConfig) -> None:
-    """One small search, without retries, so that a wrong address is found before a model is loaded.
+    """One small search, without retries, so that a wrong address is noticed before a model is loaded.
 
     Raises:
         RetrievalFailure: no usable answer.
     """
+    # No retries: this runs at the door of every command, where a second try would only hide a flaky server.
     client = RemoteRetriever(config.url, protocol=config.protocol, timeout_s=config.timeout_s, retries=0)
     try:
         client.ping()
@@ -124,9 +125,11 @@ def _bm25(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
 def _indexed(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
     assert isinstance(config, LocalRetrieverConfig)
     folder = _folder(config, documents)
+    # Only the options that this retriever's schema has: the others keep their defaults.
     runtime = config.model_dump(include=set(RUNTIME))
     try:
         return open_index(folder, read_info(folder), PassageStore(folder), **runtime)
+    # Whatever a library says of damaged files, the user has to know which folder it was.
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"task.retriever.index: cannot open {folder}: {error}") from None
 

@@ -158,17 +158,17 @@ def make_app(retriever: Retriever, facts: Mapping[str, str | int], *, max_batch:
     # Requests are validated in here, not by FastAPI's parameters, whose refusals the meter would not see.
     async def retrieve(request: Request) -> Response:
         async def search() -> object:
-            wanted = read_request(SearchR1Request, await _json(request))
-            results = await batches.search(wanted.queries, wanted.topk)
-            return {"result": [[search_r1_item(d, wanted.return_scores) for d in result] for result in results]}
+            parsed = read_request(SearchR1Request, await _json(request))
+            results = await batches.search(parsed.queries, parsed.topk)
+            return {"result": [[search_r1_item(d, parsed.return_scores) for d in result] for result in results]}
 
         return await _respond(meter, "/retrieve", search())
 
     async def dspy(request: Request) -> Response:
         async def search() -> object:
             fields = dict(request.query_params) if request.method == "GET" else await _json(request)
-            wanted = read_request(DspyRequest, fields)
-            (documents,) = await batches.search([wanted.query], wanted.k)
+            parsed = read_request(DspyRequest, fields)
+            (documents,) = await batches.search([parsed.query], parsed.k)
             return {"topk": [dspy_item(document, rank) for rank, document in enumerate(documents, 1)]}
 
         return await _respond(meter, "/api/search", search())

@@ -1,8 +1,11 @@
 """Passages on disk: written in one pass, read by number through a memory map. Part of every index folder.
 
 `passages.jsonl` has one `[id, title, text]` a line, `offsets.npy` where each line starts, `titles.npy` a sorted 64-bit
-hash of every title, so that millions of passages open in milliseconds and their titles can be asked for.
+hash of every title, so that millions of passages open in milliseconds and titles can be looked up.
 """
+
+# Not `datasets` on Arrow: a passage is one slice of a memory map here, duplicates are dropped and ids made unique while
+# writing, and a folder opens without importing a large library (bars in docs/performance.md).
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ PASSAGES, OFFSETS, TITLES = "passages.jsonl", "offsets.npy", "titles.npy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class CorpusFacts:
     """What `write_passages` wrote."""
 
     documents: int
@@ -40,7 +43,7 @@ def title_hash(title: str) -> int:
     return int.from_bytes(hashlib.blake2b(title.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
-def write_passages(folder: Path, documents: Iterable[Document]) -> Written:
+def write_passages(folder: Path, documents: Iterable[Document]) -> CorpusFacts:
     """Write passages in the order given, each (title, text) once; ids that come twice get a suffix.
 
     Args:
@@ -50,6 +53,7 @@ def write_passages(folder: Path, documents: Iterable[Document]) -> Written:
     Returns:
         Counts and hash.
     """
+    # Hashes, not texts: 21 million passages of Wikipedia are 14 GB of text.
     seen: set[bytes] = set()
     ids: set[bytes] = set()
     offsets, titles = [0], []
@@ -57,6 +61,7 @@ def write_passages(folder: Path, documents: Iterable[Document]) -> Written:
     duplicates = text_bytes = 0
     with (folder / PASSAGES).open("wb") as file:
         for document in documents:
+            # Control characters as separators, so that titles and texts do not run into each other.
             content = f"\x1e{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass")
             key = hashlib.blake2b(content, digest_size=16).digest()
             if key in seen:
@@ -66,16 +71,21 @@ def write_passages(folder: Path, documents: Iterable[Document]) -> Written:
             digest.update(content)
             text_bytes += len(content) - 2
             name = document.id
-            if _short(name) in ids:  # corpora that number their passages, joined into one
+            # Corpora that number their passages, joined into one, repeat ids; tasks tell passages apart by them.
+            if _short(name) in ids:
                 name = f"{name}~{len(offsets) - 1}"
             ids.add(_short(name))
             line = json.dumps([name, document.title, document.text], ensure_ascii=True).encode() + b"\n"
             file.write(line)
             offsets.append(offsets[-1] + len(line))
             titles.append(title_hash(document.title))
+    # shape (documents + 1,): line n is bytes offsets[n] to offsets[n + 1]
     np.save(folder / OFFSETS, np.array(offsets, dtype=np.int64))
+    # shape (different titles,), sorted: `has_title` is a binary search
     np.save(folder / TITLES, np.unique(np.array(titles, dtype=np.uint64)))
-    return Written(documents=len(offsets) - 1, duplicates=duplicates, text_bytes=text_bytes, digest=digest.hexdigest())
+    return CorpusFacts(
+        documents=len(offsets) - 1, duplicates=duplicates, text_bytes=text_bytes, digest=digest.hexdigest()
+    )
 
 
 def _short(name: str) -> bytes:
@@ -95,10 +105,12 @@ class PassageStore(Sequence[Document]):
     def __init__(self, folder: Path):
         self._offsets = np.load(folder / OFFSETS, mmap_mode="r")
         self._titles = np.load(folder / TITLES, mmap_mode="r")
+        # A cheap check of wholeness; `read_info` compares checksums.
         size = (folder / PASSAGES).stat().st_size
         if size != int(self._offsets[-1]):
             raise ValueError(f"{folder / PASSAGES} has {size} bytes, expected {int(self._offsets[-1])}")
         with (folder / PASSAGES).open("rb") as file:
+            # An empty file cannot be mapped.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
 
     def __len__(self) -> int:
@@ -129,6 +141,6 @@ class PassageStore(Sequence[Document]):
 
     def has_title(self, title: str) -> bool:
         """Whether a passage has this title."""
-        wanted = np.uint64(title_hash(title))
-        place = int(np.searchsorted(self._titles, wanted))
-        return place < len(self._titles) and bool(self._titles[place] == wanted)
+        key = np.uint64(title_hash(title))
+        place = int(np.searchsorted(self._titles, key))
+        return place < len(self._titles) and bool(self._titles[place] == key)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,7 +35,7 @@ Shard = Mapping[str, np.ndarray]
 def encode_shards(
     folder: Path, documents: Sequence[Document], encode: Callable[[Sequence[Document]], Shard], title: str
 ) -> list[Path]:
-    """Encode a corpus shard by shard; shards that are there already are kept.
+    """Encode a corpus shard by shard; shards of an earlier attempt are reused.
 
     Args:
         folder: where `shard-00000.npz` and so on go; a shard is whole or absent.
@@ -52,6 +52,7 @@ def encode_shards(
         for start in range(0, len(documents), SHARD):
             file = folder / f"shard-{start // SHARD:05d}.npz"
             part = documents[start : start + SHARD]
+            # A killed build leaves no half of a shard: it is written beside its place and renamed.
             if not file.is_file():
                 work = file.with_suffix(".tmp")
                 with work.open("wb") as out:
@@ -76,21 +77,25 @@ def build_faiss(vectors: Iterator[np.ndarray], dimension: int, form: str, file: 
     """
     import faiss
 
-    index = _empty(faiss, dimension, form, half)
+    index = _empty(dimension, form, half)
     for block in vectors:
+        # In pieces: FAISS copies what it is given, and 16-bit blocks become float32 here.
         for start in range(0, len(block), ADD):
             index.add(np.ascontiguousarray(block[start : start + ADD], dtype=np.float32))
     faiss.write_index(index, str(file))
 
 
-def _empty(faiss: Any, dimension: int, form: str, half: bool) -> Any:
+def _empty(dimension: int, form: str, half: bool) -> faiss.Index:
+    import faiss
+
     metric = faiss.METRIC_INNER_PRODUCT
     sixteen = faiss.ScalarQuantizer.QT_fp16
     if form == "flat":
         return faiss.IndexScalarQuantizer(dimension, sixteen, metric) if half else faiss.IndexFlatIP(dimension)
     if half:
         index = faiss.IndexHNSWSQ(dimension, sixteen, HNSW_LINKS, metric)
-        index.is_trained = index.storage.is_trained = True  # 16-bit floats have nothing to learn
+        # 16-bit floats have nothing to learn from the data, yet FAISS asks for training.
+        index.is_trained = index.storage.is_trained = True
     else:
         index = faiss.IndexHNSWFlat(dimension, HNSW_LINKS, metric)
     index.hnsw.efConstruction = HNSW_BUILD
@@ -116,14 +121,14 @@ def nearest(index: faiss.Index, queries: np.ndarray, k: int) -> tuple[np.ndarray
         k: at least 1; fewer come back where the index holds fewer.
 
     Returns:
-        Two arrays of shape (q, min(k, vectors)); number -1 where a graph search found fewer.
+        Two arrays of shape (q, min(k, vectors)); number -1 where a graph search reached fewer.
     """
     k = min(k, index.ntotal)
     if hasattr(index, "hnsw"):
         import faiss
 
-        library: Any = faiss  # its type stubs miss this class
-        breadth = library.SearchParametersHNSW(efSearch=max(HNSW_SEARCH, k))
+        # At least k: a graph search returns no more vectors than its breadth.
+        breadth = faiss.SearchParametersHNSW(efSearch=max(HNSW_SEARCH, k))
         return index.search(np.ascontiguousarray(queries, dtype=np.float32), k, params=breadth)
     return index.search(np.ascontiguousarray(queries, dtype=np.float32), k)
 

@@ -23,7 +23,7 @@ from mmrl.errors import DataError
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.store import PassageStore
-from mmrl.system.artifacts import write_whole
+from mmrl.system.files import atomic_write
 from mmrl.tasks.data.layouts import passage
 from mmrl.tasks.data.rows import FORMATS, Fields, Row, Source
 from mmrl.tasks.mini.examples import mini_corpus
@@ -252,7 +252,7 @@ def occurring(answers: set[str], documents: Sequence[Document], cache: Path | No
     if file is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps([number for number, answer in enumerate(ordered) if answer in present]))
+            atomic_write(file, json.dumps([number for number, answer in enumerate(ordered) if answer in present]))
         # A full or read-only cache only costs time.
         except OSError as error:
             log.warning("cannot write %s (%s)", file, error)
