@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest.register_assert_rewrite("tests.helpers.vllm_cases")
+pytest.register_assert_rewrite("tests.helpers.engines")
 
 # A loaded machine is slow, not wrong.
 settings.register_profile("mmrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -82,7 +82,7 @@ def quick_retries(monkeypatch):
 @pytest.fixture(scope="module")
 def good():
     """Address of a retrieval server that works."""
-    from tests.helpers.retrieval_fakes import good_app, listening
+    from tests.helpers.servers import good_app, listening
 
     with listening(good_app()) as url:
         yield url

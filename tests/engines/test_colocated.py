@@ -22,7 +22,7 @@ from mmrl.engines.vllm.colocated import VllmColocatedEngine
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import load_model, load_tokenizer
 from mmrl.run.check import hardware_problems
-from tests.run.test_run import SMALL
+from tests.helpers.runs import SMALL
 
 TINY = ModelConfig(name="tiny", path="tiny")
 

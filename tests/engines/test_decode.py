@@ -30,7 +30,7 @@ from mmrl.engines.embedded.decode import NativeLoop
 from mmrl.engines.embedded.hf_loop import HFLoop
 from mmrl.engines.embedded.transformers_engine import CheckedLoop, TransformersEngine, decode_loop
 from mmrl.errors import ConfigError
-from tests.helpers.engine_fixtures import VOCABULARY, generate, model, request, tokenizer
+from tests.helpers.engines import VOCABULARY, generate, model, request, tokenizer
 
 SMALL = {
     "vocab_size": VOCABULARY,

@@ -14,8 +14,8 @@ from mmrl.errors import ConfigError, EngineFailure
 from mmrl.models.load import load_tokenizer
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir
-from tests.helpers.scripted_server import Scripted, chat_reply, serving
-from tests.run.test_run import command
+from tests.helpers.runs import command
+from tests.helpers.servers import Scripted, chat_reply, serving
 
 MESSAGES = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is Porto?"})
 ASK = Request(

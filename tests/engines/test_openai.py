@@ -17,7 +17,7 @@ from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.retriever import RemoteRetrieverConfig
 from mmrl.engines.openai import OpenAIChat, retry_after
 from mmrl.errors import ConfigError, EngineFailure
-from tests.helpers.scripted_server import Scripted, ScriptedServer, Seen, chat_reply, serving
+from tests.helpers.servers import Scripted, ScriptedServer, Seen, chat_reply, serving
 
 KEY = "sk-very-secret-0123456789"
 ASK = [{"role": "user", "content": "Where is Porto?"}]

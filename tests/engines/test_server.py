@@ -21,7 +21,7 @@ from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import load_tokenizer
 from mmrl.system.child_process import ChildProcess
-from tests.helpers.scripted_server import Scripted, ScriptedServer, Seen, serving
+from tests.helpers.servers import Scripted, ScriptedServer, Seen, serving
 
 TINY = ModelConfig(name="tiny", path="tiny")
 HEALTHY = """

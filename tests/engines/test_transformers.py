@@ -16,7 +16,7 @@ from mmrl.engines import engine_class
 from mmrl.engines.base import Completion, Request
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import ConfigError, EngineFailure, LengthFailure
-from tests.helpers.engine_fixtures import EOS, VOCABULARY, generate, model, request, tokenizer
+from tests.helpers.engines import EOS, VOCABULARY, generate, model, request, tokenizer
 
 LOOPS = ["own", "hf"]
 

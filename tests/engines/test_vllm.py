@@ -22,7 +22,7 @@ from mmrl.engines import Completion, Request, Sampling, build_engine
 from mmrl.engines.vllm.base import probe_logprobs
 from mmrl.errors import EngineFailure, LengthFailure, SyncFailure
 from mmrl.models.load import load_model, load_tokenizer
-from tests.helpers.vllm_cases import (
+from tests.helpers.engines import (
     PYTHON,
     TINY,
     ask,

@@ -17,7 +17,7 @@ import pytest
 from mmrl.config.engines import VllmColocatedConfig
 from mmrl.errors import SyncFailure
 from mmrl.models.load import load_tokenizer
-from tests.helpers.vllm_cases import (
+from tests.helpers.engines import (
     PYTHON,
     TINY,
     ask,
@@ -80,7 +80,7 @@ from pathlib import Path
 from mmrl.config.engines import VllmColocatedConfig
 from mmrl.engines import build_engine
 from mmrl.models.load import load_model, load_tokenizer
-from tests.helpers.vllm_cases import TINY, ask, gap, perturb, prompt_of, setup_in
+from tests.helpers.engines import TINY, ask, gap, perturb, prompt_of, setup_in
 model, tokenizer = load_model(TINY, "cpu"), load_tokenizer(TINY)
 engine = build_engine(VllmColocatedConfig(name="vllm_colocated"), model, tokenizer, setup_in(Path({str(tmp_path)!r})))
 prompt = prompt_of(tokenizer, "Who wrote it?")

@@ -21,11 +21,8 @@ from mmrl.engines import Completion, EngineSetup, Request, Sampling, build_engin
 from mmrl.engines.endpoint_engine import with_endpoints
 from mmrl.models.chat import decode_text, render_prompt
 from mmrl.models.load import load_model, load_tokenizer
-from tests.helpers.agent_fakes import make, play
-from tests.helpers.dspy_fakes import filled
-from tests.helpers.dspy_fakes import make as make_dspy
-from tests.helpers.dspy_fakes import play as play_dspy
-from tests.helpers.vllm_cases import PYTHON, TINY, serving
+from tests.helpers.engines import PYTHON, TINY, serving
+from tests.helpers.programs import filled, make, make_dspy, play, play_dspy
 
 pytestmark = [
     pytest.mark.vllm,

@@ -191,3 +191,15 @@ def gradients(trainer: MmrlTrainer, calls: list[TrainCall], budget: int | None =
     loss = trainer.training_step(trainer.model, {"update": Update(1, packs, first=True)})
     found = {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
     return trainer.totals.losses[-1] if trainer.totals.losses else float(loss), found
+
+
+def with_targets(calls: list[TrainCall], values: list[tuple[float, ...]] | None = None) -> list[TrainCall]:
+    """Returns that a critic can learn: 1 for module a, -1 for b."""
+    found = []
+    for number, call in enumerate(calls):
+        tokens = len(call.call.completion_ids)
+        target = 1.0 if call.call.module == "a" else -1.0
+        entries = tuple(replace(entry, returns=(target,) * tokens) for entry in call.entries)
+        old = values[number] if values else (0.0,) * tokens
+        found.append(with_changes(call, entries=entries, values=old))
+    return found

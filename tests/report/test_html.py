@@ -13,7 +13,7 @@ from mmrl.report.console import finish
 from mmrl.report.html import report_run, telling_examples
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
-from tests.helpers.report_fakes import CONFIG, fake_run, forest, items, metrics
+from tests.helpers.runs import CONFIG, fake_run, forest, items, metrics
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 EVIL = '"><script>alert(1)</script>'

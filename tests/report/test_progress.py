@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from mmrl.report.progress import Progress
-from tests.helpers.report_fakes import MODULES, evaluation, metrics
+from tests.helpers.runs import MODULES, evaluation, metrics
 
 
 def terminal(width=100, **more):

@@ -8,7 +8,7 @@ from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import module_facts
 from mmrl.report.trees import abridged, advantage_of, clean, credit_line, made_of, shown_prediction
-from tests.helpers.report_fakes import CONFIG, fake_run, forest
+from tests.helpers.runs import CONFIG, fake_run, forest
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from mmrl.retrieval.serving import make_app
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS
-from tests.helpers.agent_fakes import Script, default_config
 from tests.helpers.fakes import environment
-from tests.helpers.retrieval_fakes import DOCUMENTS, Faulty, good_app, listening
+from tests.helpers.programs import Script, default_config
+from tests.helpers.servers import DOCUMENTS, Faulty, good_app, listening
 
 QUERIES = ["river Tagus", "city", "capital of Portugal", "river"]
 

@@ -21,7 +21,7 @@ from mmrl.retrieval.serving import Batches, ChildRetriever, make_app
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from tests.helpers.fakes import environment
-from tests.helpers.retrieval_fakes import DOCUMENTS, listening
+from tests.helpers.servers import DOCUMENTS, listening
 from tests.retrieval.test_http import Searcher, agent, fetched
 
 BM25 = IndexSpec(kind="bm25", settings={"k1": 0.9, "b": 0.4})

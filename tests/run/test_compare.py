@@ -14,7 +14,7 @@ from mmrl.report.html import write_comparison, write_docs
 from mmrl.report.rundir import RunDir
 from mmrl.report.tables import against_rows, comparison_text, pair_rows, seed_rows, summary_rows
 from mmrl.system.files import append_jsonl
-from tests.helpers.report_fakes import CONFIG, fake_run
+from tests.helpers.runs import CONFIG, fake_run
 
 METRICS = {"hotpotqa": "f1", "search_agent": "em"}
 

@@ -14,30 +14,8 @@ import pytest
 from mmrl.cli import main
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.report.journal import read_step
-from mmrl.report.rundir import RunDir, comparable
-
-SMALL = [
-    "hardware=cpu",
-    "hardware.threads=1",
-    "train.batch_size=2",
-    "algo.group_size=2",
-    "task.max_tokens=6",
-    "task.retriever.top_k=2",
-    "eval.items=4",
-    "eval.bootstrap=100",
-    "eval.every=2",
-    "train.save_every=2",
-    "train.lr=0.01",
-    "algo.beta=0.001",  # so that every call is trained, also where all rewards of a group are equal
-]
-
-
-def command(random_model, run_dir, *overrides):
-    return ["train", f"model.path={random_model}", f"run.dir={run_dir}", *SMALL, *overrides]
-
-
-def numbers(run_dir):
-    return [comparable(record) for record in RunDir.read(run_dir).history()]
+from mmrl.report.rundir import RunDir
+from tests.helpers.runs import SMALL, command, numbers, start, wait_for_progress
 
 
 @pytest.mark.parametrize("algo", ["mhgpo_is", "mhgpo_fof", "mhgpo_rr", "mhgpo_fof_os"])
@@ -96,12 +74,6 @@ def test_the_same_command_gives_the_same_numbers(random_model, tmp_path):
     assert numbers(tmp_path / "a") != numbers(tmp_path / "c")
 
 
-def start(arguments):
-    return subprocess.Popen(
-        [sys.executable, "-m", "mmrl", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", [["algo=mhgpo_rr"], ["algo=mhgpo_fof", "algo.epochs=2", "algo.minibatches=2"]])
 def test_killed_at_random_instants_and_resumed_a_run_gives_bit_equal_numbers(extra, random_model, tmp_path):
@@ -127,16 +99,6 @@ def test_killed_at_random_instants_and_resumed_a_run_gives_bit_equal_numbers(ext
             assert process.wait() == 0, process.stderr.read()
             break
     assert numbers(tmp_path / "whole") == numbers(killed)
-
-
-def wait_for_progress(process, run_dir):
-    """Until the run has trained at least one step more, or ended."""
-    metrics = run_dir / "metrics.jsonl"
-    seen = metrics.read_bytes() if metrics.exists() else b""
-    while process.poll() is None:
-        if metrics.exists() and len(metrics.read_bytes()) > len(seen):
-            return
-        time.sleep(0.02)
 
 
 def test_a_finished_run_is_not_continued(random_model, tmp_path, capsys):

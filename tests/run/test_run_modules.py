@@ -20,7 +20,7 @@ from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir
 from mmrl.tasks.base import Score
 from mmrl.tasks.search_program.task import MultihopQaTask
-from tests.run.test_run import command, numbers, start, wait_for_progress
+from tests.helpers.runs import command, numbers, start, wait_for_progress
 
 MODULES = ("rewriter", "reranker", "answerer")
 LORA = ["model.lora.r=4", "model.lora.alpha=8"]

@@ -13,7 +13,7 @@ from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir, comparable
 from mmrl.stages.collect import dynamic_sampling
 from tests.helpers.forests import Grow
-from tests.run.test_run import command
+from tests.helpers.runs import command
 
 POOL = [Example(id=f"q{number}", inputs={}) for number in range(12)]
 

@@ -18,7 +18,7 @@ from mmrl.errors import SyncFailure
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir, comparable
 from mmrl.stages.prefetch import Prefetch
-from tests.run.test_run import SMALL
+from tests.helpers.runs import SMALL
 
 STEPS = 4
 # A random model earns nothing, so that only the decay moves its weights.

@@ -3,8 +3,8 @@
 from mmrl.cli import main
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir
-from tests.helpers.scripted_server import chat_reply, serving
-from tests.run.test_run import command
+from tests.helpers.runs import command
+from tests.helpers.servers import chat_reply, serving
 
 PROMPTS = "answerer:\n  system: 'One word.'\n"
 

@@ -11,7 +11,9 @@ from mmrl.records import Example
 from mmrl.tasks.mini.support import INTENTS, make_support
 from mmrl.tasks.mini.teach import demonstrations
 from mmrl.tasks.mini.world import make_world
-from tests.helpers.dspy_fakes import by_prompt, filled, make, play, problems, write_csv, write_json
+from tests.helpers.programs import by_prompt, filled, problems, write_csv, write_json
+from tests.helpers.programs import make_dspy as make
+from tests.helpers.programs import play_dspy as play
 
 
 def rows(count, labels=("a", "b"), start=0):

@@ -8,7 +8,7 @@ from mmrl.errors import ConfigError, DataError
 from mmrl.tasks import TASKS
 from mmrl.tasks.data.layouts import LAYOUTS, load_corpus, load_records
 from mmrl.tasks.data.rows import Source
-from tests.helpers.agent_fakes import default_config
+from tests.helpers.programs import default_config
 
 DEEP = "[" * 100_000 + "]" * 100_000
 MUSIQUE = {

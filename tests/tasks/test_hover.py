@@ -11,7 +11,9 @@ from mmrl.rollout.plans import fork_on
 from mmrl.tasks.dspy.built_in import needed
 from mmrl.tasks.mini.claims import make_claims
 from mmrl.tasks.mini.world import make_world
-from tests.helpers.dspy_fakes import by_prompt, filled, make, play, problems, write_json
+from tests.helpers.programs import by_prompt, filled, problems, write_json
+from tests.helpers.programs import make_dspy as make
+from tests.helpers.programs import play_dspy as play
 
 
 def claim(number, question=None, hops=3, titles=("A", "B"), **changes):

@@ -12,8 +12,8 @@ from mmrl.config import JudgeConfig
 from mmrl.errors import ConfigError, JudgeFailure
 from mmrl.tasks.agents.judge import TEMPLATES as JUDGE_TEMPLATES
 from mmrl.tasks.agents.judge import Judge, JudgedTurn, build_judge, escape, read_outcome, read_turns, salvage_turns
-from tests.helpers.agent_fakes import default_config, make, play
-from tests.helpers.scripted_server import Scripted, chat_reply, serving
+from tests.helpers.programs import default_config, make, play
+from tests.helpers.servers import Scripted, chat_reply, serving
 
 SEARCH = "<think> look </think>\n<search> Lisbon </search>"
 ANSWER = "<think> so </think>\n<answer> Tagus </answer>"

@@ -15,7 +15,7 @@ from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 from mmrl.tasks.mini.teach import demonstrations
 from mmrl.tasks.search_program.program import parse_queries, parse_selection
-from tests.helpers.agent_fakes import play
+from tests.helpers.programs import play
 
 
 def make(seed=0, **options):

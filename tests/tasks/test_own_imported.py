@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-from tests.helpers.dspy_fakes import filled, make, play, problems
+from tests.helpers.programs import filled, problems
+from tests.helpers.programs import make_dspy as make
+from tests.helpers.programs import play_dspy as play
 
 OWN = """
 import dspy

@@ -12,8 +12,10 @@ from mmrl.rollout.plans import fork_on
 from mmrl.tasks.dspy.papillon import EndpointJudges, RuleJudges
 from mmrl.tasks.mini.requests import UNNAMED, make_external, make_requests
 from mmrl.tasks.mini.world import make_world
-from tests.helpers.dspy_fakes import by_prompt, filled, make, play, problems, write_csv
-from tests.helpers.scripted_server import Scripted, chat_reply, serving
+from tests.helpers.programs import by_prompt, filled, problems, write_csv
+from tests.helpers.programs import make_dspy as make
+from tests.helpers.programs import play_dspy as play
+from tests.helpers.servers import Scripted, chat_reply, serving
 
 
 def rows(count):

@@ -6,8 +6,8 @@ from mmrl.records import Example
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.agent_fakes import default_config
-from tests.helpers.agent_fakes import play as played
+from tests.helpers.programs import default_config
+from tests.helpers.programs import play as played
 from tests.tasks.test_data import record, saved
 
 EXAMPLE = Example(

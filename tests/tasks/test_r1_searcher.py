@@ -8,7 +8,7 @@ from mmrl.tasks import TASKS
 from mmrl.tasks.agents.r1_searcher import DOCUMENTS, QUERY, Form
 from mmrl.tasks.base import Task
 from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.agent_fakes import default_config, make, play
+from tests.helpers.programs import default_config, make, play
 from tests.tasks.test_search_o1 import hostile
 
 ASK = f"look it up {QUERY[0]} Lisbon {QUERY[1]}"

@@ -7,7 +7,7 @@ from mmrl.config.retriever import Bm25Config
 from mmrl.tasks import TASKS
 from mmrl.tasks.agents.r1_searcher import QUERY as R1_QUERY
 from mmrl.tasks.agents.search_o1 import QUERY as O1_QUERY
-from tests.helpers.agent_fakes import default_config, play
+from tests.helpers.programs import default_config, play
 
 PASSAGES = "2wikimultihopqa/2wikimultihopqa_corpus.json"
 FILES = {

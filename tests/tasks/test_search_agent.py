@@ -19,7 +19,7 @@ from mmrl.tasks.agents.rewards import (
 from mmrl.tasks.agents.tags import first_pair
 from mmrl.tasks.base import Task
 from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.agent_fakes import EXAMPLE, default_config, make, play
+from tests.helpers.programs import EXAMPLE, default_config, make, play
 
 ASK = "<think>a</think><search>river Lisbon</search>"
 MISS = "<think>a</think><search>city Douro</search>"

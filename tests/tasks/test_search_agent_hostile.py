@@ -10,7 +10,7 @@ from mmrl.tasks.agents.rewards import (
     SEARCH_TAGS,
 )
 from mmrl.tasks.agents.tags import disarm, tag_sequence
-from tests.helpers.agent_fakes import make, play
+from tests.helpers.programs import make, play
 from tests.tasks.test_search_agent import ASK, ROOMY, WRONG, approx, turn_rewards
 
 PIECES = [f"<{slash}{name}>" for name in SEARCH_TAGS for slash in ("", "/")]

@@ -10,7 +10,7 @@ from mmrl.tasks.agents.search_o1 import QUERY, RESULT, boxed
 from mmrl.tasks.agents.tags import disarm_markers, last_block
 from mmrl.tasks.base import Task
 from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.agent_fakes import DOCUMENTS, default_config, make, play
+from tests.helpers.programs import DOCUMENTS, default_config, make, play
 
 ASK = f"look it up {QUERY[0]} Lisbon {QUERY[1]}"
 ANSWER = r"so it is \boxed{Tagus}"

@@ -17,7 +17,7 @@ from mmrl.tasks.agents.tags import tag_sequence
 from mmrl.tasks.agents.tool_agent import TAGS, read_command
 from mmrl.tasks.base import Task
 from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.agent_fakes import EXAMPLE, default_config, make, play
+from tests.helpers.programs import EXAMPLE, default_config, make, play
 from tests.tasks.test_search_agent import approx, turn_rewards
 from tests.tasks.test_search_agent_ids import replayed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from mmrl.errors import CheckpointError, ConfigError, MmrlError
 from mmrl.models.policy import newest_checkpoint
 from mmrl.report.rundir import comparable
 from mmrl.trainer.critic import Critic
-from mmrl.trainer.objective import TrainCall, value_loss
+from mmrl.trainer.objective import value_loss
 from tests.helpers.trainer_cases import (
     LORA,
     gradients,
@@ -24,23 +23,12 @@ from tests.helpers.trainer_cases import (
     sampled,
     tiny_model,
     with_changes,
+    with_targets,
     without_advantage,
 )
 
 KINDS = [("separate", None), ("separate", LORA), ("adapter", LORA), ("head", None), ("head", LORA)]
 kinds = pytest.mark.parametrize(("kind", "lora"), KINDS)
-
-
-def with_targets(calls: list[TrainCall], values: list[tuple[float, ...]] | None = None) -> list[TrainCall]:
-    """Returns that a critic can learn: 1 for module a, -1 for b."""
-    found = []
-    for number, call in enumerate(calls):
-        tokens = len(call.call.completion_ids)
-        target = 1.0 if call.call.module == "a" else -1.0
-        entries = tuple(replace(entry, returns=(target,) * tokens) for entry in call.entries)
-        old = values[number] if values else (0.0,) * tokens
-        found.append(with_changes(call, entries=entries, values=old))
-    return found
 
 
 def ppo_trainer(folder: Path, kind: str, lora: LoraConfig | None = None, **kwargs: Any) -> Any:

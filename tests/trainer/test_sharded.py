@@ -19,7 +19,7 @@ from mmrl.config import HardwareConfig
 from mmrl.run.launch import environment
 from mmrl.system.child_process import free_port
 from mmrl.trainer.sharding import exact_outputs
-from tests.helpers.sharded_cases import CASES, VALUE_CALLS, build, watch_gradients
+from tests.helpers.sharded import CASES, VALUE_CALLS, build, watch_gradients
 from tests.helpers.trainer_cases import sampled
 
 OWN = {"time/update", "train/tokens_forwarded"}
@@ -48,7 +48,7 @@ def two_processes(folder: Path) -> None:
     root = str(Path(__file__).parents[2])
     workers = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.sharded_worker", str(folder)],
+            [sys.executable, "-m", "tests.helpers.sharded", str(folder)],
             env={**os.environ, **environment(hardware, rank, port), "PYTHONPATH": root, "ACCELERATE_USE_CPU": "true"},
             stderr=subprocess.PIPE,
             text=True,

@@ -1,12 +1,15 @@
-"""A small invented run for the report's tests: three modules, forked rollouts, failures, awkward texts."""
+"""Runs for tests: made-up histories and forests for reports, and small real ones through the command line."""
 
 import math
 import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.journal import write_step
-from mmrl.report.rundir import RunDir
+from mmrl.report.rundir import RunDir, comparable
 from mmrl.system.files import append_jsonl
 
 MODULES = {"rewriter": 21, "reranker": 9, "answerer": 6}
@@ -155,3 +158,43 @@ def fake_run(path: Path, steps: int = 40, config=None, evaluate=True) -> RunDir:
             write_step(run, *forest(step))
     run.close()
     return run
+
+
+SMALL = [
+    "hardware=cpu",
+    "hardware.threads=1",
+    "train.batch_size=2",
+    "algo.group_size=2",
+    "task.max_tokens=6",
+    "task.retriever.top_k=2",
+    "eval.items=4",
+    "eval.bootstrap=100",
+    "eval.every=2",
+    "train.save_every=2",
+    "train.lr=0.01",
+    "algo.beta=0.001",  # so that every call is trained, also where all rewards of a group are equal
+]
+
+
+def command(random_model, run_dir, *overrides):
+    return ["train", f"model.path={random_model}", f"run.dir={run_dir}", *SMALL, *overrides]
+
+
+def numbers(run_dir):
+    return [comparable(record) for record in RunDir.read(run_dir).history()]
+
+
+def start(arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "mmrl", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for_progress(process, run_dir):
+    """Until the run has trained at least one step more, or ended."""
+    metrics = run_dir / "metrics.jsonl"
+    seen = metrics.read_bytes() if metrics.exists() else b""
+    while process.poll() is None:
+        if metrics.exists() and len(metrics.read_bytes()) > len(seen):
+            return
+        time.sleep(0.02)

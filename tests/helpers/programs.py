@@ -1,24 +1,29 @@
-"""Hand-written fakes for the tests of agents: an engine that plays given texts, and one rollout of it."""
+"""What tests of tasks share: programs played with scripted replies, DSPy's and agents', and one rollout of them."""
 
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mmrl.config import TaskConfig
+from mmrl.config import DataConfig, TaskConfig
 from mmrl.config.tasks import task_schema
 from mmrl.engines.base import Completion, Request
+from mmrl.errors import ConfigError
 from mmrl.records import Call, Example, Rollout
 from mmrl.rollout.plans import independent
+from mmrl.rollout.programs import with_program
 from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS
+from mmrl.tasks.mini.teach import demonstrations
+from tests.helpers import TOP
 from tests.helpers.fakes import FakeEngine, environment, letters
-from tests.scripts.test_docs import TOP
 
 DOCUMENTS = (
     {"title": "Lisbon", "text": "Lisbon is the capital of Portugal, on the river Tagus."},
@@ -70,3 +75,55 @@ def play(
     forest = asyncio.run(sample(env, [(example, independent(1))], reward_set))
     (rollout,) = forest.rollouts
     return rollout, list(forest.path(rollout)), engine
+
+
+def make_dspy(name, seed=0, data=None, **options):
+    """A task by its public name; `data` are keys of `task.data`."""
+    return with_program(TASKS[name](task_schema(name)(name=name, data=DataConfig(**(data or {})), **options), seed))
+
+
+def problems(name, **options):
+    """What a bad config is told."""
+    try:
+        make_dspy(name, **options)
+    except ConfigError as error:
+        return "\n".join(error.problems)
+    raise AssertionError("the config was accepted")
+
+
+def filled(**fields):
+    """A reply in the chat adapter's form."""
+    return "\n\n".join(f"[[ ## {name} ## ]]\n{value}" for name, value in fields.items()) + "\n\n[[ ## completed ## ]]"
+
+
+def play_dspy(task, answer, examples, plans=None, **fields):
+    """The forest of `examples` when each request is answered by `answer(request)`."""
+    engine = FakeEngine(answer)
+    env = environment(task, engine, **fields)
+    planned = [(example, plans or independent(1)) for example in examples]
+    return asyncio.run(sample(env, planned, task.reward_sets[0]))
+
+
+def by_prompt(task, examples):
+    """Answers each request as the demonstrations of `examples` do."""
+    shown = {
+        (d.module, "|".join(m["content"] for m in d.messages)): d.completion
+        for example in examples
+        for d in demonstrations(task, example)
+    }
+    return lambda request: shown[request.module, "".join(map(chr, request.prompt_ids))]
+
+
+def write_csv(path: Path, rows):
+    """Rows (mappings with equal keys) as CSV; returns the path as text."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return str(path)
+
+
+def write_json(path: Path, content):
+    """Any JSON value; returns the path as text."""
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return str(path)
