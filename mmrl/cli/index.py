@@ -178,7 +178,12 @@ def serve(words: Sequence[str]) -> int:
     facts, retriever, documents = _opened(given)
     from mmrl.retrieval.serving import serve as serve_app
 
-    served = {"kind": facts.kind, "documents": documents, "index": Path(given.index).name, "digest": facts.digest}
+    served: dict[str, str | int] = {
+        "kind": facts.kind,
+        "documents": documents,
+        "index": Path(given.index).name,
+        "digest": facts.digest,
+    }
     app = make_app(retriever, served, max_batch=given.max_batch)
     try:
         serve_app(app, given.host, given.port, parent=given.parent, announce="listening on {url}")

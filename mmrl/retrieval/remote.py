@@ -1,7 +1,7 @@
 """A retriever behind HTTP, by Search-R1's or DSPy's protocol. Used by tasks' search tools.
 
-One asynchronous client with one connection pool serves all rollouts; it lives on the process's I/O loop, so it outlasts
-the loop of each step and never waits for a decode on the caller's loop.
+One client serves all rollouts; its connections live on the process's I/O loop, so they outlast the loop of each step
+and never wait for a decode on the caller's loop.
 
 A failed search is never an empty result: after `retries` further attempts it is a `RetrievalFailure`, which aborts the
 rollout (journalled, counted, not trained on), with its cause in the message. After `BREAKER_FAILURES` failed requests
@@ -17,6 +17,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 from urllib.parse import urlsplit
 
@@ -144,10 +145,12 @@ class RemoteRetriever(Retriever):
         # Written on the I/O loop alone, like the cache and the breaker: none of them needs a lock.
         self._counts: Counter[str] = Counter()
         self._cache: dict[tuple[str, int], list[Document]] = {}
-        self._concurrency, self._cache_size = concurrency, cache_size
+        self._cache_size = cache_size
         self._breaker = breaker or Breaker()
         self._last_failure = ""
-        self._io: IoScope[httpx.AsyncClient] = IoScope(self._connect, lambda client: client.aclose(), concurrency)
+        # Idle clients, of one connection each: with every request, a pool of httpx looks at all of its connections; at
+        # 64 of them that costs several times as much as the request.
+        self._io: IoScope[list[httpx.AsyncClient]] = IoScope(list, _close_all, concurrency)
 
     @property
     def counts(self) -> Counter[str]:
@@ -274,6 +277,8 @@ class RemoteRetriever(Retriever):
         """Status and content of one reply; content ends soon after the limit of its status."""
         import httpx
 
+        idle = self._io.client
+        client = idle.pop() if idle else self._connect()
         # Not httpx's `json=`: it writes UTF-8, which cannot hold half of a UTF-16 pair; escapes can.
         data = None if body is None else json.dumps(body).encode()
         headers = {} if data is None else {"Content-Type": "application/json"}
@@ -282,7 +287,7 @@ class RemoteRetriever(Retriever):
             _ = urlsplit(self.url).port
             # httpx limits each pause of a reply; the config limits the whole attempt.
             async with asyncio.timeout(self.timeout_s):
-                async with self._io.client.stream(
+                async with client.stream(
                     method, self.url, params=params or None, content=data, headers=headers
                 ) as reply:
                     content = bytearray()
@@ -301,6 +306,8 @@ class RemoteRetriever(Retriever):
         except (httpx.HTTPError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise RetrievalFailure(f"retriever {self.url}: {reason}", "connection", transient=True) from None
+        finally:
+            idle.append(client)
 
     def _connect(self) -> httpx.AsyncClient:
         import httpx
@@ -308,13 +315,17 @@ class RemoteRetriever(Retriever):
         return httpx.AsyncClient(
             timeout=None,
             # uvicorn closes connections that were idle for 5 s: ours must go first, or a request meets the closing one.
-            limits=httpx.Limits(max_connections=self._concurrency, keepalive_expiry=IDLE_S),
+            limits=httpx.Limits(max_connections=1, keepalive_expiry=IDLE_S),
             follow_redirects=True,
             # A proxy of the environment knows nothing of servers on this machine or in this cluster.
             trust_env=False,
-            # The system's certificates: a cluster's own authority is among them, not among httpx's.
-            verify=ssl.create_default_context() if self.url.startswith("https:") else False,
+            verify=self._tls if self.url.startswith("https:") else False,
         )
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        # The system's certificates: a cluster's own authority is among them, not among httpx's.
+        return ssl.create_default_context()
 
     def _refusal(self) -> RetrievalFailure:
         return RetrievalFailure(
@@ -356,3 +367,8 @@ class RemoteRetriever(Retriever):
         self._cache[query, k] = documents
         if len(self._cache) > self._cache_size:
             del self._cache[next(iter(self._cache))]
+
+
+async def _close_all(clients: list[httpx.AsyncClient]) -> None:
+    for client in clients:
+        await client.aclose()

@@ -92,14 +92,16 @@ def _empty(dimension: int, form: str, half: bool) -> faiss.Index:
     sixteen = faiss.ScalarQuantizer.QT_fp16
     if form == "flat":
         return faiss.IndexScalarQuantizer(dimension, sixteen, metric) if half else faiss.IndexFlatIP(dimension)
+    graph: faiss.IndexHNSW
     if half:
-        index = faiss.IndexHNSWSQ(dimension, sixteen, HNSW_LINKS, metric)
+        # FAISS's type stubs miss that a quantizer can be given by its number.
+        graph = faiss.IndexHNSWSQ(dimension, sixteen, HNSW_LINKS, metric)  # type: ignore[arg-type]
         # 16-bit floats have nothing to learn from the data, yet FAISS asks for training.
-        index.is_trained = index.storage.is_trained = True
+        graph.is_trained = graph.storage.is_trained = True
     else:
-        index = faiss.IndexHNSWFlat(dimension, HNSW_LINKS, metric)
-    index.hnsw.efConstruction = HNSW_BUILD
-    return index
+        graph = faiss.IndexHNSWFlat(dimension, HNSW_LINKS, metric)
+    graph.hnsw.efConstruction = HNSW_BUILD
+    return graph
 
 
 def open_faiss(file: Path) -> faiss.Index:
@@ -127,8 +129,8 @@ def nearest(index: faiss.Index, queries: np.ndarray, k: int) -> tuple[np.ndarray
     if hasattr(index, "hnsw"):
         import faiss
 
-        # At least k: a graph search returns no more vectors than its breadth.
-        breadth = faiss.SearchParametersHNSW(efSearch=max(HNSW_SEARCH, k))
+        # At least k: a graph search returns no more vectors than its breadth. FAISS's type stubs miss the class.
+        breadth = faiss.SearchParametersHNSW(efSearch=max(HNSW_SEARCH, k))  # type: ignore[attr-defined]
         return index.search(np.ascontiguousarray(queries, dtype=np.float32), k, params=breadth)
     return index.search(np.ascontiguousarray(queries, dtype=np.float32), k)
 
