@@ -118,7 +118,8 @@ def test_a_task_says_what_a_failed_rollout_counts_in_its_official_metrics(monkey
 
 @pytest.mark.parametrize("name", sorted(TASKS.keys() - {"dspy"}))
 def test_each_built_in_task_names_its_official_metrics(name):
-    task = TASKS[name](task_schema(name)(name=name, dataset="hotpotqa" if name == "search_agent" else None), 0)
+    dataset = {"dataset": "hotpotqa"} if name == "search_agent" else {}
+    task = TASKS[name](task_schema(name)(name=name, **dataset), 0)
     assert task.main_metric in task.failed_metrics
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mmrl.cli import main
+from mmrl.config.engines import TransformersConfig
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import SyncFailure
 from mmrl.report.journal import read_step
@@ -32,7 +33,8 @@ class OwnWeights(TransformersEngine):
     def __init__(self, model: Any, tokenizer: Any, config: Any, setup: Any):
         self.trained = model
         self.served = copy.deepcopy(model).eval()
-        super().__init__(self.served, tokenizer, config, max_context=setup.max_context, threads=setup.threads)
+        decoding = TransformersConfig()  # the server's own keys say nothing of this decode loop
+        super().__init__(self.served, tokenizer, decoding, max_context=setup.max_context, threads=setup.threads)
         self.policy_version = -1
 
     def set_version(self, version: int, state: Any = None) -> None:
