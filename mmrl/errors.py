@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 class MmrlError(Exception):
     """Base of all errors with a message meant for the user; `exit_code` is what the command returns."""
 
+    # 1 is "stopped, and resumable"; what the user typed wrong is 2, so that scripts can tell the two apart.
     exit_code = 1
 
 
@@ -36,6 +37,7 @@ class ConfigError(MmrlError, ValueError):
 
     def __init__(self, problems: str | Iterable[str]):
         self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
+        # Joined for logs and tests; the command line prints `problems` one by one.
         super().__init__("\n".join(self.problems))
 
 
@@ -158,6 +160,7 @@ class ReplayDivergence(RolloutError):
     kind = "replay"
 
 
+# By name and not by class: journals and forest files hold the kind as text.
 MODEL_CAUSED = frozenset({ParseFailure.kind, LengthFailure.kind, LimitFailure.kind})
 
 
@@ -169,6 +172,7 @@ def print_error(error: MmrlError) -> None:
 
 def nearest(name: str, choices: Sequence[str]) -> str:
     """`"; did you mean 'x'?"` for the closest of `choices`, or an empty string."""
+    # 0.6 accepts a swapped or missing letter or two; names that merely share a prefix would only mislead.
     match = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=0.6)
     return f"; did you mean '{match[0]}'?" if match else ""
 
@@ -181,6 +185,7 @@ def unknown(path: str, got: object, choices: Iterable[str]) -> str:
     """The one sentence for a name that is not among the valid choices; of very many, only the nearest are named."""
     valid = sorted(choices)
     shown = ", ".join(valid)
+    # The nearest are named whatever their distance: a list that says nothing is worse than a poor guess.
     if len(valid) > MANY:
         near = difflib.get_close_matches(str(got), valid, n=5, cutoff=0.0)
         shown = f"{len(valid)} names, the nearest are {', '.join(near)}"

@@ -175,6 +175,7 @@ class Forest:
 
     def path(self, rollout: Rollout) -> tuple[Call, ...]:
         """Calls of `rollout`, root first; empty if it failed before its first call."""
+        # Calls know their parents alone: a call may have many successors, but lies on one way up.
         return tuple(reversed(list(self._up(rollout.leaf))))
 
     def _up(self, call_id: str | None) -> Iterator[Call]:

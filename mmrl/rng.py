@@ -18,12 +18,14 @@ Key = tuple[int | str | None, ...]
 
 def digest(*key: int | str | None) -> int:
     """A 128-bit integer that depends on every part of `key` and on its order."""
+    # The type is part of the text, so that step 1 and example "1" differ; the separator stands in no name.
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in key)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "big")
 
 
 def stream(*key: int | str | None) -> random.Random:
     """A fresh `random.Random` for one purpose; two equal keys give equal streams."""
+    # The standard library's generator: light to import, and its streams are the same on every machine.
     return random.Random(digest(*key))
 
 
@@ -32,4 +34,5 @@ def uniforms(seed: int, count: int) -> np.ndarray:
     # Imported here: `mmrl credit` and `mmrl --help` need this module and no arrays.
     import numpy as np
 
+    # Philox is counter-based: draw i depends on the key and on i alone, so drawing more changes none before.
     return np.random.Generator(np.random.Philox(key=seed)).random(count)

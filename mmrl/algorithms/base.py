@@ -20,6 +20,7 @@ __all__ = ["Algorithm", "Fork", "Tree"]
 class Algorithm(Protocol):
     """One training algorithm, stateless. Listed in `mmrl.algorithms.ALGORITHMS`."""
 
+    # Attributes of the algorithm, whatever its config says: checks and `mmrl plan` read them before anything is built.
     name: str
     needs_turn_rewards: bool
     needs_critic: bool

@@ -17,6 +17,7 @@ def module_problems(algo: MhgpoConfig, modules: Sequence[str]) -> list[str]:
     problems = []
     for key, names in (("train_modules", algo.train_modules or ()), ("freeze_modules", algo.freeze_modules)):
         problems += [unknown(f"algo.{key}", name, modules) for name in names if name not in modules]
+    # A module that both keys leave out is a contradiction that the user would like to know of, not a harmless repeat.
     chosen = modules if algo.train_modules is None else algo.train_modules
     idle = [name for name in algo.freeze_modules if name in modules and name not in chosen]
     if idle:
@@ -34,6 +35,7 @@ def module_problems(algo: MhgpoConfig, modules: Sequence[str]) -> list[str]:
 def scale_problems(algo: AlgoConfig, modules: Sequence[str]) -> list[str]:
     """Factors of modules that the program does not have, or that are not finite."""
     problems = []
+    # Only the algorithms that back rewards up know penalties of modules.
     penalty_scale = algo.penalty_scale if isinstance(algo, MhgpoConfig | MappoConfig) else None
     for key, factors in (("advantage_scale", algo.advantage_scale), ("penalty_scale", penalty_scale)):
         for name, factor in (factors or {}).items():

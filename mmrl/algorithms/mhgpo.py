@@ -51,6 +51,7 @@ class Mhgpo:
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.base.Algorithm.credit`."""
         algo = MhgpoConfig.of(algo)
+        # Over the whole forest first: a call's reward needs all branches below it, whichever groups they fall into.
         rewards = backward(forest, algo, seed)
         groups = compare(self.groups(forest, rewards, algo, seed), algo)
         rewarded = [forest.calls[call_id] for call_id in rewards]

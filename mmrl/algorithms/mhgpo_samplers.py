@@ -29,6 +29,7 @@ class MhgpoIs(Mhgpo):
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
         """Calls at the forks; the others only back their reward up."""
+        # Before the fork a tree has one sample, after it each branch has another prompt: only siblings are compared.
         at_fork = ForkView(forest).at_fork
         return by_slot(forest, rewards, [call_id for call_id in rewards if call_id in at_fork])
 
@@ -54,6 +55,7 @@ class MhgpoRr(Mhgpo):
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
         """Slots from the fork on, and the regrouped single calls above it."""
         above = ForkView(forest).above_fork
+        # From the fork on, all G branches of an example fill the slots, as in fork-on-first.
         below = by_slot(forest, rewards, [call_id for call_id in rewards if call_id not in above])
         regroup = MhgpoRrConfig.of(algo).regroup
         return below + regroup_singles(forest, rewards, above, regroup, algo.group_size, seed)

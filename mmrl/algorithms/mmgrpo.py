@@ -36,6 +36,7 @@ class Mmgrpo:
 
     def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """R independent rollouts, teachers one after the other."""
+        # Teacher-major order is part of the rollouts' ids, and with them of every sampling seed.
         shares = MmgrpoConfig.of(algo).shares()
         return tuple(
             plans.Tree(teacher=None if name == STUDENT else name)

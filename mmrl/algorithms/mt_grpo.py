@@ -48,6 +48,7 @@ class MtGrpo:
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
         """See `mmrl.algorithms.base.Algorithm.credit`."""
+        # Turns are compared on their own, then added up along the rollout: comparing the sums would be GRPO-MR again.
         algo = TurnGroupConfig.of(algo)
         examples = compare_turns(by_example(forest), algo, self.rules(algo))
         # Tokens are weighed by whole rollouts, as in GRPO; an example without any advantage may count as not sampled.

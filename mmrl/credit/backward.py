@@ -42,6 +42,7 @@ def backward(forest: Forest, algo: MhgpoConfig | MappoConfig, seed: int = 0) -> 
         if not successors:
             continue
         shared = _aggregate(successors, aggregate, (seed, forest.step, "aggregate", call.id))
+        # A penalty belongs to the call that earned it. `full` charges the calls before as well, which led up to it.
         own = (algo.penalty_scale or {}).get(call.module, 1.0) * call.penalty if algo.penalties else 0.0
         rewards[call.id] = Reward(shared + own, {"shared": shared, "penalty": own})
         passed[call.id] = shared + own if propagate == "full" else shared

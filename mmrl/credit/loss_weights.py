@@ -63,6 +63,7 @@ def per_token(
         for step, unit, share in zip(steps, units, shares, strict=True):
             totals[step] += unit.tokens if share else 0
         return [1.0 / totals[step] if share else 0.0 for step, share in zip(steps, shares, strict=True)]
+    # Dr.GRPO: a length that no sequence chooses, so that long answers are not paid less per token.
     longest = algo.loss_length or max((unit.tokens for unit in units), default=1)
     return [
         share / (unit.tokens if algo.loss_mean == "seq" else longest) if share else 0.0

@@ -36,6 +36,7 @@ def module_groups(forest: Forest, algo: MmgrpoConfig, seed: int) -> list[Group]:
     Args:
         seed: run seed of random fillers.
     """
+    # Rollouts that were planned, not those that count: a group is padded to R also where some have failed.
     planned: dict[str, int] = {}
     for rollout in forest.rollouts:
         planned[rollout.example] = planned.get(rollout.example, 0) + 1
@@ -58,6 +59,7 @@ def module_groups(forest: Forest, algo: MmgrpoConfig, seed: int) -> list[Group]:
 
 def failing_reward(call: Call, algo: MmgrpoConfig) -> float:
     """Reward of a call that could not be parsed: between the two scores, by the share of fields present."""
+    # A partial reply is better than none, so that there is a way up for a model that never parses.
     share = call.present_fields / call.expected_fields if call.expected_fields else 0.0
     return algo.format_failure_score + (algo.format_failure_best - algo.format_failure_score) * share
 

@@ -43,6 +43,7 @@ def scored_rollouts(forest: Forest) -> list[ScoredRollout]:
     Raises:
         DataError: a reward, penalty or turn reward is NaN, infinite or beyond `LARGEST`; names the record.
     """
+    # NaN would spread over a whole group unseen, and a huge number overflows once it is squared.
     for rollout in forest.rollouts:
         _refuse_endless(rollout.reward, f"rollout '{rollout.id}': reward")
     for call in forest.calls.values():

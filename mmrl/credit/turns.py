@@ -182,6 +182,7 @@ def _turns(
     index: int, scored: ScoredRollout, cut: Cut, columns: Mapping[str | int, _Column], rules: TurnRules
 ) -> tuple[Turn, ...]:
     """Turns of one rollout: the intermediate ones, then the one with the outcome."""
+    # Calls of a turn share its advantage: within a turn nothing says which of them mattered.
     everything = tuple(range(len(scored.path)))
     if not cut and rules.combined:
         column = columns["combined"]

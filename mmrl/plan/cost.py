@@ -67,6 +67,7 @@ def weight_layout(config: TrainCommandConfig, shape: Shape) -> WeightLayout:
     lora, on_gpu = config.model.lora, config.hardware.device != "cpu"
     dtype = config.model.dtype
     width = (2 if on_gpu else 4) if dtype == "auto" else 4 if dtype == "float32" else 2
+    # Frozen weights are kept in the computing dtype; trained ones are float32, whatever computes with them.
     parameters = shape.parameters if lora is None else shape.lora_parameters(lora.r, lora.targets)
     processes = config.hardware.processes * config.hardware.nodes
     hardware, sharding = config.hardware, config.hardware.sharding
@@ -167,6 +168,7 @@ def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load, device: 
         held = min((load.prompt_unique + load.completion) / made.generating, float(engine.batch_tokens))
         return {"KV cache": held * shape.kv_bytes(made.width)}
     assert isinstance(engine, VllmConfig), "endpoints train nothing, so no plan has one"
+    # Whole on each device that generates: mmrl's vLLM uses no tensor parallelism.
     copy = float(shape.parameters * made.width)
     if device.name == "cpu":
         return {"KV cache": float(engine.kv_cache_gb * GIB), "engine's copy": copy}
@@ -177,6 +179,7 @@ def pack_tokens(config: TrainCommandConfig, shape: Shape, device: Device, made: 
     """Tokens forwarded at once: as typed, else by the trainer's rule from the device's memory."""
     if config.train.microbatch_tokens is not None:
         return config.train.microbatch_tokens
+    # The same rule as `trainer.packing`, from the device's memory instead of what happens to be free here.
     cpu = device.name == "cpu"
     memory, most = (CPU_SHARE, CPU_TOKENS) if cpu else (GPU_SHARE, GPU_TOKENS)
     layer = made.width * (12 * shape.hidden + 4 * shape.intermediate)

@@ -27,6 +27,7 @@ class Device:
     """Share of `flops` that the update is expected to reach on unique tokens."""
 
 
+# A data sheet's peak is never reached; plans made with it would be wrong by a third before anything else is.
 GPUS = {
     "h200": Device(name="h200", flops=790e12, bandwidth=4.3e12, memory=139 * GIB, utilisation=0.45),
     "h100": Device(name="h100", flops=790e12, bandwidth=3.0e12, memory=79 * GIB, utilisation=0.45),

@@ -55,6 +55,7 @@ class Plan:
 
     def step_seconds(self) -> float:
         """Seconds of a step; with `train.staleness=1` and devices of their own, rollouts pass beside the update."""
+        # With a batch ahead the slower of the two hides the other.
         times = self.seconds()
         if self.config.train.staleness and self.config.hardware.rollout_devices:
             return max(times["update"], times["prefill"] + times["decode"])
@@ -115,6 +116,7 @@ class Plan:
                 else "",
             ),
         ]
+        # The largest part first: a saving elsewhere would not make the run fit.
         usable = [(size, words) for size, can, words in options if can]
         return max(usable)[1] + ", or more devices (hardware=)"
 

@@ -119,6 +119,7 @@ def lengths_of(config: TrainCommandConfig, modules: Sequence[str], given: Mappin
     strange = [name for name in given if name not in modules]
     if strange:
         raise ConfigError(f"lengths: no module {', '.join(strange)}; expected some of {', '.join(modules)}")
+    # A guess is said to be one (`undeclared`): by the task's limits, which bound a completion and not a prompt.
     known = DECLARED.get(config.task.name, {})
     guess = Lengths(prompt=1000, completion=config.task.max_tokens)
     return {module: given.get(module, known.get(module, guess)) for module in modules}
@@ -256,6 +257,7 @@ def trained_calls(forest: Forest, config: TrainCommandConfig) -> set[str]:
     }
     if isinstance(config.algo, TurnCriticConfig) and config.algo.obs != "all":
         calls = {k: replace(call, values=(0.0,) * call.completion_tokens) for k, call in calls.items()}
+    # Zeros for what only a critic or a reference model would know: who is trained does not depend on them.
     frozen = [module for module, given in (config.model.modules or {}).items() if given.frozen]
     frozen += config.engine.endpoints or ()
     credit = assign_credit(replace(forest, calls=calls), config.algo, config.seed, frozen=frozen)
@@ -273,6 +275,7 @@ def _sample(config: TrainCommandConfig, task: Task, reward_set: str, examples: i
     torch.set_num_threads(config.hardware.threads or 1)
     algo = config.algo
     tokenizer = load_tokenizer(config.model)
+    # The embedded engine, whatever the run will use: dry rollouts count tokens, and no server need be started for that.
     engine = engine_class("transformers")(
         load_model(config.model, "cuda" if torch.cuda.is_available() else "cpu").eval(),
         tokenizer,
