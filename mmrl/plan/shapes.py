@@ -109,7 +109,7 @@ def read_shape(content: dict[str, object], where: str) -> Shape:
             raise ConfigError(f"model.path: {where} has no whole number '{name}', so its size is not known")
         return value
 
-    # `head_dim` is written only where it is not hidden / heads (Qwen3), `num_key_value_heads` for grouped queries alone.
+    # `head_dim` is written only where it is not hidden / heads (Qwen3).
     heads = number("num_attention_heads")
     return Shape(
         layers=number("num_hidden_layers"),
