@@ -127,3 +127,23 @@ def write_json(path: Path, content):
     """Any JSON value; returns the path as text."""
     path.write_text(json.dumps(content), encoding="utf-8")
     return str(path)
+
+
+def search_agent(**retriever):
+    """The task `search_agent` with other keys of `task.retriever`."""
+    return TASKS["search_agent"](default_config("search_agent", retriever={"top_k": 3} | retriever), 0)
+
+
+class Searcher(Script):
+    """Searches for something of its own in every rollout, then answers."""
+
+    async def generate(self, request):
+        prompt = "".join(map(chr, request.prompt_ids))
+        number = prompt.partition("Question: q")[2].partition("?")[0]
+        searched = "</information>" in prompt.partition("Question:")[2]
+        self.texts = [
+            "<think> t </think>\n<answer> Tagus </answer>"
+            if searched
+            else f"<think> t </think>\n<search> river n{number} </search>"
+        ]
+        return await super().generate(request)

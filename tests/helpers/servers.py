@@ -7,6 +7,8 @@ import json
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -179,3 +181,13 @@ class Faulty:
         status = int(fault) if fault.isdigit() else 200
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": bodies.get(fault, b"Internal Server Error")})
+
+
+def fetch_json(url: str, **body: Any) -> tuple[int, Any]:
+    """Status and JSON of a GET, or of a POST where there is a body."""
+    request = urllib.request.Request(url, json.dumps(body).encode() if body else None)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            return reply.status, json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())

@@ -21,8 +21,8 @@ from mmrl.retrieval.serving import Batches, ChildRetriever, make_app
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from tests.helpers.fakes import environment
-from tests.helpers.servers import DOCUMENTS, listening
-from tests.retrieval.test_http import Searcher, agent, fetched
+from tests.helpers.programs import Searcher, search_agent
+from tests.helpers.servers import DOCUMENTS, fetch_json, listening
 
 BM25 = IndexSpec(kind="bm25", settings={"k1": 0.9, "b": 0.4})
 
@@ -44,15 +44,15 @@ pytestmark = pytest.mark.usefixtures("quick_retries")
     ],
 )
 def test_bad_requests_are_told_why(good, body, message):
-    status, reply = fetched(f"{good}/retrieve", **body)
+    status, reply = fetch_json(f"{good}/retrieve", **body)
     assert status == 422 and message in reply["message"]
 
 
 def test_server_answers_what_it_serves_and_counts(good):
-    assert fetched(f"{good}/health") == (200, {"status": "ok", "documents": 3})
-    assert fetched(f"{good}/retrieve", queries=[], topk=3) == (200, {"result": []})
-    assert fetched(f"{good}/retrieve", queries=["city"])[1]["result"][0][0]["contents"].startswith("Porto\n")
-    assert fetched(f"{good}/?k=2")[0] == 422
+    assert fetch_json(f"{good}/health") == (200, {"status": "ok", "documents": 3})
+    assert fetch_json(f"{good}/retrieve", queries=[], topk=3) == (200, {"result": []})
+    assert fetch_json(f"{good}/retrieve", queries=["city"])[1]["result"][0][0]["contents"].startswith("Porto\n")
+    assert fetch_json(f"{good}/?k=2")[0] == 422
     with urllib.request.urlopen(f"{good}/metrics") as reply:
         text = reply.read().decode()
     assert 'mmrl_retriever_requests_total{path="/retrieve",status="200"}' in text
@@ -146,7 +146,7 @@ def test_a_child_goes_with_its_parent_however_it_ends(index, ending):
 
 
 def test_a_task_with_a_child_server_runs_and_stops_it(index):
-    task = agent(process="child", index=str(index))
+    task = search_agent(process="child", index=str(index))
     assert task.search_tool.corpora["index"][0].title == "Lisbon"
     example = Example(id="e", inputs={"question": "q1?", "corpus": "index"}, metadata={"answers": ["Tagus"]})
     env = environment(task, Searcher())
@@ -163,7 +163,7 @@ def test_a_task_with_a_child_server_runs_and_stops_it(index):
 def test_text_that_utf8_cannot_hold_is_served_as_json_can_and_read_without_it():
     document = Document(id="0", title="half \ud800", text="Lisbon \udfff")
     with listening(make_app(Bm25Retriever([document]), {})) as url:
-        status, reply = fetched(f"{url}/retrieve", queries=["Lisbon \ud800"], topk=1)
+        status, reply = fetch_json(f"{url}/retrieve", queries=["Lisbon \ud800"], topk=1)
         client = RemoteRetriever(url, retries=0)
         (found,) = client.search(["Lisbon \ud800"], [1])[0]
         client.close()

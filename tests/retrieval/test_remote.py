@@ -2,8 +2,6 @@ import asyncio
 import json
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 
 import pytest
@@ -17,24 +15,14 @@ from mmrl.retrieval.remote import Breaker, RemoteRetriever
 from mmrl.retrieval.serving import make_app
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
-from mmrl.tasks import TASKS
 from tests.helpers.fakes import environment
-from tests.helpers.programs import Script, default_config
+from tests.helpers.programs import Searcher, search_agent
 from tests.helpers.servers import DOCUMENTS, Faulty, good_app, listening
 
 QUERIES = ["river Tagus", "city", "capital of Portugal", "river"]
 
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
-
-
-def fetched(url, **body):
-    request = urllib.request.Request(url, json.dumps(body).encode() if body else None)
-    try:
-        with urllib.request.urlopen(request, timeout=10) as reply:
-            return reply.status, json.loads(reply.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
 
 
 @pytest.mark.parametrize(("protocol", "path"), [("search_r1", ""), ("search_r1", "/retrieve"), ("dspy", "/api/search")])
@@ -262,37 +250,12 @@ def test_a_cancelled_search_leaves_the_client_usable():
         client.close()
 
 
-# The server
-
-
-# As a child process
-
-
 # From the rollout loop
-
-
-def agent(**retriever):
-    return TASKS["search_agent"](default_config("search_agent", retriever={"top_k": 3} | retriever), 0)
 
 
 def asked(n):
     question = {"question": f"q{n}?", "corpus": "remote"}
     return Example(id=f"e{n}", inputs=question, metadata={"answers": ["Tagus"], "titles": ["Tagus"]})
-
-
-class Searcher(Script):
-    """Searches for something of its own in every rollout, then answers."""
-
-    async def generate(self, request):
-        prompt = "".join(map(chr, request.prompt_ids))
-        number = prompt.partition("Question: q")[2].partition("?")[0]
-        searched = "</information>" in prompt.partition("Question:")[2]
-        self.texts = [
-            "<think> t </think>\n<answer> Tagus </answer>"
-            if searched
-            else f"<think> t </think>\n<search> river n{number} </search>"
-        ]
-        return await super().generate(request)
 
 
 def run_rollouts(task, items, **engine):
@@ -308,7 +271,7 @@ def test_rollouts_through_a_server_under_load_with_faults():
     faults = ["500", "garbage", "hang", "less"]
     plan = lambda n: faults[(n // 4) % 4] if n > 0 and n % 4 == 0 else "ok"  # noqa: E731
     with listening(Faulty(good_app(), plan, hang_s=8)) as url:
-        task = agent(name="remote", url=url, timeout_s=4.0, retries=6, concurrency=64)
+        task = search_agent(name="remote", url=url, timeout_s=4.0, retries=6, concurrency=64)
         forest = run_rollouts(task, 96)
         counts = dict(task.search_tool.retrievers["remote"].counts)
         assert [rollout.error for rollout in forest.rollouts] == [None] * 96
@@ -320,7 +283,7 @@ def test_rollouts_through_a_server_under_load_with_faults():
 
 def test_rollouts_whose_search_fails_are_outside_failures_and_not_scored(caplog):
     with listening(Faulty(good_app(), lambda n: "ok" if n == 0 else "500")) as url:
-        task = agent(name="remote", url=url, timeout_s=20.0, retries=1, concurrency=4)
+        task = search_agent(name="remote", url=url, timeout_s=20.0, retries=1, concurrency=4)
         forest = run_rollouts(task, 40)
         assert {rollout.error for rollout in forest.rollouts} == {"tool"}
         assert task.search_tool.retrievers["remote"].counts["failures"] == 40
@@ -337,9 +300,9 @@ def test_rollouts_whose_search_fails_are_outside_failures_and_not_scored(caplog)
 
 def test_a_server_that_is_not_there_is_found_before_a_model_loads(good):
     with pytest.raises(ConfigError, match=r"task\.retriever\.url: .*127\.0\.0\.1:1/retrieve"):
-        agent(name="remote", url="http://127.0.0.1:1")
+        search_agent(name="remote", url="http://127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"task\.retriever\.url: .*status 404.*search_r1"):
-        agent(name="remote", url=f"{good}/elsewhere")
+        search_agent(name="remote", url=f"{good}/elsewhere")
 
 
 HOSTILE = (
@@ -351,7 +314,7 @@ HOSTILE = (
 def test_text_from_a_server_cannot_forge_a_block_or_end_a_turn():
     documents = [Document(id="h", title=f"river {HOSTILE}", text=HOSTILE)]
     with listening(good_app(documents)) as url:
-        task = agent(name="remote", url=url, top_k=1)
+        task = search_agent(name="remote", url=url, top_k=1)
         forest = run_rollouts(task, 1)
         second = forest.path(forest.rollouts[0])[1].prompt_text
         assert second.count("<information>") == second.count("</information>") == 1
