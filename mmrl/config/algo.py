@@ -7,11 +7,11 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from mmrl.config.base import Section, no_lookalike
+from mmrl.config.rules import checked
 from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.errors import ConfigError
 
 Aggregate = Literal["mean", "max", "min", "random"]
-REFILL_ROUNDS = 4
 FACTOR = 1e30
 """Largest coefficient: times the largest reward it is still a number, and so is its square."""
 MOST_SAMPLES = 100_000
@@ -59,19 +59,8 @@ class AlgoConfig(Section):
         return algo
 
     @model_validator(mode="after")
-    def _length(self) -> Self:
-        if self.loss_length is not None and self.loss_mean != "constant":
-            raise ValueError(
-                f"loss_length: got {self.loss_length}, which has no effect with loss_mean={self.loss_mean}; "
-                "set loss_mean=constant or leave it out"
-            )
-        return self
-
-
-def refuse_penalty_scale(scale: dict[str, float] | None, penalties: bool) -> None:
-    """Raises `ValueError` for factors of penalties that are switched off."""
-    if scale is not None and not penalties:
-        raise ValueError("penalty_scale: has no effect with penalties=false; leave one of the two out")
+    def _effects(self) -> Self:
+        return checked(self, "algo")
 
 
 class GroupConfig(AlgoConfig):
@@ -86,35 +75,18 @@ class GroupConfig(AlgoConfig):
     scale: bool = Field(True, description="divide by the standard deviation (false: Dr.GRPO)")
     std_over: Literal["group", "batch"] = Field("group", description="rewards whose standard deviation is divided by")
     baseline: Literal["mean", "leave_one_out"] = Field("mean", description="leave_one_out: RLOO")
-    # equal rewards have advantage 0: kept, they still take part in means over the batch
+    # equal rewards have advantage 0; with `keep` they still take part in means over the batch
     zero_variance: Literal["keep", "drop", "refill"] = Field(
         "keep", description="what becomes of groups with equal rewards; refill: dropped, and other examples sampled"
     )
     refill_rounds: int = Field(
-        REFILL_ROUNDS, ge=1, description="most rounds of further sampling in a step, for zero_variance=refill"
+        4, ge=1, description="most rounds of further sampling in a step, for zero_variance=refill"
     )
-
-    @model_validator(mode="after")
-    def _refill(self) -> Self:
-        if self.refill_rounds != REFILL_ROUNDS and self.zero_variance != "refill":
-            raise ValueError(
-                f"refill_rounds: got {self.refill_rounds}, which has no effect with zero_variance="
-                f"{self.zero_variance}; set zero_variance=refill or leave it out"
-            )
-        return self
 
     @property
     def drops_constant(self) -> bool:
         """Whether groups with equal rewards count as not sampled."""
         return self.zero_variance != "keep"
-
-    @model_validator(mode="after")
-    def _std(self) -> Self:
-        if not self.scale and self.std_over == "batch":
-            raise ValueError(
-                "std_over: got batch, which has no effect with scale=false; set scale=true or leave it out"
-            )
-        return self
 
 
 class MhgpoConfig(GroupConfig):
@@ -136,11 +108,6 @@ class MhgpoConfig(GroupConfig):
         """Whether the module is in the loss."""
         chosen = self.train_modules is None or module in self.train_modules
         return chosen and module not in self.freeze_modules
-
-    @model_validator(mode="after")
-    def _penalty_scale(self) -> Self:
-        refuse_penalty_scale(self.penalty_scale, self.penalties)
-        return self
 
 
 class MhgpoIsConfig(MhgpoConfig):
@@ -265,30 +232,9 @@ class MmgrpoConfig(GroupConfig):
         return "true" if value is True else value
 
     @model_validator(mode="after")
-    def _combinations(self) -> Self:
+    def _shares(self) -> Self:
         if self.group_size is not None and self.group_size > self.rollouts:
             raise ValueError(f"group_size: got {self.group_size}, expected at most rollouts={self.rollouts}")
-        # Only values other than the default count: a file may name an option at the value that it has anyway.
-        refused = {
-            "filler": self.filler != "randint" and (self.padding_mode != "fill" or self.fill_source == "group"),
-            "fill_source": self.fill_source != "rollout" and self.padding_mode != "fill",
-            "failing_index": self.failing_index != "zero"
-            and (self.padding_mode != "ragged" or self.failing_traces == "trajectory"),
-            "overlong": self.overlong != "datapoint" and self.max_context is None,
-        }
-        where = {
-            "filler": "padding_mode=fill and fill_source=rollout",
-            "fill_source": "padding_mode=fill",
-            "failing_index": "padding_mode=ragged and failing_traces=failing_only",
-            "overlong": "a max_context",
-        }
-        for key, wrong in refused.items():
-            if wrong:
-                raise ValueError(f"{key}: got {getattr(self, key)}, which has an effect only with {where[key]}")
-        return self
-
-    @model_validator(mode="after")
-    def _teachers(self) -> Self:
         if self.teachers is None:
             return self
         # Each teacher makes a fixed share of an example's R rollouts, so the shares have to sum up to R beforehand.
@@ -346,11 +292,6 @@ class MappoConfig(CriticConfig):
     )
     whiten: Literal["trained", "none"] = Field("trained", description="tokens that advantages are whitened over")
 
-    @model_validator(mode="after")
-    def _penalty_scale(self) -> Self:
-        refuse_penalty_scale(self.penalty_scale, self.penalties)
-        return self
-
 
 class TurnCriticConfig(CriticConfig):
     """What PPO and MT-PPO share: a rollout's calls form one sequence."""
@@ -362,14 +303,6 @@ class TurnCriticConfig(CriticConfig):
     whiten: Literal["trained", "all", "none"] = Field(
         "trained", description="tokens that advantages are whitened over; all: observations too"
     )
-
-    @model_validator(mode="after")
-    def _observations(self) -> Self:
-        # obs=skip leaves observation tokens out of the sequence, so nothing can be placed or averaged on them
-        for key, value in (("position", "turn_end"), ("whiten", "all")):
-            if getattr(self, key) == value and self.obs == "skip":
-                raise ValueError(f"{key}: got {value}, which needs obs=all (obs=skip passes over observation tokens)")
-        return self
 
 
 class PpoConfig(TurnCriticConfig):

@@ -74,3 +74,18 @@ def is_address(url: str) -> bool:
         return False
     known = parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
     return known and url.isprintable() and " " not in url
+
+
+# The one place that knows: `validate` puts the name in, `mmrl.models.load` finds the folder.
+SHIPPED: Mapping[str, tuple[str, ...]] = {
+    "tiny": ("hotpotqa", "2wiki", "musique", "tool_agent"),
+    "tiny_dspy": ("banking77", "papillon", "hover"),
+    "tiny_qa": ("search_agent", "search_o1", "r1_searcher"),
+    "tiny_direct": ("qa_direct",),
+}
+"""Model that ships with mmrl (a folder of `mmrl/assets`) -> tasks whose mini version it plays."""
+
+
+def shipped_for(task: str) -> str:
+    """The model that `tiny` stands for with `task`; the first one where none was made for it."""
+    return next((model for model, tasks in SHIPPED.items() if task in tasks), "tiny")

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint: who is asked, how often, and at what price. The key itself is never in a config."""
+"""An OpenAI-compatible endpoint: its address, limits and price. The key itself is never in a config."""
 
 from __future__ import annotations
 

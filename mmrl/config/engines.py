@@ -31,7 +31,7 @@ class TransformersConfig(EngineConfig):
     """In process, on the device that trains."""
 
     schedule: Literal["deterministic", "greedy"] = Field(
-        "deterministic", description="deterministic: a batch starts when every live program has asked or ended"
+        "deterministic", description="deterministic: a batch starts when every live program has sent a request or ended"
     )
     loop: Literal["auto", "own", "hf"] = Field(
         "auto", description="decode loop: own (fast, Llama and Qwen families), hf (any model)"

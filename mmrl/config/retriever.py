@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from mmrl.config.base import Section, is_address
+from mmrl.config.rules import checked
 
 
 class RetrieverConfig(Section):
@@ -56,12 +57,7 @@ class HttpRetrieverConfig(RetrieverConfig):
     retries: int = Field(3, ge=0, description="further attempts of a request that failed")
     concurrency: int = Field(64, ge=1, description="requests in flight at once")
     # by query and number of documents: the same query with another top_k is another request
-    cache_size: int = Field(10_000, ge=0, description="results kept in memory, by query and number")
-
-
-HTTP_OPTIONS = ("timeout_s", "retries", "concurrency", "cache_size")
-INDEX_OPTIONS = ("k1", "b", "model", "encoder", "faiss", "cache_dir")
-"""What an index folder was built with, so that nothing else can be chosen when it is used."""
+    cache_size: int = Field(10_000, ge=0, description="results cached in memory, by query and number")
 
 
 class LocalRetrieverConfig(HttpRetrieverConfig):
@@ -88,23 +84,10 @@ class LocalRetrieverConfig(HttpRetrieverConfig):
         """See `RetrieverConfig`."""
         return self.process == "child"
 
-    # Which of its own keys a retriever reads depends on process and index; the schema cannot say that.
+    # Which of its own keys a retriever reads depends on process and index; which keys it has cannot say that.
     @model_validator(mode="after")
-    def _unused(self) -> Self:
-        wrong = [
-            f"{key}: has no effect with a retriever in process; it is an option of "
-            "task.retriever.name=remote and task.retriever.process=child"
-            for key in HTTP_OPTIONS
-            if self.process == "inline" and self.changed(key)
-        ]
-        wrong += [
-            f"{key}: has no effect with task.retriever.index, which was built with its own"
-            for key in INDEX_OPTIONS
-            if self.index is not None and key in type(self).model_fields and self.changed(key)
-        ]
-        if wrong:
-            raise ValueError(*wrong)
-        return self
+    def _effects(self) -> Self:
+        return checked(self, "task.retriever")
 
 
 class Bm25Config(LocalRetrieverConfig):

@@ -1,17 +1,24 @@
-"""Keys that the user typed and that have no effect beside the rest of the config: refused, never ignored.
+"""The table of keys that have no effect beside the rest of the config: refused, never ignored.
 
-Schemas refuse what an algorithm or a task does not have at all; this file refuses what another value switches off. Only
-keys typed on the command line are judged: a config file may carry a paper's value of an option that is not in use.
+Schemas refuse what an algorithm or a task does not have at all; this table refuses what another value switches off. A
+rule needs nothing but config sections and `Facts`; what needs a program's modules or data is in `mmrl.run.check`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from mmrl.config.algo import CriticConfig, GroupConfig, MhgpoRrConfig
-from mmrl.config.schema import SHIPPED, EvalCommandConfig, RootConfig, TrainCommandConfig
+from pydantic import BaseModel
+
+from mmrl.config.base import SHIPPED, Section
+
+SectionT = TypeVar("SectionT", bound=Section)
+At = Callable[[str], object]
+"""The value at a path as it would be typed; None where the sections have no such key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,161 +35,261 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One key, when it has no effect, and what to do instead."""
+    """When some keys have no effect, and what to do instead."""
 
-    key: str
-    idle: Callable[..., bool]
-    """Whether it has none, given the config (of the command that has the key) and the facts."""
+    keys: str
+    """Their paths, with spaces between."""
+    idle: str | Callable[[At], bool]
+    """The value that switches them off (`key=value`, `key!=value`), or whether they are off."""
     why: str
-    """Goes on after "which has no effect"."""
+    """Goes on after "has no effect with key=value", or after "has no effect" where `idle` is no text."""
+
+    def reason(self, at: At) -> str | None:
+        """What goes on after "has no effect"; None where the keys have one."""
+        if callable(self.idle):
+            return self.why if self.idle(at) else None
+        key, _, value = self.idle.partition("=")
+        path = key.removesuffix("!")
+        now = at(path)
+        if (now is None and key != path) or (_shown(now) == value) != (key == path):
+            return None
+        return f"with {path}={_shown(now)}{self.why}"
 
 
-def _absent(feature: str) -> Callable[[RootConfig, Facts], bool]:
-    return lambda config, facts: feature in facts.absent_features
+def _is(path: str, *values: object) -> Callable[[At], bool]:
+    return lambda at: at(path) in values
 
 
-def _greedy(config: RootConfig, facts: Facts) -> bool:
-    return config.eval.temperature == 0
+def _given(path: str) -> Callable[[At], bool]:
+    return lambda at: at(path) is not None
 
 
-def _other_set(config: RootConfig, facts: Facts) -> bool:
-    return config.task.name == "search_agent" and facts.reward_set not in ("turn", "judge_turn")
+def _absent(feature: str) -> Callable[[At], bool]:
+    return _is(f"facts.absent.{feature}", True)
 
 
-def _given_server(config: RootConfig, facts: Facts) -> bool:
-    return config.engine.server is not None
-
-
-def _one_module(config: TrainCommandConfig, facts: Facts) -> bool:
-    return facts.modules == 1
-
-
-def _no_fork_above(config: TrainCommandConfig, facts: Facts) -> bool:
-    algo = config.algo
-    assert isinstance(algo, MhgpoRrConfig)
-    return facts.modules == 1 or bool(algo.fork_probs and algo.fork_probs[0] == 1)
-
-
-def engine_name(config: RootConfig) -> str:
+def _engine(at: At) -> object:
     """The engine in use."""
-    return config.hardware.engine if config.engine.name == "auto" else str(config.engine.name)
+    name = at("engine.name")
+    return at("hardware.engine") if name == "auto" else name
 
 
-# A key may stand in several rules: one for each of the values that switch it off.
-COMMON = (
+def _other_set(at: At) -> bool:
+    return at("task.name") == "search_agent" and at("facts.reward_set") not in ("turn", "judge_turn")
+
+
+def _no_fork_above(at: At) -> bool:
+    probs = at("algo.fork_probs")
+    return at("facts.modules") == 1 or (isinstance(probs, tuple) and bool(probs) and probs[0] == 1)
+
+
+_BOTH = "leave one of the two out"
+_PARSED = "with this task: nothing its modules write fails to parse"
+_ONE = _is("facts.modules", 1)
+_EVAL = _given("policy")  # a key that `mmrl eval` alone has
+
+# Within one section, which refuses them itself (`checked`), also where Python builds it. Any value but the default
+# counts: a file may name an option at the value that it has anyway.
+SECTIONS: Mapping[str, tuple[Rule, ...]] = {
+    "algo": (
+        Rule("loss_length", "loss_mean!=constant", "; set loss_mean=constant or leave it out"),
+        Rule("refill_rounds", "zero_variance!=refill", "; set zero_variance=refill or leave it out"),
+        Rule("std_over", "scale=false", "; set scale=true or leave it out"),
+        Rule("penalty_scale", "penalties=false", f"; {_BOTH}"),
+        Rule("filler fill_source", "padding_mode!=fill", "; set padding_mode=fill or leave it out"),
+        Rule("filler", "fill_source=group", "; set fill_source=rollout or leave it out"),
+        Rule("failing_index", "padding_mode!=ragged", "; set padding_mode=ragged or leave it out"),
+        Rule("failing_index", "failing_traces=trajectory", f"; {_BOTH}"),
+        Rule("overlong", "max_context=null", "; set max_context or leave it out"),
+        # obs=skip leaves observation tokens out of the sequence, so nothing can be placed or averaged on them
+        Rule("position", "obs=skip", ", which passes over observation tokens: turn_end needs obs=all"),
+        Rule(
+            "whiten",
+            lambda at: at("obs") == "skip" and at("whiten") == "all",
+            "with obs=skip, which passes over observation tokens: all needs obs=all",
+        ),
+    ),
+    "task.retriever": (
+        Rule(
+            "timeout_s retries concurrency cache_size",
+            _is("process", "inline"),
+            "with a retriever in process; it is an option of task.retriever.name=remote and "
+            "task.retriever.process=child",
+        ),
+        # What an index folder was built with, so that nothing else can be chosen when it is used.
+        Rule(
+            "k1 b model encoder faiss cache_dir",
+            _given("index"),
+            "with task.retriever.index, which was built with its own",
+        ),
+    ),
+}
+# Across sections, for any value but the default too.
+RUNS = (
+    Rule("train.warmup_steps", "train.schedule=constant", "; use train.schedule=constant_with_warmup"),
+    Rule("train.old_logprobs", "algo.ratio_one=true", f"; {_BOTH}"),
+    Rule("algo.clip_high", "algo.ratio_one=true", f": a ratio of 1 is never clipped; {_BOTH}"),
+    Rule(
+        "algo.frozen_serving",
+        _given("model.modules"),
+        "with model.modules, where a frozen module with an adapter of its own acts with the initial weights; "
+        "leave it out",
+    ),
+    Rule(
+        "hardware.sharding",
+        lambda at: at("hardware.processes") == at("hardware.nodes") == 1,
+        "with one process; use none",
+    ),
+    Rule("hardware.cpu_offload", "hardware.sharding=none", "; use fsdp2, zero2 or zero3"),
+    Rule("hardware.rollout_devices", lambda at: _engine(at) != "vllm_server", "without engine=vllm_server"),
+    Rule(
+        "engine.endpoints",
+        lambda at: _engine(at) == "openai",
+        "with engine=openai, which answers for all modules; leave it out",
+    ),
+    Rule("model.modules", _EVAL, "on mmrl eval, where a checkpoint says which module uses which weights"),
+)
+# Judged only where the key stands on the command line: a config file may carry a paper's value of an option that is not
+# in use. A key may stand in several rules: one for each of the values that switch it off.
+TYPED = (
     # Greedy decoding draws nothing, so that what shapes the draw, and drawing again, change no completion.
-    Rule("eval.top_p", _greedy, "with eval.temperature=0 (greedy); set eval.temperature, or leave it out"),
-    Rule("eval.top_k", _greedy, "with eval.temperature=0 (greedy); set eval.temperature, or leave it out"),
-    Rule("eval.samples", _greedy, "with eval.temperature=0: all samples of an item are equal; set eval.temperature"),
-    Rule("eval.parse_retries", _absent("parse_failures"), "with this task: nothing its modules write fails to parse"),
+    Rule("eval.top_p eval.top_k", "eval.temperature=0.0", " (greedy); set eval.temperature, or leave it out"),
+    Rule("eval.samples", "eval.temperature=0.0", ": all samples of an item are equal; set eval.temperature"),
     # These three are terms of the turn rewards; the other reward sets do not read them.
-    Rule("task.search_penalty", _other_set, "with this reward set; use task.reward=turn"),
-    Rule("task.final_penalty", _other_set, "with this reward set; use task.reward=turn"),
-    Rule("task.em_needs_format", _other_set, "with this reward set; use task.reward=turn"),
+    Rule(
+        "task.search_penalty task.final_penalty task.em_needs_format",
+        _other_set,
+        "with this reward set; use task.reward=turn",
+    ),
     Rule(
         "model.revision",
-        lambda config, facts: config.model.path in SHIPPED or Path(config.model.path).is_dir(),
+        lambda at: at("model.path") in SHIPPED or Path(str(at("model.path"))).is_dir(),
         "with weights in a folder; it picks a revision of a hub id in model.path",
     ),
-    Rule(
-        "hardware.engine",
-        # with a name given, the profile's engine is the one that is not used
-        lambda config, facts: config.engine.name != "auto",
-        "with engine= given; leave one of the two out",
-    ),
+    # with a name given, the profile's engine is the one that is not used
+    Rule("hardware.engine", lambda at: at("engine.name") != "auto", f"with engine= given; {_BOTH}"),
     # All of them say how mmrl starts and looks after a server of its own.
-    *(
-        Rule(f"engine.{key}", _given_server, "with engine.url: mmrl does not start that server")
-        for key in ("python", "args", "start_timeout_s", "restarts", "gpu_memory", "kv_cache_gb")
+    Rule(
+        "engine.python engine.args engine.start_timeout_s engine.restarts engine.gpu_memory engine.kv_cache_gb",
+        _given("engine.url"),
+        "with engine.url: mmrl does not start that server",
     ),
     Rule(
         "run.wandb_project",
-        lambda config, facts: "wandb" not in config.run.report_to,
+        lambda at: "wandb" not in str(at("run.report_to")),
         "without wandb; set run.report_to=[wandb]",
     ),
-)
-EVAL = (
-    Rule("eval.split", lambda config, facts: True, "on mmrl eval; use split="),
-    Rule("eval.every", lambda config, facts: True, "on mmrl eval; it is an option of mmrl train"),
-    Rule("model.lora", lambda config, facts: True, "on mmrl eval: policy= says which adapter there is, if any"),
-)
-_NO_PENALTIES = "with this task: its modules have no penalties"
-TRAIN = (
+    Rule("eval.split", _EVAL, "on mmrl eval; use split="),
+    Rule("eval.every", _EVAL, "on mmrl eval; it is an option of mmrl train"),
+    Rule("model.lora", _EVAL, "on mmrl eval: policy= says which adapter there is, if any"),
     # The ratio is the constant 1, so that no bound on it is ever reached.
-    Rule("algo.clip", lambda config, facts: config.algo.ratio_one, "with algo.ratio_one=true: nothing is clipped"),
-    Rule("algo.parse_retries", _absent("parse_failures"), "with this task: nothing its modules write fails to parse"),
-    Rule("algo.penalties", _absent("penalties"), _NO_PENALTIES),
-    Rule("algo.penalty_scale", _absent("penalties"), _NO_PENALTIES),
-    Rule("algo.propagate", _absent("penalties"), _NO_PENALTIES),
+    Rule("algo.clip", "algo.ratio_one=true", ": nothing is clipped"),
+    Rule("eval.parse_retries algo.parse_retries", _absent("parse_failures"), _PARSED),
+    Rule("algo.format_failure_score algo.format_failure_best", _absent("parse_failures"), _PARSED),
+    Rule("algo.failing_traces algo.failing_index", _absent("parse_failures"), _PARSED),
     Rule(
-        "algo.propagate",
-        lambda config, facts: not config.algo.penalties,
-        "with algo.penalties=false; leave one of the two out",
+        "algo.penalties algo.penalty_scale algo.propagate",
+        _absent("penalties"),
+        "with this task: its modules have no penalties",
     ),
+    Rule("algo.propagate", "algo.penalties=false", f"; {_BOTH}"),
+    # Eq. 4 of MHGPO aggregates over several successors, which no trained call of these samplers has.
     Rule(
         "algo.aggregate",
-        # Eq. 4 aggregates over several successors, which no trained call of these samplers has
-        lambda config, facts: config.algo.name in ("mhgpo_fof", "mhgpo_is"),
+        _is("algo.name", "mhgpo_fof", "mhgpo_is"),
         "with this sampler: no trained call has several successors; use algo=mhgpo_rr or algo=mhgpo_fof_os",
     ),
     Rule(
         "algo.aggregate",
-        lambda config, facts: isinstance(config.algo, MhgpoRrConfig) and _no_fork_above(config, facts),
+        # of the samplers, round robin alone regroups
+        lambda at: at("algo.regroup") is not None and _no_fork_above(at),
         "where every tree forks at its first module: no call has several successors",
     ),
     # Round robin with all probability on the first module is fork-on-first: no call is left without siblings.
     Rule("algo.regroup", _no_fork_above, "where every tree forks at its first module: there are no single calls"),
-    Rule("algo.fork_probs", _one_module, "with a program of one module: every tree forks there"),
-    Rule("algo.on_missing", _one_module, "with a program of one module: every rollout calls it"),
+    Rule("algo.fork_probs", _ONE, "with a program of one module: every tree forks there"),
+    Rule("algo.on_missing", _ONE, "with a program of one module: every rollout calls it"),
     Rule("algo.obs", _absent("observations"), "with this task: its contexts have no observations"),
-    *(
-        Rule(f"algo.{key}", _absent("parse_failures"), "with this task: nothing its modules write fails to parse")
-        for key in ("format_failure_score", "format_failure_best", "failing_traces", "failing_index")
-    ),
-    *(
-        Rule(
-            f"algo.{key}",
-            lambda config, facts: isinstance(config.algo, GroupConfig) and not config.algo.scale,
-            "with algo.scale=false: nothing is divided by a standard deviation",
-        )
-        for key in ("eps", "ddof")
-    ),
-    Rule(
-        "algo.kl",
-        lambda config, facts: isinstance(config.algo, CriticConfig) and config.algo.beta == 0,
-        "with algo.beta=0; set algo.beta",
-    ),
-    *(
-        Rule(
-            f"algo.{key}",
-            lambda config, facts: isinstance(config.algo, CriticConfig) and config.algo.critic_lr_factor == 0,
-            "with algo.critic_lr_factor=0: the critic is not trained",
-        )
-        for key in ("critic_warmup_steps", "value_clip")
-    ),
+    Rule("algo.eps algo.ddof", "algo.scale=false", ": nothing is divided by a standard deviation"),
+    Rule("algo.kl", "algo.beta=0.0", "; set algo.beta"),
+    Rule("algo.critic_warmup_steps algo.value_clip", "algo.critic_lr_factor=0.0", ": the critic is not trained"),
 )
 
 
-def without_effect(config: RootConfig, typed: Collection[str], facts: Facts) -> list[str]:
+def checked(section: SectionT, path: str) -> SectionT:
+    """A section in which every given key has an effect; what its validator returns.
+
+    Args:
+        path: where the section stands in a config.
+
+    Raises:
+        ValueError: the keys without effect, one sentence each.
+    """
+    if problems := _without_effect(SECTIONS[path], section):
+        raise ValueError(*problems)
+    return section
+
+
+def across_sections(sections: Mapping[str, object] | BaseModel) -> list[str]:
+    """One sentence for each key that a value of another section leaves without effect.
+
+    Args:
+        sections: a command's config, or the sections of it that there are.
+    """
+    return _without_effect(RUNS, sections)
+
+
+def _without_effect(rules: Iterable[Rule], sections: Mapping[str, object] | BaseModel) -> list[str]:
+    at = partial(value_at, sections)
+    keys = [(rule, key) for rule in rules for key in rule.keys.split()]
+    return [text for rule, key in keys if not _is_default(sections, key) and (text := _sentence(key, rule, at))]
+
+
+def _is_default(sections: Mapping[str, object] | BaseModel, path: str) -> bool:
+    """Whether a key has its default, or is not there."""
+    parent, _, key = path.rpartition(".")
+    section = value_at(sections, parent) if parent else sections
+    field = type(section).model_fields.get(key) if isinstance(section, BaseModel) else None
+    return field is None or value_at(section, key) == field.default
+
+
+def without_effect(config: BaseModel, typed: Collection[str], facts: Facts) -> list[str]:
     """One sentence for each typed key that has no effect.
 
     Args:
+        config: of a command.
         typed: keys as on the command line, without `+`.
     """
+    absent = dict.fromkeys(facts.absent_features, True)
+    known = {"reward_set": facts.reward_set, "modules": facts.modules, "absent": absent}
+    at = partial(value_at, {**dict(config), "facts": known})
     # A key below the rule's (model.lora.r below model.lora) is switched off with it.
-    rules = [*COMMON, *(EVAL if isinstance(config, EvalCommandConfig) else TRAIN)]
-    return [
-        f"{key}: got {_value(config, key)}, which has no effect {rule.why}"
-        for rule in rules
-        for key in sorted(typed)
-        if (key == rule.key or key.startswith(f"{rule.key}.")) and rule.idle(config, facts)
-    ]
+    keys = [(rule, f"{key}.", name) for rule in TYPED for key in rule.keys.split() for name in sorted(typed)]
+    return [text for rule, key, name in keys if f"{name}.".startswith(key) and (text := _sentence(name, rule, at))]
 
 
-def _value(config: RootConfig, key: str) -> str:
-    """What stands at a key, as it would be typed."""
-    # the dump of the schema in use, so that keys of subclasses are there
-    value: object = config.model_dump()
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _sentence(key: str, rule: Rule, at: At) -> str | None:
+    """None where the key has an effect."""
+    value, reason = at(key), rule.reason(at)
+    # a whole section would bury the sentence
+    got = "" if isinstance(value, Mapping | BaseModel) else f"got {_shown(value)}, which "
+    return reason and f"{key}: {got}has no effect {reason}"
+
+
+def _shown(value: object) -> str:
+    """A value as it would be typed."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def value_at(sections: object, path: str) -> object:
+    """What stands at a path of sections or of a composed mapping; None where nothing does."""
+    value = sections
+    for part in path.split("."):
+        fields = value.__dict__ if isinstance(value, BaseModel) else value
+        value = fields.get(part) if isinstance(fields, Mapping) else None
+    return value
+
+
+def engine_name(config: BaseModel) -> str:
+    """The engine in use."""
+    return str(_engine(partial(value_at, config)))

@@ -12,20 +12,6 @@ from mmrl.config.base import Section, by_name
 from mmrl.config.engines import ENGINE_SCHEMAS, EngineConfig
 from mmrl.config.tasks import TASK_SCHEMAS, PluginTaskConfig, TaskConfig
 
-# The one place that knows: `validate` puts the name in, `mmrl.models.load` finds the folder.
-SHIPPED: Mapping[str, tuple[str, ...]] = {
-    "tiny": ("hotpotqa", "2wiki", "musique", "tool_agent"),
-    "tiny_dspy": ("banking77", "papillon", "hover"),
-    "tiny_qa": ("search_agent", "search_o1", "r1_searcher"),
-    "tiny_direct": ("qa_direct",),
-}
-"""Model that ships with mmrl (a folder of `mmrl/assets`) -> tasks whose mini version it plays."""
-
-
-def shipped_for(task: str) -> str:
-    """The model that `tiny` stands for with `task`; the first one where none was made for it."""
-    return next((model for model, tasks in SHIPPED.items() if task in tasks), "tiny")
-
 
 class LoraConfig(Section):
     """A LoRA adapter (peft)."""
@@ -76,7 +62,7 @@ class HardwareConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a CUDA device")
     processes: int = Field(1, ge=1, description="training processes on each node; more than one start by themselves")
     nodes: int = Field(1, ge=1, description="machines; more than one need a launcher (torchrun, SLURM)")
-    rollout_devices: int = Field(0, ge=0, description="GPUs kept for the managed engine, after those that train")
+    rollout_devices: int = Field(0, ge=0, description="GPUs reserved for the managed engine, after those that train")
     sharding: Literal["none", "fsdp2", "zero2", "zero3"] = Field(
         "none", description="how processes share weights: whole copies (DDP), FSDP2, or DeepSpeed ZeRO"
     )
@@ -123,7 +109,7 @@ class TrainConfig(Section):
     )
     max_failed_share: float = Field(0.5, ge=0, le=1, description="stop when more of a step failed from outside causes")
     save_every: int = Field(20, ge=1, description="steps between checkpoints; the last step is always saved")
-    keep: int = Field(2, ge=1, description="checkpoints kept")
+    keep: int = Field(2, ge=1, description="newest checkpoints that stay")
 
 
 class EvalConfig(Section):
@@ -141,7 +127,7 @@ class EvalConfig(Section):
 
 
 class RunConfig(Section):
-    """Where a run is kept and who hears of it."""
+    """Where a run is stored and which trackers get its metrics."""
 
     dir: str | None = Field(None, description="null: outputs/<task>/<algo>/<date_time>_s<seed>")
     name: str | None = Field(None, description="shown in reports; null: <algo>-<task>-s<seed>")

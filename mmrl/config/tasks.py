@@ -157,9 +157,9 @@ class HoverConfig(SampleConfig, CorpusConfig):
     """Finding the documents behind a claim."""
 
     search_hops: int = Field(4, ge=1, description="searches, the first one for the claim itself")
-    # null and not a number: the mini world's documents are found by name, one is enough there
+    # null and not a number: the mini world's documents are looked up by name, one is enough there
     hop_top_k: int | None = Field(
-        None, ge=1, description="passages per query, and kept per hop; null: 10, in the mini world 1"
+        None, ge=1, description="passages per query, and passed on per hop; null: 10, in the mini world 1"
     )
     last_top_k: int | None = Field(
         None, ge=1, description="passages per query in the last hop; null: 30, in the mini world 1"

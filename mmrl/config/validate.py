@@ -8,9 +8,11 @@ from typing import TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig, MmgrpoConfig
+from mmrl.config.base import shipped_for
 from mmrl.config.engines import ENGINE_SCHEMAS
 from mmrl.config.retriever import RETRIEVER_SCHEMAS
-from mmrl.config.schema import EvalCommandConfig, HardwareConfig, RootConfig, TrainCommandConfig, shipped_for
+from mmrl.config.rules import value_at
+from mmrl.config.schema import EvalCommandConfig, HardwareConfig, RootConfig, TrainCommandConfig
 from mmrl.config.tasks import TASK_SCHEMAS, TaskConfig, task_schema
 from mmrl.errors import ConfigError, nearest, unknown
 
@@ -153,7 +155,7 @@ def as_tuples(value: object) -> object:
 def _drop_retired(raw: dict[str, object], path: str) -> None:
     """Leave out the keys at `path` that the schema in use does not have and that hold their former default."""
     # An unknown name has no schema to compare with: everything stays, and validation reports the name.
-    section, chosen = _section_at(raw, path), _chosen_schema(raw, path)
+    section, chosen = value_at(raw, path), _chosen_schema(raw, path)
     if not isinstance(section, dict) or chosen is None:
         return
     for key, default in RETIRED[path].items():
@@ -286,21 +288,14 @@ def _leaves(path: str, value: object) -> Iterator[tuple[str, str]]:
         yield path, "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _section_at(raw: Mapping[str, object], path: str) -> object:
-    section: object = raw
-    for part in path.split("."):
-        section = section.get(part) if isinstance(section, Mapping) else None
-    return section
-
-
 def _chosen_name(raw: Mapping[str, object], path: str) -> str:
     """The name that picks the schema at `path`, as far as the mapping gives one."""
-    section = _section_at(raw, path)
+    section = value_at(raw, path)
     # the defaults of the two sections whose name may be left out
     default = {"engine": "auto", "task.retriever": "bm25"}.get(path)
     name = section.get("name", default) if isinstance(section, Mapping) else default
     if path == "engine" and name == "auto":
-        hardware = _section_at(raw, "hardware")
+        hardware = value_at(raw, "hardware")
         fallback = HardwareConfig.model_fields["engine"].default
         name = hardware.get("engine", fallback) if isinstance(hardware, Mapping) else fallback
     return str(name)
@@ -325,7 +320,7 @@ def _fields_at(schema: type[BaseModel], location: Collection[str], raw: Mapping[
         if field is None:
             return []
         if path in CHOICES:
-            # the annotation names the base class; which subclass judged is told by the name in the config
+            # the annotation names the base class; the config's name says which subclass validated
             chosen = _chosen_schema(raw, path)
             if chosen is None:
                 return None

@@ -93,7 +93,12 @@ def problems(
         return [unknown("hardware.engine" if config.name == "auto" else "engine.name", name, ENGINES)]
     sentences: list[str] = []
     if name == "openai":
-        return _openai_problems(config, training)
+        if training:
+            sentences.append(
+                "engine: openai, an endpoint, has no weights that could be trained; use it with mmrl eval, or for "
+                "modules that are not trained (engine.endpoints.<module>.url=… .model=…) beside another engine"
+            )
+        return sentences
     # vLLM holds one set of base weights; adapters beside it are no second set of full weights.
     if copied and name != "transformers":
         sentences.append(
@@ -106,20 +111,6 @@ def problems(
         assert isinstance(config, VllmConfig)
         sentences += vllm_problems(config.model_copy(update={"name": name})) + sleep_problems(config, device)
         sentences += rank_problems(rank)
-    return sentences
-
-
-def _openai_problems(config: EngineConfig, training: bool) -> list[str]:
-    sentences = []
-    if training:
-        sentences.append(
-            "engine: openai, an endpoint, has no weights that could be trained; use it with mmrl eval, or for modules "
-            "that are not trained (engine.endpoints.<module>.url=… .model=…) beside another engine"
-        )
-    if config.endpoints:
-        sentences.append(
-            "engine.endpoints: has no effect with engine=openai, which answers for all modules; leave it out"
-        )
     return sentences
 
 

@@ -118,11 +118,6 @@ class ModuleAssignment:
                 "model.modules: weights per module are LoRA adapters, and model.lora is null; set model.lora "
                 "(for example model.lora.r=16), or leave model.modules out"
             )
-        if isinstance(self.algo, MhgpoConfig) and self.algo.frozen_serving:
-            problems.append(
-                "algo.frozen_serving: has no effect with model.modules, where a frozen module with an adapter of its "
-                "own acts with the initial weights; leave it out"
-            )
         return answered + problems + self._name_problems() + self._sharing_problems() + self._frozen_problems()
 
     def _answered_problems(self) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from mmrl.config import ModelConfig, RootConfig
-from mmrl.config.schema import SHIPPED
+from mmrl.config.base import SHIPPED
 from mmrl.errors import ConfigError, nearest
 from mmrl.models.hub import hub_answers
 from mmrl.models.policy import Policy

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from mmrl.config.schema import SHIPPED
+from mmrl.config.base import SHIPPED
 from mmrl.errors import ConfigError
 
 MARKER = "complete.json"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from mmrl.config.schema import SHIPPED
+from mmrl.config.base import SHIPPED
 from mmrl.report.alarms import Alarm, alarms
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.report.stats import FIRST, Difference, History, compare_items, modules_in, number

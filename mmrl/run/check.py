@@ -26,7 +26,7 @@ from mmrl.config import (
 from mmrl.config.algo import CriticConfig, GroupConfig, MmgrpoConfig
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.retriever import Bm25Config
-from mmrl.config.rules import Facts, engine_name, without_effect
+from mmrl.config.rules import Facts, across_sections, engine_name, without_effect
 from mmrl.config.tasks import BUILT_IN, CorpusConfig, JudgedConfig, PapillonConfig
 from mmrl.config.teacher import TeacherConfig
 from mmrl.engines.endpoint_engine import named, unreachable
@@ -92,7 +92,7 @@ def _directory_problems(folder: str | None) -> list[str]:
 
 
 def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
-    problems = []
+    problems = across_sections(config)
     if config.hardware.processes * config.hardware.nodes != 1:
         problems.append(f"hardware: profile '{config.hardware.name}' has several processes, mmrl eval runs in one")
     if not task.examples(config.split):
@@ -107,7 +107,7 @@ def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
 
 def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     """What stands against a training run wherever it runs: no data is read, no server asked, no package looked for."""
-    problems = device_problems(config)
+    problems = across_sections(config) + device_problems(config)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)
     problems += module_assignment(config, task).problems()
@@ -162,10 +162,6 @@ def device_problems(config: TrainCommandConfig) -> list[str]:
 def policy_problems(config: EvalCommandConfig, task: Task) -> list[str]:
     """What is wrong with `policy=` for a task."""
     problems = []
-    if config.model.modules is not None:
-        problems.append(
-            "model.modules: has no effect on mmrl eval, where a checkpoint says which module speaks with what"
-        )
     policy = served(config)
     without = [name for name in task.program.modules if policy.modules is not None and name not in policy.modules]
     if policy.modules is not None and without:
@@ -285,8 +281,6 @@ def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, crit
             f"hardware.sharding: got {hardware.sharding}, which accelerate does not do on a CPU; use none "
             "(every process holds the whole model)"
         )
-    if hardware.sharding != "none" and total == 1:
-        problems.append(f"hardware.sharding: got {hardware.sharding}, which has no effect with one process; use none")
     if hardware.sharding != "none" and engine == "transformers":
         problems.append(
             f"hardware.sharding: got {hardware.sharding}, but engine=transformers samples from the whole weights; use "
@@ -297,17 +291,10 @@ def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, crit
             f"hardware.sharding: got {hardware.sharding}, under which a critic cannot be trained (DeepSpeed takes one "
             "model); use fsdp2, or none (every process holds the whole model)"
         )
-    if hardware.cpu_offload and hardware.sharding == "none":
-        problems.append("hardware.cpu_offload: has an effect only with hardware.sharding=fsdp2, zero2 or zero3")
     if total > 1 and engine == "vllm_colocated":
         problems.append(
             f"engine: vllm_colocated runs in one process, profile '{hardware.name}' has {total}; use "
             "engine=vllm_server, which one server answers for all of them"
-        )
-    if hardware.rollout_devices and engine != "vllm_server":
-        problems.append(
-            f"hardware.rollout_devices: got {hardware.rollout_devices}, which has an effect only with "
-            f"engine=vllm_server (this run has {engine})"
         )
     if total > 1 and critic == "adapter" and hardware.sharding == "none":
         problems.append(

@@ -1,4 +1,4 @@
-"""From mmrl's config sections to what Hugging Face's Trainer takes; refuses what would have no effect.
+"""From mmrl's config sections to what Hugging Face's Trainer takes; refuses what it cannot do.
 
 Part of `trainer`; no TRL here, so that a config can be checked without loading it.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
 from mmrl.config.algo import CriticConfig
+from mmrl.config.rules import across_sections
 from mmrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,13 +49,8 @@ class Settings:
         return 0.0 if in_reward else self.algo.beta
 
     def problems(self) -> list[str]:
-        """What the trainer cannot do, or what would have no effect, one sentence each."""
+        """What the trainer cannot do, one sentence each."""
         train, messages = self.train, []
-        if train.warmup_steps and train.schedule == "constant":
-            messages.append(
-                f"train.warmup_steps: got {train.warmup_steps}, which has no effect with train.schedule=constant; "
-                "use train.schedule=constant_with_warmup"
-            )
         if train.warmup_steps >= train.steps * self.updates and train.warmup_steps:
             messages.append(
                 f"train.warmup_steps: got {train.warmup_steps}, expected less than the run's "
@@ -63,11 +59,6 @@ class Settings:
         if self.critic is not None and self.critic.critic == "adapter" and self.model.lora is None:
             messages.append(
                 "algo.critic: adapter needs a policy with an adapter too; set model.lora, or use separate or head"
-            )
-        if self.algo.ratio_one and train.old_logprobs != "sampler":
-            messages.append(
-                f"train.old_logprobs: got {train.old_logprobs}, which has no effect with algo.ratio_one=true; "
-                "leave one of the two out"
             )
         if train.tis is not None and self.algo.ratio_one:
             messages.append(
@@ -89,18 +80,14 @@ class Settings:
                 f"train.staleness: got {train.staleness} with train.old_logprobs=recompute, which forgets the weights "
                 "that sampled; use train.old_logprobs=sampler, or set train.tis"
             )
-        if self.algo.ratio_one and self.algo.clip_high is not None:
-            messages.append(
-                f"algo.clip_high: got {self.algo.clip_high}, which has no effect with algo.ratio_one=true: a ratio of "
-                "1 is never clipped; leave one of the two out"
-            )
         if self.model.dtype == "float16":
             messages.append("model.dtype: float16 cannot be trained safely, expected bfloat16, float32 or auto")
         return messages
 
     def check(self) -> None:
-        """Raises `ConfigError` with every problem."""
-        if messages := self.problems():
+        """Raises `ConfigError` with every problem, keys without effect too."""
+        sections = {"train": self.train, "algo": self.algo, "model": self.model}
+        if messages := across_sections(sections) + self.problems():
             raise ConfigError(messages)
 
     def lora(self, *, dropout: bool = True) -> LoraConfig | None:

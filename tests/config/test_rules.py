@@ -5,7 +5,7 @@ import pytest
 from mmrl.cli.hydra import configs, read_line
 from mmrl.config import EvalCommandConfig, TrainCommandConfig
 from mmrl.config.engines import VllmServerConfig
-from mmrl.config.rules import COMMON, EVAL, TRAIN
+from mmrl.config.rules import RUNS, SECTIONS, TYPED
 from mmrl.errors import ConfigError
 from mmrl.run import check as prepare
 
@@ -118,12 +118,52 @@ def test_typed_keys_without_effect_are_refused_and_the_cure_works(arguments, sta
         assert refused(*kept, *cure) == []
 
 
+ALWAYS = [
+    (["algo=grpo", "algo.loss_length=4"], "algo.loss_length", "got 4", "loss_mean=seq"),
+    (["algo=grpo", "algo.refill_rounds=2"], "algo.refill_rounds", "got 2", "zero_variance=keep"),
+    (["algo=grpo", "algo.scale=false", "algo.std_over=batch"], "algo.std_over", "got batch", "scale=false"),
+    ([FOF, "algo.penalties=false", "algo.penalty_scale={answerer: 2.0}"], "algo.penalty_scale", "has", "penalties"),
+    (["algo=mmgrpo", "algo.fill_source=group", "algo.filler=max"], "algo.filler", "got max", "fill_source=group"),
+    (["algo=mmgrpo", "algo.padding_mode=ragged", "algo.filler=max"], "algo.filler", "got max", "padding_mode=ragged"),
+    (["algo=mmgrpo", "algo.padding_mode=ragged", "algo.fill_source=group"], "algo.fill_source", "got group", "ragged"),
+    (["algo=mmgrpo", "algo.failing_index=true"], "algo.failing_index", "got true", "padding_mode=fill"),
+    (["algo=mmgrpo", "algo.overlong=trajectory", "algo.max_context=null"], "algo.overlong", "got traj", "=null"),
+    ([AGENT, "algo=ppo", "algo.position=turn_end"], "algo.position", "got turn_end", "needs obs=all"),
+    ([AGENT, "algo=ppo", "algo.whiten=all"], "algo.whiten", "got all", "needs obs=all"),
+    (["task.retriever.retries=9"], "task.retriever.retries", "got 9", "retriever in process"),
+    (["task.retriever.index=x", "task.retriever.k1=2.0"], "task.retriever.k1", "got 2.0", "built with its own"),
+    (["train.warmup_steps=3", "train.schedule=constant"], "train.warmup_steps", "got 3", "constant_with_warmup"),
+    (["algo.ratio_one=true", "train.old_logprobs=recompute"], "train.old_logprobs", "got recompute", "ratio_one"),
+    (["algo.ratio_one=true", "algo.clip_high=0.3"], "algo.clip_high", "got 0.3", "never clipped"),
+    (["algo=mhgpo_fof", "algo.frozen_serving=true", "model.modules={}"], "algo.frozen_serving", "got true", "adapter"),
+    (["hardware.device=cuda", "hardware.sharding=fsdp2"], "hardware.sharding", "got fsdp2", "one process"),
+    (["hardware.cpu_offload=true"], "hardware.cpu_offload", "got true", "hardware.sharding=none"),
+    (["hardware.rollout_devices=1"], "hardware.rollout_devices", "got 1", "vllm_server"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "key", "got", "says"), ALWAYS, ids=lambda value: str(value)[:40])
+def test_values_that_another_one_switches_off_are_refused_whoever_set_them(arguments, key, got, says):
+    problems = [text for text in refused(*arguments) if text.startswith(f"{key}: {got}") and "no effect" in text]
+    assert len(problems) == 1 and says in problems[0]
+
+
+def test_sections_name_all_their_keys_without_effect_at_once():
+    problems = refused("algo=mmgrpo", "algo.loss_length=4", "algo.overlong=trajectory", "algo.max_context=null")
+    assert [text.partition(":")[0] for text in problems] == ["algo.loss_length", "algo.overlong"]
+
+
 def test_every_rule_has_a_case():
-    tested = {case[1].partition(":")[0] for case in CASES}
-    others = {"algo.penalty_scale", "algo.ddof"}
+    tested = {case[1].partition(":")[0] for case in CASES} | {case[1] for case in ALWAYS}
+    others = {"algo.ddof", "engine.endpoints", "model.modules"}  # the latter two: test_endpoint.py, test_run_modules.py
+    others |= {"eval.split", "eval.every", "model.lora"}  # below
     others |= {f"engine.{key}" for key in VllmServerConfig.model_fields}  # each tested in test_engine.py
-    others |= {f"algo.{key}" for key in ("format_failure_score", "format_failure_best", "failing_index")}
-    assert {rule.key for rule in (*COMMON, *TRAIN)} <= tested | others
+    others |= {f"algo.{key}" for key in ("format_failure_score", "format_failure_best")}
+    retriever = {"timeout_s", "concurrency", "cache_size", "b", "model", "encoder", "faiss", "cache_dir"}
+    others |= {f"task.retriever.{key}" for key in retriever}  # in one rule with a key that has a case
+    keys = {key for rule in (*RUNS, *TYPED) for key in rule.keys.split()}
+    keys |= {f"{path}.{key}" for path, rules in SECTIONS.items() for rule in rules for key in rule.keys.split()}
+    assert keys <= tested | others
 
 
 def test_what_a_file_says_is_not_judged():
@@ -139,7 +179,6 @@ def test_an_evaluation_has_no_training_options():
         "eval.every: got 3, which has no effect on mmrl eval; it is an option of mmrl train",
         "model.lora.r: got 3, which has no effect on mmrl eval: policy= says which adapter there is, if any",
     ]
-    assert {rule.key for rule in EVAL} == {"eval.split", "eval.every", "model.lora"}
     (problem,) = refused("policy=tiny", AGENT, "task.search_penalty=0.2", command="eval")
     assert problem.startswith("task.search_penalty: got 0.2")
     assert refused("policy=tiny", AGENT, "task.search_penalty=0.2", "task.reward=turn", command="eval") == []

@@ -96,7 +96,10 @@ def test_a_key_of_another_retriever_is_refused_by_name(name: str, key: str) -> N
         (["task.retriever.name=bm26", "task.retriever.k1=2.0"], "task.retriever.name: got 'bm26', expected 'bm25', "),
         (["task.retriever.name=remote"], "task.retriever.url: missing, a value is required"),
         (["task.retriever={name: remote, url: x}"], "task.retriever.url: got 'x', expected http://HOST"),
-        (["task.retriever.retries=9"], "task.retriever.retries: has no effect with a retriever in process"),
+        (
+            ["task.retriever.retries=9"],
+            "task.retriever.retries: got 9, which has no effect with a retriever in process",
+        ),
         (["engine.name=vlm"], "engine.name: got 'vlm', expected 'auto', "),
         (["engine=vllm_server", "hardware.processes=x"], "hardware.processes: got 'x', expected"),
     ],

@@ -97,7 +97,6 @@ def test_frozen_serving_with_all_parameters_is_a_copy_of_the_initial_model() -> 
             r"no module is left to train",
         ),
         ({"rewriter": {"frozen": True}}, {"algo": PpoConfig(name="ppo")}, r"rewriter\.frozen: the critic of ppo"),
-        ({}, {"algo": frozen_fof()}, r"algo\.frozen_serving: has no effect with model\.modules"),
         (None, {"algo": MhgpoFofConfig(name="mhgpo_fof", frozen_serving=True)}, r"set algo\.freeze_modules"),
         ({}, {"program": ("a.b", "a/b")}, r"own adapters of a\.b, a/b would all be called 'a_b'"),
     ],

@@ -13,7 +13,7 @@ import pytest
 from mmrl.cli import main
 from mmrl.cli.hydra import configured
 from mmrl.config import ALGO_SCHEMAS, TrainCommandConfig
-from mmrl.config.schema import SHIPPED
+from mmrl.config.base import SHIPPED
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import RunDir
 from mmrl.run import queue

@@ -14,6 +14,7 @@ import yaml
 from mmrl.cli import main
 from mmrl.config import HardwareConfig
 from mmrl.config.engines import VllmServerConfig
+from mmrl.config.rules import across_sections
 from mmrl.engines.base import EngineSetup
 from mmrl.engines.vllm.command import server_environment
 from mmrl.errors import ConfigError
@@ -127,7 +128,8 @@ def test_accelerate_reads_the_variables_of_fsdp2(monkeypatch):
     ],
 )
 def test_profiles_that_cannot_work_are_refused(values, engine, modules, expected):
-    (problem,) = hardware_problems(profile(**values), engine, modules)
+    sections = {"hardware": profile(**values), "engine": {"name": engine}}
+    (problem,) = hardware_problems(profile(**values), engine, modules) + across_sections(sections)
     assert expected in problem
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.config import ModelConfig
-from mmrl.config.schema import SHIPPED, shipped_for
+from mmrl.config.base import SHIPPED, shipped_for
 from mmrl.models.chat import decode_text, encode_text, render_prompt
 from mmrl.models.load import ASSETS, TINY, load_model, load_tokenizer
 from mmrl.tasks.base import Demonstration
