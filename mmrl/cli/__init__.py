@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code: 0 done, 1 stopped, 2 bad input, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no reason to end
+        # a name that the terminal cannot show is no reason to end
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _dispatch(words)
     except MmrlError as error:
@@ -76,9 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)  # what had begun has said how to go on
+        # a run that had begun has printed the command that continues it
+        print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe (`mmrl show RUN | head`) has seen enough
+    except BrokenPipeError:
+        # The reader of a pipe (`mmrl show RUN | head`) has seen enough; at exit Python would complain of the lost text.
         sys.stderr.close()
         return 0
 
@@ -97,7 +100,8 @@ def _dispatch(words: Sequence[str]) -> int:
     elif first not in COMMANDS and first != WORKER:
         raise ConfigError(f"unknown command '{first}'{nearest(first, COMMANDS)} (commands: {', '.join(COMMANDS)})")
     else:
-        bare_group = list(words) == ["index"]  # Typer calls that an error; here it asks what there is
+        # Typer calls that an error; here it is a request for the list of subcommands
+        bare_group = list(words) == ["index"]
         code: int = app([*words, *(["--help"] if bare_group else [])], standalone_mode=False, prog_name="mmrl")
         return code
     return 0

@@ -18,7 +18,8 @@ from mmrl.config.validate import explain
 from mmrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override  # commands that Hydra does not compose start without it
+    # commands that Hydra does not compose start without it
+    from hydra.core.override_parser.types import Override
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -138,7 +139,8 @@ def read_arguments(
         values[name] = sorted_words.names[0]
     else:
         problems.append(f"{command}: got {len(sorted_words.names)} names, expected one: {command} {called}")
-        values.setdefault(name, "")  # so that the other keys can be judged
+        # so that the other keys are validated in the same call
+        values.setdefault(name, "")
     try:
         section = schema.model_validate(values)
     except ValidationError as error:
@@ -162,6 +164,7 @@ def _value(schema: type[Section], key: str, text: str) -> object:
         return comma_separated(text)
     if "str" in kind and "Literal" not in kind:
         return None if text == "null" and "None" in kind else text
+    # True and TRUE are truth values too, as in Hydra's grammar, which the other commands read.
     try:
         value: object = json.loads(text.lower() if text.lower() in ("true", "false", "null") else text)
     except ValueError:

@@ -43,8 +43,8 @@ def train(context: typer.Context) -> int:
       train.* algo.* task.* model.* eval.*   any setting of these parts: train.steps=100 algo.group_size=8
       seed=                                  of every random choice
       run.dir=                               the run's folder; default: outputs/TASK/ALGO/TIME_sSEED; in a sweep with
-                                             folders of their own ('run.dir=outputs/x/s${seed}') finished runs are
-                                             kept and unfinished ones continue
+                                             folders of their own ('run.dir=outputs/x/s${seed}') finished runs
+                                             stay and unfinished ones continue
       plugins=[PACKAGE]                      packages that add tasks or algorithms
       resume=RUN_DIR                         continue a stopped run; no other key with it
 
@@ -82,14 +82,14 @@ def train(context: typer.Context) -> int:
 
 @app.command("eval", context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...] [-m]", epilog=HYDRA_FLAGS)
 def evaluate(context: typer.Context) -> int:
-    """Evaluate a run, checkpoint, adapter, model folder or hub id on any task; each item is kept.
+    """Evaluate a run, checkpoint, adapter, model folder or hub id on any task; each item is stored.
 
     \b
     Keys (docs/configuration.md lists them all):
       policy=                        what is evaluated; `tiny`: the shipped model
       task= split=train|dev|test     on which examples; split=dev
       eval.items= eval.samples=      how many examples, and how often each; also eval.temperature=
-      model= hardware= engine=       how the policy is loaded and asked
+      model= hardware= engine=       how the policy is loaded and samples
       experiment= seed= run.dir=     as in `mmrl train`
       resume=EVAL_DIR                continue a stopped evaluation; no other key with it
 
@@ -264,7 +264,8 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
     if line.switches:
         raise ConfigError("mmrl plan: takes one run and no flags but --json")
     (config,) = hydra.configs("train", TrainCommandConfig, line)
-    from mmrl.run.plan import PlanRequest, make_plan  # only now: it loads torch, and a typing mistake need not wait
+    # only now: it loads torch, and a typing mistake need not wait
+    from mmrl.run.plan import PlanRequest, make_plan
 
     made = make_plan(config, PlanRequest.read(line.own))
     print(made.as_json() if as_json else made.text())

@@ -37,11 +37,12 @@ from mmrl.system.conf import GROUPS, conf_dir, options, user_dirs
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 
+# Listed, since Hydra's own argument parser ends the process at the first flag that it does not know.
 MULTIRUN, CONFIG_DIR = ("-m", "--multirun"), ("--config-dir", "-cd")
 PRINTING, PRINTING_WITH_VALUE = ("--hydra-help", "--resolve"), ("--cfg", "-c", "--info", "-i", "--package", "-p")
 """Hydra's own flags that print something and run nothing."""
 NO_ROW = ("experiment=null", "experiment=")
-"""The default, which Hydra cannot be told: it takes null for no choice at all."""
+"""The default, which Hydra has no words for: it takes null for no choice at all."""
 
 
 def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = False, once: bool = False) -> CommandLine:
@@ -63,6 +64,7 @@ def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = Fal
         if flag in MULTIRUN and value is None:
             multirun = True
         elif flag in CONFIG_DIR:
+            # an empty value is a mistake to report, not the flag left out
             config_dir = value or ""
             problems += [] if config_dir and Path(config_dir).is_dir() else [f"{flag}: no folder '{config_dir}'"]
         elif flag in (*PRINTING, *PRINTING_WITH_VALUE):
@@ -126,6 +128,7 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
         except HydraException as error:
             raise ConfigError(f"{typed_text(override)}: {error}") from None
         axes[override.get_key_element()] = [(override, value) for value in values]
+    # The last key varies fastest, as in Hydra's own sweeper, so that the jobs of a sweep have the same numbers there.
     return [
         [_forced(override, value) for override, value in job if not _left_out(override, value, line, problems)]
         for job in itertools.product(*axes.values())
@@ -142,12 +145,14 @@ def _values(override: Override) -> list[str | None]:
 def _left_out(override: Override, value: str | None, line: CommandLine, problems: list[str]) -> bool:
     """Whether Hydra must not see an override: no choice, or one that is not there (which is added to `problems`)."""
     key, choice = override.key_or_group, (value or "").strip("'\"")
+    # Hydra would list the launchers that it has and not say how to install this one.
     if key == "hydra/launcher" and choice.startswith("submitit") and importlib.util.find_spec("submitit") is None:
         problems.append(
             f"hydra/launcher: got {choice}, which needs hydra-submitit-launcher, and {sys.executable} does not have "
             "it; install it (pip install 'mmrl[slurm]'), or leave hydra/launcher out"
         )
         return True
+    # `group@package=` puts a choice at another place of the config, which Hydra alone resolves.
     if key not in GROUPS or override.package is not None or override.is_delete():
         return False
     if f"{key}={choice}" in NO_ROW:
@@ -163,6 +168,7 @@ def _forced(override: Override, value: str | None) -> str:
     """The override in a form that Hydra never refuses; pydantic names unknown keys afterwards."""
     key = override.key_or_group
     text = override.get_key_element() if value is None else f"{override.get_key_element()}={value}"
+    # A choice of a group and Hydra's own keys take no `++`; with a `+` or `~` the user has chosen the form already.
     as_typed = override.is_add() or override.is_force_add() or override.is_delete() or override.package is not None
     return text if as_typed or key in GROUPS or key.startswith("hydra") or "/" in key else f"++{text}"
 
@@ -171,6 +177,7 @@ def configs(command: str, schema: type[ConfigT], line: CommandLine) -> list[Conf
     """Every job's config, validated; the problems of all jobs together, each once."""
     problems: list[str] = []
     if command == "eval":
+        # The composed config cannot tell: a `model=` brings `train.*` into an evaluation too (see `_sections`).
         stray = sorted({key for key in line.keys if key.partition(".")[0] in ("train", "algo")})
         problems += [f"{key}: has no effect on mmrl eval; it is an option of mmrl train" for key in stray]
         line = line.without(stray)
@@ -220,7 +227,8 @@ def import_plugins_of(line: CommandLine) -> None:
 
 
 def _import_plugins(packages: Collection[str]) -> None:
-    from mmrl.run.settle import import_plugins  # only with plugins: it loads every task and engine
+    # only with plugins: it loads every task and engine
+    from mmrl.run.settle import import_plugins
 
     import_plugins(packages)
 
@@ -234,13 +242,15 @@ def composed(config_name: str, overrides: Sequence[str], config_dir: str | None 
         ConfigError: Hydra or OmegaConf could not compose it; their message, first line.
     """
     _put_user_folders_first(config_dir)
-    GlobalHydra.instance().clear()  # Hydra refuses a second composition in one process otherwise
+    # Hydra refuses a second composition in one process otherwise.
+    GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name=config_name):
             config = compose(config_name, overrides=list(overrides))
             return _sections(config_name, config)
     except (HydraException, OmegaConfBaseException) as error:
-        key = getattr(error, "full_key", None)  # OmegaConf's: where an interpolation stands
+        # OmegaConf's errors alone have one: where an interpolation stands
+        key = getattr(error, "full_key", None)
         raise ConfigError(f"{f'{key}: ' if key else ''}{' '.join(str(error).splitlines()[0].split())}") from None
 
 
@@ -251,7 +261,8 @@ def _sections(config_name: str, config: DictConfig) -> dict[str, object]:
     left_out = {"experiment", "hydra", *(("train", "algo") if config_name == "eval" else ())}
     sections = {str(key): _plain(value) for key, value in raw.items() if key not in left_out and value != "???"}
     plugins = sections.get("plugins")
-    if isinstance(plugins, tuple) and plugins:  # anything else is for validation to refuse
+    # anything but a list is for validation to refuse
+    if isinstance(plugins, tuple) and plugins:
         _import_plugins([package for package in plugins if isinstance(package, str)])
     return sections
 
@@ -311,6 +322,7 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
     )
     problems += [] if names else ["algo: missing, expected one or more algorithms (algo=A or algo=A,B)"]
     problems += [f"algo: got '{name}' more than once" for name in dict.fromkeys(chosen) if chosen.count(name) > 1]
+    # The names become overrides below, where a quote or a bracket would be Hydra's grammar.
     if any(not re.fullmatch(r"[\w./-]*", name) for name in chosen):
         problems.append(f"algo: got '{names}', expected names joined by commas: algo=A,B")
         chosen = []
@@ -321,7 +333,8 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
     if not (line.own.get("rollouts") and names and chosen):
         raise ConfigError(problems)
     line = line.without(stray)
-    with redirect_stdout(sys.stderr):  # what a package prints when it is imported is no part of the result
+    # What a package prints when it is imported is no part of the result, which may be JSON.
+    with redirect_stdout(sys.stderr):
         import_plugins_of(line)
     # Each algorithm is a composition of its own: an option of one may be unknown to another, which is then named.
     algos: list[AlgoConfig] = []
@@ -351,6 +364,7 @@ def print_only(config_name: str, line: CommandLine) -> None:
         ConfigError: a sweep, or a choice that a group does not have.
     """
     problems = [f"{line.flags[0]}: prints one job, without -m and with one value for each key"] if line.multirun else []
+    # for its problems alone: Hydra would report one of them at a time
     expand(line, problems)
     if problems:
         raise ConfigError(dict.fromkeys(problems))

@@ -23,15 +23,16 @@ from mmrl.system.conf import conf_dir
 
 TEXTS = Path(__file__).resolve().parent.parent / "assets" / "new_task"
 REPLIES = {"async": ('"0"', '"1"'), "dspy": ('{"department": "billing"}', '{"department": "repair"}')}
-"""Kind -> what the written test lets the model say: right, wrong."""
+"""Kind -> what the written test lets the model reply: right, wrong."""
 DSPY_NOTE = (
     "The shipped tiny model writes no DSPy field markers for a program of yours: its replies do not parse, and the\n"
     "reward stays 0. Train a real model: model=NAME (of conf/model) or model.path=FOLDER_OR_HUB_ID"
 )
+# The function's reply is one digit; DSPy writes its field markers around each value.
 MAX_TOKENS = {"async": "8", "dspy": "64"}
 PROGRAM = {"async": "function.txt", "dspy": "dspy.txt"}
 
-
+# `task=null` would choose no task, `task=true` a truth value.
 NO_NAMES = frozenset({"null", "true", "false", "nan", "inf"})
 """What the command line reads as a value."""
 
@@ -93,6 +94,7 @@ def write(name: str, top: Path, kind: str) -> list[Path]:
     }
     try:
         (top / "conf" / "task").mkdir(parents=True, exist_ok=True)
+        # no exist_ok: a folder that came to be there since the check is the user's
         (top / name).mkdir()
         for path, source in files.items():
             text = (TEXTS / source).read_text(encoding="utf-8")
@@ -111,6 +113,7 @@ def next_commands(name: str, top: Path) -> str:
         f"mmrl train task={name} algo=mmgrpo train.steps=15 train.batch_size=8 run.dir=outputs/{name}_first",
         f"mmrl eval task={name} policy=outputs/{name}_first",
     ]
+    # Plugins and conf/ are looked up in the current folder.
     if top.resolve() != Path.cwd():
         lines.insert(0, f"cd {shlex.quote(str(top))}")
     return "\n".join(f"  {line}" for line in lines)
