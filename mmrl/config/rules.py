@@ -135,13 +135,22 @@ RUNS = (
         "with model.modules, where a frozen module with an adapter of its own acts with the initial weights; "
         "leave it out",
     ),
+    # These three say how a run trains: an evaluation may take the profile of a training run as it is.
     Rule(
         "hardware.sharding",
-        lambda at: at("hardware.processes") == at("hardware.nodes") == 1,
+        lambda at: at("hardware.processes") == at("hardware.nodes") == 1 and not _EVAL(at),
         "with one process; use none",
     ),
-    Rule("hardware.cpu_offload", "hardware.sharding=none", "; use fsdp2, zero2 or zero3"),
-    Rule("hardware.rollout_devices", lambda at: _engine(at) != "vllm_server", "without engine=vllm_server"),
+    Rule(
+        "hardware.cpu_offload",
+        lambda at: at("hardware.sharding") == "none" and not _EVAL(at),
+        "with hardware.sharding=none; use fsdp2, zero2 or zero3",
+    ),
+    Rule(
+        "hardware.rollout_devices",
+        lambda at: _engine(at) != "vllm_server" and not _EVAL(at),
+        "without engine=vllm_server",
+    ),
     Rule(
         "engine.endpoints",
         lambda at: _engine(at) == "openai",

@@ -148,6 +148,12 @@ def test_values_that_another_one_switches_off_are_refused_whoever_set_them(argum
     assert len(problems) == 1 and says in problems[0]
 
 
+def test_an_evaluation_may_take_the_hardware_of_a_training_run():
+    hardware = ("hardware.sharding=fsdp2", "hardware.rollout_devices=1")
+    assert refused("policy=tiny", *hardware, command="eval") == []
+    assert refused("policy=tiny", "hardware.cpu_offload=true", command="eval") == []
+
+
 def test_sections_name_all_their_keys_without_effect_at_once():
     problems = refused("algo=mmgrpo", "algo.loss_length=4", "algo.overlong=trajectory", "algo.max_context=null")
     assert [text.partition(":")[0] for text in problems] == ["algo.loss_length", "algo.overlong"]
