@@ -1,7 +1,7 @@
 """Counter-based randomness: every random choice is a pure function of a key.
 
 A key is `(run seed, step, example, purpose, index, ...)`. Nothing is drawn from shared mutable state, so
-neither concurrency nor a restart changes a choice (design: Determinism).
+neither concurrency nor a restart changes a choice.
 """
 
 from __future__ import annotations

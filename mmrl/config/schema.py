@@ -107,7 +107,9 @@ class TrainConfig(Section):
         le=1,
         description="1: the next batch is sampled while this one trains, from weights one step older; 0: on-policy",
     )
-    max_failed_share: float = Field(0.5, ge=0, le=1, description="stop when more of a step failed from outside causes")
+    max_failed_share: float = Field(
+        0.5, ge=0, le=1, description="stop when more of a step failed for infrastructure reasons"
+    )
     save_every: int = Field(20, ge=1, description="steps between checkpoints; the last step is always saved")
     keep: int = Field(2, ge=1, description="newest checkpoints that stay")
 

@@ -1,4 +1,4 @@
-"""GRPO-OR, GRPO-MR and MT-GRPO: the worked numbers of the semantics, turns, options."""
+"""GRPO-OR, GRPO-MR and MT-GRPO: the worked numbers, turns, options."""
 
 from __future__ import annotations
 

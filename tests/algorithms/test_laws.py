@@ -1,4 +1,4 @@
-"""The laws of credit (semantics §8: 1 to 3 and 5 to 9, as far as they concern groups, advantages and weights).
+"""The laws that reduce one algorithm to another (1 to 3 and 5 to 9), as far as they concern credit.
 
 Random forests, tolerance 1e-9. Gradients and the remaining laws are the trainer's.
 """

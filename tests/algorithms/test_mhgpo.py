@@ -1,4 +1,4 @@
-"""MHGPO: the worked numbers of the semantics, failures, options."""
+"""MHGPO: the worked numbers, failures, options."""
 
 from __future__ import annotations
 

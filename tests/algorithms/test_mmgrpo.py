@@ -1,4 +1,4 @@
-"""mmGRPO: the worked groups of the semantics, padding, selection, failures, options."""
+"""mmGRPO: the worked groups, padding, selection, failures, options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PPO, MT-PPO and MAPPO: the worked numbers of the semantics, placement, whitening, KL, refusals."""
+"""PPO, MT-PPO and MAPPO: the worked numbers, placement, whitening, KL, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every worked example of semantics §5 through the command line: files in, the paper's numbers out."""
+"""Every worked example of docs/algorithms.md through the command line: files in, the paper's numbers out."""
 
 import json
 import math

@@ -82,7 +82,7 @@ def test_a_search_is_answered_inside_the_same_turn(task):
     }
 
 
-def test_worked_numbers_of_semantics():
+def test_worked_numbers():
     hit, miss = SearchTurn(ASK, "on the Tagus"), SearchTurn(ASK, "on the Douro")
     nothing = SearchTurn("<think>a</think>", None)
     found = search_reward([hit, miss, nothing, SearchTurn(WRONG, None)], False, ["Tagus"], RULES)

@@ -15,7 +15,7 @@ from mmrl.trainer.objective import token_loss, truncated_weights
 from tests.helpers.trainer_cases import gradients, make_calls, make_trainer, sampled, tiny_model, with_changes
 from tests.trainer.test_objective import ADVANTAGES, LP, OLD, REF, SEQ
 
-# The group of semantics.md §5.1, had a sampler of other numerics said these.
+# The group of the worked example, as a sampler of other numerics would report it.
 SAMPLED = torch.tensor([-1.3, -1.0, -1.9, float("nan"), -0.5, -1.5], dtype=torch.float64)
 CAP = 1.5
 # exp(OLD - SAMPLED): 1, e^0.5 = 1.6487, 1, unknown, e^-0.1, e^1 = 2.7183; two of six are above the cap.
