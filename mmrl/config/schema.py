@@ -128,12 +128,16 @@ class EvalConfig(Section):
     bootstrap: int = Field(1000, ge=100, description="resamples of the 95 % interval")
 
 
+TrackerName = Literal["wandb", "tensorboard", "mlflow", "comet_ml", "trackio", "aim", "clearml", "dvclive", "swanlab"]
+"""The trackers of `accelerate.tracking`."""
+
+
 class RunConfig(Section):
     """Where a run is stored and which trackers get its metrics."""
 
     dir: str | None = Field(None, description="null: outputs/<task>/<algo>/<date_time>_s<seed>")
     name: str | None = Field(None, description="shown in reports; null: <algo>-<task>-s<seed>")
-    report_to: tuple[Literal["wandb", "tensorboard"], ...] = Field((), description="trackers that get the metrics too")
+    report_to: tuple[TrackerName, ...] = Field((), description="trackers that get the metrics too")
     wandb_project: str = Field("mmrl", description="wandb: the project")
     progress: bool | None = Field(None, description="live display; null: only in a terminal")
 

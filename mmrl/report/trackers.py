@@ -1,77 +1,72 @@
-"""Copies of the metrics for wandb and TensorBoard (`run.report_to`); `metrics.jsonl` stays the record.
+"""Copies of the metrics for the tracking services of accelerate (`run.report_to`); `metrics.jsonl` stays the record.
 
-Both packages are imported only when asked for. wandb runs offline unless the environment holds a
-key (or sets WANDB_MODE), so a run never waits for a login. A tracker that fails is switched off with one sentence: it
-must not end a training run.
+`accelerate.tracking` speaks to the services. Added here: files lie in the run directory, a resumed run continues its
+curves, wandb is offline without a key, no secret leaves, and a service that fails does not end the run.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 from mmrl.config import RootConfig
-from mmrl.errors import ConfigError, unknown
+from mmrl.errors import ConfigError
 from mmrl.report.progress import run_name
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import number
-from mmrl.system.files import JsonObject, plain
+from mmrl.system.files import JsonObject, dumps, plain
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
 
 SECRET_WORDS = ("api_key", "apikey", "secret", "password", "access_token", "auth_token")
-
-
-# Own writers instead of accelerate's trackers: those need its process state, which the trainer must set up first, and
-# they import torch. What is promised here is small: a resumed curve, offline without a key, no secrets, no crash.
-class Tracker(Protocol):
-    """One tracking service."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the finite numbers of one step."""
-        ...
-
-    def finish(self, summary: Mapping[str, object]) -> None:
-        """Write the end and close."""
-        ...
 
 
 class Trackers:
     """All trackers of a run; empty ones cost nothing.
 
     Args:
-        writers: name -> writer.
-        warn: hears, once per tracker, why it was switched off.
+        started: name -> tracker.
+        warn: called once per tracker that fails, with the reason.
     """
 
-    def __init__(self, writers: Mapping[str, Tracker], warn: Callable[[str], None] = print):
-        self._writers = dict(writers)
+    def __init__(self, started: Mapping[str, GeneralTracker], warn: Callable[[str], None] = print):
+        self._started = dict(started)
         self._warn = warn
 
     @property
     def names(self) -> tuple[str, ...]:
         """Trackers still on."""
-        return tuple(self._writers)
+        return tuple(self._started)
 
     def log(self, step: int, metrics: Mapping[str, object]) -> None:
         """Pass the finite numbers of one step on."""
         finite = {key: value for key, raw in metrics.items() if (value := number(raw)) is not None}
-        self._each(lambda writer: writer.log(step, finite))
+        self._each(lambda tracker: tracker.log(finite, step=step))
 
     def finish(self, summary: Mapping[str, object] | None = None) -> None:
-        """Close all."""
-        self._each(lambda writer: writer.finish(summary or {}))
-        self._writers.clear()
+        """Close all; wandb has a place for the summary of the run."""
 
-    def _each(self, use: Callable[[Tracker], None]) -> None:
-        for name, writer in list(self._writers.items()):
+        def close(tracker: GeneralTracker) -> None:
+            if tracker.name == "wandb":
+                tracker.tracker.summary.update(plain(summary or {}))
+            tracker.finish()
+
+        self._each(close)
+        self._started.clear()
+
+    def _each(self, use: Callable[[GeneralTracker], None]) -> None:
+        for name, tracker in list(self._started.items()):
             try:
-                use(writer)
+                use(tracker)
             except Exception as error:  # a third party's failure, of whatever type, must not end the run
-                # Off for good: a service that fails once per step would flood the log.
-                del self._writers[name]
+                # Off for good: a service that fails once per step would flood the log and wait for its timeout.
+                del self._started[name]
                 self._warn(f"{name} switched off: {type(error).__name__}: {error}")
 
 
@@ -88,6 +83,8 @@ def trackers(config: RootConfig, run: RunDir, warn: Callable[[str], None] = prin
         name=run_name(config),
         config=config.model_dump(mode="json"),
         project=config.run.wandb_project,
+        cpu=config.hardware.device == "cpu",
+        next_step=max((record["step"] for record in run.history()), default=-1) + 1,
         warn=warn,
     )
     try:
@@ -103,90 +100,93 @@ def open_trackers(
     name: str,
     config: JsonObject,
     project: str = "mmrl",
+    cpu: bool = True,
+    next_step: int = 0,
     warn: Callable[[str], None] = print,
 ) -> Trackers:
-    """Open the trackers named in `run.report_to`; files go below `run_path`, and a resumed run goes on in the same.
+    """Start the trackers named in `run.report_to`.
+
+    Args:
+        run_path: files go below it; a resumed run goes on in the same.
+        cpu: whether the trainer trains on the CPU.
+        next_step: first step that is not recorded yet; TensorBoard drops what a killed run wrote from there on.
 
     Raises:
-        ConfigError: an unknown name, or a package that is not installed or does not start.
+        ConfigError: a package is not installed, or a tracker does not start.
     """
-    writers: dict[str, Tracker] = {}
-    # Opened before training: a wrong name or a bad key is an error of the config, not of step 1.
+    if problems := missing_trackers(report_to):
+        raise ConfigError(problems)
+    started: dict[str, GeneralTracker] = {}
+    # Started before training: a bad key is an error of the config, not of step 1.
     for tracker in report_to:
-        if tracker not in _OPENERS:
-            raise ConfigError(unknown("run.report_to", tracker, _OPENERS))
         try:
-            writers[tracker] = _OPENERS[tracker](run_path, name, without_secrets(plain(config)), project)
-        except ImportError as error:
-            raise ConfigError(f"run.report_to: '{tracker}' cannot be imported ({error}); install it first") from None
+            started[tracker] = _started(tracker, run_path, name, project, cpu, next_step)
+            shown = without_secrets(plain(config))
+            if tracker == "tensorboard":
+                # As a text: `store_init_configuration` adds a run to the folder at each start, and takes no lists.
+                started[tracker].log({"config": dumps(shown)}, step=next_step)
+            else:
+                started[tracker].store_init_configuration(shown)
         except Exception as error:
+            Trackers(started, warn).finish()
             raise ConfigError(f"run.report_to: '{tracker}' does not start: {type(error).__name__}: {error}") from None
-    return Trackers(writers, warn)
+    return Trackers(started, warn)
 
 
-def without_secrets(config: Mapping[str, object]) -> JsonObject:
-    """`config` with the text under any key that names a secret replaced by `(hidden)`."""
-    return {
-        key: "(hidden)"
-        if isinstance(value, str) and any(word in str(key).lower() for word in SECRET_WORDS)
-        else _inside(value)
-        for key, value in config.items()
-    }
+def missing_trackers(report_to: Sequence[str]) -> list[str]:
+    """Trackers whose package is not installed, one sentence each; imports nothing."""
+    return [
+        f"run.report_to: '{tracker}' needs its package, which is not installed; pip install 'mmrl[{tracker}]'"
+        for tracker in report_to
+        if importlib.util.find_spec(tracker) is None
+    ]
 
 
-def _inside(value: object) -> object:
-    if isinstance(value, Mapping):
-        return without_secrets(value)
-    return [_inside(item) for item in value] if isinstance(value, list) else value
+def _started(tracker: str, run_path: Path, name: str, project: str, cpu: bool, next_step: int) -> GeneralTracker:
+    from accelerate import PartialState
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-
-class _Wandb:
-    def __init__(self, run_path: Path, name: str, config: JsonObject, project: str):
-        import wandb
-
-        # Without a key wandb would ask for a login and wait.
-        online = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
+    # accelerate's trackers need its process state; the trainer's arguments reset it and set it up in the same way.
+    PartialState(cpu=cpu)
+    options: dict[str, object] = {}
+    if tracker == "wandb":
         # The id is kept beside the files, so that a resumed run continues the same curve.
         id_file = run_path / "wandb_id.txt"
-        run_id = id_file.read_text().strip() if id_file.exists() else secrets.token_hex(4)
-        id_file.write_text(run_id)
-        self._run = wandb.init(
-            project=project,
-            name=name,
-            dir=str(run_path),
-            config=dict(config),
-            id=run_id,
-            resume="allow",
-            mode=None if online else "offline",
-            # wandb would else wrap standard output and print its own banner.
-            settings=wandb.Settings(console="off", silent=True),
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4))
+        # Without a key wandb would ask for a login and wait.
+        online = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
+        options = {"name": name, "dir": str(run_path), "id": id_file.read_text().strip(), "resume": "allow"}
+        options["mode"] = None if online else "offline"
+        # wandb would else wrap standard output and print its own banner.
+        options["settings"] = {"console": "off", "silent": True}
+    elif tracker == "tensorboard":
+        options = {"purge_step": next_step}
+    elif tracker == "mlflow":
+        options = {"run_name": name}
+    elif tracker == "trackio":
+        options = {"name": name, "resume": "allow"}
+    elif tracker == "swanlab":
+        options = {"experiment_name": name, "logdir": str(run_path / "swanlog")}
+    elif tracker == "comet_ml":
+        # Comet would else send the source, the console and the environment of the process too.
+        quiet = dict.fromkeys(("log_code", "log_env_details", "log_git_metadata", "log_git_patch"), False)
+        settings = importlib.import_module(tracker).ExperimentConfig
+        options["experiment_config"] = settings(
+            name=name, offline_directory=str(run_path), auto_output_logging=False, **quiet
         )
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def finish(self, summary: Mapping[str, object]) -> None:
-        self._run.summary.update(plain(summary))
-        self._run.finish()
-
-
-class _TensorBoard:
-    def __init__(self, run_path: Path, name: str, config: JsonObject, project: str):
-        # TensorBoard's own writer, since torch's would import torch.
-        from tensorboard.summary import Writer as EventWriter
-
-        self._writer = EventWriter(str(run_path / "tensorboard"))
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
-        self._writer.flush()
-
-    def finish(self, summary: Mapping[str, object]) -> None:
-        self._writer.close()
+    kind = LOGGER_TYPE_TO_CLASS[tracker]
+    # The first argument is a service's project, but for TensorBoard and Aim the run's name in the folder.
+    place = (tracker, str(run_path)) if kind.requires_logging_directory else (project,)
+    created: GeneralTracker = kind(*place, **options)
+    created.start()
+    return created
 
 
-_OPENERS: dict[str, Callable[[Path, str, JsonObject, str], Tracker]] = {
-    "wandb": _Wandb,
-    "tensorboard": _TensorBoard,
-}
+def without_secrets(value: object, key: str = "") -> Any:
+    """`value` with each text under a key that names a secret replaced by `(hidden)`."""
+    if isinstance(value, Mapping):
+        return {name: without_secrets(inner, str(name)) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(item, key) for item in value]
+    return "(hidden)" if isinstance(value, str) and any(word in key.lower() for word in SECRET_WORDS) else value

@@ -33,6 +33,7 @@ from mmrl.engines.endpoint_engine import named, unreachable
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import refuse_full
+from mmrl.report.trackers import missing_trackers
 from mmrl.run.build import build_task, module_assignment, reward_set, teacher_policy, teacher_task, teachers_apart
 from mmrl.tasks.base import Canonical, Task, continuing_modules
 from mmrl.trainer.settings import Settings
@@ -119,7 +120,7 @@ def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 
 def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     """What `plan_problems` leaves out: packages, servers and teachers that are not there, splits that are too small."""
-    problems = missing_packages(config.hardware)
+    problems = missing_packages(config.hardware) + missing_trackers(config.run.report_to)
     problems += engines.problems(
         config.engine,
         engine_name(config),
