@@ -7,6 +7,7 @@ only. A display must never end a run: whatever goes wrong in here switches the d
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import time
 from collections import deque
@@ -16,7 +17,9 @@ from typing import Concatenate, ParamSpec
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+from rich.progress import Progress as Bars
+from rich.table import Column, Table
 from rich.text import Text
 
 from mmrl.config import RootConfig, TrainCommandConfig
@@ -69,8 +72,6 @@ def _harmless(
     return guarded
 
 
-# Own bar and own time left instead of `rich.progress`: its bar ignores an output that cannot show blocks, and its pace
-# forgets evaluations, which may take longer than many steps.
 class Progress:
     """Progress of one run, as a context manager.
 
@@ -94,18 +95,20 @@ class Progress:
         console: Console | None = None,
     ):
         self.off = False
-        self._total = total
-        self._title = title if config is None else run_name(config)
         self._main = main_metric
-        self._done = first_step
         self._console = console or Console(file=sys.stderr, highlight=False)
         allowed = config is None or config.run.progress is not False
         self._is_live = allowed and self._console.is_terminal and not self._console.is_dumb_terminal
         self._ascii = not (self._console.encoding or "").lower().startswith("utf")
         self._history: deque[JsonObject] = deque(maxlen=HISTORY)
         self._evaluations: dict[str, list[tuple[int, Metrics]]] = {}
-        # Twenty steps of pace: enough to smooth, few enough to follow a change.
-        self._clock: deque[tuple[int, float]] = deque([(first_step, time.monotonic())], maxlen=21)
+        # An endless period: evaluations between steps are part of the pace, however long they take.
+        self._bars = Bars(console=self._console, auto_refresh=False, speed_estimate_period=math.inf)
+        title = title if config is None else run_name(config)
+        self._bars.add_task(self._plain(title), total=total, completed=first_step, pace="")
+        self._task = self._bars.tasks[0]
+        # A first sample, so that one step is enough for a pace.
+        self._bars.advance(self._task.id, 0)
         self._last_line = (first_step, time.monotonic())
         self._status = ""
         self._live: Live | None = None
@@ -125,25 +128,23 @@ class Progress:
     @_harmless
     def step(self, step: int, metrics: Metrics) -> None:
         """Step number `step` is done; `metrics` as logged."""
-        self._done = step
+        self._bars.update(self._task.id, completed=step)
+        self._bars.update(self._task.id, pace=self._pace())
         self._history.append({**metrics, "step": step})
         if len(self._first) < ALARM_FIRST:
             self._first.append(self._history[-1])
         # Before drawing, so that the display shows the alarms of this very step.
         self._alarms = current(self._for_alarms())
-        self._clock.append((self._done, time.monotonic()))
         self._status = ""
         self._draw()
         for alarm in self._alarms:
             # An alarm is printed when it begins; the display keeps showing it while it is on.
             if (alarm.name, alarm.key) not in self._announced:
                 self._announced.add((alarm.name, alarm.key))
-                self._print_line(
-                    f"alarm {alarm.name} at step {self._done} ({alarm.key}): {alarm.message}", style="yellow"
-                )
+                self._print_line(f"alarm {alarm.name} at step {step} ({alarm.key}): {alarm.message}", style="yellow")
         # A log file gets a bounded number of lines, however long the run is.
-        if not self._is_live and self._line_is_due():
-            self._print_line(self._line())
+        if not self._is_live and self._line_is_due(step):
+            self._print_line(self._line(step))
 
     @_harmless
     def evaluation(self, step: int, split: str, metrics: Metrics) -> None:
@@ -178,8 +179,8 @@ class Progress:
         if self._is_live:
             self._live = Live(console=self._console, get_renderable=self._safe_render, refresh_per_second=1)
             self._live.start()
-        elif self._title:
-            self._print_line(f"{self._title}: {self._total - self._done} steps to go")
+        elif self._task.description:
+            self._print_line(f"{self._task.description}: {self._task.remaining:.0f} steps to go")
 
     @_harmless
     def _stop(self, failed: bool) -> None:
@@ -221,78 +222,64 @@ class Progress:
 
     def render(self, width: int) -> RenderableType:
         """The whole display for a terminal of `width` columns."""
-        rows: list[RenderableType] = [self._bar(width)]
-        rows += self._curves(width)
+        columns = {
+            80: TextColumn("{task.description}", style="bold", markup=False),
+            1: TextColumn("step {task.completed}/{task.total}", style="bold"),
+            2: BarColumn(None, table_column=Column(max_width=40)),
+            3: TaskProgressColumn(),
+            60: TextColumn("{task.fields[pace]}"),
+        }
+        self._bars.columns = tuple(column for least, column in columns.items() if width >= least)
+        rows: list[RenderableType] = [self._bars, self._curves(min(max(width - 52, 6), 40))]
         if self._history:
-            rows.append(self._speed())
+            rows.append(self._dim(self._speed()))
             if modules_in([self._history[-1]]):
                 rows.append(self._modules(width))
             for alarm in self._alarms:
                 rows.append(Text(self._plain(f"! {alarm.name}  {alarm.key}: {alarm.message}"), style="yellow"))
-        if self._status:
-            rows.append(Text(self._plain(self._status), style="dim", no_wrap=True, overflow="ellipsis"))
-        return Group(*rows)
+        return Group(*rows, *([self._dim(self._status)] if self._status else []))
 
-    def _bar(self, width: int) -> Text:
-        # A resumed run may have done more steps than a shorter config now asks for.
-        share = min(max(self._done / self._total, 0.0), 1.0) if self._total else 1.0
-        head = f"step {self._done}/{self._total} "
-        tail = f" {share:4.0%}  {self._pace()}"
-        length = max(min(width - len(head) - len(tail) - 1, 40), 0)
-        full = round(share * length)
-        marks = ("=", "-") if self._ascii else ("━", "─")
-        text = Text(no_wrap=True, overflow="ellipsis")
-        if self._title and len(head) + length + len(tail) + len(self._title) + 2 < width:
-            text.append(self._plain(self._title) + "  ", style="bold")
-        text.append(head, style="bold")
-        text.append(marks[0] * full, style="green")
-        text.append(marks[1] * (length - full), style="dim")
-        text.append(tail)
-        return text
-
-    def _curves(self, width: int) -> list[RenderableType]:
+    def _curves(self, room: int) -> Table:
+        """Reward and evaluations, a row each: name, newest value, curve of at most `room` characters with notes."""
+        table = Table.grid(Column(style="bold"), Column(justify="right"), Column(ratio=1), padding=(0, 1))
         rows: list[tuple[str, str, str]] = []
-        # 52 columns hold the longest name, number and note beside a curve.
-        room = max(min(width - 52, 40), 6)
         _, rewards = series(list(self._history), "reward/mean")
         if len(rewards):
-            spread = self._history[-1].get("credit/zero_variance_share")
-            note = f"best {short(rewards.max())}" + ("" if spread is None else f"  equal groups {_percent(spread)}")
+            equal = self._history[-1].get("credit/zero_variance_share")
+            note = f"best {short(rewards.max())}" + ("" if equal is None else f"  equal groups {_percent(equal)}")
             rows.append(("reward", short(rewards[-1]), f"{self._spark(list(rewards), room)}  {note}"))
         # The newest evaluation as a number, the earlier ones as a curve before it.
-        for split, seen in self._evaluations.items():
-            for key in self._metric_names(seen[-1][1]):
-                values = [float(value) for _, metrics in seen if (value := number(metrics.get(key))) is not None]
-                rest = [_with_interval(seen[-1][1], key).partition(" ")[2]]
+        for split, evaluations in self._evaluations.items():
+            step, newest = evaluations[-1]
+            for key in self._metric_names(newest):
+                values = [value for _, metrics in evaluations if (value := number(metrics.get(key))) is not None]
+                parts = [_with_interval(newest, key).partition(" ")[2]]
                 if len(values) > 1:
-                    rest = [self._spark(values, min(room, 16)), *rest, f"from {short(values[0])}"]
-                rest.append(f"at step {seen[-1][0]}")
-                rows.append((f"{split} {key}", short(values[-1]), "  ".join(part for part in rest if part)))
-        left = max((len(name) for name, _, _ in rows), default=0)
-        lines: list[RenderableType] = []
-        for name, shown, rest_of_line in rows:
-            text = Text(no_wrap=True, overflow="ellipsis")
-            text.append(self._plain(name).ljust(left), style="bold").append(f" {shown:>6}  {rest_of_line}")
-            lines.append(text)
-        return lines
+                    parts = [self._spark(values, min(room, 16)), *parts, f"from {short(values[0])}"]
+                note = "  ".join(part for part in [*parts, f"at step {step}"] if part)
+                rows.append((f"{split} {key}", short(values[-1]), note))
+        for row in rows:
+            table.add_row(*(Text(self._plain(cell), no_wrap=True, overflow="ellipsis") for cell in row))
+        return table
 
-    def _speed(self) -> Text:
+    def _speed(self) -> str:
         last = self._history[-1]
-        parts = []
-        for key, unit in (("rate/tokens_per_s", "tokens/s"), ("rate/calls_per_s", "calls/s")):
-            if number(last.get(key)) is not None:
-                parts.append(f"{short(last[key])} {unit}")
-        total = number(last.get("time/step"))
-        if total:
+        parts = [
+            f"{short(last[key])} {unit}"
+            for key, unit in (("rate/tokens_per_s", "tokens/s"), ("rate/calls_per_s", "calls/s"))
+            if number(last.get(key)) is not None
+        ]
+        if total := number(last.get("time/step")):
             shares = [(name, number(last.get(f"time/{name}"))) for name in ("generate", "retrieve", "update")]
             parts += [f"{name} {value / total:.0%}" for name, value in shares if value is not None]
-        memory = number(last.get("memory/rss_mb"))
-        if memory is not None:
+        if (memory := number(last.get("memory/rss_mb"))) is not None:
             parts.append(f"{memory / 1024:.1f} GB")
-        failed = number(last.get("rollouts/failed_share"))
-        if failed:
+        if failed := number(last.get("rollouts/failed_share")):
             parts.append(f"failed {_percent(failed)}")
-        return Text(self._plain(" · ".join(parts)), style="dim", no_wrap=True, overflow="ellipsis")
+        return " · ".join(parts)
+
+    def _dim(self, text: str) -> Text:
+        return Text(self._plain(text), style="dim", no_wrap=True, overflow="ellipsis")
 
     def _modules(self, width: int) -> Table:
         """One line per module with as many facts as fit, the most telling first."""
@@ -300,19 +287,13 @@ class Progress:
         names = modules_in([last])
         present = module_facts(self._history)
         behaviour = [fact for fact in present if fact not in SHARED_FACTS]
-        room = width - min(max(len("module"), *(len(name) for name in names)), width // 3)
+        # Columns in order of importance, as many as fit at 11 characters each; the others are left out.
+        order = dict.fromkeys((*FIRST_FACTS, *behaviour, "kl", "clip_share"))
+        shown = [fact for fact in order if fact in present][: max((width - 16) // 11, 0)]
         table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
-        table.add_column("module", no_wrap=True, overflow="ellipsis", max_width=max(width // 3, 8))
-        shown = []
-        # Columns are taken in order of importance while they fit; the others are left out.
-        for fact in (*FIRST_FACTS, *behaviour, "kl", "clip_share"):
-            label = fact.replace("_share", "").replace("_rate", "")
-            room -= max(len(label), 7) + 2
-            if fact in present and room >= 0:
-                shown.append(fact)
-                table.add_column(label, justify="right", no_wrap=True)
-            elif fact not in present:
-                room += max(len(label), 7) + 2
+        table.add_column("module", no_wrap=True, max_width=max(width // 3, 8))
+        for fact in shown:
+            table.add_column(fact.replace("_share", "").replace("_rate", ""), justify="right", no_wrap=True)
         for name in names:
             table.add_row(self._plain(name), *(short(last.get(f"module/{name}/{fact}")) for fact in shown))
         return table
@@ -327,19 +308,17 @@ class Progress:
         ]
         return list(dict.fromkeys(offered))[:3]
 
-    def _line_is_due(self) -> bool:
-        every = max(1, self._total // PLAIN_LINES)
-        step, at = self._last_line
-        now = time.monotonic()
-        due = self._done - step >= every or self._done >= self._total or len(self._history) == 1
+    def _line_is_due(self, step: int) -> bool:
+        total, (before, at), now = self._task.total or 0, self._last_line, time.monotonic()
+        due = step - before >= max(1, total // PLAIN_LINES) or step >= total or len(self._history) == 1
         if due or now - at >= PLAIN_SECONDS:
-            self._last_line = (self._done, now)
+            self._last_line = (step, now)
             return True
         return False
 
-    def _line(self) -> str:
+    def _line(self, step: int) -> str:
         last = self._history[-1]
-        parts = [f"step {self._done}/{self._total}", f"reward {short(last.get('reward/mean'))}"]
+        parts = [f"step {step}/{self._task.total:.0f}", f"reward {short(last.get('reward/mean'))}"]
         for key in dict.fromkeys((self._main, "f1")):
             if number(last.get(f"task/{key}")) is not None:
                 parts.append(f"{key} {short(last[f'task/{key}'])}")
@@ -353,14 +332,11 @@ class Progress:
         return "  ".join([*parts, self._pace()])
 
     def _pace(self) -> str:
-        """Seconds per step over the last steps, evaluations included, and the time left at that pace."""
-        (first, since), (last, at) = self._clock[0], self._clock[-1]
-        # No step is done since this process started: there is no pace yet.
-        if last <= first:
+        """Seconds per step, evaluations included, and the time left at that pace; empty before the first step."""
+        if not (speed := self._task.speed):
             return ""
-        pace = (at - since) / (last - first)
-        left = (self._total - last) * pace
-        return f"{duration(pace)}/step" + (f"  {duration(left)} left" if last < self._total else "  done")
+        left = "done" if self._task.finished else f"{duration(self._task.time_remaining or 0)} left"
+        return f"{duration(1 / speed)}/step  {left}"
 
     def _spark(self, values: list[float], width: int) -> str:
         return sparkline(values, width, ascii_only=self._ascii)
