@@ -289,7 +289,7 @@ class Progress:
         behaviour = [fact for fact in present if fact not in SHARED_FACTS]
         # Columns in order of importance, as many as fit at 11 characters each; the others are left out.
         order = dict.fromkeys((*FIRST_FACTS, *behaviour, "kl", "clip_share"))
-        shown = [fact for fact in order if fact in present][: max((width - 16) // 11, 0)]
+        shown = [fact for fact in order if fact in present][: max((width - 16) // 11, 1)]
         table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
         table.add_column("module", no_wrap=True, max_width=max(width // 3, 8))
         for fact in shown:

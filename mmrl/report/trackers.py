@@ -11,7 +11,6 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmrl.config import RootConfig
@@ -19,7 +18,7 @@ from mmrl.errors import ConfigError
 from mmrl.report.progress import run_name
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import number
-from mmrl.system.files import JsonObject, dumps, plain
+from mmrl.system.files import dumps, plain
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -77,59 +76,36 @@ def trackers(config: RootConfig, run: RunDir, warn: Callable[[str], None] = prin
     Raises:
         ConfigError: as `open_trackers`.
     """
-    opened = open_trackers(
-        config.run.report_to,
-        run.path,
-        name=run_name(config),
-        config=config.model_dump(mode="json"),
-        project=config.run.wandb_project,
-        cpu=config.hardware.device == "cpu",
-        next_step=max((record["step"] for record in run.history()), default=-1) + 1,
-        warn=warn,
-    )
+    opened = open_trackers(config, run, warn)
     try:
         yield opened
     finally:
         opened.finish(run.summary)
 
 
-def open_trackers(
-    report_to: Sequence[str],
-    run_path: Path,
-    *,
-    name: str,
-    config: JsonObject,
-    project: str = "mmrl",
-    cpu: bool = True,
-    next_step: int = 0,
-    warn: Callable[[str], None] = print,
-) -> Trackers:
-    """Start the trackers named in `run.report_to`.
-
-    Args:
-        run_path: files go below it; a resumed run goes on in the same.
-        cpu: whether the trainer trains on the CPU.
-        next_step: first step that is not recorded yet; TensorBoard drops what a killed run wrote from there on.
+def open_trackers(config: RootConfig, run: RunDir, warn: Callable[[str], None] = print) -> Trackers:
+    """Start the trackers named in `run.report_to`; a resumed run goes on in the same files.
 
     Raises:
         ConfigError: a package is not installed, or a tracker does not start.
     """
-    if problems := missing_trackers(report_to):
+    if problems := missing_trackers(config.run.report_to):
         raise ConfigError(problems)
+    shown = without_secrets(config.model_dump(mode="json"))
+    next_step = max((record["step"] for record in run.history()), default=-1) + 1
     started: dict[str, GeneralTracker] = {}
     # Started before training: a bad key is an error of the config, not of step 1.
-    for tracker in report_to:
+    for name in config.run.report_to:
         try:
-            started[tracker] = _started(tracker, run_path, name, project, cpu, next_step)
-            shown = without_secrets(plain(config))
-            if tracker == "tensorboard":
+            started[name] = tracker = _started(name, config, run, next_step)
+            if name == "tensorboard":
                 # As a text: `store_init_configuration` adds a run to the folder at each start, and takes no lists.
-                started[tracker].log({"config": dumps(shown)}, step=next_step)
+                tracker.log({"config": dumps(shown)}, step=next_step)
             else:
-                started[tracker].store_init_configuration(shown)
+                tracker.store_init_configuration(shown)
         except Exception as error:
             Trackers(started, warn).finish()
-            raise ConfigError(f"run.report_to: '{tracker}' does not start: {type(error).__name__}: {error}") from None
+            raise ConfigError(f"run.report_to: '{name}' does not start: {type(error).__name__}: {error}") from None
     return Trackers(started, warn)
 
 
@@ -142,42 +118,42 @@ def missing_trackers(report_to: Sequence[str]) -> list[str]:
     ]
 
 
-def _started(tracker: str, run_path: Path, name: str, project: str, cpu: bool, next_step: int) -> GeneralTracker:
+def _started(tracker: str, config: RootConfig, run: RunDir, next_step: int) -> GeneralTracker:
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     # accelerate's trackers need its process state; the trainer's arguments reset it and set it up in the same way.
-    PartialState(cpu=cpu)
+    PartialState(cpu=config.hardware.device == "cpu")
+    name, folder = run_name(config), str(run.path)
     options: dict[str, object] = {}
     if tracker == "wandb":
         # The id is kept beside the files, so that a resumed run continues the same curve.
-        id_file = run_path / "wandb_id.txt"
+        id_file = run.path / "wandb_id.txt"
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
         # Without a key wandb would ask for a login and wait.
         online = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
-        options = {"name": name, "dir": str(run_path), "id": id_file.read_text().strip(), "resume": "allow"}
+        options = {"name": name, "dir": folder, "id": id_file.read_text().strip(), "resume": "allow"}
         options["mode"] = None if online else "offline"
         # wandb would else wrap standard output and print its own banner.
         options["settings"] = {"console": "off", "silent": True}
     elif tracker == "tensorboard":
+        # What a killed run wrote from here on is dropped.
         options = {"purge_step": next_step}
     elif tracker == "mlflow":
         options = {"run_name": name}
     elif tracker == "trackio":
         options = {"name": name, "resume": "allow"}
     elif tracker == "swanlab":
-        options = {"experiment_name": name, "logdir": str(run_path / "swanlog")}
+        options = {"experiment_name": name, "logdir": str(run.path / "swanlog")}
     elif tracker == "comet_ml":
         # Comet would else send the source, the console and the environment of the process too.
         quiet = dict.fromkeys(("log_code", "log_env_details", "log_git_metadata", "log_git_patch"), False)
         settings = importlib.import_module(tracker).ExperimentConfig
-        options["experiment_config"] = settings(
-            name=name, offline_directory=str(run_path), auto_output_logging=False, **quiet
-        )
+        options["experiment_config"] = settings(name=name, offline_directory=folder, auto_output_logging=False, **quiet)
     kind = LOGGER_TYPE_TO_CLASS[tracker]
     # The first argument is a service's project, but for TensorBoard and Aim the run's name in the folder.
-    place = (tracker, str(run_path)) if kind.requires_logging_directory else (project,)
+    place = (tracker, folder) if kind.requires_logging_directory else (config.run.wandb_project,)
     created: GeneralTracker = kind(*place, **options)
     created.start()
     return created

@@ -55,8 +55,20 @@ def wandb(monkeypatch):
     return fake
 
 
-def opened(tmp_path, *names, config=None, **more):
-    return open_trackers(names, tmp_path, name="run", config=config or {"seed": 1}, project="p", **more)
+def opened(tmp_path, *names, config=None, next_step=0, warn=print):
+    return open_trackers(settings(names, config), run_at(tmp_path, next_step), warn)
+
+
+def settings(names, config=None):
+    return SimpleNamespace(
+        run=SimpleNamespace(report_to=names, wandb_project="p", name="run"),
+        hardware=SimpleNamespace(device="cpu"),
+        model_dump=lambda mode: config or {"seed": 1},
+    )
+
+
+def run_at(tmp_path, next_step=0):
+    return SimpleNamespace(path=tmp_path, summary={}, history=lambda: [{"step": step} for step in range(next_step)])
 
 
 def test_wandb_is_offline_without_a_key(tmp_path, wandb, monkeypatch):
@@ -197,13 +209,7 @@ def test_secrets_do_not_leave():
 
 
 def test_trackers_close_also_when_the_run_fails(tmp_path, wandb):
-    config = SimpleNamespace(
-        run=SimpleNamespace(report_to=("wandb",), wandb_project="p", name="n"),
-        hardware=SimpleNamespace(device="cpu"),
-        model_dump=lambda mode: {"seed": 1},
-    )
-    run = SimpleNamespace(path=tmp_path, summary={}, history=list)
-    with pytest.raises(KeyboardInterrupt), trackers(config, run):
+    with pytest.raises(KeyboardInterrupt), trackers(settings(("wandb",)), run_at(tmp_path)):
         raise KeyboardInterrupt
     assert wandb.finished == 1
 
