@@ -98,7 +98,9 @@ class Progress:
         self._main = main_metric
         self._console = console or Console(file=sys.stderr, highlight=False)
         allowed = config is None or config.run.progress is not False
-        self._is_live = allowed and self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live: Live | None = None
+        if allowed and self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(console=self._console, get_renderable=self._safe_render, refresh_per_second=1)
         self._ascii = not (self._console.encoding or "").lower().startswith("utf")
         self._history: deque[JsonObject] = deque(maxlen=HISTORY)
         self._evaluations: dict[str, list[tuple[int, Metrics]]] = {}
@@ -111,7 +113,6 @@ class Progress:
         self._bars.advance(self._task.id, 0)
         self._last_line = (first_step, time.monotonic())
         self._status = ""
-        self._live: Live | None = None
         self._first: list[JsonObject] = []
         self._alarms: list[Alarm] = []
         self._announced: set[tuple[str, str]] = set()
@@ -122,8 +123,13 @@ class Progress:
         self._start()
         return self
 
+    @_harmless
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._stop(kind is not None)
+        self._status = "stopped" if kind is not None else ""
+        # The last state stays on the screen when the display ends.
+        self._draw()
+        if self._live is not None:
+            self._live.stop()
 
     @_harmless
     def step(self, step: int, metrics: Metrics) -> None:
@@ -143,7 +149,7 @@ class Progress:
                 self._announced.add((alarm.name, alarm.key))
                 self._print_line(f"alarm {alarm.name} at step {step} ({alarm.key}): {alarm.message}", style="yellow")
         # A log file gets a bounded number of lines, however long the run is.
-        if not self._is_live and self._line_is_due(step):
+        if self._live is None and self._line_is_due(step):
             self._print_line(self._line(step))
 
     @_harmless
@@ -153,7 +159,7 @@ class Progress:
         self._evaluations.setdefault(split, []).append((step, metrics))
         self._status = ""
         self._draw()
-        if not self._is_live:
+        if self._live is None:
             shown = "  ".join(f"{key} {_with_interval(metrics, key)}" for key in self._metric_names(metrics))
             count = number(metrics.get("n"))
             items = "" if count is None else f"  n {count:.0f}"
@@ -176,28 +182,17 @@ class Progress:
 
     @_harmless
     def _start(self) -> None:
-        if self._is_live:
-            self._live = Live(console=self._console, get_renderable=self._safe_render, refresh_per_second=1)
+        if self._live is not None:
             self._live.start()
         elif self._task.description:
             self._print_line(f"{self._task.description}: {self._task.remaining:.0f} steps to go")
 
-    @_harmless
-    def _stop(self, failed: bool) -> None:
-        if self._live is not None:
-            self._status = "stopped" if failed else ""
-            # The last state stays on the screen when the display ends.
-            self._live.refresh()
-            self._live.stop()
-            self._live = None
-
     def switch_off(self, error: Exception) -> None:
         """End the display for good; the run goes on."""
         self.off = True
-        live, self._live = self._live, None
-        if live is not None:
-            with suppress(Exception):
-                live.stop()
+        with suppress(Exception):
+            if self._live is not None:
+                self._live.stop()
         with suppress(Exception):  # standard error itself may be gone
             print(f"progress display switched off: {type(error).__name__}: {error}", file=sys.stderr)
 

@@ -141,6 +141,9 @@ def _started(tracker: str, config: RootConfig, run: RunDir, next_step: int) -> G
         # What a killed run wrote from here on is dropped.
         options = {"purge_step": next_step}
     elif tracker == "mlflow":
+        # Its seven retries of two minutes each would hold up the step at which a server fails.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         options = {"run_name": name}
     elif tracker == "trackio":
         options = {"name": name, "resume": "allow"}
