@@ -6,6 +6,7 @@ A user's own package (`plugins=[pkg]`) adds an algorithm by writing its instance
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from mmrl.algorithms.base import Algorithm
 from mmrl.algorithms.checks import scale_problems, turn_problems
@@ -18,8 +19,7 @@ from mmrl.algorithms.mt_grpo import MtGrpo, MtGrpoVariable
 from mmrl.algorithms.ppo import Ppo
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MhgpoConfig
-from mmrl.credit.entries import Credit
-from mmrl.credit.shared import group_metrics, leave_out, scale_advantages, without_kl
+from mmrl.credit.entries import Credit, Group
 from mmrl.records import Forest
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -65,9 +65,61 @@ def assign_credit(
     # MHGPO divides by n, the number of trained slots, so it must know; elsewhere a frozen module's share is just lost.
     if frozen and isinstance(algo, MhgpoConfig):
         algo = algo.model_copy(update={"freeze_modules": tuple(dict.fromkeys((*algo.freeze_modules, *frozen)))})
-    credit = ALGORITHMS[algo.name].credit(without_kl(forest, frozen), algo, seed, minibatch)
+    credit = ALGORITHMS[algo.name].credit(_without_kl(forest, frozen), algo, seed, minibatch)
     if credit.groups is not None:
-        credit = replace(credit, metrics={**group_metrics(forest, credit.groups), **credit.metrics})
+        credit = replace(credit, metrics={**_group_metrics(forest, credit.groups), **credit.metrics})
     if algo.advantage_scale is not None:
-        credit = scale_advantages(credit, forest, algo.advantage_scale)
-    return leave_out(credit, forest, frozen) if frozen else credit
+        credit = _scale_advantages(credit, forest, algo.advantage_scale)
+    return _leave_out(credit, forest, frozen) if frozen else credit
+
+
+def _scale_advantages(credit: Credit, forest: Forest, factors: Mapping[str, float]) -> Credit:
+    """Every advantage of a module times its factor (1 where there is none): c · A.
+
+    Rewards, statistics of groups, weights and the critic's targets stay as they are. 0 leaves a module's KL term.
+    """
+    entries = []
+    for entry in credit.entries:
+        factor = factors.get(forest.calls[entry.call].module, 1.0)
+        entries.append(
+            entry if factor == 1.0 else replace(entry, advantages=tuple(factor * a for a in entry.advantages))
+        )
+    return replace(credit, entries=tuple(entries))
+
+
+def _without_kl(forest: Forest, frozen: Collection[str]) -> Forest:
+    """The forest where calls of frozen modules that have no log-probabilities (an endpoint's) have a KL term of 0."""
+    calls = dict(forest.calls)
+    for call_id, call in forest.calls.items():
+        if call.module in frozen and call.logprobs is None:
+            # Equal to the reference's, so beta · (log-prob - reference) adds nothing to the reward.
+            zeros = (0.0,) * call.completion_tokens
+            calls[call_id] = replace(call, logprobs=zeros, ref_logprobs=zeros)
+    return replace(forest, calls=calls)
+
+
+def _leave_out(credit: Credit, forest: Forest, frozen: Collection[str]) -> Credit:
+    """Weight 0 for every token of the frozen modules. The other modules' weights stay as they are.
+
+    So what a frozen module is left out of changes nothing in the update of another module's own weights.
+    """
+    entries = [
+        replace(entry, weights=(0.0,) * len(entry.weights)) if forest.calls[entry.call].module in frozen else entry
+        for entry in credit.entries
+    ]
+    return replace(credit, entries=tuple(entries))
+
+
+def _group_metrics(forest: Forest, groups: Sequence[Group]) -> dict[str, float]:
+    """Credit metrics of a step (docs/metrics.md)."""
+    compared = [group for group in groups if not group.of_one]
+    metrics = {
+        "credit/groups": float(len(compared)),
+        "credit/groups_of_one": float(len(groups) - len(compared)),
+        "credit/zero_variance_share": fmean([group.constant for group in compared] or [0.0]),
+    }
+    for module in forest.modules:
+        own = [group for group in compared if any(member.call.module == module for member in group.members)]
+        if own:
+            metrics[f"credit/{module}/zero_variance_share"] = fmean(group.constant for group in own)
+    return metrics

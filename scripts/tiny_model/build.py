@@ -43,10 +43,8 @@ from mmrl.tasks import TASKS as FACTORIES
 from mmrl.tasks.agents.qa_direct import DirectQaTask
 from mmrl.tasks.base import Demonstration, Task
 from mmrl.tasks.mini import teach
-from mmrl.tasks.mini.claims import make_claims
-from mmrl.tasks.mini.questions import make_bridges, make_questions, make_singles
-from mmrl.tasks.mini.requests import make_external, make_requests
-from mmrl.tasks.mini.support import make_support
+from mmrl.tasks.mini.messages import make_external, make_requests, make_support
+from mmrl.tasks.mini.questions import make_bridges, make_claims, make_questions, make_singles
 from mmrl.tasks.mini.world import WORLD_SEED, make_world
 from mmrl.tasks.search_program.task import MultihopQaTask
 from scripts.tiny_model.card import build_facts, ship

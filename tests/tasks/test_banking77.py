@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from mmrl.records import Example
-from mmrl.tasks.mini.support import INTENTS, make_support
+from mmrl.tasks.mini.messages import INTENTS, make_support
 from mmrl.tasks.mini.teach import demonstrations
 from mmrl.tasks.mini.world import make_world
 from tests.helpers.programs import by_prompt, filled, problems, write_csv, write_json

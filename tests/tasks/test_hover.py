@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from mmrl.records import Example
 from mmrl.rollout.plans import fork_on
 from mmrl.tasks.dspy.built_in import needed
-from mmrl.tasks.mini.claims import make_claims
+from mmrl.tasks.mini.questions import make_claims
 from mmrl.tasks.mini.world import make_world
 from tests.helpers.programs import by_prompt, filled, problems, write_json
 from tests.helpers.programs import make_dspy as make

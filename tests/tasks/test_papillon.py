@@ -10,7 +10,7 @@ from mmrl.errors import JudgeFailure
 from mmrl.records import Example
 from mmrl.rollout.plans import fork_on
 from mmrl.tasks.dspy.papillon import EndpointJudges, RuleJudges
-from mmrl.tasks.mini.requests import UNNAMED, make_external, make_requests
+from mmrl.tasks.mini.messages import UNNAMED, make_external, make_requests
 from mmrl.tasks.mini.world import make_world
 from tests.helpers.programs import by_prompt, filled, problems, write_csv
 from tests.helpers.programs import make_dspy as make

@@ -7,10 +7,8 @@ from collections.abc import Callable
 from mmrl import rng
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
-from mmrl.tasks.mini.claims import make_claims
-from mmrl.tasks.mini.questions import Question, in_steps, make_bridges, make_questions, make_singles
-from mmrl.tasks.mini.requests import make_external, make_requests
-from mmrl.tasks.mini.support import INTENTS, make_support
+from mmrl.tasks.mini.messages import INTENTS, make_external, make_requests, make_support
+from mmrl.tasks.mini.questions import Question, in_steps, make_bridges, make_claims, make_questions, make_singles
 from mmrl.tasks.mini.world import make_world
 
 KINDS = ("2wiki", "musique")

@@ -1,9 +1,10 @@
-"""Questions about the mini world: bridge and comparison in the style of HotpotQA, single-hop in the style of NQ.
+"""Questions and claims about the mini world: bridge, comparison (HotpotQA), single-hop (NQ), claims (HoVer).
 
 A bridge question names a subject and asks for a fact of something that only the subject's document identifies (the
 director of a film). The bridge's document names the subject too, so both can be found from the question. A comparison
-asks for a fact of two named things, a single-hop question for a fact of one. Splits follow the parts of the world (see
-`world`).
+asks for a fact of two named things, a single-hop question for a fact of one. A claim names a work, company or product
+and a country: three documents in a chain (work, person, city) say whether it holds. Splits follow the parts of the
+world (see `world`).
 """
 
 from __future__ import annotations
@@ -266,4 +267,72 @@ def in_steps(question: Question) -> Question:
     second = Hop(ASKS[ask][0].format(x=second.title), second.title, second.answer)
     return Question(
         question.id, question.text, question.answer, question.kind, question.form, (first, second), question.entities
+    )
+
+
+CLAIM_SIZES: Mapping[str, int] = {"train": 800, "dev": 300, "test": 300}
+CLAIM_ROLES = (
+    "film.director",
+    "film.star",
+    "book.writer",
+    "book.illustrator",
+    "company.founder",
+    "company.head",
+    "product.designer",
+)
+"""Facts that lead from a subject to a person."""
+# None of the forms names the city: the three documents must be read in turn.
+FORMS = ("{who} was born in {country}.", "{who} comes from {country}.", "{who} is from {country}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One claim with its chain of documents."""
+
+    id: str
+    text: str
+    label: str
+    """`SUPPORTED` or `NOT_SUPPORTED`, as HoVer writes them."""
+    titles: tuple[str, str, str]
+    """Subject, person, city: the gold documents."""
+    notes: tuple[str, str, str]
+    """What each of them says about the claim."""
+
+
+@lru_cache(maxsize=8)
+def make_claims(split: str, seed: int = WORLD_SEED) -> tuple[Claim, ...]:
+    """The claims of one split of the world of `seed`, no text twice, half of them supported."""
+    world = make_world(seed)
+    draws = Draws(seed, "claims", split)
+    subjects = {role: world.of(role.split(".")[0], split) for role in CLAIM_ROLES}
+    countries = [entity.name for entity in world.of("country", "all")]
+    claims: dict[str, Claim] = {}
+    while len(claims) < CLAIM_SIZES[split]:
+        role = draws.pick(CLAIM_ROLES)
+        subject = draws.pick(subjects[role])
+        person = world.entities[subject.facts[role.split(".")[1]]]
+        city = world.entities[person.facts["birth_city"]]
+        country = world.value(city.id, "country")
+        # by the number that have been accepted, so that labels stay in equal shares whatever is rejected
+        supported = len(claims) % 2 == 0
+        claimed = country if supported else draws.pick([name for name in countries if name != country])
+        phrases = [phrase.format(x=subject.name) for phrase in ROLES[role][1]]
+        text = draws.pick(FORMS).format(who=draws.pick(phrases), country=claimed)
+        claim = Claim(
+            "",
+            text[0].upper() + text[1:],
+            "SUPPORTED" if supported else "NOT_SUPPORTED",
+            (subject.name, person.name, city.name),
+            (
+                f"{phrases[0][0].upper()}{phrases[0][1:]} is {person.name}.",
+                f"{person.name} was born in {city.name}.",
+                f"{city.name} is in {country}.",
+            ),
+        )
+        # A claim whose form happens to name the person would skip a hop.
+        if person.name not in text:
+            claims.setdefault(claim.text, claim)
+    return tuple(
+        Claim(f"mini-claim-{split}-{number:04d}", c.text, c.label, c.titles, c.notes)
+        for number, c in enumerate(claims.values())
     )
