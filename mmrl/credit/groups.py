@@ -67,6 +67,5 @@ def weigh(groups: Sequence[Group], algo: GroupConfig, minibatch: Minibatches = N
 
 def with_weights(groups: Sequence[Group], weights: Sequence[float]) -> list[Group]:
     """The groups with one of `weights` for each of their members, in order."""
-    # Flat, since weights are worked out over all groups of a step at once: they divide by counts over the batch.
     each = iter(weights)
     return [replace(group, members=tuple(replace(m, weight=next(each)) for m in group.members)) for group in groups]
