@@ -14,7 +14,9 @@ from mmrl.errors import unknown
 class Section(BaseModel):
     """A frozen section of the config; unknown keys are errors."""
 
+    # Validators are built at first use: a command needs a few of the dozens of sections that this package has.
     model_config = ConfigDict(
+        defer_build=True,
         # frozen: a run's config is settled once; strict: YAML's "3" is a mistake and not the number
         frozen=True,
         extra="forbid",

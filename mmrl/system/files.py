@@ -10,13 +10,12 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from mmrl.errors import DataError
 
@@ -32,9 +31,11 @@ def to_plain(value: object) -> object:
     """
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, np.generic):
+    # Not imported here: `mmrl credit` needs no arrays, and a numpy value exists only where numpy has been loaded.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
         return value.item()
-    if isinstance(value, np.ndarray):
+    if numpy is not None and isinstance(value, numpy.ndarray):
         return value.tolist()
     if isinstance(value, Path):
         return str(value)

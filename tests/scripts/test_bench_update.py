@@ -11,8 +11,8 @@ def test_shapes_hold_the_same_tokens_for_every_side(name: str) -> None:
     made = calls(rows)
     assert len(rows) % 8 == 0
     assert rows == SHAPES[name](Dice(2048))
-    assert sum(len(call.completion_ids) for call in made) == sum(sum(row.mask) for row in rows)
-    last = {call.id.split(".")[0]: call.prompt_ids + call.completion_ids for call in made}
+    assert sum(len(train.call.completion_ids) for train in made) == sum(sum(row.mask) for row in rows)
+    last = {train.call.id.split(".")[0]: train.call.prompt_ids + train.call.completion_ids for train in made}
     assert list(last.values()) == [row.prompt + row.completion for row in rows]
     assert sum(weight for call in made for entry in call.entries for weight in entry.weights) == pytest.approx(1)
 

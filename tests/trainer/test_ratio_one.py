@@ -31,7 +31,8 @@ def test_several_optimizer_steps_keep_the_ratio_at_one(tmp_path):
             on_step_end=lambda step, metrics, name=name: seen.update({name: metrics}),
         )
         frozen = []
-        trainer._freeze_old = lambda packs, frozen=frozen, freeze=trainer._freeze_old: (frozen.append(1), freeze(packs))
+        freeze = trainer.forwards.freeze_old
+        trainer.forwards.freeze_old = lambda packs, frozen=frozen, freeze=freeze: (frozen.append(1), freeze(packs))
         trainer.train()
         seen[f"{name} frozen"] = len(frozen)
     assert seen["one"]["train/ratio_mean"] == 1.0 and seen["one"]["train/clip_share"] == 0.0
