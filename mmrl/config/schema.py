@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
 
@@ -154,6 +154,10 @@ class RootConfig(Section):
     eval: EvalConfig
     run: RunConfig
     plugins: tuple[str, ...] = Field((), description="packages imported first; they may add tasks and algorithms")
+
+    def in_folder(self, folder: str | None) -> Self:
+        """With this run directory; None: with none, as a user leaves it out."""
+        return self.model_copy(update={"run": self.run.model_copy(update={"dir": folder})})
 
     # Not `by_name` as for the task: what `auto` stands for is in another section, validated before this one.
     @field_validator("engine", mode="before")

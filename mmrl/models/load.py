@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
-from mmrl.config import ModelConfig, RootConfig
+from mmrl.config import ModelConfig
 from mmrl.config.base import SHIPPED
 from mmrl.errors import ConfigError, nearest
 from mmrl.models.hub import hub_answers
@@ -97,28 +97,30 @@ def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedMode
     return loaded
 
 
-def load_policy(policy: Policy, config: RootConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ServedWeights]:
+def load_policy(
+    policy: Policy, model: ModelConfig, device: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ServedWeights]:
     """Model (with its adapters) and tokenizer of a policy, and the engine's arguments for weights per module.
 
     Raises:
         ConfigError: the base cannot be loaded.
     """
-    # The policy names the weights; dtype, chat template and thinking mode stay those of the config.
-    weights, device = config.model.model_copy(update={"path": policy.base}), config.hardware.device
-    model = load_model(weights, device)
+    # The policy names the weights; dtype, chat template and thinking mode stay those of `model.*`.
+    weights = model.model_copy(update={"path": policy.base})
+    loaded = load_model(weights, device)
     folders = policy.adapters or ({"default": policy.adapter} if policy.adapter is not None else {})
     if folders:
         from peft import PeftModel
 
         (first, folder), *others = folders.items()
-        wrapped = PeftModel.from_pretrained(model, folder, adapter_name=first)
+        wrapped = PeftModel.from_pretrained(loaded, folder, adapter_name=first)
         for name, folder in others:
             wrapped.load_adapter(folder, adapter_name=name)
-        model = cast("PreTrainedModel", wrapped)
+        loaded = cast("PreTrainedModel", wrapped)
     initial = None
     if policy.initial is not None:
-        initial = load_model(config.model.model_copy(update={"path": policy.initial}), device)
-    return model, load_tokenizer(weights), {"adapters": policy.modules, "initial": initial}
+        initial = load_model(model.model_copy(update={"path": policy.initial}), device)
+    return loaded, load_tokenizer(weights), {"adapters": policy.modules, "initial": initial}
 
 
 def load_configs(model: ModelConfig) -> tuple[PreTrainedConfig, GenerationConfig | None]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from textwrap import fill
 
-from mmrl.config import EndpointConfig, TrainCommandConfig
+from mmrl.config import EndpointConfig
 from mmrl.errors import CheckpointError, ConfigError, nearest
 from mmrl.records import Forest
 from mmrl.report.alarms import Alarm
@@ -227,32 +227,41 @@ def _last_step_with(run: RunDir, example: str) -> int:
 
 def finish(
     run: RunDir,
-    config: TrainCommandConfig,
     facts: Mapping[str, object],
     before: Sequence[Item],
     after: Sequence[Item],
     *,
+    seed: int,
+    split: str,
+    bootstrap: int,
     seconds: float,
     main_metric: str | None = None,
 ) -> str:
     """Write summary and report; returns the text to print.
 
     Args:
-        config: the validated config (`TrainCommandConfig`).
         facts: `Task.describe()`.
-        before, after: per-item results on `eval.split`, with `id` and `metrics`.
+        before, after: per-item results on `split`, with `id` and `metrics`.
+        seed, split, bootstrap: of the run, and how its evaluations are compared (`eval.*`).
         seconds: wall-clock time of this process's part of the run.
         main_metric: `Task.main_metric`.
     """
-    differences = compare_items(before, after, config.seed, config.eval.bootstrap, main_metric)
+    differences = compare_items(before, after, seed, bootstrap, main_metric)
     seen = Overview.of(run)
     _, rewards = series(seen.training, "reward/mean")
     # The same window as in the charts, so that numbers and curves agree.
     smooth = trailing_mean(rewards, 5)
     reward = {"first": smooth[0], "last": smooth[-1], "best": smooth.max()} if len(smooth) else {}
-    results = {"seconds": seconds, "main_metric": main_metric, "reward": reward, "facts": dict(facts)}
+    results = {
+        "seed": seed,
+        "split": split,
+        "seconds": seconds,
+        "main_metric": main_metric,
+        "reward": reward,
+        "facts": dict(facts),
+    }
     # First the numbers, then the page: a page that fails to draw loses nothing.
-    run.write_summary(_summary(seen, config, differences, results))
+    run.write_summary(_summary(seen, differences, results))
     seen = Overview.of(run)
     # Paragraphs wider than 110 columns are hard to read, however wide the terminal.
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)
@@ -260,7 +269,7 @@ def finish(
     parts = [
         f"{seen.name}: {seen.done} steps of {seen.what} in {duration(seconds)}",
         "\n".join(fill(sentence, width) for sentence in seen.kind) + ("\n" + facts_table(facts) if facts else ""),
-        before_after_table(differences, config.eval.split),
+        before_after_table(differences, split),
     ]
     if len(rewards):
         first, last, best = (short(value) for value in (smooth[0], smooth[-1], smooth.max()))
@@ -273,20 +282,18 @@ def finish(
     return "\n\n".join(part for part in parts if part)
 
 
-def _summary(
-    seen: Overview, config: TrainCommandConfig, differences: Mapping[str, Difference], results: Mapping[str, object]
-) -> dict[str, object]:
+def _summary(seen: Overview, differences: Mapping[str, Difference], results: Mapping[str, object]) -> dict[str, object]:
     """`summary.json`; `results`: what only the run's end knows."""
     return {
         "name": seen.name,
         "algo": seen.get("algo.name"),
         "task": seen.get("task.name"),
         "model": seen.get("model.name"),
-        "seed": config.seed,
+        "seed": results["seed"],
         "steps": seen.done,
         "seconds": results["seconds"],
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "split": config.eval.split,
+        "split": results["split"],
         "main_metric": results["main_metric"],
         "comparison": {
             name: asdict(difference) | {"certain": difference.certain} for name, difference in differences.items()

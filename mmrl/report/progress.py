@@ -22,21 +22,12 @@ from rich.progress import Progress as Bars
 from rich.table import Column, Table
 from rich.text import Text
 
-from mmrl.config import RootConfig, TrainCommandConfig
 from mmrl.errors import MODEL_CAUSED
 from mmrl.report.alarms import Alarm, current
 from mmrl.report.stats import Metrics, duration, module_facts, modules_in, number, series, short, sparkline
 from mmrl.system.files import JsonObject
 
 Arguments = ParamSpec("Arguments")
-
-
-def run_name(config: RootConfig) -> str:
-    """What a run is called in reports: `run.name`, else `<algo>-<task>-s<seed>`."""
-    if config.run.name:
-        return config.run.name
-    kind = config.algo.name if isinstance(config, TrainCommandConfig) else "eval"
-    return f"{kind}-{config.task.name}-s{config.seed}"
 
 
 FAILED = "rollouts/failed/"
@@ -76,9 +67,9 @@ class Progress:
     """Progress of one run, as a context manager.
 
     Args:
-        config: gives title and `run.progress` (false: plain lines also in a terminal).
         total: number of training steps.
-        title: name of the run, where there is no config.
+        title: name of the run.
+        live: whether to draw in a terminal (`run.progress`); False: plain lines there too.
         main_metric: metric shown first (`task.main_metric`).
         first_step: steps done before (a resumed run).
         console: where to draw; None: standard error.
@@ -86,10 +77,10 @@ class Progress:
 
     def __init__(
         self,
-        config: RootConfig | None = None,
         *,
         total: int,
         title: str = "",
+        live: bool = True,
         main_metric: str = "em",
         first_step: int = 0,
         console: Console | None = None,
@@ -97,16 +88,14 @@ class Progress:
         self.off = False
         self._main = main_metric
         self._console = console or Console(file=sys.stderr, highlight=False)
-        allowed = config is None or config.run.progress is not False
         self._live: Live | None = None
-        if allowed and self._console.is_terminal and not self._console.is_dumb_terminal:
+        if live and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, get_renderable=self._safe_render, refresh_per_second=1)
         self._ascii = not (self._console.encoding or "").lower().startswith("utf")
         self._history: deque[JsonObject] = deque(maxlen=HISTORY)
         self._evaluations: dict[str, list[tuple[int, Metrics]]] = {}
         # An endless period: evaluations between steps are part of the pace, however long they take.
         self._bars = Bars(console=self._console, auto_refresh=False, speed_estimate_period=math.inf)
-        title = title if config is None else run_name(config)
         self._bars.add_task(self._plain(title), total=total, completed=first_step, pace="")
         self._task = self._bars.tasks[0]
         # A first sample, so that one step is enough for a pace.

@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mmrl.config import RootConfig
 from mmrl.errors import ConfigError
-from mmrl.report.progress import run_name
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import number
 from mmrl.system.files import dumps, plain
@@ -70,42 +68,63 @@ class Trackers:
 
 
 @contextmanager
-def trackers(config: RootConfig, run: RunDir, warn: Callable[[str], None] = print) -> Iterator[Trackers]:
+def trackers(
+    report_to: Sequence[str],
+    run: RunDir,
+    *,
+    name: str,
+    project: str,
+    device: str,
+    warn: Callable[[str], None] = print,
+) -> Iterator[Trackers]:
     """The trackers of `run.report_to`, closed at the end with the run's summary (if it came that far).
 
     Raises:
         ConfigError: as `open_trackers`.
     """
-    opened = open_trackers(config, run, warn)
+    opened = open_trackers(report_to, run, name=name, project=project, device=device, warn=warn)
     try:
         yield opened
     finally:
         opened.finish(run.summary)
 
 
-def open_trackers(config: RootConfig, run: RunDir, warn: Callable[[str], None] = print) -> Trackers:
+def open_trackers(
+    report_to: Sequence[str],
+    run: RunDir,
+    *,
+    name: str,
+    project: str,
+    device: str,
+    warn: Callable[[str], None] = print,
+) -> Trackers:
     """Start the trackers named in `run.report_to`; a resumed run goes on in the same files.
+
+    Args:
+        name, project: of the run, and of the service's project (`run.wandb_project`).
+        device: `hardware.device`.
 
     Raises:
         ConfigError: a package is not installed, or a tracker does not start.
     """
-    if problems := missing_trackers(config.run.report_to):
+    if problems := missing_trackers(report_to):
         raise ConfigError(problems)
-    shown = without_secrets(config.model_dump(mode="json"))
+    # Read only where it is sent: most runs have no tracker.
+    shown = without_secrets(run.config) if report_to else {}
     next_step = max((record["step"] for record in run.history()), default=-1) + 1
     started: dict[str, GeneralTracker] = {}
     # Started before training: a bad key is an error of the config, not of step 1.
-    for name in config.run.report_to:
+    for service in report_to:
         try:
-            started[name] = tracker = _started(name, config, run, next_step)
-            if name == "tensorboard":
+            started[service] = tracker = _started(service, run, next_step, name, project, device)
+            if service == "tensorboard":
                 # As a text: `store_init_configuration` adds a run to the folder at each start, and takes no lists.
                 tracker.log({"config": dumps(shown)}, step=next_step)
             else:
                 tracker.store_init_configuration(shown)
         except Exception as error:
             Trackers(started, warn).finish()
-            raise ConfigError(f"run.report_to: '{name}' does not start: {type(error).__name__}: {error}") from None
+            raise ConfigError(f"run.report_to: '{service}' does not start: {type(error).__name__}: {error}") from None
     return Trackers(started, warn)
 
 
@@ -118,13 +137,13 @@ def missing_trackers(report_to: Sequence[str]) -> list[str]:
     ]
 
 
-def _started(tracker: str, config: RootConfig, run: RunDir, next_step: int) -> GeneralTracker:
+def _started(tracker: str, run: RunDir, next_step: int, name: str, project: str, device: str) -> GeneralTracker:
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     # accelerate's trackers need its process state; the trainer's arguments reset it and set it up in the same way.
-    PartialState(cpu=config.hardware.device == "cpu")
-    name, folder = run_name(config), str(run.path)
+    PartialState(cpu=device == "cpu")
+    folder = str(run.path)
     options: dict[str, object] = {}
     if tracker == "wandb":
         # The id is kept beside the files, so that a resumed run continues the same curve.
@@ -156,7 +175,7 @@ def _started(tracker: str, config: RootConfig, run: RunDir, next_step: int) -> G
         options["experiment_config"] = settings(name=name, offline_directory=folder, auto_output_logging=False, **quiet)
     kind = LOGGER_TYPE_TO_CLASS[tracker]
     # The first argument is a service's project, but for TensorBoard and Aim the run's name in the folder.
-    place = (tracker, folder) if kind.requires_logging_directory else (config.run.wandb_project,)
+    place = (tracker, folder) if kind.requires_logging_directory else (project,)
     created: GeneralTracker = kind(*place, **options)
     created.start()
     return created

@@ -6,7 +6,7 @@ config is checked without.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms.checks import TURN_SETS
-from mmrl.config import EvalCommandConfig, HardwareConfig, ModelConfig, RootConfig, TaskConfig, TrainCommandConfig
+from mmrl.config import (
+    AlgoConfig,
+    EndpointConfig,
+    EvalCommandConfig,
+    HardwareConfig,
+    ModelConfig,
+    TaskConfig,
+    TrainCommandConfig,
+)
 from mmrl.config.algo import MmgrpoConfig
 from mmrl.config.engines import TransformersConfig
 from mmrl.config.teacher import STUDENT, TeacherConfig
@@ -24,7 +32,6 @@ from mmrl.errors import ConfigError, unknown
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import RunDir
-from mmrl.rollout.environment import make_environment, sampling_settings
 from mmrl.rollout.programs import with_program
 from mmrl.rollout.teachers import LoadedTeacher
 from mmrl.stages import Stage
@@ -32,17 +39,23 @@ from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from mmrl.models.load import ServedWeights
     from mmrl.stages.evaluate import Evaluations
     from mmrl.stages.step_log import StepLog
 
 _TASKS: dict[tuple[str, int], Task] = {}
 
 
-def build_task(config: TaskConfig, seed: int) -> Task:
-    """The task of a config; built once per process and config, since every run of a sweep needs it."""
+def build_task(config: TaskConfig, seed: int, prompts: str | None = None) -> Task:
+    """The task of a config; built once per process and config, since every run of a sweep needs it.
+
+    Args:
+        prompts: a file of prompts (a teacher's) in place of the config's.
+    """
+    config = config if prompts is None else config.model_copy(update={"prompts": prompts})
     key = (config.model_dump_json(), seed)
     if key not in _TASKS:
         if config.name not in TASKS:
@@ -51,18 +64,24 @@ def build_task(config: TaskConfig, seed: int) -> Task:
     return _TASKS[key]
 
 
-def module_assignment(config: TrainCommandConfig, task: Task) -> ModuleAssignment:
+def module_assignment(
+    model: ModelConfig, algo: AlgoConfig, modules: Sequence[str], endpoints: Mapping[str, EndpointConfig] | None
+) -> ModuleAssignment:
     """Which module speaks with which weights in a training run."""
-    answered = {module: endpoint.model for module, endpoint in (config.engine.endpoints or {}).items()}
-    modules = tuple(task.program.modules)
-    return ModuleAssignment(model=config.model, algo=config.algo, modules=modules, answered=answered)
+    answered = {module: endpoint.model for module, endpoint in (endpoints or {}).items()}
+    return ModuleAssignment(model=model, algo=algo, modules=tuple(modules), answered=answered)
 
 
-def reward_set(config: RootConfig, task: Task) -> str:
-    """The reward set of a run: the user's, else the algorithm's own kind."""
-    if config.task.reward is not None:
-        return config.task.reward
-    if isinstance(config, TrainCommandConfig) and ALGORITHMS[config.algo.name].needs_turn_rewards:
+def reward_set(task: Task, chosen: str | None, algo: str = "") -> str:
+    """The reward set of a run.
+
+    Args:
+        chosen: the user's (`task.reward`).
+        algo: name of the algorithm, whose own kind it is where the user chose none; empty in an evaluation.
+    """
+    if chosen is not None:
+        return chosen
+    if algo and ALGORITHMS[algo].needs_turn_rewards:
         return next((name for name in TURN_SETS if name in task.reward_sets), task.reward_sets[0])
     return task.reward_sets[0]
 
@@ -93,15 +112,18 @@ class BuiltRun:
     def close(self) -> None:
         """End what the stages have begun, then free the engines; each is tried, whatever the others raise."""
         with ExitStack() as stack:
-            for closing in (*self.engines, *self.stages):
-                stack.callback(closing.close)
+            # An exit stack runs backwards: the stages end before the engines that they sample from.
+            for engine in self.engines:
+                stack.callback(engine.close)
+            for stage in self.stages:
+                stack.callback(stage.close)
 
 
 def build_run(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> BuiltRun:
     """Load the policy and everything around it."""
     import torch
 
-    from mmrl.models.load import load_model, load_tokenizer
+    from mmrl.models.load import load_policy
     from mmrl.stages.collect import Collector
     from mmrl.stages.evaluate import Evaluations
     from mmrl.stages.weights import WeightStage
@@ -110,10 +132,14 @@ def build_run(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
     from mmrl.trainer.trl_trainer import MmrlTrainer
 
     torch.set_num_threads(config.hardware.threads or 1)
-    tokenizer = load_tokenizer(config.model)
-    assignment = module_assignment(config, task)
+    assignment = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints)
+    # Where one process samples for all, the others serve nothing, so they need no copy of the initial weights.
+    serves = log.processes.main or not log.processes.one_samples
+    initial = config.model.path if assignment.copied and serves else None
+    policy = Policy(base=config.model.path, modules=assignment.served, initial=initial)
+    model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
     trainer = MmrlTrainer(
-        load_model(config.model, config.hardware.device),
+        model,
         tokenizer,
         Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed),
         output_dir=log.rundir.checkpoints,
@@ -124,7 +150,10 @@ def build_run(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
         extra=lambda step: assignment.record(),
         adapters=make_adapters(assignment),
     )
-    engines, teachers = _build_engines(config, task, trainer.model, tokenizer, assignment, log)
+    engines: Sequence[Engine] = [NullEngine()]
+    teachers: Mapping[str, LoadedTeacher] = {}
+    if serves:
+        engines, teachers = _build_engines(config, task, trainer.model, tokenizer, serving, log.rundir.path)
     collector = Collector(
         config=config,
         task=task,
@@ -132,66 +161,62 @@ def build_run(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
         tokenizer=tokenizer,
         trainer=trainer,
         examples=task.examples("train"),
-        reward_set=reward_set(config, task),
+        reward_set=reward_set(task, config.task.reward, config.algo.name),
         sync=lambda version: stage.sync(version),
         log=log,
-        processes=log.processes,
         teachers=teachers,
     )
-    settings = sampling_settings(config.eval, config.task)
     evaluations = Evaluations(
-        config=config,
+        settings=config.eval,
         examples=task.examples(config.eval.split),
-        reward_set=collector.reward_set,
-        environment=lambda key: make_environment(task, engines[0], tokenizer, settings, key),
-        sync=collector.sync,
-        log=log,
-        processes=log.processes,
-    )
-    stage = WeightStage(
-        algo=config.algo,
-        seed=config.seed,
-        frozen=assignment.frozen,
-        trainer=trainer,
-        engines=engines,
+        last_step=config.train.steps,
+        max_failed_share=config.train.max_failed_share,
         collector=collector,
-        evaluations=evaluations,
-        log=log,
-        processes=log.processes,
     )
+    stage = WeightStage(engines=engines, collector=collector, evaluations=evaluations, frozen=assignment.frozen)
     return BuiltRun(stages=[stage], evaluations=evaluations, engines=engines, assignment=assignment)
 
 
 def _build_engines(
     config: TrainCommandConfig,
     task: Task,
-    model: PreTrainedModel | PeftModel,
+    model: nn.Module | None,
     tokenizer: PreTrainedTokenizerBase,
-    assignment: ModuleAssignment,
-    log: StepLog,
+    serving: ServedWeights,
+    folder: Path,
 ) -> tuple[list[Engine], dict[str, LoadedTeacher]]:
     """The engine that samples the policy, then those of teachers; and the teachers by name."""
-    from mmrl.models.load import load_model
-
-    if log.processes.one_samples and not log.processes.main:
-        return [NullEngine()], {}
     algo, hardware = config.algo, config.hardware
     setup = EngineSetup(
         max_context=config.task.max_context,
         threads=hardware.threads,
-        adapters=assignment.served,
-        initial=load_model(config.model, hardware.device) if assignment.copied else None,
+        **serving,
         weights=config.model,
         device=hardware.device,
         devices=server_devices(hardware),
-        folder=log.rundir.path,
+        folder=folder,
         samplings=((algo.temperature, algo.top_p, algo.top_k),),
     )
     # In this process an engine samples from the very module that is trained (wrapped by peft where there is an
     # adapter), so no weights are copied between updates.
     engine = build_engine(config.engine, model, tokenizer, setup)
+
+    def load(policy: Policy) -> tuple[Engine, PreTrainedTokenizerBase]:
+        from mmrl.models.load import load_policy
+
+        # In this process, whatever engine serves the student, whose keys may say nothing of this decode loop.
+        decoding = config.engine if isinstance(config.engine, TransformersConfig) else TransformersConfig()
+        fixed, its_tokenizer, serving = load_policy(policy, config.model, hardware.device)
+        fixed.eval().requires_grad_(False)
+        build, limit = engine_class("transformers"), config.task.max_context
+        served = build(fixed, its_tokenizer, decoding, max_context=limit, threads=hardware.threads, **serving)
+        return served, its_tokenizer
+
+    student = LoadedTeacher(task=task, engine=engine, tokenizer=tokenizer, shares_vocabulary=True)
     try:
-        teachers = _build_teachers(config, task, engine, tokenizer)
+        teachers = _load_teachers(
+            teachers_apart(algo), student, load, lambda prompts: build_task(config.task, config.seed, prompts)
+        )
     except BaseException:
         engine.close()
         raise
@@ -207,11 +232,11 @@ def server_devices(hardware: HardwareConfig) -> tuple[int, ...]:
     return tuple(range(first, first + (hardware.rollout_devices or hardware.processes)))
 
 
-def teachers_apart(config: TrainCommandConfig) -> list[TeacherConfig]:
+def teachers_apart(algo: AlgoConfig) -> list[TeacherConfig]:
     """The teachers of mmGRPO that are not the student."""
-    if not isinstance(config.algo, MmgrpoConfig):
+    if not isinstance(algo, MmgrpoConfig):
         return []
-    return [teacher for teacher in config.algo.teachers or () if teacher.name != STUDENT]
+    return [teacher for teacher in algo.teachers or () if teacher.name != STUDENT]
 
 
 def teacher_policy(teacher: TeacherConfig) -> Policy | None:
@@ -219,57 +244,45 @@ def teacher_policy(teacher: TeacherConfig) -> Policy | None:
     return None if teacher.policy is None else resolve(teacher.policy, teacher.prompts)
 
 
-def teacher_task(config: TrainCommandConfig, teacher: TeacherConfig, policy: Policy | None) -> Task:
-    """The task with the teacher's prompts."""
-    prompts = teacher.prompts or (policy.prompts if policy is not None else None)
-    task = config.task if prompts is None else config.task.model_copy(update={"prompts": prompts})
-    return build_task(task, config.seed)
+def teacher_prompts(teacher: TeacherConfig, policy: Policy | None) -> str | None:
+    """The file of a teacher's prompts; None for the task's own."""
+    return teacher.prompts or (policy.prompts if policy is not None else None)
 
 
-def _build_teachers(
-    config: TrainCommandConfig, task: Task, engine: Engine, tokenizer: PreTrainedTokenizerBase
+def _load_teachers(
+    teachers: Sequence[TeacherConfig],
+    student: LoadedTeacher,
+    load: Callable[[Policy], tuple[Engine, PreTrainedTokenizerBase]],
+    task_with: Callable[[str | None], Task],
 ) -> dict[str, LoadedTeacher]:
-    """Load the teachers' weights; teachers of the same weights share an engine, those without use the student's."""
+    """The teachers by name; those of the same weights share an engine, those without use the student's.
+
+    Args:
+        load: the engine and tokenizer of a teacher's weights.
+        task_with: the task with a file of prompts.
+    """
     from mmrl.engines.endpoint_engine import EndpointEngine
 
     loaded: dict[str, tuple[Engine, PreTrainedTokenizerBase]] = {}
-    teachers: dict[str, LoadedTeacher] = {}
-    for teacher in teachers_apart(config):
+    result: dict[str, LoadedTeacher] = {}
+    for teacher in teachers:
         policy = teacher_policy(teacher)
-        own_engine, own_tokenizer = engine, tokenizer
+        engine, tokenizer = student.engine, student.tokenizer
         if policy is not None:
             key = f"{policy.base} {policy.adapter} {policy.adapters}"
             if key not in loaded:
-                loaded[key] = _teacher_engine(config, policy)
-            own_engine, own_tokenizer = loaded[key]
+                loaded[key] = load(policy)
+            engine, tokenizer = loaded[key]
         if teacher.endpoint is not None:
-            own_engine = EndpointEngine(teacher.endpoint, tokenizer, f"algo.teachers.{teacher.name}.endpoint")
-        teachers[teacher.name] = LoadedTeacher(
-            task=teacher_task(config, teacher, policy),
-            engine=own_engine,
-            tokenizer=own_tokenizer,
-            shares_vocabulary=own_tokenizer is tokenizer or own_tokenizer.get_vocab() == tokenizer.get_vocab(),
+            # An endpoint answers in text, which the student's tokenizer encodes.
+            engine = EndpointEngine(teacher.endpoint, student.tokenizer, f"algo.teachers.{teacher.name}.endpoint")
+        result[teacher.name] = LoadedTeacher(
+            task=task_with(teacher_prompts(teacher, policy)),
+            engine=engine,
+            tokenizer=tokenizer,
+            shares_vocabulary=tokenizer is student.tokenizer or tokenizer.get_vocab() == student.tokenizer.get_vocab(),
         )
-    return teachers
-
-
-def _teacher_engine(config: TrainCommandConfig, policy: Policy) -> tuple[Engine, PreTrainedTokenizerBase]:
-    """A teacher's weights in this process, whatever engine serves the student; they are never trained."""
-    from mmrl.models.load import load_policy
-
-    model, tokenizer, serving = load_policy(policy, config)
-    model.eval().requires_grad_(False)
-    # The student's own engine may be another one, whose keys say nothing of this decode loop.
-    decoding = config.engine if isinstance(config.engine, TransformersConfig) else TransformersConfig()
-    engine = engine_class("transformers")(
-        model,
-        tokenizer,
-        decoding,
-        max_context=config.task.max_context,
-        threads=config.hardware.threads,
-        **serving,
-    )
-    return engine, tokenizer
+    return result
 
 
 @contextmanager
@@ -277,13 +290,13 @@ def evaluation_engine(
     config: EvalCommandConfig, policy: Policy, rundir: RunDir
 ) -> Iterator[tuple[Engine, PreTrainedTokenizerBase]]:
     """The engine that serves `policy`, and the tokenizer; closed at the end."""
-    from mmrl.models.load import ServedWeights, load_policy, load_tokenizer
+    from mmrl.models.load import load_policy, load_tokenizer
 
     weights = config.model.model_copy(update={"path": policy.base})
     model: PreTrainedModel | None = None
     serving: ServedWeights = {"adapters": policy.modules, "initial": None}
     if needs_model(config.engine.name):
-        model, tokenizer, serving = load_policy(policy, config)
+        model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
     else:
         tokenizer = load_tokenizer(weights)
     setup = EngineSetup(

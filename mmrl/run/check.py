@@ -34,7 +34,7 @@ from mmrl.errors import ConfigError, unknown
 from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import refuse_full
 from mmrl.report.trackers import missing_trackers
-from mmrl.run.build import build_task, module_assignment, reward_set, teacher_policy, teacher_task, teachers_apart
+from mmrl.run.build import build_task, module_assignment, reward_set, teacher_policy, teacher_prompts, teachers_apart
 from mmrl.tasks.base import Canonical, Task, continuing_modules
 from mmrl.trainer.settings import Settings
 
@@ -68,7 +68,9 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
         problems.append(unknown("task.reward", config.task.reward, task.reward_sets))
     elif not isinstance(config, TrainCommandConfig) or not turns_missing(config, task):
         facts = Facts(
-            reward_set=reward_set(config, task),
+            reward_set=reward_set(
+                task, config.task.reward, config.algo.name if isinstance(config, TrainCommandConfig) else ""
+            ),
             absent_features=task.absent_features,
             modules=len(task.program.modules),
         )
@@ -111,7 +113,8 @@ def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     problems = across_sections(config) + device_problems(config)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)
-    problems += module_assignment(config, task).problems()
+    modules = task.program.modules
+    problems += module_assignment(config.model, config.algo, modules, config.engine.endpoints).problems()
     if engine_name(config) == "openai":
         problems += engines.problems(config.engine, "openai", training=True)
     problems += endpoint_problems(config, task) + staleness_problems(config)
@@ -121,11 +124,12 @@ def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     """What `plan_problems` leaves out: packages, servers and teachers that are not there, splits that are too small."""
     problems = missing_packages(config.hardware) + missing_trackers(config.run.report_to)
+    assignment = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints)
     problems += engines.problems(
         config.engine,
         engine_name(config),
         training=True,
-        copied=module_assignment(config, task).copied,
+        copied=assignment.copied,
         device=config.hardware.device,
         rank=config.model.lora.r if config.model.lora is not None else 0,
     )
@@ -325,11 +329,11 @@ def installed(package: str) -> bool:
 def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     """Policies that do not exist, prompts that cannot be read, modules that the student's program does not have."""
     problems = []
-    for teacher in teachers_apart(config):
+    for teacher in teachers_apart(config.algo):
         where = f"algo.teachers: {teacher.name}"
         try:
             policy = teacher_policy(teacher)
-            modules = teacher_task(config, teacher, policy).program.modules
+            modules = build_task(config.task, config.seed, teacher_prompts(teacher, policy)).program.modules
         except ConfigError as error:
             problems += [f"{where}: {problem}" for problem in error.problems]
             continue

@@ -6,11 +6,8 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from mmrl.config import (
-    EvalCommandConfig,
-)
+from mmrl.config import EvalCommandConfig
 from mmrl.errors import MmrlError
 from mmrl.models.policy import describe_weights, other_task
 from mmrl.report.journal import write_step
@@ -19,12 +16,13 @@ from mmrl.report.tables import align, facts_table
 from mmrl.run.build import build_task, evaluation_engine, reward_set
 from mmrl.run.check import check_all, served
 from mmrl.run.launch import released, stoppable
-from mmrl.run.settle import in_folder, placed, settle, stored_config
+from mmrl.run.settle import run_folder, settle, stored_config
+from mmrl.system.files import JsonObject
 
 
 def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
     """`mmrl eval`: evaluate any policy on any task's split; per-item results are kept, so a stopped one continues."""
-    config = settle(placed(config))
+    config = settle(config.in_folder(run_folder(config.run.dir, config.task.name, "eval")))
     assert config.run.dir is not None
     with RunDir.create(config.run.dir, config.model_dump(mode="json"), command) as rundir:
         return _evaluate(config, rundir)
@@ -39,9 +37,9 @@ def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence
     from mmrl.report.tables import columns_text
 
     codes: list[int] = []
-    columns: dict[str, Mapping[str, Any]] = {}
+    columns: dict[str, JsonObject] = {}
     for name, config in configs.items():
-        config = placed(config)
+        config = config.in_folder(run_folder(config.run.dir, config.task.name, "eval"))
         assert config.run.dir is not None
         print(f"-- evaluation {len(codes) + 1} of {len(configs)}: {name}")
         try:
@@ -59,7 +57,7 @@ def resume_evaluation(folder: Path) -> int:
     """Continue a stopped `mmrl eval`: items already evaluated are kept, those that failed from outside run again."""
     config = stored_config(folder, EvalCommandConfig)
     with RunDir.open(folder, command=["mmrl", "eval", f"resume={folder}"]) as rundir:
-        check_all([in_folder(config, None)])  # the one problem it would have is that its directory is full
+        check_all([config.in_folder(None)])  # the one problem it would have is that its directory is full
         return _evaluate(config, rundir)
 
 
@@ -84,7 +82,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
                 task.examples(config.split),
                 config.eval,
                 config.seed,
-                reward_set(config, task),
+                reward_set(task, config.task.reward),
                 results,
                 lambda chunk, forest: write_step(rundir, forest, evaluation=config.split, step=first + chunk),
             )
@@ -104,7 +102,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
 
 
 def evaluation_text(
-    config: EvalCommandConfig, facts: Mapping[str, Any], metrics: Mapping[str, float], path: Path, failures: str = ""
+    config: EvalCommandConfig, facts: Mapping[str, object], metrics: Mapping[str, float], path: Path, failures: str = ""
 ) -> str:
     """What `mmrl eval` prints: each metric with its 95 % interval, and what was evaluated on what."""
     rows = [["", "mean", "95 % interval"]]

@@ -12,13 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from mmrl.config import HardwareConfig
 from mmrl.errors import ConfigError
 from mmrl.system.child_process import end_with_parent, free_port
+from mmrl.system.files import JsonObject
 from mmrl.system.processes import launched
 from mmrl.tasks.base import Task
 
@@ -28,14 +28,16 @@ GRACE_S = 20.0
 """Seconds that the other processes have to end after one has died."""
 
 
-def start(job: Mapping[str, Any], hardware: HardwareConfig, run_dir: str) -> int:
+def start(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int:
     """Run `job` in `hardware.processes` processes; returns the exit code.
 
     A process that dies takes the others along: the last checkpoint stays, and what to type next is printed. They end
     with this process too, also when it is killed outright.
     """
-    # Not torch.distributed's elastic agent: its workers outlive a parent that is killed outright (they are started
-    # without a hook for `end_with_parent`), and it reports a failure as a table and a traceback of its own.
+    # Not torch.distributed's elastic agent. Tried with torch 2.13: it ends the other workers and knows exit codes and
+    # signals, but after a stop it raises SignalException and the workers' own exit codes are gone, each end adds log
+    # lines of its own ("Sending process ... closing signal", "failed (exitcode: 2) ..."), and it has no hook between
+    # fork and exec: a worker could guard itself only after seconds of imports, too late if its parent is killed then.
     port = free_port()
     workers = [
         subprocess.Popen(
@@ -102,10 +104,10 @@ def wrapping(hardware: HardwareConfig) -> dict[str, str]:
     return {}
 
 
-def launch_line(hardware: HardwareConfig) -> str:
+def launch_line(processes: int, nodes: int) -> str:
     """What to run on each node of a run over several."""
     return (
-        f"torchrun --nnodes {hardware.nodes} --nproc-per-node {hardware.processes} --rdzv-backend c10d "
+        f"torchrun --nnodes {nodes} --nproc-per-node {processes} --rdzv-backend c10d "
         "--rdzv-endpoint HOST:PORT -m mmrl train …"
     )
 
@@ -115,7 +117,7 @@ def adopt(hardware: HardwareConfig) -> None:
     os.environ.update(wrapping(hardware))
 
 
-def must_start(hardware: HardwareConfig) -> bool:
+def must_start(processes: int, nodes: int) -> bool:
     """Whether this process has to start those of the run: there are several, and no launcher has started them.
 
     Raises:
@@ -123,12 +125,12 @@ def must_start(hardware: HardwareConfig) -> bool:
     """
     if launched() is not None:
         return False
-    if hardware.nodes > 1:
+    if nodes > 1:
         raise ConfigError(
-            f"hardware.nodes: got {hardware.nodes}; mmrl starts processes on one machine only. Run this on each node: "
-            f"{launch_line(hardware)} (or through SLURM, docs/hardware.md)"
+            f"hardware.nodes: got {nodes}; mmrl starts processes on one machine only. Run this on each node: "
+            f"{launch_line(processes, nodes)} (or through SLURM, docs/hardware.md)"
         )
-    return hardware.processes > 1
+    return processes > 1
 
 
 def _wait(workers: Sequence[subprocess.Popen[bytes]]) -> int | None:
@@ -161,7 +163,7 @@ def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
 def passing_on(workers: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
     """Ctrl-C and SIGTERM end the workers; nothing is left behind whatever happens here."""
 
-    def end(number: int, frame: Any) -> None:
+    def end(number: int, frame: object) -> None:
         _end(workers)
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -190,7 +192,7 @@ def released(task: Task) -> Iterator[None]:
 def stoppable() -> Iterator[None]:
     """SIGTERM (a scheduler's stop) ends a run like Ctrl-C does: what is saved is kept, and the way on is printed."""
 
-    def interrupt(number: int, frame: Any) -> None:
+    def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
     try:

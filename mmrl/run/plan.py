@@ -20,7 +20,7 @@ from mmrl.plan.workload import Lengths, Load, declared, dry_loads, parse_lengths
 from mmrl.report.tables import align
 from mmrl.run.build import build_task, reward_set
 from mmrl.run.check import on_mini_world, plan_problems
-from mmrl.run.settle import plannable
+from mmrl.run.settle import settle
 from mmrl.tasks.base import Task
 
 
@@ -54,8 +54,10 @@ def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:
     Raises:
         ConfigError: what `mmrl train` would refuse, as far as it does not depend on this machine.
     """
-    settled = plannable(config, request.device)
-    name = request.device or ("cpu" if plannable(config, None).hardware.device == "cpu" else "h100")
+    # Every GPU that `device=` may name is a CUDA device to a run.
+    kind = request.device and ("cpu" if request.device == "cpu" else "cuda")
+    settled = settle(config, kind, planned=True)
+    name = request.device or ("cpu" if settled.hardware.device == "cpu" else "h100")
     device = find_device(name, config.hardware.threads or 1)
     weights_here = Path(model_path(config.model)).is_dir()
     examples = (0 if request.lengths or not weights_here else 4) if request.dry is None else request.dry
@@ -89,7 +91,7 @@ def _loads(
     modules = task.program.modules
     if examples:
         return (
-            dict(dry_loads(config, task, reward_set(config, task), examples)),
+            dict(dry_loads(config, task, reward_set(task, config.task.reward, config.algo.name), examples)),
             f"counted in dry rollouts of {examples} examples",
         )
     source = "from declared lengths; dry=N counts instead where the weights are at hand"

@@ -49,34 +49,31 @@ def _where(error: Exception) -> str:
     return f"{last.filename} line {last.lineno}: {type(error).__name__}: {error}"
 
 
-def settle(config: ConfigT) -> ConfigT:
+def settle(config: ConfigT, device: str | None = None, planned: bool = False) -> ConfigT:
     """Fix what depends on this machine (device, threads, engine), so that a resume repeats it.
+
+    A settled config is settled to itself, so a run that is continued goes through here as well: its GPUs may be gone.
+
+    Args:
+        device: the device to settle on; None: that of the hardware profile.
+        planned: the run is only planned: the devices that it names need not be here.
 
     Raises:
         ConfigError: GPUs that this machine does not have.
     """
-    settled = _settled(config, config.hardware.device)
-    refuse_absent(settled)
-    return settled
-
-
-def plannable(config: TrainCommandConfig, device: str | None) -> TrainCommandConfig:
-    """`settle` for a run that is only planned: the devices it names need not be here.
-
-    Args:
-        device: name of the device that is planned for; None: the hardware profile's own.
-    """
-    return _settled(config, "cpu" if device == "cpu" else "cuda" if device else config.hardware.device)
-
-
-def _settled(config: ConfigT, device: str) -> ConfigT:
     import torch
 
     hardware = config.hardware
+    device = device or hardware.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     # The processes of a run share the CPUs that this one may use, which need not be all of the machine.
     threads = hardware.threads or max(1, len(os.sched_getaffinity(0)) // hardware.processes)
+    if device == "cuda" and not planned:
+        # Of several machines, the first alone serves, and who is first is not known yet; a server at an address that
+        # the user gave has devices of its own.
+        serving = hardware.rollout_devices if hardware.nodes == 1 and config.engine.server is None else 0
+        _require_gpus(hardware.name, hardware.processes, serving)
     engine = hardware.engine if config.engine.name == "auto" else config.engine.name
     return config.model_copy(
         update={
@@ -86,42 +83,27 @@ def _settled(config: ConfigT, device: str) -> ConfigT:
     )
 
 
-def refuse_absent(config: RootConfig) -> None:
-    """Raises `ConfigError` for GPUs that this machine does not have."""
+def _require_gpus(profile: str, training: int, serving: int) -> None:
+    """Raises `ConfigError` for GPUs that a hardware profile names and this machine does not have."""
     import torch
 
-    hardware = config.hardware
-    if hardware.device != "cuda":
-        return
     if not torch.cuda.is_available():
-        raise ConfigError(f"hardware.device: got cuda (hardware={hardware.name}), this machine has no CUDA device")
-    # Of several machines, the first alone serves, and who is first is not known yet; a server at an address that the
-    # user gave has devices of its own.
-    serving = hardware.rollout_devices if hardware.nodes == 1 and config.engine.server is None else 0
+        raise ConfigError(f"hardware.device: got cuda (hardware={profile}), this machine has no CUDA device")
     here = torch.cuda.device_count()
-    if here < hardware.processes + serving:
+    if here < training + serving:
         raise ConfigError(
-            f"hardware.processes: profile '{hardware.name}' asks for {hardware.processes} GPUs to train"
+            f"hardware.processes: profile '{profile}' asks for {training} GPUs to train"
             + (f" and {serving} to serve rollouts" if serving else "")
             + f", this machine has {here}; set hardware.processes, or take another profile"
         )
 
 
-def placed(config: ConfigT) -> ConfigT:
-    """The config with a run directory: the user's, else a new one below `outputs/`."""
-    if config.run.dir is not None:
-        return config
+def run_folder(given: str | None, *below: str, suffix: str = "") -> str:
+    """The run directory: the user's, else a new one, named by the time, in a folder below `outputs/`."""
+    if given is not None:
+        return given
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    below = Path("outputs") / config.task.name
-    if isinstance(config, TrainCommandConfig):
-        return in_folder(config, allocate(below / config.algo.name, f"{stamp}_s{config.seed}"))
-    return in_folder(config, allocate(below / "eval", stamp))
-
-
-def in_folder(config: ConfigT, folder: Path | None) -> ConfigT:
-    """The config with this run directory; None: with none, as a user leaves it out."""
-    where = None if folder is None else str(folder)
-    return config.model_copy(update={"run": config.run.model_copy(update={"dir": where})})
+    return str(allocate(Path("outputs", *below), stamp + suffix))
 
 
 def stored_config(folder: Path, schema: type[ConfigT]) -> ConfigT:
@@ -140,6 +122,6 @@ def stored_config(folder: Path, schema: type[ConfigT]) -> ConfigT:
         )
     import_plugins(stored.get("plugins", ()))
     try:
-        return in_folder(validate_stored(schema, stored), folder)
+        return validate_stored(schema, stored).in_folder(str(folder))
     except ConfigError as error:
         raise ConfigError(f"{folder}/config.yaml: {problem}" for problem in error.problems) from None

@@ -6,87 +6,106 @@ Called by `cli` once `check` has passed. Every process of a run goes this way; t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from mmrl import engines
-from mmrl.config import RunConfig, TrainCommandConfig, validate_stored
+from mmrl.config import HardwareConfig, RunConfig, TrainCommandConfig, validate_stored
 from mmrl.errors import CheckpointError, ConfigError, MmrlError
+from mmrl.models.policy import newest_checkpoint
 from mmrl.report.rundir import RunDir
 from mmrl.run.build import BuiltRun, build_run, build_task, check_model
 from mmrl.run.check import check_all
 from mmrl.run.launch import adopt, must_start, released, start, stoppable
-from mmrl.run.settle import import_plugins, in_folder, placed, refuse_absent, settle, stored_config
-from mmrl.system.processes import Processes, join, launched
-from mmrl.tasks.base import Task
+from mmrl.run.settle import import_plugins, run_folder, settle, stored_config
+from mmrl.system.files import JsonObject
+from mmrl.system.processes import ALONE, Processes, join, launched
 
 
-def train(config: TrainCommandConfig, command: Sequence[str]) -> int:
-    """Start a new run. Returns the exit code."""
+def train(config: TrainCommandConfig, command: Sequence[str], resumed: bool = False) -> int:
+    """Start a run, or continue the one in `run.dir`. Returns the exit code.
+
+    Args:
+        command: what was typed, for the run directory.
+        resumed: continue from the newest complete checkpoint, to the numbers that the run would have had.
+    """
     config = settle(config)
-    check_model(config.model)
-    if must_start(config.hardware):
-        config = placed(config)
-        assert config.run.dir is not None
-        job = {"config": config.model_dump(mode="json"), "command": list(command)}
-        return start(job, config.hardware, config.run.dir)
-    return _begin(config, command)
+    if not resumed:
+        check_model(config.model)
+    hardware = config.hardware
+    starts = must_start(hardware.processes, hardware.nodes)
+    processes = ALONE if starts else _join(hardware, config.engine.name)
+    if processes.main:  # or every process of a launcher would make a folder of its own
+        suffix = f"_s{config.seed}"
+        config = config.in_folder(run_folder(config.run.dir, config.task.name, config.algo.name, suffix=suffix))
+    config = processes.first(config)
+    stored, folder = config.model_dump(mode="json"), config.run.dir
+    assert folder is not None
+    if starts:
+        return start({"config": stored, "command": list(command), "resumed": resumed}, hardware, folder)
+    if not resumed:
+        with _created(folder, stored, command, processes) as rundir:
+            return _run(config, rundir, None, processes)
+    with _reopened(Path(folder), processes) as rundir:
+        checkpoint: Path | None = None
+        if processes.main:
+            check_all([config.in_folder(None)])  # the one problem it would have is that its directory is full
+            checkpoint = newest_checkpoint(rundir.checkpoints)
+        checkpoint = processes.first(checkpoint)
+        if processes.main:
+            rundir.truncate_after(step_number(checkpoint))
+        return _run(config, rundir, checkpoint, processes)
 
 
 def resume(folder: Path) -> int:
     """Continue a stopped or killed run from its newest complete checkpoint, to the numbers it would have had."""
-    from mmrl.models.policy import newest_checkpoint
-
-    config = stored_config(folder, TrainCommandConfig)
-    refuse_absent(config)
-    if must_start(config.hardware):
-        return start({"resume": str(folder)}, config.hardware, str(folder))
-    processes = _join(config)
-    checkpoint: Path | None = None
-    if not processes.main:
-        checkpoint = processes.first(checkpoint)
-        return _run(config, RunDir.read(folder), checkpoint, processes)
-    with RunDir.open(folder, command=["mmrl", "train", f"resume={folder}"]) as rundir:
-        if rundir.summary:
-            raise CheckpointError(f"{folder}: this run is finished; look at it with: mmrl show {folder}")
-        check_all([in_folder(config, None)])  # the one problem it would have is that its directory is full
-        checkpoint = processes.first(newest_checkpoint(rundir.checkpoints))
-        rundir.truncate_after(step_number(checkpoint))
-        return _run(config, rundir, checkpoint, processes)
+    return train(stored_config(folder, TrainCommandConfig), ["mmrl", "train", f"resume={folder}"], resumed=True)
 
 
-def work(job: Mapping[str, Any]) -> int:
+def work(job: JsonObject) -> int:
     """One process of a run that `start` has started: begin it, or continue it."""
-    if "resume" in job:
-        return resume(Path(job["resume"]))
     import_plugins(job["config"].get("plugins", ()))
-    return _begin(validate_stored(TrainCommandConfig, job["config"]), job["command"])
+    return train(validate_stored(TrainCommandConfig, job["config"]), job["command"], job["resumed"])
 
 
-def _begin(config: TrainCommandConfig, command: Sequence[str]) -> int:
-    """Start a run in this process, which may be one of several."""
-    processes = _join(config)
-    config = processes.first(placed(config) if processes.main else config)
-    assert config.run.dir is not None
-    if not processes.main:
-        processes.barrier()  # the main process has made the folder
-        return _run(config, RunDir.read(config.run.dir), None, processes)
-    with RunDir.create(config.run.dir, config.model_dump(mode="json"), command) as rundir:
-        processes.barrier()
-        return _run(config, rundir, None, processes)
-
-
-def _join(config: TrainCommandConfig) -> Processes:
+def _join(hardware: HardwareConfig, engine: str) -> Processes:
     """Meet the other processes of the run."""
-    hardware = config.hardware
     if launched() is not None:
         adopt(hardware)
     processes = join(hardware.processes * hardware.nodes, hardware.device)
-    return replace(processes, one_samples=processes.world > 1 and engines.serves_all(config.engine.name))
+    return replace(processes, one_samples=processes.world > 1 and engines.serves_all(engine))
+
+
+@contextmanager
+def _created(folder: str, config: JsonObject, command: Sequence[str], processes: Processes) -> Iterator[RunDir]:
+    """The directory of a new run, locked by the main process."""
+    if not processes.main:
+        processes.barrier()  # the main process has made the folder
+        yield RunDir.read(folder)
+        return
+    with RunDir.create(folder, config, command) as rundir:
+        processes.barrier()
+        yield rundir
+
+
+@contextmanager
+def _reopened(folder: Path, processes: Processes) -> Iterator[RunDir]:
+    """The directory of a run that is continued, locked by the main process.
+
+    Raises:
+        CheckpointError: the run is finished, or another process has it.
+    """
+    if not processes.main:
+        yield RunDir.read(folder)
+        return
+    with RunDir.open(folder, command=["mmrl", "train", f"resume={folder}"]) as rundir:
+        if rundir.summary:
+            raise CheckpointError(f"{folder}: this run is finished; look at it with: mmrl show {folder}")
+        yield rundir
 
 
 def step_number(checkpoint: Path | None) -> int:
@@ -103,18 +122,31 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
 
     started = time.perf_counter()
     task = build_task(config.task, config.seed)
-    tracked = config if processes.main else config.model_copy(update={"run": RunConfig()})
-    console = None if processes.main else Console(quiet=True)
-    done = step_number(checkpoint)
+    metric, steps, done = task.main_metric, config.train.steps, step_number(checkpoint)
+    # What the other processes would show or send, the main one does: they have a quiet display and no trackers.
+    shown, console = (config.run, None) if processes.main else (RunConfig(), Console(quiet=True))
+    name = shown.name or f"{config.algo.name}-{task.name}-s{config.seed}"
+    live = shown.progress is not False
     with (
-        Progress(
-            config, total=config.train.steps, main_metric=task.main_metric, first_step=done, console=console
-        ) as progress,
+        Progress(total=steps, title=name, live=live, main_metric=metric, first_step=done, console=console) as progress,
         stoppable(),
         released(task),
-        trackers(tracked, rundir, progress.note) as opened,
+        trackers(
+            shown.report_to,
+            rundir,
+            name=name,
+            project=shown.wandb_project,
+            device=config.hardware.device,
+            warn=progress.note,
+        ) as opened,
     ):
-        progress.note(_start_text(config, task, rundir, done))
+        verb = f"continuing from step {done}" if done else "starting"
+        facts = ", ".join(f"{key} {value}" for key, value in task.describe().items())
+        progress.note(
+            f"{verb}: {config.algo.name} on {task.name} with {config.model.name} "
+            f"({config.hardware.device}, {config.hardware.threads} threads), {steps} steps of "
+            f"{config.train.batch_size} examples\n{facts}\nrun directory: {rundir.path}"
+        )
         log = StepLog(rundir=rundir, progress=progress, trackers=opened, processes=processes)
         log.prefetched = bool(config.train.staleness)
         built: BuiltRun | None = None
@@ -123,7 +155,7 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
             before = built.evaluations.baseline()
             for stage in built.stages:
                 stage.run(checkpoint)
-            after = built.evaluations.items(config.train.steps)
+            after = built.evaluations.items(steps)
         except (MmrlError, KeyboardInterrupt) as error:
             if built is not None or not isinstance(error, ConfigError):  # a wrong setting would stop it again
                 progress.note(f"stopped; continue with: mmrl train resume={rundir.path}")
@@ -133,19 +165,16 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
                 built.close()
         if not processes.main:
             return 0
-        seconds = time.perf_counter() - started
-        facts = {**task.describe(), **built.describe()}
-        text = finish(rundir, config, facts, before, after, seconds=seconds, main_metric=task.main_metric)
+        text = finish(
+            rundir,
+            {**task.describe(), **built.describe()},
+            before,
+            after,
+            seed=config.seed,
+            split=config.eval.split,
+            bootstrap=config.eval.bootstrap,
+            seconds=time.perf_counter() - started,
+            main_metric=metric,
+        )
     print(text)
     return 0
-
-
-def _start_text(config: TrainCommandConfig, task: Task, rundir: RunDir, done: int) -> str:
-    """What is about to happen, in three lines."""
-    facts = ", ".join(f"{key} {value}" for key, value in task.describe().items())
-    verb = f"continuing from step {done}" if done else "starting"
-    return (
-        f"{verb}: {config.algo.name} on {task.name} with {config.model.name} "
-        f"({config.hardware.device}, {config.hardware.threads} threads), {config.train.steps} steps of "
-        f"{config.train.batch_size} examples\n{facts}\nrun directory: {rundir.path}"
-    )

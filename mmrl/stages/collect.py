@@ -16,21 +16,20 @@ from typing import TYPE_CHECKING
 
 from mmrl import rng
 from mmrl.algorithms import ALGORITHMS
-from mmrl.config import TrainCommandConfig
+from mmrl.config import AlgoConfig, EvalConfig, TrainCommandConfig
 from mmrl.config.algo import GroupConfig, MmgrpoConfig
 from mmrl.credit.entries import Credit
 from mmrl.engines.base import Engine
 from mmrl.errors import TooManyFailures
 from mmrl.models.chat import encode_text, tokenizer_seconds
 from mmrl.records import Example, Forest
-from mmrl.rollout.environment import make_environment, sampling_settings
+from mmrl.rollout.environment import Environment, make_environment, sampling_settings
 from mmrl.rollout.reserialise import reserialised
 from mmrl.rollout.sample import sample
 from mmrl.rollout.teachers import LoadedTeacher, teachers_of_step
 from mmrl.stages.prefetch import Prefetch
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import failed_share, lag_metrics
-from mmrl.system.processes import ALONE, Processes
 from mmrl.tasks.base import Canonical, Task
 from mmrl.trainer.forwards import annotate
 from mmrl.trainer.objective import TrainCall, TrainEntry
@@ -84,8 +83,12 @@ class Collector:
     """Has the engine serve the weights after so many steps."""
     log: StepLog
     prefetch: Prefetch[Rollouts] = field(default_factory=Prefetch)
-    processes: Processes = ALONE
     teachers: Mapping[str, LoadedTeacher] = field(default_factory=dict)
+
+    def environment(self, phase: AlgoConfig | EvalConfig, key: rng.Key) -> Environment:
+        """What rollouts in training (`algo.*`) or in evaluation (`eval.*`) share; `key`: (run seed, step or phase)."""
+        settings = sampling_settings(phase, self.config.task)
+        return make_environment(self.task, self.engine, self.tokenizer, settings, key)
 
     def collect(self, step: int, credit: Callable[[Forest], Credit]) -> SampledBatch:
         """The batch of step number `step` (from 1), whole on every process, so that all compute the same credit.
@@ -148,11 +151,10 @@ class Collector:
         """This process's rollouts of some examples."""
         # May run in the prefetching thread while the trainer works: reads nothing that training changes.
         algo, key = self.config.algo, (self.config.seed, step)
-        settings = sampling_settings(algo, self.config.task)
-        env = make_environment(self.task, self.engine, self.tokenizer, settings, key)
-        env.teachers = teachers_of_step(self.teachers, settings, key, self.tokenizer)
+        env = self.environment(algo, key)
+        env.teachers = teachers_of_step(self.teachers, env.settings, key, self.tokenizer)
         plan, modules = ALGORITHMS[algo.name].plan, self.task.program.modules
-        plans = [(e, plan(algo, modules, (*key, e.id))) for e in self.processes.share(examples)]
+        plans = [(e, plan(algo, modules, (*key, e.id))) for e in self.log.processes.share(examples)]
         started, busy, tokenized = time.perf_counter(), self.engine.busy_s, tokenizer_seconds()
         forest = await sample(env, plans, self.reward_set, step)
         seconds = {
@@ -172,13 +174,13 @@ class Collector:
         for name, seconds in rollouts.seconds.items():
             self.log.add(name, seconds)
         forest = rollouts.forest
-        if self.processes.one_samples:
+        if self.log.processes.one_samples:
             # The main process has all rollouts; forwards of the trainer are split evenly over all processes.
-            mine = [example.id for example in self.processes.part(examples)]
-            forest = part_of(self.processes.forest(forest, examples), mine)
+            mine = [example.id for example in self.log.processes.part(examples)]
+            forest = part_of(self.log.processes.forest(forest, examples), mine)
         with self.log.timed("annotate"):
             forest = annotate(self.trainer.forwards, forest)
-        forest = self.processes.forest(forest, examples)
+        forest = self.log.processes.forest(forest, examples)
         self._check_failures(forest, step)
         algo, program = self.config.algo, self.task.program
         if isinstance(algo, MmgrpoConfig) and algo.reserialise and isinstance(program, Canonical):

@@ -15,13 +15,14 @@ from statistics import fmean
 from typing import Any
 
 from mmrl import rng
-from mmrl.config import EvalConfig, TrainCommandConfig
+from mmrl.config import EvalConfig
 from mmrl.errors import MODEL_CAUSED, TooManyFailures
 from mmrl.records import Example, Forest
 from mmrl.report.stats import bootstrap_interval
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
+from mmrl.stages.collect import Collector
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import failed_share, module_metrics, never
 from mmrl.system.files import append_jsonl, atomic_write, dumps, read_jsonl, repair_jsonl
@@ -80,16 +81,19 @@ def evaluate(
 class Evaluations:
     """The evaluations of a training run on `eval.split`; per-item results stay in the run directory."""
 
-    config: TrainCommandConfig
+    settings: EvalConfig
     examples: Sequence[Example]
     """The split."""
-    reward_set: str
-    environment: Callable[[rng.Key], Environment]
-    """Environment for a key, with the settings of evaluation."""
-    sync: Callable[[int], None]
-    """Has the engine serve the weights after so many steps."""
-    log: StepLog
-    processes: Processes = ALONE
+    last_step: int
+    """`train.steps`, after which the policy is always evaluated."""
+    max_failed_share: float
+    collector: Collector
+    """What samples in training evaluates too: the same task, engine and weights."""
+
+    @property
+    def log(self) -> StepLog:
+        """The run's."""
+        return self.collector.log
 
     def baseline(self) -> list[Item]:
         """Evaluate before training; on a resumed run, read back the results of then.
@@ -97,20 +101,20 @@ class Evaluations:
         Raises:
             TooManyFailures: nothing of it is kept, since all later evaluations compare with it.
         """
-        logged = self.processes.first(any(record["step"] == 0 for record in self.log.rundir.history()))
+        logged = self.log.processes.first(any(record["step"] == 0 for record in self.log.rundir.history()))
         if not logged:
             metrics = self.metrics(0)
-            self._check_baseline(metrics[f"eval/{self.config.eval.split}/failed_share"])
+            self._check_baseline(metrics[f"eval/{self.settings.split}/failed_share"])
             self.log.write(0, metrics)
         return self.items(0)
 
     def _check_baseline(self, share: float) -> None:
-        limit = self.config.train.max_failed_share
+        limit = self.max_failed_share
         if share <= limit:
             return
         failures = outside_failures(self.items(0))
-        if self.processes.main:
-            self.log.rundir.eval_path(0, self.config.eval.split).unlink(missing_ok=True)
+        if self.log.processes.main:
+            self.log.rundir.eval_path(0, self.settings.split).unlink(missing_ok=True)
         raise TooManyFailures(
             f"evaluation before training: {share:.0%} of the rollouts failed from outside causes, more than "
             f"train.max_failed_share={limit:.0%} ({failures})"
@@ -118,14 +122,14 @@ class Evaluations:
 
     def due(self, step: int) -> bool:
         """Whether to evaluate after `step` steps: after the last one, and every `eval.every`."""
-        every = self.config.eval.every
-        return step == self.config.train.steps or bool(every and step % every == 0)
+        every = self.settings.every
+        return step == self.last_step or bool(every and step % every == 0)
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics after `step` steps, with names `eval/<split>/<metric>`."""
-        started, split = time.perf_counter(), self.config.eval.split
+        started, split = time.perf_counter(), self.settings.split
         self.log.progress.status(f"evaluating {split}")
-        metrics = evaluation_metrics(self.items(step), self.config.eval, self.config.seed)
+        metrics = evaluation_metrics(self.items(step), self.settings, self.collector.config.seed)
         self.log.progress.evaluation(step, split, metrics)
         return {f"eval/{split}/{name}": value for name, value in metrics.items()} | {
             "time/eval": time.perf_counter() - started
@@ -135,17 +139,17 @@ class Evaluations:
         """Per-item results after `step` steps, evaluated now or read back."""
 
         def environment(key: rng.Key) -> Environment:
-            self.sync(step)  # not before: a resumed run whose items are all there need not push old weights
-            return self.environment(key)
+            self.collector.sync(step)  # not before: a resumed run whose items are all there need not push old weights
+            return self.collector.environment(self.settings, key)
 
         return evaluate(
             environment,
             self.examples,
-            self.config.eval,
-            self.config.seed,
-            self.reward_set,
-            self.log.rundir.eval_path(step, self.config.eval.split),
-            processes=self.processes,
+            self.settings,
+            self.collector.config.seed,
+            self.collector.reward_set,
+            self.log.rundir.eval_path(step, self.settings.split),
+            processes=self.log.processes,
         )
 
 

@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mmrl.algorithms import assign_credit
-from mmrl.config import AlgoConfig
 from mmrl.credit.entries import Credit
 from mmrl.engines.base import Engine, total_usage
 from mmrl.errors import SyncFailure
@@ -22,11 +20,7 @@ from mmrl.stages.collect import Collector, minibatches, train_calls
 from mmrl.stages.evaluate import Evaluations
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import credit_metrics, forest_metrics, never
-from mmrl.system.processes import ALONE, Processes
 from mmrl.trainer.objective import StepBatch
-
-if TYPE_CHECKING:
-    from mmrl.trainer.trl_trainer import MmrlTrainer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,42 +28,44 @@ class WeightStage:
     """Trains a policy's weights. Implements `mmrl.stages.Stage`."""
 
     name: str = "weights"
-    algo: AlgoConfig
-    seed: int
     frozen: Sequence[str] = ()
     """Modules that are out of the loss, whatever the algorithm says."""
-    trainer: MmrlTrainer
     engines: Sequence[Engine]
     """The one that samples first, then those of teachers."""
     collector: Collector
     evaluations: Evaluations
-    log: StepLog
-    processes: Processes = ALONE
     journal: JournalWriter = field(default_factory=JournalWriter)
     """Writes what a step sampled while it trains."""
 
+    @property
+    def log(self) -> StepLog:
+        """The run's."""
+        return self.collector.log
+
     def run(self, checkpoint: Path | None) -> None:
         """Train to `train.steps`, from a checkpoint where there is one."""
-        self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        self.collector.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
     def next_batch(self, step: int) -> StepBatch:
         """Sample and credit step number `step` (from 1); raises as `Collector.collect`."""
         self.log.begin()
+        count = self.collector.config.algo.minibatches
         batch = self.collector.collect(step, self.credit)
-        trained, minibatch = batch.trained, minibatches(batch.examples, self.algo.minibatches)
+        trained, minibatch = batch.trained, minibatches(batch.examples, count)
         credit = self.credit(trained, minibatch)
         metrics = forest_metrics(batch.forest, never(self.collector.task))
         metrics |= credit_metrics(trained, credit.entries) | dict(credit.metrics)
         self.log.metrics = metrics | dict(batch.metrics)
-        if self.processes.main:
+        if self.log.processes.main:
             self.journal.write(self.log.rundir, batch.forest, credit.entries)
         calls = train_calls(trained, credit, minibatch)
-        return StepBatch(step=step, calls=calls, minibatches=self.algo.minibatches, metrics={})
+        return StepBatch(step=step, calls=calls, minibatches=count, metrics={})
 
     def credit(self, forest: Forest, minibatch: Mapping[str, int] | None = None) -> Credit:
         """Advantages and weights of every token of a forest."""
+        config = self.collector.config
         with self.log.timed("credit"):
-            return assign_credit(forest, self.algo, self.seed, minibatch, self.frozen)
+            return assign_credit(forest, config.algo, config.seed, minibatch, self.frozen)
 
     def on_step_end(self, step: int, update: Mapping[str, float]) -> None:
         """After the last optimizer step of `step`: evaluate when due, write the step's record."""
@@ -90,20 +86,20 @@ class WeightStage:
         if engine.policy_version == version:
             return
         with self.log.timed("sync"):
-            state = self.trainer.whole_state()  # sharded weights are gathered, which takes all processes
+            state = self.collector.trainer.whole_state()  # sharded weights are gathered, which takes all processes
             try:
                 engine.set_version(version, state)
             except SyncFailure as error:
                 failure = str(error)
-            if self.processes.one_samples:  # only the main process pushes
-                failure = self.processes.first(failure) or failure
+            if self.log.processes.one_samples:  # only the main process pushes
+                failure = self.log.processes.first(failure) or failure
             if failure:
                 raise SyncFailure(failure)
 
     def _endpoint_metrics(self) -> dict[str, float]:
         """Requests to endpoints so far and their cost, by all processes and engines together."""
         totals: dict[str, float] = {}
-        for usage in self.processes.gather(total_usage(self.engines)):
+        for usage in self.log.processes.gather(total_usage(self.engines)):
             totals |= {name: totals.get(name, 0.0) + count for name, count in usage.items()}
         return totals
 

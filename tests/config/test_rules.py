@@ -208,8 +208,7 @@ def test_reward_set_of_a_task_with_a_judge_alone():
     class Judged:
         reward_sets = ("outcome", "judge_turn")
 
-    (config,) = configs("train", TrainCommandConfig, read_line(["algo=mt_ppo"]))
-    assert prepare.reward_set(config, Judged()) == "judge_turn"
+    assert prepare.reward_set(Judged(), None, "mt_ppo") == "judge_turn"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 import re
 from html.parser import HTMLParser
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -131,9 +130,9 @@ def test_a_long_curve_is_thinned():
 
 
 def finished(run, **more):
-    config = SimpleNamespace(seed=0, eval=SimpleNamespace(split="dev", bootstrap=200))
+    compared = {"seed": 0, "split": "dev", "bootstrap": 200}
     facts = {"data": "mini world", "documents": 1200}
-    return finish(run, config, facts, items(0), items(40), seconds=74.2, main_metric="f1", **more)
+    return finish(run, facts, items(0), items(40), **compared, seconds=74.2, main_metric="f1", **more)
 
 
 def test_the_end_of_a_run(tmp_path):

@@ -109,14 +109,8 @@ def test_rollouts_that_failed_from_outside_are_told_with_their_kinds():
 
 
 def test_run_progress_false_gives_plain_lines_in_a_terminal():
-    class Run:
-        name, progress = "named", False
-
-    class Config:
-        run = Run()
-
     console = terminal()
-    with Progress(Config(), total=2, console=console) as progress:
+    with Progress(total=2, title="named", live=False, console=console) as progress:
         progress.step(1, metrics(1))
     assert "named: 2 steps to go" in written(console)
     assert "\x1b[?25l" not in written(console)  # the cursor is never hidden

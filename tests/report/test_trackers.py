@@ -55,20 +55,20 @@ def wandb(monkeypatch):
     return fake
 
 
+NAMED = {"name": "run", "project": "p", "device": "cpu"}
+
+
 def opened(tmp_path, *names, config=None, next_step=0, warn=print):
-    return open_trackers(settings(names, config), run_at(tmp_path, next_step), warn)
+    return open_trackers(names, run_at(tmp_path, next_step, config), **NAMED, warn=warn)
 
 
-def settings(names, config=None):
+def run_at(tmp_path, next_step=0, config=None):
     return SimpleNamespace(
-        run=SimpleNamespace(report_to=names, wandb_project="p", name="run"),
-        hardware=SimpleNamespace(device="cpu"),
-        model_dump=lambda mode: config or {"seed": 1},
+        path=tmp_path,
+        summary={},
+        config=config or {"seed": 1},
+        history=lambda: [{"step": step} for step in range(next_step)],
     )
-
-
-def run_at(tmp_path, next_step=0):
-    return SimpleNamespace(path=tmp_path, summary={}, history=lambda: [{"step": step} for step in range(next_step)])
 
 
 def test_wandb_is_offline_without_a_key(tmp_path, wandb, monkeypatch):
@@ -209,7 +209,7 @@ def test_secrets_do_not_leave():
 
 
 def test_trackers_close_also_when_the_run_fails(tmp_path, wandb):
-    with pytest.raises(KeyboardInterrupt), trackers(settings(("wandb",)), run_at(tmp_path)):
+    with pytest.raises(KeyboardInterrupt), trackers(("wandb",), run_at(tmp_path), **NAMED):
         raise KeyboardInterrupt
     assert wandb.finished == 1
 

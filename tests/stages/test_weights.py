@@ -98,15 +98,11 @@ def test_a_push_that_fails_on_the_main_process_stops_all_at_the_same_point(rank,
     """Or the main one would wait in the saving of the state for others that wait for its rollouts."""
     processes = Hearing(rank, 2, one_samples=True)
     object.__setattr__(processes, "heard", "the server says no")
+    log = StepLog(rundir=None, progress=None, trackers=None, processes=processes)
     stage = WeightStage(
-        algo=None,
-        seed=0,
-        trainer=NoShards(),
         engines=[engine()],
-        collector=SimpleNamespace(prefetch=Prefetch()),
+        collector=SimpleNamespace(prefetch=Prefetch(), trainer=NoShards(), log=log),
         evaluations=None,
-        log=StepLog(rundir=None, progress=None, trackers=None),
-        processes=processes,
     )
     with pytest.raises(SyncFailure, match="the server says no"):
         stage.sync(1)
