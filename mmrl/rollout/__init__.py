@@ -1,1 +1,25 @@
 """Running programs: contexts that record and replay, plans that fork."""
+
+from __future__ import annotations
+
+import sys
+
+from mmrl.tasks.base import Task, complete
+
+
+def with_program(task: Task) -> Task:
+    """The task with a program that rollouts can run, and with every member of the contract (`tasks.base.complete`).
+
+    Called wherever tasks are built. A raw `dspy.Module` as its program is wrapped, all else stays.
+
+    Raises:
+        ConfigError: a `dspy.Module` that cannot be run (see `mmrl.rollout.dspy.DspyProgram`).
+    """
+    complete(task)
+    # Importing DSPy takes seconds, and a task whose program is a `dspy.Module` has imported it.
+    dspy = sys.modules.get("dspy")
+    if dspy is not None and isinstance(task.program, dspy.Module):
+        from mmrl.rollout.dspy import DspyProgram
+
+        task.program = DspyProgram(task.program)
+    return task

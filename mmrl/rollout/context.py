@@ -39,6 +39,7 @@ class Event:
     """Module or tool."""
     request: object
     """Prompt ids of a call, arguments of a tool: compared on replay."""
+    # Untyped: the reply of a call or a tool's result, whose type only the program knows.
     outcome: asyncio.Future[Any]
     """Reply of a call, result of a tool."""
     call: Call | None = None
@@ -55,8 +56,8 @@ class Generation:
     prompt_text: str
     limit: int
     stop: tuple[str, ...]
-    parse: Callable[[str], Any] | None
-    facts: Mapping[str, Any]
+    parse: Callable[[str], object] | None
+    facts: Mapping[str, object]
     turn: int
     messages: tuple[Message, ...] | None
     """None where it goes on in an earlier context."""
@@ -88,8 +89,8 @@ class RolloutContext:
         max_observation: int | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
-        parse: Callable[[str], Any] | None = None,
-        facts: Mapping[str, Any] = EMPTY,
+        parse: Callable[[str], object] | None = None,
+        facts: Mapping[str, object] = EMPTY,
     ) -> Reply:
         """See `mmrl.tasks.base.Context.call`."""
         if module not in self.env.task.program.modules:
@@ -99,7 +100,8 @@ class RolloutContext:
         prompt_ids, earlier_turn = self._prompt(messages, after, max_observation)
         recorded = self._recorded("call", module, prompt_ids)
         if recorded is not None:
-            return await self._await_replayed(recorded)
+            replayed: Reply = await self._await_replayed(recorded)
+            return replayed
         if self.on_live_call is not None:
             self.on_live_call(self, module)
         event = self._record("call", module, prompt_ids)
@@ -124,10 +126,10 @@ class RolloutContext:
 
     def measure(self, observation: Sequence[Message] | str, *, after: Reply) -> int:
         """See `mmrl.tasks.base.Context.measure`."""
-        prompt_ids, kept = self._extend(observation, after)
-        return len(prompt_ids) - kept
+        prompt_ids, before = self._extend(observation, after)
+        return len(prompt_ids) - before
 
-    async def tool(self, name: str, **arguments: Any) -> Any:
+    async def tool(self, name: str, **arguments: object) -> object:
         """See `mmrl.tasks.base.Context.tool`."""
         recorded = self._recorded("tool", name, arguments)
         if recorded is not None:
@@ -176,8 +178,8 @@ class RolloutContext:
         event = self.replay[position]
         if (event.kind, event.name, event.request) != (kind, name, request):
             raise ReplayDivergence(
-                f"at position {position} of its tape the program asked for {kind} '{name}' "
-                f"where it had asked for {event.kind} '{event.name}'"
+                f"at position {position} of its tape the program requests {kind} '{name}' "
+                f"where it requested {event.kind} '{event.name}'"
                 + (" with other input" if (event.kind, event.name) == (kind, name) else "")
                 + "; a program must depend only on its example and on what ctx returned"
             )
@@ -213,17 +215,17 @@ class RolloutContext:
         event = next((e for e in reversed(self.events) if e.context is not None and e.context == after.context), None)
         if event is None or event.call is None:
             raise ProgramFailure("after= must be a reply that this rollout's ctx.call returned")
-        prompt_ids, kept = self._extend(messages, after)
+        prompt_ids, before = self._extend(messages, after)
         if max_observation is not None:
-            prompt_ids = prompt_ids[: kept + max_observation]
-        event.call = replace(event.call, observation_tokens=len(prompt_ids) - kept)
+            prompt_ids = prompt_ids[: before + max_observation]
+        event.call = replace(event.call, observation_tokens=len(prompt_ids) - before)
         return prompt_ids, event.call
 
     def _extend(self, observation: Sequence[Message] | str, after: Reply) -> tuple[tuple[int, ...], int]:
-        """The context with what is added, and how much of it was kept: a sampled end-of-turn may be taken back."""
+        """The context with what is added, and how many of its tokens stay: a sampled end-of-turn may be taken back."""
         prompt_ids = self.env.extend(after.context, observation)
-        kept = len(after.context)
-        return prompt_ids, kept if prompt_ids[:kept] == after.context else kept - 1
+        before = len(after.context)
+        return prompt_ids, before if prompt_ids[:before] == after.context else before - 1
 
     async def _generate(self, event: Event, position: int, generation: Generation) -> Reply:
         """Sample until the text parses or the attempts are used up; the last attempt is recorded either way."""
@@ -317,7 +319,7 @@ def _shown(messages: Sequence[Message] | str) -> str:
     return "\n".join(f"[{message['role']}] {message['content']}" for message in messages)
 
 
-def _parse(parse: Callable[[str], Any] | None, text: str) -> tuple[Any, ParseFailure | None]:
+def _parse(parse: Callable[[str], object] | None, text: str) -> tuple[object, ParseFailure | None]:
     if parse is None:
         return None, None
     try:
@@ -326,7 +328,7 @@ def _parse(parse: Callable[[str], Any] | None, text: str) -> tuple[Any, ParseFai
         return None, failure
 
 
-def _settle(outcome: asyncio.Future[Any], error: BaseException) -> None:
+def _settle(outcome: asyncio.Future[object], error: BaseException) -> None:
     if not outcome.done():
         if isinstance(error, asyncio.CancelledError):
             outcome.cancel()

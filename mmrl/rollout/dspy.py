@@ -1,9 +1,9 @@
 """Any `dspy.Module` as a program: each of its predictors is a module, each of its LM requests a `ctx.call`.
 
 Sits between DSPy, which renders prompts and parses replies, and `rollout.context`, which samples and records. DSPy's
-own behaviour is kept but for what would hide calls or make a replay differ: no LM cache, no second request in JSON
+behaviour stays as it is but for what would hide calls or make a replay differ: no LM cache, no second request in JSON
 when a reply does not parse (the failure is recorded instead, with its raw text), no history. Importing this file
-imports DSPy (seconds), so only tasks that need it do (`rollout.programs`).
+imports DSPy (seconds), so only tasks that need it do (`rollout.with_program`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import dspy
 from dspy.utils.exceptions import AdapterParseError
@@ -25,7 +25,13 @@ from mmrl.records import Call, Example
 from mmrl.tasks.base import Context, Message
 from mmrl.tasks.dspy import tools as tape
 
-Parse = Callable[[str], Any]
+Parse = Callable[[str], object]
+Fields = Mapping[str, object]
+"""Inputs or outputs of a signature, by name."""
+T = TypeVar("T")
+
+Signature = type[dspy.Signature]
+Demos = Sequence[Fields]
 
 PASSED_ON = frozenset({"max_tokens", "stop"})
 """Options of a predictor that reach the engine."""
@@ -38,7 +44,7 @@ class DspyProgram:
 
     `modules` are the attribute paths of the predictors (`craft.predict`), as `named_predictors` gives them. A module
     with `aforward` runs on the event loop; one with `forward` alone runs in a thread of its own for each rollout (a
-    shared pool would deadlock: a deterministic engine waits until every live program has asked). The prediction is the
+    shared pool would deadlock: a deterministic engine waits until all live programs wait in it). The prediction is the
     returned `dspy.Prediction` as a plain mapping.
 
     A reply that the adapter cannot parse is retried as `parse_retries` says and then ends the rollout, even where the
@@ -75,14 +81,14 @@ class DspyProgram:
             raise _parse_failure(error, signature) from error
         return self.written(call.module, fields)
 
-    def written(self, module: str, fields: Mapping[str, Any]) -> str:
+    def written(self, module: str, fields: Fields) -> str:
         """The adapter's own text of a predictor's output fields; inside a rollout, too."""
         adapter = dspy.settings.adapter or dspy.ChatAdapter()
         adapter = adapter.inner if isinstance(adapter, _TapeAdapter) else adapter
         signature = dict(self.module.named_predictors())[module].signature
         return str(adapter.format_assistant_message_content(signature, fields))
 
-    async def run(self, example: Example, ctx: Context) -> Any:
+    async def run(self, example: Example, ctx: Context) -> object:
         """See `mmrl.tasks.base.Program.run`."""
         host = _Host(ctx, self._names, asyncio.get_running_loop())
         adapter = _TapeAdapter(dspy.settings.adapter or dspy.ChatAdapter())
@@ -110,6 +116,7 @@ class _Host:
         self.ctx, self.names, self.loop = ctx, names, loop
         self.failure: RolloutError | None = None
         self._lock = threading.Lock()
+        # Untyped: each future has the type of what its coroutine returns.
         self._waiting: set[Future[Any]] = set()
         self._closed = False
 
@@ -128,13 +135,14 @@ class _Host:
             )
         return reply.text
 
-    async def tool(self, name: str, **arguments: Any) -> Any:
+    async def tool(self, name: str, **arguments: object) -> object:
         """See `mmrl.tasks.dspy.tools.Host.tool`."""
         self.raise_failure()
         with self._first_failure():
-            return await self.ctx.tool(name, **arguments)
+            result: object = await self.ctx.tool(name, **arguments)
+            return result
 
-    def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def wait(self, coroutine: Coroutine[object, object, T]) -> T:
         """See `mmrl.tasks.dspy.tools.Host.wait`."""
         try:
             on_loop = asyncio.get_running_loop() is self.loop
@@ -194,7 +202,7 @@ class _Remember:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RolloutError) and self.host.failure is None:
             self.host.failure = error
 
@@ -206,12 +214,17 @@ class _TapeLM(dspy.BaseLM):
         super().__init__(model="mmrl", cache=False)
         self.host, self.parse = host, parse
 
-    def __call__(self, prompt: str | None = None, *, messages: Any = None, **options: Any) -> list[str]:
+    def __call__(
+        self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **options: object
+    ) -> list[str]:
         return self.host.wait(self.acall(prompt, messages=messages, **options))
 
-    async def acall(self, prompt: str | None = None, *, messages: Any = None, **options: Any) -> list[str]:
-        asked: Any = messages if messages is not None else [{"role": "user", "content": prompt}]
-        return [await self.host.call(asked, self.parse, {**self.kwargs, **options})]
+    async def acall(
+        self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **options: object
+    ) -> list[str]:
+        # A predictor's adapter sends messages; a plain prompt comes from a module that calls its LM itself.
+        sent = messages if messages is not None else [{"role": "user", "content": prompt or ""}]
+        return [await self.host.call(sent, self.parse, {**self.kwargs, **options})]
 
     def bound(self, parse: Parse) -> _TapeLM:
         """The same LM, for one request with this parser."""
@@ -229,22 +242,31 @@ class _TapeAdapter(dspy.Adapter):
         if hasattr(inner, "use_json_adapter_fallback"):
             self.inner.use_json_adapter_fallback = False
 
-    def __call__(self, lm: Any, lm_kwargs: Any, signature: Any, demos: Any, inputs: Any) -> Any:
-        return self.inner(self._bound(lm, lm_kwargs, signature, inputs), lm_kwargs, signature, demos, inputs)
-
-    async def acall(self, lm: Any, lm_kwargs: Any, signature: Any, demos: Any, inputs: Any) -> Any:
+    def __call__(
+        self, lm: dspy.BaseLM, lm_kwargs: Fields, signature: Signature, demos: Demos, inputs: Fields
+    ) -> list[Fields]:
         bound = self._bound(lm, lm_kwargs, signature, inputs)
-        return await self.inner.acall(bound, lm_kwargs, signature, demos, inputs)
+        fields: list[Fields] = self.inner(bound, lm_kwargs, signature, demos, inputs)
+        return fields
 
-    def format(self, signature: Any, demos: Any, inputs: Any) -> Any:
+    async def acall(
+        self, lm: dspy.BaseLM, lm_kwargs: Fields, signature: Signature, demos: Demos, inputs: Fields
+    ) -> list[Fields]:
+        bound = self._bound(lm, lm_kwargs, signature, inputs)
+        fields: list[Fields] = await self.inner.acall(bound, lm_kwargs, signature, demos, inputs)
+        return fields
+
+    def format(self, signature: Signature, demos: Demos, inputs: Fields) -> list[Message]:
         """The inner adapter's messages."""
-        return self.inner.format(signature, demos, inputs)
+        messages: list[Message] = self.inner.format(signature, demos, inputs)
+        return messages
 
-    def parse(self, signature: Any, completion: str) -> Any:
+    def parse(self, signature: Signature, completion: str) -> Fields:
         """The inner adapter's fields."""
-        return self.inner.parse(signature, completion)
+        fields: Fields = self.inner.parse(signature, completion)
+        return fields
 
-    def _bound(self, lm: Any, lm_kwargs: Mapping[str, Any], signature: Any, inputs: Mapping[str, Any]) -> _TapeLM:
+    def _bound(self, lm: dspy.BaseLM, lm_kwargs: Fields, signature: Signature, inputs: Fields) -> _TapeLM:
         if not isinstance(lm, _TapeLM):
             raise ProgramFailure(f"a predictor was called with an LM of its own ({type(lm).__name__})")
         processed = self.inner._call_preprocess(lm, dict(lm_kwargs), signature, inputs)
@@ -258,14 +280,14 @@ class _TapeAdapter(dspy.Adapter):
         return lm.bound(parse)
 
 
-def _parse_failure(error: AdapterParseError, signature: Any) -> ParseFailure:
-    wanted = list(signature.output_fields)
+def _parse_failure(error: AdapterParseError, signature: Signature) -> ParseFailure:
+    expected = list(signature.output_fields)
     # a value of the wrong type is raised with its cause, or without any result: then nothing counts as read
     wrong_type = error.parsed_result is None or error.__cause__ is not None
-    read = [] if wrong_type else [name for name in wanted if name in error.parsed_result]
+    read = [] if wrong_type else [name for name in expected if name in error.parsed_result]
     reason = next((line for line in str(error.message).splitlines() if line.strip()), "")
-    missing = ", ".join(name for name in wanted if name not in read)
-    return ParseFailure(reason if wrong_type else f"output fields missing: {missing}", len(read), len(wanted))
+    missing = ", ".join(name for name in expected if name not in read)
+    return ParseFailure(reason if wrong_type else f"output fields missing: {missing}", len(read), len(expected))
 
 
 def _checked_options(name: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -286,7 +308,7 @@ def _checked_options(name: str, options: Mapping[str, Any]) -> Mapping[str, Any]
     return given
 
 
-def _checked_messages(name: str, messages: Any) -> list[Message]:
+def _checked_messages(name: str, messages: Sequence[object]) -> list[Message]:
     checked: list[Message] = []
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
@@ -295,13 +317,13 @@ def _checked_messages(name: str, messages: Any) -> list[Message]:
     return checked
 
 
-async def _in_thread(module: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:
+async def _in_thread(module: Callable[..., object], inputs: Fields) -> object:
     """Call a module that blocks in a thread of its own."""
     loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[Any] = loop.create_future()
+    outcome: asyncio.Future[object] = loop.create_future()
     context = contextvars.copy_context()
 
-    def settle(result: Any, error: BaseException | None) -> None:
+    def settle(result: object, error: BaseException | None) -> None:
         if outcome.done():
             return
         if error is None:
@@ -324,7 +346,7 @@ async def _in_thread(module: Callable[..., Any], inputs: Mapping[str, Any]) -> A
     return await outcome
 
 
-def _plain(output: Any) -> Any:
+def _plain(output: object) -> object:
     """The prediction as JSON values.
 
     Raises:

@@ -8,18 +8,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from mmrl.engines.base import Engine
-from mmrl.errors import ProgramFailure, RewardFailure, RolloutError, RolloutTimeout
+from mmrl.errors import ParseFailure, ProgramFailure, RewardFailure, RolloutError, RolloutTimeout
 from mmrl.records import EMPTY, Call, Example, Forest, Rollout
 from mmrl.rollout.context import Event, RolloutContext
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import Fork, Tree
 from mmrl.rollout.teachers import teacher_forced
-from mmrl.tasks.base import Score
+from mmrl.tasks.base import Canonical, Score
 
 
 @dataclass(slots=True)
@@ -80,7 +79,7 @@ class _Tree:
             failure = error
         return teacher_forced(self.env, name, live, failure)
 
-    async def _run(self, ctx: RolloutContext) -> Any:
+    async def _run(self, ctx: RolloutContext) -> object:
         """The prediction of a program; whatever else happens is a `RolloutError`."""
         limit = self.env.settings.timeout_s
         try:
@@ -100,11 +99,10 @@ class _Tree:
             score = await self._score(ctx, prediction)
         except RolloutError as failure:
             return self._failed(ctx, failure)
-        return self._rollout(
-            ctx, reward=score.reward, prediction=prediction, metrics=dict(score.metrics), parts=dict(score.parts)
-        )
+        rollout = self._rollout(ctx, score.reward)
+        return replace(rollout, prediction=prediction, metrics=dict(score.metrics), parts=dict(score.parts))
 
-    async def _score(self, ctx: RolloutContext, prediction: Any) -> Score:
+    async def _score(self, ctx: RolloutContext, prediction: object) -> Score:
         try:
             scored = self.env.task.score(self.example, prediction, ctx.calls, self.reward_set)
             score = await self._awaited(scored) if inspect.isawaitable(scored) else scored
@@ -128,9 +126,9 @@ class _Tree:
 
     def _failed(self, ctx: RolloutContext, failure: RolloutError) -> Rollout:
         reward = self.env.task.failure_score if failure.model_caused else None
-        return self._rollout(ctx, reward=reward, error=failure.kind, error_message=str(failure))
+        return replace(self._rollout(ctx, reward), error=failure.kind, error_message=str(failure))
 
-    def _rollout(self, ctx: RolloutContext, **fields: Any) -> Rollout:
+    def _rollout(self, ctx: RolloutContext, reward: float | None) -> Rollout:
         calls = ctx.calls
         return Rollout(
             id=f"{self.example.id}/{ctx.path}",
@@ -138,7 +136,7 @@ class _Tree:
             leaf=calls[-1].id if calls else None,
             fork=self.plan.fork_name,
             teacher=self.plan.teacher,
-            **fields,
+            reward=reward,
         )
 
 
@@ -147,7 +145,7 @@ async def sample(
     plans: Sequence[tuple[Example, Sequence[Tree]]],
     reward_set: str,
     step: int = 0,
-    meta: Mapping[str, Any] = EMPTY,
+    meta: Mapping[str, object] = EMPTY,
 ) -> Forest:
     """Run every tree of every example concurrently and gather the forest.
 
@@ -179,7 +177,7 @@ async def sample(
     return _forest(env, [tree for _, tree in trees], step, meta)
 
 
-def _forest(env: Environment, trees: Sequence[_Tree], step: int, meta: Mapping[str, Any]) -> Forest:
+def _forest(env: Environment, trees: Sequence[_Tree], step: int, meta: Mapping[str, object]) -> Forest:
     calls: dict[str, Call] = {}
     rollouts: list[Rollout] = []
     for tree in trees:
@@ -189,6 +187,41 @@ def _forest(env: Environment, trees: Sequence[_Tree], step: int, meta: Mapping[s
                 calls.setdefault(call.id, call)
     return Forest(
         calls=calls, rollouts=tuple(rollouts), modules=tuple(env.task.program.modules), step=step, meta=dict(meta)
+    )
+
+
+def reserialised(forest: Forest, program: Canonical, encode: Callable[[str], Sequence[int]], end: int) -> Forest:
+    """The forest with the completion of every call replaced by its canonical text.
+
+    Training on canonical text instead of the sampled tokens (`algo.reserialise`, the released code of arXiv
+    2508.04660). What the policy sampled stays in `Call.sampled_ids` and `Call.text`. Calls that could not be parsed, or
+    whose text has no canonical form, keep what was sampled. The others lose their sampling log-probabilities, which belong to other tokens: the trainer computes its own before the first update.
+
+    Args:
+        encode: text to token ids.
+        end: id of the end-of-turn token, which ends every canonical completion.
+    """
+    return replace(forest, calls={call.id: _again(call, program, encode, end) for call in forest.calls.values()})
+
+
+def _again(call: Call, program: Canonical, encode: Callable[[str], Sequence[int]], end: int) -> Call:
+    if not call.ok:
+        return call
+    try:
+        text = program.canonical(call)
+    except ParseFailure:
+        return call
+    if text is None:
+        return call
+    ids = (*encode(text), end)
+    if ids == call.completion_ids:
+        return call
+    return replace(
+        call,
+        completion_ids=ids,
+        completion_tokens=len(ids),
+        sampled_ids=call.sampled_ids or call.completion_ids,
+        logprobs=None,
     )
 
 
@@ -203,7 +236,7 @@ def _check_finite(score: Score) -> None:
             raise RewardFailure(f"the reward function returned {value} for {name}, expected a finite number")
 
 
-def _stopped_quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A stop (Ctrl-C, SIGTERM) that hit a branch is told once, by whoever stops the run, not by every task as well."""
+def _stopped_quietly(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+    """A stop (Ctrl-C, SIGTERM) that hit a branch is reported once, by whoever stops the run, and not by every task."""
     if not isinstance(context.get("exception"), KeyboardInterrupt):
         loop.default_exception_handler(context)

@@ -9,19 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from mmrl.engines.base import Completion, Engine, Request
 from mmrl.errors import EngineFailure
 from mmrl.records import Example, Rollout
+from mmrl.rollout import with_program
 from mmrl.rollout.environment import Environment, SamplingSettings
 from mmrl.rollout.plans import independent
-from mmrl.rollout.programs import with_program
 from mmrl.rollout.sample import sample
 from mmrl.tasks.base import FieldWriter, Message, Task
 
 
-def play(task: Task, example: Example, replies: Sequence[str | Mapping[str, Any]]) -> Rollout:
+def play(task: Task, example: Example, replies: Sequence[str | Mapping[str, object]]) -> Rollout:
     """The program on one example, its calls answered by `replies` in order.
 
     Args:
@@ -31,7 +30,7 @@ def play(task: Task, example: Example, replies: Sequence[str | Mapping[str, Any]
         The rollout with prediction and reward, or with `error` and `error_message`.
 
     Raises:
-        ValueError: the program asked for fewer replies than there are.
+        ValueError: the program requested fewer replies than there are.
     """
     task = with_program(task)
     engine = _Script(task, list(replies))
@@ -47,7 +46,7 @@ def play(task: Task, example: Example, replies: Sequence[str | Mapping[str, Any]
     forest = asyncio.run(sample(env, [(example, independent(1))], task.reward_sets[0]))
     (rollout,) = forest.rollouts
     if engine.replies and rollout.error is None:
-        raise ValueError(f"{len(engine.replies)} replies were not asked for: {engine.replies}")
+        raise ValueError(f"{len(engine.replies)} replies were not requested: {engine.replies}")
     return rollout
 
 
@@ -56,19 +55,23 @@ class _Script(Engine):
     """Gives the replies of a list, in order."""
 
     task: Task
-    replies: list[str | Mapping[str, Any]]
+    replies: list[str | Mapping[str, object]]
     policy_version: int = 0
-    asked: list[Request] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
 
     async def generate(self, request: Request) -> Completion:
         """The next reply, one token per character."""
-        self.asked.append(request)
+        self.requests.append(request)
         if not self.replies:
-            raise EngineFailure(f"module '{request.module}' asked for reply {len(self.asked)}, the script has no more")
+            raise EngineFailure(
+                f"module '{request.module}' requested reply {len(self.requests)}, the script has no more"
+            )
         reply = self.replies.pop(0)
         if not isinstance(reply, str):
             if not isinstance(self.task.program, FieldWriter):
-                raise EngineFailure(f"reply {len(self.asked)} has fields, which only DSPy programs read; give a text")
+                raise EngineFailure(
+                    f"reply {len(self.requests)} has fields, which only DSPy programs read; give a text"
+                )
             reply = self.task.program.written(request.module, reply)
         ids = _ids(reply) or _ids(" ")
         return Completion(ids=ids, logprobs=(0.0,) * len(ids), finish="eos")

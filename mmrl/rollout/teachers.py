@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmrl import rng
 from mmrl.engines.base import Completion, Engine
@@ -67,13 +67,14 @@ class TeacherForcedContext(RolloutContext):
     matches: dict[int, Call] = field(default_factory=dict)
     """Position among this rollout's calls -> the teacher's call there."""
 
-    async def tool(self, name: str, **arguments: Any) -> Any:
+    async def tool(self, name: str, **arguments: object) -> object:
         """The teacher's result where it used the tool with the same arguments at this place, else the tool itself."""
         position = sum(event.kind == "tool" and event.name == name for event in self.events)
         used = self._of_teacher("tool", name)
         if position < len(used) and used[position].request == arguments and used[position].outcome.done():
             self.events.append(used[position])
-            return used[position].outcome.result()
+            result: object = used[position].outcome.result()
+            return result
         # Spelled out: a dataclass with slots is another class than the one that `super()` remembers.
         return await RolloutContext.tool(self, name, **arguments)
 
@@ -109,7 +110,7 @@ class TeacherForcedContext(RolloutContext):
             if made[invocation].outcome.done():
                 made[invocation].outcome.result()  # raises what ended the teacher's rollout there
         raise self.failure or ReplayDivergence(
-            f"the student's program asks for call {invocation} of module '{module}', which teacher '{self.name}' "
+            f"the student's program requests call {invocation} of module '{module}', which teacher '{self.name}' "
             "never made"
         )
 

@@ -32,7 +32,7 @@ from mmrl.errors import ConfigError, unknown
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import RunDir
-from mmrl.rollout.programs import with_program
+from mmrl.rollout import with_program
 from mmrl.rollout.teachers import LoadedTeacher
 from mmrl.stages import Stage
 from mmrl.tasks import TASKS

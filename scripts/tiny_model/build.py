@@ -34,9 +34,9 @@ from mmrl.config.tasks import task_schema
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.models.chat import decode_text, render_observation, render_prompt
 from mmrl.models.load import ASSETS
+from mmrl.rollout import with_program
 from mmrl.rollout.environment import Environment, SamplingSettings
 from mmrl.rollout.plans import independent
-from mmrl.rollout.programs import with_program
 from mmrl.rollout.sample import sample
 from mmrl.stages.warmup import Encoded, WarmStartSettings, encode, warm_start
 from mmrl.tasks import TASKS as FACTORIES

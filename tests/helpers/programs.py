@@ -17,8 +17,8 @@ from mmrl.config.tasks import task_schema
 from mmrl.engines.base import Completion, Request
 from mmrl.errors import ConfigError
 from mmrl.records import Call, Example, Rollout
+from mmrl.rollout import with_program
 from mmrl.rollout.plans import independent
-from mmrl.rollout.programs import with_program
 from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS
 from mmrl.tasks.mini.teach import demonstrations

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mmrl.cli import main
-from mmrl.rollout.reserialise import reserialised
+from mmrl.rollout.sample import reserialised
 from mmrl.tasks.base import Canonical
 from mmrl.tasks.search_program.program import SearchProgram, SearchPrompts, parse_answer, parse_queries, parse_selection
 from tests.helpers.fakes import Chain, letters

@@ -18,7 +18,7 @@ from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import SyncFailure
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir, comparable
-from mmrl.stages.prefetch import Prefetch
+from mmrl.stages.collect import Prefetch
 from tests.helpers.runs import SMALL
 
 STEPS = 4

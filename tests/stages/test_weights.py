@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from mmrl.credit.entries import Credit, Entry
 from mmrl.errors import SyncFailure
 from mmrl.records import Call, Example, Forest
-from mmrl.stages.collect import batch_of, minibatches, train_calls
-from mmrl.stages.prefetch import Prefetch
+from mmrl.stages.collect import Prefetch, batch_of, minibatches, train_calls
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.weights import WeightStage
 from mmrl.system.processes import Processes

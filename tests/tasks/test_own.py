@@ -74,7 +74,7 @@ def test_a_script_that_is_too_short_or_too_long_is_told(tmp_path):
     (example,) = task.examples("train")
     rollout = play(task, example, [])
     assert rollout.error == "engine" and "no more" in rollout.error_message
-    with pytest.raises(ValueError, match="1 replies were not asked for"):
+    with pytest.raises(ValueError, match="1 replies were not requested"):
         play(task, example, ["a", "b"])
 
 

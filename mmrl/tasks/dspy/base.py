@@ -1,7 +1,7 @@
 """What the tasks with DSPy programs share: splits, prompts of predictors, demonstrations, facts for summaries.
 
 Base of `banking77`, `papillon`, `hover` and `own`. The program of such a task is a raw `dspy.Module`; whoever builds
-the task wraps it (`mmrl.rollout.programs`). DSPy takes seconds to import, so it is imported when a task is built.
+the task wraps it (`mmrl.rollout.with_program`). DSPy takes seconds to import, so it is imported when a task is built.
 """
 
 from __future__ import annotations
