@@ -102,11 +102,13 @@ class RolloutContext:
         if recorded is not None:
             replayed: Reply = await self._await_replayed(recorded)
             return replayed
+        # Before the request is recorded: siblings replay the tape up to here and then sample on their own.
         if self.on_live_call is not None:
             self.on_live_call(self, module)
         event = self._record("call", module, prompt_ids)
         position = len(self.events) - 1
         try:
+            # Everything that a retry needs: each attempt is the same request with another seed.
             generation = Generation(
                 prompt_ids=prompt_ids,
                 prompt_text=_shown(messages),
@@ -139,6 +141,7 @@ class RolloutContext:
         try:
             if name not in self.env.task.tools:
                 raise ProgramFailure(f"the program used tool '{name}', the task has {sorted(self.env.task.tools)}")
+            # Tools may be plain functions or coroutines; programs cannot tell, so a task may change one.
             result = self.env.task.tools[name](**arguments)
             if inspect.isawaitable(result):
                 result = await result
@@ -149,6 +152,7 @@ class RolloutContext:
             _settle(event.outcome, error)
             raise
         except Exception as error:
+            # The program gets a typed failure; the tool's own exception is the cause, for logs.
             failure = ToolFailure(f"tool '{name}' raised {type(error).__name__}: {error}")
             _settle(event.outcome, failure)
             raise failure from error
@@ -172,6 +176,7 @@ class RolloutContext:
 
     def _recorded(self, kind: str, name: str, request: object) -> Event | None:
         """The tape's event for this request, or None when the tape is played out."""
+        # By position and not by name: the order of requests is what a deterministic program repeats.
         position = len(self.events)
         if position >= len(self.replay):
             return None
@@ -212,6 +217,7 @@ class RolloutContext:
             if isinstance(messages, str):
                 raise ProgramFailure("a prompt given as text continues a reply: pass after=, or give messages")
             return self.env.render(messages), None
+        # The newest first: a context that was continued twice is the later call's.
         event = next((e for e in reversed(self.events) if e.context is not None and e.context == after.context), None)
         if event is None or event.call is None:
             raise ProgramFailure("after= must be a reply that this rollout's ctx.call returned")
@@ -230,8 +236,10 @@ class RolloutContext:
     async def _generate(self, event: Event, position: int, generation: Generation) -> Reply:
         """Sample until the text parses or the attempts are used up; the last attempt is recorded either way."""
         settings = self.env.settings
+        # Before any await: with concurrent calls the tape grows while this one waits.
         earlier = [e for e in self.events[:position] if e.kind == "call"]
         call_id = f"{self.example.id}/{self.path}#{len(earlier)}"
+        # Here rather than in the engine: the limit may be below the model's own.
         self._check_context(generation.prompt_ids, settings)
         failure: ParseFailure | None = None
         for attempt in range(settings.parse_retries + 1):
@@ -263,10 +271,12 @@ class RolloutContext:
             attempts=attempt + 1,
             facts=dict(generation.facts),
         )
+        # A reply that does not parse has no fields to judge.
         if failure is None:
             score = self.env.task.score_call(call)
             call = replace(call, penalty=score.penalty, facts={**generation.facts, **score.facts})
         event.call = call
+        # Set with the call: only a reply that was recorded can be continued with `after=`.
         event.context = generation.prompt_ids + completion.ids
         if failure is not None:
             raise failure
@@ -282,6 +292,7 @@ class RolloutContext:
             top_p=settings.top_p,
             top_k=settings.top_k,
             stop=generation.stop,
+            # By path and attempt, never by arrival: a resumed or reordered step samples the same tokens.
             seed=rng.digest(*self.env.key, "sample", call_id, attempt),
         )
         request = Request(
@@ -320,6 +331,7 @@ def _shown(messages: Sequence[Message] | str) -> str:
 
 
 def _parse(parse: Callable[[str], object] | None, text: str) -> tuple[object, ParseFailure | None]:
+    # Free text is always well-formed.
     if parse is None:
         return None, None
     try:

@@ -67,6 +67,7 @@ class DspyProgram:
                 f"task.program: {', '.join(own)} have an LM of their own, whose calls would not be recorded; "
                 "leave `lm` unset, or make a frozen model a tool of the task"
             )
+        # By identity: a predictor is known by the object that makes the request, not by a name in it.
         self.module = module
         self.modules: tuple[str, ...] = tuple(name for name, _ in named)
         self._names: Mapping[int, str] = {id(predictor): name for name, predictor in named}
@@ -74,6 +75,7 @@ class DspyProgram:
     def canonical(self, call: Call) -> str | None:
         """See `mmrl.tasks.base.Canonical`: the adapter's own text of the fields that it parsed."""
         adapter = dspy.settings.adapter or dspy.ChatAdapter()
+        # Outside a rollout there is no wrapped adapter, so the user's own parses.
         signature = dict(self.module.named_predictors())[call.module].signature
         try:
             fields = adapter.parse(signature, call.text)
@@ -94,6 +96,7 @@ class DspyProgram:
         adapter = _TapeAdapter(dspy.settings.adapter or dspy.ChatAdapter())
         settings = {"lm": _TapeLM(host), "adapter": adapter, "disable_history": True, "track_usage": False, "trace": []}
         try:
+            # DSPy's settings are context variables: rollouts that run at once do not see each other's.
             with dspy.context(**settings), tape.running(host):
                 if hasattr(self.module, "aforward"):
                     output = await self.module.acall(**example.inputs)
@@ -148,6 +151,7 @@ class _Host:
             on_loop = asyncio.get_running_loop() is self.loop
         except RuntimeError:
             on_loop = False
+        # Under the lock, or a request could slip in after the rollout has ended.
         with self._lock:
             if on_loop or self._closed:
                 coroutine.close()
@@ -228,6 +232,7 @@ class _TapeLM(dspy.BaseLM):
 
     def bound(self, parse: Parse) -> _TapeLM:
         """The same LM, for one request with this parser."""
+        # A copy per request: concurrent requests of one rollout have different parsers.
         other = copy.copy(self)
         other.parse = parse
         return other
@@ -238,6 +243,7 @@ class _TapeAdapter(dspy.Adapter):
 
     def __init__(self, inner: dspy.Adapter):
         super().__init__(callbacks=inner.callbacks)
+        # The user's adapter stays as it is outside of rollouts.
         self.inner = copy.copy(inner)
         if hasattr(inner, "use_json_adapter_fallback"):
             self.inner.use_json_adapter_fallback = False
@@ -269,6 +275,7 @@ class _TapeAdapter(dspy.Adapter):
     def _bound(self, lm: dspy.BaseLM, lm_kwargs: Fields, signature: Signature, inputs: Fields) -> _TapeLM:
         if not isinstance(lm, _TapeLM):
             raise ProgramFailure(f"a predictor was called with an LM of its own ({type(lm).__name__})")
+        # DSPy's own steps before and after a request, so that what counts as parsed is what DSPy returns.
         processed = self.inner._call_preprocess(lm, dict(lm_kwargs), signature, inputs)
 
         def parse(text: str) -> None:
@@ -296,6 +303,7 @@ def _checked_options(name: str, options: Mapping[str, Any]) -> Mapping[str, Any]
     Raises:
         ProgramFailure: one that would have no effect.
     """
+    # None is DSPy's way to leave an option out.
     given = {key: value for key, value in options.items() if value is not None and key not in WITHOUT_EFFECT}
     if given.get("n") == 1:
         del given["n"]
@@ -321,9 +329,11 @@ async def _in_thread(module: Callable[..., object], inputs: Fields) -> object:
     """Call a module that blocks in a thread of its own."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[object] = loop.create_future()
+    # A new thread starts without context variables, and DSPy keeps its settings in them.
     context = contextvars.copy_context()
 
     def settle(result: object, error: BaseException | None) -> None:
+        # The rollout may have timed out while the thread worked.
         if outcome.done():
             return
         if error is None:
@@ -354,6 +364,7 @@ def _plain(output: object) -> object:
     """
     value = output.toDict() if isinstance(output, dspy.Example) else output
     try:
+        # The journal would fail on it later, for the whole batch.
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ProgramFailure(

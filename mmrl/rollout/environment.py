@@ -99,6 +99,7 @@ def make_environment(
     task: Task, engine: Engine, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings, key: rng.Key
 ) -> Environment:
     """The environment of a task whose prompts `tokenizer` renders and `engine` answers."""
+    # Functions rather than the tokenizer itself, so that tests run programs without one.
     return Environment(
         task=task,
         engine=engine,

@@ -34,6 +34,7 @@ class _Tree:
 
     def start(self, path: tuple[int, ...], replayed: Sequence[Event], forks: Sequence[Fork]) -> None:
         """Begin one branch; it counts as live at once, so that no deterministic batch starts without it."""
+        # Before the task runs: a deterministic engine waits until all that entered have a request in it.
         self._engine.enter()
         task = asyncio.create_task(self._branch(path, replayed, forks))
         self.tasks.add(task)
@@ -57,6 +58,7 @@ class _Tree:
         def fork(ctx: RolloutContext, module: str) -> None:
             while remaining and remaining[0].module in (None, module):
                 width = remaining.pop(0).width
+                # A copy: the parent goes on and records its own events after the fork.
                 tape = tuple(ctx.events)
                 for branch in range(1, width):
                     self.start((*name, branch), tape, tuple(remaining))
@@ -83,6 +85,7 @@ class _Tree:
         """The prediction of a program; whatever else happens is a `RolloutError`."""
         limit = self.env.settings.timeout_s
         try:
+            # Of the program alone: a judge has its own limit, and its time is not the model's doing.
             async with asyncio.timeout(limit):
                 return await ctx.env.task.program.run(self.example, ctx)
         except TimeoutError as error:
@@ -110,6 +113,7 @@ class _Tree:
             raise
         except Exception as error:
             raise RewardFailure(f"{type(error).__name__}: {error}") from error
+        # One NaN would spread through the baseline of the whole group.
         _check_finite(score)
         for event in ctx.events:
             if event.call is not None and event.call.id in score.turn_rewards:
@@ -125,6 +129,7 @@ class _Tree:
             self.env.engine.enter()
 
     def _failed(self, ctx: RolloutContext, failure: RolloutError) -> Rollout:
+        # A failure by infrastructure says nothing of the policy: no reward, so no credit.
         reward = self.env.task.failure_score if failure.model_caused else None
         return replace(self._rollout(ctx, reward), error=failure.kind, error_message=str(failure))
 
@@ -156,6 +161,7 @@ async def sample(
     Returns:
         A forest whose calls and rollouts are ordered by (example, tree, branch), whatever order they finished in.
     """
+    # Ctrl-C inside a task would otherwise be printed once per branch.
     asyncio.get_running_loop().set_exception_handler(_stopped_quietly)
     trees: list[tuple[int, _Tree]] = []
     for example, planned in plans:
@@ -165,12 +171,14 @@ async def sample(
         tree.start((index,), (), tree.plan.forks)
     try:
         for _, tree in trees:
+            # Branches start further branches, so the set is looked at until it is empty.
             while tree.tasks:
                 done, _ = await asyncio.wait(tree.tasks, return_when=asyncio.FIRST_EXCEPTION)
                 for task in done:
                     task.result()
     finally:
         left = [task for _, tree in trees for task in tree.tasks]
+        # After a failure nothing may go on: its requests would hold the engine's next batch.
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
@@ -181,6 +189,7 @@ def _forest(env: Environment, trees: Sequence[_Tree], step: int, meta: Mapping[s
     calls: dict[str, Call] = {}
     rollouts: list[Rollout] = []
     for tree in trees:
+        # By path and not by completion, so that the forest is the same whatever ended first.
         for _, rollout, path in sorted(tree.rollouts, key=lambda item: item[0]):
             rollouts.append(rollout)
             for call in path:
@@ -195,7 +204,8 @@ def reserialised(forest: Forest, program: Canonical, encode: Callable[[str], Seq
 
     Training on canonical text instead of the sampled tokens (`algo.reserialise`, the released code of arXiv
     2508.04660). What the policy sampled stays in `Call.sampled_ids` and `Call.text`. Calls that could not be parsed, or
-    whose text has no canonical form, keep what was sampled. The others lose their sampling log-probabilities, which belong to other tokens: the trainer computes its own before the first update.
+    whose text has no canonical form, keep what was sampled. The others lose their sampling log-probabilities, which
+    belong to other tokens: the trainer computes its own before the first update.
 
     Args:
         encode: text to token ids.
@@ -213,6 +223,7 @@ def _again(call: Call, program: Canonical, encode: Callable[[str], Sequence[int]
         return call
     if text is None:
         return call
+    # A canonical text always ends its turn, also where the sampled one was cut off.
     ids = (*encode(text), end)
     if ids == call.completion_ids:
         return call

@@ -33,6 +33,7 @@ def play(task: Task, example: Example, replies: Sequence[str | Mapping[str, obje
         ValueError: the program requested fewer replies than there are.
     """
     task = with_program(task)
+    # Characters are the tokens: no tokenizer, and every text encodes and decodes to itself.
     engine = _Script(task, list(replies))
     env = Environment(
         task=task,
@@ -45,6 +46,7 @@ def play(task: Task, example: Example, replies: Sequence[str | Mapping[str, obje
     )
     forest = asyncio.run(sample(env, [(example, independent(1))], task.reward_sets[0]))
     (rollout,) = forest.rollouts
+    # A failed rollout ends early, so what it left unused is no mistake of the script.
     if engine.replies and rollout.error is None:
         raise ValueError(f"{len(engine.replies)} replies were not requested: {engine.replies}")
     return rollout

@@ -69,6 +69,7 @@ class TeacherForcedContext(RolloutContext):
 
     async def tool(self, name: str, **arguments: object) -> object:
         """The teacher's result where it used the tool with the same arguments at this place, else the tool itself."""
+        # By order among the uses of this tool: the two programs may interleave tools and calls differently.
         position = sum(event.kind == "tool" and event.name == name for event in self.events)
         used = self._of_teacher("tool", name)
         if position < len(used) and used[position].request == arguments and used[position].outcome.done():
@@ -79,6 +80,7 @@ class TeacherForcedContext(RolloutContext):
         return await RolloutContext.tool(self, name, **arguments)
 
     async def _generate(self, event: Event, position: int, generation: Generation) -> Reply:
+        # The prompt is the student's own, the completion the teacher's (teacher forcing).
         match = self._match(event.name, position)
         self.matches[sum(e.kind == "call" for e in self.events[:position])] = match
         try:
@@ -92,6 +94,7 @@ class TeacherForcedContext(RolloutContext):
 
     async def _request(self, module: str, generation: Generation, call_id: str, attempt: int) -> Completion:
         assert self.teacher is not None
+        # The call's id ends in its number among the calls of this rollout.
         match = self.matches[int(call_id.rpartition("#")[2])]
         return Completion(ids=self.teacher.student_ids(match), logprobs=(), finish=match.finish)
 

@@ -56,6 +56,7 @@ def build_task(config: TaskConfig, seed: int, prompts: str | None = None) -> Tas
         prompts: a file of prompts (a teacher's) in place of the config's.
     """
     config = config if prompts is None else config.model_copy(update={"prompts": prompts})
+    # By value: every run of a sweep has a config of its own, with equal task sections.
     key = (config.model_dump_json(), seed)
     if key not in _TASKS:
         if config.name not in TASKS:
@@ -131,6 +132,7 @@ def build_run(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
     from mmrl.trainer.settings import Settings
     from mmrl.trainer.trl_trainer import MmrlTrainer
 
+    # Before any torch work: the number of threads decides the order of float sums.
     torch.set_num_threads(config.hardware.threads or 1)
     assignment = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints)
     # Where one process samples for all, the others serve nothing, so they need no copy of the initial weights.
@@ -225,7 +227,7 @@ def _build_engines(
 
 
 def server_devices(hardware: HardwareConfig) -> tuple[int, ...]:
-    """GPUs of the managed server: those kept for it, else those that train too; empty on a CPU or with one process."""
+    """GPUs of the managed server: its own, else those that train too; empty on a CPU or with one process."""
     if hardware.device == "cpu" or (hardware.processes == 1 and not hardware.rollout_devices):
         return ()
     first = hardware.processes if hardware.rollout_devices else 0
@@ -265,9 +267,11 @@ def _load_teachers(
 
     loaded: dict[str, tuple[Engine, PreTrainedTokenizerBase]] = {}
     result: dict[str, LoadedTeacher] = {}
+    # Weights are loaded once for all teachers that name them: a second copy would cost as much memory again.
     for teacher in teachers:
         policy = teacher_policy(teacher)
         engine, tokenizer = student.engine, student.tokenizer
+        # A teacher with prompts alone speaks with the weights in training, so it learns along with them.
         if policy is not None:
             key = f"{policy.base} {policy.adapter} {policy.adapters}"
             if key not in loaded:
@@ -292,6 +296,7 @@ def evaluation_engine(
     """The engine that serves `policy`, and the tokenizer; closed at the end."""
     from mmrl.models.load import load_policy, load_tokenizer
 
+    # The tokenizer and the server's weights are the policy's, whatever model.path says.
     weights = config.model.model_copy(update={"path": policy.base})
     model: PreTrainedModel | None = None
     serving: ServedWeights = {"adapters": policy.modules, "initial": None}
@@ -311,6 +316,7 @@ def evaluation_engine(
     )
     engine = build_engine(config.engine, model, tokenizer, setup)
     try:
+        # Every completion carries the version of the policy that sampled it.
         engine.set_version(policy.step or 0)
         yield engine, tokenizer
     finally:

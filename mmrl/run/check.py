@@ -49,6 +49,7 @@ def check_all(configs: Sequence[RootConfig], typed: Collection[str] = ()) -> Non
         ConfigError: with every problem.
     """
     problems: list[str] = []
+    # All jobs of a sweep share the sections that are not swept, so the first speaks for all.
     if len(configs) > 1 and configs[0].run.dir is not None:
         problems.append("run.dir: the runs of a sweep need a directory each; leave run.dir out")
     for config in configs:
@@ -57,15 +58,18 @@ def check_all(configs: Sequence[RootConfig], typed: Collection[str] = ()) -> Non
         except ConfigError as error:
             problems += error.problems
     if problems:
+        # The runs of a sweep mostly have the same problems; each is listed once, in the order of its first run.
         raise ConfigError(dict.fromkeys(problems))
 
 
 def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     """Problems of one config across its sections, data files included."""
     problems = _directory_problems(config.run.dir)
+    # A task refuses what it cannot be built from (prompts, a program, files) by a `ConfigError` of its own.
     task = build_task(config.task, config.seed)
     if config.task.reward is not None and config.task.reward not in task.reward_sets:
         problems.append(unknown("task.reward", config.task.reward, task.reward_sets))
+    # Where the reward set is wrong there is none to judge the other options by.
     elif not isinstance(config, TrainCommandConfig) or not turns_missing(config, task):
         facts = Facts(
             reward_set=reward_set(
@@ -100,6 +104,7 @@ def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
         problems.append(f"hardware: profile '{config.hardware.name}' has several processes, mmrl eval runs in one")
     if not task.examples(config.split):
         problems.append(f"split: the {config.split} split has no examples; set task.data.{config.split}")
+    # A policy from a run with algo.frozen_serving has two sets of full weights.
     copied = served(config).initial is not None
     problems += engines.problems(
         config.engine, engine_name(config), training=False, copied=copied, device=config.hardware.device
@@ -109,7 +114,8 @@ def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
 
 
 def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    """What stands against a training run wherever it runs: no data is read, no server asked, no package looked for."""
+    """What stands against a training run wherever it runs: it reads no data, calls no server, looks for no package."""
+    # From cheap to dear: nothing here leaves this process.
     problems = across_sections(config) + device_problems(config)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)
@@ -199,7 +205,8 @@ def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
     samplings = {"eval.top_k": config.eval.top_k}
     if isinstance(config, TrainCommandConfig):
         samplings["algo.top_k"] = config.algo.top_k
-        problems = []  # `ModuleAssignment` tells of unknown modules
+        # Training: `ModuleAssignment.problems` lists unknown modules already.
+        problems = []
     problems += [f"{what}: got {k}, and an endpoint takes no top_k; use 0" for what, k in samplings.items() if k > 0]
     for module in [m for m in continuing_modules(task.program) if name == "openai" or m in endpoints]:
         problems.append(
@@ -249,7 +256,8 @@ def turns_missing(config: TrainCommandConfig, task: Task) -> list[str]:
     if chosen is None or chosen in TURN_SETS or not ALGORITHMS[config.algo.name].needs_turn_rewards:
         return []
     if chosen not in task.reward_sets:
-        return []  # refused as unknown already
+        # An unknown reward set has its own sentence in `check`; a second one would only distract.
+        return []
     offered = [name for name in TURN_SETS if name in task.reward_sets]
     instead = f"use task.reward={offered[0]}, or leave it out" if offered else "use an algorithm without turn rewards"
     return [f"task.reward: got {chosen}, which has no turn rewards, and algo={config.algo.name} needs them; {instead}"]
@@ -260,6 +268,7 @@ def on_mini_world(task: TaskConfig) -> TaskConfig:
     if task.name not in BUILT_IN:
         return task
     data = task.data.model_copy(update={"train": "mini", "dev": "mini", "test": "mini"})
+    # What is left out needs a download, a server or a key, and the plan needs none of their contents.
     plain: dict[str, object] = {"data": data}
     if isinstance(task, CorpusConfig):
         plain |= {"corpus": None, "retriever": Bm25Config(top_k=task.retriever.top_k)}
@@ -280,6 +289,7 @@ def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, crit
             model, and DDP wants every trained weight in every backward pass, so no second adapter.
     """
     problems = []
+    # Over all machines: what the processes share does not depend on where they run.
     total = hardware.processes * hardware.nodes
     if hardware.sharding != "none" and hardware.device == "cpu":
         problems.append(
@@ -339,6 +349,7 @@ def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:
             continue
         if teacher.endpoint is not None:
             problems += _teacher_endpoint_problems(teacher, teacher.endpoint, config, task)
+        # A module that the student lacks has no call whose place the teacher's output could take.
         strange = [name for name in modules if name not in task.program.modules]
         if strange:
             problems.append(

@@ -113,6 +113,7 @@ def look_at_runs(request: ComparisonRequest) -> int:
     if problems:
         raise ConfigError(problems)
     runs = find_runs(paths)
+    # A folder of runs is a comparison by itself and is named by it; single run directories are not.
     one_folder = len(paths) == 1 and runs[0].resolve() != paths[0].resolve()
     name = given.get("name") or (paths[0].resolve().name if one_folder else "runs")
     if "docs" in given:
@@ -141,6 +142,7 @@ def run_comparison(request: ComparisonRequest, compose: Compose) -> int:
     def redraw() -> None:
         try:
             write_comparison(so_far(), out)
+        # Hours of training must not end because a chart could not be drawn.
         except Exception as error:  # a drawing problem must not stop the runs; the end shows it
             print(f"comparison not drawn ({type(error).__name__}: {error})", file=sys.stderr)
 
@@ -179,6 +181,7 @@ def _checked(request: ComparisonRequest, name: str, compose: Compose) -> tuple[i
         problems += _problems_of(lambda: check_docs(Path(request.given["docs"]), name))
     _raise(problems)
     runs = _runs(file, request, TOP / name, at_once, compose)
+    # Seeds of one pair differ in nothing that a check looks at, and each check may ask servers.
     first = {(run.task, run.algo): run.config for run in reversed(runs)}
     check_all(list(first.values()))
     _raise([problem for run in runs for problem in _problems_of(run.state)])
@@ -258,6 +261,7 @@ def _runs(
     problems: list[str] = []
     runs: dict[Path, QueuedRun] = {}
     metrics = main_metrics()
+    # In the overrides too, not in the environment alone: config.yaml must say how a run was made.
     single = ["hardware.threads=1"] if at_once > 1 else []
     every = [
         (seed, part, task, algo)
@@ -275,6 +279,7 @@ def _runs(
         except ConfigError as error:
             problems += error.problems
             continue
+        # Parts may overlap; the first to name a run decides its settings.
         if path not in runs:
             runs[path] = QueuedRun(task, algo, seed, words, config, path, metrics.get(config.task.name, "reward"))
     _raise(problems)

@@ -73,7 +73,7 @@ def credit_report(algos: Sequence[AlgoConfig], forest: Forest, *, seed: int, as_
     for algo in algos:
         try:
             credits.append(assign_credit(forest, algo, seed))
-        except DataError as error:  # what one of several algorithms lacks is said with its name
+        except DataError as error:  # what one of several algorithms lacks is reported with its name
             problems += [f"algo={algo.name}: {problem}" for problem in error.problems]
     if problems:
         raise DataError(problems)

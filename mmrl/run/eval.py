@@ -21,7 +21,7 @@ from mmrl.system.files import JsonObject
 
 
 def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
-    """`mmrl eval`: evaluate any policy on any task's split; per-item results are kept, so a stopped one continues."""
+    """`mmrl eval`: evaluate any policy on any task's split; per-item results are stored, so a stopped one continues."""
     config = settle(config.in_folder(run_folder(config.run.dir, config.task.name, "eval")))
     assert config.run.dir is not None
     with RunDir.create(config.run.dir, config.model_dump(mode="json"), command) as rundir:
@@ -36,6 +36,7 @@ def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence
     """
     from mmrl.report.tables import columns_text
 
+    # Exit codes are collected, so that one bad column neither stops the others nor is forgotten.
     codes: list[int] = []
     columns: dict[str, JsonObject] = {}
     for name, config in configs.items():
@@ -54,7 +55,7 @@ def evaluate_columns(configs: Mapping[str, EvalCommandConfig], command: Sequence
 
 
 def resume_evaluation(folder: Path) -> int:
-    """Continue a stopped `mmrl eval`: items already evaluated are kept, those that failed from outside run again."""
+    """Continue a stopped `mmrl eval`: items already evaluated stay, those with an infrastructure failure run again."""
     config = stored_config(folder, EvalCommandConfig)
     with RunDir.open(folder, command=["mmrl", "eval", f"resume={folder}"]) as rundir:
         check_all([config.in_folder(None)])  # the one problem it would have is that its directory is full
@@ -65,7 +66,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     import torch
 
     from mmrl.rollout.environment import make_environment, sampling_settings
-    from mmrl.stages.evaluate import evaluate, evaluation_metrics, forget_failed, outside_failures
+    from mmrl.stages.evaluate import drop_failed, evaluate, evaluation_metrics, infrastructure_failures
 
     hardware = config.hardware
     torch.set_num_threads(hardware.threads or 1)
@@ -73,8 +74,9 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     policy = served(config)
     settings = sampling_settings(config.eval, config.task)
     results = rundir.eval_path(policy.step or 0, config.split)
-    # What the journal says of items that failed from outside stays; they are written beside it when they run again.
-    first = len(rundir.journal_steps(config.split)) if forget_failed(results) else 0
+    # What the journal says of items with an infrastructure failure stays; they are written beside it the second time.
+    # Evaluated again, they get files after the last one, since journals are never rewritten.
+    first = len(rundir.journal_steps(config.split)) if drop_failed(results) else 0
     with stoppable(), released(task), evaluation_engine(config, policy, rundir) as (engine, tokenizer):
         try:
             items = evaluate(
@@ -91,13 +93,14 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
             print(f"stopped; continue with: mmrl eval resume={rundir.path}", file=sys.stderr)
             raise
     metrics = evaluation_metrics(items, config.eval, config.seed)
+    # A summary of one split must not list the sizes of the others as if they counted.
     others = {f"{split} items" for split in ("train", "dev", "test") if split != config.split}
     facts = {name: fact for name, fact in task.describe().items() if name not in others}
     facts |= {**usage, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
     rundir.write_summary(
         {"policy": config.policy, "task": task.name, "split": config.split, "metrics": metrics, "facts": facts}
     )
-    print(evaluation_text(config, facts, metrics, rundir.path, outside_failures(items)))
+    print(evaluation_text(config, facts, metrics, rundir.path, infrastructure_failures(items)))
     return 0
 
 
@@ -114,6 +117,7 @@ def evaluation_text(
     failed = f"{metrics['failed_share']:.1%} of the rollouts failed from outside causes"
     again = f"\nrun again what failed from outside: mmrl eval resume={path}" if metrics["failed_share"] else ""
     again = (f"\nfrom outside: {failures}" if failures else "") + again
+    # Numbers of the tiny model on real data look like results and are none.
     if config.model.name == "tiny" and "mini world" not in str(facts.get("data", "mini world")):
         facts = {**facts, "note": "the tiny model is made for the mini world and cannot read real text"}
     return "\n\n".join(

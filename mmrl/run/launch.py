@@ -1,4 +1,4 @@
-"""Processes of a run from outside: started on this machine, watched, ended together; and how a run is stopped.
+"""Starting the processes of a run on this machine, watching and ending them together; and how a run is stopped.
 
 Called when a hardware profile has more than one process and no launcher has started them. The processes find each
 other by torchrun's environment variables, so a run started by torchrun, accelerate or SLURM takes the same path.
@@ -38,6 +38,7 @@ def start(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int:
     # signals, but after a stop it raises SignalException and the workers' own exit codes are gone, each end adds log
     # lines of its own ("Sending process ... closing signal", "failed (exitcode: 2) ..."), and it has no hook between
     # fork and exec: a worker could guard itself only after seconds of imports, too late if its parent is killed then.
+    # Taken anew for each run: two runs on one machine must not meet each other's processes.
     port = free_port()
     workers = [
         subprocess.Popen(
@@ -51,8 +52,10 @@ def start(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int:
         failed = _wait(workers)
         if failed is None:
             return 0
+        # The others would wait for the dead one in a collective until its timeout, which is hours.
         _end(workers)
     code = workers[failed].returncode
+    # A negative code is a signal: the process had no chance to say anything, so this one does.
     if code < 0:
         print(
             f"error: process {failed} of {len(workers)} was killed by signal {-code} ({signal.Signals(-code).name}); "
@@ -82,6 +85,7 @@ def wrapping(hardware: HardwareConfig) -> dict[str, str]:
     offload = str(hardware.cpu_offload).lower()
     if hardware.device == "cpu":
         return {"ACCELERATE_USE_CPU": "true"}
+    # The names are accelerate's: what `accelerate launch` sets is read by the Trainer's own `Accelerator`.
     if hardware.sharding == "fsdp2":
         return {
             "ACCELERATE_USE_FSDP": "true",
@@ -123,6 +127,7 @@ def must_start(processes: int, nodes: int) -> bool:
     Raises:
         ConfigError: a run over several nodes that no launcher has started.
     """
+    # A worker of `start`, or of the user's torchrun or SLURM: starting more would multiply the run.
     if launched() is not None:
         return False
     if nodes > 1:
@@ -142,11 +147,13 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]]) -> int | None:
                 return rank
         if all(code == 0 for code in codes):
             return None
+        # Polling, because a wait for one process would not notice the death of another.
         time.sleep(0.1)
 
 
 def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End what still runs: asked first, then killed."""
+    """End what still runs: terminated first, then killed."""
+    # One deadline for all: they save at the same time, so waiting for each in turn is not longer.
     deadline = time.monotonic() + GRACE_S
     for worker in workers:
         if worker.poll() is None:
@@ -166,6 +173,7 @@ def passing_on(workers: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
     def end(number: int, frame: object) -> None:
         _end(workers)
 
+    # Workers are in the same process group, but SIGTERM from a scheduler reaches only this process.
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
@@ -181,6 +189,7 @@ def released(task: Task) -> Iterator[None]:
 
     A sweep uses a task for several runs: each begins with counts of its own.
     """
+    # Before, not after: an interrupted run of a sweep may have left counts behind.
     task.reset_counts()
     try:
         yield
@@ -190,7 +199,7 @@ def released(task: Task) -> Iterator[None]:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """SIGTERM (a scheduler's stop) ends a run like Ctrl-C does: what is saved is kept, and the way on is printed."""
+    """SIGTERM (a scheduler's stop) ends a run like Ctrl-C does: what is saved stays, and the way on is printed."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

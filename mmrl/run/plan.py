@@ -26,7 +26,7 @@ from mmrl.tasks.base import Task
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What `mmrl plan` is asked for besides a config."""
+    """What `mmrl plan` takes besides a config."""
 
     lengths: Mapping[str, Lengths]
     dry: int | None
@@ -60,6 +60,7 @@ def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:
     name = request.device or ("cpu" if settled.hardware.device == "cpu" else "h100")
     device = find_device(name, config.hardware.threads or 1)
     weights_here = Path(model_path(config.model)).is_dir()
+    # A few dry rollouts show the lengths of every module and take little time.
     examples = (0 if request.lengths or not weights_here else 4) if request.dry is None else request.dry
     if examples and not weights_here:
         raise ConfigError(f"dry: the weights of {config.model.path} are not on this machine; leave dry out, or dry=0")

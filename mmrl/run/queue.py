@@ -1,4 +1,4 @@
-"""Runs as child processes, some at a time: what is missing is started, what is unfinished resumed, what is done kept.
+"""Runs as child processes, some at a time: what is missing is started, what is unfinished resumed, what is done stays.
 
 A child is `mmrl train …` with a run directory that depends on the run alone, so the same command continues a comparison
 that was killed. Children end when this process ends.
@@ -50,6 +50,7 @@ def state_of(path: Path, config: TrainCommandConfig, key: str) -> State:
     """
     if not path.exists():
         return "new"
+    # Both, as `RunDir.read` wants them: config.yaml alone may be a user's own file.
     if (path / "config.yaml").is_file() and (path / "journal").is_dir():
         _refuse_other_settings(path, config, key)
         return "finished" if RunDir.read(path).summary else "unfinished"
@@ -183,6 +184,7 @@ class RunQueue:
             run.code = 0
             self.say(f"{self._count()} {run.name}: finished before, kept")
             return
+        # A process each: a run that dies of memory or a signal takes neither the queue nor the others along.
         command = [*MMRL, "train"]
         if state == "unfinished":
             command += [f"resume={run.path}"]
@@ -190,7 +192,9 @@ class RunQueue:
             command += ["--config-dir", self.config_dir] if self.config_dir else []
             command += [*run.overrides, f"run.dir={run.path}", "run.progress=false"]
         run.path.parent.mkdir(parents=True, exist_ok=True)
+        # Runs side by side would otherwise each take all CPUs and wait for one another.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.at_once > 1 else {}
+        # Appended to: the log of a run that was continued tells its whole story.
         with open(run.log, "ab") as log:
             process = subprocess.Popen(
                 command,
@@ -202,6 +206,7 @@ class RunQueue:
                 preexec_fn=end_with_parent,
             )
         run.started = time.monotonic()
+        # A run that is continued starts with the steps it has, so that no line claims they were just done.
         run.reported = (run.progress()[0], run.started)
         self.running.append((run, process))
         verb = f"continues from step {run.reported[0]}" if state == "unfinished" else "starts"
@@ -231,7 +236,7 @@ class RunQueue:
 
     def _stop(self) -> None:
         """End the children: they save what they have and can be resumed."""
-        # All are asked first and waited for afterwards, so that they save side by side.
+        # All are terminated first and waited for afterwards, so that they save side by side.
         for _, process in self.running:
             process.terminate()
         for _, process in self.running:
@@ -245,11 +250,12 @@ class RunQueue:
 def differences(stored: Mapping[str, object], requested: TrainCommandConfig) -> list[str]:
     """Settings in which a run directory's config is another than the one requested, as `path=there (asked: here)`.
 
-    Where it is kept and what depends on the machine do not count.
+    Where it lies and what depends on the machine do not count.
 
     Raises:
         ConfigError: the stored config is none that this version understands.
     """
+    # Validated first: keys that a newer version added have their defaults, and are no difference.
     there = flattened(validate_stored(TrainCommandConfig, stored).model_dump(mode="json"))
     here = flattened(requested.model_dump(mode="json"))
     return [

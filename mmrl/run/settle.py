@@ -33,6 +33,7 @@ def import_plugins(packages: Iterable[str]) -> None:
             sys.path.append(here)  # `python -m` puts it there, the `mmrl` command does not
         try:
             importlib.import_module(package)
+        # A plugin may refuse its own settings in a sentence of its own.
         except ConfigError:
             raise
         except ImportError as error:
@@ -45,6 +46,7 @@ def _where(error: Exception) -> str:
     """The error and the file and line that raised it."""
     if isinstance(error, SyntaxError):
         return f"{error.filename} line {error.lineno}: {type(error).__name__}: {error.msg}"
+    # The innermost frame: the user's line, not the import machinery's.
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{last.filename} line {last.lineno}: {type(error).__name__}: {error}"
 
@@ -113,6 +115,7 @@ def stored_config(folder: Path, schema: type[ConfigT]) -> ConfigT:
         CheckpointError: it is no run, or one of the other command.
         ConfigError: this version does not understand it.
     """
+    # No lock is taken here: the processes of the run take it, and may be others than this one.
     stored = RunDir.read(folder).config
     # Each command's config has a key that the other's has not.
     other, key = ("eval", "policy") if schema is TrainCommandConfig else ("train", "algo")
@@ -121,6 +124,7 @@ def stored_config(folder: Path, schema: type[ConfigT]) -> ConfigT:
             f"{folder}: this is a run of mmrl {other}; continue it with: mmrl {other} resume={folder}"
         )
     import_plugins(stored.get("plugins", ()))
+    # The folder as typed, not as stored: a run directory may have been moved.
     try:
         return validate_stored(schema, stored).in_folder(str(folder))
     except ConfigError as error:

@@ -34,14 +34,17 @@ def train(config: TrainCommandConfig, command: Sequence[str], resumed: bool = Fa
         resumed: continue from the newest complete checkpoint, to the numbers that the run would have had.
     """
     config = settle(config)
+    # Before a folder is made: a model that cannot be had must leave none behind. A run that is continued has had it.
     if not resumed:
         check_model(config.model)
     hardware = config.hardware
+    # Several processes and no launcher: this one only starts them and waits, so it must not join them.
     starts = must_start(hardware.processes, hardware.nodes)
     processes = ALONE if starts else _join(hardware, config.engine.name)
     if processes.main:  # or every process of a launcher would make a folder of its own
         suffix = f"_s{config.seed}"
         config = config.in_folder(run_folder(config.run.dir, config.task.name, config.algo.name, suffix=suffix))
+    # The processes of other machines may settle to other threads; the main one's config is the run's.
     config = processes.first(config)
     stored, folder = config.model_dump(mode="json"), config.run.dir
     assert folder is not None
@@ -53,10 +56,12 @@ def train(config: TrainCommandConfig, command: Sequence[str], resumed: bool = Fa
     with _reopened(Path(folder), processes) as rundir:
         checkpoint: Path | None = None
         if processes.main:
-            check_all([config.in_folder(None)])  # the one problem it would have is that its directory is full
+            # Data and servers may have changed since; its own folder is full by now, which must not count.
+            check_all([config.in_folder(None)])
             checkpoint = newest_checkpoint(rundir.checkpoints)
         checkpoint = processes.first(checkpoint)
         if processes.main:
+            # Records after the checkpoint are of steps that are done again.
             rundir.truncate_after(step_number(checkpoint))
         return _run(config, rundir, checkpoint, processes)
 
@@ -115,6 +120,7 @@ def step_number(checkpoint: Path | None) -> int:
 
 def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, processes: Processes) -> int:
     """Build the parts, evaluate, go through the stages, evaluate, report."""
+    # Here, since they import numpy and rich, which a refused config need not wait for.
     from mmrl.report.console import finish
     from mmrl.report.progress import Progress
     from mmrl.report.trackers import trackers
@@ -149,6 +155,7 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
         )
         log = StepLog(rundir=rundir, progress=progress, trackers=opened, processes=processes)
         log.prefetched = bool(config.train.staleness)
+        # None while the parts are built: what fails then has nothing to close.
         built: BuiltRun | None = None
         try:
             built = build_run(config, task, log, checkpoint)

@@ -187,11 +187,13 @@ class Collector:
         self.sync(step - 1)
         algo = self.config.algo
         if isinstance(algo, GroupConfig) and algo.zero_variance == "refill":
+            # The key has the step and not the time, so that a resumed step refills with the same examples.
             key = (self.config.seed, step)
             sampler = partial(self._sample, step=step)
             batch = dynamic_sampling(examples, self.examples, sampler, credit, rounds=algo.refill_rounds, key=key)
         else:
             batch = SampledBatch(examples=examples, forest=self._sample(examples, step))
+        # Until the next batch the trainer needs the memory that a server on the same GPU would hold.
         self.engine.sleep()
         return batch
 
@@ -205,6 +207,7 @@ class Collector:
         """
         started = time.perf_counter()
         if self.prefetch.step == step:
+            # Taken before the push: its rollouts still ran on the weights that the push replaces.
             rollouts = self.prefetch.take(step)
             self.log.add("wait", time.perf_counter() - started)
             self.sync(step - 1)
@@ -214,6 +217,7 @@ class Collector:
             self.log.add("wait", time.perf_counter() - started - self.log.times.get("sync", 0.0))
         following = step + 1
         if following <= self.config.train.steps:
+            # After the push, so that the whole batch comes from the weights of this step.
             self.prefetch.start(following, lambda: self._roll_out(self._examples(following), following))
         return self._complete(rollouts, examples, step)
 
@@ -259,8 +263,10 @@ class Collector:
             mine = [example.id for example in self.log.processes.part(examples)]
             forest = part_of(self.log.processes.forest(forest, examples), mine)
         with self.log.timed("annotate"):
+            # Each process scores its part; the numbers of all are gathered after it.
             forest = annotate(self.trainer.forwards, forest)
         forest = self.log.processes.forest(forest, examples)
+        # On the whole forest, so that all processes stop together.
         self._check_failures(forest, step)
         algo, program = self.config.algo, self.task.program
         if isinstance(algo, MmgrpoConfig) and algo.reserialise and isinstance(program, Canonical):
@@ -287,14 +293,17 @@ def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> li
     batches = -(-len(examples) // size)
     epoch, index = divmod(step - 1, batches)
     order = list(range(len(examples)))
+    # By epoch and seed alone: a resumed run needs no state of the order.
     rng.stream(seed, "order", epoch).shuffle(order)
     chosen = order[index * size : (index + 1) * size]
+    # Topped up from the epoch's own start, whose examples are not in the last batch.
     chosen += order[: size - len(chosen)]
     return [examples[i] for i in chosen]
 
 
 def minibatches(examples: Sequence[Example], count: int) -> dict[str, int]:
     """Example id -> mini-batch: consecutive examples, sizes differing by at most one."""
+    # By example and not by call: the calls of a group stay in one optimizer step.
     return {example.id: index * count // len(examples) for index, example in enumerate(examples)}
 
 
@@ -373,6 +382,7 @@ def with_signal(forest: Forest, credit: Credit) -> set[str]:
 
 def part_of(forest: Forest, examples: Sequence[str]) -> Forest:
     """The part of a forest that belongs to some examples."""
+    # Mostly all of it: then the same forest, without a copy of a large batch.
     chosen = set(examples)
     if chosen.issuperset(forest.examples) and all(call.example in chosen for call in forest.calls.values()):
         return forest

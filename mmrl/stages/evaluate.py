@@ -57,6 +57,7 @@ def evaluate(
         One item per example: id, means over samples of reward and metrics, errors. Failed rollouts score 0, or what
         the task's `failed_metrics` say.
     """
+    # The first ones and no random choice: evaluations of different runs are compared item by item.
     chosen = list(examples[: settings.items] if settings.items else examples)
     done: dict[str, Item] = {}
     if results:
@@ -65,10 +66,12 @@ def evaluate(
             done = {item["id"]: item for item in read_jsonl(results)}
         done = processes.first(done)
     for chunk in chunks([e for e in chosen if e.id not in done]):
+        # One key for all chunks: where a chunk begins depends on what a killed evaluation left.
         env = env_for((seed, "eval"))
         plans = [(example, independent(settings.samples)) for example in processes.share(chunk)]
         forest = processes.forest(asyncio.run(sample(env, plans, reward_set)), chunk)
         items = item_results(forest, env.task.failed_metrics, never(env.task))
+        # The journal before the results: an item in the results has its journal.
         if on_forest:
             on_forest(len(done) // CHUNK, forest)
         if results and processes.main:
@@ -99,8 +102,9 @@ class Evaluations:
         """Evaluate before training; on a resumed run, read back the results of then.
 
         Raises:
-            TooManyFailures: nothing of it is kept, since all later evaluations compare with it.
+            TooManyFailures: nothing of it stays, since all later evaluations compare with it.
         """
+        # The main process writes the history; the others may look before it is on their disk.
         logged = self.log.processes.first(any(record["step"] == 0 for record in self.log.rundir.history()))
         if not logged:
             metrics = self.metrics(0)
@@ -112,8 +116,9 @@ class Evaluations:
         limit = self.max_failed_share
         if share <= limit:
             return
-        failures = outside_failures(self.items(0))
+        failures = infrastructure_failures(self.items(0))
         if self.log.processes.main:
+            # Items that failed would be read back by the resume and compared with forever.
             self.log.rundir.eval_path(0, self.settings.split).unlink(missing_ok=True)
         raise TooManyFailures(
             f"evaluation before training: {share:.0%} of the rollouts failed from outside causes, more than "
@@ -153,14 +158,14 @@ class Evaluations:
         )
 
 
-def forget_failed(results: Path) -> int:
-    """Drop the items of which a rollout failed from outside, so that they are evaluated again; how many they were."""
+def drop_failed(results: Path) -> int:
+    """Drop the items with an infrastructure failure, so that they are evaluated again; how many they were."""
     repair_jsonl(results)
     items = read_jsonl(results)
-    kept = [item for item in items if not item["failed_share"]]
-    if len(kept) < len(items):
-        atomic_write(results, "".join(dumps(item) + "\n" for item in kept))
-    return len(items) - len(kept)
+    complete = [item for item in items if not item["failed_share"]]
+    if len(complete) < len(items):
+        atomic_write(results, "".join(dumps(item) + "\n" for item in complete))
+    return len(items) - len(complete)
 
 
 def chunks(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
@@ -176,6 +181,7 @@ def item_results(forest: Forest, failed: Mapping[str, float], without: Collectio
         failed: metrics of a rollout without a score.
         without: module metrics that are left out.
     """
+    # Failed rollouts report no metrics: the names come from all, so that each item has all of them.
     names = sorted({*failed, *(name for r in forest.rollouts for name in r.metrics)})
     behaviour: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for call in forest.calls.values():
@@ -186,6 +192,7 @@ def item_results(forest: Forest, failed: Mapping[str, float], without: Collectio
         rollouts = [r for r in forest.rollouts if r.example == example]
         counted = [{**failed, **r.metrics} if r.error else r.metrics for r in rollouts]
         metrics = {name: fmean(values.get(name, 0.0) for values in counted) for name in names}
+        # None is a failure by infrastructure, which counts 0 in an evaluation, as the failed share says.
         metrics["reward"] = fmean(r.reward or 0.0 for r in rollouts)
         items.append(
             {
@@ -201,8 +208,8 @@ def item_results(forest: Forest, failed: Mapping[str, float], without: Collectio
     return items
 
 
-def outside_failures(items: Sequence[Item]) -> str:
-    """What failed from outside, and how: the number of each kind, and the first message; empty where nothing did."""
+def infrastructure_failures(items: Sequence[Item]) -> str:
+    """The number of infrastructure failures of each kind, and the first message; empty where there are none."""
     counts = Counter(error for item in items for error in item["errors"] if error not in MODEL_CAUSED)
     if not counts:
         return ""
@@ -219,12 +226,14 @@ def evaluation_metrics(items: Sequence[Item], settings: EvalConfig, seed: int) -
     names = sorted({name for item in items for name in item["metrics"]})
     for name in names:
         values = [item["metrics"].get(name, 0.0) for item in items]
+        # The seed has the metric's name, so that another metric changes no interval.
         low, high = bootstrap_interval(values, (seed, "eval", name), settings.bootstrap)
         metrics |= {name: fmean(values), f"{name}_low": low, f"{name}_high": high}
     modules: Mapping[str, list[float]] = defaultdict(list)
     for item in items:
         for name, value in item["modules"].items():
             modules[name].append(value)
+    # Numbers of calls depend on how many items there are; all other module facts are means.
     metrics |= {
         f"module/{name}": fmean(values) for name, values in sorted(modules.items()) if not name.endswith("calls")
     }

@@ -54,6 +54,7 @@ class StepLog:
 
     def record(self, update: Mapping[str, float]) -> dict[str, float]:
         """The metrics of a step after its last optimizer step; `update` is the trainer's part of them."""
+        # `time/overhead` is what no part accounts for, so a slow part that nobody measures shows up.
         spent = time.perf_counter() - self.started
         update_s = update.get("time/update", 0.0)
         parts = ("wait", "annotate") if self.prefetched else ("generate", "retrieve", "annotate", "tokenize")
@@ -70,8 +71,10 @@ class StepLog:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the record of a step; step 0 is the evaluation before training."""
+        # Every process computes the record, one writes it.
         if not self.processes.main:
             return
+        # The file first: it is the record, and a tracker may fail or wait for its server.
         self.rundir.append_metrics(step, metrics)
         self.trackers.log(step, metrics)
         if step:

@@ -41,6 +41,7 @@ def forest_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, f
 
 def lag_metrics(forest: Forest, step: int) -> dict[str, float]:
     """How many updates the weights that sampled are behind those that step number `step` starts from."""
+    # Calls of teachers and endpoints are of no version of the policy.
     own = [call for call in forest.calls.values() if call.teacher is None and call.policy_version is not None]
     lags = [step - 1 - call.policy_version for call in own if call.policy_version is not None]
     return {"rollouts/policy_lag": fmean(lags), "rollouts/policy_lag_max": float(max(lags))} if lags else {}
@@ -58,6 +59,7 @@ def turn_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, flo
     turns: dict[int, list[Call]] = defaultdict(list)
     for call in forest.calls.values():
         turns[call.turn].append(call)
+    # With one turn these would repeat the metrics of all calls.
     if len(turns) > 1:
         for turn in sorted(turns)[:TURNS]:
             values = module_metrics(turns[turn], without)
@@ -85,9 +87,9 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def failed_share(rollouts: Sequence[Rollout]) -> float:
-    """Share that failed from outside causes (tool, engine, judge, timeout, exception)."""
-    outside = sum(r.error is not None and r.error not in MODEL_CAUSED for r in rollouts)
-    return outside / len(rollouts) if rollouts else 0.0
+    """Share of infrastructure failures (tool, engine, judge, timeout, exception)."""
+    failures = sum(r.error is not None and r.error not in MODEL_CAUSED for r in rollouts)
+    return failures / len(rollouts) if rollouts else 0.0
 
 
 def by_module(forest: Forest) -> dict[str, list[Call]]:
@@ -139,8 +141,10 @@ def similarity(forest: Forest, groups: Mapping[str, Sequence[Entry]]) -> dict[st
     scores: dict[str, list[float]] = defaultdict(list)
     for members in groups.values():
         calls = [forest.calls[call] for call in dict.fromkeys(e.call for e in members)]
+        # Groups of whole rollouts mix modules, whose texts are not alike for other reasons.
         if len({c.module for c in calls}) != 1 or len(calls) < 2:
             continue
+        # The first pairs, not random ones: a metric must not depend on a draw.
         pairs = list(combinations(calls, 2))[:SIMILARITY_PAIRS]
         scores[calls[0].module].append(fmean(f1(a.text, b.text) for a, b in pairs))
     return {f"similarity/{module}": fmean(values) for module, values in sorted(scores.items())}

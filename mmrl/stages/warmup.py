@@ -99,8 +99,10 @@ def warm_start(
     output = Path(output_dir)
     encoded = encode(tokenizer, demonstrations, _context_length(model))
     batches = plan_batches(encoded, settings)
+    # Before the fingerprint is compared: without a checkpoint there is nothing that other data could spoil.
     checkpoint = _last_checkpoint(output) if resume else None
     _check_fingerprint(output, encoded, settings, resuming=checkpoint is not None)
+    # Any id does: padding is right of everything that is trained and never attended to.
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     trainer = _WarmStartTrainer(
         model=model,
@@ -111,6 +113,7 @@ def warm_start(
         processing_class=tokenizer,
         callbacks=list(callbacks),
     )
+    # A key-value cache is of no use in training and would hold memory.
     model.config.use_cache = False
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     model.config.use_cache = True
@@ -131,6 +134,7 @@ def encode(
     end = int(tokenizer.eos_token_id)
     encoded = []
     for index, demonstration in enumerate(demonstrations):
+        # By the same functions as in rollouts, so that the ids are those that a rollout would send.
         prompt_ids = render_prompt(tokenizer, demonstration.messages)
         for completion, observation in demonstration.history:
             prompt_ids = render_observation(tokenizer, (*prompt_ids, *encode_text(tokenizer, completion)), observation)
@@ -162,6 +166,7 @@ def plan_batches(encoded: Sequence[Encoded], settings: WarmStartSettings) -> lis
         keys = {row: len(encoded[row]) * (1 + 0.1 * draws.random()) for row in set(rows)}
         rows.sort(key=keys.__getitem__)
         cut = _cut(rows, encoded, settings.batch_tokens)
+        # Each of the batches of a step comes from another stratum of lengths.
         bounds = [round(len(cut) * share / settings.batches) for share in range(settings.batches + 1)]
         strata = [cut[low:high] for low, high in pairwise(bounds)]
         for stratum in strata:
@@ -234,8 +239,10 @@ class _WarmStartTrainer(SFTTrainer):
         Each batch counts alike: a step's mean over all tokens would belong to whichever module writes the most.
         """
         labels = inputs["labels"]
+        # The head, the costliest layer of a tiny model, runs on [B, T - first] positions only.
         first = 1 if self.prompt_weight else int((labels != IGNORED).any(dim=0).nonzero()[0])
         outputs = model(input_ids=inputs["input_ids"], logits_to_keep=labels.shape[1] - first + 1, use_cache=False)
+        # logits: [B * (T - first), V], targets: [B * (T - first)], shifted by one position.
         logits, targets = outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, first:].flatten()
         mask = targets != IGNORED
         loss = torch.nn.functional.cross_entropy(logits[mask], targets[mask])
@@ -263,8 +270,10 @@ def _arguments(output: Path, settings: WarmStartSettings, device: str) -> SFTCon
         adam_beta2=settings.adam_beta2,
         max_grad_norm=settings.grad_clip,
         seed=settings.seed,
+        # The plan has its own order; shuffling it would undo the balance of lengths.
         train_sampling_strategy="sequential",
         dataset_kwargs={"skip_prepare_dataset": True},
+        # Or transformers would drop `rows`, a column that no model takes.
         remove_unused_columns=False,
         gradient_checkpointing=False,
         bf16=False,

@@ -56,6 +56,7 @@ class WeightStage:
         metrics = forest_metrics(batch.forest, never(self.collector.task))
         metrics |= credit_metrics(trained, credit.entries) | dict(credit.metrics)
         self.log.metrics = metrics | dict(batch.metrics)
+        # Written by a thread while the trainer works: compressing a large batch takes as long as an update.
         if self.log.processes.main:
             self.journal.write(self.log.rundir, batch.forest, credit.entries)
         calls = train_calls(trained, credit, minibatch)
@@ -83,6 +84,7 @@ class WeightStage:
         """
         self.collector.prefetch.wait()  # a batch comes from one version of the weights
         engine, failure = self.engines[0], ""
+        # Once per version: the evaluation after a step and the next batch both come here.
         if engine.policy_version == version:
             return
         with self.log.timed("sync"):
@@ -99,12 +101,14 @@ class WeightStage:
     def _endpoint_metrics(self) -> dict[str, float]:
         """Requests to endpoints so far and their cost, by all processes and engines together."""
         totals: dict[str, float] = {}
+        # A collective, so every process comes here, also those that make no request.
         for usage in self.log.processes.gather(total_usage(self.engines)):
             totals |= {name: totals.get(name, 0.0) + count for name, count in usage.items()}
         return totals
 
     def close(self) -> None:
         """Cancel what is being sampled ahead, and free the engines; each is tried, whatever the others raise."""
+        # Callbacks run backwards: the prefetch ends first, then the journal, then the engines that both use.
         with ExitStack() as stack:
             for engine in self.engines:
                 stack.callback(engine.close)

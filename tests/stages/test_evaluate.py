@@ -9,7 +9,7 @@ from mmrl.config import EvalConfig
 from mmrl.config.tasks import task_schema
 from mmrl.errors import ParseFailure, ToolFailure
 from mmrl.stages import evaluate as module
-from mmrl.stages.evaluate import evaluate, evaluation_metrics, forget_failed, outside_failures
+from mmrl.stages.evaluate import drop_failed, evaluate, evaluation_metrics, infrastructure_failures
 from mmrl.tasks import TASKS
 from tests.helpers.fakes import Chain, FakeEngine, FakeTask, environment, seeded_letter
 
@@ -66,7 +66,7 @@ def test_failed_rollouts_score_zero_and_are_counted(monkeypatch):
     assert (metrics["failed_share"], metrics["model_failed"]) == (1, 0)
     assert all(item["errors"] == ["tool", "tool"] for item in items)
     first = items[0]["id"]
-    assert outside_failures(items) == f"tool {2 * len(items)}; the first, item {first}: [2J down", (
+    assert infrastructure_failures(items) == f"tool {2 * len(items)}; the first, item {first}: [2J down", (
         "and not only how many"
     )
 
@@ -78,7 +78,7 @@ def test_rollouts_that_the_model_spoilt_are_counted_apart(monkeypatch):
     items, _ = run(None, FakeTask(Chain(), tools={"echo": spoilt}), monkeypatch=monkeypatch)
     metrics = evaluation_metrics(items, SETTINGS, 0)
     assert (metrics["failed_share"], metrics["model_failed"]) == (0, 16)
-    assert outside_failures(items) == ""
+    assert infrastructure_failures(items) == ""
 
 
 def test_items_that_failed_from_outside_can_be_evaluated_again(tmp_path, monkeypatch):
@@ -94,11 +94,11 @@ def test_items_that_failed_from_outside_can_be_evaluated_again(tmp_path, monkeyp
 
     broken, _ = run(tmp_path, FakeTask(Chain(), tools={"echo": sometimes}), monkeypatch=monkeypatch)
     assert sum(item["failed_share"] > 0 for item in broken) == 1
-    assert forget_failed(path) == 1
+    assert drop_failed(path) == 1
     again, engine = run(tmp_path, monkeypatch=monkeypatch)
     assert again == whole
     assert len(engine.requests) == 1 * 2 * 3, "the others are kept"
-    assert forget_failed(path) == forget_failed(tmp_path / "none") == 0
+    assert drop_failed(path) == drop_failed(tmp_path / "none") == 0
 
 
 def test_a_task_says_what_a_failed_rollout_counts_in_its_official_metrics(monkeypatch):
