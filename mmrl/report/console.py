@@ -240,11 +240,9 @@ def finish(
     """Write summary and report; returns the text to print.
 
     Args:
-        facts: `Task.describe()`.
-        before, after: per-item results on `split`, with `id` and `metrics`.
-        seed, split, bootstrap: of the run, and how its evaluations are compared (`eval.*`).
+        facts, main_metric: the task's (`describe()`, `main_metric`).
+        before, after: per-item results on `split`, with `id` and `metrics`, compared as `eval.*` says.
         seconds: wall-clock time of this process's part of the run.
-        main_metric: `Task.main_metric`.
     """
     differences = compare_items(before, after, seed, bootstrap, main_metric)
     seen = Overview.of(run)
@@ -252,14 +250,8 @@ def finish(
     # The same window as in the charts, so that numbers and curves agree.
     smooth = trailing_mean(rewards, 5)
     reward = {"first": smooth[0], "last": smooth[-1], "best": smooth.max()} if len(smooth) else {}
-    results = {
-        "seed": seed,
-        "split": split,
-        "seconds": seconds,
-        "main_metric": main_metric,
-        "reward": reward,
-        "facts": dict(facts),
-    }
+    results: dict[str, object] = {"seed": seed, "split": split, "seconds": seconds, "main_metric": main_metric}
+    results |= {"reward": reward, "facts": dict(facts)}
     # First the numbers, then the page: a page that fails to draw loses nothing.
     run.write_summary(_summary(seen, differences, results))
     seen = Overview.of(run)
@@ -276,8 +268,7 @@ def finish(
         parts.append(
             f"training reward  {first} → {last} (best {best}, means of 5 steps)\n  {sparkline(rewards.tolist(), 60)}"
         )
-    parts.append(failures_text({"before": before, "after": after}))
-    parts.append(alarm_text(seen.alarms, width))
+    parts += [failures_text({"before": before, "after": after}), alarm_text(seen.alarms, width)]
     parts.append(further(run, seen, trouble))
     return "\n\n".join(part for part in parts if part)
 

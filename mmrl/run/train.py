@@ -24,6 +24,7 @@ from mmrl.run.launch import adopt, must_start, released, start, stoppable
 from mmrl.run.settle import import_plugins, run_folder, settle, stored_config
 from mmrl.system.files import JsonObject
 from mmrl.system.processes import ALONE, Processes, join, launched
+from mmrl.tasks.base import Task
 
 
 def train(config: TrainCommandConfig, command: Sequence[str], resumed: bool = False) -> int:
@@ -133,26 +134,16 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
     shown, console = (config.run, None) if processes.main else (RunConfig(), Console(quiet=True))
     name = shown.name or f"{config.algo.name}-{task.name}-s{config.seed}"
     live = shown.progress is not False
+    sent = {"name": name, "project": shown.wandb_project, "device": config.hardware.device}
     with (
         Progress(total=steps, title=name, live=live, main_metric=metric, first_step=done, console=console) as progress,
         stoppable(),
         released(task),
-        trackers(
-            shown.report_to,
-            rundir,
-            name=name,
-            project=shown.wandb_project,
-            device=config.hardware.device,
-            warn=progress.note,
-        ) as opened,
+        trackers(shown.report_to, rundir, **sent, warn=progress.note) as opened,
     ):
-        verb = f"continuing from step {done}" if done else "starting"
-        facts = ", ".join(f"{key} {value}" for key, value in task.describe().items())
-        progress.note(
-            f"{verb}: {config.algo.name} on {task.name} with {config.model.name} "
-            f"({config.hardware.device}, {config.hardware.threads} threads), {steps} steps of "
-            f"{config.train.batch_size} examples\n{facts}\nrun directory: {rundir.path}"
-        )
+        place = f"{config.model.name} ({config.hardware.device}, {config.hardware.threads} threads)"
+        work = f"{config.algo.name} on {task.name} with {place}, {steps} steps of {config.train.batch_size} examples"
+        progress.note(_start_text(work, task, rundir.path, done))
         log = StepLog(rundir=rundir, progress=progress, trackers=opened, processes=processes)
         log.prefetched = bool(config.train.staleness)
         # None while the parts are built: what fails then has nothing to close.
@@ -185,3 +176,10 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
         )
     print(text)
     return 0
+
+
+def _start_text(work: str, task: Task, folder: Path, done: int) -> str:
+    """What is about to happen, in three lines."""
+    facts = ", ".join(f"{key} {value}" for key, value in task.describe().items())
+    verb = f"continuing from step {done}" if done else "starting"
+    return f"{verb}: {work}\n{facts}\nrun directory: {folder}"
