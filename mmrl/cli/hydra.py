@@ -1,7 +1,6 @@
 """Hydra, and only here: words in, one composed plain mapping or validated config per job out.
 
-Hydra composes; pydantic (`mmrl.config`) judges. So value overrides are forced in (`++key=value`) and every unknown
-key, wrong type and impossible value is reported together, instead of one at a time by Hydra.
+Hydra composes, pydantic judges: value overrides are forced in (`++key=value`), so all mistakes are reported together.
 """
 
 from __future__ import annotations
@@ -395,7 +394,6 @@ def complete(words: Sequence[str]) -> None:
     """Shell completion as Hydra gives it: `eval "$(mmrl -sc install=bash)"`; the command word is hidden from Hydra."""
     parts = os.environ.get("COMP_LINE", "").split(" ")
     config_name = parts[1] if len(parts) > 1 and parts[1] in ("train", "eval") else "train"
-    # The shell counts in its own line, so that line loses the word too.
     if len(parts) > 1 and parts[1] == config_name:
         os.environ["COMP_LINE"] = " ".join([parts[0], *parts[2:]])
         os.environ["COMP_POINT"] = str(len(os.environ["COMP_LINE"]))

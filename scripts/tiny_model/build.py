@@ -164,16 +164,16 @@ def arguments() -> argparse.Namespace:
 @contextmanager
 def world(seed: int) -> Iterator[None]:
     """Tasks built inside live in the mini world of `seed`."""
-    where = "mmrl.tasks.mini.examples"
+    where, messages = "mmrl.tasks.mini.examples", "mmrl.tasks.mini.messages"
     with (
         patch(f"{where}.make_world", partial(make_world, seed)),
         patch(f"{where}.make_questions", lambda split: make_questions(split, seed)),
         patch(f"{where}.make_singles", lambda split: make_singles(split, seed)),
         patch(f"{where}.make_bridges", lambda split: make_bridges(split, seed)),
-        patch(f"{where}.make_support", lambda split: make_support(split, seed)),
-        patch(f"{where}.make_claims", lambda split: make_claims(split, seed)),
-        patch(f"{where}.make_requests", lambda split: make_requests(split, seed)),
-        patch(f"{where}.make_external", partial(make_external, seed)),
+        patch(f"{messages}.make_support", lambda split: make_support(split, seed)),
+        patch("mmrl.tasks.mini.questions.make_claims", lambda split: make_claims(split, seed)),
+        patch(f"{messages}.make_requests", lambda split: make_requests(split, seed)),
+        patch("mmrl.tasks.dspy.papillon.make_external", partial(make_external, seed)),
     ):
         yield
 

@@ -17,7 +17,7 @@ from mmrl.errors import ConfigError, DataError
 from mmrl.records import Call, Example
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.base import SPLITS, DspyTask, text_of, unique
-from mmrl.tasks.mini.examples import mini_support
+from mmrl.tasks.mini.messages import mini_support
 
 SAMPLE: Mapping[str, tuple[int, int]] = {"train": (0, 250), "dev": (250, 500)}
 """Where the items are that the paper draws (250 and 500), in a shuffle of their source, and how many; all test items

@@ -21,7 +21,7 @@ from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import Chat, described, forget_counts, unreachable
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.base import SPLITS, DspyTask, text_of
-from mmrl.tasks.mini.examples import mini_external, mini_requests
+from mmrl.tasks.mini.messages import make_external, mini_requests
 
 if TYPE_CHECKING:
     import dspy
@@ -75,7 +75,7 @@ class PapillonTask(DspyTask):
             problems += error.problems
         if problems:
             raise ConfigError(problems)
-        self.by_rule = mini_external()
+        self.by_rule = make_external()
         self.tools = {"external": self.ask_external}
 
     def server_problems(self) -> list[str]:

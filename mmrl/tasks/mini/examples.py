@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from mmrl import rng
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
-from mmrl.tasks.mini.messages import INTENTS, make_external, make_requests, make_support
-from mmrl.tasks.mini.questions import Question, in_steps, make_bridges, make_claims, make_questions, make_singles
+from mmrl.tasks.mini.questions import Question, in_steps, make_bridges, make_questions, make_singles
 from mmrl.tasks.mini.world import make_world
 
 KINDS = ("2wiki", "musique")
@@ -54,51 +51,6 @@ def mini_search(split: str, corpus: str = "mini") -> list[Example]:
     questions = [*make_singles(split), *make_bridges(split)]
     questions.sort(key=lambda question: rng.digest("mini", "search", question.id))
     return [_example(question, corpus) for question in questions]
-
-
-def mini_support(split: str) -> list[Example]:
-    """The support queries of a split; `metadata["reason"]` is what demonstrations are made from."""
-    return [
-        Example(
-            id=query.id,
-            inputs={"text": query.text},
-            metadata={
-                "label": query.label,
-                "reason": f"{query.product}: {INTENTS[query.label].reason}",
-                "related": INTENTS[query.label].related,
-            },
-        )
-        for query in make_support(split)
-    ]
-
-
-def mini_requests(split: str) -> list[Example]:
-    """The private requests of a split; `metadata["ask"]` is what demonstrations are made from."""
-    return [
-        Example(
-            id=request.id,
-            inputs={"user_query": request.text},
-            metadata={"target": request.target, "units": list(request.units), "ask": request.ask},
-        )
-        for request in make_requests(split)
-    ]
-
-
-def mini_external() -> Callable[[str], str]:
-    """The rule-based external model of the mini world: request to response."""
-    return make_external()
-
-
-def mini_claims(split: str) -> list[Example]:
-    """The claims of a split; `metadata["notes"]` is what demonstrations are made from."""
-    return [
-        Example(
-            id=claim.id,
-            inputs={"claim": claim.text},
-            metadata={"titles": list(claim.titles), "label": claim.label, "hops": 3, "notes": list(claim.notes)},
-        )
-        for claim in make_claims(split)
-    ]
 
 
 def _example(question: Question, corpus: str) -> Example:

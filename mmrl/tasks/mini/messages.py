@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from mmrl.records import Example
 from mmrl.tasks.mini.names import Draws
 from mmrl.tasks.mini.world import WORLD_SEED, Entity, World, make_world
 
@@ -304,3 +305,31 @@ def _named(text: str, entities: Mapping[str, Entity]) -> Entity | None:
     """The entity that a text names first."""
     pairs = re.findall(r"(?=\b([A-Z]\w* [A-Z]\w*))", text)
     return next((entities[name] for name in pairs if name in entities), None)
+
+
+def mini_support(split: str) -> list[Example]:
+    """The support queries of a split; `metadata["reason"]` is what demonstrations are made from."""
+    return [
+        Example(
+            id=query.id,
+            inputs={"text": query.text},
+            metadata={
+                "label": query.label,
+                "reason": f"{query.product}: {INTENTS[query.label].reason}",
+                "related": INTENTS[query.label].related,
+            },
+        )
+        for query in make_support(split)
+    ]
+
+
+def mini_requests(split: str) -> list[Example]:
+    """The private requests of a split; `metadata["ask"]` is what demonstrations are made from."""
+    return [
+        Example(
+            id=request.id,
+            inputs={"user_query": request.text},
+            metadata={"target": request.target, "units": list(request.units), "ask": request.ask},
+        )
+        for request in make_requests(split)
+    ]

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from mmrl.records import Example
 from mmrl.tasks.mini.names import Draws
 from mmrl.tasks.mini.world import WORLD_SEED, Entity, World, make_world
 
@@ -336,3 +337,15 @@ def make_claims(split: str, seed: int = WORLD_SEED) -> tuple[Claim, ...]:
         Claim(f"mini-claim-{split}-{number:04d}", c.text, c.label, c.titles, c.notes)
         for number, c in enumerate(claims.values())
     )
+
+
+def mini_claims(split: str) -> list[Example]:
+    """The claims of a split; `metadata["notes"]` is what demonstrations are made from."""
+    return [
+        Example(
+            id=claim.id,
+            inputs={"claim": claim.text},
+            metadata={"titles": list(claim.titles), "label": claim.label, "hops": 3, "notes": list(claim.notes)},
+        )
+        for claim in make_claims(split)
+    ]
