@@ -43,7 +43,7 @@ class WeightLayout:
     others_over: int
     """Processes that share the reference and the critic (FSDP2)."""
     generating: int
-    """Devices that generate: those kept for rollouts, else those that train (of the main node, with one server)."""
+    """Devices that generate: those for rollouts alone, else those that train (of the main node, with one server)."""
     offloaded: frozenset[str]
     """Parts of `memory` that wait in host memory (`hardware.cpu_offload`)."""
 

@@ -57,7 +57,7 @@ class Context(Protocol):
                 never trained.
             max_observation: cut what is added to this many tokens (plain text only).
             max_tokens: limit on the completion; None takes `task.max_tokens`.
-            stop: strings that end the completion; kept in its text.
+            stop: strings that end the completion; they stay in its text.
             parse: turns the text into a value, or raises `ParseFailure`; retried up to the allowed number of times,
                 then the failure ends the rollout. Only the last attempt is recorded.
             facts: numbers that the module's penalty and behaviour metrics need (e.g. `{"documents": 10}`).
@@ -103,7 +103,7 @@ def continuing_modules(program: Program) -> tuple[str, ...]:
 
 @runtime_checkable
 class Canonical(Protocol):
-    """A program that can write again what its modules said, in one way: what `algo.reserialise` trains on."""
+    """A program that can write again its modules' outputs, in one way: what `algo.reserialise` trains on."""
 
     def canonical(self, call: Call) -> str | None:
         """The canonical text of what `call.text` says, or None where it says nothing that has one.
@@ -164,7 +164,7 @@ class ModuleScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """One supervised example for the warm start: a prompt and the completion wanted from a module."""
+    """One supervised example for the warm start: a prompt and the completion expected of a module."""
 
     module: str
     messages: Sequence[Message]
@@ -234,12 +234,12 @@ class Task(Protocol):
     def server_problems(self) -> list[str]:
         """Which servers of the task cannot be used (judges, external models): one sentence each with the config key.
 
-        Asked before a model loads.
+        Called before a model loads.
         """
         ...
 
     def reset_counts(self) -> None:
-        """Forget what servers were asked so far; called where a run begins (a sweep uses one task for several)."""
+        """Forget requests to servers so far; called where a run begins (a sweep uses one task for several)."""
         ...
 
     def close(self) -> None:
@@ -271,7 +271,7 @@ class BaseTask:
         return ModuleScore()
 
     def server_problems(self) -> list[str]:
-        """None: no server is asked."""
+        """None: no server is used."""
         return []
 
     def reset_counts(self) -> None:

@@ -46,7 +46,7 @@ class OpenQaTask(BaseTask, ABC):
         seed: the run's seed; it draws the training subset of `task.data.train_items`, and nothing else.
 
     Raises:
-        ConfigError: bad prompts, data or corpus; all problems that can be found at once.
+        ConfigError: bad prompts, data or corpus; all problems at once.
     """
 
     templates: ClassVar[Templates]

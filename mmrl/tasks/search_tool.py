@@ -1,4 +1,4 @@
-"""Retrieval as a tool of a task: the corpora, a retriever for each, and what was asked of them.
+"""Retrieval as a tool of a task: the corpora, a retriever for each, and the requests to them.
 
 Held by `open_qa` and `dspy.hover`; how many documents a search may bring, and what a program sees of them, is theirs.
 """
@@ -85,7 +85,7 @@ class SearchTool:
 
     @property
     def counts(self) -> Counter[str]:
-        """What retrievers behind HTTP were asked since the last `reset_counts`."""
+        """Requests to retrievers behind HTTP since the last `reset_counts`."""
         counts = Counter(self._closed_counts)
         for retriever in self.retrievers.values():
             counts.update(retriever.counts)
@@ -108,13 +108,13 @@ class SearchTool:
         return coverage(splits, self.corpora, cache_root(self.config.cache_folder))
 
     def describe_counts(self) -> str:
-        """What retrievers behind HTTP were asked, in brackets; empty for those in process."""
+        """Requests to retrievers behind HTTP, in brackets; empty for those in process."""
         counts = self.counts
         listed = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in COUNTED if counts.get(name))
         return f" ({listed})" if listed else ""
 
     def describe(self) -> str:
-        """Which retriever, its budget, where it searches, and what it was asked."""
+        """Which retriever, its budget, where it searches, and its requests."""
         where = self.config.index_folder or self.config.address
         return (
             f"{self.config.name}, {self.config.top_k} documents"

@@ -2,7 +2,7 @@
 
 The reward sets `judge_outcome` and `judge_turn` (arXiv 2505.11821, Sec. 5.3 and App. C.3). What the
 policy wrote reaches the judge with its angle brackets escaped, so it can neither close its block, forge another one,
-nor look like a score. A reply that cannot be read is asked for again, then scored by a fixed rule and counted; an
+nor look like a score. A reply that cannot be read is requested again, then scored by a fixed rule and counted; an
 endpoint that does not answer is an infrastructure failure: the rollout is never credited.
 """
 
@@ -25,11 +25,11 @@ from mmrl.tasks.prompts import Template, Texts
 log = logging.getLogger("mmrl.judge")
 
 Reader = Callable[[str], tuple[float, ...] | None]
-"""Reply -> scores; None where it is not as asked for."""
+"""Reply -> scores; None where it has another form."""
 
 JUDGE_SETS = ("judge_outcome", "judge_turn")
 ANSWER_WORDS = 5
-"""A longer answer earns nothing; the judge is told so."""
+"""A longer answer earns nothing; the judge's prompt says so."""
 OUTCOME_RANGE, TURN_RANGE = (0.0, 1.0), (-1.0, 1.0)
 
 # No exponent and no inf or nan: a score has few digits, and anything else is not one.
@@ -103,7 +103,7 @@ class JudgedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the judge said."""
+    """The judge's reply."""
 
     scores: tuple[float, ...]
     """One for the rollout, or one per turn."""
@@ -119,12 +119,12 @@ class Verdict:
 
 
 def unreachable(chat: Chat | None) -> list[str]:
-    """Why no request to an endpoint can succeed, asked before a model loads; see `OpenAIChat.unreachable`."""
+    """Why no request to an endpoint can succeed, checked before a model loads; see `OpenAIChat.unreachable`."""
     return chat.unreachable() if isinstance(chat, OpenAIChat) else []
 
 
 def forget_counts(chat: Chat | None) -> None:
-    """What an endpoint was asked is counted per run."""
+    """Requests to an endpoint are counted per run."""
     if isinstance(chat, OpenAIChat):
         chat.forget_counts()
 
@@ -149,7 +149,7 @@ class Judge:
         self.unreadable = self.fallbacks = self.judged = 0
 
     def describe(self) -> str:
-        """Who judges, how often it was asked, how many replies could not be read, and what share was scored by rule."""
+        """Who judges, how many requests it got, how many replies were unreadable, what share was scored by rule."""
         by_rule = [f"{self.fallbacks} of {self.judged} rollouts scored by the fixed rule"] if self.fallbacks else []
         return described(self.settings, self.chat, *by_rule, unreadable=self.unreadable)
 
@@ -194,7 +194,7 @@ class Judge:
         messages = [{"role": "user", "content": self._prompt(name, prompt, turns, answers)}]
         settings = self.settings
         reply = ""
-        # A reply in another form is asked for again with the same prompt: at temperature > 0 the next one differs,
+        # A reply in another form is requested again with the same prompt: at temperature > 0 the next one differs,
         # and a changed prompt would score by other rules.
         for requests in range(1, settings.retries + 2):
             try:
@@ -268,7 +268,7 @@ async def judged(
     """The judge's score of a rollout whose calls are the turns of one context.
 
     Args:
-        prompt: what the user asked.
+        prompt: the user's prompt.
         metrics: those that the task computes anyway; the judge's own are added (`judge`: its score of the last turn).
     """
     if judge is None:
@@ -301,7 +301,7 @@ def _block(number: int, turn: JudgedTurn) -> str:
 
 
 def read_outcome(reply: str) -> tuple[float, ...] | None:
-    """The one number of a reply, clamped to [0, 1]; None if the reply is not as asked for."""
+    """The one number of a reply, clamped to [0, 1]; None if the reply has another form."""
     content = _score_block(reply)
     if content is None or not re.fullmatch(_NUMBER, content):
         return None
@@ -309,7 +309,7 @@ def read_outcome(reply: str) -> tuple[float, ...] | None:
 
 
 def read_turns(reply: str, count: int) -> tuple[float, ...] | None:
-    """Exactly `count` lines `TurnK: x` in order, each clamped to [-1, 1]; None if the reply is not as asked for."""
+    """Exactly `count` lines `TurnK: x` in order, each clamped to [-1, 1]; None if the reply has another form."""
     content = _score_block(reply)
     if content is None:
         return None
@@ -323,7 +323,7 @@ def read_turns(reply: str, count: int) -> tuple[float, ...] | None:
 
 
 def salvage_turns(reply: str, count: int) -> tuple[float, ...]:
-    """The fixed rule for a reply that is not as asked for: no block, all 0; a missing turn, 0; further turns, cut.
+    """The fixed rule for a reply of another form: no block, all 0; a missing turn, 0; further turns, cut.
 
     A turn that is scored twice keeps its first score.
     """

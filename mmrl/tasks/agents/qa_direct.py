@@ -1,7 +1,7 @@
 """Answering from memory, in one call and without search: the task `qa_direct`, the "LLM" rows of arXiv 2506.02718.
 
 Two prompts, plain and chain of thought (`task.chain_of_thought`). Trainable like any program; on the mini world
-with a tiny model that has been told single facts, what is learnt is to commit to one answer, and to think first.
+with a tiny model that was trained on single facts, what is learnt is to commit to one answer, and to think first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reasoning with search in one context, trained in two stages of outcome rewards: the task `r1_searcher`.
 
 The baseline "R1-Searcher" of arXiv 2506.02718, Table 1. The prompt opens the reasoning, a single `</think>` ends it,
-one `<answer>` pair follows; queries stand between markers, and what is found goes on in the same turn, never trained.
+one `<answer>` pair follows; queries stand between markers, and results go on in the same turn, never trained.
 Reward sets: `stage1` (search and format, with cover exact match), then `outcome` (stage 2: F1 less a format penalty).
 """
 

@@ -103,7 +103,7 @@ def final_well_formed(text: str, check: Literal["strict", "loose"]) -> bool:
 
 
 def intermediate_well_formed(turn: SearchTurn, check: Literal["strict", "loose"]) -> bool:
-    """An earlier turn thinks once, then searches once, and the program inserted what was found.
+    """An earlier turn thinks once, then searches once, and the program inserted the results.
 
     `loose` looks at opening tags only and does not mind an answer tag.
     """

@@ -146,7 +146,7 @@ class SearchO1:
             if at_limit:
                 ended = "searches"
                 break
-            # Beyond the limit the model is told once and may still answer; a second such query ends the rollout.
+            # Beyond the limit the model gets one notice and may still answer; a second such query ends the rollout.
             if len(queries) < self.prompts.searches:
                 queries.append(query)
                 passages: list[Passage] = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
@@ -165,7 +165,7 @@ class SearchO1:
         return {"answer": boxed(sampled), "queries": queries, "titles": titles, "ended": ended}
 
     async def _condensed(self, ctx: Context, reasoning: str, query: str, passages: Sequence[Passage]) -> str:
-        """What the condenser makes of the documents; it is not asked about none."""
+        """What the condenser makes of the documents; it is not called without any."""
         if not passages:
             return self.prompts.fixed("nothing")
         reply = await ctx.call(CONDENSER, self.prompts.condense(reasoning, query, passages))

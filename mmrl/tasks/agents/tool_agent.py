@@ -71,7 +71,7 @@ class ToolPrompts:
         return [{"role": "user", "content": self.texts[MODULE]["correction"].format()}]
 
     def articles(self, passages: Sequence[Passage]) -> str:
-        """What the search found, in which nothing looks like a tag of the agent."""
+        """The search's result, in which nothing looks like a tag of the agent."""
         listing = "\n".join(
             self.texts[MODULE]["document"].format(index=index, title=passage["title"], text=passage["text"])
             for index, passage in enumerate(passages, 1)

@@ -35,7 +35,7 @@ class DspyTask(BaseTask, ABC):
         seed: the run's seed; it draws the training subset of `task.data.train_items`, and nothing else.
 
     Raises:
-        ConfigError: options without effect, bad prompts or data; all problems that can be found at once.
+        ConfigError: options without effect, bad prompts or data; all problems at once.
     """
 
     parts: ClassVar[frozenset[str]] = frozenset()
@@ -173,7 +173,7 @@ def text_of(key: str, row: Row, *names: str, empty: bool = False) -> str:
 
 
 def set_prompts(program: dspy.Module, path: str | None) -> None:
-    """Replace what predictors are told: instructions from a YAML file (`module: {instructions: text}`), or instructions
+    """Replace predictors' prompts: instructions from a YAML file (`module: {instructions: text}`), or instructions
     and demonstrations from a JSON file that DSPy saved (`program.save("file.json")`).
 
     Raises:

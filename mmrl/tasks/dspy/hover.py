@@ -1,6 +1,6 @@
 """Finding all documents that bear on a claim, over several hops: the task `hover` (arXiv 2508.04660, App. C.3).
 
-Reward: Recall@100, or the strict score (every gold title found). Data: HoVer's official JSON, its hub copy, or the
+Reward: Recall@100, or the strict score (every gold title retrieved). Data: HoVer's official JSON, its hub copy, or the
 mini world's claims. Of files, the paper's sample is used: one claim per HotpotQA question, shuffled with seed 0.
 """
 
@@ -35,7 +35,7 @@ SAMPLE_SEED = 0
 PAPER_TOP_K = (10, 30)
 """Passages per query, and in the last hop."""
 MINI_TOP_K = (1, 1)
-"""The same in the mini world, whose documents are found by name, and whose model has a short memory."""
+"""The same in the mini world, whose documents are retrieved by name, and whose model has a short memory."""
 CORPUS = "corpus"
 Passage = dict[str, str | float]
 """What the program sees of a document: `long_text` ("title | text") and `score`."""

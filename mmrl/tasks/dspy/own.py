@@ -199,7 +199,7 @@ class ImportedTask(_RecordTask):
         if not callable(self.metric):
             raise ConfigError(f"task.metric: {config.metric} is a {type(self.metric).__name__}, expected a function")
         super().__init__(config, seed)
-        # looked at before the program is wrapped, when a raw module can still be told
+        # looked at before the program is wrapped, when a raw module can still be recognised
         self.gets_dspy_objects = is_dspy_module(self.program)
         """Whether the metric gets DSPy's own objects, so that DSPy's metrics fit."""
 

@@ -154,7 +154,7 @@ class PapillonTask(DspyTask):
         """
         self.check_reward_set(reward_set)
         query, new, gold = example.inputs["user_query"], prediction["response"], example.metadata["target"]
-        # One after the other: a judge that fails on quality need not be asked about leakage.
+        # One after the other: a judge that fails on quality need not judge leakage.
         quality = float(await self.judges.quality(query, new, gold))
         leakage = await self._leakage(example.metadata["units"], prediction["llm_request"])
         reward = (quality + 1 - leakage) / 2
@@ -165,7 +165,7 @@ class PapillonTask(DspyTask):
         )
 
     async def _leakage(self, units: Sequence[str], request: str) -> float:
-        """Share of the pieces that are in the request, limited to [0, 1]; 0 without pieces, and nobody is asked."""
+        """Share of the pieces that are in the request, limited to [0, 1]; 0 without pieces, and no request is made."""
         if not units:
             return 0.0
         return min(max(await self.judges.leaked(units, request), 0), len(units)) / len(units)
@@ -200,7 +200,7 @@ class Judges(Protocol):
 
 
 class RuleJudges:
-    """Deterministic stand-ins: no model is asked.
+    """Deterministic stand-ins: no model is needed.
 
     A response is as good as a reference if it has all its names and numbers and half of its words in common (F1); a
     piece leaks if the request contains it, in whatever case and spacing, between word boundaries.
