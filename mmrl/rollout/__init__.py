@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-from mmrl.tasks.base import Task, complete
+if TYPE_CHECKING:
+    from mmrl.tasks.base import Task
 
 
 def with_program(task: Task) -> Task:
@@ -15,6 +17,9 @@ def with_program(task: Task) -> Task:
     Raises:
         ConfigError: a `dspy.Module` that cannot be run (see `mmrl.rollout.dspy.DspyProgram`).
     """
+    # Here and not above: plans are read by `mmrl credit`, which is to start without the tasks and what they import.
+    from mmrl.tasks.base import complete
+
     complete(task)
     # Importing DSPy takes seconds, and a task whose program is a `dspy.Module` has imported it.
     dspy = sys.modules.get("dspy")
