@@ -6,6 +6,7 @@ pydantic; each command imports what it needs when it runs.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ import typer
 from mmrl import __version__
 from mmrl.cli.commands import COMMANDS, WORKER, app
 from mmrl.errors import ConfigError, MmrlError, nearest, print_error
+from mmrl.secrets import HidingStream, add_environment, holder
 
 OVERVIEW = """\
 mmrl {version}: train language-model programs by reinforcement learning.
@@ -67,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         # a name that the terminal cannot show is no reason to end
         sys.stdout.reconfigure(errors="backslashreplace")
+    add_environment()
+    # For the life of the process: what ends it with a traceback is printed after this function.
+    sys.stdout, sys.stderr = HidingStream.around(sys.stdout), HidingStream.around(sys.stderr)
     try:
         return _dispatch(words)
     except MmrlError as error:
@@ -87,6 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: Sequence[str]) -> int:
+    if told := [(word, name) for word in words if (name := holder(word)) is not None]:
+        raise ConfigError(
+            f"{word.partition('=')[0] if '=' in word else 'argument'}: holds the value of the environment variable "
+            f"{name}, which run directories would keep; type '${{oc.env:{name}}}' instead, in single quotes"
+            for word, name in told
+        )
     # Typer's page of all commands knows nothing of the config groups, so the first word is looked at here.
     first = words[0] if words else "--help"
     if first in ("-h", "--help", "help"):
@@ -94,6 +105,8 @@ def _dispatch(words: Sequence[str]) -> int:
     elif first in ("-V", "--version"):
         print(f"mmrl {__version__}")
     elif first in ("-sc", "--shell-completion"):
+        if len(words) != 2 or not re.fullmatch(r"(install|uninstall|query)=(bash|fish|zsh)", words[1]):
+            raise ConfigError(f"{first}: got {' '.join(words[1:]) or 'nothing'}, expected install=bash, =zsh or =fish")
         from mmrl.cli.hydra import complete
 
         complete(words)

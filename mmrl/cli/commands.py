@@ -55,12 +55,12 @@ def train(context: typer.Context) -> int:
       mmrl train -m algo=mhgpo_rr,grpo seed=0,1,2
       mmrl train resume=outputs/hotpotqa/mhgpo_rr/RUN
     """
-    from mmrl.cli import hydra
+    from mmrl.cli import hydra, overrides
     from mmrl.config import TrainCommandConfig
 
-    line = hydra.read_line(context.args, own=("resume",))
+    line = overrides.read_line(context.args, own=("resume",))
     if "resume" in line.own:
-        hydra.refuse_beside_resume(line)
+        overrides.refuse_beside_resume(line)
         from mmrl.run.train import resume
 
         return resume(Path(line.own["resume"]))
@@ -99,12 +99,12 @@ def evaluate(context: typer.Context) -> int:
       mmrl eval policy=outputs/hotpotqa/mhgpo_rr/RUN task=2wiki split=test
       mmrl eval -m policy=tiny task=hotpotqa,2wiki,musique
     """
-    from mmrl.cli import hydra
+    from mmrl.cli import hydra, overrides
     from mmrl.config import EvalCommandConfig
 
-    line = hydra.read_line(context.args, own=("resume",))
+    line = overrides.read_line(context.args, own=("resume",))
     if "resume" in line.own:
-        hydra.refuse_beside_resume(line)
+        overrides.refuse_beside_resume(line)
         from mmrl.run.eval import resume_evaluation
 
         return resume_evaluation(Path(line.own["resume"]))
@@ -121,7 +121,7 @@ def evaluate(context: typer.Context) -> int:
         return evaluate_policy(configs[0], command=command)
     from mmrl.report.tables import column_names
 
-    columns = dict(zip(column_names(hydra.expand(line, [])), configs, strict=True))
+    columns = dict(zip(column_names(overrides.expand(line, [])), configs, strict=True))
     return evaluate_columns(columns, command=command)
 
 
@@ -200,11 +200,11 @@ def compare(context: typer.Context) -> int:
       mmrl compare plan=mini
       mmrl compare outputs/hotpotqa/mhgpo_rr/RUN outputs/hotpotqa/grpo/RUN
     """
-    from mmrl.cli import hydra
+    from mmrl.cli import hydra, overrides
     from mmrl.config import TrainCommandConfig
     from mmrl.run.compare import KEYS, ComparisonRequest, look_at_runs, run_comparison
 
-    line = hydra.read_line(context.args, own=KEYS, names=True)
+    line = overrides.read_line(context.args, own=KEYS, names=True)
     if line.switches:
         switches = " ".join(line.switches)
         raise ConfigError(f"{switches}: not for mmrl compare, which takes lists as they are: algo=a,b seed=0,1")
@@ -257,10 +257,10 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
       mmrl plan experiment=mhgpo/table1/mhgpo_rr device=h200
       mmrl plan model=llama31_8b_instruct device=h100 lengths=rewriter:300/40
     """
-    from mmrl.cli import hydra
+    from mmrl.cli import hydra, overrides
     from mmrl.config import TrainCommandConfig
 
-    line = hydra.read_line(context.args, own=("lengths", "dry", "device"))
+    line = overrides.read_line(context.args, own=("lengths", "dry", "device"))
     if line.switches:
         raise ConfigError("mmrl plan: takes one run and no flags but --json")
     (config,) = hydra.configs("train", TrainCommandConfig, line)
@@ -338,6 +338,8 @@ def serve_retriever(context: typer.Context) -> int:
     Keys:
       index=DIR             what is served
       host= port=           127.0.0.1 and 8000; port=0: a free one
+      token_env=NAME        environment variable with the token that every request must bring; needed with any host
+                            that other machines reach
       max_batch=            queries of one search
       parent=PID            end when this process is gone
       device= batch_size=   dense, colbert

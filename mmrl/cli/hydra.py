@@ -1,12 +1,10 @@
-"""Hydra, and only here: words in, one composed plain mapping or validated config per job out.
+"""Hydra's compositions: words in, one composed plain mapping or validated config per job out.
 
 Hydra composes, pydantic judges: value overrides are forced in (`++key=value`), so all mistakes are reported together.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
 import os
 import re
 import sys
@@ -20,156 +18,33 @@ from hydra import compose, initialize_config_dir
 from hydra import main as hydra_main
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
-from mmrl.cli.arguments import CommandLine, Words, comma_separated, typed_text
+from mmrl.cli.arguments import CommandLine, comma_separated
+from mmrl.cli.overrides import expand, forced, parse, read_line, typed_value
 from mmrl.config import AlgoConfig, RootConfig, validate
 from mmrl.config.validate import algo_section
-from mmrl.errors import ConfigError, unknown
-from mmrl.system.conf import GROUPS, conf_dir, options, user_dirs
+from mmrl.errors import ConfigError
+from mmrl.secrets import environment_value
+from mmrl.system.conf import conf_dir, user_dirs
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 
-# Listed, since Hydra's own argument parser ends the process at the first flag that it does not know.
-MULTIRUN, CONFIG_DIR = ("-m", "--multirun"), ("--config-dir", "-cd")
-PRINTING, PRINTING_WITH_VALUE = ("--hydra-help", "--resolve"), ("--cfg", "-c", "--info", "-i", "--package", "-p")
-"""Hydra's own flags that print something and run nothing."""
-NO_ROW = ("experiment=null", "experiment=")
-"""The default, which Hydra has no words for: it takes null for no choice at all."""
+
+def _env(*names: str) -> object:
+    """`${oc.env:NAME}`: as OmegaConf has it, and hidden wherever mmrl prints or writes it."""
+    value: object = oc.env(*names)
+    if names and isinstance(names[0], str):
+        environment_value(names[0])
+    return value
 
 
-def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = False, once: bool = False) -> CommandLine:
-    """Sort the words after a command.
-
-    Args:
-        words: overrides, flags, and what the command takes besides.
-        own: keys of the command itself; Hydra does not see them, so their values need no quotes.
-        names: whether the command takes words without a `=`.
-        once: whether a config key may be given once alone; of the own keys that always holds.
-
-    Raises:
-        ConfigError: every word that cannot be read.
-    """
-    sorted_words = Words.sort(words, with_value=(*CONFIG_DIR, *PRINTING_WITH_VALUE))
-    problems = [] if names else [f"{name}: expected key=value" for name in sorted_words.names]
-    multirun, config_dir, flags = False, None, []
-    for flag, value in sorted_words.flags:
-        if flag in MULTIRUN and value is None:
-            multirun = True
-        elif flag in CONFIG_DIR:
-            # an empty value is a mistake to report, not the flag left out
-            config_dir = value or ""
-            problems += [] if config_dir and Path(config_dir).is_dir() else [f"{flag}: no folder '{config_dir}'"]
-        elif flag in (*PRINTING, *PRINTING_WITH_VALUE):
-            flags += [flag] if value is None else [flag, value]
-        else:
-            known = "-m, --config-dir, --cfg, --info, --hydra-help, --resolve, --package"
-            problems.append(f"{flag}: unknown flag (known: {known})")
-    # Own keys are taken out before Hydra parses: a path or a list of names need not be valid Hydra grammar.
-    texts, given = [], {}
-    for text in sorted_words.settings:
-        key, _, typed = text.partition("=")
-        if key not in own:
-            texts += [] if text in NO_ROW else [text]
-            continue
-        problems += [f"{key}: given more than once"] if key in given else []
-        given[key] = typed
-    overrides = _parse(texts, problems)
-    keys = [override.key_or_group for override in overrides] if once else []
-    problems += [f"{key}: given more than once" for key in dict.fromkeys(keys) if keys.count(key) > 1]
-    if problems:
-        raise ConfigError(problems)
-    return CommandLine(tuple(overrides), given, sorted_words.names, multirun, config_dir, tuple(flags))
-
-
-def _parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
-    # One by one: the parser stops at the first word that it cannot read, and all of them are to be named.
-    parser, parsed = OverridesParser.create(), []
-    for text in texts:
-        try:
-            parsed += parser.parse_overrides([text])
-        except HydraException as error:
-            problems.append(f"{text}: not an override that can be read ({str(error).splitlines()[0]})")
-    return parsed
-
-
-def _typed_value(override: Override) -> str | None:
-    """What was typed after the `=`; None where `~key` stands alone."""
-    _, equals, value = typed_text(override).partition("=")
-    return value if equals else None
-
-
-def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
-    """The overrides of each job: one without `-m`, else the cross product.
-
-    A group that is given a choice it does not have is added to `problems` and left at its default, so that the rest
-    of the command line can still be judged.
-
-    Raises:
-        ConfigError: a sweep without `-m`, or one that cannot be listed.
-    """
-    swept = [override.get_key_element() for override in line.overrides if override.is_sweep_override()]
-    if swept and not line.multirun:
-        raise ConfigError(
-            f'{key}: got several values; run a sweep with -m, or quote a list: "{key}=[a,b]"' for key in swept
-        )
-    # A key that is given twice keeps its place and takes the later value, as in Hydra's own sweeper.
-    axes: dict[str, list[tuple[Override, str | None]]] = {}
-    for override in line.overrides:
-        try:
-            values = _values(override)
-        except HydraException as error:
-            raise ConfigError(f"{typed_text(override)}: {error}") from None
-        axes[override.get_key_element()] = [(override, value) for value in values]
-    # The last key varies fastest, as in Hydra's own sweeper, so that the jobs of a sweep have the same numbers there.
-    return [
-        [_forced(override, value) for override, value in job if not _left_out(override, value, line, problems)]
-        for job in itertools.product(*axes.values())
-    ]
-
-
-def _values(override: Override) -> list[str | None]:
-    """What follows the `=`, one for each value of a sweep; None where `~key` stands alone."""
-    if override.is_sweep_override():
-        return list(override.sweep_string_iterator())
-    return [override.get_value_element_as_str() if _typed_value(override) is not None else None]
-
-
-def _left_out(override: Override, value: str | None, line: CommandLine, problems: list[str]) -> bool:
-    """Whether Hydra must not see an override: no choice, or one that is not there (which is added to `problems`)."""
-    key, choice = override.key_or_group, (value or "").strip("'\"")
-    # Hydra would list the launchers that it has and not say how to install this one.
-    if key == "hydra/launcher" and choice.startswith("submitit") and importlib.util.find_spec("submitit") is None:
-        problems.append(
-            f"hydra/launcher: got {choice}, which needs hydra-submitit-launcher, and {sys.executable} does not have "
-            "it; install it (pip install 'mmrl[slurm]'), or leave hydra/launcher out"
-        )
-        return True
-    # `group@package=` puts a choice at another place of the config, which Hydra alone resolves.
-    if key not in GROUPS or override.package is not None or override.is_delete():
-        return False
-    if f"{key}={choice}" in NO_ROW:
-        return True
-    choices = options(key, line.config_dir)
-    if choice in choices:
-        return False
-    problems.append(unknown(key, choice, choices))
-    return True
-
-
-def _forced(override: Override, value: str | None) -> str:
-    """The override in a form that Hydra never refuses; pydantic names unknown keys afterwards."""
-    key = override.key_or_group
-    text = override.get_key_element() if value is None else f"{override.get_key_element()}={value}"
-    # A choice of a group and Hydra's own keys take no `++`; with a `+` or `~` the user has chosen the form already.
-    as_typed = override.is_add() or override.is_force_add() or override.is_delete() or override.package is not None
-    return text if as_typed or key in GROUPS or key.startswith("hydra") or "/" in key else f"++{text}"
+OmegaConf.register_new_resolver("oc.env", _env, replace=True)
 
 
 def configs(command: str, schema: type[ConfigT], line: CommandLine) -> list[ConfigT]:
@@ -205,7 +80,7 @@ def configured(schema: type[ConfigT], words: Sequence[str], config_dir: str | No
     Raises:
         ConfigError: every problem.
     """
-    (config,) = configs("train", schema, replace(read_line(words), config_dir=config_dir))
+    (config,) = configs("train", schema, replace(read_line(words, once=False), config_dir=config_dir))
     return config
 
 
@@ -222,7 +97,7 @@ def import_plugins_of(line: CommandLine) -> None:
     """Import `plugins=[pkg]` before validation, so that their names are known to it."""
     for override in line.overrides:
         if override.key_or_group == "plugins" and not override.is_delete():
-            _import_plugins(comma_separated(_typed_value(override) or ""))
+            _import_plugins(comma_separated(typed_value(override) or ""))
 
 
 def _import_plugins(packages: Collection[str]) -> None:
@@ -240,17 +115,46 @@ def composed(config_name: str, overrides: Sequence[str], config_dir: str | None 
     Raises:
         ConfigError: Hydra or OmegaConf could not compose it; their message, first line.
     """
+    try:
+        return _sections(config_name, _composition(config_name, overrides, config_dir))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _refusal(error) from None
+
+
+def _composition(config_name: str, overrides: Sequence[str], config_dir: str | None) -> DictConfig:
+    """As Hydra composes it, interpolations as they are.
+
+    Raises:
+        ConfigError: Hydra could not compose it.
+    """
     _put_user_folders_first(config_dir)
     # Hydra refuses a second composition in one process otherwise.
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name=config_name):
-            config = compose(config_name, overrides=list(overrides))
-            return _sections(config_name, config)
-    except (HydraException, OmegaConfBaseException) as error:
-        # OmegaConf's errors alone have one: where an interpolation stands
-        key = getattr(error, "full_key", None)
-        raise ConfigError(f"{f'{key}: ' if key else ''}{' '.join(str(error).splitlines()[0].split())}") from None
+            return compose(config_name, overrides=list(overrides))
+    # Hydra has errors of its own for some words alone; others are what its parsers happen to run into.
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        OSError,
+    ) as error:
+        raise _refusal(error) from None
+    except (AssertionError, RecursionError) as error:
+        raise _refusal(error) from None
+
+
+def _refusal(error: Exception) -> ConfigError:
+    # OmegaConf's errors alone have one: where an interpolation stands
+    key = getattr(error, "full_key", None)
+    said = " ".join((str(error).splitlines() or [""])[0].split())
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        said = f"these words cannot be composed ({type(error).__name__}{': ' if said else ''}{said})"
+    return ConfigError(f"{f'{key}: ' if key else ''}{said or type(error).__name__}")
 
 
 def _sections(config_name: str, config: DictConfig) -> dict[str, object]:
@@ -287,13 +191,6 @@ def _put_user_folders_first(config_dir: str | None) -> None:
     registered = plugins.plugin_type_to_subclass_list[SearchPathPlugin]
     registered[:] = [plugin for plugin in registered if plugin.__name__ != UserConfigs.__name__]
     plugins.register(UserConfigs)
-
-
-def refuse_beside_resume(line: CommandLine) -> None:
-    """Raises `ConfigError` for anything beside `resume=`."""
-    if line.overrides or line.switches:
-        given = ", ".join([*line.typed, *line.switches])
-        raise ConfigError(f"resume: a run continues with the config it was started with; remove {given}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +237,7 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
     seed: object = 0
     for name in dict.fromkeys(chosen):
         before = len(problems)
-        choice = _parse([f"algo={name}"], problems)
+        choice = parse([f"algo={name}"], problems)
         (job,) = expand(replace(line, multirun=False, overrides=(*choice, *line.overrides)), problems)
         if len(problems) > before:
             continue
@@ -363,10 +260,11 @@ def print_only(config_name: str, line: CommandLine) -> None:
         ConfigError: a sweep, or a choice that a group does not have.
     """
     problems = [f"{line.flags[0]}: prints one job, without -m and with one value for each key"] if line.multirun else []
-    # for its problems alone: Hydra would report one of them at a time
-    expand(line, problems)
+    jobs = expand(line, problems)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
+    # for its problems alone: Hydra's main has a traceback for some of them
+    _composition(config_name, jobs[0], line.config_dir)
     through_hydra(config_name, line, lambda raw: None)
 
 
@@ -381,7 +279,7 @@ def through_hydra(
         job(_sections(config_name, config))
 
     # A sweep goes to Hydra unexpanded: which sweeper takes it apart may be an override too.
-    words = [_forced(override, _typed_value(override)) for override in line.overrides]
+    words = [forced(override, typed_value(override)) for override in line.overrides]
     # `hydra.main` reads the process's own arguments and has no other way in.
     saved, sys.argv = sys.argv, [program, *line.flags, *(["-m"] if line.multirun else []), *words]
     try:

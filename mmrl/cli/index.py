@@ -12,8 +12,9 @@ from pydantic import Field, model_validator
 
 from mmrl.cli.arguments import read_arguments
 from mmrl.config import RETRIEVER_SCHEMAS, RetrieverConfig
-from mmrl.config.base import Section
+from mmrl.config.base import Section, is_loopback
 from mmrl.errors import ConfigError, DataError
+from mmrl.secrets import token_of
 
 if TYPE_CHECKING:
     from mmrl.retrieval.base import Retriever
@@ -90,6 +91,16 @@ class ServeArguments(Runtime):
     port: int = Field(8000, ge=0, le=65535, description="0: a free one")
     max_batch: int = Field(64, ge=1, description="queries of one search")
     parent: int | None = Field(None, description="end when this process is gone")
+    token_env: str | None = Field(None, description="environment variable with the token that every request must bring")
+
+    @model_validator(mode="after")
+    def _let_in(self) -> Self:
+        if self.token_env is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host: got '{self.host}', which other machines reach; expected a token too: "
+                "token_env=NAME_OF_AN_ENVIRONMENT_VARIABLE, or leave host out (127.0.0.1)"
+            )
+        return self
 
 
 def build(words: Sequence[str]) -> int:
@@ -175,6 +186,7 @@ def serve(words: Sequence[str]) -> int:
     given = read_arguments("mmrl serve-retriever", ServeArguments, words)
     if problems := server_problems("mmrl serve-retriever"):
         raise ConfigError(problems)
+    token = None if given.token_env is None else token_of(given.token_env, "mmrl serve-retriever: token_env")
     facts, retriever, documents = _opened(given)
     from mmrl.retrieval.serving import serve as serve_app
 
@@ -184,7 +196,7 @@ def serve(words: Sequence[str]) -> int:
         "index": Path(given.index).name,
         "digest": facts.digest,
     }
-    app = make_app(retriever, served, max_batch=given.max_batch)
+    app = make_app(retriever, served, max_batch=given.max_batch, token=token)
     try:
         serve_app(app, given.host, given.port, parent=given.parent, announce="listening on {url}")
     except OSError as error:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable, Mapping
 from typing import TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
 from mmrl.errors import unknown
+from mmrl.secrets import holder, secret_name
 
 
 class Section(BaseModel):
@@ -76,6 +78,33 @@ def is_address(url: str) -> bool:
         return False
     known = parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
     return known and url.isprintable() and " " not in url
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server that listens on `host` can be reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which may stand for any address; empty: all of them
+        return host == "localhost"
+
+
+def address_problem(url: str, more: str = "") -> str | None:
+    """Why `url` is no address that a config may hold, beginning with "got"; the password in one is not repeated.
+
+    Args:
+        more: what is expected besides, for the sentence.
+    """
+    if "@" in url.partition("?")[0]:
+        return "got an address with a user or password, which run directories would keep; take an environment variable"
+    if not is_address(url):
+        return f"got '{url}', expected http://HOST[:PORT]… or https://…{more}"
+    named = [name for name, value in parse_qsl(urlsplit(url).query) if secret_name(name) and holder(value) is None]
+    if named:
+        return (
+            f"got an address with a secret in its query ({named[0]}), which run directories would keep; "
+            f"take an environment variable: {named[0]}=${{oc.env:NAME}}"
+        )
+    return None
 
 
 # The one place that knows: `validate` puts the name in, `mmrl.models.load` finds the folder.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
 from pydantic import Field, field_validator
 
-from mmrl.config.base import Section, is_address
+from mmrl.config.base import Section, address_problem
 
 
 class Endpoint(Section):
@@ -25,10 +23,8 @@ class Endpoint(Section):
     @field_validator("url")
     @classmethod
     def _address(cls, url: str) -> str:
-        if not is_address(url):
-            raise ValueError(f"got '{url}', expected http://HOST[:PORT]… or https://…, up to and with /v1")
-        if "@" in urlsplit(url).netloc:  # it would stand in config, log and report
-            raise ValueError("got an address with a user or password, which run directories would keep; use key_env")
+        if problem := address_problem(url, ", up to and with /v1"):
+            raise ValueError(problem)
         return url
 
 

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from mmrl.config.base import Section, is_address
+from mmrl.config.base import Section, address_problem
 from mmrl.config.rules import checked
 
 
@@ -135,6 +135,7 @@ class RemoteRetrieverConfig(HttpRetrieverConfig):
     protocol: Literal["search_r1", "dspy"] = Field(
         "search_r1", description="POST /retrieve as in Search-R1, or GET ?query=&k= as DSPy's ColBERT server"
     )
+    token_env: str | None = Field(None, description="environment variable with the server's token; null: none is sent")
 
     @property
     def address(self) -> str | None:
@@ -144,8 +145,8 @@ class RemoteRetrieverConfig(HttpRetrieverConfig):
     @field_validator("url")
     @classmethod
     def _address(cls, url: str) -> str:
-        if not is_address(url):
-            raise ValueError(f"got '{url}', expected http://HOST[:PORT]… or https://…")
+        if problem := address_problem(url):
+            raise ValueError(problem)
         return url
 
 

@@ -15,6 +15,7 @@ from mmrl.config.rules import value_at
 from mmrl.config.schema import EvalCommandConfig, HardwareConfig, RootConfig, TrainCommandConfig
 from mmrl.config.tasks import TASK_SCHEMAS, TaskConfig, task_schema
 from mmrl.errors import ConfigError, nearest, unknown
+from mmrl.secrets import holder, reveal, secret_name
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 RENAMED = {"algo.failure_score": "algo.format_failure_best"}
@@ -125,10 +126,18 @@ def validate(schema: type[ConfigT], raw: Mapping[str, object]) -> ConfigT:
     Raises:
         ConfigError: every problem in one go, each starting with the path that the user would type.
     """
+    problems = [
+        f"{path}: got a text that {path.rpartition('.')[2]} says is a secret, and every run directory would keep it; "
+        f"put it into an environment variable: '{path}=${{oc.env:NAME}}'"
+        for path, value in _leaves("", raw)
+        if secret_name(path.rpartition(".")[2]) and value not in ("", "null") and holder(value) is None
+    ]
     try:
         config = schema.model_validate(dict(raw))
     except ValidationError as error:
-        raise ConfigError(explain(schema, error, raw=raw)) from None
+        problems += explain(schema, error, raw=raw)
+    if problems:
+        raise ConfigError(problems)
     return _with_shipped(config)
 
 
@@ -136,10 +145,19 @@ def validate_stored(schema: type[ConfigT], stored: Mapping[str, object]) -> Conf
     """Validate the `config.yaml` of a run directory, which a former version may have written.
 
     Raises:
-        ConfigError: as `validate`; a retired key is a problem only where its value is not the former default.
+        ConfigError: as `validate`; a retired key is a problem only where its value is not the former default. Or an
+            environment variable is not set whose value the run had in its config.
     """
     # a copy at every level: the run directory's own mapping stays as it was read
     raw = {key: as_tuples(value) for key, value in stored.items()}
+    problems = []
+    for key, value in raw.items():
+        try:
+            raw[key] = reveal(value)
+        except KeyError as error:
+            problems.append(f"{key}: the environment variable {error.args[0]} is not set, which this run was given")
+    if problems:
+        raise ConfigError(problems)
     for path in RETIRED:  # the task first: its retriever may be retired as a whole
         _drop_retired(raw, path)
     return validate(schema, raw)
@@ -285,7 +303,10 @@ def _leaves(path: str, value: object) -> Iterator[tuple[str, str]]:
         for key, item in value.items():
             yield from _leaves(f"{path}.{key}", item)
     else:
-        yield path, "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        yield (
+            path.lstrip("."),
+            "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value),
+        )
 
 
 def _chosen_name(raw: Mapping[str, object], path: str) -> str:

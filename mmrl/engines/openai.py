@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl.config.endpoint import Endpoint, EndpointConfig
 from mmrl.errors import ConfigError, EngineFailure
+from mmrl.secrets import add_secret, hide_reply
 from mmrl.system.portal import IoScope
 
 if TYPE_CHECKING:
@@ -271,9 +272,7 @@ class OpenAIChat:
     def _safe(self, text: str) -> str:
         """The text of a server's reply, cut short, without the key: some servers quote it."""
         text = " ".join(text.split())
-        if self._key:
-            text = text.replace(self._key, "[key]")
-        return text[:QUOTED]
+        return hide_reply(text)[:QUOTED]
 
 
 class _NoCompletion(Exception):
@@ -312,7 +311,8 @@ def read_completion(response: httpx.Response) -> tuple[str, str, tuple[int, int]
         # JSON can spell half of an emoji (a reply cut within one); no tokenizer or file can.
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         tokens = _count(reply.get("usage"), "prompt_tokens"), _count(reply.get("usage"), "completion_tokens")
-        return text, str(choice.get("finish_reason") or "stop"), tokens
+        # after decoding: a server may have spelled the key in escapes
+        return hide_reply(text), hide_reply(str(choice.get("finish_reason") or "stop")), tokens
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the reply is no chat completion ({error!r}): {response.text}") from None
 
@@ -351,6 +351,7 @@ def key_of(settings: EndpointConfig, path: str = "engine") -> str | None:
             f"{path}.key_env: the environment variable {settings.key_env} holds something that no HTTP header can "
             "(a line break, a space, a letter beyond ASCII); expected a key"
         )
+    add_secret(settings.key_env, key, anyway=True)
     return key
 
 

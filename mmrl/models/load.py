@@ -39,6 +39,10 @@ def model_path(model: ModelConfig) -> str:
     return str(ASSETS / model.path) if model.path in SHIPPED else str(Path(model.path).expanduser())
 
 
+NO_CODE = {"trust_remote_code": False}
+"""Left out, transformers would ask at the terminal whether to run the code of a model, and wait for the answer."""
+
+
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of `model`, with the chat template and thinking mode that the config asks for.
 
@@ -49,7 +53,9 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
     source = _source(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=model.revision, local_files_only=_offline(source))
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=model.revision, local_files_only=_offline(source), **NO_CODE
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(_unloadable(model, "tokenizer", error)) from error
     if model.chat_template is not None:
@@ -77,7 +83,7 @@ def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedMode
     from transformers.utils.logging import disable_progress_bar
 
     source = _source(model)
-    known = {"revision": model.revision, "local_files_only": _offline(source)}
+    known = {"revision": model.revision, "local_files_only": _offline(source), **NO_CODE}
     # Its bar of loaded tensors would tear the run's own display.
     disable_progress_bar()
     try:
@@ -134,7 +140,7 @@ def load_configs(model: ModelConfig) -> tuple[PreTrainedConfig, GenerationConfig
     source = _source(model)
     revision, offline = model.revision or "main", _offline(source)
     try:
-        config = AutoConfig.from_pretrained(source, revision=model.revision, local_files_only=offline)
+        config = AutoConfig.from_pretrained(source, revision=model.revision, local_files_only=offline, **NO_CODE)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(_unloadable(model, "config", error)) from error
     try:

@@ -25,6 +25,7 @@ from rich.text import Text
 from mmrl.errors import MODEL_CAUSED
 from mmrl.report.alarms import Alarm, current
 from mmrl.report.stats import Metrics, duration, module_facts, modules_in, number, series, short, sparkline
+from mmrl.secrets import hide
 from mmrl.system.files import JsonObject
 
 Arguments = ParamSpec("Arguments")
@@ -326,7 +327,8 @@ class Progress:
         return sparkline(values, width, ascii_only=self._ascii)
 
     def _plain(self, text: str) -> str:
-        """`text` as the terminal's encoding can show it."""
+        """`text` as the terminal's encoding can show it, without secrets, which a line break would hide from `hide`."""
+        text = hide(text)
         return text.encode("ascii", "replace").decode() if self._ascii else text
 
 

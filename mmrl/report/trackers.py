@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import number
+from mmrl.secrets import secret_name
 from mmrl.system.files import dumps, plain
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
-
-SECRET_WORDS = ("api_key", "apikey", "secret", "password", "access_token", "auth_token")
 
 
 class Trackers:
@@ -187,4 +186,4 @@ def without_secrets(value: object, key: str = "") -> Any:
         return {name: without_secrets(inner, str(name)) for name, inner in value.items()}
     if isinstance(value, list):
         return [without_secrets(item, key) for item in value]
-    return "(hidden)" if isinstance(value, str) and any(word in key.lower() for word in SECRET_WORDS) else value
+    return "(hidden)" if isinstance(value, str) and secret_name(key) else value

@@ -68,8 +68,9 @@ class Encoder:
     def _parts(self) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
         from transformers import AutoModel, AutoTokenizer
 
-        network = AutoModel.from_pretrained(self.model).eval().to(self.device)
-        return AutoTokenizer.from_pretrained(self.model), network
+        # Named, since transformers would otherwise ask at the terminal whether to run a model's own code.
+        network = AutoModel.from_pretrained(self.model, trust_remote_code=False).eval().to(self.device)
+        return AutoTokenizer.from_pretrained(self.model, trust_remote_code=False), network
 
     def queries(self, texts: Sequence[str]) -> np.ndarray:
         """Vectors of queries: float32, shape (texts, dimension)."""

@@ -20,12 +20,18 @@ MAX_QUERIES = 1024
 """Queries of one request."""
 MAX_TOPK = 1000
 MAX_QUERY_CHARS = 20_000
+LARGEST_REQUEST = 32 * 2**20
+"""Bytes of a request's body beyond which it is refused unread (413)."""
 
 M = TypeVar("M", bound=BaseModel)
 
 
 class BadRequest(ValueError):
     """A request that is not the protocol's; answered with status 422 and the reason."""
+
+
+class TooLarge(BadRequest):
+    """A request whose body is too large; answered with status 413."""
 
 
 def _shortened(value: object) -> object:

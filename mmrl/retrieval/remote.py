@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from mmrl.errors import RetrievalFailure
 from mmrl.retrieval.base import Document, Retriever, whole_text
 from mmrl.retrieval.protocols import read_dspy_reply, read_search_r1_reply
+from mmrl.secrets import hide_reply
 from mmrl.system.portal import IoScope
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class HttpOptions(TypedDict, total=False):
     retries: int
     concurrency: int
     cache_size: int
+    token: str | None
 
 
 class Breaker:
@@ -124,6 +126,7 @@ class RemoteRetriever(Retriever):
             that cannot be read.
         concurrency: requests under way at once; more wait for their turn.
         cache_size: results in the cache, by query and number; the least recently used goes first.
+        token: sent with each request; None: the server wants none.
         breaker: see `Breaker`.
     """
 
@@ -138,6 +141,7 @@ class RemoteRetriever(Retriever):
         retries: int = 3,
         concurrency: int = 64,
         cache_size: int = 10_000,
+        token: str | None = None,
         breaker: Breaker | None = None,
     ):
         self.url = url.rstrip("/") if protocol == "dspy" else f"{url.rstrip('/').removesuffix('/retrieve')}/retrieve"
@@ -146,6 +150,7 @@ class RemoteRetriever(Retriever):
         self._counts: Counter[str] = Counter()
         self._cache: dict[tuple[str, int], list[Document]] = {}
         self._cache_size = cache_size
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._breaker = breaker or Breaker()
         self._last_failure = ""
         # Idle clients, of one connection each: with every request, a pool of httpx looks at all of its connections; at
@@ -256,7 +261,8 @@ class RemoteRetriever(Retriever):
             self._counts["requests"] += 1
             status, content = await self._send(method, body, params)
         if status >= 300:
-            text = " ".join(content[:SHOWN_OF_ERROR].decode(errors="replace").split())
+            # hidden before it is cut, or half of a secret would be none
+            text = hide_reply(" ".join(content.decode(errors="replace").split()))[:SHOWN_OF_ERROR]
             raise RetrievalFailure(
                 f"retriever {self.url}: answered with status {status}" + (f" ({text})" if text else ""),
                 "status",
@@ -281,7 +287,7 @@ class RemoteRetriever(Retriever):
         client = idle.pop() if idle else self._connect()
         # Not httpx's `json=`: it writes UTF-8, which cannot hold half of a UTF-16 pair; escapes can.
         data = None if body is None else json.dumps(body).encode()
-        headers = {} if data is None else {"Content-Type": "application/json"}
+        headers = self._headers if data is None else {**self._headers, "Content-Type": "application/json"}
         try:
             # httpx lets an impossible port through to the socket, which fails with a group of other errors.
             _ = urlsplit(self.url).port

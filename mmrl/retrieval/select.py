@@ -14,7 +14,7 @@ from mmrl.config.retriever import (
     LocalRetrieverConfig,
     RemoteRetrieverConfig,
 )
-from mmrl.errors import DataError, RetrievalFailure
+from mmrl.errors import ConfigError, DataError, RetrievalFailure
 from mmrl.models.hub import encoder_problems
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.bm25 import Bm25Retriever
@@ -22,6 +22,7 @@ from mmrl.retrieval.index_folder import IndexInfo, cached_index, open_index, rea
 from mmrl.retrieval.remote import HttpOptions, RemoteRetriever
 from mmrl.retrieval.serving import ChildRetriever
 from mmrl.retrieval.store import PassageStore
+from mmrl.secrets import token_of
 from mmrl.system.artifacts import cache_root
 
 NEEDS: Mapping[str, tuple[str, ...]] = {"dense": ("faiss",), "colbert": ("faiss", "sentence_transformers")}
@@ -63,6 +64,8 @@ def retriever_problems(config: RetrieverConfig) -> list[str]:
     if isinstance(config, RemoteRetrieverConfig):
         try:
             probe(config)
+        except ConfigError as error:
+            problems += error.problems
         except RetrievalFailure as failure:
             problems.append(f"task.retriever.url: {failure}; expected a server of the {config.protocol} protocol there")
     return problems
@@ -95,7 +98,9 @@ def probe(config: RemoteRetrieverConfig) -> None:
         RetrievalFailure: no usable answer.
     """
     # No retries: this runs at the door of every command, where a second try would only hide a flaky server.
-    client = RemoteRetriever(config.url, protocol=config.protocol, timeout_s=config.timeout_s, retries=0)
+    client = RemoteRetriever(
+        config.url, protocol=config.protocol, timeout_s=config.timeout_s, retries=0, token=_token(config)
+    )
     try:
         client.ping()
     finally:
@@ -151,7 +156,11 @@ def _http(config: HttpRetrieverConfig) -> HttpOptions:
 
 def _remote(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
     assert isinstance(config, RemoteRetrieverConfig)
-    return RemoteRetriever(config.url, protocol=config.protocol, **_http(config))
+    return RemoteRetriever(config.url, protocol=config.protocol, token=_token(config), **_http(config))
+
+
+def _token(config: RemoteRetrieverConfig) -> str | None:
+    return None if config.token_env is None else token_of(config.token_env, "task.retriever.token_env")
 
 
 def _child(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:

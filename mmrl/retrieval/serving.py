@@ -10,6 +10,7 @@ the server is made; a process that only starts a child needs neither.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
@@ -25,9 +26,11 @@ from typing import TYPE_CHECKING, Unpack
 from mmrl.errors import RetrievalFailure
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.protocols import (
+    LARGEST_REQUEST,
     BadRequest,
     DspyRequest,
     SearchR1Request,
+    TooLarge,
     dspy_item,
     read_request,
     search_r1_item,
@@ -141,19 +144,24 @@ class Meter:
         return "\n".join(lines) + "\n"
 
 
-def make_app(retriever: Retriever, facts: Mapping[str, str | int], *, max_batch: int = 64) -> FastAPI:
+def make_app(
+    retriever: Retriever, facts: Mapping[str, str | int], *, max_batch: int = 64, token: str | None = None
+) -> FastAPI:
     """The HTTP application.
 
     Args:
         retriever: what it serves.
         facts: what `/health` shows beside the status; `documents` (a number) is shown by `/metrics` too.
         max_batch: queries of one search.
+        token: every request must bring it (`Authorization: Bearer …`); None: anybody may ask.
     """
     from fastapi import FastAPI
     from fastapi.responses import JSONResponse, PlainTextResponse
 
     app = FastAPI(title="mmrl retriever", docs_url=None, redoc_url=None)
     batches, meter = Batches(retriever, max_batch), Meter()
+    if token is not None:
+        _require(app, token)
 
     # Requests are validated in here, not by FastAPI's parameters, whose refusals the meter would not see.
     async def retrieve(request: Request) -> Response:
@@ -189,6 +197,22 @@ def make_app(retriever: Retriever, facts: Mapping[str, str | int], *, max_batch:
     return app
 
 
+def _require(app: FastAPI, token: str) -> None:
+    """Answer 401 to whatever does not bring the token, before anything of the request is read."""
+    from fastapi.responses import JSONResponse
+
+    expected = f"Bearer {token}".encode()
+
+    @app.middleware("http")
+    async def check(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        given = request.headers.get("authorization", "").encode("utf-8", "replace")
+        # as long for a wrong first letter as for a wrong last one
+        if not hmac.compare_digest(given, expected):
+            reply = {"error": True, "message": "a token is needed: Authorization: Bearer TOKEN"}
+            return JSONResponse(reply, status_code=401, headers={"WWW-Authenticate": "Bearer"})
+        return await call_next(request)
+
+
 async def _respond(meter: Meter, path: str, work: Awaitable[object]) -> Response:
     """The reply of `work`, or its error, measured."""
     from fastapi.responses import JSONResponse, Response
@@ -198,7 +222,7 @@ async def _respond(meter: Meter, path: str, work: Awaitable[object]) -> Response
     try:
         reply = await work
     except BadRequest as error:
-        status, reply = 422, {"error": True, "message": str(error)}
+        status, reply = 413 if isinstance(error, TooLarge) else 422, {"error": True, "message": str(error)}
     # Whatever a retriever raises must reach the client as a status, and the server must go on.
     except Exception as error:
         log.exception("search failed")
@@ -213,8 +237,18 @@ async def _respond(meter: Meter, path: str, work: Awaitable[object]) -> Response
 
 
 async def _json(request: Request) -> object:
+    body = bytearray()
+    # What the client says first: nothing of a body that is too large is read then.
+    announced = request.headers.get("content-length", "0")
+    if not announced.isdecimal() or int(announced[:20]) <= LARGEST_REQUEST:
+        async for part in request.stream():
+            body += part
+            if len(body) > LARGEST_REQUEST:
+                raise TooLarge(f"a request above {LARGEST_REQUEST} bytes")
+    else:
+        raise TooLarge(f"a request above {LARGEST_REQUEST} bytes")
     try:
-        return await request.json()
+        return json.loads(body)
     except (ValueError, RecursionError):
         raise BadRequest("the body is not JSON") from None
 

@@ -272,7 +272,12 @@ def _runs(
     ]
     for seed, part, task, algo in every:
         settings = [*file.settings, *part.settings, *file.algo.get(algo, ()), *single, *request.overrides]
-        words = [f"task={task}", f"algo={algo}", f"seed={seed}", *settings]
+        # Later settings win; a word of a key that is set again is left out, since a key is typed once.
+        words = list(
+            {
+                word.partition("=")[0]: word for word in (f"task={task}", f"algo={algo}", f"seed={seed}", *settings)
+            }.values()
+        )
         path = top / task / algo / f"s{seed}"
         try:
             config = compose(words)

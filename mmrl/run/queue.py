@@ -54,6 +54,8 @@ def state_of(path: Path, config: TrainCommandConfig, key: str) -> State:
     if (path / "config.yaml").is_file() and (path / "journal").is_dir():
         _refuse_other_settings(path, config, key)
         return "finished" if RunDir.read(path).summary else "unfinished"
+    if path.is_symlink():
+        raise ConfigError(f"{key}: {path} is a link, nothing was touched; take another {key}=, or remove the link")
     if path.is_dir() and _holds_only_leftovers(path):
         shutil.rmtree(path)
         return "new"

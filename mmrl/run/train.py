@@ -22,7 +22,7 @@ from mmrl.run.build import BuiltRun, build_run, build_task, check_model
 from mmrl.run.check import check_all
 from mmrl.run.launch import adopt, must_start, released, start, stoppable
 from mmrl.run.settle import import_plugins, run_folder, settle, stored_config
-from mmrl.system.files import JsonObject
+from mmrl.system.files import JsonObject, plain
 from mmrl.system.processes import ALONE, Processes, join, launched
 from mmrl.tasks.base import Task
 
@@ -47,7 +47,7 @@ def train(config: TrainCommandConfig, command: Sequence[str], resumed: bool = Fa
         config = config.in_folder(run_folder(config.run.dir, config.task.name, config.algo.name, suffix=suffix))
     # The processes of other machines may settle to other threads; the main one's config is the run's.
     config = processes.first(config)
-    stored, folder = config.model_dump(mode="json"), config.run.dir
+    stored, folder = plain(config.model_dump(mode="json")), config.run.dir
     assert folder is not None
     if starts:
         return start({"config": stored, "command": list(command), "resumed": resumed}, hardware, folder)

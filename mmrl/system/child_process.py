@@ -28,6 +28,7 @@ from pathlib import Path
 import psutil
 
 from mmrl.errors import EngineFailure
+from mmrl.secrets import hide
 from mmrl.system.portal import io_loop
 
 LOG_LINES = 12
@@ -165,7 +166,7 @@ class ChildProcess:
     async def _fork(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         """Runs in the I/O loop's thread."""
         with self.log.open("ab") as log:
-            log.write(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(command)}\n".encode())
+            log.write(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} {hide(' '.join(command))}\n".encode())
             log.flush()
             return subprocess.Popen(
                 command,

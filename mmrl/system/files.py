@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mmrl.errors import DataError
+from mmrl.secrets import hide
 
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object, as `json.loads` returns it: whoever reads a value must know its type."""
@@ -49,23 +50,21 @@ _ONE_LINE = json.JSONEncoder(default=to_plain, separators=(",", ":"))
 
 
 def dumps(value: object, *, indent: int | None = None) -> str:
-    """JSON with floats that read back bit-equal; one line unless `indent` is given."""
-    if indent is None:
-        return _ONE_LINE.encode(value)
-    return json.dumps(value, default=to_plain, indent=indent)
+    """JSON with floats that read back bit-equal, and without secrets; one line unless `indent` is given."""
+    return hide(_ONE_LINE.encode(value) if indent is None else json.dumps(value, default=to_plain, indent=indent))
 
 
 def plain(value: object) -> Any:
-    """`value` as JSON would read it back (tuples become lists, mappings dicts, numpy numbers Python's)."""
+    """`value` as JSON would read it back: tuples become lists, numpy numbers Python's, secrets references."""
     return json.loads(dumps(value))
 
 
 def atomic_write(path: Path, data: bytes | str) -> None:
-    """Replace `path` by `data`: all of it or none of it, also after a crash of the machine."""
+    """Replace `path` by `data`, text without secrets: all of it or none of it, also after a crash of the machine."""
     # Beside its target: a rename across file systems would be a copy. The pid keeps two writers apart.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(temporary, "wb") as file:
-        file.write(data.encode() if isinstance(data, str) else data)
+        file.write(hide(data).encode() if isinstance(data, str) else data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -63,6 +63,32 @@ MISTAKES = {
         ["credit", "algo=grpo", "algo=ppo", "rollouts=x", "rollouts=y", "algo.eps=1", "algo.eps=2"],
         ["algo: given more than once", "rollouts: given more than once", "algo.eps: given more than once"],
     ),
+    "the same twice, to train": (
+        ["train", "seed=1", "++seed=2", "experiment=null", "experiment=mhgpo/table1/mhgpo_rr"],
+        ["seed: given more than once", "experiment: given more than once"],
+    ),
+    "the same twice, to a sweep": (["train", "-m", "seed=1,2", "seed=3"], ["seed: given more than once"]),
+    "a launcher that is a number": (
+        ["train", "-m", "hydra/launcher=1e3", "seed=1,2"],
+        ["hydra/launcher: got 1000.0, expected a name"],
+    ),
+    "Hydra's own keys where Hydra drives nothing": (
+        ["plan", "hydra.run.dir=tiny", "hydra/launcher=basic"],
+        ["hydra.run.dir: has no effect here; a run's folder is run.dir=", "hydra/launcher: has no effect here"],
+    ),
+    "a choice at another place": (["train", "task@_global_=hotpotqa"], ["Could not override 'task@_global_'"]),
+    "flags of printing": (
+        ["train", "--resolve", "--package=task"],
+        ["--package: has no effect without --cfg", "--resolve: has no effect without --cfg"],
+    ),
+    "what can be printed": (["train", "--cfg=x"], ["--cfg: got x, expected one of job, hydra, all"]),
+    "nothing to print": (["train", "--cfg"], ["--cfg: got nothing, expected one of job, hydra, all"]),
+    "several things to print": (["train", "--cfg=job", "--info"], ["--cfg --info: expected one of them at a time"]),
+    "a secret in a config": (
+        ["train", "task.api_key=abcdefgh1"],
+        ["task.api_key: got a text that api_key says is a secret", "task.api_key: unknown key"],
+    ),
+    "completion of no shell": (["-sc", "query=tcsh"], ["-sc: got query=tcsh, expected install=bash"]),
     "an algorithm twice": (["credit", "algo=grpo,grpo", "rollouts=x"], ["algo: got 'grpo' more than once"]),
     "an option of one of several algorithms": (
         ["credit", "algo=grpo,mhgpo_rr", "algo.aggregate=max", "rollouts=x"],

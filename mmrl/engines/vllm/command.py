@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -14,16 +15,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmrl.config.base import is_address
+from mmrl.config.base import address_problem
 from mmrl.config.engines import VllmColocatedConfig, VllmConfig, VllmServerConfig
 from mmrl.engines.base import EngineSetup, Sampling
 from mmrl.errors import ConfigError
 from mmrl.models.load import model_path
 
+LOG = logging.getLogger("mmrl.engines")
+
 BASE = "base"
 """Served name of the weights that the server was started with."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM can be built for; the next larger one serves."""
+RESERVED = ("--host", "--port", "--uds", "--config", "--api-key", "--root-path", "--middleware")
+"""Arguments that would say who may reach the server."""
+REMOTE_CODE = "--trust-remote-code"
 GREEDY_OR_ONE = (0.0, 1.0)
 LOOK_S = 60.0
 """Longest wait for another interpreter to say whether it has vLLM."""
@@ -32,9 +38,13 @@ LOOK_S = 60.0
 def vllm_problems(config: VllmConfig) -> list[str]:
     """Why vLLM cannot be used as configured; known before any model loads."""
     if config.server is not None:
-        if not is_address(config.server):
-            return [f"engine.url: got '{config.server}', expected http://HOST:PORT of a vLLM server"]
-        return []
+        problem = address_problem(config.server, " of a vLLM server")
+        return [f"engine.url: {problem}"] if problem else []
+    if reserved := [word for word in config.args if word.partition("=")[0].replace("_", "-") in RESERVED]:
+        return [
+            f"engine.args: got {reserved[0].partition('=')[0]}; the server that mmrl starts is for 127.0.0.1 alone: "
+            "whoever reaches it can replace its weights; start a server of your own and set engine.url"
+        ]
     if isinstance(config, VllmServerConfig) and config.python is not None:
         if shutil.which(config.python) is None:
             return [f"engine.python: got '{config.python}', expected an interpreter that has vLLM"]
@@ -118,6 +128,13 @@ def engine_arguments(
         adapters: LoRA adapters of one policy version; 0: none are ever served.
         rank: the largest of their ranks.
     """
+    if any(word.replace("_", "-").startswith(REMOTE_CODE) for word in config.args):
+        LOG.warning(
+            "RUNNING CODE OF THE MODEL: engine.args has %s, so vLLM runs the Python files that come with %s, "
+            "with all rights of this user",
+            REMOTE_CODE,
+            path,
+        )
     weights = setup.weights
     assert weights is not None
     dtype = weights.dtype if weights.dtype != "auto" else ("float32" if setup.device == "cpu" else "bfloat16")

@@ -258,8 +258,9 @@ class VllmServerEngine(Engine):
         python = self.config.python or sys.executable
 
         def command(port: int) -> list[str]:
-            module = ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
-            return [python, *module, *arguments]
+            # The address comes last, so that no other argument can change it.
+            address = ["--host", "127.0.0.1", "--port", str(port)]
+            return [python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *address]
 
         log = self._folder / "vllm.log"
         return ChildProcess(

@@ -1,0 +1,214 @@
+"""The words of a command that Hydra composes: sorted, parsed and judged one by one, and taken apart into jobs.
+
+Hydra stops at the first word that it cannot read, some of them with a traceback; here each is named, all at once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Sweep
+from hydra.errors import HydraException
+
+from mmrl.cli.arguments import CommandLine, Words, typed_text
+from mmrl.errors import ConfigError, unknown
+from mmrl.system.conf import GROUPS, options
+
+# Listed, since Hydra's own argument parser ends the process at the first flag that it does not know.
+MULTIRUN, CONFIG_DIR = ("-m", "--multirun"), ("--config-dir", "-cd")
+LONG = {"-c": "--cfg", "-i": "--info", "-p": "--package"}
+PRINTING = {
+    "--cfg": ("job", "hydra", "all"),
+    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+    "--hydra-help": (),
+}
+"""Hydra's own flags that print something and run nothing, and the values that they take."""
+BESIDE_CFG = {"--package": True, "--resolve": False}
+"""Flags that say how `--cfg` prints; whether they take a value."""
+NO_ROW = ("experiment=null", "experiment=")
+"""The default, which Hydra has no words for: it takes null for no choice at all."""
+
+
+def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = False, once: bool = True) -> CommandLine:
+    """Sort the words after a command.
+
+    Args:
+        words: overrides, flags, and what the command takes besides.
+        own: keys of the command itself; Hydra does not see them, so their values need no quotes.
+        names: whether the command takes words without a `=`.
+        once: whether a config key may be given once alone; of the own keys that always holds.
+
+    Raises:
+        ConfigError: every word that cannot be read.
+    """
+    sorted_words = Words.sort(words, with_value=(*CONFIG_DIR, *LONG, "--cfg", "--info", "--package"))
+    problems = [] if names else [f"{name}: expected key=value" for name in sorted_words.names]
+    multirun, config_dir = False, None
+    flags: dict[str, str | None] = {}
+    for typed, value in sorted_words.flags:
+        flag = LONG.get(typed, typed)
+        if flag in MULTIRUN and value is None:
+            multirun = True
+        elif flag in CONFIG_DIR:
+            # an empty value is a mistake to report, not the flag left out
+            config_dir = value or ""
+            problems += [] if config_dir and Path(config_dir).is_dir() else [f"{flag}: no folder '{config_dir}'"]
+        elif flag in (*PRINTING, *BESIDE_CFG):
+            problems += [f"{flag}: given more than once"] if flag in flags else []
+            flags[flag] = "all" if (flag, value) == ("--info", None) else value
+        else:
+            known = "-m, --config-dir, --cfg, --info, --hydra-help, --resolve, --package"
+            problems.append(f"{typed}: unknown flag (known: {known})")
+    problems += _flag_problems(flags)
+    # Own keys are taken out before Hydra parses: a path or a list of names need not be valid Hydra grammar.
+    texts, given = [], {}
+    for text in sorted_words.settings:
+        key, _, after = text.partition("=")
+        if key not in own:
+            texts.append(text)
+            continue
+        problems += [f"{key}: given more than once"] if key in given else []
+        given[key] = after
+    overrides = parse([text for text in texts if text not in NO_ROW], problems)
+    if once:
+        # `~key` takes something out, and what is put in its place may have the same name.
+        keys = [(o.key_or_group, o.package) for o in overrides if not o.is_delete()]
+        keys += [("experiment", None) for text in texts if text in NO_ROW]
+        problems += [f"{key}: given more than once" for key, _ in dict.fromkeys(k for k in keys if keys.count(k) > 1)]
+    words_of_flags = [word for flag, value in flags.items() for word in (flag, value) if word is not None]
+    line = CommandLine(tuple(overrides), given, sorted_words.names, multirun, config_dir, tuple(words_of_flags))
+    problems += _without_effect(line)
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    return line
+
+
+def _flag_problems(flags: dict[str, str | None]) -> list[str]:
+    """What Hydra's own reader of flags would refuse, with a page of usage or a traceback."""
+    problems = []
+    for flag, value in flags.items():
+        allowed = PRINTING.get(flag, ())
+        if allowed and value not in allowed:
+            problems.append(f"{flag}: got {value or 'nothing'}, expected one of {', '.join(allowed)}")
+        elif not allowed and (value is None) == BESIDE_CFG.get(flag, False):
+            problems.append(f"{flag}: " + (f"got {value}, expected no value" if value else "expected a config section"))
+    problems += [
+        f"{flag}: has no effect without --cfg" for flag in BESIDE_CFG if flag in flags and "--cfg" not in flags
+    ]
+    several = [flag for flag in PRINTING if flag in flags]
+    return problems + ([f"{' '.join(several)}: expected one of them at a time"] if len(several) > 1 else [])
+
+
+def _without_effect(line: CommandLine) -> list[str]:
+    """Hydra's own keys where Hydra drives nothing: it runs sweeps, and prints."""
+    own = [key for key in line.keys if key.partition(".")[0].partition("/")[0] == "hydra"]
+    fixed = ("hydra.run", "hydra.mode") if line.multirun else ("hydra",)
+    return (
+        []
+        if line.flags
+        else [
+            f"{key}: has no effect here; a run's folder is run.dir=, and Hydra drives sweeps alone (mmrl train -m)"
+            for key in own
+            if key.startswith(fixed)
+        ]
+    )
+
+
+def parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
+    """Each text as Hydra's parser reads it; those that it cannot read are added to `problems`."""
+    # One by one: the parser stops at the first word that it cannot read, and all of them are to be named.
+    parser, parsed = OverridesParser.create(), []
+    for text in texts:
+        try:
+            parsed += parser.parse_overrides([text])
+        except HydraException as error:
+            problems.append(f"{text}: not an override that can be read ({str(error).splitlines()[0]})")
+    return parsed
+
+
+def typed_value(override: Override) -> str | None:
+    """What was typed after the `=`; None where `~key` stands alone."""
+    _, equals, value = typed_text(override).partition("=")
+    return value if equals else None
+
+
+def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
+    """The overrides of each job: one without `-m`, else the cross product.
+
+    A group that is given a choice it does not have is added to `problems` and left at its default, so that the rest
+    of the command line can still be judged.
+
+    Raises:
+        ConfigError: a sweep without `-m`, or one that cannot be listed.
+    """
+    swept = [override.get_key_element() for override in line.overrides if override.is_sweep_override()]
+    if swept and not line.multirun:
+        raise ConfigError(
+            f'{key}: got several values; run a sweep with -m, or quote a list: "{key}=[a,b]"' for key in swept
+        )
+    # A key that is given twice keeps its place and takes the later value, as in Hydra's own sweeper.
+    axes: dict[str, list[tuple[Override, str | None]]] = {}
+    for override in line.overrides:
+        try:
+            values = _values(override)
+        except HydraException as error:
+            raise ConfigError(f"{typed_text(override)}: {error}") from None
+        axes[override.get_key_element()] = [(override, value) for value in values]
+    # The last key varies fastest, as in Hydra's own sweeper, so that the jobs of a sweep have the same numbers there.
+    return [
+        [forced(override, value) for override, value in job if not _left_out(override, value, line, problems)]
+        for job in itertools.product(*axes.values())
+    ]
+
+
+def _values(override: Override) -> list[str | None]:
+    """What follows the `=`, one for each value of a sweep; None where `~key` stands alone."""
+    if override.is_sweep_override():
+        return list(override.sweep_string_iterator())
+    return [override.get_value_element_as_str() if typed_value(override) is not None else None]
+
+
+def _left_out(override: Override, value: str | None, line: CommandLine, problems: list[str]) -> bool:
+    """Whether Hydra must not see an override: no choice, or one that is not there (which is added to `problems`)."""
+    key, choice = override.key_or_group, (value or "").strip("'\"")
+    # Hydra would list the launchers that it has and not say how to install this one.
+    if key == "hydra/launcher" and choice.startswith("submitit") and importlib.util.find_spec("submitit") is None:
+        problems.append(
+            f"hydra/launcher: got {choice}, which needs hydra-submitit-launcher, and {sys.executable} does not have "
+            "it; install it (pip install 'mmrl[slurm]'), or leave hydra/launcher out"
+        )
+        return True
+    if ("/" in key or override.package is not None) and not isinstance(override.value(), str | list | Sweep | None):
+        problems.append(f"{override.get_key_element()}: got {choice}, expected a name, or a list of names")
+        return True
+    # `group@package=` puts a choice at another place of the config, which Hydra alone resolves.
+    if key not in GROUPS or override.package is not None or override.is_delete():
+        return False
+    if f"{key}={choice}" in NO_ROW:
+        return True
+    choices = options(key, line.config_dir)
+    if choice in choices:
+        return False
+    problems.append(unknown(key, choice, choices))
+    return True
+
+
+def forced(override: Override, value: str | None) -> str:
+    """The override in a form that Hydra never refuses; pydantic names unknown keys afterwards."""
+    key = override.key_or_group
+    text = override.get_key_element() if value is None else f"{override.get_key_element()}={value}"
+    # A choice of a group and Hydra's own keys take no `++`; with a `+` or `~` the user has chosen the form already.
+    as_typed = override.is_add() or override.is_force_add() or override.is_delete() or override.package is not None
+    return text if as_typed or key in GROUPS or key.startswith("hydra") or "/" in key else f"++{text}"
+
+
+def refuse_beside_resume(line: CommandLine) -> None:
+    """Raises `ConfigError` for anything beside `resume=`."""
+    if line.overrides or line.switches:
+        given = ", ".join([*line.typed, *line.switches])
+        raise ConfigError(f"resume: a run continues with the config it was started with; remove {given}")

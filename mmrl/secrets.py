@@ -1,0 +1,210 @@
+"""The secrets of this process, and the one place that hides them in text.
+
+A secret is the value of an environment variable: one that a config interpolates (`${oc.env:NAME}`), one that a config
+names as the holder of a key (`key_env`), or one whose name says that it holds a key or a password. Whatever mmrl prints
+or writes goes through `hide`, which puts `${oc.env:NAME}` where the value stood; `reveal` undoes that, so that a run
+continues from a stored config that holds no value.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import html
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TextIO, cast
+from urllib.parse import quote, quote_plus
+
+from mmrl.errors import ConfigError
+
+LEAST = 6
+"""Characters of the shortest value that is hidden: a shorter one would be found in half of all words."""
+LEAST_TOKEN = 16
+"""Letters of the shortest token: what is shorter can be guessed."""
+PLAIN_NAME = 16
+"""Letters and `_` alone, fewer than this: a name such as `hotpotqa`, which must stay readable, and no key."""
+_NAMES = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
+SECRET_WORDS = ("api_key", "apikey", "secret", "password", "access_token", "auth_token")
+"""A config key with one of these in it holds a secret."""
+_REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}")
+
+_secrets: dict[str, str] = {}
+"""Value -> the variable that holds it."""
+_forms: tuple[tuple[str, str], ...] = ()
+"""Text that is replaced, and what by; long ones first, since one may hold another."""
+
+
+def secret_name(key: str) -> bool:
+    """Whether a key of a config or of an address says that its value is a secret; one with `_env` names a variable."""
+    key = key.lower().replace("-", "_")
+    return not key.endswith("_env") and (any(word in key for word in SECRET_WORDS) or key in ("key", "token", "sig"))
+
+
+def worth_hiding(value: str) -> bool:
+    """Whether a value can be a secret: no number, truth value or short word, and no folder of this machine."""
+    if (
+        len(value) < LEAST
+        or value.lower() == "false"
+        or re.fullmatch(r"[+-]?[\d_.]+(e[+-]?\d+)?", value, re.IGNORECASE)
+    ):
+        return False
+    if len(value) < PLAIN_NAME and re.fullmatch(r"[a-z_]+", value):
+        return False
+    first = Path(value).parts[:2]
+    return not (value.startswith("/") and len(first) == 2 and Path(*first).exists())
+
+
+def add_secret(name: str, value: str, anyway: bool = False) -> None:
+    """Hide `value`, which the environment variable `name` holds, from now on.
+
+    Args:
+        anyway: also where it looks like a plain word or a number.
+    """
+    global _forms
+    value = value.strip()
+    if value in _secrets or not (worth_hiding(value) or (anyway and len(value) >= LEAST)):
+        return
+    _secrets[value] = name
+    made = {form: reference for known, at in _secrets.items() for form, reference in _forms_of(known, at).items()}
+    _forms = tuple(sorted(made.items(), key=lambda pair: -len(pair[0])))
+    _anyhow.cache_clear()
+
+
+def add_environment() -> None:
+    """Hide the values of all environment variables whose names say that they hold a key or a password."""
+    for name, value in os.environ.items():
+        if _NAMES.search(name):
+            add_secret(name, value)
+
+
+def environment_value(name: str) -> str | None:
+    """The value of an environment variable that a config interpolates, hidden from now on; None where it is not set."""
+    value = os.environ.get(name)
+    if value is not None:
+        add_secret(name, value)
+    return value
+
+
+def hide(text: str) -> str:
+    """`text` with each secret replaced by the reference to its variable; also as JSON, HTML, an address or base64."""
+    for form, reference in _forms:
+        if form in text:
+            text = text.replace(form, reference)
+    return text
+
+
+def hide_reply(text: str) -> str:
+    """As `hide`, and in whatever way a server may have spelled each letter: percent codes, escapes, wide letters."""
+    text = hide(text)
+    if not any(mark in text for mark in "%&\\\0"):
+        return text
+    for value, name in list(_secrets.items()):
+        text = _anyhow(value)(f"[{name}]", text)
+    return text
+
+
+def token_of(name: str, key: str) -> str:
+    """The token that the environment variable `name` holds, hidden from now on.
+
+    Raises:
+        ConfigError: it is not set, or holds no token; `key` is what the user would change.
+    """
+    token = os.environ.get(name, "").strip()
+    if not token:
+        raise ConfigError(f"{key}: the environment variable {name} is not set, expected a token in it")
+    if len(token) < LEAST_TOKEN or not all("!" <= letter <= "~" for letter in token):
+        raise ConfigError(
+            f"{key}: the environment variable {name} holds no token; expected {LEAST_TOKEN} or more letters, digits "
+            "and signs without a space (python -c 'import secrets; print(secrets.token_urlsafe())' makes one)"
+        )
+    add_secret(name, token, anyway=True)
+    return token
+
+
+def holder(text: str) -> str | None:
+    """The variable whose value stands in `text` as it is, or None."""
+    return next((name for value, name in list(_secrets.items()) if value in text), None)
+
+
+def reveal(value: object) -> object:
+    """References to variables, at any depth, replaced by the values, which are hidden from now on.
+
+    Raises:
+        KeyError: a variable is not set; its name.
+    """
+    if isinstance(value, Mapping):
+        return {key: reveal(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(reveal(item) for item in value)
+    return _REFERENCE.sub(_current, value) if isinstance(value, str) and "${oc.env:" in value else value
+
+
+def _current(match: re.Match[str]) -> str:
+    value = environment_value(match.group(1))
+    if value is None:
+        raise KeyError(match.group(1))
+    return value
+
+
+def _forms_of(value: str, name: str) -> dict[str, str]:
+    """How a value may stand in a text, and what is put there."""
+    reference, mark = f"${{oc.env:{name}}}", f"[{name}]"
+    raw = value.encode("utf-8", "surrogateescape")
+    # What a reader of JSON or HTML gets back must be the reference, which `reveal` knows.
+    forms = dict.fromkeys((json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]), reference)
+    forms |= {html.escape(value): reference, html.escape(value, quote=False): reference, repr(value)[1:-1]: reference}
+    other = [quote(raw, safe=""), quote(raw), quote_plus(raw), raw.hex(), raw.hex().upper(), raw.decode("latin-1")]
+    other += [base64.b64encode(raw).decode(), base64.urlsafe_b64encode(raw).decode(), repr(raw)[2:-1]]
+    other += [text.lower() for text in other[:3] if "%" in text]
+    for shift in range(3):
+        # Of a longer text in base64, three letters hold two to three bytes: those at the ends depend on the neighbours.
+        coded = base64.b64encode(b"\0" * shift + raw).decode().rstrip("=")
+        inner = coded[(shift * 8 + 5) // 6 : len(coded) - ((len(raw) + shift) % 3 != 0)]
+        other += [inner, inner.replace("+", "-").replace("/", "_")]
+    made = {form: mark for form in other if len(form) >= LEAST} | forms
+    return made | {value: reference}
+
+
+@functools.cache
+def _anyhow(value: str) -> Callable[[str, str], str]:
+    """Replaces a value, each letter of which may be written in several ways."""
+    letters = []
+    for letter in value[:512]:
+        code, coded = ord(letter), letter.encode("utf-8", "surrogateescape")
+        ways = [re.escape(letter), "".join(f"%{byte:02x}" for byte in coded), f"&#0*{code};", f"&#x0*{code:x};"]
+        ways += [rf"\\u{code:04x}", rf"\\x{code:02x}", rf"\\0*{code:o}"]
+        letters.append(f"(?:{'|'.join(ways)})")
+    pattern = re.compile("\\0*".join(letters), re.IGNORECASE)
+    return lambda mark, text: pattern.sub(mark, text)
+
+
+class HidingStream:
+    """A text stream that hides secrets in what is written to it; all else is the stream's own."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    @classmethod
+    def around(cls, stream: TextIO) -> TextIO:
+        """`stream` with this around it, once."""
+        return stream if isinstance(stream, cls) else cast(TextIO, cls(stream))
+
+    def write(self, text: str) -> int:
+        """Write `text` without its secrets."""
+        self._stream.write(hide(text))
+        return len(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        """Write each of `lines`."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+    def __iter__(self) -> object:
+        return iter(self._stream)

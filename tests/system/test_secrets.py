@@ -1,0 +1,132 @@
+"""One list of secrets, hidden in whatever is printed or written, and found again when a run continues."""
+
+import base64
+import html
+import io
+import json
+from urllib.parse import quote
+
+import pytest
+
+from mmrl import secrets
+from mmrl.errors import ConfigError
+from mmrl.secrets import HidingStream, add_environment, add_secret, hide, hide_reply, reveal, token_of, worth_hiding
+from mmrl.system.files import atomic_write, dumps, plain
+
+SECRETS = ["sk-very-secret-0123456789", 'q"uo\\te/+=&<>tag', "pässwörd-ü", "日本語の鍵です!"]
+
+
+@pytest.fixture(autouse=True)
+def no_secrets(monkeypatch):
+    monkeypatch.setattr(secrets, "_secrets", {})
+    monkeypatch.setattr(secrets, "_forms", ())
+
+
+def spellings(value):
+    raw = value.encode()
+    yield from (value, json.dumps(value), json.dumps(value, ensure_ascii=False), html.escape(value), repr(value))
+    yield from (quote(value, safe=""), quote(value), quote(value, safe="").lower(), raw.hex(), raw.decode("latin-1"))
+    for front, back in [(b"", b""), (b"x", b"y"), (b"Bearer ", b""), (b"me:", b"\n"), (b"ab", b"cd")]:
+        yield base64.b64encode(front + raw + back).decode()
+        yield base64.urlsafe_b64encode(front + raw + back).decode()
+    yield repr(raw)
+
+
+@pytest.mark.parametrize("value", SECRETS)
+def test_every_spelling_is_hidden(value):
+    add_secret("MY_KEY", value)
+    for text in spellings(value):
+        shown = hide(f"before {text} after")
+        assert shown.startswith("before ") and shown.endswith(" after") and "MY_KEY" in shown, text
+        # in base64 the ends of a secret share a letter with their neighbours: two bytes of it at most may be left
+        assert max(map(len, shown.replace("[MY_KEY]", " ").split()), default=0) <= 12 or "${oc.env" in shown, shown
+        assert value not in shown
+
+
+@pytest.mark.parametrize("value", SECRETS)
+def test_every_spelling_of_single_letters_is_hidden_in_a_reply(value):
+    add_secret("MY_KEY", value)
+    coded = {
+        "percent": "".join(f"%{byte:02X}" for byte in value.encode()),
+        "json": "".join(f"\\u{ord(letter):04x}" for letter in value),
+        "decimal": "".join(f"&#{ord(letter)};" for letter in value),
+        "hexadecimal": "".join(f"&#x{ord(letter):X};" for letter in value),
+        "utf-16": value.encode("utf-16-le").decode("latin-1") if value.isascii() else "\0".join(value),
+        "some": "".join(f"%{ord(c):02x}" if n % 2 and ord(c) < 128 else c for n, c in enumerate(value)),
+    }
+    for kind, text in coded.items():
+        assert hide_reply(f"a {text} b").rstrip("\0 b") == "a [MY_KEY]" or text == value, kind
+
+
+def test_files_hold_references_and_a_config_gets_its_values_back(tmp_path, monkeypatch):
+    config = {"url": "http://h/?k=" + SECRETS[1], "lists": ["a", [SECRETS[1]]], "seed": 3, "none": None}
+    monkeypatch.setenv("MY_KEY", SECRETS[1])
+    add_secret("MY_KEY", SECRETS[1])
+    stored = plain(config)
+    assert stored["url"] == "http://h/?k=${oc.env:MY_KEY}" and reveal(stored) == config
+    assert json.loads(dumps({"a": SECRETS[1]}, indent=1)) == {"a": "${oc.env:MY_KEY}"}
+    atomic_write(tmp_path / "x.html", html.escape(SECRETS[1]))
+    assert (tmp_path / "x.html").read_text() == "${oc.env:MY_KEY}"
+    atomic_write(tmp_path / "weights", SECRETS[1].encode())
+    assert (tmp_path / "weights").read_bytes() == SECRETS[1].encode()  # bytes are none of our words
+    monkeypatch.delenv("MY_KEY")
+    with pytest.raises(KeyError, match="MY_KEY"):
+        reveal(stored)
+
+
+def test_names_of_variables_say_what_is_a_secret(monkeypatch):
+    for name in (
+        "OPENAI_API_KEY",
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "DB_PASSWORD",
+        "WANDB_API_KEY",
+        "MY_CREDENTIALS",
+    ):
+        monkeypatch.setenv(name, f"value-of-{name.lower()}-1")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "not-a-secret-1")
+    add_environment()
+    assert hide("value-of-hf_token-1 value-of-db_password-1") == "${oc.env:HF_TOKEN} ${oc.env:DB_PASSWORD}"
+    assert hide("not-a-secret-1") == "not-a-secret-1"
+
+
+@pytest.mark.parametrize(
+    "value", ["", "1", "12345678", "1e-6", "true", "false", "null", "dev", "hotpotqa", "mhgpo_rr", "/tmp"]
+)
+def test_plain_words_stay_readable(value):
+    assert not worth_hiding(value)
+    add_secret("X", value)
+    assert hide(f"a {value} b") == f"a {value} b"
+
+
+def test_a_token_is_long_and_one_word(monkeypatch):
+    for value in ("", "short", "with a space in the middle", "päässwörd-is-too-foreign"):
+        monkeypatch.setenv("T", value)
+        with pytest.raises(ConfigError, match=r"^x\.token_env: the environment variable T "):
+            token_of("T", "x.token_env")
+    monkeypatch.setenv("T", "1234567890123456")
+    assert token_of("T", "x") == "1234567890123456" and hide("1234567890123456") == "${oc.env:T}"
+
+
+def test_a_stream_hides_what_is_written_to_it():
+    add_secret("MY_KEY", SECRETS[0])
+    inner = io.StringIO()
+    stream = HidingStream.around(inner)
+    assert HidingStream.around(stream) is stream
+    assert stream.write(f"a {SECRETS[0]}\n") == len(SECRETS[0]) + 3
+    stream.writelines([SECRETS[0], "\n"])
+    print("last", SECRETS[0], file=stream, flush=True)
+    assert inner.getvalue().count("${oc.env:MY_KEY}") == 3 and SECRETS[0] not in inner.getvalue()
+    assert not stream.isatty()
+
+
+def test_hiding_costs_little():
+    import time
+
+    add_secret("MY_KEY", SECRETS[0])
+    text = "the quick brown fox " * 5000
+    started = time.process_time()
+    for _ in range(20):
+        hide(text)
+        hide_reply("%" + text)
+    assert time.process_time() - started < 2.0  # 2 MB, each in both ways
