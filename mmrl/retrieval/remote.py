@@ -57,7 +57,6 @@ class HttpOptions(TypedDict, total=False):
     retries: int
     concurrency: int
     cache_size: int
-    token: str | None
 
 
 class Breaker:

@@ -22,7 +22,7 @@ from mmrl.retrieval.serving import make_app
 
 @dataclass
 class Scripted:
-    """One reply: status, body (a dict is sent as JSON), headers, and how long to wait first."""
+    """One reply: status, body (text, bytes, or what is sent as JSON), headers, and how long to wait first."""
 
     body: Any = ""
     status: int = 200
@@ -86,14 +86,15 @@ def serving(script: list[Scripted] | Callable[[Seen], Scripted]) -> Iterator[tup
             time.sleep(reply.delay)
             with state.lock:
                 state.in_flight -= 1
-            data = json.dumps(reply.body) if not isinstance(reply.body, str) else reply.body
+            text = reply.body if isinstance(reply.body, str | bytes) else json.dumps(reply.body)
+            data = text if isinstance(text, bytes) else text.encode()
             try:
                 self.send_response(reply.status)
                 for name, value in reply.headers.items():
                     self.send_header(name, value)
-                self.send_header("Content-Length", str(len(data.encode())))
+                self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
-                self.wfile.write(data.encode())
+                self.wfile.write(data)
             except OSError:
                 pass  # the client has given up waiting
 

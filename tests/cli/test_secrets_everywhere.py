@@ -1,0 +1,167 @@
+"""A distinctive secret wherever a user might put one, and in every reply: no byte of it is kept or shown."""
+
+import base64
+import gzip
+import html
+import json
+from urllib.parse import quote
+
+import pytest
+
+from mmrl import secrets
+from mmrl.cli import main
+from mmrl.report.rundir import RunDir
+from tests.helpers.servers import Scripted, chat_reply, serving
+
+KEY = "sk-Distinctive-0123456789-kEy"
+GATE = "gate/Pass+word=9876&distinct"
+SPELLINGS = {
+    "plain": lambda value: value,
+    "json": lambda value: "".join(f"\\u{ord(letter):04x}" for letter in value),
+    "percent": lambda value: quote(value, safe=""),
+    "every letter in percent": lambda value: "".join(f"%{ord(letter):02X}" for letter in value),
+    "html": html.escape,
+    "letters in html": lambda value: "".join(f"&#{ord(letter)};" for letter in value),
+    "base64": lambda value: base64.b64encode(value.encode()).decode(),
+    "a header in base64": lambda value: base64.b64encode(f"Bearer {value}".encode()).decode(),
+    "hexadecimal": lambda value: value.encode().hex(),
+    "utf-16": lambda value: value.encode("utf-16").decode("latin-1"),
+    "capitals": str.upper,
+}
+
+
+@pytest.fixture(autouse=True)
+def planted(monkeypatch, tmp_path):
+    monkeypatch.setattr(secrets, "_secrets", {})
+    monkeypatch.setattr(secrets, "_forms", ())
+    monkeypatch.setenv("MINE", KEY)  # a name that says nothing: only a config's use of it does
+    monkeypatch.setenv("GATE", GATE)
+    monkeypatch.chdir(tmp_path)
+
+
+def kept_by(text):
+    """Which spelling of a secret stands in `text`, or nothing."""
+    for value in (KEY, GATE):
+        for name, spell in SPELLINGS.items():
+            spelt = spell(value)
+            # of a header in base64 the inner part is the secret's
+            if (spelt[12:-4] if name == "a header in base64" else spelt) in text:
+                return f"{name}: {spelt}"
+    return ""
+
+
+def bytes_below(folder):
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            data = path.read_bytes()
+            yield path, (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8", "replace")
+
+
+PLACES = {
+    "a value": ["train.lr=${oc.env:MINE}"],
+    "within a text": ["train.lr=before-${oc.env:MINE}-after"],
+    "a key of another section": ["++task.${oc.env:MINE}=1", "algo.x=${oc.env:MINE}"],
+    "a mapping": ["task.data={train: '${oc.env:MINE}', nope: '${oc.env:GATE}'}"],
+    "a list": ["task.modules=['${oc.env:MINE}']"],
+    "a choice": ["+model@x=${oc.env:MINE}"],
+    "an address": ["task=search_agent", "task.judge.url=${oc.env:GATE}", "task.judge.model=x"],
+    "a user in an address": ["task=search_agent", "task.judge.url=http://me:${oc.env:MINE}@h/v1", "task.judge.model=x"],
+    "the query of an address": ["task.retriever.name=remote", "task.retriever.url=http://[x?key=${oc.env:GATE}"],
+    "arguments of vLLM": ["engine=vllm_server", "engine.args=[--api-key,'${oc.env:MINE}']", "engine.nope=1"],
+    "a name": ["run.name=${oc.env:MINE}", "run.dir=", "engine.endpoints={x: {url: '${oc.env:GATE}'}}"],
+    "the name of a variable": ["engine.endpoints={reranker: {model: x, key_env: '${oc.env:MINE}'}}", "seed=x"],
+    "a default": ["train.lr=${oc.env:NOT_SET,${oc.env:MINE}}"],
+    "a file": ["task=mine"],
+    "a sweep": ["-m", "seed=1,2", "train.lr=${oc.env:MINE},${oc.env:GATE}"],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_error_repeats_a_secret(place, tmp_path, capsys):
+    folder = tmp_path / "conf" / "task"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("name: hotpotqa\nmax_tokens: ${oc.env:MINE}\nreward: '${oc.env:GATE}'\n")
+    assert main(["train", *PLACES[place]]) == 2
+    shown = capsys.readouterr()
+    assert "error: " in shown.err and not kept_by(shown.err + shown.out), shown.err
+
+
+def test_a_printed_config_has_no_secret(capfd):
+    words = ["task.data.train=${oc.env:MINE}", "run.name='x ${oc.env:GATE} y'"]
+    assert main(["train", *words, "--cfg", "job", "--resolve"]) == 0
+    shown = capfd.readouterr().out
+    assert "${oc.env:MINE}" in shown and "${oc.env:GATE}" in shown and not kept_by(shown)
+
+
+def test_a_key_that_a_shell_has_put_in_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("MY_API_KEY", KEY)
+    assert main(["train", f"run.name=x-{KEY}"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said.startswith("error: run.name: holds the value of the environment variable MY_API_KEY") and KEY not in said
+    )
+
+
+def test_the_directory_of_a_training_run_has_references_and_a_resume_has_the_values(monkeypatch, tmp_path, capsys):
+    seen = []
+    monkeypatch.setattr("mmrl.run.train._run", lambda config, run, checkpoint, processes: seen.append(config) or 0)
+    words = ["run.dir=run", "run.name='n ${oc.env:MINE}'", "hardware=cpu", "task.prompts='${oc.env:PROMPTS}'"]
+    (tmp_path / "prompts-of-mine.yaml").write_text("{}")
+    monkeypatch.setenv("PROMPTS", str(tmp_path / "prompts-of-mine.yaml"))  # a folder of this machine is no secret
+    assert main(["train", *words]) == 0
+    assert main(["train", "resume=run"]) == 0
+    assert [config.run.name for config in seen] == [f"n {KEY}"] * 2
+    config = RunDir.read("run").config
+    assert config["run"]["name"] == "n ${oc.env:MINE}" and config["task"]["prompts"].endswith("prompts-of-mine.yaml")
+    monkeypatch.delenv("MINE")
+    assert main(["train", "resume=run"]) == 2
+    shown = capsys.readouterr()
+    assert "run: the environment variable MINE is not set, which this run was given" in shown.err
+    found = [path for path, text in bytes_below(tmp_path / "run") if kept_by(text)]
+    assert not found and not kept_by(shown.out + shown.err)
+
+
+def echoes(seen):
+    """Replies of an endpoint that gives away what it was sent, each in another way; every third one is an answer."""
+    number = echoes.count = echoes.count + 1
+    names = list(SPELLINGS)
+    told = " and ".join(SPELLINGS[names[number % len(names)]](value) for value in (KEY, GATE))
+    kind = number % 6
+    if kind == 0:
+        return Scripted(f"refused: {told}", 400)
+    if kind == 1:
+        return Scripted(f'{{"error": "Schl\u00fcssel {told}"}}'.encode("latin-1", "replace"), 400)
+    if kind == 2:
+        return Scripted(f'{{"choices": [{{"message": {{"content": "{told.replace(chr(34), "")}"}}}}]}}'.encode())
+    if kind == 3:
+        return Scripted(
+            f"{told} \u00e9".encode("latin-1", "replace"), 200, {"Content-Type": "text/plain; charset=latin-1"}
+        )
+    if kind == 4:
+        return Scripted(json.dumps({"error": told}).encode("utf-16"), 403)
+    return chat_reply(f"an answer with {told}", finish=told)
+
+
+def test_what_an_endpoint_gives_away_is_nowhere(tmp_path, capsys, caplog):
+    echoes.count = 0
+    with serving(echoes) as (url, server):
+        words = ["eval", "engine=openai", "policy=big", "task=qa_direct", "split=dev", "task.data.dev_items=40"]
+        more = [
+            f"engine.endpoint.url={url}/${{oc.env:GATE}}",
+            *("engine.endpoint.key_env=MINE", "engine.endpoint.attempts=1", "run.dir=eval", "eval.items=40"),
+        ]
+        code = main([*words, *more])
+        assert server.seen and server.seen[0].headers["Authorization"] == f"Bearer {KEY}"
+        again = main(["eval", "resume=eval"])
+        assert "gate/Pass" in server.seen[-1].path  # the address came back
+    assert code == 0 and again in (0, 2)  # the second start asks whether the endpoint answers, which it may refuse
+    shown = capsys.readouterr()
+    assert len(server.seen) > 40
+    for path, text in bytes_below(tmp_path):
+        assert not kept_by(text), path
+    assert not kept_by(shown.out + shown.err)
+    assert not kept_by("".join(secrets.hide(record.getMessage()) for record in caplog.records))
+    assert RunDir.read("eval").config["engine"]["endpoint"]["url"].endswith("${oc.env:GATE}")
+    assert main(["report", "eval"]) in (0, 2) and main(["show", "eval"]) in (0, 2)
+    shown = capsys.readouterr()
+    assert not kept_by(shown.out + shown.err)
