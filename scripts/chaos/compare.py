@@ -1,0 +1,96 @@
+"""Whether a continued run is the undisturbed one, bit for bit: every file, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mmrl.report.rundir import comparable
+
+PER_START = ("environment.json", "run.lock")
+"""Files that say who ran where and when."""
+
+
+def differences(expected: Path, actual: Path) -> list[str]:
+    """One sentence for each file that differs; empty when the two folders hold the same."""
+    names = [{str(path.relative_to(folder)) for path in folder.rglob("*")} for folder in (expected, actual)]
+    found = [f"{name}: is missing" for name in sorted(names[0] - names[1])]
+    found += [f"{name}: should not be there" for name in sorted(names[1] - names[0])]
+    for name in sorted(names[0] & names[1]):
+        one, two = expected / name, actual / name
+        if one.is_dir() or two.is_dir() or name in PER_START:
+            continue
+        if one.read_bytes() != two.read_bytes() and (problem := _reader(name)(one, two)):
+            found.append(f"{name}: {problem}")
+    return found
+
+
+def _reader(name: str) -> Callable[[Path, Path], str]:
+    """What tells two files of different bytes apart; it returns a sentence, empty for equal contents."""
+    last = name.rpartition("/")[2]
+    if last == "metrics.jsonl":
+        return _metrics
+    if last in WITHOUT:
+        return lambda one, two: _objects(one, two, WITHOUT[last])
+    if last == "report.html":
+        return _page
+    if last.endswith((".pt", ".pth", ".bin")):
+        return _tensors
+    return lambda one, two: f"{one.stat().st_size} and {two.stat().st_size} bytes differ"
+
+
+WITHOUT: dict[str, tuple[str, ...]] = {
+    "summary.json": ("seconds", "finished"),
+    "index.json": ("build_seconds",),
+    "complete.json": ("files", "run"),
+}
+"""JSON files, and their keys that a clock or a digest of one decides."""
+
+
+def _metrics(one: Path, two: Path) -> str:
+    lines = [[comparable(json.loads(line)) for line in path.read_text().splitlines()] for path in (one, two)]
+    for number, (expected, actual) in enumerate(itertools.zip_longest(*lines), start=1):
+        if expected is None or actual is None:
+            return f"{len(lines[1])} lines, expected {len(lines[0])}"
+        if expected != actual:
+            keys = [k for k in {*expected, *actual} if expected.get(k, "no") != actual.get(k, "no")]
+            return f"line {number} differs in {', '.join(sorted(keys)[:5])}"
+    return ""
+
+
+def _objects(one: Path, two: Path, without: tuple[str, ...]) -> str:
+    expected, actual = (json.loads(path.read_text()) for path in (one, two))
+    keys = [k for k in {*expected, *actual} - set(without) if expected.get(k) != actual.get(k)]
+    return f"differs in {', '.join(sorted(keys))}" if keys else ""
+
+
+def _page(one: Path, two: Path) -> str:
+    return "" if two.read_text().rstrip().endswith("</html>") else "is not a whole page"
+
+
+def _tensors(one: Path, two: Path) -> str:
+    import torch
+
+    # Written by this harness's own runs a moment ago: whole pickles are no danger here.
+    expected, actual = (torch.load(path, weights_only=False) for path in (one, two))
+    return "" if _equal(expected, actual) else "its contents differ"
+
+
+def _equal(one: Any, two: Any) -> bool:
+    import numpy as np
+    import torch
+
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return one.dtype == two.dtype and torch.equal(one, two)
+    if isinstance(one, np.ndarray):
+        return isinstance(two, np.ndarray) and np.array_equal(one, two)
+    if isinstance(one, dict):
+        return isinstance(two, dict) and one.keys() == two.keys() and all(_equal(one[k], two[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(two) and len(one) == len(two) and all(map(_equal, one, two))
+    if hasattr(one, "to_dict"):
+        return bool(one.to_dict() == two.to_dict())
+    return bool(one == two)
