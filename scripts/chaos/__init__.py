@@ -1,1 +1,1 @@
-"""Faults on purpose: runs that are killed, starved of disk or damaged, continued, and compared with undisturbed ones."""
+"""Runs killed, starved of disk or damaged on purpose, continued, and compared with undisturbed ones."""

@@ -101,7 +101,9 @@ class Campaign:
                     with contextlib.suppress(BaseException):
                         importlib.import_module(module)
         assert threading.active_count() == 1, threading.enumerate()
-        print(f"{len(cases)} undisturbed runs in {time.monotonic() - self.started:.0f} s; {self.place.work}", flush=True)
+        print(
+            f"{len(cases)} undisturbed runs in {time.monotonic() - self.started:.0f} s; {self.place.work}", flush=True
+        )
 
     def run(self, numbers: Sequence[int], with_vllm: bool) -> list[dict[str, Any]]:
         """The trials; those of a vLLM server come last, one at a time, each with three processes of its own."""
@@ -115,10 +117,13 @@ class Campaign:
     def _trial(self, number: int, cases: Sequence[str], kinds: Sequence[str]) -> Callable[[], dict[str, Any]]:
         from scripts.chaos.trial import try_one
 
-        return lambda: try_one(self.place, self.seed, number, cases, kinds).record() | {
-            "repeat": f"python -m scripts.chaos seed={self.seed} cases={','.join(cases)} kinds={','.join(kinds)} "
-            f"only={number}"
-        }
+        return lambda: (
+            try_one(self.place, self.seed, number, cases, kinds).record()
+            | {
+                "repeat": f"python -m scripts.chaos seed={self.seed} cases={','.join(cases)} kinds={','.join(kinds)} "
+                f"only={number}"
+            }
+        )
 
     def _forked(
         self, works: Sequence[Callable[[], Any]], jobs: int, done: Callable[[Any], None] = lambda result: None
@@ -155,7 +160,9 @@ class Campaign:
         path.parent.mkdir(parents=True, exist_ok=True)
         summary = {"seed": self.seed, "trials": len(results), "failed": len(failed), "wall_s": spent, **machine()}
         path.write_text(json.dumps(summary | {"results": list(results)}, indent=1), encoding="utf-8")
-        print(f"{len(results)} trials, {len(results) - len(failed)} passed, {len(failed)} failed, {spent:.0f} s; {path}")
+        print(
+            f"{len(results)} trials, {len(results) - len(failed)} passed, {len(failed)} failed, {spent:.0f} s; {path}"
+        )
         if failed:
             print(f"their folders: {self.place.work}/trials")
         elif not keep:

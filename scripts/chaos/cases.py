@@ -48,7 +48,9 @@ def _passages() -> str:
     """A corpus whose index takes about half a second."""
     noise = random.Random(0)
     words = ["".join(noise.choices("abcdefghijklmnopqrstuvwxyz", k=noise.randint(3, 9))) for _ in range(2000)]
-    lines = ({"id": str(n), "title": words[n % 2000], "text": " ".join(noise.choices(words, k=60))} for n in range(3000))
+    lines = (
+        {"id": str(n), "title": words[n % 2000], "text": " ".join(noise.choices(words, k=60))} for n in range(3000)
+    )
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 

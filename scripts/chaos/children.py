@@ -203,9 +203,7 @@ def _children() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-def _be_child(
-    words: Sequence[str], folder: Path, env: Mapping[str, str], hooks: Hooks, events: Path | None
-) -> None:
+def _be_child(words: Sequence[str], folder: Path, env: Mapping[str, str], hooks: Hooks, events: Path | None) -> None:
     """In the fork: the run, until it ends; never returns."""
     code = 70
     try:
@@ -308,4 +306,3 @@ def _fork_workers(hooks: Hooks, events: Path | None) -> None:
 
     names: Any = SimpleNamespace(Popen=Forked, TimeoutExpired=subprocess.TimeoutExpired)
     launch.subprocess = names
-

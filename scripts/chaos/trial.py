@@ -163,7 +163,7 @@ class _Trial:
         """A fault, and the instant for one that is in no phase."""
         kind, noise = self.result.kind, self.noise
         rank = noise.choice(self.case.ranks)
-        if kind in SIGNALS and (rank is None and len(self.case.ranks) > 1 or noise.random() < INSTANT_SHARE):
+        if kind in SIGNALS and ((rank is None and len(self.case.ranks) > 1) or noise.random() < INSTANT_SHARE):
             return Fault(what=kind, phase="", call=0, when=""), noise.uniform(0, self.events["wall"])
         phases = sorted(self.events["seconds"])
         if rank:  # what the main process alone does
@@ -171,7 +171,9 @@ class _Trial:
         phase = noise.choice(phases)
         seconds = self.events["seconds"][phase]
         call = noise.randint(1, len(seconds))
-        when = noise.choice(("before", "inside", "after") if kind in SIGNALS and phase != "file" else ("before", "after"))
+        when = noise.choice(
+            ("before", "inside", "after") if kind in SIGNALS and phase != "file" else ("before", "after")
+        )
         delay = noise.random() * seconds[call - 1] if when == "inside" else 0.0
         room = noise.choice((0, noise.randrange(1 << 15), noise.randrange(8 << 20)))
         return Fault(what=kind, phase=phase, call=call, when=when, delay=delay, room=room, rank=rank), None

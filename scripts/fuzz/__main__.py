@@ -26,7 +26,16 @@ from typing import Any
 
 from scripts.fuzz.targets import TARGETS, Target, outcome
 
-DEFAULTS = {"inputs": "1000000", "seed": "0", "jobs": "2", "only": "", "at": "", "data": "", "out": "", "engine": "seeded"}
+DEFAULTS = {
+    "inputs": "1000000",
+    "seed": "0",
+    "jobs": "2",
+    "only": "",
+    "at": "",
+    "data": "",
+    "out": "",
+    "engine": "seeded",
+}
 KEPT = 20
 """Findings of a target that are kept; all are counted."""
 

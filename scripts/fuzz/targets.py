@@ -17,6 +17,7 @@ from random import Random
 from typing import Any
 
 from mmrl.errors import MmrlError
+from scripts.fuzz import rewards
 from scripts.fuzz.mutate import spoilt, spoilt_bytes, text, value
 
 FORESTS = Path(__file__).parents[1] / "guard_forests"
@@ -96,7 +97,9 @@ def make_spec(random: Random) -> tuple[str, str]:
     """A typed value with a form of its own."""
     kind = random.choice(("lengths", "source", "tests"))
     forms = ("rewriter:300/40", "a:1/2,b:3/4", ":", "/", "x:1", "x:1/2/3", "x:-1/2", "x:1e3/2", "x:٣/٤", "owner/name")
-    spec = random.choice((*forms, "owner/name:config", "owner/name:config:split", "mini", "a.jsonl", "~", "~x/y", "\x00"))
+    spec = random.choice(
+        (*forms, "owner/name:config", "owner/name:config:split", "mini", "a.jsonl", "~", "~x/y", "\x00")
+    )
     return kind, spoilt_bytes(spec.encode(), random).decode(errors="replace") if random.random() < 0.8 else text(random)
 
 
@@ -187,7 +190,13 @@ def run_journal(data: bytes) -> str | None:
 
 # -- data --------------------------------------------------------------------------------------------------------------
 
-QUESTION = {"id": "5a7a0", "question": "On which river is Lisbon?", "answer": "Tagus", "type": "bridge", "level": "easy"}
+QUESTION = {
+    "id": "5a7a0",
+    "question": "On which river is Lisbon?",
+    "answer": "Tagus",
+    "type": "bridge",
+    "level": "easy",
+}
 CONTEXT = [["Lisbon", ["Lisbon is the capital.", "It lies on the Tagus."]], ["Porto", ["A city."]]]
 RECORDS: dict[str, tuple[dict[str, Any], ...]] = {
     "hotpotqa": (
@@ -210,14 +219,19 @@ RECORDS: dict[str, tuple[dict[str, Any], ...]] = {
             "question_decomposition": [{"id": 1, "question": "q", "answer": "a", "paragraph_support_idx": 0}],
         },
     ),
-    "nq": ({"question": "which river", "answer": ["Tagus", "Tejo"]}, {"id": "q", "question": "x", "golden_answers": ["y"]}),
+    "nq": (
+        {"question": "which river", "answer": ["Tagus", "Tejo"]},
+        {"id": "q", "question": "x", "golden_answers": ["y"]},
+    ),
     "triviaqa": ({"question": "which river", "answer": {"value": "Tagus", "aliases": ["Tejo"]}},),
     "popqa": ({"id": 1, "question": "which river", "possible_answers": '["Tagus", "Tejo"]', "s_pop": 1, "o_pop": 2},),
 }
 CORPUS = ({"id": "1", "title": "Lisbon", "text": "On the Tagus."}, {"id": "2", "contents": '"Porto"\nA city.'})
 DSPY: dict[str, tuple[dict[str, Any], ...]] = {
     "banking77": ({"text": "where is my card", "label": "card_arrival"}, {"text": "x", "label": 11, "label_text": "y"}),
-    "papillon": ({"user_query": "Ann asks", "target_response": "yes", "pii_units": "Ann||Lisbon", "conversation_hash": "c"},),
+    "papillon": (
+        {"user_query": "Ann asks", "target_response": "yes", "pii_units": "Ann||Lisbon", "conversation_hash": "c"},
+    ),
     "hover": ({"uid": "u", "claim": "c", "supporting_facts": [["Lisbon", 0]], "num_hops": 3, "label": "SUPPORTED"},),
 }
 SUFFIXES = (".jsonl", ".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
@@ -324,8 +338,21 @@ def run_tags(texts: list[str]) -> str | None:
 
 def make_reply(random: Random) -> tuple[str, int]:
     """A judge's reply, and the number of turns that it was asked about."""
-    pieces = ("<score>", "</score>", "<reasoning>", "</reasoning>", "Turn1: ", "Turn2: ", "0.5", "-1", "1e999", "9" * 400)
-    reply = text(random, (*pieces, "nan", "inf", ".", "\n", " ", "Turn", ":", "1", "+", "١", "Turn3: 0.1\n", "x", "0x1"))
+    pieces = (
+        "<score>",
+        "</score>",
+        "<reasoning>",
+        "</reasoning>",
+        "Turn1: ",
+        "Turn2: ",
+        "0.5",
+        "-1",
+        "1e999",
+        "9" * 400,
+    )
+    reply = text(
+        random, (*pieces, "nan", "inf", ".", "\n", " ", "Turn", ":", "1", "+", "١", "Turn3: 0.1\n", "x", "0x1")
+    )
     if random.random() < 0.3:
         reply = f"<reasoning>{text(random, long=False)}</reasoning><score>{reply}</score>"
     return reply, random.randint(1, 3)
@@ -405,6 +432,7 @@ TARGETS: dict[str, Target] = {
     "data": Target(make=make_data, run=run_data, share=20),
     "tags": Target(make=make_texts, run=run_tags, share=18),
     "judge": Target(make=make_reply, run=run_judge, share=14),
+    "rewards": Target(make=rewards.make, run=rewards.run, share=2),
     "retriever": Target(make=make_retrieved, run=run_retrieved, share=14),
 }
 """Name -> target. `share` gives what is quick the more inputs."""
