@@ -15,6 +15,7 @@ from mmrl.config import RETRIEVER_SCHEMAS, RetrieverConfig
 from mmrl.config.base import Section, is_loopback
 from mmrl.errors import ConfigError, DataError
 from mmrl.secrets import token_of
+from mmrl.system.files import user_path
 
 if TYPE_CHECKING:
     from mmrl.retrieval.base import Retriever
@@ -111,7 +112,7 @@ def build(words: Sequence[str]) -> int:
     from mmrl.tasks.data.corpus import Corpus
 
     given = read_arguments("mmrl index build", BuildArguments, words)
-    section, folder = given.section(), Path(given.index).expanduser()
+    section, folder = given.section(), user_path(given.index)
     # Nothing is downloaded or read before all of this is right.
     problems = packages_missing(section)
     if folder.exists():
@@ -155,7 +156,7 @@ def info(words: Sequence[str]) -> int:
     """`mmrl index info`."""
     from mmrl.retrieval.index_folder import read_info
 
-    folder = Path(read_arguments("mmrl index info", InfoArguments, words).index).expanduser()
+    folder = user_path(read_arguments("mmrl index info", InfoArguments, words).index)
     print(_info_text(folder, read_info(folder, KEY)))
     return 0
 
@@ -281,7 +282,7 @@ def _opened(given: Runtime) -> tuple[IndexInfo, Retriever, int]:
     from mmrl.retrieval.select import index_problems
     from mmrl.retrieval.store import PassageStore
 
-    folder = Path(given.index).expanduser()
+    folder = user_path(given.index)
     facts = read_info(folder, KEY)
     if problems := index_problems(KEY, facts):
         raise DataError(problems)

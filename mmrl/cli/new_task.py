@@ -20,6 +20,7 @@ from mmrl.config.base import Section
 from mmrl.config.tasks import BUILT_IN
 from mmrl.errors import ConfigError
 from mmrl.system.conf import conf_dir
+from mmrl.system.files import user_path
 
 TEXTS = Path(__file__).resolve().parent.parent / "assets" / "new_task"
 REPLIES = {"async": ('"0"', '"1"'), "dspy": ('{"department": "billing"}', '{"department": "repair"}')}
@@ -48,7 +49,7 @@ class NewTaskArguments(Section):
 def create(words: Sequence[str]) -> int:
     """`mmrl new-task NAME [kind=async|dspy] [dir=FOLDER]`."""
     given = read_arguments("mmrl new-task", NewTaskArguments, words, name="name", called="NAME")
-    top = Path(given.dir).expanduser()
+    top = user_path(given.dir)
     problems = [] if top.is_dir() else [f"dir: no folder '{given.dir}'"]
     problems += name_problems(given.name, top)
     if problems:

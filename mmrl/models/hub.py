@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from pathlib import Path
+
+from mmrl.system.files import user_path
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -36,7 +37,7 @@ def encoder_problems(key: str, model: str) -> list[str]:
 
     What only loading can tell (a folder with other weights) is no problem here.
     """
-    folder = Path(model).expanduser()
+    folder = user_path(model)
     if folder.is_dir():
         files = ("config.json", "modules.json")
         if any((folder / name).is_file() for name in files):

@@ -15,6 +15,7 @@ from mmrl.config.base import SHIPPED
 from mmrl.errors import ConfigError, nearest
 from mmrl.models.hub import hub_answers
 from mmrl.models.policy import Policy
+from mmrl.system.files import user_path
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,7 @@ class ServedWeights(TypedDict):
 
 def model_path(model: ModelConfig) -> str:
     """Where the weights are: the packaged folder of a shipped model, else `model.path` as typed."""
-    return str(ASSETS / model.path) if model.path in SHIPPED else str(Path(model.path).expanduser())
+    return str(ASSETS / model.path) if model.path in SHIPPED else str(user_path(model.path))
 
 
 NO_CODE = {"trust_remote_code": False}
@@ -208,7 +209,7 @@ def _unloadable(model: ModelConfig, what: str, error: Exception) -> str:
 
 def _read_template(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return user_path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"model.chat_template: cannot read '{path}': {error}") from error
 

@@ -7,6 +7,7 @@ where the weights are on this machine, else from lengths declared per module.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
@@ -34,6 +35,7 @@ class Lengths:
     """Calls on a path."""
 
 
+_NUMBER = re.compile("[0-9]{1,9}")  # isdigit() takes `²`, which int() refuses, as it does thousands of digits
 _SEARCH = {
     "rewriter": Lengths(prompt=250, completion=30),
     "reranker": Lengths(prompt=2000, completion=15),
@@ -136,7 +138,7 @@ def parse_lengths(text: str) -> dict[str, Lengths]:
         name, _, numbers = item.partition(":")
         sizes, _, calls = numbers.partition("x")
         parts = sizes.split("/")
-        if not name or len(parts) not in (2, 3) or not all(part.isdigit() for part in [*parts, calls or "1"]):
+        if not name or len(parts) not in (2, 3) or not all(map(_NUMBER.fullmatch, [*parts, calls or "1"])):
             raise ConfigError(
                 f"lengths: got '{item}', expected module:prompt/completion[/observation][xcalls], such as "
                 "rewriter:250/30 or agent:300/105/480x4"

@@ -25,7 +25,7 @@ from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.store import CorpusFacts, PassageStore, write_passages
 from mmrl.retrieval.vectors import HNSW_LINKS
 from mmrl.system.artifacts import FileChecks, file_checks, verify
-from mmrl.system.files import atomic_write, remove_leftovers, take_lock
+from mmrl.system.files import atomic_write, remove_leftovers, take_lock, user_path
 
 FORMAT = 1
 INFO, PLAN, DONE, LOCK = "index.json", "plan.json", "passages.json", "lock"
@@ -304,7 +304,7 @@ def cached_index(documents: Sequence[Document], config: RetrieverConfig, cache: 
 
 def model_identity(model: str) -> str:
     """What changes when the weights behind a model's name do: a folder's files, or a hub id's cached revision."""
-    folder = Path(model).expanduser()
+    folder = user_path(model)
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
 

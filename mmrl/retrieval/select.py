@@ -24,6 +24,7 @@ from mmrl.retrieval.serving import ChildRetriever
 from mmrl.retrieval.store import PassageStore
 from mmrl.secrets import token_of
 from mmrl.system.artifacts import cache_root
+from mmrl.system.files import user_path
 
 NEEDS: Mapping[str, tuple[str, ...]] = {"dense": ("faiss",), "colbert": ("faiss", "sentence_transformers")}
 """Retriever -> modules of the extra `dense` that it imports."""
@@ -38,7 +39,7 @@ def open_index_corpus(config: RetrieverConfig) -> PassageStore:
         DataError: no such index, a damaged one, or one of another kind than `task.retriever.name`.
     """
     assert config.index_folder is not None
-    folder = Path(config.index_folder).expanduser()
+    folder = user_path(config.index_folder)
     info = read_info(folder)
     if info.kind != config.name:
         raise DataError(
@@ -56,7 +57,7 @@ def retriever_problems(config: RetrieverConfig) -> list[str]:
     if config.index_folder is not None:
         try:
             open_index_corpus(config)
-            problems += index_problems("task.retriever.index", read_info(Path(config.index_folder).expanduser()))
+            problems += index_problems("task.retriever.index", read_info(user_path(config.index_folder)))
         except DataError as error:
             problems += error.problems
     elif isinstance(config, EncoderRetrieverConfig):
@@ -141,7 +142,7 @@ def _indexed(config: RetrieverConfig, documents: Sequence[Document]) -> Retrieve
 
 def _folder(config: LocalRetrieverConfig, documents: Sequence[Document]) -> Path:
     if config.index is not None:
-        return Path(config.index).expanduser()
+        return user_path(config.index)
     return cached_index(documents, config, cache_root(config.cache_dir))
 
 

@@ -41,7 +41,7 @@ class PlanRequest:
             ConfigError: a value that cannot be read, or two that exclude each other.
         """
         dry, lengths = values.get("dry"), values.get("lengths", "")
-        if dry is not None and not dry.isdigit():
+        if dry is not None and not (dry.isascii() and dry.isdigit() and len(dry) < 10):
             raise ConfigError(f"dry: got '{dry}', expected a number of examples (0: count from declared lengths)")
         if lengths and dry not in (None, "0"):
             raise ConfigError("lengths: has no effect with dry rollouts, which are counted; leave one of the two out")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from mmrl.system.files import atomic_dir
+from mmrl.system.files import atomic_dir, user_path
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ log = logging.getLogger("mmrl.cache")
 def cache_root(configured: str | None) -> Path:
     """The cache folder: `task.retriever.cache_dir`, else $MMRL_CACHE, else ~/.cache/mmrl."""
     chosen = configured or os.environ.get("MMRL_CACHE") or "~/.cache/mmrl"
-    return Path(chosen).expanduser()
+    return user_path(chosen)
 
 
 def load_or_build(

@@ -59,6 +59,12 @@ def plain(value: object) -> Any:
     return json.loads(dumps(value))
 
 
+def user_path(text: str) -> Path:
+    """The path that a user typed, with `~` as their home; `~somebody` stays where nobody is called that."""
+    # not `Path.expanduser`, which raises RuntimeError for such a name
+    return Path(os.path.expanduser(text))
+
+
 def atomic_write(path: Path, data: bytes | str) -> None:
     """Replace `path` by `data`, text without secrets: all of it or none of it, also after a crash of the machine."""
     # Beside its target: a rename across file systems would be a copy. The pid keeps two writers apart.

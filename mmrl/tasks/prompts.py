@@ -9,9 +9,9 @@ from __future__ import annotations
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from mmrl.errors import ConfigError, unknown
+from mmrl.system.files import user_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def _read(path: str) -> Mapping[str, object]:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        content = yaml.safe_load(user_path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"task.prompts: cannot read '{path}': {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -23,7 +23,7 @@ from mmrl.errors import DataError
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.store import PassageStore
-from mmrl.system.files import atomic_write
+from mmrl.system.files import atomic_write, user_path
 from mmrl.tasks.data.layouts import passage
 from mmrl.tasks.data.rows import FORMATS, Fields, Row, Source
 from mmrl.tasks.mini.examples import mini_corpus
@@ -74,11 +74,11 @@ class Corpus:
 
     @staticmethod
     def _folder(spec: str) -> bool:
-        return Path(spec).expanduser().is_dir()
+        return user_path(spec).is_dir()
 
     @staticmethod
     def _files(spec: str) -> list[Path]:
-        below = sorted(Path(spec).expanduser().rglob("*"))
+        below = sorted(user_path(spec).rglob("*"))
         return [path for path in below if path.suffix.lower() in FORMATS and path.is_file()]
 
     def paths(self) -> list[Path]:

@@ -25,6 +25,7 @@ from typing import Any
 from mmrl.errors import DataError
 from mmrl.models.hub import hub_answers
 from mmrl.retrieval.base import whole_text
+from mmrl.system.files import user_path
 
 log = logging.getLogger("mmrl.data")
 
@@ -70,7 +71,7 @@ class Source:
         Raises:
             DataError: neither a file nor a hub id.
         """
-        path = Path(self.spec).expanduser()
+        path = user_path(self.spec)
         if path.is_file():
             if path.suffix.lower() not in FORMATS:
                 raise DataError(f"{self.key}: {self.spec}: expected a {', '.join(FORMATS)} file")
@@ -87,7 +88,7 @@ class Source:
 
     def identity(self, split: str) -> str:
         """The same for two sources exactly if they hold the same rows: a hub id without a split has one for each."""
-        path = Path(self.spec).expanduser()
+        path = user_path(self.spec)
         if path.is_file() or not HUB_ID.fullmatch(self.spec):
             return str(path.resolve())
         return ":".join(self._hub_place(split))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import ClassVar, TypedDict
 
 from mmrl import rng
 from mmrl.config.tasks import Banking77Config
 from mmrl.errors import ConfigError, DataError
 from mmrl.records import Call, Example
+from mmrl.system.files import user_path
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.base import SPLITS, DspyTask, text_of, unique
 from mmrl.tasks.mini.messages import mini_support
@@ -74,7 +74,7 @@ class Banking77Task(DspyTask):
         if path is None:
             return ()
         try:
-            labels = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+            labels = json.loads(user_path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise DataError(f"task.labels: cannot read '{path}': {error.strerror or error}") from None
         except (ValueError, RecursionError) as error:

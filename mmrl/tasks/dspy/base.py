@@ -10,12 +10,12 @@ import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmrl.config.tasks import SampleConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Example
+from mmrl.system.files import user_path
 from mmrl.tasks.base import BaseTask, Tool
 from mmrl.tasks.data.layouts import subset
 from mmrl.tasks.data.rows import Row, Source
@@ -196,7 +196,7 @@ def set_prompts(program: dspy.Module, path: str | None) -> None:
 
 def _load_state(program: dspy.Module, predictors: Mapping[str, dspy.Predict], path: str) -> None:
     try:
-        state = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        state = json.loads(user_path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"task.prompts: cannot read '{path}': {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
