@@ -154,7 +154,7 @@ def _step(folder: Path) -> int | None:
     parent = folder.resolve().parent.name
     name = parent if parent.startswith("checkpoint-") else folder.name
     number = name.rpartition("-")[2]
-    return int(number) if number.isdigit() else None
+    return int(number) if number.isascii() and number.isdigit() else None
 
 
 def _base_of(adapter: Path) -> str:

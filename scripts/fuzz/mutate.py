@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from random import Random
@@ -38,7 +39,7 @@ def value(random: Random, depth: int = 0) -> Any:
     """Any JSON value."""
     kind = random.random()
     if depth > 3 or kind < 0.6:
-        return random.choice(JUNK)
+        return copy.deepcopy(random.choice(JUNK))  # what is made may be spoilt further
     if kind < 0.7:
         return text(random, long=False)
     if kind < 0.85:
@@ -48,10 +49,10 @@ def value(random: Random, depth: int = 0) -> Any:
 
 def spoilt(original: Any, random: Random) -> Any:
     """A copy of a JSON value, spoilt in one to three places."""
-    copy = json.loads(json.dumps(original))
+    root = json.loads(json.dumps(original))
     for _ in range(random.choice((1, 1, 1, 2, 3))):
-        copy = _spoil(copy, random)
-    return copy
+        root = _spoil(root, random)
+    return root
 
 
 def _spoil(root: Any, random: Random) -> Any:
@@ -78,7 +79,7 @@ def _change(place: Any, key: Any, random: Random) -> None:
         place.insert(key, place[key])
     elif kind == 2:
         other = random.choice(list(place)) if isinstance(place, dict) else random.randrange(len(place))
-        place[key] = place[other]
+        place[key] = json.loads(json.dumps(place[other]))
     elif kind == 3 and isinstance(place[key], str):
         place[key] = text(random, long=False)
     elif kind == 4 and isinstance(place[key], int | float):
@@ -89,18 +90,20 @@ def _change(place: Any, key: Any, random: Random) -> None:
 
 def spoilt_bytes(data: bytes, random: Random) -> bytes:
     """A copy of a file's bytes with a few of them changed, cut, doubled or put in."""
-    copy = bytearray(data)
+    spoiled = bytearray(data)
     for _ in range(random.choice((1, 1, 2, 5))):
-        at, length = random.randrange(len(copy) + 1), random.choice((1, 1, 2, 8, 100))
+        at, length = random.randrange(len(spoiled) + 1), random.choice((1, 1, 2, 8, 100))
         kind = random.randrange(5)
         if kind == 0:
-            del copy[at : at + length]
+            del spoiled[at : at + length]
         elif kind == 1:
-            copy[at:at] = copy[at : at + length]
+            spoiled[at:at] = spoiled[at : at + length]
         elif kind == 2:
-            copy[at:at] = random.choice((b"\x00", b"\xff\xfe", b'"', b"\n", b",", b"{", b"]", b"\t", b"\\u", b"1e999"))
-        elif at < len(copy):
-            copy[at] ^= 1 << random.randrange(8)
+            spoiled[at:at] = random.choice(
+                (b"\x00", b"\xff\xfe", b'"', b"\n", b",", b"{", b"]", b"\t", b"\\u", b"1e999")
+            )
+        elif at < len(spoiled):
+            spoiled[at] ^= 1 << random.randrange(8)
         if kind == 4 and random.random() < 0.2:
-            del copy[at:]
-    return bytes(copy)
+            del spoiled[at:]
+    return bytes(spoiled)
