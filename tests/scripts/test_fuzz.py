@@ -1,0 +1,106 @@
+"""The fuzzing campaign in its short form: some inputs of every target, and what would be found."""
+
+from __future__ import annotations
+
+import json
+import time
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmrl.errors import ConfigError, DataError
+from mmrl.plan.workload import parse_lengths
+from mmrl.run.plan import PlanRequest
+from mmrl.system.files import user_path
+from mmrl.tasks.data.rows import Source
+from scripts.fuzz import __main__ as campaign
+from scripts.fuzz import mutate
+from scripts.fuzz.guided import FedRandom
+from scripts.fuzz.targets import TARGETS, Target, outcome
+
+QUICK = [name for name in TARGETS if name not in ("command lines", "run dirs", "rewards")]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_bad_input_is_refused_in_words(name: str) -> None:
+    found = [one for number in range(150) if (one := campaign.try_one(name, 0, number))]
+    assert found == []
+
+
+def test_nothing_that_a_model_writes_counts_as_retrieved() -> None:
+    found = [one for number in range(40) if (one := campaign.try_one("rewards", 0, number))]
+    assert found == []
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(QUICK), st.randoms(use_true_random=False))
+def test_hypothesis_finds_nothing(name: str, random: Random) -> None:
+    made = TARGETS[name].make(random)
+    assert outcome(TARGETS[name], made) is None, made
+
+
+def raises(given: Any) -> str | None:
+    raise given
+
+
+def test_only_named_errors_are_right() -> None:
+    target = Target(make=lambda random: None, run=raises, share=1)
+    assert outcome(target, DataError("line 3: no text")) is None
+    assert outcome(target, ConfigError("")) == "an error without words"
+    found = outcome(target, KeyError("id"))
+    assert found is not None
+    assert found.startswith("KeyError at test_fuzz.py:")
+
+
+def test_what_takes_too_long_is_found() -> None:
+    target = Target(make=lambda random: None, run=lambda given: time.sleep(30), share=1, limit_s=0.05)
+    assert campaign.bounded(target, None) == "took longer than 0.05 s"
+
+
+def test_an_input_follows_from_seed_target_and_number() -> None:
+    target = TARGETS["forest"]
+    one, two = (target.make(campaign.source(3, "forest", 7)) for _ in range(2))
+    assert one == two != target.make(campaign.source(3, "forest", 8))
+
+
+def test_spoiling_leaves_the_original_alone() -> None:
+    original = {"a": [1, {"b": "x"}], "c": None}
+    written = json.dumps(original)
+    assert any(mutate.spoilt(original, Random(n)) != original for n in range(10))
+    assert json.dumps(original) == written
+
+
+def test_fed_bits_are_the_choices() -> None:
+    noise = FedRandom(bytes([0b101, 0xFF]))
+    assert [noise.getrandbits(1) for _ in range(4)] == [1, 0, 1, 0]
+    assert FedRandom(b"").random() == 0.0
+
+
+def test_inputs_are_shared_out() -> None:
+    counts = campaign.shares(["judge", "forest"], 1000)
+    assert sum(counts.values()) == 1000
+    assert counts["judge"] > counts["forest"] > 0
+
+
+# -- what was found ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["a:²/3", f"a:{'9' * 5000}/3", "a:1/2x³"])
+def test_lengths_that_int_refuses_are_refused_in_words(spec: str) -> None:
+    with pytest.raises(ConfigError, match="lengths: got"):
+        parse_lengths(spec)
+
+
+def test_a_number_of_examples_that_int_refuses_is_refused_in_words() -> None:
+    for value in ("²", "9" * 5000):
+        with pytest.raises(ConfigError, match="dry: got"):
+            PlanRequest.read({"dry": value})
+
+
+def test_the_home_of_nobody_is_a_path_like_any_other() -> None:
+    assert str(user_path("~nobody-of-this-name/x")) == "~nobody-of-this-name/x"
+    with pytest.raises(DataError, match="no such file"):
+        _ = Source("task.data.train", "~nobody-of-this-name/x.jsonl").path
