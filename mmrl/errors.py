@@ -164,10 +164,18 @@ class ReplayDivergence(RolloutError):
 MODEL_CAUSED = frozenset({ParseFailure.kind, LengthFailure.kind, LimitFailure.kind})
 
 
+SHOWN, LONGEST = 100, 2_000
+"""Problems that are printed, of a file that may be wrong on every line; characters of one, which may quote a value."""
+
+
 def print_error(error: MmrlError) -> None:
     """One line per problem on stderr."""
-    for line in error.problems if isinstance(error, ConfigError) else [str(error)]:
-        print(f"error: {line}", file=sys.stderr)
+    lines = error.problems if isinstance(error, ConfigError) else [str(error)]
+    for line in lines[:SHOWN]:
+        shown = line if len(line) <= LONGEST else f"{line[:LONGEST]}... ({len(line) - LONGEST} more characters)"
+        print(f"error: {shown}", file=sys.stderr)
+    if len(lines) > SHOWN:
+        print(f"error: {len(lines) - SHOWN} more problems", file=sys.stderr)
 
 
 def nearest(name: str, choices: Sequence[str]) -> str:

@@ -37,6 +37,8 @@ CALL_KEYS = (
     *("values", "logprobs", "ref_logprobs"),
 )
 ROLLOUT_KEYS = ("id", "example", "leaf", "reward", "error", "fork")
+SUGGESTIONS = 10
+"""Problems of a file that say what was perhaps meant; calls of a cycle that are named."""
 PER_TOKEN = ("values", "logprobs", "ref_logprobs")
 
 Record = TypeVar("Record", Call, Rollout)
@@ -206,6 +208,10 @@ class _Reader:
     def problem(self, message: str) -> None:
         self.problems.append(f"{self.source}: {self.where}{': ' if self.where else ''}{message}")
 
+    def near(self, name: str, choices: Sequence[str]) -> str:
+        # Of the first problems alone: it looks at every choice, and a file may be wrong throughout.
+        return nearest(name, choices) if len(self.problems) < SUGGESTIONS else ""
+
     def read(self, raw: object) -> Forest:
         forest = self._forest(raw)
         if forest is None or self.problems:
@@ -216,10 +222,8 @@ class _Reader:
         top = ("version", "modules", "calls", "rollouts")
         if not self._is_object(raw, top):
             return None
-        missing = [key for key in top if key not in raw]
-        for key in missing:
-            self.problem(f"{key}: missing")
-        if missing:
+        if missing := [key for key in top if key not in raw]:
+            self.problem(f"{', '.join(missing)}: missing")
             return None
         # True == 1 in Python.
         if raw["version"] != VERSION or isinstance(raw["version"], bool):
@@ -245,7 +249,7 @@ class _Reader:
             self.where = f"{self.where} '{raw['id']}'"
         for key in raw:
             if key not in known:
-                self.problem(f"{key}: unknown key{nearest(key, known)} (known: {', '.join(known)})")
+                self.problem(f"{key}: unknown key{self.near(key, known)} (known: {', '.join(known)})")
         return True
 
     def _fields(
@@ -266,10 +270,9 @@ class _Reader:
         return None if len(self.problems) > before else {k: v for k, v in values.items() if v is not None}
 
     def _call(self, raw: object, position: int, modules: Sequence[str]) -> Call | None:
-        values = self._fields(Call, raw, position, CALL_KEYS)
-        if values is None:
-            return None
         before = len(self.problems)
+        if (values := self._fields(Call, raw, position, CALL_KEYS)) is None:
+            return None
         ids, tokens = values.get("completion_ids"), values.get("completion_tokens")
         if ids is None and tokens is None:
             self.problem("expected completion_tokens or completion_ids")
@@ -296,10 +299,9 @@ class _Reader:
         return call if len(self.problems) == before else None
 
     def _rollout(self, raw: object, position: int, modules: Sequence[str]) -> Rollout | None:
-        values = self._fields(Rollout, raw, position, ROLLOUT_KEYS)
-        if values is None:
-            return None
         before = len(self.problems)
+        if (values := self._fields(Rollout, raw, position, ROLLOUT_KEYS)) is None:
+            return None
         rollout = Rollout(**{"leaf": None, "reward": None, **values})
         if rollout.error is not None and rollout.error not in FAILURES:
             self.problem(unknown("error", rollout.error, FAILURES))
@@ -339,21 +341,22 @@ class _Reader:
         # Depth first along parents; each call is visited once, and a chain that meets itself is a cycle.
         ordered: dict[str, Call] = {}
         for call in calls.values():
-            chain: list[Call] = []
+            chain: dict[str, Call] = {}
             current: Call | None = call
             while current is not None and current.id not in ordered:
                 self.where = f"call '{current.id}'"
-                if current in chain:
-                    self.problem(f"parent: a cycle ({' -> '.join(c.id for c in chain[chain.index(current) :])})")
+                if current.id in chain:
+                    cycle = [*chain][[*chain].index(current.id) :][:SUGGESTIONS]
+                    self.problem(f"parent: a cycle ({' -> '.join(cycle)})")
                     return ordered
-                chain.append(current)
+                chain[current.id] = current
                 if current.parent is not None and current.parent not in calls:
                     self.problem(
-                        f"parent: got '{current.parent}', which is no call{nearest(current.parent, list(calls))}"
+                        f"parent: got '{current.parent}', which is no call{self.near(current.parent, list(calls))}"
                     )
                     break
                 current = calls[current.parent] if current.parent is not None else None
-            ordered.update((item.id, item) for item in reversed(chain))
+            ordered.update(reversed(chain.items()))
         return ordered
 
     def _paths(self, calls: Mapping[str, Call]) -> None:
@@ -380,7 +383,7 @@ class _Reader:
                 self.problem("leaf: got null without an error, expected the id of its last call")
             return rollout
         if rollout.leaf not in calls:
-            self.problem(f"leaf: got '{rollout.leaf}', which is no call{nearest(rollout.leaf, list(calls))}")
+            self.problem(f"leaf: got '{rollout.leaf}', which is no call{self.near(rollout.leaf, list(calls))}")
             return rollout
         leaf = calls[rollout.leaf]
         if leaf.example != rollout.example:

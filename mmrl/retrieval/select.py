@@ -28,6 +28,8 @@ from mmrl.system.files import user_path
 
 NEEDS: Mapping[str, tuple[str, ...]] = {"dense": ("faiss",), "colbert": ("faiss", "sentence_transformers")}
 """Retriever -> modules of the extra `dense` that it imports."""
+PROBE_RETRIES = 2
+"""Most further attempts of the search that probes a server."""
 RUNTIME = ("device", "batch_size", "candidates")
 """Options of an index's use, not of its content; a retriever has those that its schema has."""
 
@@ -93,14 +95,15 @@ def server_problems(what: str) -> list[str]:
 
 
 def probe(config: RemoteRetrieverConfig) -> None:
-    """One small search, without retries, so that a wrong address is noticed before a model is loaded.
+    """One small search, so that a wrong address is noticed before a model is loaded.
 
     Raises:
         RetrievalFailure: no usable answer.
     """
-    # No retries: this runs at the door of every command, where a second try would only hide a flaky server.
+    # A busy server (status 429) must not refuse a run, or its resume; a wrong address should not take long to notice.
+    retries = min(config.retries, PROBE_RETRIES)
     client = RemoteRetriever(
-        config.url, protocol=config.protocol, timeout_s=config.timeout_s, retries=0, token=_token(config)
+        config.url, protocol=config.protocol, timeout_s=config.timeout_s, retries=retries, token=_token(config)
     )
     try:
         client.ping()

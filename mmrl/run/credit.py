@@ -5,7 +5,6 @@ Above `credit` because it runs algorithms; no task, no model, no torch.
 
 from __future__ import annotations
 
-import gzip
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -19,8 +18,11 @@ from mmrl.errors import ConfigError, DataError
 from mmrl.records import Forest
 from mmrl.report.forest import VERSION, check_forest, parse_forest
 from mmrl.report.journal import decode_step
+from mmrl.system.files import gunzip
 
 GZIP = b"\x1f\x8b"
+LARGEST_FILE = 2**30
+"""Bytes that a zipped file may unpack to."""
 TURN_REWARD_SETS = ("outcome", "turn")
 """A file may hold both kinds of reward; whether it does is its own matter."""
 
@@ -33,7 +35,7 @@ def load_rollouts(path: Path) -> Forest:
     """
     try:
         data = path.read_bytes()
-        text = (gzip.decompress(data) if data.startswith(GZIP) else data).decode("utf-8-sig")
+        text = (gunzip(data, LARGEST_FILE) if data.startswith(GZIP) else data).decode("utf-8-sig")
         if _is_journal(text):
             forest = decode_step([json.loads(line) for line in text.split("\n") if line.strip()], str(path))[0]
             check_forest(forest, str(path))

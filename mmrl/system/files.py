@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,6 +150,27 @@ def read_jsonl(path: Path) -> list[JsonObject]:
             raise DataError(f"{path}:{number}: got {line[:60]!r}, expected one JSON object per line") from None
         records.append(record)
     return records
+
+
+def gunzip(data: bytes, largest: int) -> bytes:
+    """What `data` unpacks to; a few kilobytes may unpack to more than a machine has, so no more than `largest` bytes.
+
+    Raises:
+        ValueError: it unpacks to more.
+        EOFError: it ends early.
+        zlib.error: it is damaged, or not gzip.
+    """
+    parts, left = [], largest
+    while data:
+        stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)  # 16: with gzip's header and check sum
+        parts.append(stream.decompress(data, left + 1))
+        left -= len(parts[-1])
+        if left < 0:
+            raise ValueError(f"it unpacks to more than {largest} bytes")
+        if not stream.eof:
+            raise EOFError("it ends early")
+        data = stream.unused_data  # a file may hold several streams
+    return b"".join(parts)
 
 
 def repair_jsonl(path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from mmrl.errors import DataError
 from mmrl.report.forest import dump_forest, parse_forest
+from mmrl.records import Call
 from tests.helpers.forests import Grow
 
 
@@ -319,3 +320,32 @@ def test_texts_and_prompts_are_left_out_of_the_form():
     call = replace(forest.calls["c0"], text="hello", prompt_text="secret", prompt_ids=(1, 2))
     written = json.dumps(dump_forest(replace(forest, calls={**forest.calls, "c0": call})))
     assert "hello" not in written and "secret" not in written
+
+
+def chain(count, parent):
+    """The form of `count` calls of one module below each other; `parent` names the parent of a call by its number."""
+    calls = [
+        {"id": f"c{n}", "example": "q", "parent": parent(n), "module": "a", "invocation": n, "completion_tokens": 1}
+        for n in range(count)
+    ]
+    return {"version": 1, "modules": ["a"], "calls": calls, "rollouts": []}
+
+
+def test_a_long_chain_is_read_without_comparing_its_calls(monkeypatch):
+    def compared(self, other):
+        raise AssertionError("calls are compared, which is quadratic in the length of a chain")
+
+    monkeypatch.setattr(Call, "__eq__", compared)
+    raw = chain(3000, lambda n: f"c{n + 1}" if n < 2999 else None)  # children stand before their parents
+    for call in raw["calls"]:
+        call["invocation"] = 2999 - call["invocation"]
+    assert list(parse(raw).calls)[:2] == ["c2999", "c2998"]
+    with pytest.raises(DataError, match=r"a cycle \(c0 -> c1 -> .* -> c9\)$"):
+        parse(chain(3000, lambda n: f"c{(n + 1) % 3000}"))
+
+
+def test_a_file_that_is_wrong_throughout_gets_few_suggestions():
+    with pytest.raises(DataError) as caught:
+        parse(chain(3000, lambda n: f"cc{n}"))
+    problems = caught.value.problems
+    assert len(problems) == 3000 and sum("did you mean" in problem for problem in problems) == 10
