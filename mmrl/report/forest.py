@@ -222,8 +222,9 @@ class _Reader:
         top = ("version", "modules", "calls", "rollouts")
         if not self._is_object(raw, top):
             return None
-        if missing := [key for key in top if key not in raw]:
-            self.problem(f"{', '.join(missing)}: missing")
+        for key in (missing := [key for key in top if key not in raw]):
+            self.problem(f"{key}: missing")
+        if missing:
             return None
         # True == 1 in Python.
         if raw["version"] != VERSION or isinstance(raw["version"], bool):

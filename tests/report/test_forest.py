@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from mmrl.errors import DataError
-from mmrl.report.forest import dump_forest, parse_forest
 from mmrl.records import Call
+from mmrl.report.forest import dump_forest, parse_forest
 from tests.helpers.forests import Grow
 
 

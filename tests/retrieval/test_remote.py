@@ -308,9 +308,11 @@ def test_a_server_that_is_not_there_is_found_before_a_model_loads(good):
 def test_a_server_that_is_busy_when_a_run_begins_does_not_refuse_it():
     with listening(Faulty(good_app(), lambda n: "429" if n == 0 else "ok")) as url:
         search_agent(name="remote", url=url, retries=1).close()
-        with pytest.raises(ConfigError, match=r"task\.retriever\.url: .*status 429"):
-            with listening(Faulty(good_app(), lambda n: "429")) as busy:
-                search_agent(name="remote", url=busy, retries=1)
+    with (
+        listening(Faulty(good_app(), lambda n: "429")) as url,
+        pytest.raises(ConfigError, match=r"task\.retriever\.url: .*status 429"),
+    ):
+        search_agent(name="remote", url=url, retries=1)
 
 
 HOSTILE = (
