@@ -17,8 +17,8 @@ a shared prefix is one call, never a copy per rollout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -172,6 +172,15 @@ class Forest:
     def examples(self) -> tuple[str, ...]:
         """Example ids in order of first appearance among the rollouts."""
         return tuple(dict.fromkeys(rollout.example for rollout in self.rollouts))
+
+    def part(self, examples: Iterable[str]) -> Forest:
+        """The part that belongs to some examples."""
+        # Mostly all of it: then the same forest, without a copy of a large batch.
+        chosen = set(examples)
+        if chosen.issuperset(self.examples) and all(call.example in chosen for call in self.calls.values()):
+            return self
+        calls = {key: call for key, call in self.calls.items() if call.example in chosen}
+        return replace(self, calls=calls, rollouts=tuple(r for r in self.rollouts if r.example in chosen))
 
     def path(self, rollout: Rollout) -> tuple[Call, ...]:
         """Calls of `rollout`, root first; empty if it failed before its first call."""

@@ -73,6 +73,12 @@ def assign_credit(
     return _leave_out(credit, forest, frozen) if frozen else credit
 
 
+def minibatches(examples: Sequence[str], count: int) -> dict[str, int]:
+    """Example id -> mini-batch: consecutive examples of a step, sizes differing by at most one."""
+    # By example and not by call: the calls of a group stay in one optimizer step.
+    return {example: index * count // len(examples) for index, example in enumerate(examples)}
+
+
 def _scale_advantages(credit: Credit, forest: Forest, factors: Mapping[str, float]) -> Credit:
     """Every advantage of a module times its factor (1 where there is none): c · A.
 

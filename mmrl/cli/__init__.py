@@ -36,6 +36,8 @@ Usage:
   mmrl compare plan=mini              the same for all runs of conf/compare/mini.yaml
   mmrl credit algo=A[,B] rollouts=FILE [--json]
                                       rewards, groups, advantages and weights of recorded rollouts
+  mmrl credit run=RUN_DIR step=N [--json]
+                                      the same of a run's step, as it was trained
   mmrl plan [key=value ...] [device=h200] [dry=N]
                                       what a run will do and cost, before it starts
   mmrl index build corpus=A[,B] index=DIR [retriever=bm25|dense|colbert]

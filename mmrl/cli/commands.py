@@ -214,30 +214,35 @@ def compare(context: typer.Context) -> int:
     return run_comparison(request, lambda words: hydra.configured(TrainCommandConfig, words, line.config_dir))
 
 
-@app.command(context_settings=SETTINGS, options_metavar="algo=A[,B] rollouts=FILE [KEY=VALUE ...]")
+@app.command(
+    context_settings=SETTINGS,
+    options_metavar="rollouts=FILE algo=A[,B] | run=RUN_DIR step=N [algo=A,B] [KEY=VALUE ...]",
+)
 def credit(context: typer.Context, as_json: JsonFlag = False) -> int:
     """Print rewards, groups, advantages and weights of recorded rollouts; no task, no model, no torch.
 
+    Of a run's step: what it was trained on, with all settings of the run, compared with its journal.
+
     \b
     Keys:
-      algo=A,B        algorithms, side by side
       rollouts=FILE   a forest file, or one step of a run's journal
+      run=RUN_DIR     a training run, in place of a file
+      step=N          the step of that run
+      algo=A,B        algorithms, side by side; a run's own keeps the run's settings, and is the one if left out
       algo.*          settings of the algorithms: algo.group_size=4
-      seed=           of the algorithm's own choices
+      seed=           of the algorithm's own choices; of a run: the run's
       plugins=        packages that add algorithms
 
     \b
     Examples:
       mmrl credit algo=mhgpo_fof rollouts=forest.json
-      mmrl credit algo=mhgpo_fof,grpo rollouts=RUN_DIR/journal/step-000001.jsonl.gz --json
+      mmrl credit run=outputs/hotpotqa/mhgpo_rr/RUN step=40
+      mmrl credit run=outputs/hotpotqa/mhgpo_rr/RUN step=40 algo=mhgpo_rr,grpo --json
     """
-    from mmrl.cli import hydra
+    from mmrl.cli.credit import credit_request
+    from mmrl.run.credit import credit_command
 
-    request = hydra.credit_request(context.args)
-    from mmrl.run.credit import credit_report, load_rollouts
-
-    print(credit_report(request.algos, load_rollouts(request.rollouts), seed=request.seed, as_json=as_json))
-    return 0
+    return credit_command(credit_request(context.args), as_json)
 
 
 @app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [device=NAME] [dry=N]")

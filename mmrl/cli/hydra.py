@@ -6,12 +6,9 @@ Hydra composes, pydantic judges: value overrides are forced in (`++key=value`), 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Sequence
-from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TypeVar
 
 from hydra import compose, initialize_config_dir
@@ -26,9 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from mmrl.cli.arguments import CommandLine, comma_separated
-from mmrl.cli.overrides import expand, forced, parse, read_line, typed_value
-from mmrl.config import AlgoConfig, RootConfig, validate
-from mmrl.config.validate import algo_section
+from mmrl.cli.overrides import expand, forced, read_line, typed_value
+from mmrl.config import RootConfig, validate
 from mmrl.errors import ConfigError
 from mmrl.secrets import environment_value
 from mmrl.system.conf import conf_dir, user_dirs
@@ -191,66 +187,6 @@ def _put_user_folders_first(config_dir: str | None) -> None:
     registered = plugins.plugin_type_to_subclass_list[SearchPathPlugin]
     registered[:] = [plugin for plugin in registered if plugin.__name__ != UserConfigs.__name__]
     plugins.register(UserConfigs)
-
-
-@dataclass(frozen=True, slots=True)
-class CreditRequest:
-    """What `mmrl credit` computes."""
-
-    algos: Sequence[AlgoConfig]
-    rollouts: Path
-    seed: int
-
-
-def credit_request(words: Sequence[str]) -> CreditRequest:
-    """The words after `mmrl credit`, each algorithm composed by itself.
-
-    Raises:
-        ConfigError: every problem.
-    """
-    line = read_line(words, own=("rollouts", "algo"), once=True)
-    names = line.own.get("algo", "")
-    chosen = [name.strip() for name in names.split(",")]
-    problems = (
-        []
-        if line.own.get("rollouts")
-        else ["rollouts: missing, expected a forest file or a journal step (rollouts=FILE)"]
-    )
-    problems += [] if names else ["algo: missing, expected one or more algorithms (algo=A or algo=A,B)"]
-    problems += [f"algo: got '{name}' more than once" for name in dict.fromkeys(chosen) if chosen.count(name) > 1]
-    # The names become overrides below, where a quote or a bracket would be Hydra's grammar.
-    if any(not re.fullmatch(r"[\w./-]*", name) for name in chosen):
-        problems.append(f"algo: got '{names}', expected names joined by commas: algo=A,B")
-        chosen = []
-    if line.switches:
-        problems.append(f"{' '.join(line.switches)}: has no effect on mmrl credit; several algorithms are algo=A,B")
-    stray = {key for key in line.keys if key.partition(".")[0] not in ("algo", "seed", "plugins")}
-    problems += [f"{key}: has no effect on mmrl credit, which composes algo= alone" for key in sorted(stray)]
-    if not (line.own.get("rollouts") and names and chosen):
-        raise ConfigError(problems)
-    line = line.without(stray)
-    # What a package prints when it is imported is no part of the result, which may be JSON.
-    with redirect_stdout(sys.stderr):
-        import_plugins_of(line)
-    # Each algorithm is a composition of its own: an option of one may be unknown to another, which is then named.
-    algos: list[AlgoConfig] = []
-    seed: object = 0
-    for name in dict.fromkeys(chosen):
-        before = len(problems)
-        choice = parse([f"algo={name}"], problems)
-        (job,) = expand(replace(line, multirun=False, overrides=(*choice, *line.overrides)), problems)
-        if len(problems) > before:
-            continue
-        raw = composed("credit", job, line.config_dir)
-        section = algo_section(raw.get("algo"), problems)
-        algos += [section] if section is not None else []
-        seed = raw.get("seed", 0)
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        problems.append(f"seed: got {seed!r}, expected a whole number, 0 or more")
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
-    assert isinstance(seed, int)  # anything else is a problem above
-    return CreditRequest(algos, Path(line.own["rollouts"]), seed)
 
 
 def print_only(config_name: str, line: CommandLine) -> None:

@@ -139,7 +139,8 @@ def _call_form(call: Call) -> JsonObject:
 
 def _form(calls: list[JsonObject], forest: Forest) -> JsonObject:
     rollouts = [{key: getattr(rollout, key) for key in ROLLOUT_KEYS} for rollout in forest.rollouts]
-    return {"version": VERSION, "modules": list(forest.modules), "calls": calls, "rollouts": rollouts}
+    form = {"version": VERSION, "step": forest.step, "modules": list(forest.modules)}
+    return {**form, "calls": calls, "rollouts": rollouts}
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> JsonObject:
@@ -220,7 +221,7 @@ class _Reader:
 
     def _forest(self, raw: object) -> Forest | None:
         top = ("version", "modules", "calls", "rollouts")
-        if not self._is_object(raw, top):
+        if not self._is_object(raw, (*top, "step")):
             return None
         for key in (missing := [key for key in top if key not in raw]):
             self.problem(f"{key}: missing")
@@ -229,7 +230,9 @@ class _Reader:
         # True == 1 in Python.
         if raw["version"] != VERSION or isinstance(raw["version"], bool):
             self.problem(f"version: got {raw['version']!r}, expected {VERSION}")
-        modules, calls, rollouts = raw["modules"], raw["calls"], raw["rollouts"]
+        modules, calls, rollouts, step = raw["modules"], raw["calls"], raw["rollouts"], raw.get("step", 0)
+        if type(step) is not int or not 0 <= step <= MOST:  # a truth value is an int to `isinstance`
+            self.problem(f"step: {_WHOLE.format(repr(step))}")
         names_ok = isinstance(modules, list) and all(isinstance(name, str) and name for name in modules)
         if not isinstance(modules, list) or not names_ok or not modules or len(set(modules)) != len(modules):
             self.problem(f"modules: got {modules!r}, expected a list of different names")
@@ -240,7 +243,7 @@ class _Reader:
             return None
         by_id = self._by_id([self._call(item, number, modules) for number, item in enumerate(calls)])
         ends = self._by_id([self._rollout(item, number, modules) for number, item in enumerate(rollouts)])
-        return None if self.problems else self._graph(by_id, ends, modules)
+        return None if self.problems else replace(self._graph(by_id, ends, modules), step=step)
 
     def _is_object(self, raw: object, known: Sequence[str]) -> TypeGuard[JsonObject]:
         if not isinstance(raw, dict):

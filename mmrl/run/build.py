@@ -16,7 +16,6 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms.checks import TURN_SETS
 from mmrl.config import (
     AlgoConfig,
-    EndpointConfig,
     EvalCommandConfig,
     HardwareConfig,
     ModelConfig,
@@ -29,7 +28,7 @@ from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.engines import EngineSetup, NullEngine, build_engine, engine_class, needs_model
 from mmrl.engines.base import Engine
 from mmrl.errors import ConfigError, unknown
-from mmrl.models.assignment import ModuleAssignment
+from mmrl.models.assignment import ModuleAssignment, module_assignment
 from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import RunDir
 from mmrl.rollout import with_program
@@ -63,14 +62,6 @@ def build_task(config: TaskConfig, seed: int, prompts: str | None = None) -> Tas
             raise ConfigError(unknown("task", config.name, TASKS))
         _TASKS[key] = with_program(TASKS[config.name](config, seed))
     return _TASKS[key]
-
-
-def module_assignment(
-    model: ModelConfig, algo: AlgoConfig, modules: Sequence[str], endpoints: Mapping[str, EndpointConfig] | None
-) -> ModuleAssignment:
-    """Which module speaks with which weights in a training run."""
-    answered = {module: endpoint.model for module, endpoint in (endpoints or {}).items()}
-    return ModuleAssignment(model=model, algo=algo, modules=tuple(modules), answered=answered)
 
 
 def reward_set(task: Task, chosen: str | None, algo: str = "") -> str:

@@ -31,10 +31,11 @@ from mmrl.config.tasks import BUILT_IN, CorpusConfig, JudgedConfig, PapillonConf
 from mmrl.config.teacher import TeacherConfig
 from mmrl.engines.endpoint_engine import named, unreachable
 from mmrl.errors import ConfigError, unknown
+from mmrl.models.assignment import module_assignment
 from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import refuse_full
 from mmrl.report.trackers import missing_trackers
-from mmrl.run.build import build_task, module_assignment, reward_set, teacher_policy, teacher_prompts, teachers_apart
+from mmrl.run.build import build_task, reward_set, teacher_policy, teacher_prompts, teachers_apart
 from mmrl.tasks.base import Canonical, Task, continuing_modules
 from mmrl.trainer.settings import Settings
 

@@ -1,30 +1,91 @@
-"""What `mmrl credit` prints: every call of a forest with its credit under one or several algorithms.
+"""`mmrl credit`: every call of recorded rollouts with its credit under one or several algorithms.
 
-Above `credit` because it runs algorithms; no task, no model, no torch.
+Above `credit` because it runs algorithms; no task, no model, no torch. A step of a run is credited as it was trained:
+with the run's config, its frozen modules, and the examples and mini-batches of that step.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from mmrl.algorithms import assign_credit
+from mmrl.algorithms import assign_credit, minibatches
 from mmrl.algorithms import problems as check
-from mmrl.config import AlgoConfig
-from mmrl.credit.entries import Credit, Entry
-from mmrl.errors import ConfigError, DataError
+from mmrl.config import AlgoConfig, TrainCommandConfig
+from mmrl.credit.entries import Credit
+from mmrl.errors import CheckpointError, ConfigError, DataError
 from mmrl.records import Forest
-from mmrl.report.forest import VERSION, check_forest, parse_forest
-from mmrl.report.journal import decode_step
-from mmrl.system.files import gunzip
+from mmrl.report.forest import check_forest, parse_forest
+from mmrl.report.journal import decode_step, encode_step, read_step
+from mmrl.report.rundir import RunDir
+from mmrl.run.credit_report import filled, json_report, table
+from mmrl.system.files import JsonObject, dumps, gunzip
 
 GZIP = b"\x1f\x8b"
 LARGEST_FILE = 2**30
 """Bytes that a zipped file may unpack to."""
 TURN_REWARD_SETS = ("outcome", "turn")
 """A file may hold both kinds of reward; whether it does is its own matter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreditRequest:
+    """What `mmrl credit` computes."""
+
+    algos: Sequence[AlgoConfig]
+    seed: int
+    rollouts: Path | None = None
+    """A forest file or a journal's step; None: a step of a run."""
+    run: TrainCommandConfig | None = None
+    """The config of the run, whose folder is its `run.dir`."""
+    step: int | None = None
+    as_trained: bool = False
+    """The run's own algorithm, nothing changed: the result is what its journal has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Recorded rollouts, and what their source says of how they are credited."""
+
+    forest: Forest
+    """Of a run: the part that the step trained on."""
+    frozen: tuple[str, ...] = ()
+    """Modules that are out of the loss, whatever the algorithm says."""
+    entries: Sequence[JsonObject] = ()
+    """What the journal has as trained."""
+
+
+def credit_command(request: CreditRequest, as_json: bool) -> int:
+    """Print the credit of each algorithm; 1 where it is to be what a journal has and is not."""
+    source = Source(load_rollouts(request.rollouts)) if request.rollouts is not None else recorded_step(request)
+    credits = credit_all(request.algos, source, request.seed, exact=request.as_trained)
+    if as_json:
+        print(json_report(request.algos, source.forest, credits))
+    else:
+        width = shutil.get_terminal_size((0, 0)).columns or None  # not a terminal: as wide as it gets
+        print("\n".join([*_origin(request, source, width), table(request.algos, source.forest, credits, width)]))
+    if request.as_trained and (wrong := unlike_journal(credits[0], source.entries)):
+        print(f"error: {request.run and request.run.run.dir}: step {request.step}: {wrong}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _origin(request: CreditRequest, source: Source, width: int | None) -> list[str]:
+    """What was credited and how, for a step of a run."""
+    if request.run is None:
+        return []
+    facts = [f"{request.run.run.dir} step {request.step}", f"seed {request.seed}"]
+    facts += [f"{algo.name}: {algo.minibatches} mini-batches" for algo in request.algos if algo.minibatches > 1]
+    facts += [f"frozen: {', '.join(source.frozen)}"] if source.frozen else []
+    left_out = len(_left_out(source.forest))
+    facts += [f"{left_out} examples sampled and not trained on"] if left_out else []
+    facts.append("as trained" if request.as_trained else "not as trained: settings were changed")
+    return [filled(" · ".join(facts), width)]
 
 
 def load_rollouts(path: Path) -> Forest:
@@ -61,133 +122,104 @@ def _is_journal(text: str) -> bool:
     return isinstance(first, dict) and "line" in first
 
 
-def credit_report(algos: Sequence[AlgoConfig], forest: Forest, *, seed: int, as_json: bool) -> str:
-    """Credit `forest` under each of `algos`, as a table or as JSON (one object, or a list of them for several).
+def run_config(folder: Path) -> TrainCommandConfig:
+    """The config of a training run.
 
     Raises:
-        ConfigError: an algorithm that does not fit the forest's modules, or lacks what it needs of the records
-            (the first record of each algorithm that does).
+        CheckpointError: the folder is no run, or one of `mmrl eval`.
+        ConfigError: this version does not understand its config.
     """
+    if "policy" in RunDir.read(folder).config:
+        raise CheckpointError(f"run: {folder} is an evaluation, which trains nothing; expected a run of mmrl train")
+    # only for a run: a file is to be credited in less than a second
+    from mmrl.run.settle import stored_config
+
+    return stored_config(folder, TrainCommandConfig)
+
+
+def recorded_step(request: CreditRequest) -> Source:
+    """What a step of a run trained on.
+
+    Raises:
+        ConfigError: the run has no such step; names those that it has.
+        CheckpointError: its journal is damaged.
+    """
+    from mmrl.models.assignment import module_assignment
+
+    assert request.run is not None and request.run.run.dir is not None  # a stored config is in its folder
+    run, config = RunDir.read(request.run.run.dir), request.run
+    steps = run.journal_steps()
+    if request.step not in steps:
+        got = "missing" if request.step is None else f"got {request.step}"
+        raise ConfigError(f"step: {got}, expected one of the steps that {run.path} has a journal of: {_spans(steps)}")
+    forest, entries = read_step(run, request.step)
+    check_forest(forest, str(run.journal_path(request.step)))
+    frozen = module_assignment(config.model, config.algo, forest.modules, config.engine.endpoints).frozen
+    left_out = _left_out(forest)
+    return Source(forest.part(e for e in forest.examples if e not in left_out), frozen, entries)
+
+
+def _left_out(forest: Forest) -> Sequence[str]:
+    """Examples that a step did not train on: dynamic sampling journals everything that it sampled."""
+    refill = forest.meta.get("refill") if isinstance(forest.meta, Mapping) else None
+    left_out = refill.get("left_out") if isinstance(refill, Mapping) else None
+    return left_out if isinstance(left_out, list) else ()
+
+
+def _spans(steps: Sequence[int]) -> str:
+    """`1 to 8, 12`; what to say where there are none."""
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and step == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], step]
+        else:
+            spans.append([step])
+    return ", ".join(" to ".join(map(str, span)) for span in spans) or "none yet"
+
+
+def credit_all(algos: Sequence[AlgoConfig], source: Source, seed: int, *, exact: bool = False) -> list[Credit]:
+    """The credit of a step under each of `algos`.
+
+    Args:
+        exact: the mini-batches are those of training, however few examples dynamic sampling found for them.
+
+    Raises:
+        ConfigError: an algorithm that does not fit the forest's modules or examples, or lacks what it needs of the
+            records (the first record of each algorithm that does).
+    """
+    forest = source.forest
     problems = [p for algo in algos for p in check(algo, forest.modules, TURN_REWARD_SETS)]
+    most = len(forest.examples)
+    problems += [
+        f"algo.minibatches: got {algo.minibatches}, expected at most {most}, the number of examples"
+        for algo in algos
+        if algo.minibatches > most > 0 and not exact
+    ]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     credits = []
     for algo in algos:
+        split = minibatches(forest.examples, algo.minibatches)
         try:
-            credits.append(assign_credit(forest, algo, seed))
+            credits.append(assign_credit(forest, algo, seed, split, source.frozen))
         except DataError as error:  # what one of several algorithms lacks is reported with its name
             problems += [f"algo={algo.name}: {problem}" for problem in error.problems]
     if problems:
         raise DataError(problems)
-    if as_json:
-        records = [credit_json(credit) for credit in credits]
-        return json.dumps(records[0] if len(records) == 1 else records, indent=1)
-    return table(forest, credits)
+    return credits
 
 
-def credit_json(credit: Credit) -> dict[str, object]:
-    """The JSON output of one algorithm; calls without credit do not appear."""
-    return {"version": VERSION, "algo": credit.algo, "calls": [_entry_json(entry) for entry in credit.entries]}
-
-
-def _entry_json(entry: Entry) -> dict[str, object]:
-    record: dict[str, object] = {
-        "id": entry.call,
-        "reward": entry.reward,
-        "parts": dict(entry.parts),
-        "group": entry.group,
-        "group_size": entry.group_size,
-        "mean": entry.mean,
-        "std": entry.std,
-        "advantages": list(entry.advantages),
-        "weights": list(entry.weights),
-        "returns": None if entry.returns is None else list(entry.returns),
-        "filler_of": entry.filler_of,
-    }
-    if entry.raw_advantages is not None and entry.token_rewards is not None:
-        record |= {"raw_advantages": list(entry.raw_advantages), "token_rewards": list(entry.token_rewards)}
-    return record
-
-
-def table(forest: Forest, credits: Sequence[Credit]) -> str:
-    """One row per entry: calls in the forest's order, algorithms side by side; then the calls without credit."""
-    blocks = [_Block(credit) for credit in credits]
-    rows = [["call", "module", *(column for block in blocks for column in block.columns)]]
-    missing: list[str] = []
-    for call in forest.calls.values():
-        height = max((len(block.rows.get(call.id, ())) for block in blocks), default=0)
-        if not height:
-            missing.append(call.id)
-        rows += [
-            [call.id, call.module, *(c for block in blocks for c in block.cells(call.id, i))] for i in range(height)
-        ]
-    if len(credits) == 1:
-        lines = [f"{credits[0].algo}: {len(rows) - 1} entries", *_aligned(rows)]
-    else:
-        titles = [title for block in blocks for title in [block.name, *[""] * (len(block.columns) - 1)]]
-        lines = _aligned([["", "", *titles], *rows])
-    if missing:
-        lines.append(_printable(f"calls without an entry: {', '.join(missing)}"))
-    return "\n".join(lines)
-
-
-class _Block:
-    """The columns of one algorithm."""
-
-    def __init__(self, credit: Credit):
-        self.name = credit.algo
-        self.critic = any(entry.returns is not None for entry in credit.entries)
-        shown = ("token rewards", "raw advantage", "advantage", "returns", "weight")
-        compared = ("group", "size", "mean", "std", "advantage", "weight")
-        self.columns = ("reward", "parts", *(shown if self.critic else compared))
-        self.rows: dict[str, list[list[str]]] = {}
-        for entry in credit.entries:
-            self.rows.setdefault(entry.call, []).append(self._row(entry))
-
-    def cells(self, call: str, index: int) -> Sequence[str]:
-        """The `index`-th entry of a call; blanks where there is none."""
-        rows = self.rows.get(call, ())
-        return rows[index] if index < len(rows) else [""] * len(self.columns)
-
-    def _row(self, entry: Entry) -> list[str]:
-        first = [_number(entry.reward), _parts(entry.parts)]
-        if self.critic:
-            tokens = (entry.token_rewards, entry.raw_advantages, entry.advantages, entry.returns, entry.weights)
-            return [*first, *(_per_token(values or ()) for values in tokens)]
-        group = (entry.group or "-") + (" (filler)" if entry.filler_of else "")
-        numbers = [str(entry.group_size), _number(entry.mean), _number(entry.std)]
-        return [*first, group, *numbers, _per_token(entry.advantages), _per_token(entry.weights)]
-
-
-def _parts(parts: Mapping[str, float]) -> str:
-    return " ".join(f"{name}={_number(value)}" for name, value in parts.items())
-
-
-def _number(value: float | None) -> str:
-    """Six decimals, as the papers' worked examples have; six digits for what is smaller than that shows."""
-    if value is None:
-        return "-"
-    if value and abs(value) < 1e-3:
-        return f"{value:.6g}"
-    return f"{value + 0.0:.6f}".rstrip("0").rstrip(".")
-
-
-def _per_token(values: Sequence[float]) -> str:
-    """`0.5 x4` for four numbers that print alike, else each."""
-    shown = [_number(value) for value in values]
-    if len(shown) > 1 and len(set(shown)) == 1:
-        return f"{shown[0]} x{len(shown)}"
-    return " ".join(shown) or "-"
-
-
-def _printable(text: str) -> str:
-    """Line breaks, terminal codes and lone surrogates of a name as escapes: a row is one line on every terminal."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    rows = [[_printable(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+def unlike_journal(credit: Credit, recorded: Sequence[JsonObject]) -> str:
+    """How a credit differs from the journal's entries, compared to the bit; empty where it does not."""
+    nothing = Forest(calls={}, rollouts=(), modules=())
+    _, *lines = encode_step(nothing, credit.entries)
+    own = [{key: value for key, value in line.items() if key != "line"} for line in lines]
+    if len(own) != len(recorded):
+        return f"{len(own)} entries, the journal has {len(recorded)}; another version of mmrl may have written it"
+    other = [str(mine["call"]) for mine, theirs in zip(own, recorded, strict=True) if dumps(mine) != dumps(theirs)]
+    if not other:
+        return ""
+    return (
+        f"{len(other)} of {len(own)} entries differ from the journal's, the first of call {other[0]}; "
+        "another version of mmrl may have written it, or the run's config.yaml was changed"
+    )

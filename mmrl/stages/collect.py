@@ -58,7 +58,7 @@ class SampledBatch:
     @property
     def trained(self) -> Forest:
         """The part of the forest that belongs to `examples`."""
-        return part_of(self.forest, [example.id for example in self.examples])
+        return self.forest.part(example.id for example in self.examples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +261,7 @@ class Collector:
         if self.log.processes.one_samples:
             # The main process has all rollouts; forwards of the trainer are split evenly over all processes.
             mine = [example.id for example in self.log.processes.part(examples)]
-            forest = part_of(self.log.processes.forest(forest, examples), mine)
+            forest = self.log.processes.forest(forest, examples).part(mine)
         with self.log.timed("annotate"):
             # Each process scores its part; the numbers of all are gathered after it.
             forest = annotate(self.trainer.forwards, forest)
@@ -299,12 +299,6 @@ def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> li
     # Topped up from the epoch's own start, whose examples are not in the last batch.
     chosen += order[: size - len(chosen)]
     return [examples[i] for i in chosen]
-
-
-def minibatches(examples: Sequence[Example], count: int) -> dict[str, int]:
-    """Example id -> mini-batch: consecutive examples, sizes differing by at most one."""
-    # By example and not by call: the calls of a group stay in one optimizer step.
-    return {example.id: index * count // len(examples) for index, example in enumerate(examples)}
 
 
 def train_calls(forest: Forest, credit: Credit, minibatch: Mapping[str, int]) -> list[TrainCall]:
@@ -378,14 +372,3 @@ def with_signal(forest: Forest, credit: Credit) -> set[str]:
         for entry in credit.entries
         if any(a and w for a, w in zip(entry.advantages, entry.weights, strict=True))
     }
-
-
-def part_of(forest: Forest, examples: Sequence[str]) -> Forest:
-    """The part of a forest that belongs to some examples."""
-    # Mostly all of it: then the same forest, without a copy of a large batch.
-    chosen = set(examples)
-    if chosen.issuperset(forest.examples) and all(call.example in chosen for call in forest.calls.values()):
-        return forest
-    calls = {key: call for key, call in forest.calls.items() if call.example in chosen}
-    rollouts = tuple(rollout for rollout in forest.rollouts if rollout.example in chosen)
-    return replace(forest, calls=calls, rollouts=rollouts)

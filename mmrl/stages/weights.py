@@ -10,13 +10,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mmrl.algorithms import assign_credit
+from mmrl.algorithms import assign_credit, minibatches
 from mmrl.credit.entries import Credit
 from mmrl.engines.base import Engine, total_usage
 from mmrl.errors import SyncFailure
 from mmrl.records import Forest
 from mmrl.report.journal import JournalWriter
-from mmrl.stages.collect import Collector, minibatches, train_calls
+from mmrl.stages.collect import Collector, train_calls
 from mmrl.stages.evaluate import Evaluations
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import credit_metrics, forest_metrics, never
@@ -51,7 +51,7 @@ class WeightStage:
         self.log.begin()
         count = self.collector.config.algo.minibatches
         batch = self.collector.collect(step, self.credit)
-        trained, minibatch = batch.trained, minibatches(batch.examples, count)
+        trained, minibatch = batch.trained, minibatches([example.id for example in batch.examples], count)
         credit = self.credit(trained, minibatch)
         metrics = forest_metrics(batch.forest, never(self.collector.task))
         metrics |= credit_metrics(trained, credit.entries) | dict(credit.metrics)

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmrl.algorithms import minibatches
 from mmrl.credit.entries import Credit, Entry
 from mmrl.errors import SyncFailure
 from mmrl.records import Call, Example, Forest
-from mmrl.stages.collect import Prefetch, batch_of, minibatches, train_calls
+from mmrl.stages.collect import Prefetch, batch_of, train_calls
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.weights import WeightStage
 from mmrl.system.processes import Processes
@@ -40,7 +41,7 @@ def test_epochs_and_seeds_are_shuffled_differently_and_repeatably():
 
 @given(count=st.integers(1, 10))
 def test_minibatches_split_by_example_evenly(count):
-    assigned = minibatches(EXAMPLES, count)
+    assigned = minibatches([example.id for example in EXAMPLES], count)
     sizes = Counter(assigned.values())
     assert set(sizes) == set(range(count))
     assert max(sizes.values()) - min(sizes.values()) <= 1
