@@ -15,7 +15,7 @@ from mmrl.algorithms.mhgpo import Mhgpo
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MhgpoConfig, MhgpoFofOsConfig, MhgpoRrConfig
 from mmrl.credit.entries import Group, Reward
-from mmrl.credit.slots import ForkView, by_parent, by_slot, regroup_singles
+from mmrl.credit.slots import ForkView, by_chunks, by_fork, by_parent, by_slot
 from mmrl.records import Call, Forest
 from mmrl.rollout import plans
 
@@ -53,12 +53,11 @@ class MhgpoRr(Mhgpo):
         return plans.round_robin(modules, algo.group_size, algo.fork_probs or default, key)
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
-        """Slots from the fork on, and the regrouped single calls above it."""
-        above = ForkView(forest).above_fork
-        # From the fork on, all G branches of an example fill the slots, as in fork-on-first.
-        below = by_slot(forest, rewards, [call_id for call_id in rewards if call_id not in above])
-        regroup = MhgpoRrConfig.of(algo).regroup
-        return below + regroup_singles(forest, rewards, above, regroup, algo.group_size, seed)
+        """As fork-on-first from the fork on; single calls are compared over the batch (`regroup`)."""
+        algo = MhgpoRrConfig.of(algo)
+        if algo.regroup == "by_agent_fork":
+            return by_fork(forest, rewards, ForkView(forest).above_fork)
+        return by_chunks(forest, rewards, algo.regroup == "alg3", algo.group_size, seed)
 
 
 class MhgpoFofOs(Mhgpo):

@@ -56,7 +56,7 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
         rollouts=Path(line.own["rollouts"]) if run is None else None,
         run=run,
         step=int(line.own["step"]) if "step" in line.own else None,
-        as_trained=run is not None and not chosen and not line.keys,
+        typed=line.keys,
     )
 
 

@@ -97,37 +97,48 @@ class ForkView:
         return path[0].module
 
 
-def regroup_singles(
-    forest: Forest, rewards: Mapping[str, Reward], above: Mapping[str, str], how: str, size: int, seed: int
-) -> list[Group]:
-    """Groups over the batch for the single calls above a round-robin fork (MHGPO-RR, Sec. 3.2 or Alg. 3).
+def by_fork(forest: Forest, rewards: Mapping[str, Reward], above: Mapping[str, str]) -> list[Group]:
+    """`by_slot` from the fork on; a call above it with those of its slot whose trees forked at the same module (RR).
 
     Args:
-        above: single call -> module at which its tree forked.
-        how: `by_agent_fork` compares calls of one slot whose trees forked at the same module;
-            `agent_chunks` permutes the calls of a slot and cuts consecutive chunks of `size`;
-            `alg3` does so over all single calls together. Chunks drop their remainder.
+        above: call above a fork -> module at which its tree forked.
+    """
+    slots = by_slot(forest, rewards, [call_id for call_id in rewards if call_id not in above])
+    pools: dict[tuple[str, int, str], list[Member]] = {}
+    for call in _in_batch_order(forest, [call_id for call_id in rewards if call_id in above]):
+        key = (call.module, call.invocation, above[call.id])
+        pools.setdefault(key, []).append(Member((call,), rewards[call.id]))
+    return slots + [Group(":".join(["RR", *map(str, key)]), tuple(members)) for key, members in pools.items()]
+
+
+def by_chunks(forest: Forest, rewards: Mapping[str, Reward], mixed: bool, size: int, seed: int) -> list[Group]:
+    """`by_slot`, and what is alone in its slot regrouped (MHGPO, arXiv 2506.02718, Alg. 3): single calls of the whole
+    batch are shuffled and cut into consecutive chunks of `size`; the remainder is dropped.
+
+    Args:
+        mixed: all single calls together, as Alg. 3 has it; else those of each module and invocation by themselves.
         seed: run seed of the permutations.
     """
-    batch_order = {example: index for index, example in enumerate(forest.examples)}
-    singles = [forest.calls[call_id] for call_id in rewards if call_id in above]
+    slots = by_slot(forest, rewards)
     pools: dict[tuple[str | int, ...], list[Member]] = {}
-    # Stable, so an example's calls stay in path order: Alg. 3's "agents ascending".
-    for call in sorted(singles, key=lambda call: batch_order[call.example]):
-        slot = (call.module, call.invocation)
-        pool = {"by_agent_fork": (*slot, above[call.id]), "agent_chunks": slot, "alg3": ()}[how]
-        pools.setdefault(pool, []).append(Member((call,), rewards[call.id]))
-    groups: list[Group] = []
+    for call in _in_batch_order(forest, [group.members[0].call.id for group in slots if group.of_one]):
+        key = () if mixed else (call.module, call.invocation)
+        pools.setdefault(key, []).append(Member((call,), rewards[call.id]))
+    groups = [group for group in slots if not group.of_one]
     for key, members in pools.items():
-        name = ":".join(["RR", *(str(part) for part in key)])
-        if how == "by_agent_fork":
-            groups.append(Group(name, tuple(members)))
-            continue
         # Keyed by the pool, so that what one pool draws does not depend on which other pools a batch happens to have.
         rng.stream(seed, forest.step, "regroup", *key).shuffle(members)
+        name = ":".join(["RR", *map(str, key)])
         for start in range(0, len(members) - size + 1, size):
             groups.append(Group(f"{name}:{start // size}", tuple(members[start : start + size])))
     return groups
+
+
+def _in_batch_order(forest: Forest, calls: Iterable[str]) -> list[Call]:
+    """Example after example, as the step has them."""
+    order = {example: index for index, example in enumerate(forest.examples)}
+    # Stable, so an example's calls stay in path order: Alg. 3's "agents ascending".
+    return sorted((forest.calls[call_id] for call_id in calls), key=lambda call: order[call.example])
 
 
 def weigh_slots(

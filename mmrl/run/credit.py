@@ -23,7 +23,7 @@ from mmrl.records import Forest
 from mmrl.report.forest import check_forest, parse_forest
 from mmrl.report.journal import decode_step, encode_step, read_step
 from mmrl.report.rundir import RunDir
-from mmrl.run.credit_report import filled, json_report, table
+from mmrl.run.credit_report import joined, json_report, table
 from mmrl.system.files import JsonObject, dumps, gunzip
 
 GZIP = b"\x1f\x8b"
@@ -44,8 +44,13 @@ class CreditRequest:
     run: TrainCommandConfig | None = None
     """The config of the run, whose folder is its `run.dir`."""
     step: int | None = None
-    as_trained: bool = False
-    """The run's own algorithm, nothing changed: the result is what its journal has."""
+    typed: Sequence[str] = ()
+    """The config keys that were typed."""
+
+    @property
+    def as_trained(self) -> bool:
+        """The run's own algorithm, nothing changed: the result is what its journal has."""
+        return self.run is not None and list(self.algos) == [self.run.algo] and not self.typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ class Source:
 def credit_command(request: CreditRequest, as_json: bool) -> int:
     """Print the credit of each algorithm; 1 where it is to be what a journal has and is not."""
     source = Source(load_rollouts(request.rollouts)) if request.rollouts is not None else recorded_step(request)
-    credits = credit_all(request.algos, source, request.seed, exact=request.as_trained)
+    credits = credit_all(request.algos, source, request.seed, request.typed)
     if as_json:
         print(json_report(request.algos, source.forest, credits))
     else:
@@ -85,7 +90,7 @@ def _origin(request: CreditRequest, source: Source, width: int | None) -> list[s
     left_out = len(_left_out(source.forest))
     facts += [f"{left_out} examples sampled and not trained on"] if left_out else []
     facts.append("as trained" if request.as_trained else "not as trained: settings were changed")
-    return [filled(" · ".join(facts), width)]
+    return [joined(facts, width)]
 
 
 def load_rollouts(path: Path) -> Forest:
@@ -177,11 +182,14 @@ def _spans(steps: Sequence[int]) -> str:
     return ", ".join(" to ".join(map(str, span)) for span in spans) or "none yet"
 
 
-def credit_all(algos: Sequence[AlgoConfig], source: Source, seed: int, *, exact: bool = False) -> list[Credit]:
+def credit_all(
+    algos: Sequence[AlgoConfig], source: Source, seed: int, typed: Sequence[str] = ("algo.minibatches",)
+) -> list[Credit]:
     """The credit of a step under each of `algos`.
 
     Args:
-        exact: the mini-batches are those of training, however few examples dynamic sampling found for them.
+        typed: config keys that the user chose. Papers' mini-batches may be more than a file has examples: each example
+            is then one.
 
     Raises:
         ConfigError: an algorithm that does not fit the forest's modules or examples, or lacks what it needs of the
@@ -193,7 +201,7 @@ def credit_all(algos: Sequence[AlgoConfig], source: Source, seed: int, *, exact:
     problems += [
         f"algo.minibatches: got {algo.minibatches}, expected at most {most}, the number of examples"
         for algo in algos
-        if algo.minibatches > most > 0 and not exact
+        if algo.minibatches > most > 0 and "algo.minibatches" in typed
     ]
     if problems:
         raise ConfigError(dict.fromkeys(problems))

@@ -125,10 +125,10 @@ class _Block:
         """For a terminal of `width` columns: headings with what the rows below them share, and the rows."""
         lines = [self.title]
         for heading, rows in self._by_call() if self.critic else self._by_group():
-            lines += ["", filled(heading, width), *("  " + line for line in _aligned(rows, width - 2))]
+            lines += ["", joined(heading, width), *("  " + line for line in _aligned(rows, width - 2))]
         return lines
 
-    def _by_group(self) -> list[tuple[str, list[list[str]]]]:
+    def _by_group(self) -> list[tuple[list[str], list[list[str]]]]:
         groups: dict[str | None, list[Entry]] = {}
         for entry in self.entries:
             groups.setdefault(entry.group, []).append(entry)
@@ -147,10 +147,10 @@ class _Block:
                 call = entry.call + (" (filler)" if entry.filler_of else "")
                 shown = [_number(entry.reward), _parts(entry.parts), _per_token(entry.advantages)]
                 rows.append([call, *([module] if mixed else []), *shown, _per_token(entry.weights)])
-            parts.append((" · ".join(facts), rows))
+            parts.append((facts, rows))
         return parts
 
-    def _by_call(self) -> list[tuple[str, list[list[str]]]]:
+    def _by_call(self) -> list[tuple[list[str], list[list[str]]]]:
         parts = []
         for entry in self.entries:
             facts = [f"call {entry.call}", f"module {self.forest.calls[entry.call].module}"]
@@ -165,7 +165,7 @@ class _Block:
                 if tokens[place + 1 : place + 2] != [token]:
                     rows.append([str(first) if first == place else f"{first}-{place}", *token])
                     first = place + 1
-            parts.append((" · ".join(facts), rows))
+            parts.append((facts, rows))
         return parts
 
 
@@ -214,12 +214,31 @@ def filled(text: str, width: int | None) -> str:
     return shown if width is None else fill(shown, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
+def joined(facts: Sequence[str], width: int | None) -> str:
+    """Facts with dots between them, where lines end if they can; at most `width` columns (None: one line)."""
+    if width is None:
+        return " · ".join(map(_printable, facts))
+    lines = [_printable(facts[0])]
+    for fact in map(_printable, facts[1:]):
+        if len(lines[-1]) + len(fact) + 5 > width:  # a dot on either side, so that no line looks like the end
+            lines[-1] += " ·"
+            lines.append("  " + fact)
+        else:
+            lines[-1] += f" · {fact}"
+    return "\n".join(fill(line, width, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+
+
 def _aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
     """Rows in columns; where they are wider than `width` the cells of the widest columns are wrapped."""
     rows = [[_printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > LEAST:
-        widths[widths.index(max(widths))] -= 1
+    if width is not None:
+        # Ids may be cut anywhere; other cells are wrapped between words as long as that is enough.
+        words = [
+            max(len(word) for row in rows for word in row[column].split() or [""]) for column in range(len(widths))
+        ]
+        _narrowed(widths, [LEAST, *words[1:]], width)
+        _narrowed(widths, [LEAST] * len(widths), width)
     lines = []
     for row in rows:
         cells = [_wrapped(cell, own) for cell, own in zip(row, widths, strict=True)]
@@ -227,6 +246,15 @@ def _aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> list[st
             parts = [cell[number] if number < len(cell) else "" for cell in cells]
             lines.append("  ".join(part.ljust(own) for part, own in zip(parts, widths, strict=True)).rstrip())
     return lines
+
+
+def _narrowed(widths: list[int], least: Sequence[int], width: int) -> None:
+    """Take from the widest columns, of those above `least`, until a table has `width` columns."""
+    while sum(widths) + 2 * (len(widths) - 1) > width:
+        free = [(own, -column) for column, own in enumerate(widths) if own > least[column]]
+        if not free:
+            return
+        widths[-max(free)[1]] -= 1
 
 
 def _wrapped(cell: str, width: int) -> list[str]:

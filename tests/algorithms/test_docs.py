@@ -27,6 +27,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(("command", "printed"), RUNS, ids=[command for command, _ in RUNS])
 def test_commands_print_what_the_page_says(command, printed, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
+    monkeypatch.delenv("COLUMNS")  # as printed to a file
     assert main(command.split()) == 0
     assert capsys.readouterr().out.rstrip().splitlines() == printed.rstrip().splitlines()
 

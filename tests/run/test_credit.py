@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -14,13 +16,19 @@ from mmrl.config import ALGO_SCHEMAS
 from mmrl.errors import ConfigError, DataError
 from mmrl.report.forest import dump_forest
 from mmrl.report.journal import encode_step
-from mmrl.run.credit import credit_report, load_rollouts
+from mmrl.run.credit import Source, credit_all, load_rollouts
+from mmrl.run.credit_report import json_report, table
 from mmrl.system.files import dumps
 from tests.helpers.forests import Grow
 
 
 def section(name, **options):
     return ALGO_SCHEMAS[name].model_validate({"name": name, **options})
+
+
+def credit_report(algos, forest, *, seed, as_json, width=None):
+    credits = credit_all(algos, Source(forest), seed)
+    return json_report(algos, forest, credits) if as_json else table(algos, forest, credits, width)
 
 
 @pytest.fixture
@@ -42,7 +50,9 @@ def test_json_of_one_algorithm(forest):
     assert first["advantages"] == pytest.approx([0.707106] * 2, abs=5e-7)
     assert first["weights"] == pytest.approx([1 / 8] * 2)
     assert first["returns"] is None and first["filler_of"] is None
-    assert "raw_advantages" not in first
+    assert first["raw_advantages"] is None and first["token_rewards"] is None
+    assert [call["module"] for call in found["calls"]] == ["a", "b", "a", "b"]
+    assert found["calls_without_entry"] == ["q/2#0", "q/2#1"]
 
 
 def test_several_algorithms_stand_side_by_side(forest):
@@ -243,3 +253,94 @@ def test_bad_forests_are_named_by_their_file(tmp_path):
     path.write_text("{}")
     with pytest.raises(DataError, match=r"mine\.json: version: missing"):
         load_rollouts(path)
+
+
+def test_mini_batches_split_the_examples_in_order_and_weigh_each_by_itself():
+    """Three examples in two mini-batches: q0 and q1, then q2 alone, each with weights that sum to 1."""
+    grow = Grow(("a",))
+    for example in range(3):
+        for branch in range(2):
+            grow.chain(f"q{example}/{branch}", "a", float(branch), tokens=2)
+    weights = {}
+    for count in (1, 2, 3):
+        algo = section("grpo", group_size=2, minibatches=count)
+        found = json.loads(credit_report([algo], grow.forest, seed=0, as_json=True))["calls"]
+        weights[count] = [(entry["minibatch"], entry["weights"][0]) for entry in found]
+    assert weights[1] == [(0, pytest.approx(1 / 12))] * 6
+    assert weights[2] == [(0, pytest.approx(1 / 8))] * 4 + [(1, pytest.approx(1 / 4))] * 2
+    assert weights[3] == [(batch, pytest.approx(1 / 4)) for batch in (0, 0, 1, 1, 2, 2)]
+    text = credit_report([section("grpo", minibatches=2)], grow.forest, seed=0, as_json=False)
+    assert text.splitlines()[1].split()[:3] == ["call", "module", "minibatch"]
+    assert [line.split()[2] for line in text.splitlines()[2:]] == ["0", "0", "0", "0", "1", "1"]
+    with pytest.raises(ConfigError, match=r"algo\.minibatches: got 4, expected at most 3, the number of examples"):
+        credit_report([section("grpo", minibatches=4)], grow.forest, seed=0, as_json=False)
+
+
+@pytest.mark.parametrize("regroup", ["alg3", "agent_chunks"])
+def test_a_step_regroups_the_same_from_its_journal_and_from_what_show_writes(regroup, tmp_path):
+    grow = Grow(("a", "b"), step=7)
+    for example in range(5):
+        grow.call(f"q{example}/a", None, "a")
+        for branch in range(2):
+            grow.end(grow.call(f"q{example}/{branch}", f"q{example}/a", "b"), float((example + branch) % 3), fork="b")
+    path = tmp_path / "rollouts.json"
+    path.write_text(dumps(dump_forest(grow.forest)))
+    shown = load_rollouts(path)
+    assert shown.step == 7
+    algo = section("mhgpo_rr", group_size=2, regroup=regroup)
+    reports = [credit_report([algo], forest, seed=0, as_json=True) for forest in (grow.forest, shown)]
+    assert reports[0] == reports[1]
+    # The step takes part in the draw: at another one the groups differ.
+    others = [credit_report([algo], replace(grow.forest, step=step), seed=0, as_json=True) for step in range(7)]
+    assert len({json.dumps([call["group"] for call in json.loads(text)["calls"]]) for text in others}) > 1
+
+
+def _numbers(text):
+    return set(re.findall(r"(?<![\w.])-?\d+\.\d+", text))
+
+
+LONG = "5a8b57f25542995d1e6f1371"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_tables_fit_the_terminal(name, width):
+    """With ids as real data have them, many tokens, mini-batches; every number is there, whatever the width."""
+    grow = Grow(("rewriter", "search_agent_with_a_long_name"))
+    numbers = tuple(n / 7 for n in range(40))
+    for example in range(2):
+        for branch in range(3):
+            chain = f"{LONG}{example}/{branch}"
+            first = grow.call(f"{chain}#0", None, "rewriter", 40, values=numbers, turn_reward=0.1)
+            more = {"values": numbers[:3], "penalty": -0.1234567}
+            grow.end(grow.call(f"{chain}#1", first, grow.modules[1], 3, **more), branch / 3, id=chain)
+    sizes = {
+        "mmgrpo": {"rollouts": 3, "minibatches": 2},
+        "ppo": {"beta": 0},
+        "mt_ppo": {"beta": 0},
+        "mappo": {"beta": 0},
+    }
+    algo = section(name, **sizes.get(name, {"group_size": 3}))
+    wide = credit_report([algo], grow.forest, seed=0, as_json=False)
+    text = credit_report([algo], grow.forest, seed=0, as_json=False, width=width)
+    assert max(map(len, wide.splitlines())) > width >= max(map(len, text.splitlines()))
+    assert _numbers(wide) <= _numbers(text)
+    both = [algo, section("grpo", group_size=3)] if name != "grpo" else [algo, section("mmgrpo", rollouts=3)]
+    pair = credit_report(both, grow.forest, seed=0, as_json=False, width=width)
+    assert width >= max(map(len, pair.splitlines()))
+    assert next(line for line in pair.splitlines() if line.endswith(" entries")).startswith(f"{name}: ")
+
+
+def test_a_table_that_fits_stays_one_table(forest):
+    algo = section("mhgpo_fof", group_size=2)
+    wide = credit_report([algo], forest, seed=0, as_json=False)
+    assert credit_report([algo], forest, seed=0, as_json=False, width=120) == wide
+    narrow = credit_report([algo], forest, seed=0, as_json=False, width=80).splitlines()
+    assert narrow[:5] == [
+        "mhgpo_fof: 4 entries",
+        "",
+        "group q:a:0 · size 2 · mean 0.5 · std 0.707107 · module a",
+        "  call   reward  parts               advantage     weight",
+        "  q/0#0  1       shared=1 penalty=0  0.707106 x2   0.125 x2",
+    ]
+    assert narrow[-1] == "calls without an entry: q/2#0, q/2#1"

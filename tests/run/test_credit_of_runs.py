@@ -7,13 +7,12 @@ the trainer is what the command has to print.
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
+import shutil
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
 from mmrl import rng
 from mmrl.algorithms import ALGORITHMS
@@ -22,8 +21,10 @@ from mmrl.cli.hydra import configured
 from mmrl.config import TrainCommandConfig
 from mmrl.errors import ToolFailure
 from mmrl.records import Example
+from mmrl.report.journal import read_step, write_step
 from mmrl.report.rundir import RunDir
 from mmrl.rollout.sample import sample
+from mmrl.run.build import module_assignment
 from mmrl.stages.collect import Prefetch, SampledBatch, dynamic_sampling
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.weights import WeightStage
@@ -37,20 +38,18 @@ EXAMPLES = POOL[:5]
 
 @dataclass
 class Agents:
-    """Three modules, the second of which is called once or twice; a tool fails now and then."""
+    """Three modules, the second of which is called one to four times; a tool fails now and then."""
 
     modules: tuple[str, ...] = ("rewriter", "reranker", "answerer")
 
     async def run(self, example, ctx):
         text = example.inputs["text"]
-        for module in ("rewriter", "reranker", "reranker", "answerer"):
-            reply = await ctx.call(module, [{"role": "user", "content": f"{module}:{text}"}])
-            text += reply.text
+        for module in ("rewriter", *["reranker"] * 4, "answerer"):
+            if module == "reranker" and text[-1] < "g":
+                continue
+            text += (await ctx.call(module, [{"role": "user", "content": f"{module}:{text}"}])).text
             if text.endswith("q"):
                 raise ToolFailure("down")
-            if module == "reranker" and reply.text < "m":
-                text += (await ctx.call("answerer", [{"role": "user", "content": text}])).text
-                break
         return text
 
 
@@ -106,8 +105,6 @@ def trained(folder, *options):
             return dynamic_sampling(EXAMPLES, POOL, roll_out, credit, rounds=3, key=(config.seed, STEP))
         return SampledBatch(examples=tuple(EXAMPLES), forest=roll_out(EXAMPLES))
 
-    from mmrl.run.build import module_assignment
-
     frozen = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints).frozen
     with RunDir.create(folder, config.model_dump(mode="json"), ["mmrl", "train"]) as run:
         collector = SimpleNamespace(
@@ -134,7 +131,8 @@ def printed(capsys, folder, *options):
 
 def check_as_trained(folder, batch, capsys):
     found: dict[str, list[tuple]] = {}
-    for entry in printed(capsys, folder):
+    shown = printed(capsys, folder)
+    for entry in shown:
         own = (entry["minibatch"], entry["module"], entry["advantages"], entry["weights"], entry["returns"])
         found.setdefault(entry["id"], []).append(own)
     given = {
@@ -146,7 +144,7 @@ def check_as_trained(folder, batch, capsys):
     }
     # By `repr` and not by `==`: the sign of a zero counts too.
     assert repr(found) == repr({name: given[name] for name in found}) and set(found) == set(given)
-    return found
+    return shown
 
 
 SMALL = {"mmgrpo": ["algo.rollouts=4"], "ppo": [], "mt_ppo": [], "mappo": []}
@@ -155,37 +153,134 @@ TWO = "algo.minibatches=2"
 
 @pytest.mark.parametrize("algo", sorted(ALGORITHMS))
 def test_a_step_of_every_algorithm_is_printed_as_it_was_trained(algo, tmp_path, capsys):
-    batch = trained(tmp_path / "run", f"algo={algo}", *SMALL.get(algo, ["algo.group_size=3"]), "algo.minibatches=3", "seed=5")
-    found = check_as_trained(tmp_path / "run", batch, capsys)
-    assert {own[0] for entries in found.values() for own in entries} == {0, 1, 2}
-    # The same step, read from its journal without the run, has one mini-batch: other weights.
-    path = RunDir.read(tmp_path / "run").journal_path(STEP)
     options = [*SMALL.get(algo, ["algo.group_size=3"]), "seed=5"]
-    whole, parts = [], []
-    for target, count in ((whole, 1), (parts, 3)):
-        assert main(["credit", f"algo={algo}", *options, f"algo.minibatches={count}", f"rollouts={path}", "--json"]) == 0
-        target += json.loads(capsys.readouterr().out)["calls"]
-    assert [entry["weights"] for entry in whole] != [entry["weights"] for entry in parts]
-    assert [entry["weights"] for entry in parts] == [own[3] for entries in found.values() for own in entries]
+    batch = trained(tmp_path / "run", f"algo={algo}", *options, "algo.minibatches=3")
+    shown = check_as_trained(tmp_path / "run", batch, capsys)
+    assert {entry["minibatch"] for entry in shown} == {0, 1, 2}
+    # The same step as a file: with as many mini-batches the same weights, with one of them others.
+    file = f"rollouts={RunDir.read(tmp_path / 'run').journal_path(STEP)}"
+    for count in (1, 3):
+        assert main(["credit", f"algo={algo}", *options, f"algo.minibatches={count}", file, "--json"]) == 0
+        weights = [entry["weights"] for entry in json.loads(capsys.readouterr().out)["calls"]]
+        assert (weights == [entry["weights"] for entry in shown]) == (count == 3)
 
 
 CASES = {
     "frozen adapters": ["algo=grpo", "model.lora.r=4", "model.modules={reranker: {frozen: true}}", TWO],
     "frozen adapters, n of Eq. 6": ["algo=mhgpo_fof", "model.lora.r=4", "model.modules={reranker: {frozen: true}}"],
     "frozen modules": ["algo=mhgpo_rr", "algo.freeze_modules=[rewriter]", TWO],
-    "trained modules": ["algo=mhgpo_is", "algo.train_modules=[rewriter,answerer]", "algo.penalty_scale={rewriter: 2.0}"],
+    "trained modules": ["algo=mhgpo_is", "algo.train_modules=[rewriter,answerer]"],
     "an endpoint's module": ["algo=mappo", "+engine.endpoints={answerer: {model: gpt}}", "engine=transformers"],
     "random fillers": ["algo=mmgrpo", "algo.rollouts=6", "algo.group_size=3", "seed=3", TWO],
-    "every call of a failed rollout": ["algo=mmgrpo", "algo.rollouts=4", "algo.padding_mode=ragged", "algo.loss_mean=token"],
+    "ragged groups": ["algo=mmgrpo", "algo.rollouts=4", "algo.padding_mode=ragged", "algo.loss_mean=token"],
     "Algorithm 3": ["algo=mhgpo_rr", "algo.regroup=alg3", "algo.group_size=2", "seed=9", TWO],
     "chunks of an agent": ["algo=mhgpo_rr", "algo.regroup=agent_chunks", "algo.group_size=2", "seed=9"],
-    "random aggregation": ["algo=mhgpo_fof_os", "algo.aggregate=random", "algo.os_group=parent", "algo.group_size=2", "seed=9"],
+    "random aggregation": ["algo=mhgpo_fof_os", "algo.aggregate=random", "algo.group_size=2", "seed=9"],
     "refilled": ["algo=grpo", "algo.group_size=2", "algo.zero_variance=refill", TWO],
     "scaled": ["algo=mt_grpo", "algo.advantage_scale={reranker: 0.5}", "algo.std_over=batch", "algo.alpha=0.9"],
     "a constant length": ["algo=mt_grpo_variable", "algo.loss_mean=constant", TWO],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_a_step_with_options_is_printed_as_it_was_trained(options, tmp_path, capsys):
     check_as_trained(tmp_path / "run", trained(tmp_path / "run", *options), capsys)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The step of a run of mmGRPO, which no test changes."""
+    folder = tmp_path_factory.mktemp("credit") / "run"
+    trained(folder, "algo=mmgrpo", "algo.rollouts=6", "seed=3", "algo.minibatches=2")
+    return folder
+
+
+def test_a_runs_own_algorithm_keeps_its_settings_and_takes_those_that_are_typed(run, capsys):
+    own = printed(capsys, run)
+    assert printed(capsys, run, "algo=mmgrpo") == own
+    assert printed(capsys, run, "algo.filler=max") == printed(capsys, run, "algo=mmgrpo", "algo.filler=max") != own
+    whole = printed(capsys, run, "algo.minibatches=1")
+    assert {entry["minibatch"] for entry in own} == {0, 1} and {entry["minibatch"] for entry in whole} == {0}
+    assert printed(capsys, run, "seed=4") != own
+    # mmGRPO of `conf/algo` would have drawn 12 rollouts; the run's six are all that there is.
+    assert {entry["group_size"] for entry in own} == {6}
+
+
+def test_other_algorithms_stand_beside_it_on_the_same_step(run, capsys):
+    assert main(["credit", f"run={run}", f"step={STEP}", "algo=mmgrpo,grpo", "algo.eps=0", "--json"]) == 0
+    own, other = json.loads(capsys.readouterr().out)
+    assert (own["algo"], other["algo"], own["step"]) == ("mmgrpo", "grpo", STEP)
+    assert {entry["minibatch"] for entry in own["calls"]} == {0, 1}
+    assert {entry["minibatch"] for entry in other["calls"]} == {0}, "conf/algo/grpo.yaml has one mini-batch"
+
+
+def test_the_table_says_what_was_credited(run, capsys, monkeypatch):
+    for width in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(["credit", f"run={run}", f"step={STEP}"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= width
+        text = " ".join(lines[:4])
+        assert "seed 3" in text and "mmgrpo: 2 mini-batches" in text and "· as trained" in " ".join(text.split())
+        assert main(["credit", f"run={run}", f"step={STEP}", "algo.eps=0.5"]) == 0
+        assert "not as trained" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_step_that_is_not_what_its_journal_says_is_told(run, tmp_path, capsys):
+    changed = shutil.copytree(run, tmp_path / "run")
+    config = changed / "config.yaml"
+    config.write_text(config.read_text().replace("filler: randint", "filler: max"))
+    assert main(["credit", f"run={changed}", f"step={STEP}"]) == 1
+    shown = capsys.readouterr()
+    assert "mmgrpo: " in shown.out and "entries differ from the journal's, the first of call q" in shown.err
+    changed = shutil.copytree(run, tmp_path / "fewer")
+    forest, entries = read_step(RunDir.read(changed), STEP)
+    write_step(RunDir.read(changed), forest, entries[1:])
+    assert main(["credit", f"run={changed}", f"step={STEP}"]) == 1
+    assert f"{len(entries)} entries, the journal has {len(entries) - 1}" in capsys.readouterr().err
+
+
+MISTAKES = {
+    "no such folder": (["run={run}/none", "step=7"], "{run}/none: no such run directory"),
+    "no run": (["run={run}/journal", "step=7"], "not a run directory"),
+    "no step": (["run={run}"], "step: missing, expected one of the steps that {run} has a journal of: 7"),
+    "another step": (["run={run}", "step=8"], "step: got 8, expected one of the steps that {run} has a journal of: 7"),
+    "no number": (["run={run}", "step=x"], "step: got 'x', expected the number of a step"),
+    "both": (["run={run}", "step=7", "rollouts=x"], "rollouts, run: got both"),
+    "a step of a file": (["rollouts=x", "algo=grpo", "step=7"], "step: has no effect without run=RUN_DIR"),
+    "no such algorithm": (["run={run}", "step=7", "algo=grop"], "did you mean 'grpo'"),
+    "no such option": (["run={run}", "step=7", "algo.padding=ragged"], "algo.padding: unknown key"),
+    "another's option": (
+        ["run={run}", "step=7", "algo=grpo", "algo.filler=max"],
+        "algo.filler: has no effect with grpo",
+    ),
+    "a wrong value": (["run={run}", "step=7", "algo.rollouts=1"], "algo.rollouts: got 1"),
+    "a sweep": (["run={run}", "step=7", "algo.eps=1,2"], "algo.eps: got several values"),
+    "removed": (["run={run}", "step=7", "~algo.eps"], "~algo.eps: a setting of a run can be changed, not removed"),
+    "too many": (["run={run}", "step=7", "algo.minibatches=9"], "algo.minibatches: got 9, expected at most 5"),
+    "what it lacks": (["run={run}", "step=7", "algo=ppo"], "algo=ppo: call 'q0/0#0': values: missing"),
+    "a seed": (["run={run}", "step=7", "seed=-1"], "seed: got -1, expected a whole number, 0 or more"),
+    "the run's keys": (["run={run}", "step=7", "run.name=x", "task=hover"], "run.name: has no effect on mmrl credit"),
+}
+
+
+@pytest.mark.parametrize(("words", "says"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes(words, says, run, capsys):
+    assert main(["credit", *(word.format(run=run) for word in words)]) == 2
+    shown = capsys.readouterr()
+    assert says.format(run=run) in shown.err and not shown.out and "Traceback" not in shown.err
+
+
+def test_an_evaluation_trains_nothing(tmp_path, capsys):
+    RunDir.create(tmp_path / "eval", {"policy": "tiny", "task": {}}, ["mmrl", "eval"]).close()
+    assert main(["credit", f"run={tmp_path / 'eval'}", "step=1"]) == 2
+    assert "is an evaluation, which trains nothing; expected a run of mmrl train" in capsys.readouterr().err
+
+
+def test_a_run_of_several_steps_names_them(run, tmp_path, capsys):
+    several = shutil.copytree(run, tmp_path / "run")
+    journal = RunDir.read(several).journal_path
+    for step in (1, 2, 3, 9):
+        shutil.copy(journal(STEP), journal(step))
+    assert main(["credit", f"run={several}", "step=5"]) == 2
+    assert "has a journal of: 1 to 3, 7, 9" in capsys.readouterr().err
