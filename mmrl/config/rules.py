@@ -214,8 +214,6 @@ TYPED = (
         lambda at: at("algo.regroup") is not None and _no_fork_above(at),
         "where every tree forks at its first module: no call has several successors",
     ),
-    # Round robin with all probability on the first module is fork-on-first: no call is left without siblings.
-    Rule("algo.regroup", _no_fork_above, "where every tree forks at its first module: there are no single calls"),
     Rule("algo.fork_probs", _ONE, "with a program of one module: every tree forks there"),
     Rule("algo.on_missing", _ONE, "with a program of one module: every rollout calls it"),
     Rule("algo.obs", _absent("observations"), "with this task: its contexts have no observations"),

@@ -129,6 +129,10 @@ class ToolAgentConfig(AgentConfig, JudgedConfig):
     outcome_rewards: Annotated[Literal[3, 4], BeforeValidator(no_lookalike)] = Field(
         4, description="3 leaves the XML format reward out"
     )
+    format_rewards: Literal["strict", "released"] = Field(
+        "strict",
+        description="tag usage and XML format: nothing for a message without a whole pair, or as the authors' code",
+    )
 
 
 class DirectQaConfig(OpenQaConfig):

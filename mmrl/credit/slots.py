@@ -122,8 +122,8 @@ def by_chunks(forest: Forest, rewards: Mapping[str, Reward], mixed: bool, size: 
     slots = by_slot(forest, rewards)
     pools: dict[tuple[str | int, ...], list[Member]] = {}
     for call in _in_batch_order(forest, [group.members[0].call.id for group in slots if group.of_one]):
-        key = () if mixed else (call.module, call.invocation)
-        pools.setdefault(key, []).append(Member((call,), rewards[call.id]))
+        pool: tuple[str | int, ...] = () if mixed else (call.module, call.invocation)
+        pools.setdefault(pool, []).append(Member((call,), rewards[call.id]))
     groups = [group for group in slots if not group.of_one]
     for key, members in pools.items():
         # Keyed by the pool, so that what one pool draws does not depend on which other pools a batch happens to have.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from mmrl import rng
 from tests.algorithms.test_mhgpo import AGENTS, credit, fof, round_robin_forest
-from tests.helpers.forests import Grow, advantage, by_call
+from tests.helpers.forests import Grow, advantage, by_call, chains, forked
 
 
 def singles(count, forks):
@@ -122,3 +126,56 @@ def test_the_longest_sequence_is_one_of_the_loss(options):
     assert set(entries["q/0a"].weights) == {0.0}
     assert entries["q/0b"].weights == pytest.approx([1 / (2 * 3)] * 3)
     assert entries["q/1b"].weights == pytest.approx([1 / (2 * 3)] * 2)
+
+
+SAMPLED = st.one_of(forked(sampler="rr", failures=False), chains(failures=False))
+"""Trees, and chains of any length, in which a slot may have one call alone."""
+
+
+def algorithm_3(forest, group_size, shuffle):
+    """Arxiv 2506.02718, Algorithm 3, line by line: groups of call ids.
+
+    A group identifier is a question, an agent and how often it was called before; a prefix is one node of its tree.
+    """
+    ids = {call.id: (call.example, call.module, call.invocation) for call in forest.calls.values()}
+    counts = Counter(ids.values())
+    single = [call for call, m in ids.items() if counts[m] == 1]
+    valid = [call for call, m in ids.items() if counts[m] > 1]
+    shuffle(single)
+    groups: dict[object, set[str]] = {}
+    for i in range(len(single) // group_size):
+        for call in single[i * group_size : (i + 1) * group_size]:
+            groups.setdefault(i + len(valid), set()).add(call)
+    for call in valid:
+        groups.setdefault(ids[call], set()).add(call)
+    return list(groups.values())
+
+
+@given(forest=SAMPLED, seed=st.integers(0, 3), size=st.integers(2, 4))
+def test_algorithm_3_to_the_letter(forest, seed, size):
+    """Also where a tree has no fork above a single call: another branch may not have come so far."""
+    entries = by_call(credit(forest, "mhgpo_rr", group_size=size, regroup="alg3", seed=seed))
+    found: dict[str, set[str]] = {}
+    for entry in entries.values():
+        if entry.group is not None:
+            found.setdefault(entry.group, set()).add(entry.call)
+    # The shuffle alone is our own: of (seed, step).
+    literal = algorithm_3(forest, size, rng.stream(seed, forest.step, "regroup").shuffle)
+    assert sorted(map(sorted, found.values())) == sorted(map(sorted, literal))
+    assert not any(any(entry.weights) for entry in entries.values() if entry.group is None)
+
+
+@pytest.mark.parametrize(("regroup", "expected"), [("by_agent_fork", 0), ("agent_chunks", 2), ("alg3", 2)])
+def test_calls_below_the_fork_whose_siblings_failed_are_single_too(regroup, expected):
+    """Four trees that fork at their first module; in two of them one branch of two has failed from outside."""
+    grow = Grow(("a",))
+    for example in range(4):
+        for branch in range(2):
+            failed = example < 2 and branch == 1
+            reward, error = (None, "tool") if failed else (example / 4 + branch, None)
+            grow.chain(f"q{example}/{branch}", "a", reward, fork="a", error=error)
+    entries = by_call(credit(grow.forest, "mhgpo_rr", group_size=2, regroup=regroup))
+    regrouped = [entry for entry in entries.values() if (entry.group or "").startswith("RR")]
+    assert len(regrouped) == expected and {entry.call for entry in regrouped} <= {"q0/0#0", "q1/0#0"}
+    alone = entries["q0/0#0"]
+    assert any(alone.weights) == bool(expected) and (advantage(alone) != 0) == bool(expected)

@@ -61,13 +61,6 @@ CASES = [
     ),
     ([FOF, "algo.aggregate=max"], "algo.aggregate: got max", "algo=mhgpo_rr", [RR]),
     (["algo=mhgpo_is", "algo.aggregate=min"], "algo.aggregate: got min", "mhgpo_fof_os", ["algo=mhgpo_fof_os"]),
-    (
-        [RR, "algo.regroup=alg3", "algo.fork_probs=[1.0,0.0,0.0]"],
-        "algo.regroup: got alg3",
-        "single calls",
-        ["algo.fork_probs=[.5,.5,.0]"],
-    ),
-    ([RR, AGENT, "algo.regroup=alg3"], "algo.regroup: got alg3", "single calls", ["task=hotpotqa"]),
     (["algo=ppo", "algo.obs=all"], "algo.obs: got all", "no observations", [AGENT]),
     (["algo=mmgrpo", "algo.failing_traces=trajectory"], "algo.failing_traces: got trajectory", "fails to parse", None),
     (["algo=grpo", "algo.eps=0.1", "algo.scale=false"], "algo.eps: got 0.1", "algo.scale=false", ["algo.scale=true"]),

@@ -231,6 +231,57 @@ def test_xml_format(messages, expected):
     assert xml_format(messages) == pytest.approx(0.2 * expected)
 
 
+@pytest.mark.parametrize(
+    ("messages", "strict", "released"),
+    [
+        # Strict / released, per message. Both whole: 1 / 1.
+        ([RIGHT], 1.0, 1.0),
+        # No pair at all: 0 / 0.2, which the check that cannot fail gives. 0.2 x 0.2 = 0.04.
+        (["hm"], 0.0, 0.2),
+        # Begins with <reasoning>: 0.2 / 0.4.
+        (["<reasoning>a"], 0.2, 0.4),
+        # One of two messages without a whole pair: (1 + 0) / 2 and (1 + 0.2) / 2, which is 0.04 x its share more.
+        ([RIGHT, "hm"], 0.5, 0.6),
+        # Two of three: (1 + 0 + 0.2) / 3 and (1 + 0.2 + 0.4) / 3.
+        ([RIGHT, "hm", "<reasoning>a"], 0.4, 1.6 / 3),
+        ([], 0.0, 0.0),
+    ],
+)
+def test_xml_format_as_the_authors_code_has_it(messages, strict, released):
+    assert xml_format(messages) == pytest.approx(0.2 * strict)
+    assert xml_format(messages, released=True) == pytest.approx(0.2 * released)
+
+
+@pytest.mark.parametrize(
+    ("messages", "strict", "released"),
+    [
+        # Opens once (1), closes five times (1 - 4 = -3): (1 - 3) / 2 = -1, which strict takes for 0.
+        (["<answer>" + "</answer>" * 5], 0.0, 0.0),
+        # Beside a message of 1: (1 + 0) / 2, and (1 - 1) / 2.
+        ([RIGHT, "<answer>" + "</answer>" * 5], 0.5, 0.0),
+        # Beside two of them: (1 + 1 + 0) / 3, and (1 + 1 - 1) / 3.
+        ([RIGHT, ASK, "<answer>" + "</answer>" * 5], 2 / 3, 1 / 3),
+        # Four answers: opens four times (1 - 3 = -2), closes four times: -2; with one that is right (1 - 2) / 2 < 0.
+        ([RIGHT, "<answer>x</answer>" * 4], 0.5, 0.0),
+        # Nothing below 0: the same.
+        (["hm", RIGHT], 0.5, 0.5),
+    ],
+)
+def test_tag_usage_as_the_authors_code_has_it(messages, strict, released):
+    assert tag_usage(messages, ("reasoning", "tool", "answer")) == pytest.approx(0.2 * strict)
+    assert tag_usage(messages, ("reasoning", "tool", "answer"), released=True) == pytest.approx(0.2 * released)
+
+
+def test_the_authors_format_rewards_are_an_option(tmp_path):
+    """A message without any tag, then a right answer: tag usage (0 + 1) / 2; format (0 + 1) / 2, or (0.2 + 1) / 2."""
+    for option, expected in (("strict", 0.1), ("released", 0.12)):
+        task = make("tool_agent", tmp_path, format_rewards=option, **ROOMY)
+        rollout, _, _ = play(task, ["hm", RIGHT])
+        assert rollout.parts["xml_format"] == pytest.approx(expected)
+        assert rollout.parts["tag_usage"] == pytest.approx(0.1)
+        assert rollout.reward == pytest.approx(1.5 + 0.1 + expected)
+
+
 def test_three_outcome_rewards(tmp_path):
     task = make("tool_agent", tmp_path, outcome_rewards=3, **ROOMY)
     rollout, _, _ = play(task, [ASK, RIGHT])

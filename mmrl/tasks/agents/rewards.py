@@ -134,38 +134,45 @@ def contains(text: str, answers: Sequence[str]) -> bool:
     return any(answer.strip() and answer.strip().lower() in lowered for answer in answers)
 
 
-def tag_usage(messages: Sequence[str], names: Sequence[str]) -> float:
-    """0.2 x the mean over messages of how nearly each used tag opens once and closes once.
+def tag_usage(messages: Sequence[str], names: Sequence[str], *, released: bool = False) -> float:
+    """0.2 x the mean over messages of how nearly each used tag opens once and closes once, from 0 to 0.2.
 
     A message scores the mean of 1 - |count - 1| over opening and closing tags of the names that it uses at all; 0 when
     it uses none, and never less.
+
+    Args:
+        released: as the authors' code: a message may score below 0, their mean may not.
     """
-    return 0.2 * _mean([_tag_usage(message, names) for message in messages])
+    scores = [_tag_usage(message, names) for message in messages]
+    return 0.2 * (max(0.0, _mean(scores)) if released else _mean([max(0.0, score) for score in scores]))
 
 
 def _tag_usage(message: str, names: Sequence[str]) -> float:
     tags = tag_sequence(message, names)
     # Tags that a message does not use count neither for nor against it.
     used = [name for name in names if name in tags or f"/{name}" in tags]
-    checks = [1 - abs(tags.count(tag) - 1) for name in used for tag in (name, f"/{name}")]
-    return max(0.0, _mean(checks))
+    return _mean([1 - abs(tags.count(tag) - 1) for name in used for tag in (name, f"/{name}")])
 
 
-def xml_format(messages: Sequence[str]) -> float:
+def xml_format(messages: Sequence[str], *, released: bool = False) -> float:
     """0.2 x the mean over messages of how far each is `<reasoning>…</reasoning>` with a tool call or an answer.
 
     A message scores 0.4 x the share of the field sets {reasoning}, {tool, answer} of which it has a tag (0 unless some
     pair is whole), 0.2 if some pair is whole, 0.2 if it starts with `<reasoning>`, 0.2 if it ends with `</tool>` or
     `</answer>`.
+
+    Args:
+        released: as the authors' code, whose check of a whole pair looks for blanks around its content and passes
+            every message: each without a whole pair scores 0.2 more.
     """
-    return 0.2 * _mean([_xml_format(message.strip()) for message in messages])
+    return 0.2 * _mean([_xml_format(message.strip(), released) for message in messages])
 
 
-def _xml_format(message: str) -> float:
-    score = 0.0
-    if first_pair(message, ("reasoning", "tool", "answer")):
-        present = sum(bool(tag_sequence(message, names)) for names in (("reasoning",), ("tool", "answer")))
-        score += 0.4 * present / 2 + 0.2
+def _xml_format(message: str, released: bool) -> float:
+    whole = first_pair(message, ("reasoning", "tool", "answer")) is not None
+    present = sum(bool(tag_sequence(message, names)) for names in (("reasoning",), ("tool", "answer")))
+    score = 0.4 * present / 2 if whole else 0.0
+    score += 0.2 * (whole or released)
     score += 0.2 * message.startswith("<reasoning>")
     return score + 0.2 * message.endswith(("</tool>", "</answer>"))
 

@@ -218,14 +218,14 @@ class ToolAgentTask(OpenQaTask):
         """
         self.check_reward_set(reward_set)
         answers, answer = example.metadata["answers"], prediction["answer"] or ""
-        texts = [call.text for call in path]
+        texts, released = [call.text for call in path], self.config.format_rewards == "released"
         # stricter than `metrics.exact_match`: the case study's reward lower-cases and strips, nothing more
         golds = {gold.strip().lower() for gold in answers} - {""}
         outcome = {
             "answer_presence": 0.5 * contains(answer, answers),
             "exact_match": float(answer.strip().lower() in golds),
-            "tag_usage": tag_usage(texts, OWN_TAGS),
-            "xml_format": xml_format(texts),
+            "tag_usage": tag_usage(texts, OWN_TAGS, released=released),
+            "xml_format": xml_format(texts, released=released),
         }
         # Everything sampled up to the first result is the first turn, so its last call carries the turn's reward.
         called = prediction["actions"].index("tool") if prediction["succeeded"] is not None else None
