@@ -140,7 +140,7 @@ def _call_form(call: Call) -> JsonObject:
 def _form(calls: list[JsonObject], forest: Forest) -> JsonObject:
     rollouts = [{key: getattr(rollout, key) for key in ROLLOUT_KEYS} for rollout in forest.rollouts]
     form = {"version": VERSION, "step": forest.step, "modules": list(forest.modules)}
-    return {**form, "calls": calls, "rollouts": rollouts}
+    return form | {"calls": calls, "rollouts": rollouts}
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> JsonObject:
@@ -323,9 +323,7 @@ class _Reader:
     def _by_id(self, records: Sequence[Record | None]) -> dict[str, Record]:
         """Records by id; duplicates are problems."""
         by_id: dict[str, Record] = {}
-        for record in records:
-            if record is None:
-                continue
+        for record in filter(None, records):
             self.where = f"{type(record).__name__.lower()} '{record.id}'"
             if record.id in by_id:
                 self.problem("this id occurs twice")
@@ -356,7 +354,7 @@ class _Reader:
                 chain[current.id] = current
                 if current.parent is not None and current.parent not in calls:
                     self.problem(
-                        f"parent: got '{current.parent}', which is no call{self.near(current.parent, list(calls))}"
+                        f"parent: got '{current.parent}', which is no call{self.near(current.parent, [*calls])}"
                     )
                     break
                 current = calls[current.parent] if current.parent is not None else None
