@@ -1,8 +1,7 @@
 """Reading and writing forests: the JSON form (version 1), single records of a journal, and the check of the graph.
 
 `mmrl credit rollouts=FILE` reads the form, `mmrl show RUN step=N --json` writes it (docs/algorithms.md describes it).
-Types come from the record dataclasses and are validated by pydantic; its errors are rewritten as one line with source,
-record and field, and all problems of a file are collected.
+Types come from the record dataclasses; pydantic's errors become one line each, and all of a file are collected.
 
 A rollout whose error is model-caused and whose reward is null takes 0, the default failure score: such a rollout is
 trained. With another error and no reward it is never credited.
@@ -353,9 +352,8 @@ class _Reader:
                     return ordered
                 chain[current.id] = current
                 if current.parent is not None and current.parent not in calls:
-                    self.problem(
-                        f"parent: got '{current.parent}', which is no call{self.near(current.parent, [*calls])}"
-                    )
+                    near = self.near(current.parent, list(calls))
+                    self.problem(f"parent: got '{current.parent}', which is no call{near}")
                     break
                 current = calls[current.parent] if current.parent is not None else None
             ordered.update(reversed(chain.items()))

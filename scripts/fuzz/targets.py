@@ -149,12 +149,14 @@ def make_forest(random: Random) -> tuple[str, int]:
 def run_forest(given: tuple[str, int]) -> str | None:
     """It is refused, or its credit is finite."""
     from mmrl.report.forest import parse_forest
-    from mmrl.run.credit import credit_report
+    from mmrl.run.credit import Source, credit_all
+    from mmrl.run.credit_report import json_report, table
 
     written, choice = given
-    forest = parse_forest(written, "forest.json")
-    report = json.loads(credit_report([_algorithms()[choice]], forest, seed=0, as_json=True))
-    for call in report["calls"]:
+    forest, algos = parse_forest(written, "forest.json"), [_algorithms()[choice]]
+    credits = credit_all(algos, Source(forest), seed=0, typed=())
+    table(algos, forest, credits, width=80)
+    for call in json.loads(json_report(algos, forest, credits))["calls"]:
         if not all(math.isfinite(number) for key in ("advantages", "weights") for number in call[key]):
             return f"credit of {call['id']!r} is not finite"
     return None
