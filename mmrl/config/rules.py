@@ -78,6 +78,44 @@ def _other_set(at: At) -> bool:
     return at("task.name") == "search_agent" and at("facts.reward_set") not in ("turn", "judge_turn")
 
 
+def _updates(at: At) -> int:
+    """Optimizer steps of one batch of rollouts."""
+    epochs, minibatches = at("algo.epochs"), at("algo.minibatches")
+    return epochs * minibatches if isinstance(epochs, int) and isinstance(minibatches, int) else 0
+
+
+def _one_update(at: At) -> bool:
+    """Whether a batch is trained on once, by the very weights that its old numbers come from."""
+    # Dropout of an adapter would make two forwards of the same weights differ.
+    return _updates(at) == 1 and not at("model.lora.dropout")
+
+
+def _no_schedule(at: At) -> bool:
+    """Whether the learning rate is constant, though another schedule is named."""
+    if at("train.schedule") == "constant_with_warmup":
+        return at("train.warmup_steps") == 0
+    return at("train.schedule") != "constant" and at("train.steps") == 1 and _updates(at) == 1
+
+
+def _mini_alone(at: At) -> bool:
+    return all(at(f"task.data.{split}") == "mini" for split in ("train", "dev", "test"))
+
+
+def _weights_elsewhere(at: At) -> bool:
+    """Whether an evaluation takes its weights from `policy`, which no endpoint serves."""
+    return _EVAL(at) and _engine(at) != "openai"
+
+
+def _one_revision(at: At) -> bool:
+    """Whether the weights are in a folder, which has no revisions."""
+    source = at("policy") if _weights_elsewhere(at) else at("model.path")
+    return (
+        source in SHIPPED
+        or (Path(str(source)) / "config.json").is_file()
+        or (not _EVAL(at) and Path(str(source)).is_dir())
+    )
+
+
 def _no_fork_above(at: At) -> bool:
     probs = at("algo.fork_probs")
     return at("facts.modules") == 1 or (isinstance(probs, tuple) and bool(probs) and probs[0] == 1)
@@ -85,6 +123,7 @@ def _no_fork_above(at: At) -> bool:
 
 _BOTH = "leave one of the two out"
 _PARSED = "with this task: nothing its modules write fails to parse"
+_ONCE = "with this task, whose program calls each module at most once: there are no lists of unequal length"
 _ONE = _is("facts.modules", 1)
 _EVAL = _given("policy")  # a key that `mmrl eval` alone has
 
@@ -170,11 +209,7 @@ TYPED = (
         _other_set,
         "with this reward set; use task.reward=turn",
     ),
-    Rule(
-        "model.revision",
-        lambda at: at("model.path") in SHIPPED or Path(str(at("model.path"))).is_dir(),
-        "with weights in a folder; it picks a revision of a hub id in model.path",
-    ),
+    Rule("model.revision", _one_revision, "with weights in a folder; it picks a revision of a hub id"),
     # with a name given, the profile's engine is the one that is not used
     Rule("hardware.engine", lambda at: at("engine.name") != "auto", f"with engine= given; {_BOTH}"),
     # All of them say how mmrl starts and looks after a server of its own.
@@ -182,6 +217,13 @@ TYPED = (
         "engine.python engine.args engine.start_timeout_s engine.restarts engine.gpu_memory engine.kv_cache_gb",
         _given("engine.url"),
         "with engine.url: mmrl does not start that server",
+    ),
+    Rule("engine.gpu_memory", "hardware.device=cpu", "; it is for GPUs, and engine.kv_cache_gb for the CPU"),
+    Rule("engine.kv_cache_gb", "hardware.device=cuda", "; it is for the CPU, and engine.gpu_memory for GPUs"),
+    Rule(
+        "engine.sleep",
+        lambda at: at("hardware.device") == "cpu" and at("engine.sleep") is False,
+        "with hardware.device=cpu, where vLLM never sleeps",
     ),
     Rule(
         "run.wandb_project",
@@ -191,8 +233,46 @@ TYPED = (
     Rule("eval.split", _EVAL, "on mmrl eval; use split="),
     Rule("eval.every", _EVAL, "on mmrl eval; it is an option of mmrl train"),
     Rule("model.lora", _EVAL, "on mmrl eval: policy= says which adapter there is, if any"),
+    Rule("model.path", _weights_elsewhere, "on mmrl eval; policy= names the weights"),
+    Rule("model.gradient_checkpointing", _EVAL, "on mmrl eval, which updates nothing"),
+    # Typed, and not from a profile that was made for training.
+    Rule(
+        "hardware.sharding hardware.cpu_offload hardware.rollout_devices",
+        _EVAL,
+        "on mmrl eval, which runs in one process; it is an option of mmrl train",
+    ),
+    Rule(
+        "run.name run.report_to run.wandb_project run.progress",
+        _EVAL,
+        "on mmrl eval, which has no steps to show or send; it is an option of mmrl train",
+    ),
     # The ratio is the constant 1, so that no bound on it is ever reached.
     Rule("algo.clip", "algo.ratio_one=true", ": nothing is clipped"),
+    Rule(
+        "algo.clip algo.clip_high",
+        lambda at: at("train.old_logprobs") == "recompute" and _one_update(at),
+        "with train.old_logprobs=recompute and one optimizer step per batch, whose ratio is 1; set algo.epochs or "
+        "algo.minibatches",
+    ),
+    Rule(
+        "algo.value_clip",
+        _one_update,
+        "with one optimizer step per batch: no value has moved from its old one; set algo.epochs or algo.minibatches",
+    ),
+    Rule(
+        "train.schedule",
+        _no_schedule,
+        "where the learning rate is constant all the same; set train.warmup_steps for constant_with_warmup, more than "
+        "one optimizer step for linear or cosine",
+    ),
+    # Their questions of the mini world are of one kind.
+    Rule(
+        "task.dataset",
+        lambda at: _mini_alone(at) and at("task.name") in ("search_agent", "tool_agent"),
+        "on the mini world with this task; it is the layout of data files: set task.data",
+    ),
+    # What the papers drew from official files says nothing of the embedded world.
+    Rule("task.sample", _mini_alone, "on the mini world; it chooses rows of data files: set task.data"),
     Rule("eval.parse_retries algo.parse_retries", _absent("parse_failures"), _PARSED),
     Rule("algo.format_failure_score algo.format_failure_best", _absent("parse_failures"), _PARSED),
     Rule("algo.failing_traces algo.failing_index", _absent("parse_failures"), _PARSED),
@@ -216,6 +296,17 @@ TYPED = (
     ),
     Rule("algo.fork_probs", _ONE, "with a program of one module: every tree forks there"),
     Rule("algo.on_missing", _ONE, "with a program of one module: every rollout calls it"),
+    Rule(
+        "algo.failing_traces algo.overlong",
+        lambda at: _ONE(at) and _absent("repeated_calls")(at),
+        "with a program of one call, which is the whole trajectory",
+    ),
+    Rule("algo.filler algo.fill_source algo.failing_index", _absent("repeated_calls"), _ONCE),
+    Rule(
+        "algo.padding_mode",
+        lambda at: _absent("repeated_calls")(at) and at("algo.padding_mode") == "truncate",
+        _ONCE,
+    ),
     Rule("algo.obs", _absent("observations"), "with this task: its contexts have no observations"),
     Rule("algo.eps algo.ddof", "algo.scale=false", ": nothing is divided by a standard deviation"),
     Rule("algo.kl", "algo.beta=0.0", "; set algo.beta"),

@@ -139,7 +139,9 @@ class RunConfig(Section):
     name: str | None = Field(None, description="shown in reports; null: <algo>-<task>-s<seed>")
     report_to: tuple[TrackerName, ...] = Field((), description="trackers that get the metrics too")
     wandb_project: str = Field("mmrl", description="wandb: the project")
-    progress: bool | None = Field(None, description="live display; null: only in a terminal")
+    progress: bool | None = Field(
+        None, description="live display: true everywhere, false nowhere (plain lines); null: in a terminal"
+    )
 
 
 class RootConfig(Section):

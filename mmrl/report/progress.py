@@ -70,7 +70,8 @@ class Progress:
     Args:
         total: number of training steps.
         title: name of the run.
-        live: whether to draw in a terminal (`run.progress`); False: plain lines there too.
+        live: whether to draw (`run.progress`); None: in a terminal alone, True: into a pipe too, False: plain lines
+            everywhere.
         main_metric: metric shown first (`task.main_metric`).
         first_step: steps done before (a resumed run).
         console: where to draw; None: standard error.
@@ -81,16 +82,18 @@ class Progress:
         *,
         total: int,
         title: str = "",
-        live: bool = True,
+        live: bool | None = None,
         main_metric: str = "em",
         first_step: int = 0,
         console: Console | None = None,
     ):
         self.off = False
         self._main = main_metric
-        self._console = console or Console(file=sys.stderr, highlight=False)
+        # Asked for, it is drawn into a pipe too: there is a terminal behind some of them (ssh, tee, a notebook).
+        forced = True if live else None
+        self._console = console or Console(file=sys.stderr, highlight=False, force_terminal=forced)
         self._live: Live | None = None
-        if live and self._console.is_terminal and not self._console.is_dumb_terminal:
+        if live is not False and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, get_renderable=self._safe_render, refresh_per_second=1)
         self._ascii = not (self._console.encoding or "").lower().startswith("utf")
         self._history: deque[JsonObject] = deque(maxlen=HISTORY)

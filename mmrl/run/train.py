@@ -133,7 +133,7 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
     # What the other processes would show or send, the main one does: they have a quiet display and no trackers.
     shown, console = (config.run, None) if processes.main else (RunConfig(), Console(quiet=True))
     name = shown.name or f"{config.algo.name}-{task.name}-s{config.seed}"
-    live = shown.progress is not False
+    live = shown.progress
     sent = {"name": name, "project": shown.wandb_project, "device": config.hardware.device}
     with (
         Progress(total=steps, title=name, live=live, main_metric=metric, first_step=done, console=console) as progress,

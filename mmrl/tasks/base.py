@@ -174,9 +174,9 @@ class Demonstration:
 
 
 # What a task says here decides which options are refused as having no effect, so a wrong entry hides an option.
-FEATURES = ("observations", "penalties", "parse_failures")
-"""What a program may have and others never: text added to its contexts, penalties of single modules, and replies that
-do not parse."""
+FEATURES = ("observations", "penalties", "parse_failures", "repeated_calls")
+"""What a program may have and others never: text added to its contexts, penalties of single modules, replies that do
+not parse, and modules that a rollout calls more than once."""
 
 
 @runtime_checkable

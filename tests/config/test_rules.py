@@ -72,7 +72,7 @@ CASES = [
         ["algo.critic_lr_factor=2"],
     ),
     (
-        ["algo=mappo", "algo.value_clip=0.3", "algo.critic_lr_factor=0"],
+        ["algo=mappo", "algo.epochs=2", "algo.value_clip=0.3", "algo.critic_lr_factor=0"],
         "algo.value_clip: got 0.3",
         "not trained",
         ["algo.critic_lr_factor=2"],
@@ -91,6 +91,49 @@ CASES = [
         "algo.freeze_modules: got answerer",
         "leaves it out already",
         ["algo.train_modules=[reranker,answerer]"],
+    ),
+    (["algo=mappo", "algo.value_clip=0.3"], "algo.value_clip: got 0.3", "one optimizer step", ["algo.epochs=2"]),
+    (
+        [RR, "algo.clip=0.3", "train.old_logprobs=recompute"],
+        "algo.clip: got 0.3",
+        "whose ratio is 1",
+        ["algo.minibatches=2"],
+    ),
+    (
+        [RR, "algo.clip_high=0.3", "train.old_logprobs=recompute"],
+        "algo.clip_high: got 0.3",
+        "whose ratio is 1",
+        ["train.old_logprobs=sampler"],
+    ),
+    (
+        ["train.schedule=constant_with_warmup"],
+        "train.schedule: got constant_with_warmup",
+        "constant all the same",
+        ["train.warmup_steps=2"],
+    ),
+    (["train.schedule=cosine", "train.steps=1"], "train.schedule: got cosine", "more than one", ["train.steps=2"]),
+    ([AGENT, "algo=grpo", "task.dataset=nq"], "task.dataset: got nq", "layout of data files", ["task=r1_searcher"]),
+    (["task=hover", "algo=mmgrpo", "task.sample=all"], "task.sample: got all", "rows of data files", None),
+    (["algo=mmgrpo", "algo.filler=max"], "algo.filler: got max", "at most once", ["task=hover"]),
+    (["algo=mmgrpo", "algo.fill_source=group"], "algo.fill_source: got group", "at most once", ["task=hover"]),
+    (["algo=mmgrpo", "algo.padding_mode=truncate"], "algo.padding_mode: got truncate", "at most once", ["task=hover"]),
+    (
+        ["task=banking77", "algo=mmgrpo", "algo.failing_traces=trajectory"],
+        "algo.failing_traces: got trajectory",
+        "one call",
+        ["task=hover"],
+    ),
+    (
+        ["task=qa_direct", "algo=mmgrpo", "algo.overlong=trajectory"],
+        "algo.overlong: got trajectory",
+        "one call",
+        ["task=search_agent"],
+    ),
+    (
+        ["task=papillon", "algo=mmgrpo", "algo.padding_mode=ragged", "algo.failing_index=true"],
+        "algo.failing_index: got true",
+        "at most once",
+        ["task=hover"],
     ),
     (
         [RR, "algo.freeze_modules=[reranker]", "algo.advantage_scale={reranker: 2.0}"],
@@ -141,10 +184,30 @@ def test_values_that_another_one_switches_off_are_refused_whoever_set_them(argum
     assert len(problems) == 1 and says in problems[0]
 
 
-def test_an_evaluation_may_take_the_hardware_of_a_training_run():
-    hardware = ("hardware.sharding=fsdp2", "hardware.rollout_devices=1")
-    assert refused("policy=tiny", *hardware, command="eval") == []
-    assert refused("policy=tiny", "hardware.cpu_offload=true", command="eval") == []
+def test_an_evaluation_may_take_the_hardware_of_a_training_run(tmp_path, monkeypatch):
+    (tmp_path / "conf" / "hardware").mkdir(parents=True)
+    profile = "name: mine\nsharding: fsdp2\nrollout_devices: 1\ncpu_offload: true\n"
+    (tmp_path / "conf" / "hardware" / "mine.yaml").write_text(profile)
+    monkeypatch.chdir(tmp_path)
+    assert refused("policy=tiny", "hardware=mine", command="eval") == []
+
+
+def test_what_runs_on_another_device_is_refused_where_the_device_is_known():
+    vllm = ("engine=vllm_server", "engine.gpu_memory=0.5", "engine.kv_cache_gb=2")
+    for device, key in (("cpu", "engine.gpu_memory"), ("cuda", "engine.kv_cache_gb")):
+        found = [text for text in refused(*vllm, f"hardware.device={device}") if "no effect" in text]
+        assert len(found) == 1 and found[0].startswith(key)
+    colocated = ("engine=vllm_colocated", "engine.sleep=false")
+    assert [t for t in refused(*colocated, "hardware.device=cpu") if t.startswith("engine.sleep: got false")]
+    assert not [t for t in refused(*colocated, "hardware.device=cuda") if t.startswith("engine.sleep")]
+
+
+def test_a_revision_belongs_to_the_weights_in_use(tmp_path):
+    (problem,) = refused("policy=tiny", "model.revision=main", command="eval")
+    assert problem.startswith("model.revision: got main, which has no effect with weights in a folder")
+    # a checkpoint may be an adapter on a hub id, of which a revision can be asked for
+    problems = refused(f"policy={tmp_path}", "model.revision=main", command="eval")
+    assert not [problem for problem in problems if problem.startswith("model.revision")]
 
 
 def test_sections_name_all_their_keys_without_effect_at_once():
@@ -160,6 +223,8 @@ def test_every_rule_has_a_case():
     others |= {f"algo.{key}" for key in ("format_failure_score", "format_failure_best")}
     retriever = {"timeout_s", "concurrency", "cache_size", "b", "model", "encoder", "faiss", "cache_dir"}
     others |= {f"task.retriever.{key}" for key in retriever}  # in one rule with a key that has a case
+    others |= {"engine.sleep", "model.path", "model.gradient_checkpointing"}  # above; effects/command.py
+    others |= {f"run.{key}" for key in ("name", "report_to", "progress")}
     keys = {key for rule in (*RUNS, *TYPED) for key in rule.keys.split()}
     keys |= {f"{path}.{key}" for path, rules in SECTIONS.items() for rule in rules for key in rule.keys.split()}
     assert keys <= tested | others
@@ -234,6 +299,6 @@ def test_a_penalty_that_is_passed_on_has_an_effect_where_its_module_is_frozen():
 
 
 def test_the_word_true_may_be_typed_as_it_is():
-    arguments = ["algo=mmgrpo", "task=banking77", "algo.padding_mode=ragged", "algo.failing_index=true"]
+    arguments = ["algo=mmgrpo", "task=hover", "algo.padding_mode=ragged", "algo.failing_index=true"]
     (config,) = configs("train", TrainCommandConfig, read_line(arguments))
     assert config.algo.failing_index == "true" and refused(*arguments) == []

@@ -73,6 +73,7 @@ class DirectQaTask(OpenQaTask):
     templates = TEMPLATES
     searches = False
     main_metric = "f1"
+    absent_features = frozenset({"penalties", "parse_failures", "observations", "repeated_calls"})
 
     def __init__(self, config: DirectQaConfig, seed: int):
         super().__init__(config.model_copy(update={"dataset": config.dataset or "hotpotqa"}), seed)

@@ -37,6 +37,7 @@ class Banking77Task(DspyTask):
     """Implements `mmrl.tasks.base.Task`; see `DspyTask` for arguments and errors."""
 
     config: Banking77Config
+    absent_features = frozenset({"penalties", "observations", "repeated_calls"})
     main_metric = "em"
     failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0}
     parts = frozenset(SAMPLE)

@@ -202,6 +202,8 @@ class ImportedTask(_RecordTask):
         # looked at before the program is wrapped, when a raw module can still be recognised
         self.gets_dspy_objects = is_dspy_module(self.program)
         """Whether the metric gets DSPy's own objects, so that DSPy's metrics fit."""
+        if self.gets_dspy_objects:
+            self.absent_features = frozenset({"penalties", "observations"})
 
     def no_data(self) -> ConfigError:
         """See `_RecordTask`."""

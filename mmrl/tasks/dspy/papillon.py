@@ -48,6 +48,7 @@ class PapillonTask(DspyTask):
     """Implements `mmrl.tasks.base.Task`; see `DspyTask` for arguments and errors."""
 
     config: PapillonConfig
+    absent_features = frozenset({"penalties", "observations", "repeated_calls"})
     main_metric = "score"
     failed_metrics: ClassVar[Mapping[str, float]] = {"score": 0.0, "quality": 0.0, "leakage": 1.0}
     """A failed rollout is no sign of privacy: the leakage for which score, quality and leakage still fit together."""

@@ -35,7 +35,7 @@ class MultihopQaTask(OpenQaTask):
 
     templates = TEMPLATES
     main_metric = "f1"
-    absent_features = frozenset({"observations", "parse_failures"})
+    absent_features = frozenset({"observations", "parse_failures", "repeated_calls"})
 
     def __init__(self, config: MultihopQaConfig, seed: int):
         dataset_of_task = config.name if config.name in LAYOUTS else "hotpotqa"
