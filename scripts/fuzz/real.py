@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from scripts.fuzz.targets import EXTRA
+from scripts.fuzz.data import EXTRA
 
 FOLDERS: Mapping[str, tuple[str, ...]] = {
     "hotpotqa": ("hotpotqa", "multihop_qa"),

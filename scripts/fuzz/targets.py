@@ -8,7 +8,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +16,7 @@ from random import Random
 from typing import Any
 
 from mmrl.errors import MmrlError
-from scripts.fuzz import rewards
+from scripts.fuzz import data, looked_at, rewards
 from scripts.fuzz.mutate import spoilt, spoilt_bytes, text, value
 
 FORESTS = Path(__file__).parents[1] / "guard_forests"
@@ -31,7 +30,7 @@ class Target:
         make: an input from a random source.
         run: what is wrong with what became of it; None for nothing. Raises `MmrlError` for input that is refused.
         share: of all inputs, relative to the others'.
-        limit_s: longest time for one input.
+        limit_s: longest time for one input; 0: the target sees to that itself.
     """
 
     make: Callable[[Random], Any]
@@ -182,126 +181,11 @@ def make_journal(random: Random) -> bytes:
     return gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode("utf-8", "replace"), 1)
 
 
-def run_journal(data: bytes) -> str | None:
+def run_journal(written: bytes) -> str | None:
     """`mmrl credit rollouts=` of it is refused, or reads a forest."""
     from mmrl.run.credit import load_rollouts
 
-    load_rollouts(_file("step-000001.jsonl.gz", data))
-    return None
-
-
-# -- data --------------------------------------------------------------------------------------------------------------
-
-QUESTION = {
-    "id": "5a7a0",
-    "question": "On which river is Lisbon?",
-    "answer": "Tagus",
-    "type": "bridge",
-    "level": "easy",
-}
-CONTEXT = [["Lisbon", ["Lisbon is the capital.", "It lies on the Tagus."]], ["Porto", ["A city."]]]
-RECORDS: dict[str, tuple[dict[str, Any], ...]] = {
-    "hotpotqa": (
-        {**QUESTION, "context": CONTEXT, "supporting_facts": [["Lisbon", 1]]},
-        {
-            **QUESTION,
-            "context": {"title": ["Lisbon"], "sentences": [["It lies on the Tagus."]]},
-            "supporting_facts": {"title": ["Lisbon"], "sent_id": [0]},
-        },
-    ),
-    "2wiki": ({**QUESTION, "context": CONTEXT, "supporting_facts": [["Lisbon", 1]], "evidences": [["a", "b", "c"]]},),
-    "musique": (
-        {
-            "id": "2hop__1_2",
-            "question": "Which river?",
-            "answer": "Tagus",
-            "answer_aliases": ["Tejo"],
-            "answerable": True,
-            "paragraphs": [{"idx": 0, "title": "Lisbon", "paragraph_text": "On the Tagus.", "is_supporting": True}],
-            "question_decomposition": [{"id": 1, "question": "q", "answer": "a", "paragraph_support_idx": 0}],
-        },
-    ),
-    "nq": (
-        {"question": "which river", "answer": ["Tagus", "Tejo"]},
-        {"id": "q", "question": "x", "golden_answers": ["y"]},
-    ),
-    "triviaqa": ({"question": "which river", "answer": {"value": "Tagus", "aliases": ["Tejo"]}},),
-    "popqa": ({"id": 1, "question": "which river", "possible_answers": '["Tagus", "Tejo"]', "s_pop": 1, "o_pop": 2},),
-}
-CORPUS = ({"id": "1", "title": "Lisbon", "text": "On the Tagus."}, {"id": "2", "contents": '"Porto"\nA city.'})
-DSPY: dict[str, tuple[dict[str, Any], ...]] = {
-    "banking77": ({"text": "where is my card", "label": "card_arrival"}, {"text": "x", "label": 11, "label_text": "y"}),
-    "papillon": (
-        {"user_query": "Ann asks", "target_response": "yes", "pii_units": "Ann||Lisbon", "conversation_hash": "c"},
-    ),
-    "hover": ({"uid": "u", "claim": "c", "supporting_facts": [["Lisbon", 0]], "num_hops": 3, "label": "SUPPORTED"},),
-}
-SUFFIXES = (".jsonl", ".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
-EXTRA: dict[str, list[dict[str, Any]]] = {}
-"""Records of real files, by data set (`data=`)."""
-
-
-def make_data(random: Random) -> tuple[str, str, bytes]:
-    """A data set's name, and a file of a few of its records, spoilt as records or as bytes."""
-    name = random.choice((*RECORDS, "corpus", *DSPY))
-    known: Any = EXTRA.get(name) or RECORDS.get(name) or DSPY.get(name) or CORPUS
-    rows = [random.choice(known) for _ in range(random.randint(1, 3))]
-    rows = [spoilt(row, random) if random.random() < 0.8 else row for row in rows]
-    suffix = random.choice(SUFFIXES)
-    data = _written(rows, suffix)
-    return name, suffix, spoilt_bytes(data, random) if random.random() < 0.4 else data
-
-
-def _written(rows: list[Any], suffix: str) -> bytes:
-    if suffix == ".json":
-        return json.dumps(rows).encode()
-    if suffix in (".csv", ".tsv", ".txt"):
-        first = next((row for row in rows if isinstance(row, dict)), {"a": 1})
-        sign = "," if suffix == ".csv" else "\t"
-        lines = [sign.join(first), *(sign.join(str(v) for v in row.values()) for row in rows if isinstance(row, dict))]
-        return "\n".join(lines).encode("utf-8", "replace")
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
-def run_data(given: tuple[str, str, bytes]) -> str | None:
-    """The file is refused, or its records are texts that a program can read."""
-    from mmrl.tasks.data.layouts import LAYOUTS, load_corpus, load_records, to_example
-    from mmrl.tasks.data.rows import Source
-
-    name, suffix, data = given
-    path = str(_file(f"data{suffix}", data))
-    if name == "corpus":
-        documents = load_corpus("task.corpus", path)
-        return None if all(isinstance(d.text, str) for d in documents) else "a passage without text"
-    if name in DSPY:
-        return _run_dspy(name, path)
-    for record in load_records(Source("task.data.train", path), "train", LAYOUTS[name]):
-        example = to_example(record, "given")
-        if not example.inputs["question"].strip() or not example.metadata["answers"]:
-            return f"an example without question or answers: {example!r}"
-    return None
-
-
-@cache
-def _task_section(name: str) -> dict[str, Any]:
-    from mmrl.cli.hydra import configured
-    from mmrl.config import TrainCommandConfig
-
-    config = configured(TrainCommandConfig, [f"task={name}", "algo=mmgrpo"], None)
-    section: dict[str, Any] = config.task.model_dump(mode="json")
-    return section
-
-
-def _run_dspy(name: str, path: str) -> str | None:
-    from mmrl.config.tasks import task_schema
-    from mmrl.tasks import TASKS
-
-    section = _task_section(name)
-    data = dict.fromkeys(("train", "dev", "test"), path)
-    task = TASKS[name](task_schema(name).model_validate({**section, "data": {**section["data"], **data}}), 0)
-    for example in task.examples("train")[:3]:
-        if not all(isinstance(text, str) for text in example.inputs.values()):
-            return f"inputs that are no texts: {example.inputs!r}"
+    load_rollouts(data.file("step-000001.jsonl.gz", written))
     return None
 
 
@@ -412,29 +296,17 @@ def run_retrieved(reply: Any) -> str | None:
     return None
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-@cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="mmrl-fuzz-")
-
-
-def _file(name: str, data: bytes) -> Path:
-    path = Path(_folder().name) / name
-    path.write_bytes(data)
-    return path
-
-
 TARGETS: dict[str, Target] = {
     "config": Target(make=make_config, run=run_config, share=8),
     "spec": Target(make=make_spec, run=run_spec, share=6),
     "forest": Target(make=make_forest, run=run_forest, share=12),
     "journal": Target(make=make_journal, run=run_journal, share=6),
-    "data": Target(make=make_data, run=run_data, share=20),
+    "data": Target(make=data.make, run=data.run, share=20),
     "tags": Target(make=make_texts, run=run_tags, share=18),
     "judge": Target(make=make_reply, run=run_judge, share=14),
     "rewards": Target(make=rewards.make, run=rewards.run, share=2),
+    "command lines": Target(make=looked_at.make_line, run=looked_at.run_line, share=0.4, limit_s=0),
+    "run dirs": Target(make=looked_at.make_damage, run=looked_at.run_damage, share=0.05, limit_s=0),
     "retriever": Target(make=make_retrieved, run=run_retrieved, share=14),
 }
 """Name -> target. `share` gives what is quick the more inputs."""
