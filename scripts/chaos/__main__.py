@@ -16,13 +16,14 @@ import json
 import os
 import pkgutil
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,14 @@ def main(arguments: Sequence[str]) -> int:
     """Run the trials; 1 when one failed."""
     os.environ.update(dict.fromkeys(ONE_THREAD, "1") | QUIET)
     given = _options(arguments)
-    from scripts.chaos.cases import CASES
+    from scripts.chaos.cases import CASES, EXTRA
     from scripts.chaos.disk import available
     from scripts.chaos.trial import KINDS
 
-    with_vllm = "vllm" in given[ENGINES].split(",")
-    chosen = given["cases"].split(",") if given["cases"] else [name for name in CASES if name != "vllm"]
+    chosen = given["cases"].split(",") if given["cases"] else [name for name in CASES if name not in EXTRA]
+    extra = {} if given["cases"] or given["only"] else dict(EXTRA)
+    if "vllm" not in given[ENGINES].split(","):
+        extra.pop("vllm", None)
     kinds = given["kinds"].split(",") if given["kinds"] else list(KINDS)
     for what, got, valid in (("cases", chosen, CASES), ("kinds", kinds, KINDS)):
         if wrong := sorted(set(got) - set(valid)):
@@ -53,9 +56,12 @@ def main(arguments: Sequence[str]) -> int:
     started = time.monotonic()
     work = Path(given["work"] or tempfile.mkdtemp(prefix="mmrl-chaos-")).resolve()
     campaign = Campaign(work, int(given["seed"]), int(given["jobs"]), chosen, kinds, started)
-    campaign.prepare(with_vllm)
+    campaign.prepare(extra)
     numbers = [int(one) for one in given["only"].split(",")] if given["only"] else list(range(int(given["trials"])))
-    return campaign.finish(campaign.run(numbers, with_vllm and not given["only"]), given["out"], bool(given["work"]))
+    try:
+        return campaign.finish(campaign.run(numbers, extra), given["out"], bool(given["work"]))
+    finally:
+        campaign.close()
 
 
 def _options(arguments: Sequence[str]) -> dict[str, str]:
@@ -76,20 +82,25 @@ class Campaign:
         started: on the monotonic clock.
     """
 
-    VLLM_TRIALS = 4
-
     def __init__(self, work: Path, seed: int, jobs: int, cases: list[str], kinds: list[str], started: float):
         from scripts.chaos.trial import Place
 
         self.place, self.seed, self.jobs, self.cases, self.kinds = Place(work), seed, jobs, cases, kinds
         self.started = started
+        self.hub: subprocess.Popen[str] | None = None
 
-    def prepare(self, with_vllm: bool) -> None:
+    def prepare(self, extra: Mapping[str, int]) -> None:
         """Import what runs need, make the undisturbed runs, then import what they imported too."""
+        from scripts.chaos.cases import CASES
         from scripts.chaos.trial import make_reference
 
         _import_all()
-        cases = [*self.cases, *(["vllm"] if with_vllm and "vllm" not in self.cases else [])]
+        cases = list(dict.fromkeys([*self.cases, *extra]))
+        if any(CASES[name].hub for name in cases):
+            command = [sys.executable, "-m", "scripts.chaos.hub"]
+            self.hub = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert self.hub.stdout is not None
+            self.place.hub = f"http://127.0.0.1:{self.hub.stdout.readline().strip()}"
         shutil.rmtree(self.place.work, ignore_errors=True)
         self.place.work.mkdir(parents=True)
         wrong = self._forked([lambda name=name: make_reference(self.place, name) for name in cases], self.jobs)
@@ -105,13 +116,20 @@ class Campaign:
             f"{len(cases)} undisturbed runs in {time.monotonic() - self.started:.0f} s; {self.place.work}", flush=True
         )
 
-    def run(self, numbers: Sequence[int], with_vllm: bool) -> list[dict[str, Any]]:
-        """The trials; those of a vLLM server come last, one at a time, each with three processes of its own."""
+    def close(self) -> None:
+        """End the hub."""
+        if self.hub is not None:
+            self.hub.terminate()
+            self.hub.wait()
+
+    def run(self, numbers: Sequence[int], extra: Mapping[str, int]) -> list[dict[str, Any]]:
+        """The trials; those apart come last, their numbers following."""
         results = self._forked([self._trial(n, self.cases, self.kinds) for n in numbers], self.jobs, _show)
-        if with_vllm and "vllm" not in self.cases:
-            signals = [kind for kind in self.kinds if kind.startswith("SIG")]
-            extra = [self._trial(len(numbers) + n, ["vllm"], signals) for n in range(self.VLLM_TRIALS)]
-            results += self._forked(extra, 1, _show) if signals else []
+        signals, number = [kind for kind in self.kinds if kind.startswith("SIG")], max(numbers, default=-1)
+        for name, count in extra.items() if signals else ():
+            works = [self._trial(number + 1 + n, [name], signals) for n in range(count)]
+            number += count
+            results += self._forked(works, 1 if name == "vllm" else self.jobs, _show)
         return results
 
     def _trial(self, number: int, cases: Sequence[str], kinds: Sequence[str]) -> Callable[[], dict[str, Any]]:
@@ -142,6 +160,8 @@ class Campaign:
                     _work(works[index], folder / f"{index}.json")
                 running[pid] = index
             pid, _ = os.wait()
+            if pid not in running:
+                continue  # the hub
             index = running.pop(pid)
             file = folder / f"{index}.json"
             results[index] = json.loads(file.read_text()) if file.is_file() else f"process {pid} died"

@@ -15,6 +15,18 @@ SMALL = (
     *("seed=0", "hardware.threads=1", "run.progress=false", f"run.dir={RUN}", "eval.items=2", "eval.bootstrap=100"),
     *("eval.every=1", "train.batch_size=2", "train.save_every=1", "algo.group_size=2", "train.lr=0.001"),
 )
+MARKS = (
+    *(
+        f"{RUN}/config.yaml",
+        f"{RUN}/metrics.jsonl",
+        f"{RUN}/journal/*",
+        f"{RUN}/checkpoints/.*",
+        f"{RUN}/checkpoints/c*",
+    ),
+    *(f"{RUN}/summary.json", f"{RUN}.partial/*", ""),
+)
+CACHE = "../hf/hub/models--chaos--tiny"
+"""Of the hub's client, beside the folder of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +41,8 @@ class Case:
         files: what lies in its folder before it starts, by name.
         ranks: processes that a fault may strike, by rank; None is the one that was started.
         fresh: every process is started anew, none is forked from one that has imported everything.
+        marks: files at whose appearance a fresh process is struck, as patterns below its folder; empty: any instant.
+        hub: it loads its model from the campaign's own hub.
     """
 
     words: tuple[str, ...]
@@ -38,6 +52,8 @@ class Case:
     files: Mapping[str, str] = field(default_factory=dict)
     ranks: tuple[int | None, ...] = (None,)
     fresh: bool = False
+    marks: tuple[str, ...] = MARKS
+    hub: bool = False
 
 
 def _train(*words: str, share: float, stop: tuple[str, int] | None = ("collect", 3), **more: object) -> Case:
@@ -57,6 +73,15 @@ def _passages() -> str:
 BUILD = ("index", "build", f"corpus={PASSAGES}", f"index={RUN}")
 EVAL = ("eval", "policy=tiny", "task=qa_direct", "eval.items=8", "seed=0", "hardware.threads=1", f"run.dir={RUN}")
 VLLM = ("engine=vllm_server", "engine.start_timeout_s=300")
+DOWNLOAD = (
+    "eval",
+    "policy=chaos/tiny",
+    "task=qa_direct",
+    "eval.items=4",
+    "seed=0",
+    "hardware.threads=1",
+    f"run.dir={RUN}",
+)
 CASES: dict[str, Case] = {
     "grpo": _train("task=qa_direct", "algo=grpo", "train.steps=3", "train.keep=1", share=4),
     "mhgpo_rr": _train("algo=mhgpo_rr", "train.steps=3", "train.keep=2", share=4),
@@ -71,8 +96,18 @@ CASES: dict[str, Case] = {
     ),
     "eval": Case(words=EVAL, again=("eval", f"resume={RUN}"), share=2, stop=("summary", 1)),
     "index": Case(words=BUILD, again=BUILD, share=2, stop=("index finish", 1), files={PASSAGES: _passages()}),
+    "download": Case(
+        words=DOWNLOAD,
+        again=("eval", f"resume={RUN}"),
+        share=0,
+        fresh=True,
+        hub=True,
+        marks=(f"{CACHE}/blobs/*.incomplete", f"{CACHE}/blobs/*", f"{CACHE}/snapshots/*/model.safetensors", ""),
+    ),
     "vllm": _train("task=qa_direct", "algo=grpo", "train.steps=2", *VLLM, share=0, stop=None, fresh=True),
 }
+EXTRA = {"download": 6, "vllm": 4}
+"""Cases that are tried apart, one after the other, and how often: each takes a minute."""
 
 
 def make_folder(case: Case, folder: Path) -> None:

@@ -60,6 +60,8 @@ class Place:
 
     def __init__(self, work: Path):
         self.work = work
+        self.hub = ""
+        """Address of the campaign's own hub."""
 
     def reference(self, case: str) -> Path:
         """The folder that the undisturbed run was started in."""
@@ -77,7 +79,10 @@ class Place:
     def env(self, case: str, folder: Path) -> dict[str, str]:
         """Variables of every process; all runs of a case share a cache, which the undisturbed one has filled."""
         cache = self.work / "cache" / case
-        return {"MMRL_CACHE": str(cache), "TMPDIR": str(folder / "tmp"), "COLUMNS": "120", "HF_HUB_OFFLINE": "1"}
+        env = {"MMRL_CACHE": str(cache), "TMPDIR": str(folder / "tmp"), "COLUMNS": "120", "HF_HUB_OFFLINE": "1"}
+        if CASES[case].hub:
+            env |= {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": self.hub, "HF_HOME": str(folder.parent / "hf")}
+        return env
 
 
 def make_reference(place: Place, name: str) -> str:
@@ -182,8 +187,7 @@ class _Trial:
         """`python -m mmrl`, struck when a file of the run appears, or at any instant."""
         make_folder(self.case, self.folder)
         number = SIGNALS[self.result.kind]
-        patterns = (f"{RUN}/config.yaml", f"{RUN}/metrics.jsonl", f"{RUN}/journal/*", f"{RUN}/checkpoints/.*")
-        wanted = self.noise.choice((*patterns, f"{RUN}/checkpoints/c*", f"{RUN}/summary.json", f"{RUN}.partial/*", ""))
+        wanted = self.noise.choice(self.case.marks)
         delay = self.noise.uniform(0, 1.0) if wanted else self.noise.uniform(0, 15.0)
         self.result.faults.append(f"{self.result.kind} {delay:.2f} s after {wanted or 'the start'}, fresh process")
         self.result.phases.append("fresh process")
