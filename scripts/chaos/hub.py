@@ -1,6 +1,6 @@
-"""A Hugging Face hub on this machine with one model, that sends it slowly: `python -m scripts.chaos.hub`; prints its port.
+"""A Hugging Face hub on this machine with one model, which it sends slowly: `python -m scripts.chaos.hub`.
 
-What `HF_ENDPOINT` must answer for `from_pretrained` to load `chaos/tiny`: the head and the content of each file, and
+It prints its port. What `HF_ENDPOINT` must answer for `from_pretrained` to load `chaos/tiny`: the head and the content of each file, and
 that other files are not there.
 """
 
