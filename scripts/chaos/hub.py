@@ -1,7 +1,7 @@
 """A Hugging Face hub on this machine with one model, which it sends slowly: `python -m scripts.chaos.hub`.
 
-It prints its port. What `HF_ENDPOINT` must answer for `from_pretrained` to load `chaos/tiny`: the head and the content of
-each file, and that other files are not there.
+It prints its port. What `HF_ENDPOINT` must answer for `from_pretrained` to load `chaos/tiny`: the head and the content
+of each file, and that other files are not there.
 """
 
 from __future__ import annotations

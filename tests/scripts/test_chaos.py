@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from scripts.chaos.cases import CASES
 from scripts.chaos.compare import differences
 from scripts.chaos.damage import KINDS, damage
 from scripts.chaos.hooks import PHASES
+
+ROOT = Path(mmrl.__file__).parents[1]
 
 
 def run_of(folder: Path, **changes: Any) -> Path:
@@ -98,7 +102,7 @@ def test_every_phase_is_a_function_of_mmrl() -> None:
         module, _, path = target.partition(":")
         if module != "os":
             *outer, name = path.split(".")
-            text = (Path(mmrl.__file__).parents[1] / f"{module.replace('.', '/')}.py").read_text()
+            text = (ROOT / f"{module.replace('.', '/')}.py").read_text()
             assert f"def {name}(" in text, target
             assert all(f"class {part}" in text for part in outer), target
     assert all(case.stop is None or case.stop[0] in PHASES for case in CASES.values())
@@ -108,3 +112,15 @@ def test_wrong_options_are_refused() -> None:
     for words, message in ((["trails=3"], "unknown option trails"), (["cases=grpo,no"], "cases: got no")):
         with pytest.raises(SystemExit, match=message):
             campaign.main(words)
+
+
+def test_a_few_real_trials(tmp_path: Path) -> None:
+    """The short form, in a process of its own: however it was disturbed, every run ends as the undisturbed one."""
+    out = tmp_path / "chaos.json"
+    words = ["trials=8", "seed=1", "jobs=2", "cases=grpo,index", "engines=embedded", f"out={out}"]
+    command = [sys.executable, "-m", "scripts.chaos", *words, f"work={tmp_path / 'work'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-2000:]}"
+    result = json.loads(out.read_text())
+    assert (result["trials"], result["failed"]) == (8, 0)
+    assert sum(one["struck"] for one in result["results"]) >= 5
