@@ -18,11 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mmrl.errors import DataError
+from mmrl.errors import ConfigError, DataError
 from mmrl.secrets import hide
 
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object, as `json.loads` returns it: whoever reads a value must know its type."""
+LONGEST_NAME, LONGEST_PATH = 255, 4095
+"""Bytes of a file's name and of a path (Linux)."""
 
 
 def to_plain(value: object) -> object:
@@ -61,9 +63,17 @@ def plain(value: object) -> Any:
 
 
 def user_path(text: str) -> Path:
-    """The path that a user typed, with `~` as their home; `~somebody` stays where nobody is called that."""
+    """The path that a user typed, with `~` as their home; `~somebody` stays where nobody is called that.
+
+    Raises:
+        ConfigError: longer than any file's name; every look at it would be an `OSError`.
+    """
     # not `Path.expanduser`, which raises RuntimeError for such a name
-    return Path(os.path.expanduser(text))
+    path = Path(os.path.expanduser(text))
+    longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
+    if longest > LONGEST_NAME or len(os.fsencode(path)) > LONGEST_PATH:
+        raise ConfigError(f"{text[:60]}…: got a path of {len(text)} characters, which no file can have")
+    return path
 
 
 def atomic_write(path: Path, data: bytes | str) -> None:

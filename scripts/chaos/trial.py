@@ -233,8 +233,7 @@ class _Trial:
             self.ended_well(found)
             if found.code == 0:
                 return
-            if "is finished" in found.err and number:
-                self.problem(f"start {number + 1} says: {found.err.strip()[-200:]}")
+            if "is finished" in found.err and number:  # it was struck after its report, before it could say so
                 return
             if number and not found.struck:
                 self.problem(f"continuing ended with code {found.code}: {found.err[-400:]!r}")

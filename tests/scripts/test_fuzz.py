@@ -104,3 +104,9 @@ def test_the_home_of_nobody_is_a_path_like_any_other() -> None:
     assert str(user_path("~nobody-of-this-name/x")) == "~nobody-of-this-name/x"
     with pytest.raises(DataError, match="no such file"):
         _ = Source("task.data.train", "~nobody-of-this-name/x.jsonl").path
+
+
+def test_a_path_that_no_file_can_have_is_refused_in_words() -> None:
+    for spec in ("a" * 300, "b/" * 3000):
+        with pytest.raises(ConfigError, match=f"got a path of {len(spec)} characters"):
+            _ = Source("task.data.train", spec).path
