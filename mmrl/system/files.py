@@ -70,8 +70,8 @@ def user_path(text: str) -> Path:
     """
     # not `Path.expanduser`, which raises RuntimeError for such a name
     path = Path(os.path.expanduser(text))
-    longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
-    if longest > LONGEST_NAME or len(os.fsencode(path)) > LONGEST_PATH:
+    sizes = [len(part.encode("utf-8", "surrogatepass")) for part in path.parts]
+    if max(sizes, default=0) > LONGEST_NAME or sum(sizes) + len(sizes) > LONGEST_PATH:
         raise ConfigError(f"{text[:60]}…: got a path of {len(text)} characters, which no file can have")
     return path
 
