@@ -66,8 +66,10 @@ def user_path(text: str) -> Path:
     """The path that a user typed, with `~` as their home; `~somebody` stays where nobody is called that.
 
     Raises:
-        ConfigError: longer than any file's name; every look at it would be an `OSError`.
+        ConfigError: longer than any file's name, or with a NUL: every look at it would raise.
     """
+    if "\0" in text:
+        raise ConfigError(f"{text[:60]!r}: got a path with a NUL character, which no file can have")
     # not `Path.expanduser`, which raises RuntimeError for such a name
     path = Path(os.path.expanduser(text))
     sizes = [len(part.encode("utf-8", "surrogatepass")) for part in path.parts]

@@ -110,3 +110,5 @@ def test_a_path_that_no_file_can_have_is_refused_in_words() -> None:
     for spec in ("a" * 300, "b/" * 3000):
         with pytest.raises(ConfigError, match=f"got a path of {len(spec)} characters"):
             _ = Source("task.data.train", spec).path
+    with pytest.raises(ConfigError, match="got a path with a NUL character"):
+        _ = Source("task.data.train", "~\0").path
