@@ -40,6 +40,8 @@ def _run_dir() -> tuple[Path, str]:
     """A small finished run, and one of its examples."""
     from dataclasses import replace
 
+    import matplotlib.font_manager  # noqa: F401  # lists the fonts when it is first used, in a file of its own
+
     from mmrl.cli.hydra import configured
     from mmrl.config import TrainCommandConfig
     from mmrl.report.forest import parse_forest
