@@ -63,7 +63,7 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
         return render_example(forest, entries, example, width)
     if step is not None:
         forest, _ = read_step(run, step)
-        return _step_table(run, forest, step)
+        return _step_table(run, forest, step, width)
     return overview_text(Overview.of(run), width)
 
 
@@ -77,11 +77,11 @@ def overview_text(seen: Overview, width: int = 100) -> str:
         title = "reward per step" if len(rewards) < 20 else "reward per step (mean of 5)"
         smooth = rewards if len(rewards) < 20 else trailing_mean(rewards, 5)
         parts.append(f"{title}\n{text_plot(smooth.tolist(), int(steps[0]), int(steps[-1]), width)}")
-    parts += [_evaluation_table(seen, split) for split in _splits(seen)]
+    parts += [_evaluation_table(seen, split, width) for split in _splits(seen)]
     if seen.differences:
-        parts.append("first against last evaluation, " + before_after_table(seen.differences, seen.split))
+        parts.append("first against last evaluation, " + before_after_table(seen.differences, seen.split, width))
     if seen.modules:
-        parts.append(_module_table(seen))
+        parts.append(_module_table(seen, width))
     parts.append(alarm_text(seen.alarms, width))
     parts.append(_further(seen))
     return "\n\n".join(part for part in parts if part)
@@ -135,7 +135,7 @@ def _splits(seen: Overview) -> list[str]:
     return sorted(splits, key=lambda split: (split != seen.split, split))
 
 
-def _evaluation_table(seen: Overview, split: str) -> str:
+def _evaluation_table(seen: Overview, split: str, width: int) -> str:
     names = seen.metric_names(split)
     # A stable sort: the main metric first, the others in their order.
     names.sort(key=lambda name: name != seen.main_metric)
@@ -155,10 +155,10 @@ def _evaluation_table(seen: Overview, split: str) -> str:
             value, low, high = cells[name].get(step, (None, None, None))
             row.append(short(value) + ("" if low is None else f" [{short(low)}, {short(high)}]"))
         rows.append([*row, short(record.get(f"eval/{split}/n"))])
-    return f"evaluations on {split} (with 95 % intervals)\n{align(rows)}"
+    return f"evaluations on {split} (with 95 % intervals)\n{align(rows, width=width)}"
 
 
-def _module_table(seen: Overview) -> str:
+def _module_table(seen: Overview, width: int) -> str:
     first, last = seen.training[0], seen.training[-1]
     facts = [fact for fact in MODULE_FACTS if fact in module_facts(seen.training)]
     rows = [["", *facts, ""]]
@@ -168,7 +168,7 @@ def _module_table(seen: Overview) -> str:
             old, new = short(first.get(f"module/{name}/{fact}")), short(last.get(f"module/{name}/{fact}"))
             cells.append(new if old == new else f"{old}→{new}")
         rows.append([name, *cells, ""])
-    return f"modules, step {first['step']} → step {last['step']}\n{align(rows)}"
+    return f"modules, step {first['step']} → step {last['step']}\n{align(rows, width=width)}"
 
 
 def _further(seen: Overview) -> str:
@@ -183,7 +183,7 @@ def _further(seen: Overview) -> str:
     return "\n".join(lines)
 
 
-def _step_table(run: RunDir, forest: Forest, step: int) -> str:
+def _step_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
     rows = [["example", "rollouts", "reward", "lowest", "highest", "failed", "a prediction"]]
     for example in forest.examples:
         rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
@@ -195,7 +195,7 @@ def _step_table(run: RunDir, forest: Forest, step: int) -> str:
     example = clean(forest.examples[0]) if forest.examples else "<id>"
     return (
         f"step {step}: {len(forest.examples)} examples, {len(forest.rollouts)} rollouts, {len(forest.calls)} calls\n"
-        f"{align(rows)}\n\none example's calls: mmrl show {run.path} step={step} example='{example}'"
+        f"{align(rows, width=width)}\n\none example's calls: mmrl show {run.path} step={step} example='{example}'"
     )
 
 
@@ -261,7 +261,7 @@ def finish(
     parts = [
         f"{seen.name}: {seen.done} steps of {seen.what} in {duration(seconds)}",
         "\n".join(fill(sentence, width) for sentence in seen.kind) + ("\n" + facts_table(facts) if facts else ""),
-        before_after_table(differences, split),
+        before_after_table(differences, split, width),
     ]
     if len(rewards):
         first, last, best = (short(value) for value in (smooth[0], smooth[-1], smooth.max()))

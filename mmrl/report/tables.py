@@ -145,8 +145,8 @@ def _behaviour(lines: Sequence[Line], of: Behaviour) -> str:
     return f"{fmean(before):.2f} → {fmean(after):.2f}"
 
 
-def before_after_table(differences: Mapping[str, Difference], split: str) -> str:
-    """The table at the end of a run, as plain text."""
+def before_after_table(differences: Mapping[str, Difference], split: str, width: int | None = None) -> str:
+    """The table at the end of a run, as plain text of at most `width` columns."""
     if not differences:
         return f"no items of the {split} split were evaluated both before and after"
     rows = [["", "before", "after", "difference", "95 % interval", ""]]
@@ -156,7 +156,7 @@ def before_after_table(differences: Mapping[str, Difference], split: str) -> str
         rows.append([name, *numbers, interval, change.verdict])
     items = sorted({change.n for change in differences.values()})
     counted = f"{items[0]}" if len(items) == 1 else f"{items[0]}–{items[-1]}"
-    return f"{split} ({counted} items)\n{align(rows)}"
+    return f"{split} ({counted} items)\n{align(rows, width=width)}"
 
 
 def comparison_text(comparison: Comparison) -> str:
@@ -197,16 +197,27 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def align(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
-    """Rows of text in columns: the first column to the left, all others to the right, except a last one of words."""
+def align(rows: Sequence[Sequence[str]], indent: str = "  ", width: int | None = None) -> str:
+    """Rows of text in columns: the first column to the left, all others to the right, except a last one of words.
+
+    Args:
+        width: columns of the terminal. What does not fit is printed below, with the first column again. None: any.
+    """
     # The widest cell of each column, head included.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    blocks: list[list[int]] = [[]]
+    for column, own in enumerate(widths[1:], start=1):
+        taken = len(indent) + widths[0] + sum(2 + widths[other] for other in blocks[-1])
+        if width is not None and own and blocks[-1] and taken + 2 + own > width:
+            blocks.append([])
+        blocks[-1].append(column)
+    last = len(widths) - 1
     lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
-        cells += [row[-1]] if len(row) > 1 else []
-        lines.append((indent + "  ".join(cells)).rstrip())
+    for block in blocks:
+        lines += [""] * bool(lines)
+        for row in rows:
+            cells = [row[column] if column == last else row[column].rjust(widths[column]) for column in block]
+            lines.append((indent + "  ".join([row[0].ljust(widths[0]), *cells])).rstrip())
     return "\n".join(lines)
 
 

@@ -7,8 +7,9 @@ from mmrl.report.console import show_run, text_plot
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import module_facts
+from mmrl.report.tables import align
 from mmrl.report.trees import abridged, advantage_of, clean, credit_line, made_of, shown_prediction
-from tests.helpers.runs import CONFIG, fake_run, forest
+from tests.helpers.runs import CONFIG, MODULES, fake_run, forest
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +162,37 @@ def test_penalties_are_shown_where_there_are_some():
     history = [{"step": 1, "module/a/penalty": 0.0, "module/a/reward": 1.0}, {"step": 2, "module/b/penalty": 0.0}]
     assert module_facts(history) == ("reward",)
     assert module_facts([*history, {"step": 3, "module/b/penalty": -0.1}]) == ("penalty", "reward")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("where", [{}, {"step": 40}, {"step": 40, "example": "q0"}], ids=["run", "step", "example"])
+def test_all_fits_the_terminal_but_commands_to_copy(where, width, tmp_path, monkeypatch):
+    """Long names, four metrics, nine facts of a module: what does not fit beside each other stands below."""
+    run = fake_run(tmp_path / "run")
+    shown = {f"module/{name}/{fact}": 0.123 for name in MODULES for fact in ("surprise", "kl", "clip_share")}
+    found = {
+        "eval/dev/answer_presence": 0.25,
+        "eval/dev/answer_presence_low": 0.2,
+        "eval/dev/answer_presence_high": 0.3,
+    }
+    run.append_metrics(40, found | shown)
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = show_run(run.path, **where)
+    wide = [line for line in text.splitlines() if len(line) > width and "mmrl " not in line]
+    assert not wide, wide
+    assert where or all(fact in text for fact in ("calls", "surprise", "clip_share", "answer_presence"))
+
+
+def test_a_table_that_is_too_wide_goes_on_below_with_its_first_column():
+    rows = [["", "one", "two", "three", ""], ["a", "1", "22222", "3", "yes"], ["bb", "4", "5", "6", "no"]]
+    assert align(rows, width=40) == align(rows)
+    assert align(rows, width=16).split("\n") == [
+        "      one    two",
+        "  a     1  22222",
+        "  bb    4      5",
+        "",
+        "      three",
+        "  a       3  yes",
+        "  bb      6  no",
+    ]
+    assert align(rows, width=1).count("\n\n") == 3

@@ -187,6 +187,20 @@ def test_a_step_with_options_is_printed_as_it_was_trained(options, tmp_path, cap
     check_as_trained(tmp_path / "run", trained(tmp_path / "run", *options), capsys)
 
 
+@pytest.mark.parametrize("regroup", ["alg3", "agent_chunks"])
+def test_what_show_writes_is_regrouped_as_the_run_was(regroup, tmp_path, capsys):
+    """The file has the step, which the shuffle depends on; the rest is typed."""
+    options = [f"algo.regroup={regroup}", "algo.group_size=2", "algo.minibatches=2", "seed=9"]
+    trained(tmp_path / "run", "algo=mhgpo_rr", *options)
+    shown = printed(capsys, tmp_path / "run")
+    assert main(["show", str(tmp_path / "run"), f"step={STEP}", "--json"]) == 0
+    (tmp_path / "rollouts.json").write_text(capsys.readouterr().out)
+    words = ["credit", "algo=mhgpo_rr", *options, f"rollouts={tmp_path / 'rollouts.json'}", "--json"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["calls"] == shown
+    assert any((entry["group"] or "").startswith("RR") for entry in shown)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The step of a run of mmGRPO, which no test changes."""
