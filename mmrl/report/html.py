@@ -41,6 +41,7 @@ from mmrl.report.tables import (
     summary_rows,
 )
 from mmrl.report.trees import EntryFields, Node, abridged, call_name, clean, credit_line, rollout_line, trees
+from mmrl.secrets import hide
 from mmrl.system.files import atomic_write
 
 EXAMPLES = 3
@@ -127,7 +128,7 @@ def _templates() -> Environment:
 def _rendered(template: str, **values: object) -> bytes:
     page = _templates().get_template(template).render(theme_css=THEME_CSS, **values)
     # A model may have written a lone surrogate, which UTF-8 cannot hold.
-    return page.encode("utf-8", "replace")
+    return hide(page).encode("utf-8", "replace")
 
 
 # --- parts of a run's page

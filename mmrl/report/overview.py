@@ -5,19 +5,94 @@ Part of `report`; reads only, also while the run is going on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from mmrl.config.base import SHIPPED
+from mmrl.errors import CheckpointError, DataError, MmrlError
 from mmrl.report.alarms import Alarm, alarms
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.report.stats import FIRST, Difference, History, compare_items, modules_in, number
 from mmrl.system.files import JsonObject, read_jsonl
 
+FEW = 5
+"""Problems of a damaged run that are listed."""
+NAMED = ("task", "algo", "model", "hardware", "engine")
+_ITEM = "expected an item with id (text) and metrics (numbers by name)"
 Item: TypeAlias = JsonObject
 """A line of `eval/*.jsonl`: `id`, `metrics` and more."""
+
+
+@contextmanager
+def damage_named(path: Path | str) -> Iterator[None]:
+    """What the files of a run directory make a command run into is damage of the run at `path`, said in one line.
+
+    The files' own readers name file and line. This is for what only shows when values meet: a number that is too large
+    to draw, a name in one file that another one lacks.
+
+    Raises:
+        CheckpointError: instead of an error of Python's.
+    """
+    try:
+        yield
+    except MmrlError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, OSError) as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise CheckpointError(
+            f"{path}: a file in it is damaged, so that this cannot be shown ({type(error).__name__}: "
+            f"{str(error)[:200]}; {Path(where.filename).name} line {where.lineno}); what a damaged run can still be "
+            "used for: docs/reliability.md"
+        ) from error
+
+
+def _config_problems(config: JsonObject) -> Iterator[str]:
+    for section in (*NAMED, "train", "eval", "run"):
+        found = config.get(section, {})
+        if not isinstance(found, dict):
+            yield f"{section}: got {str(found)[:60]!r}, expected a section"
+        elif section in NAMED and not isinstance(found.get("name", ""), str):
+            yield f"{section}.name: got {str(found['name'])[:60]!r}, expected a name"
+    wanted = {
+        "seed": int,
+        "train.steps": int,
+        "eval.bootstrap": int,
+        "eval.split": str,
+        "run.name": str,
+        "run.dir": str,
+    }
+    for path, kind in wanted.items():
+        section, _, key = path.rpartition(".")
+        holder = config.get(section) if section else config
+        value = holder.get(key) if isinstance(holder, dict) else None
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            yield f"{path}: got {str(value)[:60]!r}, expected {'a whole number' if kind is int else 'text'}"
+
+
+def _summary_problems(summary: JsonObject) -> Iterator[str]:
+    for key in ("facts", "metrics"):
+        if not isinstance(summary.get(key) or {}, dict):
+            yield f"{key}: got {str(summary[key])[:60]!r}, expected names and values"
+
+
+def _metrics_problems(record: JsonObject) -> Iterator[str]:
+    for key, value in record.items():
+        if isinstance(value, dict | list):
+            yield f"step {record['step']}: {key}: got {str(value)[:60]!r}, expected a number"
+
+
+def _is_item(item: Item) -> bool:
+    return (
+        isinstance(item.get("id"), str)
+        and isinstance(item.get("metrics"), dict)
+        and all(isinstance(value, int | float) for value in item["metrics"].values())
+        and isinstance(item.get("modules", {}), dict)
+    )
 
 
 @dataclass(frozen=True)
@@ -40,12 +115,19 @@ class Overview:
             DataError: a metrics or evaluation file is damaged.
         """
         items: dict[str, dict[int, Sequence[Item]]] = {}
+        config, summary, history = run.config, run.summary, run.history()
+        problems = [f"{run.path / 'config.yaml'}: {problem}" for problem in _config_problems(config)]
+        problems += [f"{run.path / 'summary.json'}: {problem}" for problem in _summary_problems(summary)]
+        problems += [f"{run.metrics_path}: {problem}" for record in history for problem in _metrics_problems(record)]
         # Names are `step-000012-<split>.jsonl`, and a split may hold hyphens.
         for path in sorted((run.path / "eval").glob("step-*-*.jsonl")):
             step = step_of(path)
             if step is not None:
-                items.setdefault(path.stem.split("-", 2)[2], {})[step] = read_jsonl(path)
-        return cls(run, run.config, run.environment, run.summary, run.history(), items)
+                read = items.setdefault(path.stem.split("-", 2)[2], {})[step] = read_jsonl(path)
+                problems += [f"{path}:{line}: {_ITEM}" for line, item in enumerate(read, 1) if not _is_item(item)]
+        if problems:
+            raise DataError(problems[:FEW])
+        return cls(run, config, run.environment, summary, history, items)
 
     def get(self, path: str, default: object = None) -> Any:
         """A config value by the path that the user would type; `default` where there is none."""

@@ -22,6 +22,7 @@ from mmrl.config.validate import as_tuples, explain
 from mmrl.errors import ConfigError, MmrlError, print_error, unknown
 from mmrl.report.compare import Comparison, compare_runs, find_runs
 from mmrl.report.html import check_docs, write_comparison, write_docs
+from mmrl.report.overview import damage_named
 from mmrl.report.rundir import allocate
 from mmrl.report.tables import comparison_text
 from mmrl.run.check import check_all
@@ -122,7 +123,9 @@ def look_at_runs(request: ComparisonRequest) -> int:
         out = Path(given["out"])
     else:
         out = paths[0] if one_folder else allocate(TOP, f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
-    _show(compare_runs(runs, name, main_metrics()), out, given.get("docs"))
+    with damage_named(" ".join(map(str, paths))):
+        comparison = compare_runs(runs, name, main_metrics())
+        _show(comparison, out, given.get("docs"))
     return 0
 
 

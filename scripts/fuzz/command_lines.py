@@ -529,7 +529,7 @@ def _audit(event: str, args: tuple[object, ...]) -> None:
         return
     here, strays = _watching[-1]
     full = os.path.abspath(os.fsdecode(path))
-    if not full.startswith(here) and not full.startswith("/dev/") and "__pycache__" not in full:
+    if not full.startswith(here) and not full.startswith("/dev/") and not _CACHES.search(full):
         strays.append(full)
 
 
@@ -547,4 +547,6 @@ def _watched(here: Path) -> Iterator[list[str]]:
         _watching.pop()
 
 
+_CACHES = re.compile(r"__pycache__|/matplotlib\b")
+"""What libraries keep for themselves."""
 _audit_added: list[bool] = []

@@ -1,0 +1,55 @@
+"""Random command lines are served or refused: exit code, no traceback, no hang, nothing written elsewhere."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from scripts.fuzz.command_lines import call, command_line, run
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_random_lines_are_served_or_refused(part):
+    findings = [finding for seed in range(40) if (finding := run(command_line(Random(f"{part}/{seed}"))))]
+    assert not findings, "\n".join(findings)
+
+
+FOUND = {
+    "a launcher that is a number": ["train", "-m", "hydra/launcher=1e3", "seed=1,2"],
+    "a sweeper that is a number": ["train", "-m", "hydra/sweeper=1e3", "seed=1,2"],
+    "resolving nothing": ["train", "--resolve"],
+    "a choice for the whole config": ["train", "task@_global_=hotpotqa"],
+    "a folder of Hydra's": ["plan", "hydra.run.dir=tiny"],
+    "a key twice": ["train", "seed=1", "seed=2"],
+    "completion with settings": ["-sc", "~.seed=x", "--cfg=job"],
+    "completion of nothing": ["-sc", "hydra=${${seed}}"],
+    "two things to print": ["train", "--cfg", "job", "--info"],
+    "a section of nothing": ["eval", "--package=train", "policy=tiny"],
+    "half of a letter": ["train", "run.name=\udcff"],
+    "a mode of Hydra's": ["train", "-m", "hydra.mode=RUN", "seed=1,2"],
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_what_was_found(case):
+    assert run(FOUND[case]) is None
+
+
+def test_the_check_itself_sees_what_is_wrong(monkeypatch, tmp_path):
+    import time
+
+    import mmrl.cli
+
+    def does(what):
+        monkeypatch.setattr(mmrl.cli, "main", lambda words: what())
+        return call(["x"], tmp_path, limit_s=0.2) or ""
+
+    here = tmp_path / "x"
+    assert "exit code 3" in does(lambda: 3)
+    assert "KeyError" in does(lambda: {}["x"])
+    assert "not done after 0.2 s" in does(lambda: time.sleep(5))
+    assert "without a word" in does(lambda: 2)
+    assert does(lambda: print("Traceback (most recent call last):") or 0)
+    elsewhere = Path(tmp_path).parent / "elsewhere-of-a-test"
+    assert "wrote" in does(lambda: elsewhere.write_text("") or 0)
+    assert not does(lambda: here.mkdir() or 0)

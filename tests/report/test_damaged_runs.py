@@ -1,0 +1,55 @@
+"""Damaged run directories: `show`, `report`, `compare` and `credit` show what is left or say what cannot be read."""
+
+from random import Random
+
+import pytest
+
+from mmrl.cli import main
+from scripts.fuzz.run_dirs import copy_and_run
+from tests.helpers.runs import fake_run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    run = fake_run(tmp_path_factory.mktemp("damaged") / "run", steps=3)
+    run.write_summary({"name": "x", "main_metric": "em"})
+    return run.path
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_damaged_run_is_shown_or_refused(whole, seed):
+    finding = copy_and_run(whole, Random(seed))
+    assert finding is None, finding
+
+
+DAMAGE = {
+    "config.yaml": [
+        ("seed: 0", "seed: []", "config.yaml: seed: got '[]', expected a whole number"),
+        ("name: mhgpo_rr", "name: {a: b}", "config.yaml: algo.name: got"),
+        ("bootstrap: 200", "bootstrap: x", "config.yaml: eval.bootstrap: got 'x', expected a whole number"),
+    ],
+    "metrics.jsonl": [
+        ('"train/kl":', '"train/kl":[1],"x":', "metrics.jsonl: step 1: train/kl: got '[1]', expected a number")
+    ],
+    "eval/step-000000-dev.jsonl": [
+        ('"id":"d3","metrics":', '"id":"d3","metrix":', "step-000000-dev.jsonl:4: expected an item with id"),
+        ('"em":1.0', '"em":"x"', "dev.jsonl:"),
+    ],
+    "summary.json": [('"name": "x"', '"facts": 3', "summary.json: facts: got '3', expected names and values")],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "says"), [(name, *case) for name, cases in DAMAGE.items() for case in cases]
+)
+def test_the_damaged_file_is_named(name, old, new, says, tmp_path, capsys):
+    run = fake_run(tmp_path / "run", steps=1)
+    run.write_summary({"name": "x", "main_metric": "em"})
+    path = run.path / name
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    for command in ("show", "report", "compare"):
+        assert main([command, str(run.path)]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert lines and all(line.startswith("error: ") for line in lines) and says in lines[0], (command, lines)
