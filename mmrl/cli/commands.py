@@ -146,11 +146,8 @@ def show(context: typer.Context, as_json: JsonFlag = False) -> int:
     path = Path(given.run_dir)
     if not as_json:
         from mmrl.report.console import show_run
-        from mmrl.report.overview import damage_named
 
-        with damage_named(path):
-            text = show_run(path, example=given.example, step=given.step)
-        print(text)
+        print(show_run(path, example=given.example, step=given.step))
         return 0
     if given.step is None or given.example is not None:
         raise ConfigError("--json: writes the rollouts of one step; give step=N, and no example")
@@ -174,12 +171,9 @@ def report(context: typer.Context) -> int:
     """
     from mmrl.cli.arguments import ReportArguments, read_arguments
     from mmrl.report.html import report_run
-    from mmrl.report.overview import damage_named
 
     given = read_arguments("mmrl report", ReportArguments, context.args, name="run_dir", called="RUN_DIR")
-    with damage_named(given.run_dir):
-        page = report_run(Path(given.run_dir))
-    print(page)
+    print(report_run(Path(given.run_dir)))
     return 0
 
 

@@ -22,7 +22,7 @@ from mmrl.records import Forest
 from mmrl.report.alarms import Alarm
 from mmrl.report.html import write_report
 from mmrl.report.journal import read_step
-from mmrl.report.overview import Item, Overview
+from mmrl.report.overview import Item, Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import (
     ASCII_BLOCKS,
@@ -52,11 +52,14 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
         step: a step: its examples; with `example`, the tree.
 
     Raises:
-        CheckpointError: not a run, no such step, a damaged journal.
+        CheckpointError: not a run, no such step, a damaged file.
         ConfigError: no such example.
     """
-    run = RunDir.read(path)
-    width = shutil.get_terminal_size((100, 24)).columns
+    with damage_named(path):
+        return _shown(RunDir.read(path), example, step, shutil.get_terminal_size((100, 24)).columns)
+
+
+def _shown(run: RunDir, example: str | None, step: int | None, width: int) -> str:
     if example is not None:
         at = step if step is not None else _last_step_with(run, example)
         forest, entries = read_step(run, at)

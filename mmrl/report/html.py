@@ -27,7 +27,7 @@ from mmrl.report.charts import (
 )
 from mmrl.report.compare import Comparison
 from mmrl.report.journal import read_step
-from mmrl.report.overview import Overview
+from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import Difference, duration, number, series, short
 from mmrl.report.tables import (
@@ -110,7 +110,8 @@ def report_run(path: Path | str) -> Path:
     Raises:
         CheckpointError: not a run.
     """
-    return write_report(Overview.of(RunDir.read(path)))
+    with damage_named(path):
+        return write_report(Overview.of(RunDir.read(path)))
 
 
 @cache

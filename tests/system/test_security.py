@@ -254,3 +254,12 @@ def test_an_address_with_a_secret_is_refused_without_repeating_it(url, says):
     problem = address_problem(url)
     assert problem is not None and says in problem and "hunter" not in problem
     assert address_problem("https://host:8000/v1?api-version=2024-06-01") is None
+
+
+def test_what_the_page_on_security_names_exists():
+    page = (TOP / "SECURITY.md").read_text(encoding="utf-8")
+    for path in re.findall(r"`(tests/[\w/]+\.py)`", page):
+        assert (TOP / path).is_file(), path
+    here = Path(__file__).read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+)`", page)
+    assert named and [name for name in named if f"def {name}(" not in here] == []
