@@ -123,7 +123,9 @@ def stored_config(folder: Path, schema: type[ConfigT]) -> ConfigT:
         raise CheckpointError(
             f"{folder}: this is a run of mmrl {other}; continue it with: mmrl {other} resume={folder}"
         )
-    import_plugins(stored.get("plugins", ()))
+    plugins = stored.get("plugins", ())
+    # anything but names is for validation to refuse
+    import_plugins([name for name in plugins if isinstance(name, str)] if isinstance(plugins, list) else ())
     # The folder as typed, not as stored: a run directory may have been moved.
     try:
         return validate_stored(schema, stored).in_folder(str(folder))
