@@ -33,6 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from mmrl.system.conf import later_wins
 from scripts.guard_cases import BATCH, COMMON, CREDIT, EVALS, MEASURED, MORE, NOT_COMPARED, RESUMED, RUNS
 
 PARTS = ("credit", "lines", "runs", "more", "resume", "old")
@@ -224,7 +225,7 @@ def run_items(place: Place, name: str, settings: str) -> Items:
     """One short training run."""
     run = place.work / "runs" / name
     shutil.rmtree(run, ignore_errors=True)
-    out = place.mmrl("train", *COMMON.split(), *settings.split(), f"run.dir=runs/{name}")
+    out = place.mmrl("train", *later_wins([*COMMON.split(), *settings.split(), f"run.dir=runs/{name}"]))
     return {f"runs/{name}/exit": out.split("\n")[0], **directory_items(f"runs/{name}", run)}
 
 

@@ -21,6 +21,7 @@ from statistics import linear_regression, median
 
 import psutil
 
+from mmrl.system.conf import later_wins
 from scripts.bench.common import Bar, finish, options
 
 RUN = (
@@ -42,7 +43,7 @@ def watch(steps: int, folder: Path, extra: Sequence[str]) -> list[Sample]:
         SystemExit: the run failed.
     """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    words = ["train", *RUN, f"train.steps={steps}", f"run.dir={folder / 'run'}", *extra]
+    words = ["train", *later_wins([*RUN, f"train.steps={steps}", f"run.dir={folder / 'run'}", *extra])]
     samples: list[Sample] = []
     with (folder / "log").open("wb") as log:
         run = subprocess.Popen([sys.executable, "-m", "mmrl", *words], env=environment, stdout=log, stderr=log)

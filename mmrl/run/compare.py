@@ -28,7 +28,7 @@ from mmrl.report.tables import comparison_text
 from mmrl.run.check import check_all
 from mmrl.run.launch import stoppable
 from mmrl.run.queue import QueuedRun, RunQueue, state_of
-from mmrl.system.conf import conf_dir, options, user_dirs
+from mmrl.system.conf import conf_dir, later_wins, options, user_dirs
 from mmrl.tasks import TASKS
 
 TOP = Path("outputs") / "compare"
@@ -275,12 +275,7 @@ def _runs(
     ]
     for seed, part, task, algo in every:
         settings = [*file.settings, *part.settings, *file.algo.get(algo, ()), *single, *request.overrides]
-        # Later settings win; a word of a key that is set again is left out, since a key is typed once.
-        words = list(
-            {
-                word.partition("=")[0]: word for word in (f"task={task}", f"algo={algo}", f"seed={seed}", *settings)
-            }.values()
-        )
+        words = later_wins([f"task={task}", f"algo={algo}", f"seed={seed}", *settings])
         path = top / task / algo / f"s{seed}"
         try:
             config = compose(words)

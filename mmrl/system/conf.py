@@ -6,7 +6,7 @@ names what its row had set.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 GROUPS = ("task", "algo", "model", "hardware", "engine", "experiment")
@@ -36,6 +36,11 @@ def options(group: str, config_dir: str | None = None) -> list[str]:
         root = folder / group
         names |= {path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml")}
     return sorted(names)
+
+
+def later_wins(words: Iterable[str]) -> list[str]:
+    """Overrides with each key once, at its first place and with its last value: a command line takes no key twice."""
+    return list({word.partition("=")[0].lstrip("+"): word for word in words}.values())
 
 
 def row_keys(row: str, config_dir: str | None = None) -> list[str]:

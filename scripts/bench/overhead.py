@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmrl.system.conf import later_wins
 from scripts.bench.common import Bar, finish, options
 
 OVERHEAD_BAR, HELP_BAR = 5.0, 0.5
@@ -88,7 +89,7 @@ def run_steps(folder: Path, arguments: Sequence[str]) -> list[dict[str, Any]]:
         SystemExit: it failed.
     """
     fixed = [f"run.dir={folder}", "eval.every=0", "eval.items=1", "run.progress=false"]
-    started(["-m", "mmrl", "train", *fixed, *arguments])
+    started(["-m", "mmrl", "train", *later_wins([*fixed, *arguments])])
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mmrl.system.conf import later_wins
+
 RUN = "run"
 """The folder that every command makes, below the folder that it runs in."""
 PASSAGES = "passages.jsonl"
@@ -57,7 +59,9 @@ class Case:
 
 
 def _train(*words: str, share: float, stop: tuple[str, int] | None = ("collect", 3), **more: object) -> Case:
-    return Case(words=("train", *SMALL, *words), again=("train", f"resume={RUN}"), share=share, stop=stop, **more)  # type: ignore[arg-type]
+    return Case(
+        words=("train", *later_wins([*SMALL, *words])), again=("train", f"resume={RUN}"), share=share, stop=stop, **more
+    )  # type: ignore[arg-type]
 
 
 def _passages() -> str:

@@ -22,6 +22,7 @@ from mmrl.engines import Completion, Request, Sampling, build_engine
 from mmrl.engines.vllm.base import probe_logprobs
 from mmrl.errors import EngineFailure, LengthFailure, SyncFailure
 from mmrl.models.load import load_model, load_tokenizer
+from mmrl.system.conf import later_wins
 from tests.helpers.engines import (
     PYTHON,
     TINY,
@@ -177,7 +178,7 @@ def started(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     """A training run of three steps in a process of its own, LoRA at its defaults."""
     small = ["hardware.threads=1", "train.steps=3", "train.batch_size=4", "eval.items=2", "eval.every=0"]
     server = ["engine=vllm_server", f"engine.python={PYTHON}", "model.lora={}", f"run.dir={run_dir}"]
-    command = [sys.executable, "-m", "mmrl", "train", *server, *small, *overrides]
+    command = [sys.executable, "-m", "mmrl", "train", *later_wins([*server, *small, *overrides])]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir, comparable
+from mmrl.system.conf import later_wins
 from mmrl.system.files import append_jsonl
 
 MODULES = {"rewriter": 21, "reranker": 9, "answerer": 6}
@@ -177,7 +178,7 @@ SMALL = [
 
 
 def command(random_model, run_dir, *overrides):
-    return ["train", f"model.path={random_model}", f"run.dir={run_dir}", *SMALL, *overrides]
+    return ["train", *later_wins([f"model.path={random_model}", f"run.dir={run_dir}", *SMALL, *overrides])]
 
 
 def numbers(run_dir):

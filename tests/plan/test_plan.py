@@ -12,10 +12,11 @@ from mmrl.plan.devices import GIB, GPUS, device
 from mmrl.plan.shapes import KNOWN, read_shape
 from mmrl.plan.workload import Lengths, parse_lengths, unique_tokens
 from mmrl.run.plan import duration
+from mmrl.system.conf import later_wins
 
 
 def planned(capsys, *arguments):
-    assert main(["plan", *arguments, "--json"]) == 0
+    assert main(["plan", *later_wins(arguments), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 

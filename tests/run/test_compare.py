@@ -13,6 +13,7 @@ from mmrl.report.compare import compare_runs, find_runs
 from mmrl.report.html import write_comparison, write_docs
 from mmrl.report.rundir import RunDir
 from mmrl.report.tables import against_rows, comparison_text, pair_rows, seed_rows, summary_rows
+from mmrl.system.conf import later_wins
 from mmrl.system.files import append_jsonl
 from tests.helpers.runs import CONFIG, fake_run
 
@@ -250,3 +251,8 @@ def test_mistakes_in_what_is_compared(tmp_path, capsys, monkeypatch):
         assert main(["compare", *arguments]) == 2, arguments
         assert says in capsys.readouterr().err
     assert not Path("outputs").exists()
+
+
+def test_a_setting_that_is_set_again_is_one_word():
+    words = ["task=a", "train.steps=5", "~algo.x", "++train.steps=7", "algo.x=1", "task=b"]
+    assert later_wins(words) == ["task=b", "++train.steps=7", "~algo.x", "algo.x=1"]

@@ -24,6 +24,7 @@ from mmrl.run import check
 from mmrl.run.build import server_devices
 from mmrl.run.check import hardware_problems, missing_packages
 from mmrl.run.launch import adopt, environment, wrapping
+from mmrl.system.conf import later_wins
 from mmrl.system.processes import Processes, join, merged
 from tests.helpers.forests import Grow
 
@@ -250,7 +251,7 @@ def alive(pid):
 
 def started(*arguments):
     return subprocess.Popen(
-        [sys.executable, "-m", "mmrl", "train", *SMALL, *arguments],
+        [sys.executable, "-m", "mmrl", "train", *later_wins([*SMALL, *arguments])],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -19,6 +19,7 @@ from mmrl.errors import SyncFailure
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir, comparable
 from mmrl.stages.collect import Prefetch
+from mmrl.system.conf import later_wins
 from tests.helpers.runs import SMALL
 
 STEPS = 4
@@ -61,7 +62,8 @@ def _a_server_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(model: str, folder: Path, *overrides: str) -> list[str]:
-    return ["train", f"model.path={model}", f"run.dir={folder}", *SMALL, "engine=vllm_server", *overrides]
+    words = [f"model.path={model}", f"run.dir={folder}", *SMALL, "engine=vllm_server", *overrides]
+    return ["train", *later_wins(words)]
 
 
 def versions(folder: Path, step: int) -> set[int | None]:
