@@ -30,8 +30,8 @@ class DataConfig(Section):
         return {"train": self.train_items, "dev": self.dev_items, "test": self.test_items}[split]
 
 
-class JudgeConfig(EndpointConfig):
-    """The language model that judges agents (docs/algorithms.md)."""
+class JudgeEndpointConfig(EndpointConfig):
+    """A language model that judges (docs/algorithms.md)."""
 
     url: str = Field("http://localhost:8000/v1", description="base of the API, up to and with /v1")
     model: str = Field("openai/gpt-oss-120b", description="model name as the endpoint knows it")
@@ -41,6 +41,15 @@ class JudgeConfig(EndpointConfig):
     max_tokens: int = Field(2048, ge=1, description="completion limit of a reply, reasoning included")
     temperature: float | None = Field(None, ge=0, description="null: the endpoint's own")
     retries: int = Field(2, ge=0, le=10, description="further requests after a reply that cannot be read")
+
+
+class JudgeConfig(JudgeEndpointConfig):
+    """The language model that judges agents, for which the reference has a rule where no reply can be read."""
+
+    on_unreadable: Literal["fail", "rule"] = Field(
+        "fail",
+        description="after the last of these: the rollout fails and is not credited, or the fixed rule scores it: 0",
+    )
 
 
 class TaskConfig(Section):
@@ -86,8 +95,14 @@ class SampleConfig(TaskConfig):
 class JudgedConfig(TaskConfig):
     """What tasks share that a language model may judge."""
 
+    judge: JudgeEndpointConfig | None = Field(None, description="endpoint of the judges; null: judged by rules")
+
+
+class AgentJudgedConfig(JudgedConfig):
+    """What agents share that a language model may judge."""
+
     judge: JudgeConfig | None = Field(
-        None, description="endpoint of the reward sets judge_outcome and judge_turn, and of papillon's judges"
+        None, description="endpoint of the reward sets judge_outcome and judge_turn; null: none of them"
     )
 
 
@@ -107,7 +122,7 @@ class ReasonerConfig(AgentConfig):
     max_turns: int = Field(4, ge=1, description="turns that may search; a last one may only answer")
 
 
-class SearchAgentConfig(ReasonerConfig, JudgedConfig):
+class SearchAgentConfig(ReasonerConfig, AgentJudgedConfig):
     """Search agent with tags, after Search-R1."""
 
     count_final_call: bool = Field(False, description="that last turn is one of max_turns")
@@ -122,7 +137,7 @@ class SearchAgentConfig(ReasonerConfig, JudgedConfig):
     )
 
 
-class ToolAgentConfig(AgentConfig, JudgedConfig):
+class ToolAgentConfig(AgentConfig, AgentJudgedConfig):
     """Two-turn tool agent."""
 
     max_completion: int = Field(1024, ge=1, description="sampled and observation tokens of a rollout together")

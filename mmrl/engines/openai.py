@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import email.utils
 import logging
 import os
 import random
@@ -25,6 +24,7 @@ from mmrl.config.endpoint import Endpoint, EndpointConfig
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.secrets import add_secret, hide_reply
 from mmrl.system.portal import IoScope
+from mmrl.system.replies import ACCEPTED, QUOTED, ReplyTooLarge, ReplyUnreadable, retry_after, whole
 
 if TYPE_CHECKING:
     import httpx
@@ -34,8 +34,12 @@ LOG = logging.getLogger("mmrl.engines")
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """HTTP statuses after which the same request may succeed."""
-QUOTED = 300
-"""Characters of a server's reply that an error quotes."""
+LARGEST_REPLY = 4 * 2**20
+"""Bytes of a reply beyond which it is refused."""
+CHARS_PER_TOKEN = 256
+"""Characters of a completion for each token that was asked for, beyond which it is refused; few tokens have so many."""
+MOST_TOKENS = 10**9
+"""A reply that counts more has miscounted."""
 LIBRARY_WAITS_S = 120.0
 """Longest pause that the library `openai` makes at a server's request."""
 PROBE_S = 20.0
@@ -177,7 +181,8 @@ class OpenAIChat:
             try:
                 reply = await self._io.client.post("/chat/completions", cast_to=httpx.Response, body=body)
                 text, finish, tokens = read_completion(reply)
-            except (OpenAIError, ValueError) as error:
+                _check_length(text, body.get("max_tokens"))
+            except (OpenAIError, ValueError, _NoCompletion) as error:
                 failure = EngineFailure(f"{self._who()}: {self._reason(error)}")
                 self._count_failure(failure)
                 raise failure from None
@@ -252,9 +257,12 @@ class OpenAIChat:
                 chat.usage.retries += request.headers.get("x-stainless-retry-count", "0") != "0"
                 try:
                     async with asyncio.timeout(settings.timeout_s):  # httpx limits each pause, not the whole request
-                        response = await super().send(request, **options)
+                        reply = await super().send(request, **{**options, "stream": True})
+                        response = await whole(reply, LARGEST_REPLY)
                 except TimeoutError:
                     raise httpx.ReadTimeout("the reply took too long", request=request) from None
+                except (ReplyTooLarge, ReplyUnreadable) as error:
+                    raise _NoCompletion(str(error)) from None
                 if response.status_code >= 400:
                     await _steer_retry(response, settings)
                 elif request.method == "POST":
@@ -264,7 +272,8 @@ class OpenAIChat:
                         raise _NoCompletion(chat._safe(str(error))) from None
                 return response
 
-        return HttpClient(timeout=settings.timeout_s, limits=httpx.Limits(max_connections=settings.concurrency))
+        limits = httpx.Limits(max_connections=settings.concurrency)
+        return HttpClient(timeout=settings.timeout_s, limits=limits, headers=ACCEPTED)
 
     def _who(self) -> str:
         return f"{self.settings.model} at {self.settings.url}"
@@ -277,6 +286,12 @@ class OpenAIChat:
 
 class _NoCompletion(Exception):
     """A reply of status 200 that is no chat completion; the same request may get a better one."""
+
+
+def _check_length(text: str, max_tokens: object) -> None:
+    """Refuse a completion of many times the tokens that were asked for: tokenizing megabytes takes seconds."""
+    if isinstance(max_tokens, int) and len(text) > CHARS_PER_TOKEN * max_tokens:
+        raise _NoCompletion(f"a completion of {len(text)} characters for max_tokens={max_tokens}")
 
 
 async def _steer_retry(response: httpx.Response, settings: Endpoint) -> None:
@@ -314,7 +329,9 @@ def read_completion(response: httpx.Response) -> tuple[str, str, tuple[int, int]
         # after decoding: a server may have spelled the key in escapes
         return hide_reply(text), hide_reply(str(choice.get("finish_reason") or "stop")), tokens
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"the reply is no chat completion ({error!r}): {response.text}") from None
+        # not its repr: that of a decoding error holds the whole reply
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the reply is no chat completion ({reason}): {response.text}") from None
 
 
 def described(settings: EndpointConfig, chat: object, *further: str, **counts: int) -> str:
@@ -358,7 +375,7 @@ def key_of(settings: EndpointConfig, path: str = "engine") -> str | None:
 def _count(usage: object, name: str) -> int:
     """A number of tokens as the endpoint counts them; 0 where it says none."""
     count = usage.get(name) if isinstance(usage, Mapping) else None
-    return count if isinstance(count, int) and count > 0 else 0
+    return count if isinstance(count, int) and 0 < count <= MOST_TOKENS else 0
 
 
 def listed_models(response: httpx.Response) -> set[str]:
@@ -367,18 +384,3 @@ def listed_models(response: httpx.Response) -> set[str]:
         return {str(model["id"]) for model in response.json()["data"]}
     except (ValueError, KeyError, TypeError, RecursionError):
         return set()
-
-
-def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds to wait by `Retry-After` (seconds or an HTTP date), or None."""
-    value = headers.get("retry-after")
-    if value is None:
-        return None
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return None

@@ -51,6 +51,12 @@ class Thresholds:
     """`length_runaway`: growth of the mean completion length..."""
     cut_rise: float = 0.3
     """... or rise of the share of completions cut at the limit, to at least one half."""
+    answer_growth: float = 3.0
+    """`answers_growing`: growth of the mean answer in words..."""
+    answer_words: float = 8.0
+    """... to at least so many."""
+    candidates: float = 2.5
+    """`many_candidates`: candidates that a mean answer names."""
     clip_share: float = 0.3
     """`clipping`: share of trained tokens whose ratio is clipped."""
     similarity: float = 0.98
@@ -172,6 +178,20 @@ def _step_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
             "rewards are too low; raise task.judge.max_tokens, or take another task.judge.model",
         ),
         AlarmRule(
+            "answers_growing",
+            ["task/answer_words"],
+            _above_first(limits.answer_growth, limits.answer_words),
+            "answers grew from {then} to {now} words; a reward that looks for the right answer inside the given one "
+            "(docs/rewards.md) rises with its length: compare task/em and task/f1",
+        ),
+        AlarmRule(
+            "many_candidates",
+            ["task/answer_candidates"],
+            _above(limits.candidates),
+            "answers name {now} candidates each; a reward that looks for the right answer inside the given one "
+            "(docs/rewards.md) is earned by a list: compare task/em, read rollouts with mmrl show",
+        ),
+        AlarmRule(
             "clipping",
             ["train/clip_share"],
             _above(limits.clip_share),
@@ -247,9 +267,12 @@ def _at_least(limit: float) -> Criterion:
     return lambda means: (means >= limit, means)
 
 
-def _above_first(times: float) -> Criterion:
+def _above_first(times: float, at_least: float = 0.0) -> Criterion:
     # A first mean of 0 says nothing of growth.
-    return lambda means: ((means > times * means[0]) & (means[0] > 0), np.full_like(means, means[0]))
+    return lambda means: (
+        (means > times * means[0]) & (means[0] > 0) & (means >= at_least),
+        np.full_like(means, means[0]),
+    )
 
 
 def _below_first(times: float) -> Criterion:

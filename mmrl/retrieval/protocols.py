@@ -15,11 +15,19 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictStr, ValidationError
 
 from mmrl.retrieval.base import Document, whole_text
+from mmrl.system.replies import quoted
 
 MAX_QUERIES = 1024
 """Queries of one request."""
 MAX_TOPK = 1000
 MAX_QUERY_CHARS = 20_000
+"""Characters of a query that are searched for."""
+MAX_URL_QUERY_CHARS = 2_000
+"""The same where the query is part of an address: servers refuse long ones, and that would fail the rollout."""
+MAX_PASSAGE_CHARS = 2**20
+"""Characters of a passage, title included; the longest articles of Wikipedia have half as many."""
+MAX_FIELD_CHARS = 1_000
+"""Characters of a passage's id or score."""
 LARGEST_REQUEST = 32 * 2**20
 """Bytes of a request's body beyond which it is refused unread (413)."""
 
@@ -129,7 +137,7 @@ def read_dspy_reply(reply: object) -> list[Document]:
     """
     fields = _mapping(reply)
     if fields.get("error"):
-        raise ValueError(f"the server says: {str(fields.get('message', fields['error']))[:200]}")
+        raise ValueError(f"the server says: {quoted(str(fields.get('message', fields['error'])))}")
     documents = []
     for item in _items(fields["topk"]):
         title, mark, text = _text(item["text"], "text").partition(" | ")
@@ -138,12 +146,20 @@ def read_dspy_reply(reply: object) -> list[Document]:
 
 
 def _document(name: object, title: str, text: str, score: object) -> Document:
+    if len(title) + len(text) > MAX_PASSAGE_CHARS:
+        raise ValueError(f"a passage of {len(title) + len(text)} characters, more than {MAX_PASSAGE_CHARS}")
     title, text = whole_text(title), whole_text(text)
     if not isinstance(score, int | float | str):
         raise TypeError(f"score: got {type(score).__name__}, expected a number")
+    if isinstance(score, str) and len(score) > MAX_FIELD_CHARS:
+        raise ValueError(f"score: got {len(score)} characters, expected a number")
     value = float(score)
     if not math.isfinite(value):
-        raise ValueError(f"score: got {score}")
+        raise ValueError(f"score: got {quoted(str(score))}")
+    if isinstance(name, str) and len(name) > MAX_FIELD_CHARS:
+        raise ValueError(f"id: got {len(name)} characters, at most {MAX_FIELD_CHARS}")
+    if isinstance(name, list | dict):
+        raise TypeError(f"id: got {type(name).__name__}, expected text or a number")
     # Servers may leave ids out; programs tell passages apart by them.
     if name is None:
         name = hashlib.blake2b(f"{title}\x1f{text}".encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

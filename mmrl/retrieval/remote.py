@@ -23,9 +23,17 @@ from urllib.parse import urlsplit
 
 from mmrl.errors import RetrievalFailure
 from mmrl.retrieval.base import Document, Retriever, whole_text
-from mmrl.retrieval.protocols import read_dspy_reply, read_search_r1_reply
-from mmrl.secrets import hide_reply
+from mmrl.retrieval.protocols import MAX_QUERY_CHARS, MAX_URL_QUERY_CHARS, read_dspy_reply, read_search_r1_reply
 from mmrl.system.portal import IoScope
+from mmrl.system.replies import (
+    ACCEPTED,
+    QUOTED,
+    ReplyTooLarge,
+    ReplyUnreadable,
+    quoted,
+    read,
+    refuse_large_redirect,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -38,10 +46,8 @@ BREAKER_S = 15.0
 """Seconds until one request is let through again."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 5.0
 """Waits between attempts double from the first to the longest, with jitter."""
-LARGEST_REPLY = 64 * 2**20
-"""Bytes of a reply beyond which it is refused."""
-SHOWN_OF_ERROR = 200
-"""Bytes of an error's text that are read."""
+LARGEST_REPLY, LARGEST_PASSAGE = 64 * 2**20, 2 * 2**20
+"""Bytes of a reply beyond which it is refused: so many for each passage that was asked for, and at most so many."""
 TRANSIENT = frozenset({408, 425, 429})
 """Statuses below 500 that are worth another attempt."""
 IDLE_S = 4.0
@@ -149,7 +155,7 @@ class RemoteRetriever(Retriever):
         self._counts: Counter[str] = Counter()
         self._cache: dict[tuple[str, int], list[Document]] = {}
         self._cache_size = cache_size
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._headers = ACCEPTED if token is None else {**ACCEPTED, "Authorization": f"Bearer {token}"}
         self._breaker = breaker or Breaker()
         self._last_failure = ""
         # Idle clients, of one connection each: with every request, a pool of httpx looks at all of its connections; at
@@ -205,15 +211,25 @@ class RemoteRetriever(Retriever):
 
     async def _request(self, queries: list[str], top_k: list[int]) -> list[list[Document]]:
         if self.protocol == "search_r1":
-            body = {"queries": queries, "topk": max(top_k), "return_scores": True}
-            return await self._attempts("POST", body, {}, lambda reply: read_search_r1_reply(reply, len(queries)))
+            body = {
+                "queries": [query[:MAX_QUERY_CHARS] for query in queries],
+                "topk": max(top_k),
+                "return_scores": True,
+            }
+            limit = largest_reply(len(queries) * max(top_k))
+            return await self._attempts(
+                "POST", body, {}, limit, lambda reply: read_search_r1_reply(reply, len(queries))
+            )
+        asked = [whole_text(query[:MAX_URL_QUERY_CHARS]) for query in queries]
         searches = [
-            self._attempts("GET", None, {"query": whole_text(query), "k": str(k)}, read_dspy_reply)
-            for query, k in zip(queries, top_k, strict=True)
+            self._attempts("GET", None, {"query": query, "k": str(k)}, largest_reply(k), read_dspy_reply)
+            for query, k in zip(asked, top_k, strict=True)
         ]
         return list(await asyncio.gather(*searches))
 
-    async def _attempts(self, method: str, body: object, params: Mapping[str, str], read: Callable[[object], T]) -> T:
+    async def _attempts(
+        self, method: str, body: object, params: Mapping[str, str], limit: int, parse: Callable[[object], T]
+    ) -> T:
         """One request with its retries, behind the breaker."""
         from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
@@ -230,7 +246,7 @@ class RemoteRetriever(Retriever):
             reraise=True,
         )
         try:
-            answer: T = await attempts(self._attempt, method, body, params, read, probe)
+            answer: T = await attempts(self._attempt, method, body, params, limit, parse, probe)
         except RetrievalFailure as failure:
             # A refusal says nothing about the server: it must neither open the breaker nor hide what opened it.
             if failure.cause != "refused":
@@ -251,35 +267,38 @@ class RemoteRetriever(Retriever):
         return answer
 
     async def _attempt(
-        self, method: str, body: object, params: Mapping[str, str], read: Callable[[object], T], probe: bool
+        self,
+        method: str,
+        body: object,
+        params: Mapping[str, str],
+        limit: int,
+        parse: Callable[[object], T],
+        probe: bool,
     ) -> T:
         async with self._io.slots:
             # It may have opened while this request waited for its turn or its next attempt.
             if self._breaker.open and not probe:
                 raise self._refusal()
             self._counts["requests"] += 1
-            status, content = await self._send(method, body, params)
+            status, content = await self._send(method, body, params, limit)
         if status >= 300:
-            # hidden before it is cut, or half of a secret would be none
-            text = hide_reply(" ".join(content.decode(errors="replace").split()))[:SHOWN_OF_ERROR]
+            text = quoted(content.decode(errors="replace"))
             raise RetrievalFailure(
                 f"retriever {self.url}: answered with status {status}" + (f" ({text})" if text else ""),
                 "status",
                 transient=status >= 500 or status in TRANSIENT,
             )
-        if len(content) > LARGEST_REPLY:
-            raise RetrievalFailure(f"retriever {self.url}: a reply above {LARGEST_REPLY} bytes", "garbage")
         try:
-            return read(json.loads(content))
+            return parse(json.loads(content))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise RetrievalFailure(
-                f"retriever {self.url}: a reply that is not the {self.protocol} protocol's ({error})",
+                f"retriever {self.url}: a reply that is not the {self.protocol} protocol's ({quoted(str(error))})",
                 "garbage",
                 transient=True,
             ) from None
 
-    async def _send(self, method: str, body: object, params: Mapping[str, str]) -> tuple[int, bytes]:
-        """Status and content of one reply; content ends soon after the limit of its status."""
+    async def _send(self, method: str, body: object, params: Mapping[str, str], limit: int) -> tuple[int, bytes]:
+        """Status and content of one reply; of an error its beginning."""
         import httpx
 
         idle = self._io.client
@@ -295,13 +314,11 @@ class RemoteRetriever(Retriever):
                 async with client.stream(
                     method, self.url, params=params or None, content=data, headers=headers
                 ) as reply:
-                    content = bytearray()
-                    limit = LARGEST_REPLY if reply.status_code < 300 else SHOWN_OF_ERROR
-                    async for part in reply.aiter_bytes():
-                        content += part
-                        if len(content) > limit:
-                            break
-                    return reply.status_code, bytes(content)
+                    fine = reply.status_code < 300
+                    return reply.status_code, await read(reply, limit if fine else 4 * QUOTED, cut=not fine)
+        # The same request would bring the same again.
+        except (ReplyTooLarge, ReplyUnreadable) as error:
+            raise RetrievalFailure(f"retriever {self.url}: {error}", "garbage") from None
         except TimeoutError:
             raise RetrievalFailure(
                 f"retriever {self.url}: no answer within {self.timeout_s:g} s", "timeout", transient=True
@@ -309,7 +326,7 @@ class RemoteRetriever(Retriever):
         except (httpx.InvalidURL, ValueError):
             raise RetrievalFailure(f"retriever {self.url}: is no address (host or port)", "connection") from None
         except (httpx.HTTPError, OSError) as error:
-            reason = str(error) or type(error).__name__
+            reason = quoted(str(error)) or type(error).__name__
             raise RetrievalFailure(f"retriever {self.url}: {reason}", "connection", transient=True) from None
         finally:
             idle.append(client)
@@ -322,6 +339,7 @@ class RemoteRetriever(Retriever):
             # uvicorn closes connections that were idle for 5 s: ours must go first, or a request meets the closing one.
             limits=httpx.Limits(max_connections=1, keepalive_expiry=IDLE_S),
             follow_redirects=True,
+            event_hooks={"response": [refuse_large_redirect]},
             # A proxy of the environment knows nothing of servers on this machine or in this cluster.
             trust_env=False,
             verify=self._tls if self.url.startswith("https:") else False,
@@ -372,6 +390,11 @@ class RemoteRetriever(Retriever):
         self._cache[query, k] = documents
         if len(self._cache) > self._cache_size:
             del self._cache[next(iter(self._cache))]
+
+
+def largest_reply(passages: int) -> int:
+    """Bytes that a reply with so many passages may have."""
+    return min(LARGEST_REPLY, LARGEST_PASSAGE * (passages + 1))
 
 
 async def _close_all(clients: list[httpx.AsyncClient]) -> None:

@@ -18,6 +18,7 @@ Punctuation = Literal["delete", "space"]
 # HotpotQA's script: an answer of this kind is right or wrong, never partly right.
 CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+_BETWEEN_CANDIDATES = re.compile(r"[,;/|\n\u3001\uff0c\uff1b]|\b(?:or|and)\b", re.IGNORECASE)
 _DELETE = str.maketrans("", "", string.punctuation)
 _SPACE = str.maketrans(string.punctuation, " " * len(string.punctuation))
 
@@ -67,6 +68,15 @@ def accuracy(prediction: str, gold: str, *, closed: bool = True, punctuation: Pu
     if closed and _closed_mismatch(predicted, expected):
         return 0.0
     return float(expected in predicted if expected else not predicted)
+
+
+def answer_shape(answer: str) -> dict[str, float]:
+    """Words of an answer and candidates in it: the parts between commas, semicolons, bars, lines, "or" and "and".
+
+    Rewards that look for an accepted answer inside the given one rise with both; alarms watch them.
+    """
+    candidates = sum(bool(part.strip()) for part in _BETWEEN_CANDIDATES.split(answer))
+    return {"answer_words": float(len(answer.split())), "answer_candidates": float(candidates)}
 
 
 def best(metric: Callable[..., float], prediction: str, golds: Sequence[str], **options: object) -> float:

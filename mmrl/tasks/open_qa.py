@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from mmrl.config.retriever import Bm25Config, RetrieverConfig
-from mmrl.config.tasks import CorpusConfig, JudgedConfig, OpenQaConfig
+from mmrl.config.tasks import AgentJudgedConfig, CorpusConfig, OpenQaConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
@@ -70,7 +70,7 @@ class OpenQaTask(BaseTask, ABC):
         self.judge: Judge | None = None
         try:
             self.texts = load_prompts(self.templates, config.prompts)
-            if "judge" in self.texts and isinstance(config, JudgedConfig):
+            if "judge" in self.texts and isinstance(config, AgentJudgedConfig):
                 self.judge = build_judge(config, self.texts)
         except ConfigError as error:
             problems += error.problems
@@ -259,7 +259,8 @@ class OpenQaTask(BaseTask, ABC):
         return metrics.best(metric, answer, golds, punctuation=self.config.punctuation, **options)
 
     def answer_metrics(self, answer: str, example: Example) -> dict[str, float]:
-        """Exact match, F1 and accuracy as the official script has them (0 without an answer), and whether there is one.
+        """Exact match, F1 and accuracy as the official script has them (0 without an answer); whether there is one, how
+        long it is and how many candidates it names.
 
         The best over the accepted answers, each metric on its own.
         """
@@ -268,6 +269,7 @@ class OpenQaTask(BaseTask, ABC):
             "f1": self.best(metrics.f1, answer, example, closed=True),
             "accuracy": self.best(metrics.accuracy, answer, example, closed=True) if answer else 0.0,
             "answered": float(bool(answer)),
+            **metrics.answer_shape(answer),
         }
 
     def describe(self) -> Mapping[str, object]:

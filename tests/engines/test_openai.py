@@ -15,8 +15,9 @@ import pytest
 
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.retriever import RemoteRetrieverConfig
-from mmrl.engines.openai import OpenAIChat, retry_after
+from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import ConfigError, EngineFailure
+from mmrl.system.replies import retry_after
 from tests.helpers.servers import Scripted, ScriptedServer, Seen, chat_reply, serving
 
 KEY = "sk-very-secret-0123456789"

@@ -49,7 +49,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
 def test_a_judge_that_talks_nonsense_is_asked_again_then_scored_by_rule_and_counted(
     reward_set: str, texts: list[str], turn_rewards: list[float | None], endpoint: dict[str, Any], tmp_path: Path
 ) -> None:
-    judge = JudgeConfig(**endpoint, max_tokens=12, retries=1, temperature=0.0)
+    judge = JudgeConfig(**endpoint, max_tokens=12, retries=1, temperature=0.0, on_unreadable="rule")
     task = make("search_agent", tmp_path, reward=reward_set, judge=judge, max_tokens=300)
     rollout, calls, _ = play(task, texts, reward_set)
     assert (rollout.error, rollout.reward, rollout.metrics["em"]) == (None, 0.0, 1.0)

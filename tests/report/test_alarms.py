@@ -53,6 +53,8 @@ def test_a_healthy_run_is_silent():
         ("format_falling", "module/m/invalid_selection", lambda s: 0.1 if s < 20 else 0.5),
         ("failures", "rollouts/failed_share", lambda s: 0.0 if s < 20 else 0.4),
         ("judge_unreadable", "task/judge_fallback", lambda s: 0.1 if s < 20 else 0.5),
+        ("answers_growing", "task/answer_words", lambda s: 3.0 if s < 20 else 12.0),
+        ("many_candidates", "task/answer_candidates", lambda s: 1.2 if s < 20 else 4.0),
         ("length_runaway", "module/m/length", lambda s: 20.0 if s < 20 else 90.0),
         ("length_runaway", "module/m/finish_length_share", lambda s: 0.05 if s < 20 else 0.9),
         ("not_finite", "train/grad_norm", lambda s: 1.0 if s < 20 else math.nan),
@@ -71,6 +73,10 @@ def test_an_illness_rings_its_own_alarm_only(name, key, curve):
 def test_entropy_is_judged_by_where_it_began():
     assert alarms(history(module__m__entropy=lambda s: 0.02 if s < 20 else 0.005)) == []
     assert alarms(history(module__m__entropy=lambda s: 5.0 if s < 20 else 0.2)) != []
+
+
+def test_short_answers_may_grow_to_whole_ones():
+    assert alarms(history(task__answer_words=lambda s: 1.0 if s < 20 else 5.0)) == []
 
 
 def test_one_odd_batch_does_not_ring():

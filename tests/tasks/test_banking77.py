@@ -87,6 +87,17 @@ def test_the_papers_sample_of_files_is_the_same_for_every_seed(tmp_path):
     assert "sample" not in whole.describe()
 
 
+def test_a_source_with_fewer_rows_than_the_papers_sample_is_told(tmp_path, caplog):
+    path = write_csv(tmp_path / "short.csv", rows(300))
+    task = make("banking77", data={"dev": path})
+    facts = task.describe()
+    assert (len(task.examples("dev")), facts["dev items"]) == (50, 50)
+    assert facts["sample"] == "50 dev (the paper: 500) drawn with seed 0"
+    assert "has 300 rows to draw from, so the sample is 50 items instead of the paper's 500" in caplog.text
+    part = make("banking77", data={"dev": write_csv(tmp_path / "all.csv", rows(800)), "dev_items": 20})
+    assert part.describe()["sample"] == "20 dev (the paper: 500) drawn with seed 0"
+
+
 def test_one_file_for_train_and_dev_is_shared_out(tmp_path):
     path = write_csv(tmp_path / "all.csv", rows(800))
     task = make("banking77", data={"train": path, "dev": path})

@@ -177,7 +177,8 @@ def test_the_papers_sample(tmp_path, corpus):
     random.Random(0).shuffle(expected)
     assert [e.id for e in task.examples("train")] == expected[:500]
     assert [e.id for e in task.examples("dev")] == expected[500:600]
-    assert task.describe()["sample"] == "3-hop claims, one per question, shuffled with seed 0"
+    used = "500 train, 100 dev (the paper: 500)"
+    assert task.describe()["sample"] == f"3-hop claims, one per question, shuffled with seed 0: {used}"
     every = make("hover", data={"dev": path}, corpus=corpus, claim_hops=None)
     assert len(every.examples("dev")) == 500
     assert len(make("hover", data={"dev": path}, corpus=corpus, sample="all").examples("dev")) == 1200

@@ -136,7 +136,7 @@ def test_the_judge_sees_every_turn_with_what_the_environment_added(tmp_path):
 def test_unreadable_replies_are_asked_again_then_scored_by_rule_and_counted(
     tmp_path, caplog, replies, reward, asked, fallback
 ):
-    rollout, _, server = run(tmp_path, [chat_reply(reply) for reply in replies])
+    rollout, _, server = run(tmp_path, [chat_reply(reply) for reply in replies], on_unreadable="rule")
     assert rollout.error is None
     assert rollout.reward == reward
     assert (rollout.metrics["judge_asked"], rollout.metrics["judge_fallback"]) == (asked, fallback)
@@ -146,20 +146,44 @@ def test_unreadable_replies_are_asked_again_then_scored_by_rule_and_counted(
 
 def test_what_was_asked_of_the_judge_is_told(tmp_path):
     with serving([chat_reply("no idea")]) as (url, _):
-        task = judge_task(tmp_path, url, "judge_turn")
+        task = judge_task(tmp_path, url, "judge_turn", on_unreadable="rule")
         assert task.describe()["judge"] == f"openai/gpt-oss-120b at {url}"
         play(task, [ANSWER], "judge_turn")
         counts = "(3 requests, 3 unreadable, 1 of 1 rollouts scored by the fixed rule)"
         assert task.describe()["judge"] == f"openai/gpt-oss-120b at {url} {counts}"
 
 
-def test_a_judge_that_never_keeps_its_format_does_not_fill_the_screen(tmp_path, caplog):
+@pytest.mark.parametrize("reply", [None, "", "no idea", "<score>" + "9" * 5000 + "x</score>", "\u200b" * 9000])
+@pytest.mark.parametrize("reward", ["judge_turn", "judge_outcome"])
+def test_a_judge_without_a_verdict_punishes_no_one(tmp_path, caplog, reward, reply):
+    rollout, calls, server = run(tmp_path, [chat_reply(reply)], reward)
+    assert (rollout.reward, rollout.error, len(server.seen)) == (None, "judge", 3)
+    assert rollout.error_message.startswith("task.judge: no readable reply in 3 tries; the last: ")
+    assert all(call.turn_reward is None for call in calls)
+    assert "aborted and not credited (1 of 1 so far)" in caplog.text
+    assert all(len(record.getMessage()) < 400 for record in caplog.records)
+    assert len(rollout.error_message) < 300
+
+
+def test_rollouts_without_a_verdict_are_told(tmp_path):
     with serving([chat_reply("no idea")]) as (url, _):
         task = judge_task(tmp_path, url, "judge_turn", retries=0)
+        play(task, [ANSWER], "judge_turn")
+        assert task.describe()["judge"].endswith("(1 requests, 1 unreadable, 1 of 1 rollouts without verdict)")
+
+
+def test_the_rule_for_unreadable_replies_is_the_agents_alone():
+    with pytest.raises(ValueError, match="on_unreadable"):
+        default_config("papillon", judge={"on_unreadable": "rule"})
+
+
+def test_a_judge_that_never_keeps_its_format_does_not_fill_the_screen(tmp_path, caplog):
+    with serving([chat_reply("no idea")]) as (url, _):
+        task = judge_task(tmp_path, url, "judge_turn", retries=0, on_unreadable="rule")
         for _ in range(12):
             play(task, [ANSWER], "judge_turn")
     told = [record.getMessage() for record in caplog.records if record.name == "mmrl.judge"]
-    assert ["(1 of 1 rollouts so far)" in told[0], "(10 of 10 rollouts so far)" in told[1]] == [True, True]
+    assert ["(1 of 1 so far)" in told[0], "(10 of 10 so far)" in told[1]] == [True, True]
     assert len(told) == 2
     assert "12 of 12 rollouts scored by the fixed rule" in task.describe()["judge"]
     task.reset_counts()
@@ -178,7 +202,7 @@ def test_a_judge_that_is_not_there_is_found_before_a_model_loads(tmp_path, capsy
 
 
 def test_an_unreadable_outcome_is_zero_and_counted(tmp_path):
-    rollout, _, _ = run(tmp_path, [chat_reply("well")], "judge_outcome", retries=0)
+    rollout, _, _ = run(tmp_path, [chat_reply("well")], "judge_outcome", retries=0, on_unreadable="rule")
     assert (rollout.reward, rollout.metrics["judge_fallback"], rollout.metrics["judge_asked"]) == (0.0, 1, 1)
 
 

@@ -98,6 +98,35 @@ def test_the_external_model_helps_without_knowing_who_asks():
         (["c++ (intern)"], "a C++ (intern) job", 1),
         (["<PRESIDIO_ANONYMIZED_PERSON>"], "I am <presidio_anonymized_person>", 1),
         (["Zürich"], "in zürich.", 1),
+        (["Ann Lee"], "I am A\u200bnn\u200b Lee", 1),
+        (["Ann Lee"], "I am An\u00adn L\u2060ee", 1),
+        (["Ann Lee"], "I am &#65;nn L&#x65;e", 1),
+        (["Ann Lee"], "I am &amp;#65;nn Lee", 1),
+        (["Ann Lee"], "I am Аnn Lее", 1),  # Cyrillic А and е
+        (["Ann Lee"], "I am Αnn Lee", 1),  # Greek
+        (["Ann Lee"], "I am ＡＮＮ Ｌｅｅ", 1),
+        (["Ann Lee"], "I am 𝐀𝐧𝐧 Ⓛⓔⓔ", 1),
+        (["Ann Lee"], "I am Ánn Lee\u0301", 1),
+        (["Ann Lee"], "I am eeL nnA", 1),
+        (["Ann Lee"], "I am nnA eeL", 1),
+        (["Ann Lee"], "I am AnnLee", 1),
+        (["Ann Lee"], "I am Ann_Lee", 1),
+        (["Ann Lee"], "I am A n n L e e", 1),
+        (["Ann Lee"], "I am A-n-n L.e.e", 1),
+        (["Ann Lee"], "I am Ann [[ ## x ## ]] Lee", 1),
+        (["Ann Lee"], "I am A[[ ## completed ## ]]nn Lee", 1),
+        (["Ann Lee"], "I am A<b>n</b>n Lee", 1),
+        (["Ann Lee"], "I am Ann Iee", 1),  # a capital I for an l
+        (["Margaret Thatcher"], "formargaretthatcheronly", 1),
+        (["Анна Ли"], "я Анна Ли", 1),
+        (["555-1234"], "call 5551234", 1),
+        (["555-1234"], "call 15551234x", 0),  # too short to be found in other numbers
+        (["0151-555-1234"], "call 01515551234", 1),
+        (["Ann"], "annual, Hannah, Anna, planned, nnaX", 0),
+        (["Leon"], "a Noel card", 0),
+        (["Paris"], "in comparison", 0),
+        (["Ann", "Lee"], "&#" + "9" * 5000 + "; \ufffd [[ ##", 0),
+        (["+++", "Ann"], "a +++ b", 1),
         ([], "anything", 0),
     ],
 )
@@ -276,6 +305,8 @@ def test_the_papers_rows_in_file_order(tmp_path):
     assert task.examples("train")[0].metadata["units"] == ["ann", "bob"], "pieces without repetition"
     assert task.examples("train")[0].inputs == {"user_query": "query 0"}
     assert task.describe()["sample"] == "train rows 0 to 110, dev rows 222 to 442, test rows 443 to 663"
+    fewer = make("papillon", data={"dev": path, "dev_items": 7})
+    assert fewer.describe()["sample"] == "dev rows 222 to 442; used: 7 dev (the paper: 221)"
     short = write_csv(tmp_path / "short.csv", rows(300))
     assert "has 300 rows, the paper's dev split is rows 222 to 442" in problems("papillon", data={"dev": short})
     whole = make("papillon", data={"dev": short}, sample="all")

@@ -58,6 +58,33 @@ def test_rewards_of_the_two_stages(task, texts, stage1, stage2):
     assert play(task, texts, "outcome")[0].reward == stage2
 
 
+@pytest.mark.parametrize("text", ["㐀", "𠀀", "豈", "𪜶", "⽔", "〇", "ㄅ", "㈠", "水", "\U00031350"])
+def test_chinese_of_every_block_is_chinese(task, text):
+    assert Form.of(text).chinese
+    assert play(task, [ASK, f"{text} {ANSWER}"], "outcome")[0].reward == 0.0
+
+
+@pytest.mark.parametrize("text", ["Tagus", "é", "Tejo…", "に", "한", "“ ”", "（", "①", "😀"])
+def test_other_scripts_are_not(text):
+    assert not Form.of(text).chinese
+
+
+@pytest.mark.parametrize("query", ["", " ", "?!", "\u200b"])
+def test_an_empty_query_is_no_search(task, query):
+    texts = [f"look {QUERY[0]}{query}{QUERY[1]}", ANSWER]
+    assert play(task, texts, "stage1")[0].reward == 1.5
+    assert play(task, [ASK, ANSWER], "stage1")[0].reward == 2.0
+
+
+def test_many_answers_in_one_are_seen(task):
+    """Cover match asks for the answer anywhere in the given one: a list earns it, and its length and parts show."""
+    listed = "so </think> <answer> Porto, Tagus, Douro, Minho or Sado </answer>"
+    missed = "so </think> <answer> Porto </answer>"
+    assert (play(task, [missed], "stage1")[0].reward, play(task, [listed], "stage1")[0].reward) == (-0.5, 1.5)
+    metrics = play(task, [listed], "stage1")[0].metrics
+    assert (metrics["answer_candidates"], metrics["answer_words"]) == (5, 6)
+
+
 def test_chinese_documents_are_not_the_policys(task):
     task.tools = {"search": lambda queries, corpus: [{"title": "塔霍河", "text": "Tagus"}]}
     assert play(task, [ASK, ANSWER], "outcome")[0].reward == 1

@@ -1,5 +1,6 @@
 """The tool agent: commands and their errors, both reward sets, limits, injected tags, demonstrations."""
 
+import dataclasses
 import json
 
 import pytest
@@ -56,6 +57,7 @@ def test_the_result_opens_a_new_turn(task):
         "answer": "Tagus",
         "actions": ["tool", "answer"],
         "succeeded": True,
+        "articles": 1,
         "ended": "answer",
     }
     first, second = calls
@@ -136,7 +138,8 @@ def copied(record):
     ("text", "query", "error"),
     [
         (command("x"), "x", ""),
-        (command(""), "", ""),
+        (command(""), None, "the query is empty"),
+        (command(" \u200b?! "), None, "the query is empty"),
         ('{"args": {"query": "x"}, "name": "wiki_search"}', "x", ""),
         ("", None, "not JSON"),
         ("{'name': 'wiki_search'}", None, "not JSON"),
@@ -182,6 +185,33 @@ def test_an_article_that_looks_like_an_error_is_none(task):
     task.tools = {"search": lambda queries, corpus: [{"title": "Error:", "text": "a film"}]}
     rollout, _, _ = play(task, [ASK, RIGHT])
     assert rollout.metrics["tool_execution"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("content", "answer"),
+    [
+        ("{oops", "JSON"),
+        (command(name="other"), "tool"),
+        (command(""), "query"),
+        (command("zzz"), "article"),  # "No article was found."
+        (command("zzz"), "no"),
+    ],
+)
+def test_what_is_no_article_earns_no_retrieval_reward_though_it_holds_the_answer(task, content, answer):
+    example = dataclasses.replace(EXAMPLE, metadata={**EXAMPLE.metadata, "answers": [answer]})
+    rollout, calls, _ = play(task, [call(content), RIGHT], "turn", example)
+    assert answer in calls[1].prompt_text.lower() or answer in calls[1].prompt_text
+    assert rollout.metrics["result_answer"] == 0.0
+    assert calls[0].turn_reward == pytest.approx(rollout.metrics["tool_execution"])
+
+
+def test_listing_every_candidate_is_seen(task):
+    """The paper's reward asks for the answer anywhere in the given one: a list earns 0.5; its length and parts show."""
+    listed = "<reasoning>b</reasoning><answer>the Douro, the Tagus, the Minho or the Sado</answer>"
+    rollout, _, _ = play(task, [listed])
+    assert rollout.parts["answer_presence"] == 0.5 and rollout.parts["exact_match"] == 0.0
+    assert (rollout.metrics["answer_candidates"], rollout.metrics["answer_words"]) == (4, 9)
+    assert play(task, [RIGHT])[0].metrics["answer_candidates"] == 1
 
 
 def test_a_search_without_a_hit_is_executed(task):

@@ -2,8 +2,9 @@
 
 The reward sets `judge_outcome` and `judge_turn` (arXiv 2505.11821, Sec. 5.3 and App. C.3). What the
 policy wrote reaches the judge with its angle brackets escaped, so it can neither close its block, forge another one,
-nor look like a score. A reply that cannot be read is requested again, then scored by a fixed rule and counted; an
-endpoint that does not answer is an infrastructure failure: the rollout is never credited.
+nor look like a score. A reply that cannot be read is requested again. If none can be, or if the endpoint does not
+answer, that is an infrastructure failure: the rollout is counted and never credited. With
+`task.judge.on_unreadable=rule` the reference's fixed rule scores what cannot be read.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mmrl.config.endpoint import EndpointConfig
-from mmrl.config.tasks import JudgeConfig, JudgedConfig
+from mmrl.config.tasks import AgentJudgedConfig, JudgeConfig
 from mmrl.engines.openai import OpenAIChat, described, worth_logging
 from mmrl.errors import ConfigError, EngineFailure, JudgeFailure, RewardFailure
 from mmrl.records import Call
+from mmrl.system.replies import quoted
 from mmrl.tasks.base import Score
 from mmrl.tasks.prompts import Template, Texts
 
@@ -146,31 +148,32 @@ class Judge:
         self.texts = texts
         endpoint = settings.model_dump(include=set(EndpointConfig.model_fields))
         self.chat: Chat = chat or OpenAIChat(EndpointConfig(**endpoint), path="task.judge")
-        self.unreadable = self.fallbacks = self.judged = 0
+        self.unreadable = self.without_verdict = self.judged = 0
 
     def describe(self) -> str:
-        """Who judges, how many requests it got, how many replies were unreadable, what share was scored by rule."""
-        by_rule = [f"{self.fallbacks} of {self.judged} rollouts scored by the fixed rule"] if self.fallbacks else []
-        return described(self.settings, self.chat, *by_rule, unreadable=self.unreadable)
+        """Who judges, how many requests it got, how many replies were unreadable, and what became of the rollouts."""
+        fate = "scored by the fixed rule" if self.settings.on_unreadable == "rule" else "without verdict"
+        counted = [f"{self.without_verdict} of {self.judged} rollouts {fate}"] if self.without_verdict else []
+        return described(self.settings, self.chat, *counted, unreadable=self.unreadable)
 
     def reset_counts(self) -> None:
         """A new run begins."""
-        self.unreadable = self.fallbacks = self.judged = 0
+        self.unreadable = self.without_verdict = self.judged = 0
         forget_counts(self.chat)
 
     async def outcome(self, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]) -> Verdict:
-        """One score in [0, 1] for the rollout; 0 where no reply can be read.
+        """One score in [0, 1] for the rollout; by the fixed rule, 0 where no reply can be read.
 
         Raises:
-            JudgeFailure: the endpoint did not answer.
+            JudgeFailure: the endpoint did not answer, or no reply can be read and the fixed rule is not wanted.
         """
         return await self._ask("judge_outcome", prompt, turns, answers, read_outcome, lambda reply: (0.0,))
 
     async def turns(self, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]) -> Verdict:
-        """One score in [-1, 1] per turn; where no reply can be read, the last one by `salvage_turns`.
+        """One score in [-1, 1] per turn; by the fixed rule, `salvage_turns` of the last reply where none can be read.
 
         Raises:
-            JudgeFailure: the endpoint did not answer.
+            JudgeFailure: as `outcome`.
         """
         count = len(turns)
         return await self._ask(
@@ -210,18 +213,15 @@ class Judge:
                 return Verdict(scores, requests, fallback=False)
             self.unreadable += 1
         self.judged += 1
-        # A fixed rule instead of a dropped rollout, or a policy could learn to write what makes the judge stumble.
-        # How often it was used is reported.
-        self.fallbacks += 1
-        if worth_logging(self.fallbacks):
-            log.warning(
-                "task.judge: no readable reply in %d tries, scored by the fixed rule (%d of %d rollouts so far); the "
-                "last: %r",
-                requests,
-                self.fallbacks,
-                self.judged,
-                " ".join(reply.split())[:200],
-            )
+        self.without_verdict += 1
+        by_rule = settings.on_unreadable == "rule"
+        said = f"task.judge: no readable reply in {requests} tries; the last: {quoted(reply)!r}"
+        if worth_logging(self.without_verdict):
+            fate = "scored by the fixed rule" if by_rule else "aborted and not credited"
+            log.warning("%s; the rollout is %s (%d of %d so far)", said, fate, self.without_verdict, self.judged)
+        # Not a score: it would punish or reward the policy for what the judge did.
+        if not by_rule:
+            raise JudgeFailure(said)
         return Verdict(salvage(reply), requests, fallback=True)
 
     def _prompt(self, name: str, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]) -> str:
@@ -235,7 +235,7 @@ class Judge:
         return self.texts[name].format(**values)
 
 
-def build_judge(config: JudgedConfig, texts: Texts) -> Judge | None:
+def build_judge(config: AgentJudgedConfig, texts: Texts) -> Judge | None:
     """The judge of a task whose prompts hold the part `judge`; None where its reward set asks none.
 
     Raises:

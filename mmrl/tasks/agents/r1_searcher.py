@@ -15,7 +15,7 @@ from typing import ClassVar, TypedDict
 from mmrl.config.tasks import ReasonerConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
-from mmrl.tasks.agents.tags import disarm, disarm_markers, final_query, fitted, last_block, numbered
+from mmrl.tasks.agents.tags import disarm, disarm_markers, final_query, fitted, has_word, last_block, numbered
 from mmrl.tasks.base import Context, ModuleScore, Passage, Program, Score
 from mmrl.tasks.mini.examples import mini_questions
 from mmrl.tasks.open_qa import OpenQaTask
@@ -26,7 +26,12 @@ QUERY = ("<|begin_of_query|>", "<|end_of_query|>")
 DOCUMENTS = ("<|begin_of_documents|>", "<|end_of_documents|>")
 STOP = (QUERY[1], "</answer>")
 OPEN, CLOSE = f"\n{DOCUMENTS[0]}\n", f"\n{DOCUMENTS[1]}\n"
-CHINESE = re.compile(r"[\u4e00-\u9fff]")
+CHINESE = re.compile(
+    r"[\u2e80-\u2fdf\u3005\u3007\u3021-\u3029\u3038-\u303b\u3100-\u312f\u31a0-\u31bf\u31c0-\u31e3\u3220-\u3247"
+    r"\u3280-\u32b0\u32c0-\u32cb\u3358-\u3370\u337b-\u337f\u33e0-\u33fe\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    r"\U00016ff0-\U00016ff6\U0001f210-\U0001f23b\U0001f240-\U0001f251\U00020000-\U0003fffd]"
+)
+"""Han characters of every block (radicals, extensions, compatibility and enclosed forms), and bopomofo."""
 TAGS = ("think", "answer")
 
 _QUESTION = frozenset({"question"})
@@ -195,7 +200,7 @@ class R1SearcherTask(OpenQaTask):
         form = Form.of("".join(call.text for call in path))
         if reward_set == "stage1":
             covered = bool(answer) and self.best(metrics.accuracy, answer, example, closed=False) > 0
-            parts = stage1(form, covered, bool(prediction["queries"]))
+            parts = stage1(form, covered, any(map(has_word, prediction["queries"])))
         else:
             parts = stage2(form, self.best(metrics.f1, answer, example))
         scores = self.answer_metrics(answer, example) | {

@@ -199,6 +199,7 @@ class SearchAgentTask(OpenQaTask):
             "searches": float(sum(turn.searches for turn in turns)),
             "turns": float(len(turns)),
             "answered": float(bool(answer)),
+            **metrics.answer_shape(answer),
         }
         if reward_set == "outcome":
             return Score(reward=em, metrics=scores, parts={"em": em})

@@ -17,13 +17,20 @@ from typing import TypeVar
 from mmrl.tasks.base import Context, Message, Passage, Reply
 from mmrl.tasks.prompts import snippet
 
+CHARS_PER_TOKEN = 64
+"""More than the tokens of any readable text have."""
 ObservationT = TypeVar("ObservationT", str, Sequence[Message])
 
 
 def first_pair(text: str, names: Iterable[str]) -> tuple[str, str] | None:
     """Name and stripped content of the pair `<name>…</name>` that opens first, among opening tags that are closed."""
-    match = re.search(rf"<({'|'.join(names)})>(.*?)</\1>", text, re.DOTALL)
-    return (match[1], match[2].strip()) if match else None
+    # Not one expression `<name>(.*?)</name>`: each opening that is never closed would read the text to its end.
+    last = {name: text.rfind(f"</{name}>") for name in names}
+    for opening in re.finditer(rf"<({'|'.join(last)})>", text):
+        name, start = opening[1], opening.end()
+        if last[name] >= start:
+            return name, text[start : text.index(f"</{name}>", start)].strip()
+    return None
 
 
 def tag_sequence(text: str, names: Iterable[str]) -> list[str]:
@@ -46,6 +53,8 @@ def fitted(
     Returns:
         The observation, and whether it fits; it does not when the frame alone is longer.
     """
+    # A long document is cut first, far beyond the limit: tokenizing megabytes again and again takes minutes.
+    text = text[: CHARS_PER_TOKEN * max(limit, 1)]
     # Tokens are measured in the reply's context, frame and new-turn markers included: the sum of the parts' lengths
     # can differ.
     whole = frame(text)
@@ -64,6 +73,11 @@ def last_block(text: str, opening: str, closing: str) -> str | None:
     before, closed, _ = text.rpartition(closing)
     _, opened, content = before.rpartition(opening)
     return content.strip() if closed and opened else None
+
+
+def has_word(query: str) -> bool:
+    """Whether a query has a letter or digit: without one there is nothing to search for, and nothing to reward."""
+    return any(character.isalnum() for character in query)
 
 
 def final_query(text: str, markers: tuple[str, str]) -> str | None:

@@ -16,7 +16,7 @@ from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import OUTCOME, judged
 from mmrl.tasks.agents.rewards import contains, tag_usage, xml_format
-from mmrl.tasks.agents.tags import disarm, first_pair, fitted
+from mmrl.tasks.agents.tags import disarm, first_pair, fitted, has_word
 from mmrl.tasks.base import Context, Message, ModuleScore, Passage, Program, Score
 from mmrl.tasks.mini.examples import mini_single
 from mmrl.tasks.open_qa import OpenQaTask
@@ -104,6 +104,8 @@ def read_command(text: str) -> tuple[str | None, str]:
     args = command.get("args", {})
     if not isinstance(args, dict) or set(args) != {"query"} or not isinstance(args["query"], str):
         return None, f"Error: {TOOL} takes one argument, query, a text"
+    if not has_word(args["query"]):
+        return None, "Error: the query is empty"
     return args["query"], ""
 
 
@@ -115,6 +117,8 @@ class ToolAgentPrediction(TypedDict):
     """One of `tool`, `answer`, `none` per message."""
     succeeded: bool | None
     """Whether the executed tool call worked; None: none was executed."""
+    articles: int
+    """How many it brought."""
     ended: str
     """What ended it: `answer`, `calls` or `tokens`."""
 
@@ -142,6 +146,7 @@ class ToolAgent:
         """Messages until an answer, a second tool call, or the token limit."""
         actions: list[str] = []
         succeeded: bool | None = None
+        articles = 0
         answer: str | None = None
         ended = "tokens"
         prompt = self.prompts.question(example.inputs["question"])
@@ -167,18 +172,19 @@ class ToolAgent:
                 fits = ctx.measure(observation, after=reply) <= room
             else:
                 query, output = read_command(command)
+                passages: list[Passage] = []
                 if query is not None:
-                    passages: list[Passage] = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
+                    passages = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
                     output = self.prompts.articles(passages)
                 observation, fits = fitted(ctx, reply, output, result, room)
             if not fits:
                 break
             if command is not None:
                 # of the one executed call; a command that could not be read counts as executed and failed
-                succeeded = query is not None
+                succeeded, articles = query is not None, len(passages)
             left = end - len(reply.context) - ctx.measure(observation, after=reply)
             reply = await ctx.call(MODULE, observation, after=reply, stop=STOP, max_tokens=min(self.max_tokens, left))
-        return {"answer": answer, "actions": actions, "succeeded": succeeded, "ended": ended}
+        return {"answer": answer, "actions": actions, "succeeded": succeeded, "articles": articles, "ended": ended}
 
 
 def _content(text: str, name: str) -> str | None:
@@ -233,14 +239,14 @@ class ToolAgentTask(OpenQaTask):
         tool = {"tool_execution": 0.0, "result_answer": 0.0}
         if called is not None:
             output = path[called + 1].prompt_text.partition("<result>")[2].removesuffix("</result>")
-            tool = {
-                "tool_execution": 0.2 * bool(prediction["succeeded"]),
-                "result_answer": 0.5 * contains(output, answers),
-            }
+            # An error or "No article was found." may hold the answer by chance; only what was found can have found it.
+            found = prediction["articles"] > 0 and contains(output, answers)
+            tool = {"tool_execution": 0.2 * bool(prediction["succeeded"]), "result_answer": 0.5 * found}
         scores = {
             "em": outcome["exact_match"],
             "f1": self.best(metrics.f1, answer, example, closed=True),
             "answered": float(bool(answer)),
+            **metrics.answer_shape(answer),
             **outcome,
             **tool,
             "tool_calls": float(prediction["actions"].count("tool")),

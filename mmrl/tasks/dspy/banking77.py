@@ -19,9 +19,8 @@ from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.base import SPLITS, DspyTask, text_of, unique
 from mmrl.tasks.mini.messages import mini_support
 
-SAMPLE: Mapping[str, tuple[int, int]] = {"train": (0, 250), "dev": (250, 500)}
-"""Where the items are that the paper draws (250 and 500), in a shuffle of their source, and how many; all test items
-are used."""
+SAMPLE: Mapping[str, tuple[int, int]] = {"train": (0, 250), "dev": (250, 750)}
+"""Places, in a shuffle of their source, of the items that the paper draws (250 and 500); all test items are used."""
 SAMPLE_SEED = 0
 """The paper does not state its own."""
 
@@ -109,13 +108,14 @@ class Banking77Task(DspyTask):
                 order = sorted(
                     examples, key=lambda example: rng.digest("banking77", SAMPLE_SEED, example.inputs["text"])
                 )
-                first, count = SAMPLE[split]
-                samples[split] = order[first : first + count]
+                first, end = SAMPLE[split]
+                samples[split] = order[first:end]
                 if not samples[split]:
                     raise DataError(
                         f"task.data.{split}: {self.sources[split]} has {len(examples)} rows, the paper's {split} "
                         f"sample begins after {first} of a shuffle; set task.sample=all to use every row"
                     )
+                self.warn_short(split, len(examples), len(samples[split]), SAMPLE[split])
         return samples
 
     def make_program(self) -> object:
@@ -133,8 +133,8 @@ class Banking77Task(DspyTask):
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
         facts = {**super().describe(), "labels": len(self.labels)}
-        drawn = [f"{SAMPLE[s][1]} {s}" for s in self.sources if s in SAMPLE and self.config.sample == "paper"]
-        return facts | ({"sample": f"{', '.join(drawn)} drawn with seed {SAMPLE_SEED}"} if drawn else {})
+        drawn = self.used(SAMPLE) if self.config.sample == "paper" else ""
+        return facts | ({"sample": f"{drawn} drawn with seed {SAMPLE_SEED}"} if drawn else {})
 
 
 def _labels(examples: Iterable[Example]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ the task wraps it (`mmrl.rollout.with_program`). DSPy takes seconds to import, s
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import dspy
 
 SPLITS = ("train", "dev", "test")
+log = logging.getLogger("mmrl.data")
 
 
 class DspyTask(BaseTask, ABC):
@@ -120,6 +122,35 @@ class DspyTask(BaseTask, ABC):
     def examples(self, split: str) -> Sequence[Example]:
         """See `mmrl.tasks.base.Task.examples`."""
         return self._examples[split]
+
+    def used(self, places: Mapping[str, tuple[int, int]]) -> str:
+        """How many items of each split of a paper's sample are really used, for `describe`.
+
+        Args:
+            places: split -> where the paper's items begin and end in their source.
+        """
+        counts = {split: len(self._examples[split]) for split in self.sources if split in places}
+        of = {split: places[split][1] - places[split][0] for split in counts}
+        return ", ".join(
+            f"{count} {split}" + (f" (the paper: {of[split]})" if count < of[split] else "")
+            for split, count in counts.items()
+        )
+
+    def warn_short(self, split: str, rows: int, got: int, places: tuple[int, int]) -> None:
+        """Say that a source has fewer items than the paper's sample of it."""
+        first, end = places
+        if got < end - first:
+            log.warning(
+                "task.data.%s: %s has %d rows to draw from, so the sample is %d items instead of the paper's %d "
+                "(numbers %d to %d of a shuffle); set task.sample=all to use every row",
+                split,
+                self.sources[split],
+                rows,
+                got,
+                end - first,
+                first,
+                end - 1,
+            )
 
     def check_reward_set(self, reward_set: str) -> None:
         """Refuse a reward set that the task does not offer."""

@@ -37,6 +37,8 @@ PAPER_TOP_K = (10, 30)
 MINI_TOP_K = (1, 1)
 """The same in the mini world, whose documents are retrieved by name, and whose model has a short memory."""
 CORPUS = "corpus"
+TITLE_CHARS = 1000
+"""Characters of a title that are compared."""
 Passage = dict[str, str | float]
 """What the program sees of a document: `long_text` ("title | text") and `score`."""
 
@@ -148,6 +150,7 @@ class HoverTask(DspyTask):
                 f"{key}: {self.sources[split]} has {len(chosen)} claims of task.claim_hops={self.config.claim_hops} "
                 f"on different questions, the paper's {split} split begins after {first}; set task.sample=all"
             )
+        self.warn_short(split, len(chosen), len(chosen[first:end]), ITEMS[split])
         return chosen[first:end]
 
     def _example(self, key: str, row: Row) -> Example:
@@ -241,8 +244,8 @@ class HoverTask(DspyTask):
         facts = dict(super().describe())
         if self.sources:
             hops = f"{config.claim_hops}-hop claims" if config.claim_hops else "claims of any number of hops"
-            chosen = f", one per question, shuffled with seed {SAMPLE_SEED}" if config.sample == "paper" else ""
-            facts["sample"] = f"{hops}{chosen}"
+            chosen = f", one per question, shuffled with seed {SAMPLE_SEED}: {self.used(ITEMS)}"
+            facts["sample"] = hops + (chosen if config.sample == "paper" else "")
         facts["corpus"] = f"{len(self.documents)} documents" if len(self.documents) else "passages not known"
         facts["retriever"] = (
             f"{config.retriever.name}, {each} passages a query, {last} in the last of {config.search_hops}"
@@ -263,6 +266,8 @@ def same_title(title: str) -> str:
 
     Copies of Wikipedia also differ in whether `&amp;` stands for `&`.
     """
+    # Both take long for megabytes, or raise on thousands of digits; titles have a few hundred characters at most.
+    title = title[:TITLE_CHARS]
     return metrics.normalize(unicodedata.normalize("NFD", html.unescape(title))) or title
 
 

@@ -13,14 +13,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict
 
 from mmrl.config.endpoint import EndpointConfig
-from mmrl.config.tasks import JudgeConfig, PapillonConfig
+from mmrl.config.tasks import JudgeEndpointConfig, PapillonConfig
 from mmrl.engines.openai import OpenAIChat, worth_logging
 from mmrl.errors import ConfigError, DataError, EngineFailure, JudgeFailure, ToolFailure
 from mmrl.records import Call, Example
+from mmrl.system.replies import quoted
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import Chat, described, forget_counts, unreachable
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.base import SPLITS, DspyTask, text_of
+from mmrl.tasks.dspy.leaks import leaked_pieces
 from mmrl.tasks.mini.messages import make_external, mini_requests
 
 if TYPE_CHECKING:
@@ -178,9 +180,10 @@ class PapillonTask(DspyTask):
             external = described(self.config.external, self.external)
         facts = {**super().describe(), "external model": external, "judge": self.judges.describe()}
         if self.sources and self.config.sample == "paper":
-            facts["sample"] = ", ".join(
-                f"{split} rows {ROWS[split][0]} to {ROWS[split][1] - 1}" for split in self.sources
-            )
+            rows = ", ".join(f"{split} rows {ROWS[split][0]} to {ROWS[split][1] - 1}" for split in self.sources)
+            # Rows may be left out, and task.data.dev_items may take fewer.
+            used = self.used(ROWS)
+            facts["sample"] = f"{rows}; used: {used}" if "the paper" in used else rows
         return facts | ({"rows without a target, left out": len(self.left_out)} if self.left_out else {})
 
 
@@ -204,7 +207,7 @@ class RuleJudges:
     """Deterministic stand-ins: no model is needed.
 
     A response is as good as a reference if it has all its names and numbers and half of its words in common (F1); a
-    piece leaks if the request contains it, in whatever case and spacing, between word boundaries.
+    piece leaks if the request contains it, also hidden from a plain comparison (`leaks` says how, and what it misses).
     """
 
     def describe(self) -> str:
@@ -217,16 +220,11 @@ class RuleJudges:
 
     async def leaked(self, units: Sequence[str], request: str) -> int:
         """See `Judges`."""
-        return sum(bool(re.search(_pattern(unit), request, re.IGNORECASE)) for unit in units)
+        return leaked_pieces(units, request)
 
 
 def _names(text: str) -> set[str]:
     return set(re.findall(r"\b(?:[^\W\d_a-z]\w*|\d+)\b", text))
-
-
-def _pattern(unit: str) -> str:
-    words = r"\s+".join(map(re.escape, unit.split()))
-    return rf"(?<!\w){words}(?!\w)"
 
 
 def plain(text: str) -> str:
@@ -248,7 +246,7 @@ class EndpointJudges:
         ConfigError: the endpoint's key is not in the environment.
     """
 
-    def __init__(self, settings: JudgeConfig, chat: Chat | None = None):
+    def __init__(self, settings: JudgeEndpointConfig, chat: Chat | None = None):
         endpoint = settings.model_dump(include=set(EndpointConfig.model_fields))
         self.settings = settings
         self.chat: Chat = chat or OpenAIChat(EndpointConfig(**endpoint), path="task.judge")
@@ -305,9 +303,8 @@ class EndpointJudges:
             except AdapterParseError:
                 self.unreadable += 1
         self.given_up += 1
-        quoted = " ".join(reply.split())[:200]
         failure = JudgeFailure(
-            f"task.judge: no readable reply in {self.settings.retries + 1} tries; the last: {quoted!r}"
+            f"task.judge: no readable reply in {self.settings.retries + 1} tries; the last: {quoted(reply)!r}"
         )
         if worth_logging(self.given_up):
             judge_log.warning("%s; the rollout is aborted and not credited (%d so far)", failure, self.given_up)

@@ -59,6 +59,7 @@ class MultihopQaTask(OpenQaTask):
             "f1": self.best(metrics.f1, answer, example, closed=True),
             "accuracy": self.best(metrics.accuracy, answer, example, closed=True),
             "answered": float(bool(answer)),
+            **metrics.answer_shape(answer),
         }
         titles = set(example.metadata.get("titles", ()))
         # data with questions and answers alone name no gold titles

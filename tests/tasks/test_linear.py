@@ -1,0 +1,113 @@
+"""Everything that reads what a policy wrote takes time in proportion to its length, whatever it wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+import dspy
+import pytest
+from dspy.utils.exceptions import AdapterParseError
+
+from mmrl.rollout.dspy import DspyProgram
+from mmrl.tasks import metrics
+from mmrl.tasks.agents import judge, r1_searcher, rewards, search_o1, tags, tool_agent
+from mmrl.tasks.dspy import built_in, hover, leaks, papillon
+from mmrl.tasks.mini.messages import make_external
+from mmrl.tasks.search_program import program
+
+SHORT, LONG = 50_000, 200_000
+MOST = 8.0
+"""Times the processor time for four times the text; a quadratic reader takes 16 times as long."""
+UNNOTICED_S = 0.1
+"""A reader that takes less for the long text is fast enough, and too fast to be compared."""
+
+LABELS = built_in.Banking77(["a", "b"])
+
+
+def fields(signature: type[dspy.Signature], text: str) -> None:
+    with contextlib.suppress(AdapterParseError):
+        dspy.ChatAdapter().parse(signature, f"[[ ## reasoning ## ]]\n{text}\n[[ ## label ## ]]\n{text}")
+
+
+def canonical(text: str) -> object:
+    return DspyProgram(LABELS).written("classify.predict", {"reasoning": text, "label": "a"})
+
+
+READERS: dict[str, Callable[[str], object]] = {
+    "first_pair": lambda text: tags.first_pair(text, ("search", "answer")),
+    "tag_sequence": lambda text: tags.tag_sequence(text, rewards.SEARCH_TAGS),
+    "disarm": lambda text: tags.disarm(text, rewards.SEARCH_TAGS),
+    "last_block": lambda text: tags.last_block(text, "<answer>", "</answer>"),
+    "final_query": lambda text: tags.final_query(text, r1_searcher.QUERY),
+    "tag_usage": lambda text: rewards.tag_usage([text], tool_agent.OWN_TAGS),
+    "xml_format": lambda text: rewards.xml_format([text]),
+    "well_formed": lambda text: rewards.final_well_formed(text, "loose"),
+    "contains": lambda text: rewards.contains(text, ["aaab" * 9]),
+    "read_command": tool_agent.read_command,
+    "form": r1_searcher.Form.of,
+    "boxed": search_o1.boxed,
+    "parse_queries": program.parse_queries,
+    "parse_selection": lambda text: program.parse_selection(text, 10),
+    "parse_answer": program.parse_answer,
+    "f1": lambda text: metrics.f1(text, text[::-1]),
+    "accuracy": lambda text: metrics.accuracy(text, "a" * 60 + "b"),
+    "answer_shape": metrics.answer_shape,
+    "leaked_pieces": lambda text: leaks.leaked_pieces(["Ann Lee", "a a a", "[[ ##", "Margaret Thatcher"], text),
+    "names": papillon._names,
+    "plain": papillon.plain,
+    "external": make_external(),
+    "same_title": hover.same_title,
+    "needed": lambda text: built_in.needed([text]),
+    "fields": lambda text: fields(LABELS.classify.predict.signature, text),
+    "canonical": canonical,
+    "escape": judge.escape,
+    "read_outcome": lambda text: judge.read_outcome(f"<score>{text}"),
+    "read_turns": lambda text: judge.read_turns(f"<score>{text}</score>", 3),
+    "salvage_turns": lambda text: judge.salvage_turns(f"<score>{text}</score>", 3),
+}
+PIECES = (
+    "<search>", "<search><answer>", "</search>", "<reasoning><tool>", "< ", "<think ", "</ ", " ", "\n", "\n ", "\t",
+    "a", "a ", "aaab", "{", "\\boxed{", "}", "[", "\"", "\\", "9", "9 ", "### ;", "<|begin_of_query|>",
+    "<|end_of_query|>", "</answer>", "Answer:", "Turn1:", "Turn1 ", "Turn", "1.", "<score>", "[[ ## label ## ]]\n",
+    "[[ ##", "##", "&", "&#", "&#9", "&amp;", "\u0301", "\u0301\u0323", "\u200b", "\ufdfa", "A b ", "aB", "An ", "A-",
+    "\u0130", "水", "\U0001f600",
+)  # fmt: skip
+
+
+def spent(reader: Callable[[str], object], text: str) -> float:
+    """Processor seconds of one reading."""
+    started = time.process_time()
+    reader(text)
+    return time.process_time() - started
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_four_times_the_text_takes_about_four_times_as_long(name: str) -> None:
+    reader = READERS[name]
+    reader("warm")
+    for piece in PIECES:
+        text = (piece * (LONG // len(piece) + 1))[:LONG]
+        # The short one first: a quadratic reader would take minutes for the long one.
+        short = spent(reader, text[:SHORT])
+        assert short < 2, f"{SHORT} characters of {piece!r} took {short:.1f} s"
+        long = spent(reader, text)
+        if long <= UNNOTICED_S:
+            continue
+        # Once more where it looks slow: a machine may stumble.
+        ratio = long / max(min(short, spent(reader, text[:SHORT])), 1e-4)
+        if ratio > MOST:
+            ratio = spent(reader, text) / max(spent(reader, text[:SHORT]), 1e-4)
+        assert ratio <= MOST, f"{piece!r}: {long:.2f} s for {LONG} characters, {ratio:.1f} times that of {SHORT}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<search>" * 3 + "q</search>", "<answer>a<search>q</search></answer>", "<search>a<answer>b</answer>", "<search>"],
+)
+def test_the_first_pair_is_that_of_the_plain_expression(text: str) -> None:
+    import re
+
+    match = re.search(r"<(search|answer)>(.*?)</\1>", text, re.DOTALL)
+    assert tags.first_pair(text, ("search", "answer")) == ((match[1], match[2].strip()) if match else None)
