@@ -92,18 +92,19 @@ class SampleConfig(TaskConfig):
     sample: Literal["paper", "all"] = Field("paper", description="of data files, the rows that the paper used, or all")
 
 
+_JUDGE = "endpoint of the reward sets judge_outcome and judge_turn, and of papillon's judges"
+
+
 class JudgedConfig(TaskConfig):
     """What tasks share that a language model may judge."""
 
-    judge: JudgeEndpointConfig | None = Field(None, description="endpoint of the judges; null: judged by rules")
+    judge: JudgeEndpointConfig | None = Field(None, description=_JUDGE)
 
 
 class AgentJudgedConfig(JudgedConfig):
     """What agents share that a language model may judge."""
 
-    judge: JudgeConfig | None = Field(
-        None, description="endpoint of the reward sets judge_outcome and judge_turn; null: none of them"
-    )
+    judge: JudgeConfig | None = Field(None, description=_JUDGE)
 
 
 class MultihopQaConfig(OpenQaConfig, CorpusConfig):

@@ -22,8 +22,10 @@ from dspy.utils.exceptions import AdapterParseError
 
 from mmrl.errors import ConfigError, ParseFailure, ProgramFailure, RolloutError
 from mmrl.records import Call, Example
+from mmrl.system.replies import quoted
 from mmrl.tasks.base import Context, Message
 from mmrl.tasks.dspy import tools as tape
+from mmrl.tasks.dspy.fields import within_bounds
 
 Parse = Callable[[str], object]
 Fields = Mapping[str, object]
@@ -78,7 +80,7 @@ class DspyProgram:
         # Outside a rollout there is no wrapped adapter, so the user's own parses.
         signature = dict(self.module.named_predictors())[call.module].signature
         try:
-            fields = adapter.parse(signature, call.text)
+            fields = within_bounds(signature, call.text, adapter.parse)
         except AdapterParseError as error:
             raise _parse_failure(error, signature) from error
         return self.written(call.module, fields)
@@ -278,9 +280,12 @@ class _TapeAdapter(dspy.Adapter):
         # DSPy's own steps before and after a request, so that what counts as parsed is what DSPy returns.
         processed = self.inner._call_preprocess(lm, dict(lm_kwargs), signature, inputs)
 
+        def postprocessed(signature: Signature, text: str) -> object:
+            return self.inner._call_postprocess(processed, signature, [text], lm, {})
+
         def parse(text: str) -> None:
             try:
-                self.inner._call_postprocess(processed, signature, [text], lm, {})
+                within_bounds(signature, text, postprocessed)
             except AdapterParseError as error:
                 raise _parse_failure(error, signature) from error
 
@@ -292,7 +297,8 @@ def _parse_failure(error: AdapterParseError, signature: Signature) -> ParseFailu
     # a value of the wrong type is raised with its cause, or without any result: then nothing counts as read
     wrong_type = error.parsed_result is None or error.__cause__ is not None
     read = [] if wrong_type else [name for name in expected if name in error.parsed_result]
-    reason = next((line for line in str(error.message).splitlines() if line.strip()), "")
+    # DSPy's message quotes the whole reply
+    reason = quoted(str(error.message))
     missing = ", ".join(name for name in expected if name not in read)
     return ParseFailure(reason if wrong_type else f"output fields missing: {missing}", len(read), len(expected))
 

@@ -61,6 +61,12 @@ def test_demonstrations_are_what_the_program_would_want():
         ("refunds", "parse", 0.0),
         ("", "parse", 0.0),
         ("'refund'", None, 1.0),  # DSPy takes quotes off a Literal
+        # What DSPy's readers of values hang on, overflow or give up at is the policy's doing, too.
+        ("{" * 5000, "parse", 0.0),
+        ("[" * 5000, "parse", 0.0),
+        ("[1]" * 5000, "parse", 0.0),
+        ("-" * 5000, "parse", 0.0),
+        ("(" * 5000, "parse", 0.0),
     ],
 )
 def test_exact_match_and_labels_outside_the_set(label, error, reward):

@@ -14,6 +14,7 @@ from mmrl.rollout.dspy import DspyProgram
 from mmrl.tasks import metrics
 from mmrl.tasks.agents import judge, r1_searcher, rewards, search_o1, tags, tool_agent
 from mmrl.tasks.dspy import built_in, hover, leaks, papillon
+from mmrl.tasks.dspy.fields import within_bounds
 from mmrl.tasks.mini.messages import make_external
 from mmrl.tasks.search_program import program
 
@@ -27,8 +28,10 @@ LABELS = built_in.Banking77(["a", "b"])
 
 
 def fields(signature: type[dspy.Signature], text: str) -> None:
+    *_, last = signature.output_fields
+    reply = f"[[ ## reasoning ## ]]\n{text}\n[[ ## {last} ## ]]\n{text}"
     with contextlib.suppress(AdapterParseError):
-        dspy.ChatAdapter().parse(signature, f"[[ ## reasoning ## ]]\n{text}\n[[ ## label ## ]]\n{text}")
+        within_bounds(signature, reply, dspy.ChatAdapter().parse)
 
 
 def canonical(text: str) -> object:
@@ -61,6 +64,8 @@ READERS: dict[str, Callable[[str], object]] = {
     "same_title": hover.same_title,
     "needed": lambda text: built_in.needed([text]),
     "fields": lambda text: fields(LABELS.classify.predict.signature, text),
+    "a judge's number": lambda text: fields(built_in.LEAKAGE, text),
+    "a judge's verdict": lambda text: fields(built_in.QUALITY, text),
     "canonical": canonical,
     "escape": judge.escape,
     "read_outcome": lambda text: judge.read_outcome(f"<score>{text}"),

@@ -247,6 +247,14 @@ def test_an_unreadable_reply_is_asked_for_again_and_then_no_verdict(caplog):
     assert "no readable reply in 2 tries" in caplog.text and "aborted and not credited (1 so far)" in caplog.text
 
 
+@pytest.mark.parametrize("value", ["{" * 5000, "[" * 5000, "9" * 5000, "-" * 5000, "", "null"])
+def test_a_judges_number_that_cannot_be_read_in_bounds_is_no_verdict(value):
+    chat = Chat(*[filled(reasoning="x", num_pieces_leaked=value)] * 3)
+    with pytest.raises(JudgeFailure, match="no readable reply in 3 tries") as raised:
+        asyncio.run(EndpointJudges(JudgeConfig(), chat).leaked(["a"], "r"))
+    assert len(str(raised.value)) < 300
+
+
 def test_a_judge_that_is_away_makes_a_failure_that_is_never_credited():
     with serving([Scripted("gone", status=404)]) as (url, _):
         task = make("papillon", judge={"url": url, "model": "judge", "key_env": None, "attempts": 1})

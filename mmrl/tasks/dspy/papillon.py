@@ -22,6 +22,7 @@ from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import Chat, described, forget_counts, unreachable
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.base import SPLITS, DspyTask, text_of
+from mmrl.tasks.dspy.fields import within_bounds
 from mmrl.tasks.dspy.leaks import leaked_pieces
 from mmrl.tasks.mini.messages import make_external, mini_requests
 
@@ -295,7 +296,7 @@ class EndpointJudges:
                 reply = await self.chat.complete(
                     messages, max_tokens=self.settings.max_tokens, temperature=self.settings.temperature
                 )
-                return dict(adapter.parse(signature, reply))
+                return dict(within_bounds(signature, reply, adapter.parse))
             except EngineFailure as error:
                 raise JudgeFailure(f"task.judge: {error}") from error
             # Unlike the agents' judge there is no fixed rule here: the rollout is aborted after the last try, since
