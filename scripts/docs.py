@@ -154,12 +154,12 @@ def chosen_table(path: str) -> str:
                 seen.setdefault(name, {})[choice] = field
     rows = []
     for name, users in sorted(seen.items(), key=lambda item: len(item[1]), reverse=True):
-        kinds: dict[tuple[str, ...], list[str]] = {}  # the rows of each meaning that the key has -> who has it
+        lines: dict[str, list[str]] = {}  # row of the key or of one below it -> who has it with this meaning
         for choice, field in users.items():
-            kinds.setdefault(tuple(field_rows(f"{path}.{name}", field)), []).append(choice)
-        for made, having in kinds.items():
-            who = "all" if len(having) == len(schemas) else ", ".join(having)
-            rows += [f"{line} {who} |" for line in made]
+            for line in field_rows(f"{path}.{name}", field):
+                lines.setdefault(line, []).append(choice)
+        for line, having in lines.items():
+            rows.append(f"{line} {'all' if len(having) == len(schemas) else ', '.join(having)} |")
     head = [f"| key | type | schema default | meaning | {called} |", "|---|---|---|---|---|"]
     nested = [chosen_table(below) for below in CHOSEN if below.startswith(f"{path}.")]
     return "\n\n".join([f"### `{path}`\n\n{sentence}\n\n" + "\n".join([*head, *rows]), *nested])
