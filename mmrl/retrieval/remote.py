@@ -24,16 +24,8 @@ from urllib.parse import urlsplit
 from mmrl.errors import RetrievalFailure
 from mmrl.retrieval.base import Document, Retriever, whole_text
 from mmrl.retrieval.protocols import MAX_QUERY_CHARS, MAX_URL_QUERY_CHARS, read_dspy_reply, read_search_r1_reply
+from mmrl.system import replies
 from mmrl.system.portal import IoScope
-from mmrl.system.replies import (
-    ACCEPTED,
-    QUOTED,
-    ReplyTooLarge,
-    ReplyUnreadable,
-    quoted,
-    read,
-    refuse_large_redirect,
-)
 
 if TYPE_CHECKING:
     import httpx
@@ -155,7 +147,7 @@ class RemoteRetriever(Retriever):
         self._counts: Counter[str] = Counter()
         self._cache: dict[tuple[str, int], list[Document]] = {}
         self._cache_size = cache_size
-        self._headers = ACCEPTED if token is None else {**ACCEPTED, "Authorization": f"Bearer {token}"}
+        self._headers = replies.ACCEPTED if token is None else {**replies.ACCEPTED, "Authorization": f"Bearer {token}"}
         self._breaker = breaker or Breaker()
         self._last_failure = ""
         # Idle clients, of one connection each: with every request, a pool of httpx looks at all of its connections; at
@@ -282,7 +274,7 @@ class RemoteRetriever(Retriever):
             self._counts["requests"] += 1
             status, content = await self._send(method, body, params, limit)
         if status >= 300:
-            text = quoted(content.decode(errors="replace"))
+            text = replies.quoted(content.decode(errors="replace"))
             raise RetrievalFailure(
                 f"retriever {self.url}: answered with status {status}" + (f" ({text})" if text else ""),
                 "status",
@@ -292,7 +284,7 @@ class RemoteRetriever(Retriever):
             return parse(json.loads(content))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise RetrievalFailure(
-                f"retriever {self.url}: a reply that is not the {self.protocol} protocol's ({quoted(str(error))})",
+                f"retriever {self.url}: a reply that is not the {self.protocol} protocol's ({replies.quoted(str(error))})",
                 "garbage",
                 transient=True,
             ) from None
@@ -315,9 +307,11 @@ class RemoteRetriever(Retriever):
                     method, self.url, params=params or None, content=data, headers=headers
                 ) as reply:
                     fine = reply.status_code < 300
-                    return reply.status_code, await read(reply, limit if fine else 4 * QUOTED, cut=not fine)
+                    return reply.status_code, await replies.read(
+                        reply, limit if fine else 4 * replies.QUOTED, cut=not fine
+                    )
         # The same request would bring the same again.
-        except (ReplyTooLarge, ReplyUnreadable) as error:
+        except (replies.ReplyTooLarge, replies.ReplyUnreadable) as error:
             raise RetrievalFailure(f"retriever {self.url}: {error}", "garbage") from None
         except TimeoutError:
             raise RetrievalFailure(
@@ -326,7 +320,7 @@ class RemoteRetriever(Retriever):
         except (httpx.InvalidURL, ValueError):
             raise RetrievalFailure(f"retriever {self.url}: is no address (host or port)", "connection") from None
         except (httpx.HTTPError, OSError) as error:
-            reason = quoted(str(error)) or type(error).__name__
+            reason = replies.quoted(str(error)) or type(error).__name__
             raise RetrievalFailure(f"retriever {self.url}: {reason}", "connection", transient=True) from None
         finally:
             idle.append(client)
@@ -339,7 +333,7 @@ class RemoteRetriever(Retriever):
             # uvicorn closes connections that were idle for 5 s: ours must go first, or a request meets the closing one.
             limits=httpx.Limits(max_connections=1, keepalive_expiry=IDLE_S),
             follow_redirects=True,
-            event_hooks={"response": [refuse_large_redirect]},
+            event_hooks={"response": [replies.refuse_large_redirect]},
             # A proxy of the environment knows nothing of servers on this machine or in this cluster.
             trust_env=False,
             verify=self._tls if self.url.startswith("https:") else False,

@@ -110,7 +110,7 @@ async def refuse_large_redirect(reply: httpx.Response) -> None:
 
 def quoted(text: str) -> str:
     """The beginning of a server's text on one line, without secrets, for an error or a log line."""
-    # Cut before it is split, which takes seconds for megabytes, and again after secrets are hidden: half of one is none.
+    # Cut before it is split, which takes seconds for megabytes, and again once secrets are hidden: half a one is none.
     return hide_reply(" ".join(text[: 64 * QUOTED].split()))[:QUOTED]
 
 
