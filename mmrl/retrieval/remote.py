@@ -284,7 +284,8 @@ class RemoteRetriever(Retriever):
             return parse(json.loads(content))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise RetrievalFailure(
-                f"retriever {self.url}: a reply that is not the {self.protocol} protocol's ({replies.quoted(str(error))})",
+                f"retriever {self.url}: a reply that is not the {self.protocol} protocol's "
+                f"({replies.quoted(str(error))})",
                 "garbage",
                 transient=True,
             ) from None

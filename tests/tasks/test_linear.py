@@ -21,8 +21,10 @@ from mmrl.tasks.search_program import program
 SHORT, LONG = 50_000, 200_000
 MOST = 8.0
 """Times the processor time for four times the text; a quadratic reader takes 16 times as long."""
-UNNOTICED_S = 0.1
-"""A reader that takes less for the long text is fast enough, and too fast to be compared."""
+UNNOTICED_S = 0.5
+"""A reader that takes less for the long text is no quadratic one, and too fast to be compared."""
+FIRST = 4_000
+"""Read before: a quadratic reader would take minutes for the long text."""
 
 LABELS = built_in.Banking77(["a", "b"])
 
@@ -64,8 +66,6 @@ READERS: dict[str, Callable[[str], object]] = {
     "same_title": hover.same_title,
     "needed": lambda text: built_in.needed([text]),
     "fields": lambda text: fields(LABELS.classify.predict.signature, text),
-    "a judge's number": lambda text: fields(built_in.LEAKAGE, text),
-    "a judge's verdict": lambda text: fields(built_in.QUALITY, text),
     "canonical": canonical,
     "escape": judge.escape,
     "read_outcome": lambda text: judge.read_outcome(f"<score>{text}"),
@@ -73,11 +73,9 @@ READERS: dict[str, Callable[[str], object]] = {
     "salvage_turns": lambda text: judge.salvage_turns(f"<score>{text}</score>", 3),
 }
 PIECES = (
-    "<search>", "<search><answer>", "</search>", "<reasoning><tool>", "< ", "<think ", "</ ", " ", "\n", "\n ", "\t",
-    "a", "a ", "aaab", "{", "\\boxed{", "}", "[", "\"", "\\", "9", "9 ", "### ;", "<|begin_of_query|>",
-    "<|end_of_query|>", "</answer>", "Answer:", "Turn1:", "Turn1 ", "Turn", "1.", "<score>", "[[ ## label ## ]]\n",
-    "[[ ##", "##", "&", "&#", "&#9", "&amp;", "\u0301", "\u0301\u0323", "\u200b", "\ufdfa", "A b ", "aB", "An ", "A-",
-    "\u0130", "水", "\U0001f600",
+    "<search>", "<search><answer>", "<reasoning><tool>", "<think ", "</ ", " ", "\n ", "a", "a ", "{", "\\boxed{", "[1]",
+    "\"", "9", "### ;", "<|begin_of_query|>", "<|end_of_query|>", "Answer:", "Turn1:", "Turn ", "[[ ## label ## ]]\n",
+    "[[ ##", "&#9", "\u0301\u0323", "\ufdfa", "A b ", "-", "水",
 )  # fmt: skip
 
 
@@ -94,14 +92,13 @@ def test_four_times_the_text_takes_about_four_times_as_long(name: str) -> None:
     reader("warm")
     for piece in PIECES:
         text = (piece * (LONG // len(piece) + 1))[:LONG]
-        # The short one first: a quadratic reader would take minutes for the long one.
-        short = spent(reader, text[:SHORT])
-        assert short < 2, f"{SHORT} characters of {piece!r} took {short:.1f} s"
+        first = spent(reader, text[:FIRST])
+        assert first < 0.5, f"{FIRST} characters of {piece!r} took {first:.1f} s"
         long = spent(reader, text)
         if long <= UNNOTICED_S:
             continue
+        ratio = long / max(spent(reader, text[:SHORT]), 1e-4)
         # Once more where it looks slow: a machine may stumble.
-        ratio = long / max(min(short, spent(reader, text[:SHORT])), 1e-4)
         if ratio > MOST:
             ratio = spent(reader, text) / max(spent(reader, text[:SHORT]), 1e-4)
         assert ratio <= MOST, f"{piece!r}: {long:.2f} s for {LONG} characters, {ratio:.1f} times that of {SHORT}"

@@ -89,7 +89,10 @@ class _Reading(NamedTuple):
 
 def leaked_pieces(pieces: Sequence[str], text: str) -> int:
     """How many of `pieces` are in `text`."""
-    shown = [_Reading(words, _SPELLED.sub(r"\1", words), words.replace(" ", "")) for words in _readings(text)]
+    # Many readings of a text are the same one.
+    readings = list(_readings(text))
+    made = {words: _Reading(words, _SPELLED.sub(r"\1", words), words.replace(" ", "")) for words in set(readings)}
+    shown = [made[words] for words in readings]
     return sum(_literal(piece, text) or _hidden(piece, shown) for piece in pieces)
 
 
@@ -120,10 +123,13 @@ def _readings(text: str) -> Iterator[str]:
     """The words of a text under each reading that something may hide from."""
     for _ in range(2):  # `&amp;#65;` is `&#65;`
         text = html.unescape(_LONG_ENTITY.sub("\ufffd", text))
-    visible = _MARKER.sub("", text.translate(_FOLDING))
-    yield _spaced(_WORD.findall(visible))
+    parts = _MARKER.split(text.translate(_FOLDING))
+    visible = "".join(parts)
+    yield (words := _spaced(_WORD.findall(visible)))
     yield _spaced(_WORD.findall(_CAMEL.sub(" ", visible)))
-    yield _spaced(_WORD.findall(_TAG.sub("", visible)))
+    # a marker may stand on a line of its own in the middle of a word
+    tight = _TAG.sub("", "".join(part.strip() for part in parts))
+    yield _spaced(_WORD.findall(tight)) if tight != visible else words
     alike = text.translate(_LOOKALIKE).translate(_FOLDING).casefold().translate(_LOOKALIKE)
     yield _spaced(_MIXED_WORD.findall(_MARKER.sub("", alike)))
 
