@@ -73,7 +73,8 @@ READERS: dict[str, Callable[[str], object]] = {
     "salvage_turns": lambda text: judge.salvage_turns(f"<score>{text}</score>", 3),
 }
 PIECES = (
-    "<search>", "<search><answer>", "<reasoning><tool>", "<think ", "</ ", " ", "\n ", "a", "a ", "{", "\\boxed{", "[1]",
+    "<search>", "<search><answer>", "<reasoning><tool>", "<think ", "</ ", " ", "\n ", "a", "a ", "{",
+    "\\boxed{", "[1]",
     "\"", "9", "### ;", "<|begin_of_query|>", "<|end_of_query|>", "Answer:", "Turn1:", "Turn ", "[[ ## label ## ]]\n",
     "[[ ##", "&#9", "\u0301\u0323", "\ufdfa", "A b ", "-", "水",
 )  # fmt: skip
