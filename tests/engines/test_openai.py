@@ -122,7 +122,7 @@ def test_a_refusal_is_not_tried_again_and_never_shows_the_key(caplog: pytest.Log
     caplog.set_level(logging.DEBUG)
     with (
         serving([Scripted({"error": f"Incorrect API key provided: {KEY}"}, 401)]) as (url, server),
-        pytest.raises(EngineFailure, match=r"HTTP 401.*\[key\]") as raised,
+        pytest.raises(EngineFailure, match=r"HTTP 401.*\$\{oc\.env:TEST_KEY\}") as raised,
     ):
         ask(chat_at(url))
     assert len(server.seen) == 1
