@@ -1,0 +1,369 @@
+"""Effects of `algo.*`: plans, credit, the loss and its gradients, the critic, sampling, weights of modules."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from mmrl.algorithms import ALGORITHMS, assign_credit, minibatches
+from mmrl.config import ALGO_SCHEMAS, AlgoConfig, EvalConfig, LoraConfig, ModelConfig, TaskConfig
+from mmrl.config.algo import CriticConfig
+from mmrl.errors import ParseFailure
+from mmrl.records import Example, Forest
+from mmrl.rollout.environment import sampling_settings
+from mmrl.rollout.plans import independent
+from mmrl.rollout.sample import sample
+from mmrl.run.build import module_assignment, teacher_policy, teacher_prompts, teachers_apart
+from mmrl.trainer.critic import make_critic
+from tests.config.effects import Options, acts, refused
+from tests.helpers.fakes import FakeEngine, FakeTask, environment
+from tests.helpers.forests import Grow
+from tests.helpers.trainer_cases import (
+    LORA,
+    gradients,
+    make_calls,
+    make_trainer,
+    tiny_model,
+    with_changes,
+    with_targets,
+)
+
+AGENTS = ("writer", "ranker", "answerer")
+GROUPS = "algo.grpo;algo.grpo_mr;algo.mhgpo_*;algo.mmgrpo;algo.mt_grpo*"
+CRITICS = "algo.ppo;algo.mt_ppo;algo.mappo"
+
+
+def section(name: str, options: Options) -> AlgoConfig:
+    return ALGO_SCHEMAS[name].model_validate({"name": name, **options})
+
+
+# --- forests in which every rule of credit has something to do
+
+
+def _estimates(size: int, at: int, observed: int = 0) -> dict[str, Any]:
+    numbers = [0.1 * ((7 * at + 3 * i) % 11) for i in range(size + observed)]
+    logprobs = tuple(-0.2 - number for number in numbers[:size])
+    return {
+        "values": tuple(numbers),
+        "logprobs": logprobs,
+        "ref_logprobs": tuple(-0.5 - 0.1 * i for i in range(size)),
+    }
+
+
+def turns(observed: bool) -> Forest:
+    """An agent's rollouts of one to three turns with turn rewards; those of the last example are all alike."""
+    grow = Grow(("agent",))
+    shapes = {"q0": (2, 1, 3, 2), "q1": (2, 2, 1, 3), "q2": (2, 2, 2, 2)}
+    for example, lengths in shapes.items():
+        for index, length in enumerate(lengths):
+            parent = None
+            for turn in range(length):
+                at, last = len(grow.calls), turn == length - 1
+                # one rollout ends after an observation, as where the context is full
+                size, tools = (2, 0) if example == "q2" else (1 + at % 3, 0 if last and length < 3 else 2)
+                parent = grow.call(
+                    f"{example}/{index}#{turn}",
+                    parent,
+                    "agent",
+                    size,
+                    observation_tokens=tools,
+                    turn_reward=None if last else (0.5 if example == "q2" else 0.3 * ((at + index) % 3)),
+                    **_estimates(size, at, tools if observed else 0),
+                )
+            reward = 1.0 if example == "q2" else 0.2 * ((index * 3 + length) % 5)
+            grow.end(parent, reward, id=f"{example}/{index}", example=example)
+    return grow.forest
+
+
+def trees(name: str) -> Forest:
+    """Trees as a sampler of MHGPO makes them, with penalties of the modules; the last example's end alike."""
+    grow = Grow(AGENTS)
+    fork_of = {"mhgpo_rr": (0, 1, 2, 1, 2), "mhgpo_is": (0, 1, 2)}.get(name, (0,))
+    count = 5 if name == "mhgpo_rr" else 3
+    for example in range(count):
+        forks = [fork_of[example]] if name == "mhgpo_rr" else fork_of
+        for tree, fork in enumerate(forks):
+            widths = {fork: 2} | ({2: 2} if name == "mhgpo_fof_os" else {})
+            tips: list[tuple[str, str | None]] = [(f"q{example}/{tree}", None)]
+            for position, module in enumerate(AGENTS):
+                grown: list[tuple[str, str | None]] = []
+                for tip, parent in tips:
+                    for branch in range(widths.get(position, 1)):
+                        call_id = f"{tip}.{branch}" if position in widths else tip
+                        at = len(grow.calls)
+                        penalty = 0.0 if example == count - 1 else -0.5 * ((at + position) % 3)
+                        made = grow.call(
+                            f"{call_id}#{position}",
+                            parent,
+                            module,
+                            1 + at % 3,
+                            penalty=penalty,
+                            **_estimates(1 + at % 3, at),
+                        )
+                        grown.append((call_id, made))
+                tips = grown
+            for number, (tip, leaf) in enumerate(tips):
+                reward = 1.0 if example == count - 1 else 0.25 * ((number * 3 + example) % 5)
+                grow.end(leaf, reward, id=tip, fork=AGENTS[fork])
+    return grow.forest
+
+
+def programs() -> Forest:
+    """Independent rollouts that call their modules unequally often; one fails to parse, one is long."""
+    grow = Grow(AGENTS)
+    paths = {
+        "q0": (
+            "writer ranker ranker answerer",
+            "writer ranker ranker ranker ranker ranker answerer",
+            "writer answerer",
+            "writer ranker",
+        ),
+        "q1": ("writer ranker answerer",) * 4,
+    }
+    for example, shapes in paths.items():
+        for index, shape in enumerate(shapes):
+            modules, parent = shape.split(), None
+            for position, module in enumerate(modules):
+                broken = shape == "writer ranker" and position == 1
+                parent = grow.call(
+                    f"{example}/{index}#{position}",
+                    parent,
+                    module,
+                    1 + (index + position) % 3,
+                    prompt_tokens=50 if shape == "writer answerer" and position == 0 else 5,
+                    ok=not broken,
+                    present_fields=1 if broken else 0,
+                    expected_fields=2 if broken else 0,
+                )
+            failed = shape == "writer ranker"
+            reward = 0.5 if example == "q1" else (0.0 if failed else 0.3 * index + 0.1)
+            grow.end(parent, reward, id=f"{example}/{index}", example=example, error="parse" if failed else None)
+    return grow.forest
+
+
+def failing_late() -> Forest:
+    """One rollout of four fails to parse at the second call of a module."""
+    grow = Grow(("writer",))
+    for index, length in enumerate((3, 3, 2, 3)):
+        parent = None
+        for position in range(length):
+            broken = length == 2 and position == 1
+            parent = grow.call(f"q/{index}#{position}", parent, "writer", 2, ok=not broken, expected_fields=2)
+        grow.end(parent, 0.2 * index, id=f"q/{index}", example="q", error="parse" if length == 2 else None)
+    return grow.forest
+
+
+def forest_for(name: str, options: Options) -> Forest:
+    if name.startswith("mhgpo") or name == "mappo":
+        return trees(name)
+    if name == "mmgrpo":
+        return failing_late() if "failing_index" in options else programs()
+    return turns(observed=options.get("obs") == "all")
+
+
+def credit(name: str, options: Options, folder: Path) -> object:
+    """Every entry's advantages, weights and targets."""
+    algo = section(name, options)
+    forest = forest_for(name, options)
+    made = assign_credit(forest, algo, 0, minibatches(forest.examples, algo.minibatches))
+    return [(entry.call, entry.advantages, entry.weights, entry.returns) for entry in made.entries]
+
+
+def trained_on(name: str, options: Options, folder: Path) -> object:
+    """Advantages, and not the entries without weight: which calls take part."""
+    found = credit(name, options, folder)
+    assert isinstance(found, list)
+    return [(call, advantages) for call, advantages, weights, _ in found if any(weights)]
+
+
+def plan(name: str, options: Options, folder: Path) -> object:
+    """Trees of twenty examples."""
+    algo = section(name, options)
+    return [ALGORITHMS[name].plan(algo, AGENTS, (0, 1, f"q{n}")) for n in range(20)]
+
+
+# --- the loss
+
+
+def _calls(algo: AlgoConfig) -> list[Any]:
+    calls = make_calls(minibatches=algo.minibatches, noise=0.6)
+    if not isinstance(algo, CriticConfig):
+        return calls
+    values = [(0.3,) * len(call.call.completion_ids) for call in calls]
+    return with_targets(calls, values)
+
+
+def loss_gradients(name: str, options: Options, folder: Path) -> object:
+    """Gradients of the policy; the reference is another policy, so that the KL term has one."""
+    algo = section(name, options)
+    calls = [with_changes(call, ref_logprobs=tuple(-3.0 for _ in call.call.completion_ids)) for call in _calls(algo)]
+    loss, found = gradients(make_trainer(folder, algo=algo, calls=calls), calls)
+    return loss, {key: value.tolist() for key, value in sorted(found.items())[:2]}
+
+
+def updates(name: str, options: Options, folder: Path) -> object:
+    """The optimizer steps of a run of one step: how many, and of which calls."""
+    algo = section(name, options)
+    trainer = make_trainer(folder, algo=algo, calls=_calls(algo))
+    made = [item["update"] for item in trainer.updates()]
+    return [(u.first, sorted(c.call.id for pack in u.packs for c in pack.calls)) for u in made]
+
+
+def critic_gradients(name: str, options: Options, folder: Path) -> object:
+    """Gradients of the critic's own parameters."""
+    algo = section(name, options)
+    lora = LoraConfig(r=4, alpha=8) if options.get("critic") == "adapter" else None
+    trainer = make_trainer(folder, algo=algo, calls=_calls(algo), lora=lora)
+    gradients(trainer, _calls(algo))
+    assert trainer.critic is not None
+    own = trainer.critic.named_parameters()
+    return {key: None if p.grad is None else float(p.grad.abs().sum()) for key, p in sorted(own.items())}
+
+
+def critic_start(name: str, options: Options, folder: Path) -> object:
+    """The critic's weights before training."""
+    trainer = make_trainer(folder, algo=section(name, options))
+    critic = make_critic(trainer.settings, tiny_model())
+    assert critic is not None
+    return critic.module.head.weight.tolist()
+
+
+def critic_rates(name: str, options: Options, folder: Path) -> object:
+    """Learning rates of the critic's optimizer groups in its first steps."""
+    algo = section(name, options)
+    trainer = make_trainer(folder, algo=algo, calls=_calls(algo), steps=4)
+    trainer.create_optimizer_and_scheduler(4)
+    seen = []
+    for _ in range(3):
+        seen.append(trainer.optimizer.param_groups[-1]["lr"])
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+    return seen
+
+
+# --- sampling
+
+
+class Stubborn:
+    """A program whose replies never parse, and that says so to the context."""
+
+    modules = ("a",)
+
+    async def run(self, example: Example, ctx: Any) -> str:
+        def parse(text: str) -> object:
+            raise ParseFailure("never")
+
+        return str((await ctx.call("a", [{"role": "user", "content": "?"}], parse=parse)).text)
+
+
+def requests(phase: AlgoConfig | EvalConfig) -> object:
+    """What an engine is asked for in one rollout: sampling settings and number of attempts."""
+    engine = FakeEngine(lambda request: "no")
+    task = FakeTask(Stubborn())
+    env = environment(task, engine)
+    env.settings = sampling_settings(phase, TaskConfig(name="fake"))
+    asyncio.run(sample(env, [(Example(id="q", inputs={}), independent(1))], "outcome"))
+    return [request.sampling for request in engine.requests]
+
+
+def sampled(name: str, options: Options, folder: Path) -> object:
+    """Requests of training rollouts."""
+    return requests(section(name, options))
+
+
+# --- weights of modules, teachers, what is trained on
+
+
+def serving(name: str, options: Options, folder: Path) -> object:
+    """Which weights each module acts with."""
+    model = ModelConfig(name="m", path="tiny", lora=LORA)
+    return module_assignment(model, section(name, options), AGENTS, None).served
+
+
+def teaching(name: str, options: Options, folder: Path) -> object:
+    """The plan of an example with a teacher beside the student, and the policy and prompts that the teacher has."""
+    given = {key.removeprefix("teachers."): value for key, value in options.items()}
+    base = {"name": "t", "prompts": "mine.yaml"}
+    if "rollouts" in given:
+        number = given["rollouts"]
+        student = {"name": "student", "rollouts": None if number is None else 12 - number}
+    else:
+        student = {"name": "student"}
+    algo = section(name, {"teachers": (student, {**base, **given})})
+    (teacher,) = teachers_apart(algo)
+    policy = teacher_policy(teacher)
+    trees = ALGORITHMS[name].plan(algo, AGENTS, (0, 1, "q"))
+    return trees, policy and policy.base, teacher_prompts(teacher, policy)
+
+
+# the trainer and the sampler know an algorithm by these keys alone
+acts("algo.*", "minibatches", updates, 1, 2, shared=True)
+acts("algo.*", "epochs", updates, 1, 3, shared=True)
+acts("algo.*", "clip", loss_gradients, 0.2, 0.01, shared=True)
+acts("algo.*", "clip_high", loss_gradients, None, 0.01, shared=True)
+acts("algo.*", "ratio_one", loss_gradients, False, True, shared=True)
+acts(GROUPS, "beta", loss_gradients, 0.0, 0.5, shared=True)
+acts(CRITICS, "beta", credit, 0.0, 0.5)
+acts("algo.*", "loss_mean", credit, "seq", "token")
+acts("algo.*", "loss_length", credit, None, 7, loss_mean="constant")
+acts("algo.*", "temperature", sampled, 1.0, 0.5, shared=True)
+acts("algo.*", "top_p", sampled, 1.0, 0.5, shared=True)
+acts("algo.*", "top_k", sampled, 0, 5, shared=True)
+acts("algo.*", "parse_retries", sampled, 0, 2, shared=True)
+acts("algo.grpo*;algo.mt_*;algo.ppo", "advantage_scale", credit, None, {"agent": 2.0})
+acts("algo.mhgpo_*;algo.mmgrpo;algo.mappo", "advantage_scale", credit, None, {"answerer": 2.0})
+# group-relative
+acts("algo.grpo;algo.grpo_mr;algo.mhgpo_*;algo.mt_grpo*", "group_size", plan, 2, 3)
+acts("algo.mmgrpo", "group_size", credit, None, 2)
+acts(GROUPS, "eps", credit, 1e-6, 0.5)
+acts(GROUPS, "ddof", credit, 1, 0)
+acts(GROUPS, "scale", credit, True, False)
+acts(GROUPS, "std_over", credit, "group", "batch")
+acts(GROUPS, "baseline", credit, "mean", "leave_one_out")
+acts(GROUPS, "zero_variance", credit, "keep", "drop")
+# MHGPO
+acts("algo.mhgpo_*;algo.mappo", "penalties", credit, True, False)
+acts("algo.mhgpo_*;algo.mappo", "penalty_scale", credit, None, {"answerer": 2.0})
+acts("algo.mhgpo_rr;algo.mhgpo_fof_os", "aggregate", credit, "mean", "max")
+acts("algo.mhgpo_*", "propagate", credit, "shared", "full")
+acts("algo.mhgpo_*", "train_modules", credit, None, ("writer",))
+acts("algo.mhgpo_*", "freeze_modules", credit, (), ("writer",))
+acts("algo.mhgpo_*", "frozen_serving", serving, False, True, freeze_modules=("writer",))
+acts("algo.mhgpo_rr", "fork_probs", plan, None, (0.0, 0.5, 0.5))
+acts("algo.mhgpo_rr", "regroup", credit, "by_agent_fork", "alg3")
+acts("algo.mhgpo_fof_os", "os_group", credit, "example", "parent")
+refused("algo.mhgpo_fof;algo.mhgpo_is", "aggregate", "max", "no trained call has several successors")
+# turns
+acts("algo.mt_grpo*", "alpha", credit, 1.0, 0.5)
+acts("algo.mt_grpo*", "turn_coef", credit, 1.0, 0.5)
+acts("algo.mt_grpo", "no_tool", credit, "combined", "outcome")
+acts("algo.mt_grpo*", "missing_turn", credit, "zero", "exclude")
+# critics
+acts(CRITICS, "gamma", credit, 1.0, 0.5)
+acts(CRITICS, "gae_lambda", credit, 1.0, 0.5)
+acts(CRITICS, "kl", credit, "reward", "loss", beta=0.5)
+acts(CRITICS, "whiten", credit, "trained", "none")
+acts("algo.ppo;algo.mt_ppo", "obs", credit, "skip", "all")
+acts("algo.ppo;algo.mt_ppo", "position", credit, "last_generated", "turn_end", obs="all", gamma=0.5)
+acts(CRITICS, "critic", critic_gradients, "separate", "head", shared=True)
+acts(CRITICS, "critic_lr_factor", critic_rates, 10.0, 2.0, shared=True)
+acts(CRITICS, "critic_warmup_steps", critic_rates, 0, 2, shared=True)
+acts(CRITICS, "critic_init", critic_start, "random", "zero", shared=True)
+acts(CRITICS, "value_clip", critic_gradients, 0.5, 0.001, shared=True)
+# mmGRPO
+acts("algo.mmgrpo", "rollouts", plan, 12, 4)
+acts("algo.mmgrpo", "padding_mode", credit, "fill", "truncate")
+acts("algo.mmgrpo", "filler", credit, "randint", "max")
+acts("algo.mmgrpo", "fill_source", credit, "rollout", "group")
+acts("algo.mmgrpo", "on_missing", credit, "drop_rollout", "skip_example")
+acts("algo.mmgrpo", "failing_traces", credit, "failing_only", "trajectory")
+acts("algo.mmgrpo", "failing_index", credit, "zero", "true", padding_mode="ragged")
+acts("algo.mmgrpo", "format_failure_score", credit, -1.0, -2.0)
+acts("algo.mmgrpo", "format_failure_best", credit, 0.0, 1.0)
+acts("algo.mmgrpo", "max_context", credit, 8192, 20)
+acts("algo.mmgrpo", "overlong", credit, "datapoint", "trajectory", max_context=20)
+acts("algo.mmgrpo", "teachers.name", teaching, "t", "other")
+acts("algo.mmgrpo", "teachers.policy", teaching, None, "tiny")
+acts("algo.mmgrpo", "teachers.prompts", teaching, "one.yaml", "other.yaml")
+acts("algo.mmgrpo", "teachers.rollouts", teaching, None, 2)

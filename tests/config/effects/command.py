@@ -1,0 +1,334 @@
+"""Effects of the sections that every run has: seed, plugins, `model.*`, `hardware.*`, `eval.*`, `run.*`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack, suppress
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from mmrl.engines.base import EngineSetup
+from mmrl.engines.vllm.command import resources
+from mmrl.errors import MmrlError
+from mmrl.models.chat import render_prompt
+from mmrl.models.load import load_model, load_tokenizer
+from mmrl.models.policy import resolve
+from mmrl.report.overview import Overview
+from mmrl.report.progress import Progress
+from mmrl.report.trackers import trackers
+from mmrl.run.build import module_assignment, server_devices
+from mmrl.run.check import hardware_problems
+from mmrl.run.eval import evaluation_text
+from mmrl.run.launch import must_start, wrapping
+from mmrl.run.settle import import_plugins, run_folder, settle
+from mmrl.stages.evaluate import Evaluations, evaluate, evaluation_metrics
+from mmrl.tasks import TASKS
+from mmrl.trainer import checkpoint
+from mmrl.trainer.adapters import make_adapters
+from tests.config.effects import Options, acts, refused
+from tests.config.effects.algo import requests
+from tests.config.effects.training import BOTH, EVAL, TRAIN, collected, collector_of, config_of, root
+from tests.helpers.fakes import Chain, FakeEngine, FakeTask, environment, seeded_letter
+from tests.helpers.runs import fake_run
+from tests.helpers.trainer_cases import make_calls, make_trainer
+
+# --- seed, plugins
+
+
+def plugged(name: str, options: Options, folder: Path) -> object:
+    """Tasks that there are once the plugins are imported."""
+    package = f"plugin_of_a_test_{folder.name}"
+    text = "from mmrl.tasks import TASKS\nTASKS['of_a_plugin'] = lambda config, seed: None\n"
+    (folder / f"{package}.py").write_text(text, encoding="utf-8")
+    before = dict(TASKS)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(sys, "path", [str(folder), *sys.path]))
+        stack.callback(lambda: (TASKS.clear(), TASKS.update(before)))
+        stack.callback(lambda: sys.modules.pop(package, None))
+        import_plugins(package if p == "HERE" else p for p in config_of(options).plugins)
+        return sorted(TASKS)
+
+
+acts(TRAIN, "seed", collected, 0, 1)
+acts(BOTH, "plugins", plugged, (), ("HERE",))
+
+
+# --- the model
+
+
+def rendered(name: str, options: Options, folder: Path) -> object:
+    """The ids of a prompt."""
+    thinks = "{% if enable_thinking %}<think>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "shout.jinja").write_text("{% for m in messages %}!{{ m.content }}!{% endfor %}", encoding="utf-8")
+    (folder / "thinks.jinja").write_text(thinks, encoding="utf-8")
+    if template := options.get("model.chat_template"):
+        options = {**options, "model.chat_template": str(folder / template)}
+    return render_prompt(load_tokenizer(root(name, options).model), [{"role": "user", "content": "Who made it?"}])
+
+
+def loaded(name: str, options: Options, folder: Path) -> object:
+    """The weights: their type and sum."""
+    weights = next(load_model(root(name, options).model, "cpu").parameters())
+    return weights.dtype, weights.double().sum().item()
+
+
+def asked_for(name: str, options: Options, folder: Path) -> object:
+    """The revision that is asked for at the hub."""
+    with (
+        patch("transformers.AutoTokenizer.from_pretrained", side_effect=OSError("no")) as read,
+        patch("mmrl.models.load.hub_answers", lambda: True),
+        suppress(MmrlError),
+    ):
+        load_tokenizer(root(name, {"model.path": "owner/name", **options}).model)
+    return read.call_args.kwargs["revision"]
+
+
+def adapted(name: str, options: Options, folder: Path) -> object:
+    """Layers of the model that is trained: names, shapes, scaling and dropout of its adapters."""
+    lora = config_of(options).model.lora
+    trainer = make_trainer(folder, calls=make_calls(), lora=lora)
+    layers = [m for m in trainer.model.modules() if hasattr(m, "lora_dropout")]
+    facts = [(list(m.scaling.values()), [getattr(d, "p", 0) for d in m.lora_dropout.values()]) for m in layers]
+    return facts, sorted((n, tuple(p.shape)) for n, p in trainer.model.named_parameters() if p.requires_grad)
+
+
+def assigned(name: str, options: Options, folder: Path) -> object:
+    """Adapters of the modules: names, learning rates, and those that are not trained."""
+    # a section for each module: `model.modules.<module>.lr`
+    of_module = {key.replace("modules.", "modules.a."): value for key, value in options.items()}
+    config = config_of({"model.lora": {}, **of_module})
+    found = module_assignment(config.model, config.algo, ("a", "b"), None)
+    adapters = make_adapters(found)
+    assert adapters is not None
+    return found.adapters, found.rates, found.frozen, adapters.trained
+
+
+def recomputing(name: str, options: Options, folder: Path) -> object:
+    """Whether the update keeps activations, or forwards again."""
+    with patch.object(checkpoint, "save"):
+        trainer = make_trainer(
+            folder, calls=make_calls(), checkpointing=config_of(options).model.gradient_checkpointing
+        )
+        trainer.train()
+    return any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
+
+
+def titled(name: str, options: Options, folder: Path) -> object:
+    """What reports call a run."""
+    stored = config_of(options).model_dump(mode="json")
+    run = fake_run(folder / "run", steps=1, config=stored, evaluate=False)
+    seen = Overview.of(run)
+    return seen.name, seen.what
+
+
+def concluded(name: str, options: Options, folder: Path) -> object:
+    """What an evaluation prints of a model on real data."""
+    metrics = {"n": 1.0, "failed_share": 0.0, "model_failed": 0.0}
+    return evaluation_text(config_of(options, "eval"), {"data": "dev x.json"}, metrics, Path("run"))
+
+
+acts(TRAIN, "model.path", loaded, "tiny", "tiny_dspy")
+acts(BOTH, "model.chat_template", rendered, None, "shout.jinja")
+acts(BOTH, "model.thinking", rendered, False, True, model__chat_template="thinks.jinja")
+acts(BOTH, "model.dtype", loaded, "float32", "bfloat16")
+acts(BOTH, "model.revision", asked_for, None, "v2")
+acts(TRAIN, "model.lora.r", adapted, 4, 8)
+acts(TRAIN, "model.lora.alpha", adapted, 4, 8)
+acts(TRAIN, "model.lora.dropout", adapted, 0.0, 0.5)
+acts(TRAIN, "model.lora.targets", adapted, ("q_proj",), ("v_proj",))
+acts(TRAIN, "model.gradient_checkpointing", recomputing, False, True)
+acts(TRAIN, "model.name", titled, "one", "other")
+acts(EVAL, "model.name", concluded, "tiny", "other")
+acts(TRAIN, "model.modules.adapter", assigned, None, "mine")
+acts(TRAIN, "model.modules.lr", assigned, None, 0.5)
+acts(TRAIN, "model.modules.frozen", assigned, False, True)
+refused(
+    EVAL,
+    "model.modules.adapter",
+    "x",
+    "a checkpoint says which module",
+    typed="model.modules.rewriter.adapter",
+    starts="model.modules",
+)
+refused(
+    EVAL,
+    "model.modules.lr",
+    "0.5",
+    "a checkpoint says which module",
+    typed="model.modules.rewriter.lr",
+    starts="model.modules",
+)
+refused(
+    EVAL,
+    "model.modules.frozen",
+    "true",
+    "a checkpoint says which module",
+    typed="model.modules.rewriter.frozen",
+    starts="model.modules",
+)
+refused(EVAL, "model.path", "tiny_dspy", "policy= names the weights")
+refused(EVAL, "model.lora.r model.lora.alpha", "4", "policy= says which adapter")
+refused(EVAL, "model.lora.dropout", "0.5", "policy= says which adapter")
+refused(EVAL, "model.lora.targets", "[q_proj]", "policy= says which adapter")
+refused(EVAL, "model.gradient_checkpointing", "true", "updates nothing")
+
+
+# --- the hardware
+
+
+def worked_on(name: str, options: Options, folder: Path) -> object:
+    """The device and engine that a run settles on, or why it cannot; and the weights' type there."""
+    try:
+        settled = settle(root(name, options))
+    except MmrlError as error:
+        return str(error)
+    return next(load_model(settled.model, settled.hardware.device).parameters()).device.type, settled.engine.name
+
+
+def started(name: str, options: Options, folder: Path) -> object:
+    """Whether processes are started, and what they are told."""
+    hardware = config_of({"hardware.device": "cuda", **options}).hardware
+    try:
+        return must_start(hardware.processes, hardware.nodes), wrapping(hardware), server_devices(hardware)
+    except MmrlError as error:
+        return str(error)
+
+
+def threads(name: str, options: Options, folder: Path) -> object:
+    """Threads that an engine beside the trainer gets."""
+    settled = settle(root(name, options))
+    with patch.dict("os.environ"):
+        os.environ.pop("OMP_NUM_THREADS", None)
+        return resources(settled.engine, EngineSetup(device="cpu", threads=settled.hardware.threads))
+
+
+def profile(name: str, options: Options, folder: Path) -> object:
+    """How a message names the profile."""
+    return hardware_problems(root(name, {"hardware.processes": 2, **options}).hardware, "vllm_colocated", modules=False)
+
+
+acts(BOTH, "hardware.name", profile, "one", "other")
+acts(BOTH, "hardware.device", worked_on, "cpu", "cuda")
+acts(BOTH, "hardware.engine", worked_on, "transformers", "vllm_server")
+acts(BOTH, "hardware.threads", threads, 1, 2, engine__name="vllm_server")
+acts(TRAIN, "hardware.processes", started, 1, 2)
+acts(TRAIN, "hardware.nodes", started, 1, 2)
+acts(TRAIN, "hardware.rollout_devices", started, 0, 1)
+acts(TRAIN, "hardware.sharding", started, "none", "fsdp2")
+acts(TRAIN, "hardware.cpu_offload", started, False, True, hardware__sharding="fsdp2")
+refused(EVAL, "hardware.processes hardware.nodes", "2", "mmrl eval runs in one", starts="hardware")
+refused(EVAL, "hardware.rollout_devices", "1", "which runs in one process")
+refused(EVAL, "hardware.sharding", "fsdp2", "which runs in one process")
+refused(EVAL, "hardware.cpu_offload", "true", "which runs in one process")
+
+
+# --- evaluation
+
+
+def evaluated(name: str, options: Options, folder: Path) -> object:
+    """Items and rollouts of an evaluation."""
+    config = root(name, options)
+    task, engine = FakeTask(Chain(("a",))), FakeEngine(seeded_letter)
+
+    def env_for(key: Any) -> Any:
+        return environment(task, engine, key=key)
+
+    items = evaluate(env_for, task.examples("dev"), config.eval, config.seed, "outcome")
+    return len(items), len(engine.requests), evaluation_metrics(items, config.eval, config.seed)
+
+
+def evaluated_split(name: str, options: Options, folder: Path) -> object:
+    """Names of the metrics of a training run's evaluations."""
+    config = config_of(options)
+    rundir: Any = SimpleNamespace(eval_path=lambda step, split: folder / f"{split}.jsonl")
+    collector = collector_of(config, FakeEngine(seeded_letter))
+    quiet: Any = SimpleNamespace(status=lambda text: None, evaluation=lambda *arguments: None)
+    collector.log.rundir, collector.log.progress = rundir, quiet
+    examples = collector.task.examples(config.eval.split)
+    run = Evaluations(settings=config.eval, examples=examples, last_step=9, max_failed_share=1.0, collector=collector)
+    return sorted(run.metrics(0)), [step for step in range(1, 10) if run.due(step)]
+
+
+def evaluation_requests(name: str, options: Options, folder: Path) -> object:
+    """What an engine is asked for in one rollout of an evaluation."""
+    return requests(root(name, options).eval)
+
+
+acts(TRAIN, "eval.split", evaluated_split, "dev", "test")
+acts(TRAIN, "eval.every", evaluated_split, 0, 2)
+acts(BOTH, "eval.items", evaluated, None, 3)
+acts(BOTH, "eval.samples", evaluated, 1, 2, eval__temperature=1.0)
+acts(BOTH, "eval.bootstrap", evaluated, 100, 1000)
+acts(BOTH, "eval.temperature", evaluation_requests, 0.0, 1.0)
+acts(BOTH, "eval.top_p", evaluation_requests, 1.0, 0.5, eval__temperature=1.0)
+acts(BOTH, "eval.top_k", evaluation_requests, 0, 5, eval__temperature=1.0)
+acts(BOTH, "eval.parse_retries", evaluation_requests, 0, 2)
+refused(EVAL, "eval.split", "test", "use split=")
+refused(EVAL, "eval.every", "3", "it is an option of mmrl train")
+
+
+def policy(name: str, options: Options, folder: Path) -> object:
+    """Where the weights of an evaluation come from."""
+    return resolve(config_of(options, "eval").policy).base
+
+
+def split(name: str, options: Options, folder: Path) -> object:
+    """Examples of an evaluation."""
+    config = config_of(options, "eval")
+    return [example.inputs for example in FakeTask(Chain()).examples(config.split)]
+
+
+acts(EVAL, "seed", evaluated, 0, 1)
+acts(EVAL, "policy", policy, "tiny", "tiny_dspy")
+acts(EVAL, "split", split, "dev", "test")
+
+
+# --- the run
+
+
+def placed(name: str, options: Options, folder: Path) -> object:
+    """The run directory."""
+    with patch("mmrl.run.settle.allocate", lambda parent, stem: parent / "new"):
+        return run_folder(root(name, options).run.dir, "task", "algo")
+
+
+def shown(name: str, options: Options, folder: Path) -> object:
+    """What is written to a pipe while a run trains."""
+    pipe = StringIO()
+    with patch("sys.stderr", pipe), Progress(total=1, title="run", live=config_of(options).run.progress) as progress:
+        progress.step(1, {"reward/mean": 0.5})
+    return "\x1b[" in pipe.getvalue()
+
+
+def tracked(name: str, options: Options, folder: Path) -> object:
+    """What trackers are started with."""
+    config = config_of(options)
+    run: Any = SimpleNamespace(path=folder, config={}, history=list, summary={})
+    made: list[Any] = []
+
+    def tracker(*arguments: Any) -> Any:
+        made.append((arguments[0], arguments[4]))
+        ignore = lambda *values, **more: None  # noqa: E731
+        return SimpleNamespace(store_init_configuration=ignore, log=ignore, finish=ignore)
+
+    named = {"name": "run", "project": config.run.wandb_project, "device": "cpu"}
+    with (
+        patch("mmrl.report.trackers._started", tracker),
+        trackers(config.run.report_to, run, **named, warn=lambda text: None),
+    ):
+        return made
+
+
+acts(BOTH, "run.dir", placed, None, "outputs/mine")
+acts(TRAIN, "run.name", titled, None, "mine")
+acts(TRAIN, "run.progress", shown, None, True)
+acts(TRAIN, "run.report_to", tracked, (), ("tensorboard",))
+acts(TRAIN, "run.wandb_project", tracked, "mmrl", "mine", run__report_to=("wandb",))
+refused(EVAL, "run.name", "x", "no steps to show or send")
+refused(EVAL, "run.progress", "true", "no steps to show or send")
+refused(EVAL, "run.report_to", "[tensorboard]", "no steps to show or send")
+refused(EVAL, "run.wandb_project", "x", "no steps to show or send")

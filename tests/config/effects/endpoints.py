@@ -1,0 +1,199 @@
+"""Effects of OpenAI-compatible endpoints, wherever a config has one: what its client sends, and how long it tries."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import ssl
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import httpx
+
+from mmrl.config import ENGINE_SCHEMAS, EndpointConfig
+from mmrl.config.teacher import TeacherConfig
+from mmrl.engines import EngineSetup, build_engine
+from mmrl.engines.endpoint_engine import EndpointEngine, with_endpoints
+from mmrl.engines.openai import OpenAIChat
+from mmrl.errors import MmrlError
+from mmrl.rollout.teachers import LoadedTeacher
+from mmrl.run.build import _load_teachers
+from mmrl.tasks.agents.judge import JudgedTurn
+from tests.config.effects import Options, acts
+from tests.config.effects.task import built
+from tests.helpers.engines import tokenizer
+from tests.helpers.fakes import FakeEngine
+
+CERTIFICATES = ssl.create_default_context()
+KEYS = {"KEY_OF_A_TEST": "one", "OPENAI_API_KEY": "default"}
+Sent = list[tuple[str, str | None, Any]]
+
+
+class Server:
+    """Stands where httpx sends: answers every request in the way that shows what `key` does."""
+
+    def __init__(self, key: str, text: str = "fine"):
+        self.key, self.text = key, text
+        self.sent: Sent = []
+        self.in_flight = self.most = 0
+
+    async def send(self, client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
+        self.sent.append((str(request.url), request.headers.get("authorization"), json.loads(request.content)))
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        await asyncio.sleep(0.2 if self.key == "timeout_s" else 0.02 if self.key == "concurrency" else 0)
+        self.in_flight -= 1
+        if self.key == "attempts":
+            return httpx.Response(500, text="broken", request=request)
+        if self.key == "max_wait_s":
+            return httpx.Response(429, headers={"retry-after": "0.02"}, text="later", request=request)
+        message = {"role": "assistant", "content": self.text}
+        usage = {"prompt_tokens": 1000, "completion_tokens": 1000}
+        reply = {"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}
+        return httpx.Response(200, json=reply, request=request)
+
+
+@contextmanager
+def answering(server: Server) -> Any:
+    async def send(client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
+        return await server.send(client, request, **options)
+
+    # certificates take longer to read than all else here
+    unsafe = patch.object(ssl, "create_default_context", lambda *given, **more: CERTIFICATES)
+    with patch.object(httpx.AsyncClient, "send", send), patch.dict(os.environ, KEYS), unsafe:
+        yield
+
+
+def _traced(chat: OpenAIChat, server: Server) -> object:
+    """Three requests at once: what was sent, and what came of it."""
+
+    async def ask() -> object:
+        messages = [{"role": "user", "content": "?"}]
+        return await asyncio.gather(*(chat.complete(messages) for _ in range(3)), return_exceptions=True)
+
+    started = time.perf_counter()
+    found = [str(reply) for reply in asyncio.run(ask())]  # type: ignore[attr-defined]
+    elapsed = time.perf_counter() - started
+    chat.close()
+    if server.key == "concurrency":
+        return server.most
+    if server.key == "requests_per_minute":
+        return elapsed > 0.3
+    return sorted(map(str, server.sent)), found, chat.usage.cost
+
+
+def _given(section: str, options: Options) -> tuple[str, Options]:
+    """The key that is changed, and the endpoint's options; short waits, or a test would have to."""
+    own = {path.removeprefix(f"{section}."): value for path, value in options.items() if path.startswith(f"{section}.")}
+    key = next(iter(own))
+    base: Options = {"url": "http://host/v1", "model": "m", "key_env": None, "attempts": 2, "max_wait_s": 0.001}
+    if key == "timeout_s":
+        base["attempts"] = 1
+    return key, base | own
+
+
+def of_judge(name: str, options: Options, folder: Path) -> object:
+    """The judge's client."""
+    key, given = _given("judge", options)
+    server = Server(key)
+    with answering(server):
+        chosen: Options = {f"judge.{option}": value for option, value in given.items()}
+        task = built(name, chosen if name == "papillon" else {"reward": "judge_outcome", **chosen}, folder)
+        return _traced(task.judges.chat if name == "papillon" else task.judge.chat, server)
+
+
+def asked(name: str, options: Options, folder: Path) -> object:
+    """What a judge is sent for one rollout when none of its replies can be read."""
+    key, given = _given("judge", options)
+    server = Server(key, text="nonsense")
+    with answering(server):
+        chosen: Options = {f"judge.{option}": value for option, value in given.items()}
+        if name == "papillon":
+            judges = built(name, chosen, folder).judges
+            work = judges.quality("query", "new", "gold")
+            chat = judges.chat
+        else:
+            judge = built(name, {"reward": "judge_outcome", **chosen}, folder).judge
+            work = judge.outcome("prompt", [JudgedTurn("text")], ["answer"])
+            chat = judge.chat
+        with suppress(MmrlError):
+            asyncio.run(work)
+        chat.close()
+    return server.sent
+
+
+def of_external(name: str, options: Options, folder: Path) -> object:
+    """The client of the external model."""
+    key, given = _given("external", options)
+    server = Server(key)
+    with answering(server):
+        task = built(name, {f"external.{option}": value for option, value in given.items()}, folder)
+        return _traced(task.external, server)
+
+
+def of_module(name: str, options: Options, folder: Path) -> object:
+    """The client of an endpoint that answers for a module."""
+    key, given = _given("endpoints", options)
+    server = Server(key)
+    with answering(server):
+        config = ENGINE_SCHEMAS[name].model_validate({"name": name, "endpoints": {"one": given}})
+        router: Any = with_endpoints(FakeEngine(lambda request: "x"), config, tokenizer())
+        return _traced(router.endpoints["one"].chat, server)
+
+
+def of_engine(name: str, options: Options, folder: Path) -> object:
+    """The client of `engine=openai`."""
+    key, given = _given("endpoint", options)
+    del given["model"]
+    server = Server(key)
+    with answering(server):
+        config = ENGINE_SCHEMAS[name].model_validate({"name": name, "endpoint": given})
+        engine = build_engine(config, None, tokenizer(), EngineSetup(served="m"))
+        assert isinstance(engine, EndpointEngine)
+        return _traced(engine.chat, server)
+
+
+def of_teacher(name: str, options: Options, folder: Path) -> object:
+    """The client of a teacher behind an endpoint."""
+    key, given = _given("teachers.endpoint", options)
+    server = Server(key)
+    with answering(server):
+        teacher = TeacherConfig(name="t", endpoint=EndpointConfig(**given))
+        student: Any = LoadedTeacher(
+            task=None,  # type: ignore[arg-type]
+            engine=FakeEngine(lambda request: "x"),
+            tokenizer=tokenizer(),
+            shares_vocabulary=True,
+        )
+        found: Any = _load_teachers([teacher], student, lambda policy: (None, None), lambda prompts: None)  # type: ignore[arg-type, return-value]
+        return _traced(found["t"].engine.chat, server)
+
+
+VALUES: dict[str, tuple[Any, Any]] = {
+    "url": ("http://host/v1", "http://other/v1"),
+    "key_env": (None, "KEY_OF_A_TEST"),
+    "timeout_s": (5.0, 0.05),
+    "attempts": (1, 3),
+    "max_wait_s": (0.001, 1.0),
+    "concurrency": (16, 1),
+    "requests_per_minute": (None, 200.0),
+    "price_in": (0.0, 2.0),
+    "price_out": (0.0, 2.0),
+    "model": ("m", "other"),
+}
+NOT_OPENAI = "engine.transformers;engine.vllm_server;engine.vllm_colocated"
+JUDGED = "task.search_agent;task.tool_agent;task.papillon"
+for key, (one, other) in VALUES.items():
+    acts(JUDGED, f"judge.{key}", of_judge, one, other)
+    acts("task.papillon", f"external.{key}", of_external, one, other)
+    acts(NOT_OPENAI, f"endpoints.{key}", of_module, one, other, shared=True)
+    acts("algo.mmgrpo", f"teachers.endpoint.{key}", of_teacher, one, other)
+    if key != "model":
+        acts("engine.openai", f"endpoint.{key}", of_engine, one, other)
+acts(JUDGED, "judge.max_tokens", asked, 2048, 7)
+acts(JUDGED, "judge.temperature", asked, None, 0.5)
+acts(JUDGED, "judge.retries", asked, 0, 2)

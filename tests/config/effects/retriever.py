@@ -1,0 +1,204 @@
+"""Effects of `task.retriever.*`: what is built, what is searched, and what is sent to servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import httpx
+
+from mmrl.config import RETRIEVER_SCHEMAS, RetrieverConfig
+from mmrl.errors import RetrievalFailure
+from mmrl.retrieval import remote
+from mmrl.retrieval.base import Document
+from mmrl.retrieval.index_folder import spec_of
+from mmrl.retrieval.select import open_retriever
+from tests.config.effects import Options, acts
+from tests.config.effects.task import played, searched
+from tests.helpers.programs import DOCUMENTS
+
+LOCAL = "retriever.bm25;retriever.dense;retriever.colbert"
+ENCODERS = "retriever.dense;retriever.colbert"
+CORPUS = [Document(id=str(n), title=d["title"], text=d["text"]) for n, d in enumerate(DOCUMENTS)]
+
+
+def section(name: str, options: Options) -> RetrieverConfig:
+    needed = {"url": "http://host:1"} if name == "remote" else {}
+    return RETRIEVER_SCHEMAS[name].model_validate({"name": name, **needed, **options})
+
+
+def described(name: str, options: Options, folder: Path) -> object:
+    """What an index is built of."""
+    return spec_of(section(name, options))
+
+
+def scored(name: str, options: Options, folder: Path) -> object:
+    """Scores of a search."""
+    found = open_retriever(section(name, {"cache_dir": str(folder), **options}), CORPUS).search(["river Tagus"], [3])
+    return [(document.id, document.score) for document in found[0]]
+
+
+def cached(name: str, options: Options, folder: Path) -> object:
+    """Whether a cache of the user's holds something after a search."""
+    own = folder / "mine"
+    if options["cache_dir"]:
+        options = {**options, "cache_dir": str(own)}
+    config = section(name, options)
+    if name == "bm25":
+        open_retriever(config, CORPUS).search(["river"], [1])
+        return own.exists()
+    with (
+        patch("mmrl.retrieval.select.cached_index") as index,
+        patch("mmrl.retrieval.select.read_info"),
+        patch("mmrl.retrieval.select.PassageStore"),
+        patch("mmrl.retrieval.select.open_index"),
+    ):
+        open_retriever(config, CORPUS)
+    return own in index.call_args.args
+
+
+def opened(name: str, options: Options, folder: Path) -> object:
+    """The folder that is opened, and what its encoder and search are made with."""
+    info = SimpleNamespace(kind=name, settings={"model": "m", "encoder": "e5", "k1": 0.9, "b": 0.4})
+    with (
+        patch("mmrl.retrieval.select.cached_index", lambda *arguments: Path("cached")),
+        patch("mmrl.retrieval.select.read_info", lambda path: info),
+        patch("mmrl.retrieval.select.PassageStore", lambda path: path),
+        patch("mmrl.retrieval.index_folder.bm25.Bm25Retriever") as words,
+        patch("mmrl.retrieval.select.Bm25Retriever") as over_corpus,
+        patch("mmrl.retrieval.index_folder.dense.Encoder") as one,
+        patch("mmrl.retrieval.index_folder.dense.DenseRetriever") as dense,
+        patch("mmrl.retrieval.index_folder.colbert.TokenEncoder") as many,
+        patch("mmrl.retrieval.index_folder.colbert.ColbertRetriever") as colbert,
+    ):
+        open_retriever(section(name, options), CORPUS)
+        made = [words, over_corpus, one, dense, many, colbert]
+        calls = [call for kind in made for call in kind.call_args_list]
+        shown = [[str(argument) for argument in call.args if not hasattr(argument, "mock_calls")] for call in calls]
+        return shown, [call.kwargs for call in calls]
+
+
+class _Server:
+    """Stands where httpx sends to a retrieval server."""
+
+    def __init__(self, key: str):
+        self.key = key
+        self.seen: list[tuple[str, str, str | None]] = []
+        self.in_flight = self.most = 0
+
+    async def send(self, request: httpx.Request) -> httpx.Response:
+        self.seen.append((request.method, str(request.url), request.headers.get("authorization")))
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        await asyncio.sleep(0.2 if self.key == "timeout_s" else 0.02 if self.key == "concurrency" else 0)
+        self.in_flight -= 1
+        if self.key == "retries":
+            return httpx.Response(500, request=request)
+        if request.method == "GET":
+            return httpx.Response(200, json={"topk": [{"pid": 1, "text": "A | b", "score": 1.0}]}, request=request)
+        count = len(json.loads(request.content)["queries"])
+        passage = {"document": {"id": "1", "contents": "A\nb"}, "score": 1.0}
+        return httpx.Response(200, json={"result": [[passage]] * count}, request=request)
+
+
+class _Child:
+    """Stands where a retrieval server would be started."""
+
+    pid, alive, exit_code, url = 1, True, None, "http://127.0.0.1:9"
+
+    def __init__(self, *arguments: Any, **options: Any):
+        self.launch = self.wait_until_ready = self.stop = lambda: None
+
+
+def sent(name: str, options: Options, folder: Path) -> object:
+    """What four searches, two of them alike and two at once, send to a server."""
+    key = next(option for option in options if option != "process")
+    server = _Server(key)
+
+    async def send(client: httpx.AsyncClient, request: httpx.Request, **more: Any) -> httpx.Response:
+        return await server.send(request)
+
+    with (
+        patch.object(httpx.AsyncClient, "send", send),
+        patch.dict(os.environ, {"TOKEN_OF_A_TEST": "a-token-of-a-test-long-enough"}),
+        patch.object(remote, "FIRST_WAIT_S", 0.001),
+        patch.object(remote, "LONGEST_WAIT_S", 0.002),
+        patch("mmrl.retrieval.serving.ChildProcess", _Child),
+        patch("mmrl.retrieval.select.cached_index", lambda *arguments: folder),
+    ):
+        retriever = open_retriever(section(name, {"timeout_s": 5.0, "retries": 0, **options}), CORPUS)
+        failures = []
+        for query in ("one", "one"):
+            try:
+                retriever.search([query], [1])
+            except RetrievalFailure as failure:
+                failures.append(failure.cause)
+
+        async def both() -> None:
+            await asyncio.gather(*(retriever.search_async([q], [1]) for q in ("two", "three")), return_exceptions=True)
+
+        asyncio.run(both())
+        retriever.close()
+    return type(retriever).__name__, server.seen, failures, server.most if key == "concurrency" else None
+
+
+def processed(name: str, options: Options, folder: Path) -> object:
+    """Whether a server is started for the searches."""
+    with (
+        patch("mmrl.retrieval.serving.ChildProcess", _Child),
+        patch("mmrl.retrieval.select.cached_index", lambda *arguments: folder),
+        patch("mmrl.retrieval.select.read_info"),
+        patch("mmrl.retrieval.select.PassageStore"),
+        patch("mmrl.retrieval.select.open_index"),
+    ):
+        return getattr(open_retriever(section(name, options), CORPUS), "pid", None) == 1
+
+
+acts("retriever.bm25", "k1", scored, 0.9, 2.0)
+acts("retriever.bm25", "b", scored, 0.4, 0.9)
+acts(ENCODERS, "model", described, None, "mine")
+acts("retriever.dense", "encoder", described, "contriever", "e5")
+acts(ENCODERS, "faiss", described, "flat", "hnsw")
+acts(ENCODERS, "batch_size", opened, 32, 8)
+acts(ENCODERS, "device", opened, "cpu", "cuda")
+acts("retriever.colbert", "candidates", opened, 256, 16)
+acts(LOCAL, "index", opened, None, "folder")
+acts(LOCAL, "cache_dir", cached, None, "MINE")
+acts(LOCAL, "process", processed, "inline", "child")
+for key, one, other in (("timeout_s", 5.0, 0.05), ("retries", 0, 2), ("concurrency", 64, 1), ("cache_size", 10, 0)):
+    acts(LOCAL, key, sent, one, other, process="child")
+    acts("retriever.remote", key, sent, one, other)
+acts("retriever.remote", "url", sent, "http://one:1", "http://other:1")
+acts("retriever.remote", "token_env", sent, None, "TOKEN_OF_A_TEST")
+acts("retriever.remote", "protocol", sent, "search_r1", "dspy")
+
+
+def through_task(name: str, options: Options, folder: Path) -> object:
+    """Passages of a task's search with this retriever: its budget, repetitions, and words of a passage in prompts."""
+    key, value = next(iter(options.items()))
+    observe = played if key == "snippet_words" else searched
+    hits = [[Document(id=str(n), title=f"T{n}", text="many words of a passage here") for n in range(6)]]
+    fake = SimpleNamespace(
+        over_http=False,
+        counts={},
+        close=lambda: None,
+        search=lambda queries, top_k: [hits[0][:k] for _, k in zip(queries, top_k, strict=True)],
+    )
+    needed = {"retriever.url": "http://host:1", "corpus": None} if name == "remote" else {}
+    more = {"retriever.top_k": 4} if key == "dedup" else {}
+    with (
+        patch("mmrl.tasks.search_tool.open_retriever", lambda config, documents: fake),
+        patch("mmrl.tasks.open_qa.retriever_problems", lambda config: []),
+    ):
+        chosen = {"retriever.name": name, **needed, **more, f"retriever.{key}": value}
+        return observe("hotpotqa", chosen, folder)
+
+
+acts("retriever.*", "top_k", through_task, 4, 2)
+acts("retriever.*", "dedup", through_task, False, True)
+acts("retriever.*", "snippet_words", through_task, 100, 2)

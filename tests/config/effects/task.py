@@ -1,0 +1,371 @@
+"""Effects of `task.*`: examples, prompts, what a program does with them, rewards, and what is searched."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import yaml
+
+from mmrl.config import EvalConfig
+from mmrl.config.tasks import OpenQaConfig
+from mmrl.engines.base import Completion, Request
+from mmrl.errors import LengthFailure, MmrlError
+from mmrl.records import Example
+from mmrl.rollout import with_program
+from mmrl.rollout.environment import sampling_settings
+from mmrl.rollout.plans import independent
+from mmrl.rollout.sample import sample
+from mmrl.run.build import reward_set
+from mmrl.tasks import TASKS
+from tests.config.effects import Options, acts, nested, refused
+from tests.config.effects.records import file_of, records_of
+from tests.helpers.fakes import Chain, FakeEngine, FakeTask, environment, spelled
+from tests.helpers.programs import DOCUMENTS, EXAMPLE, Script, default_config, filled
+
+QA = "task.hotpotqa;task.2wiki;task.musique;task.search_agent;task.tool_agent;task.search_o1;task.r1_searcher"
+SEARCH = f"{QA};task.hover"
+PROGRAM = """
+import dspy
+class Answerer(dspy.Module):
+    def __init__(self):
+        super().__init__()
+        self.answer = dspy.Predict("question -> answer")
+    def forward(self, question):
+        return self.answer(question=question)
+class Other(Answerer):
+    def __init__(self):
+        super().__init__()
+        self.answer = dspy.Predict("question -> reasoning, answer")
+async def plain(example, ctx):
+    return (await ctx.call("one", [{"role": "user", "content": str(example.inputs)}])).text
+def right(record, prediction):
+    return 1.0
+def wrong(record, prediction):
+    return 0.0
+"""
+
+
+def _files(name: str, folder: Path) -> Options:
+    """Options under which a task reads its three splits from files."""
+    made: Options = {f"data.{split}": file_of(name, folder, start) for split, start in SPLITS.items()}
+    if isinstance(default_config(name), OpenQaConfig):
+        made["dataset"] = "hotpotqa"
+    return made | ({"sample": "all"} if name in ("banking77", "papillon", "hover") else {})
+
+
+SPLITS = {"train": 0, "dev": 100, "test": 200}
+OTHER_FILE = "OTHER FILE"
+OTHER_CORPUS = "OTHER CORPUS"
+AS_BEFORE = "AS BEFORE"
+"""The value that the observation itself gives."""
+
+
+def built(name: str, options: Options, folder: Path, data: bool = False) -> Any:
+    """A task, on files of its own layout or on the mini world."""
+    chosen = dict(options)
+    if name == "dspy":
+        data = True
+        (folder / "program_of_a_test.py").write_text(PROGRAM, encoding="utf-8")
+        chosen = {"program": "program_of_a_test:Answerer", "metric": "program_of_a_test:right"} | chosen
+        chosen = {"inputs": ("question",)} | chosen
+    if data:
+        chosen = _files(name, folder) | {key: value for key, value in chosen.items() if value != AS_BEFORE}
+    if (data and name == "hover") or chosen.get("corpus") == OTHER_CORPUS:
+        (folder / "corpus.json").write_text(json.dumps(list(DOCUMENTS)), encoding="utf-8")
+        chosen["corpus"] = str(folder / "corpus.json")
+    chosen = {key: file_of(name, folder, 300) if value == OTHER_FILE else value for key, value in chosen.items()}
+    config = default_config(name, **nested(chosen))
+    with patch.object(sys, "path", [str(folder), *sys.path]):
+        try:
+            return with_program(TASKS[name](config, 0))
+        finally:
+            sys.modules.pop("program_of_a_test", None)
+
+
+def examples(name: str, options: Options, folder: Path) -> object:
+    """The examples of every split, or why there are none."""
+    try:
+        task = built(name, options, folder, data=True)
+    except MmrlError as error:
+        return type(error)
+    return {split: [(e.id, dict(e.inputs)) for e in task.examples(split)] for split in SPLITS}
+
+
+def mini_examples(name: str, options: Options, folder: Path) -> object:
+    """The examples of every split on the mini world."""
+    task = built(name, options, folder)
+    return {split: [(e.id, dict(e.inputs)) for e in task.examples(split)] for split in SPLITS}
+
+
+# --- one rollout
+
+
+class _Full(FakeEngine):
+    """Its context is full."""
+
+    async def generate(self, request: Request) -> Completion:
+        raise LengthFailure("full")
+
+
+def rolled_out(task: Any, engine: Any, example: Example, chosen: str | None = None) -> Any:
+    env = environment(task, engine)
+    env.settings = sampling_settings(EvalConfig(), task.config)
+    return asyncio.run(sample(env, [(example, independent(1))], reward_set(task, chosen)))
+
+
+def failed(name: str, options: Options, folder: Path) -> object:
+    """Reward of a rollout whose context is full."""
+    task = built(name, options, folder)
+    (rollout,) = rolled_out(task, _Full(lambda request: ""), task.examples("train")[0]).rollouts
+    return rollout.reward
+
+
+def limited(name: str, options: Options, folder: Path) -> object:
+    """What a rollout may do under a task's limits: asked tokens, and how it ends."""
+    config = default_config(name, **options)
+    engine = FakeEngine(lambda request: "x", pause=lambda: 0.05)
+    task: Any = FakeTask(Chain(("a",)))
+    env = environment(task, engine)
+    env.settings = sampling_settings(EvalConfig(), config)
+    example = Example(id="q", inputs={"text": "x" * 60})
+    (rollout,) = asyncio.run(sample(env, [(example, independent(1))], "outcome")).rollouts
+    return rollout.error, [request.sampling.max_tokens for request in engine.requests]
+
+
+def prompted(name: str, options: Options, folder: Path) -> object:
+    """The first prompt of a rollout."""
+    if options.get("prompts"):
+        task = built(name, {}, folder)
+        # in DSPy's programs the first module is not always the first that speaks
+        modules = task.program.modules[:1]
+        roles = {"system": "Say something else."}
+        if name in ("banking77", "papillon", "hover", "dspy"):
+            modules, roles = tuple(task.predictors), {"instructions": "Say something else."}
+        (folder / "prompts.yaml").write_text(yaml.safe_dump(dict.fromkeys(modules, roles)), encoding="utf-8")
+        options = {**options, "prompts": str(folder / "prompts.yaml")}
+    task = built(name, options, folder)
+    engine = FakeEngine(lambda request: "x")
+    rolled_out(task, engine, task.examples("dev")[0])
+    return spelled(engine.requests[0].prompt_ids)
+
+
+TEXTS: dict[str, Sequence[str]] = {
+    "hotpotqa": ("### Lisbon; Tagus ###", "0, 1", "Tagus"),
+    "search_agent": (
+        "<think> t </think>\n<search> Lisbon river </search>",
+        "<think> t </think>\n<search> Tagus </search>",
+        "<think> t <answer> A river Tagus </answer>",
+    ),
+    "tool_agent": (
+        "a message without a whole pair <reasoning>",
+        '<reasoning>t</reasoning><tool>{"name": "wiki_search", "args": {"query": "Lisbon river"}}</tool>',
+        "<answer>Tagus</answer>",
+    ),
+    "search_o1": (
+        "I need it. <|begin_search_query|>Lisbon river<|end_search_query|>",
+        "Final information: the Tagus",
+        "So <|begin_search_query|>Tagus<|end_search_query|>",
+        "Final information: none",
+        "\\boxed{Tagus}",
+    ),
+    "r1_searcher": (
+        "<think>t <|begin_of_query|>Lisbon river<|end_of_query|>",
+        "so <|begin_of_query|>Tagus<|end_of_query|>",
+        "</think><answer>Tagus</answer>",
+    ),
+}
+
+
+# found in normalised text alone, and answered in a form that only the loose check accepts
+ASKED = replace(EXAMPLE, metadata={"answers": ["A river Tagus"]})
+
+
+def played(name: str, options: Options, folder: Path) -> object:
+    """A rollout in which the model searches and answers: prompts, prediction, reward and metrics."""
+    task = built(name, {"corpus": OTHER_CORPUS, "max_tokens": 500, **options}, folder)
+    engine = Script(texts=TEXTS.get(name, TEXTS["hotpotqa"]))
+    example = ASKED if name == "search_agent" else EXAMPLE
+    corpus = next(iter(task.search_tool.corpora))
+    forest = rolled_out(task, engine, replace(example, inputs={**example.inputs, "corpus": corpus}), task.config.reward)
+    (rollout,) = forest.rollouts
+    task.close()
+    return (
+        [spelled(request.prompt_ids) for request in engine.requests],
+        [request.sampling.max_tokens for request in engine.requests],
+        [(call.turn_reward, call.penalty) for call in forest.path(rollout)],
+        (str(rollout.prediction), rollout.reward, dict(rollout.metrics), rollout.error),
+    )
+
+
+def answered(name: str, options: Options, folder: Path) -> object:
+    """Metrics of an answer that is spelled otherwise than the gold one."""
+    task = built(name, options, folder)
+    example = Example(id="e", inputs={}, metadata={"answers": ["New-York"]})
+    return task.answer_metrics("New York", example)
+
+
+def searched(name: str, options: Options, folder: Path) -> object:
+    """Titles that a search brings."""
+    task = built(name, options, folder)
+    try:
+        if name == "hover":
+            return [p["long_text"] for p in task.tools["search"](queries=["river Tagus"], top_k=5)]
+        corpus = task.examples("dev")[0].inputs["corpus"]
+        return [p["title"] for p in task.search(["river Tagus", "river Tagus"], corpus)]
+    finally:
+        task.close()
+
+
+for split in SPLITS:
+    acts("task.*", f"data.{split}", examples, AS_BEFORE, OTHER_FILE)
+for split in SPLITS:
+    acts("task.*", f"data.{split}_items", examples, None, 3)
+acts("task.*", "max_tokens", limited, 100, 7)
+acts("task.*", "max_context", limited, 4096, 20)
+acts("task.*", "timeout_s", limited, 600.0, 0.01)
+acts("task.*", "failure_score", failed, 0.0, -0.5)
+acts("task.*", "prompts", prompted, None, "MINE")
+acts(f"{QA};task.qa_direct", "punctuation", answered, "delete", "space")
+acts(SEARCH, "corpus", searched, None, OTHER_CORPUS)
+acts(
+    "task.hotpotqa;task.2wiki;task.musique;task.qa_direct;task.search_o1",
+    "dataset",
+    mini_examples,
+    "hotpotqa",
+    "musique",
+)
+acts("task.r1_searcher", "dataset", mini_examples, "hotpotqa", "nq")
+acts("task.search_agent;task.tool_agent", "dataset", examples, "hotpotqa", "musique")
+acts(QA, "retriever.top_k", searched, 3, 1)
+acts("task.hotpotqa;task.2wiki;task.musique", "retriever.dedup", searched, False, True, retriever__top_k=4)
+refused(
+    "task.search_agent;task.search_o1;task.r1_searcher;task.tool_agent;task.hover",
+    "retriever.dedup",
+    "true",
+    "no effect",
+)
+refused("task.tool_agent;task.hover", "retriever.snippet_words", "5", "no effect")
+refused("task.hover", "retriever.top_k", "5", "use task.hop_top_k")
+acts(
+    "task.hotpotqa;task.2wiki;task.musique;task.search_agent;task.search_o1;task.r1_searcher",
+    "retriever.snippet_words",
+    played,
+    100,
+    2,
+)
+acts("task.search_agent", "reward", played, "outcome", "turn")
+acts("task.tool_agent", "reward", played, "outcome", "turn")
+acts("task.r1_searcher", "reward", played, "outcome", "stage1")
+refused(
+    "task.hotpotqa;task.2wiki;task.musique;task.qa_direct;task.search_o1;task.banking77;task.papillon",
+    "reward",
+    "turn",
+    "expected",
+)
+acts("task.search_agent;task.tool_agent;task.search_o1;task.r1_searcher", "max_observation", played, 500, 16)
+acts("task.search_agent;task.search_o1;task.r1_searcher", "max_turns", played, 3, 1)
+acts("task.search_agent", "count_final_call", played, False, True, max_turns=2)
+acts("task.search_agent", "search_penalty", played, 0.1, 0.3, reward="turn")
+acts("task.search_agent", "final_penalty", played, -1.0, -0.5, reward="turn")
+acts("task.search_agent", "em_needs_format", played, True, False, reward="turn")
+acts("task.search_agent", "format_check", played, "strict", "loose", reward="turn")
+acts("task.search_agent", "retrieval_match", played, "normalized", "case_insensitive", reward="turn")
+acts("task.tool_agent", "max_completion", played, 1024, 120, max_tokens=500)
+acts("task.tool_agent", "outcome_rewards", played, 4, 3)
+acts("task.tool_agent", "format_rewards", played, "strict", "released")
+acts("task.qa_direct", "chain_of_thought", prompted, False, True)
+
+
+# --- the tasks of the mmGRPO paper, and one's own
+
+
+def drawn(name: str, options: Options, folder: Path) -> object:
+    """The training examples of a long file."""
+    with patch("tests.config.effects.records.records_of", lambda kind, start: _many(kind)):
+        source = file_of(name, folder, 0)
+    task = built(name, {"data.train": source, **options}, folder) if name != "hover" else None
+    if task is None:
+        (folder / "corpus.json").write_text(json.dumps(list(DOCUMENTS)), encoding="utf-8")
+        given = {"corpus": str(folder / "corpus.json"), "claim_hops": None}
+        task = built(name, {"data.train": source, **given, **options}, folder)
+    return [example.id for example in task.examples("train")]
+
+
+def _many(name: str) -> list[dict[str, Any]]:
+    return [record for start in range(0, 320, 8) for record in records_of(name, start)]
+
+
+def classes(name: str, options: Options, folder: Path) -> object:
+    """The prompt of a classifier with other labels."""
+    if options.get("labels"):
+        (folder / "labels.json").write_text(json.dumps(["label 0", "label 1", "label 2"]), encoding="utf-8")
+        options = {**options, "labels": str(folder / "labels.json")}
+    task = built(name, options, folder, data=True)
+    engine = FakeEngine(lambda request: "x")
+    rolled_out(task, engine, task.examples("train")[0])
+    return spelled(engine.requests[0].prompt_ids)
+
+
+def hops(name: str, options: Options, folder: Path) -> object:
+    """A rollout over several hops: its prompts, its passages and its reward."""
+    task = built(name, options, folder, data=True)
+
+    def answer(request: Request) -> str:
+        if "query" in request.module:
+            return filled(reasoning="r", search_query1="river Tagus", search_query2="Porto", search_query3="None")
+        return filled(reasoning="r", new_key_facts="fact")
+
+    engine = FakeEngine(answer)
+    example = Example(
+        id="e",
+        inputs={"claim": "The Tagus is a river at Lisbon"},
+        metadata={"titles": ["Lisbon", "Elsewhere"], "hops": 3},
+    )
+    forest = rolled_out(task, engine, example, task.config.reward)
+    task.close()
+    (rollout,) = forest.rollouts
+    return len(engine.requests), [spelled(r.prompt_ids) for r in engine.requests], rollout.prediction, rollout.reward
+
+
+def own(name: str, options: Options, folder: Path) -> object:
+    """A rollout of a program of one's own: its prompt, the modules it called and its reward."""
+    task = built(name, options, folder)
+    engine = FakeEngine(lambda request: filled(answer="yes", reasoning="so"))
+    with patch.object(sys, "path", [str(folder), *sys.path]):
+        forest = rolled_out(task, engine, task.examples("train")[0])
+    (rollout,) = forest.rollouts
+    prompts = [spelled(request.prompt_ids) for request in engine.requests]
+    return task.program.modules, prompts, rollout.reward, rollout.error
+
+
+def offered(name: str, options: Options, folder: Path) -> object:
+    """Whether the task has the reward set that is asked for."""
+    task = built(name, options, folder)
+    try:
+        task.check_reward_set(reward_set(task, task.config.reward))
+    except MmrlError as error:
+        return str(error)
+    return None
+
+
+acts("task.banking77;task.papillon;task.hover", "sample", drawn, "paper", "all")
+acts("task.banking77", "labels", classes, None, "MINE")
+acts("task.hover", "claim_hops", examples, None, 3)
+acts("task.hover", "search_hops", hops, 2, 3)
+acts("task.hover", "hop_top_k", hops, 1, 2, search_hops=2)
+acts("task.hover", "last_top_k", hops, 1, 2, search_hops=2)
+acts("task.hover", "passages", hops, 100, 1, search_hops=2)
+acts("task.hover", "reward", hops, "outcome", "strict", search_hops=2)
+acts("task.dspy", "reward", offered, None, "turn")
+acts("task.dspy", "program", own, "program_of_a_test:Answerer", "program_of_a_test:Other")
+acts("task.dspy", "metric", own, "program_of_a_test:right", "program_of_a_test:wrong")
+PLAIN = "program_of_a_test:plain"
+acts("task.dspy", "inputs", own, ("question",), ("question", "gold"), program=PLAIN, modules=("one",))
+acts("task.dspy", "modules", own, ("one",), ("two", "one"), program=PLAIN)
