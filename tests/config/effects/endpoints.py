@@ -40,12 +40,18 @@ class Server:
         self.key, self.text = key, text
         self.sent: Sent = []
         self.in_flight = self.most = 0
+        self.times: list[float] = []
 
     async def send(self, client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
         self.sent.append((str(request.url), request.headers.get("authorization"), json.loads(request.content)))
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
-        await asyncio.sleep(0.2 if self.key == "timeout_s" else 0.02 if self.key == "concurrency" else 0)
+        self.times.append(time.monotonic())
+        await asyncio.sleep(0.2 if self.key == "timeout_s" else 0)
+        for _ in range(30 if self.key == "concurrency" else 0):  # until another one is under way too
+            if self.most > 1:
+                break
+            await asyncio.sleep(0.01)
         self.in_flight -= 1
         if self.key == "attempts":
             return httpx.Response(500, text="broken", request=request)
@@ -75,14 +81,12 @@ def _traced(chat: OpenAIChat, server: Server) -> object:
         messages = [{"role": "user", "content": "?"}]
         return await asyncio.gather(*(chat.complete(messages) for _ in range(3)), return_exceptions=True)
 
-    started = time.perf_counter()
     found = [str(reply) for reply in asyncio.run(ask())]  # type: ignore[attr-defined]
-    elapsed = time.perf_counter() - started
     chat.close()
     if server.key == "concurrency":
-        return server.most
+        return server.most > 1
     if server.key == "requests_per_minute":
-        return elapsed > 0.3
+        return server.times[-1] - server.times[0] > 0.45
     return sorted(map(str, server.sent)), found, chat.usage.cost
 
 
@@ -188,7 +192,8 @@ VALUES: dict[str, tuple[Any, Any]] = {
 NOT_OPENAI = "engine.transformers;engine.vllm_server;engine.vllm_colocated"
 JUDGED = "task.search_agent;task.tool_agent;task.papillon"
 for key, (one, other) in VALUES.items():
-    acts(JUDGED, f"judge.{key}", of_judge, one, other)
+    acts("task.search_agent;task.tool_agent", f"judge.{key}", of_judge, one, other, shared=True)
+    acts("task.papillon", f"judge.{key}", of_judge, one, other)
     acts("task.papillon", f"external.{key}", of_external, one, other)
     acts(NOT_OPENAI, f"endpoints.{key}", of_module, one, other, shared=True)
     acts("algo.mmgrpo", f"teachers.endpoint.{key}", of_teacher, one, other)

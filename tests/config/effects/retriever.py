@@ -95,7 +95,11 @@ class _Server:
         self.seen.append((request.method, str(request.url), request.headers.get("authorization")))
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
-        await asyncio.sleep(0.2 if self.key == "timeout_s" else 0.02 if self.key == "concurrency" else 0)
+        await asyncio.sleep(0.2 if self.key == "timeout_s" else 0)
+        for _ in range(30 if self.key == "concurrency" else 0):  # until another one is under way too
+            if self.most > 1:
+                break
+            await asyncio.sleep(0.01)
         self.in_flight -= 1
         if self.key == "retries":
             return httpx.Response(500, request=request)
