@@ -51,6 +51,10 @@ class Result:
         return asdict(self)
 
 
+CODES = {"SIGKILL": (-9,), "SIGTERM": (0, 143, -15), "SIGINT": (0, 130, -2)}
+"""How a run that was struck may end: done, stopped with its state saved, or by the signal while it was starting."""
+
+
 class Place:
     """Where undisturbed runs, stopped ones and trials lie.
 
@@ -250,6 +254,10 @@ class _Trial:
         self.result.codes.append(found.code)
         if found.hung:
             self.problem("hung")
+        expected = CODES.get(self.result.kind, ())
+        # Of several processes the first one ends with code 1 where another was killed.
+        if found.struck and expected and found.code not in (*expected, *((1,) if len(self.case.ranks) > 1 else ())):
+            self.problem(f"{self.result.kind} ended it with code {found.code}: {found.err[-200:]!r}")
         if "Traceback (most recent" in found.err:
             self.problem(f"a traceback: {found.err.strip().splitlines()[-1][:300]}")
         if found.left:
