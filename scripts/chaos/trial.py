@@ -51,7 +51,7 @@ class Result:
         return asdict(self)
 
 
-CODES = {"SIGKILL": (-9,), "SIGTERM": (0, 143, -15), "SIGINT": (0, 130, -2)}
+CODES = {"SIGKILL": (0, -9), "SIGTERM": (0, 143, -15), "SIGINT": (0, 130, -2)}
 """How a run that was struck may end: done, stopped with its state saved, or by the signal while it was starting."""
 
 
