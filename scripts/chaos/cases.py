@@ -96,7 +96,10 @@ CASES: dict[str, Case] = {
         share=2,
     ),
     "two": _train(
-        *("task=qa_direct", "algo=grpo", "hardware=cpu2", "train.steps=3", "train.keep=1"), share=2, ranks=(0, 1, None)
+        *("task=qa_direct", "algo=grpo", "hardware=cpu2", "train.steps=3", "train.keep=1"),
+        share=2,
+        stop=None,
+        ranks=(0, 1, None),
     ),
     "eval": Case(words=EVAL, again=("eval", f"resume={RUN}"), share=2, stop=("summary", 1)),
     "index": Case(words=BUILD, again=BUILD, share=2, stop=("index finish", 1), files={PASSAGES: _passages()}),
