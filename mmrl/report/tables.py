@@ -212,7 +212,7 @@ def align(rows: Sequence[Sequence[str]], indent: str = "  ", width: int | None =
             blocks.append([])
         blocks[-1].append(column)
     last = len(widths) - 1
-    lines = []
+    lines: list[str] = []
     for block in blocks:
         lines += [""] * bool(lines)
         for row in rows:
