@@ -7,7 +7,7 @@ import json
 import os
 import ssl
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -111,7 +111,7 @@ def of_judge(name: str, options: Options, folder: Path) -> object:
 
 
 def asked(name: str, options: Options, folder: Path) -> object:
-    """What a judge is sent for one rollout when none of its replies can be read."""
+    """What a judge is sent for one rollout when none of its replies can be read, and what it says then."""
     key, given = _given("judge", options)
     server = Server(key, text="nonsense")
     with answering(server):
@@ -124,10 +124,12 @@ def asked(name: str, options: Options, folder: Path) -> object:
             judge = built(name, {"reward": "judge_outcome", **chosen}, folder).judge
             work = judge.outcome("prompt", [JudgedTurn("text")], ["answer"])
             chat = judge.chat
-        with suppress(MmrlError):
-            asyncio.run(work)
+        try:
+            said = str(asyncio.run(work))
+        except MmrlError as error:
+            said = str(error)
         chat.close()
-    return server.sent
+    return server.sent, said
 
 
 def of_external(name: str, options: Options, folder: Path) -> object:
@@ -202,3 +204,4 @@ for key, (one, other) in VALUES.items():
 acts(JUDGED, "judge.max_tokens", asked, 2048, 7)
 acts(JUDGED, "judge.temperature", asked, None, 0.5)
 acts(JUDGED, "judge.retries", asked, 0, 2)
+acts("task.search_agent;task.tool_agent", "judge.on_unreadable", asked, "fail", "rule")
