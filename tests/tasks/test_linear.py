@@ -76,7 +76,7 @@ PIECES = (
     "<search>", "<search><answer>", "<reasoning><tool>", "<think ", "</ ", " ", "\n ", "a", "a ", "{",
     "\\boxed{", "[1]",
     "\"", "9", "### ;", "<|begin_of_query|>", "<|end_of_query|>", "Answer:", "Turn1:", "Turn ", "[[ ## label ## ]]\n",
-    "[[ ##", "&#9", "\u0301\u0323", "\ufdfa", "A b ", "-", "水",
+    "[[ ##", "&#9", "\u0301\u0323", "A b ", "-", "水",
 )  # fmt: skip
 
 

@@ -90,6 +90,8 @@ def test_reward_is_plain_f1_and_metrics_follow_the_official_rules():
         "f1": 0,
         "accuracy": 0,
         "answered": 1,
+        "answer_words": 2,
+        "answer_candidates": 1,
         "gold_retrieved": 0.5,
         "gold_selected": 0,
     }

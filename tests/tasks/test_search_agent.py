@@ -79,6 +79,8 @@ def test_a_search_is_answered_inside_the_same_turn(task):
         "searches": 1.0,
         "turns": 2.0,
         "answered": 1.0,
+        "answer_words": 2.0,
+        "answer_candidates": 1.0,
     }
 
 
