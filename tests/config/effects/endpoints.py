@@ -7,6 +7,7 @@ import json
 import os
 import ssl
 import time
+from collections.abc import AsyncIterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,14 @@ KEYS = {"KEY_OF_A_TEST": "one", "OPENAI_API_KEY": "default"}
 Sent = list[tuple[str, str | None, Any]]
 
 
+class _Body(httpx.AsyncByteStream):
+    def __init__(self, content: bytes):
+        self.content = content
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self.content
+
+
 class Server:
     """Stands where httpx sends: answers every request in the way that shows what `key` does."""
 
@@ -54,13 +63,15 @@ class Server:
             await asyncio.sleep(0.01)
         self.in_flight -= 1
         if self.key == "attempts":
-            return httpx.Response(500, text="broken", request=request)
+            return httpx.Response(500, stream=_Body(b"broken"), request=request)
         if self.key == "max_wait_s":
-            return httpx.Response(429, headers={"retry-after": "0.02"}, text="later", request=request)
+            headers = {"retry-after": "0.02"}
+            return httpx.Response(429, headers=headers, stream=_Body(b"later"), request=request)
         message = {"role": "assistant", "content": self.text}
         usage = {"prompt_tokens": 1000, "completion_tokens": 1000}
         reply = {"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}
-        return httpx.Response(200, json=reply, request=request)
+        # not read yet, as a reply comes from a network
+        return httpx.Response(200, stream=_Body(json.dumps(reply).encode()), request=request)
 
 
 @contextmanager
