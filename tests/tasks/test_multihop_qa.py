@@ -98,7 +98,8 @@ def test_reward_is_plain_f1_and_metrics_follow_the_official_rules():
     example = Example(id="e", inputs={}, metadata={"answers": ["Ty Mendoza", "Tyler"]})
     score = task.score(example, predicted("it is Tyler"), (), "outcome")
     assert score.reward == pytest.approx(0.5)
-    assert score.metrics == {"em": 0, "f1": pytest.approx(0.5), "accuracy": 1, "answered": 1}
+    shape = {"answer_words": 3, "answer_candidates": 1}
+    assert score.metrics == {"em": 0, "f1": pytest.approx(0.5), "accuracy": 1, "answered": 1, **shape}
     with pytest.raises(ConfigError, match=r"task\.reward"):
         task.score(example, predicted(""), (), "turn")
 
