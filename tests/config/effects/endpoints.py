@@ -7,7 +7,6 @@ import json
 import os
 import ssl
 import time
-from collections.abc import AsyncIterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from mmrl.rollout.teachers import LoadedTeacher
 from mmrl.run.build import _load_teachers
 from mmrl.tasks.agents.judge import JudgedTurn
 from tests.config.effects import Options, acts
+from tests.config.effects.records import Body
 from tests.config.effects.task import built
 from tests.helpers.engines import tokenizer
 from tests.helpers.fakes import FakeEngine
@@ -32,14 +32,6 @@ from tests.helpers.fakes import FakeEngine
 CERTIFICATES = ssl.create_default_context()
 KEYS = {"KEY_OF_A_TEST": "one", "OPENAI_API_KEY": "default"}
 Sent = list[tuple[str, str | None, Any]]
-
-
-class _Body(httpx.AsyncByteStream):
-    def __init__(self, content: bytes):
-        self.content = content
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        yield self.content
 
 
 class Server:
@@ -63,15 +55,15 @@ class Server:
             await asyncio.sleep(0.01)
         self.in_flight -= 1
         if self.key == "attempts":
-            return httpx.Response(500, stream=_Body(b"broken"), request=request)
+            return httpx.Response(500, stream=Body(b"broken"), request=request)
         if self.key == "max_wait_s":
             headers = {"retry-after": "0.02"}
-            return httpx.Response(429, headers=headers, stream=_Body(b"later"), request=request)
+            return httpx.Response(429, headers=headers, stream=Body(b"later"), request=request)
         message = {"role": "assistant", "content": self.text}
         usage = {"prompt_tokens": 1000, "completion_tokens": 1000}
         reply = {"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}
         # not read yet, as a reply comes from a network
-        return httpx.Response(200, stream=_Body(json.dumps(reply).encode()), request=request)
+        return httpx.Response(200, stream=Body(json.dumps(reply).encode()), request=request)
 
 
 @contextmanager

@@ -1,12 +1,25 @@
-"""Records in the layouts of the tasks' data sets."""
+"""What effects are observed on: records in the layouts of the tasks' data sets, and bodies of HTTP replies."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from tests.helpers.programs import write_csv
+
+
+class Body(httpx.AsyncByteStream):
+    """Not read yet, as a reply comes from a network."""
+
+    def __init__(self, content: object):
+        self.content = content if isinstance(content, bytes) else json.dumps(content).encode()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self.content
 
 
 def records_of(name: str, start: int) -> list[dict[str, Any]]:

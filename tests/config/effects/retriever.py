@@ -19,6 +19,7 @@ from mmrl.retrieval.base import Document
 from mmrl.retrieval.index_folder import spec_of
 from mmrl.retrieval.select import open_retriever
 from tests.config.effects import Options, acts
+from tests.config.effects.records import Body
 from tests.config.effects.task import played, searched
 from tests.helpers.programs import DOCUMENTS
 
@@ -102,12 +103,13 @@ class _Server:
             await asyncio.sleep(0.01)
         self.in_flight -= 1
         if self.key == "retries":
-            return httpx.Response(500, request=request)
+            return httpx.Response(500, stream=Body(b"broken"), request=request)
         if request.method == "GET":
-            return httpx.Response(200, json={"topk": [{"pid": 1, "text": "A | b", "score": 1.0}]}, request=request)
+            found = {"topk": [{"pid": 1, "text": "A | b", "score": 1.0}]}
+            return httpx.Response(200, stream=Body(found), request=request)
         count = len(json.loads(request.content)["queries"])
         passage = {"document": {"id": "1", "contents": "A\nb"}, "score": 1.0}
-        return httpx.Response(200, json={"result": [[passage]] * count}, request=request)
+        return httpx.Response(200, stream=Body({"result": [[passage]] * count}), request=request)
 
 
 class _Child:
