@@ -2,20 +2,23 @@
 
 Bottom of the import order: everything may raise these, nothing here imports mmrl.
 
-The error model in four points:
+The error model in five points:
 
 1. What the user typed is wrong  -> `ConfigError` (all problems at once), exit code 2, no traceback.
 2. One rollout failed            -> a `RolloutError`; the rollout becomes data: typed, journalled, counted.
    *Model-caused* failures are trained with the task's failure rule; *outside-caused* ones are never credited.
 3. Too many rollouts failed      -> `TooManyFailures`: the run stops with its state saved, exit code 1.
-4. Anything else is a bug        -> a traceback.
+4. The disk refuses a file        -> `StorageError`, one line that names it, exit code 1; what was saved is whole.
+5. Anything else is a bug        -> a traceback.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 
 class MmrlError(Exception):
@@ -49,6 +52,17 @@ class CheckpointError(MmrlError):
     """A run directory or checkpoint cannot be used as asked."""
 
     exit_code = 2
+
+
+class StorageError(MmrlError):
+    """A file could not be read or written: a full disk, a read-only one, a folder in a file's place."""
+
+
+class Stopped(KeyboardInterrupt):
+    """The process was asked to end (SIGTERM): unwound like Ctrl-C, with an exit code of its own."""
+
+    # What a shell reports of a process that SIGTERM has ended: a script that continues runs needs to know one code.
+    exit_code = 143
 
 
 class TooManyFailures(MmrlError):
@@ -162,6 +176,48 @@ class ReplayDivergence(RolloutError):
 
 # By name and not by class: journals and forest files hold the kind as text.
 MODEL_CAUSED = frozenset({ParseFailure.kind, LengthFailure.kind, LimitFailure.kind})
+
+
+_ROOM, _RIGHTS = "free some space there and run it again", "see that it may be written, and run it again"
+_REMEDIES = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EFBIG: _ROOM,
+    errno.EROFS: _RIGHTS,
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EIO: "the disk is failing; copy what is there and run it again elsewhere",
+    errno.EISDIR: "a folder stands where a file belongs; move it away",
+    errno.ENOTDIR: "a file stands where a folder belongs; move it away",
+    errno.EEXIST: "something else stands there; move it away",
+    errno.ENOENT: "put it back and run it again",
+}
+"""What to do about a file that the operating system refuses; other errors are bugs, or have types of their own."""
+
+
+def storage_error(error: OSError, path: object = None) -> StorageError | None:
+    """The one sentence for a file that the operating system refuses; None where that is not what happened.
+
+    Args:
+        path: what was to be written, where the error does not say it.
+    """
+    place = error.filename if error.filename is not None else path
+    remedy = _REMEDIES.get(error.errno or 0)
+    # A full disk is always one; of the others only those that name a file (a pipe or socket has none).
+    if remedy is None or (place is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO)):
+        return None
+    return StorageError(f"{'the output' if place is None else place}: {error.strerror}; {remedy}")
+
+
+@contextmanager
+def storage(path: object = None) -> Iterator[None]:
+    """Files that the operating system refuses inside raise `StorageError`; see `storage_error`."""
+    try:
+        yield
+    except OSError as error:
+        if (refusal := storage_error(error, path)) is None:
+            raise
+        raise refusal from error
 
 
 SHOWN, LONGEST = 100, 2_000

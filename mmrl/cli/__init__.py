@@ -14,7 +14,7 @@ import typer
 
 from mmrl import __version__
 from mmrl.cli.commands import COMMANDS, WORKER, app
-from mmrl.errors import ConfigError, MmrlError, nearest, print_error
+from mmrl.errors import ConfigError, MmrlError, Stopped, nearest, print_error, storage
 from mmrl.secrets import HidingStream, add_environment, holder
 
 OVERVIEW = """\
@@ -66,7 +66,7 @@ own arguments; `--cfg job` prints what a command line sets. docs/reproducing.md 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit code: 0 done, 1 stopped, 2 bad input, 130 interrupted."""
+    """Entry point. Returns the exit code: 0 done, 1 stopped, 2 bad input, 130 interrupted, 143 ended by SIGTERM."""
     words = list(sys.argv[1:] if argv is None else argv)
     if hasattr(sys.stdout, "reconfigure"):
         # a name that the terminal cannot show is no reason to end
@@ -75,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # For the life of the process: what ends it with a traceback is printed after this function.
     sys.stdout, sys.stderr = HidingStream.around(sys.stdout), HidingStream.around(sys.stderr)
     try:
-        return _dispatch(words)
+        with storage():
+            return _dispatch(words)
     except MmrlError as error:
         print_error(error)
         return error.exit_code
@@ -83,6 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except SystemExit as end:
+        if end.code != Stopped.exit_code:
+            raise
+        print("stopped by SIGTERM", file=sys.stderr)
+        return Stopped.exit_code
     except KeyboardInterrupt:
         # a run that had begun has printed the command that continues it
         print("interrupted", file=sys.stderr)

@@ -113,6 +113,10 @@ class TrainConfig(Section):
     save_every: int = Field(20, ge=1, description="steps between checkpoints; the last step is always saved")
     keep: int = Field(2, ge=1, description="newest checkpoints that stay")
 
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is due after `step` steps."""
+        return step % self.save_every == 0 or step == self.steps
+
 
 class EvalConfig(Section):
     """Evaluation before, during and after training."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,9 +16,10 @@ import yaml
 
 from mmrl.config.base import SHIPPED
 from mmrl.errors import ConfigError
+from mmrl.system.files import digests as file_digests
 
 MARKER = "complete.json"
-"""Of a checkpoint: names and sizes of its files, written last."""
+"""Of a checkpoint: names, sizes and SHA-256 of its files, written last."""
 EXTRA = "extra.json"
 """Of a checkpoint: what else was stored with it, such as which module speaks with which weights."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -61,6 +62,44 @@ def is_complete(path: Path) -> bool:
         return all((path / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return False
+
+
+def damage(path: Path, only: Callable[[str], bool] = lambda name: True) -> str:
+    """What of a checkpoint is not as it was saved, in words that name the file; empty where nothing.
+
+    Reads every byte: sizes alone do not show a flipped bit. Checkpoints of former versions have sizes alone.
+
+    Args:
+        only: by name, the files that are looked at.
+    """
+    marker = path / MARKER
+    try:
+        stored = json.loads(marker.read_text(encoding="utf-8"))
+        sizes: dict[str, int] = {name: int(size) for name, size in stored["files"].items() if only(name)}
+        digests, step = dict(stored.get("sha256", {})), stored.get("step")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return f"{marker} is missing or cannot be read"
+    if step is not None and step != checkpoint_step(path):
+        return f"{marker} is that of step {step}"
+    for name, size in sizes.items():
+        if not (path / name).is_file():
+            return f"{path / name} is missing"
+        if (there := (path / name).stat().st_size) != size:
+            return f"{path / name} has {there:,} bytes, not the {size:,} that were saved"
+    hashed = [name for name in sizes if name in digests]
+    for name, actual in zip(hashed, file_digests([path / name for name in hashed]), strict=True):
+        if actual != digests[name]:
+            return f"{path / name} has not the content that was saved"
+    return ""
+
+
+def require_undamaged(policy: Policy) -> None:
+    """Raises `ConfigError` if weights of a policy are not what its run has saved."""
+    folders = {Path(text) for text in (policy.adapter, policy.base, *policy.adapters.values()) if text}
+    # One adapter of several is a folder inside its checkpoint.
+    for folder in sorted({above for path in folders for above in (path, path.parent) if (above / MARKER).is_file()}):
+        if problem := damage(folder, lambda name: name.endswith((".safetensors", ".json", ".jinja"))):
+            raise ConfigError(f"policy: {problem}; restore it, or evaluate another checkpoint of the run")
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

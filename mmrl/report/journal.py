@@ -46,7 +46,10 @@ def write_step(
     text = "".join(dumps(line) + "\n" for line in lines)
     # The fastest level and no time stamp: a journal costs little and equal steps give equal files.
     data = gzip.compress(text.encode(), compresslevel=1, mtime=0)
-    atomic_write(run.journal_path(forest.step if step is None else step, evaluation), data)
+    path = run.journal_path(forest.step if step is None else step, evaluation)
+    atomic_write(path, data)
+    if evaluation is None:
+        run.ledger.note(path, data)
 
 
 class JournalWriter:

@@ -7,30 +7,27 @@ Part of `report`; used by `run` and the commands that read runs. Layout:
     journal/           every rollout and its      eval/           one line per item and evaluation
                        credit, a file per step    checkpoints/    the trainer's
     summary.json       before, after, verdict     report.html     for people
-    run.lock           held while a process writes here
+    digests.jsonl      of journals, evaluations   run.lock        held while a process writes here
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
-import platform
 import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
-from mmrl.errors import CheckpointError, ConfigError, DataError
+from mmrl.errors import CheckpointError, ConfigError, DataError, storage_error
+from mmrl.report.ledger import LINES_DIFFER, Appended, Ledger
+from mmrl.report.machine import describe_environment
 from mmrl.system.files import (
     JsonObject,
-    append_jsonl,
     atomic_write,
     dumps,
     is_locked,
@@ -94,6 +91,8 @@ class RunDir:
 
     def __init__(self, path: Path):
         self.path = path
+        self.metrics = Appended(path / "metrics.jsonl")
+        self.ledger = Ledger(path)
         self._lock: int | None = None
 
     @classmethod
@@ -115,12 +114,22 @@ class RunDir:
             atomic_write(run.path / "environment.json", dumps(describe_environment(command), indent=1) + "\n")
             atomic_write(run.path / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
         except OSError as error:
-            run.close()
+            run._undo_create()
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise storage_error(error, run.path) or error from None
             raise ConfigError(f"run.dir: cannot write to {run.path}: {error.strerror or error}") from None
         except BaseException:
             run.close()
             raise
         return run
+
+    def _undo_create(self) -> None:
+        """Leave no half of a run, which would keep the same command from starting it."""
+        self.close()
+        for folder in FOLDERS:
+            if (self.path / folder).is_dir() and not any((self.path / folder).iterdir()):
+                (self.path / folder).rmdir()
+        (self.path / "environment.json").unlink(missing_ok=True)
 
     @classmethod
     def open(cls, path: Path | str, command: Sequence[str] = ()) -> RunDir:
@@ -138,6 +147,8 @@ class RunDir:
         repair_jsonl(run.metrics_path)
         if command:
             facts = run.environment
+            if not facts and (run.path / "environment.json").exists():
+                raise CheckpointError(f"{run.path}/environment.json: is no JSON object; restore it, or delete it")
             # Every start is recorded: the machine may differ from the first one's.
             facts.setdefault("resumed", []).append(describe_environment(command))
             atomic_write(run.path / "environment.json", dumps(facts, indent=1) + "\n")
@@ -163,7 +174,7 @@ class RunDir:
     @property
     def metrics_path(self) -> Path:
         """`metrics.jsonl`."""
-        return self.path / "metrics.jsonl"
+        return self.metrics.path
 
     @property
     def checkpoints(self) -> Path:
@@ -200,8 +211,13 @@ class RunDir:
 
     @property
     def summary(self) -> JsonObject:
-        """What the finished run wrote; empty while it runs."""
+        """What was written at the end; empty while it runs."""
         return _read_object(self.path / "summary.json")
+
+    @property
+    def finished(self) -> bool:
+        """Whether all is written that a run ends with: the summary and, of a training run, the report."""
+        return bool(self.summary) and (self.report_path.is_file() or "algo" not in self.config)
 
     def history(self) -> list[JsonObject]:
         """One mapping per step, in order (`step` is one of its keys); lines of the same step are merged."""
@@ -223,22 +239,55 @@ class RunDir:
 
     def append_metrics(self, step: int, metrics: Mapping[str, object]) -> None:
         """Write the metrics of one step (0: before training)."""
-        append_jsonl(self.metrics_path, [{"step": step, **metrics}])
+        self.metrics.append([{"step": step, **metrics}])
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write `summary.json`."""
         atomic_write(self.path / "summary.json", dumps(summary, indent=1) + "\n")
 
-    def truncate_after(self, step: int) -> None:
-        """Forget metrics, journals and evaluations later than `step`: they will be computed again, bit-equal."""
-        records = [record for record in read_jsonl(self.metrics_path) if record.get("step", 0) <= step]
-        # Written anew and renamed: a kill in between leaves the old file whole.
-        atomic_write(self.metrics_path, "".join(dumps(record) + "\n" for record in records))
+    def recorded(self) -> JsonObject:
+        """What a checkpoint stores of the run's other files, for `changed_since`."""
+        return {"metrics": self.metrics.mark(), "digests": self.ledger.file.mark()}
+
+    def changed_since(self, record: Mapping[str, Any]) -> dict[Path, str]:
+        """Files that are not what they were at a checkpoint, and what is wrong with each.
+
+        Args:
+            record: `recorded()` at that step.
+        """
+        changed = {} if self.metrics.begins_with(record["metrics"]) else {self.metrics_path: LINES_DIFFER}
+        return changed | self.ledger.changed(record["digests"])
+
+    def truncate_after(self, step: int, record: Mapping[str, Any] | None = None) -> None:
+        """Forget metrics, journals and evaluations later than `step`: they will be computed again, bit-equal.
+
+        Args:
+            record: `recorded()` at that step; None where no checkpoint has one.
+        """
+        if record is None:
+            records = [line for line in read_jsonl(self.metrics_path) if _step_in(line, self.metrics_path) <= step]
+            # Written anew and renamed: a kill in between leaves the old file whole.
+            atomic_write(self.metrics_path, "".join(dumps(line) + "\n" for line in records))
+            self.metrics.read()
+        else:
+            self.metrics.cut(record["metrics"])
+        self.ledger.cut(record["digests"] if record is not None else None)
         for folder in ("journal", "eval"):
             for file in (self.path / folder).iterdir():
                 at = step_of(file)
                 if at is not None and at > step:
                     file.unlink()
+
+    def begin_again(self) -> None:
+        """Forget all that a run without a checkpoint has written but the evaluation before training.
+
+        Its metrics are computed again from its items, if those are what was written.
+        """
+        for path in self.ledger.changed(None):
+            if path.parent.name == "eval":
+                path.unlink(missing_ok=True)
+        self.metrics_path.unlink(missing_ok=True)
+        self.truncate_after(0)
 
     # --- the lock
 
@@ -247,6 +296,8 @@ class RunDir:
             self._lock = take_lock(self.path / LOCK)
         except BlockingIOError as error:
             raise CheckpointError(f"{self.path}: in use by pid {error}") from None
+        except IsADirectoryError:
+            raise CheckpointError(f"{self.path / LOCK}: is a folder, expected a file; move it away") from None
 
     @property
     def in_use(self) -> bool:
@@ -292,101 +343,20 @@ def _run_below(path: Path) -> str:
     return f"; the newest run below it is {max(runs)[1]}" if runs else ""
 
 
+def _step_in(record: JsonObject, path: Path) -> int:
+    """The step of a line of metrics.
+
+    Raises:
+        DataError: it has none.
+    """
+    if not isinstance(step := record.get("step"), int):
+        raise DataError(f"{path}: got a line without an integer 'step' ({dumps(record)[:60]}), expected one in each")
+    return step
+
+
 def _read_object(path: Path) -> JsonObject:
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-# --- environment.json
-
-PACKAGES = (
-    "mmrl",
-    "torch",
-    "transformers",
-    "trl",
-    "vllm",
-    "peft",
-    "accelerate",
-    "datasets",
-    "numpy",
-    "hydra-core",
-    "omegaconf",
-    "pydantic",
-    "dspy",
-    "bm25s",
-)
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM")
-
-
-def describe_environment(command: Sequence[str], cwd: Path | None = None) -> JsonObject:
-    """Everything that a reader needs to know to run it again, besides the config.
-
-    Args:
-        command: the command line as typed.
-        cwd: the user's folder, whose git state is recorded; None: the current one.
-    """
-    # Only if it is loaded anyway: importing it would cost seconds.
-    torch = sys.modules.get("torch")
-    return {
-        "command": list(command),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "machine": platform.machine(),
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ}
-        | ({"torch": torch.get_num_threads()} if torch is not None and hasattr(torch, "get_num_threads") else {}),
-        "versions": _versions(),
-        "cwd": str(cwd or Path.cwd()),
-        "git": git_state(cwd or Path.cwd()),
-    }
-
-
-def git_state(folder: Path) -> JsonObject | None:
-    """`{"commit", "dirty"}` of the repository around `folder`; None without git or outside of a repository."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
-        return None
-    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": None if status is None else bool(status)}
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            # Without optional locks: reading the state must not disturb a git command of the user.
-            ["git", "--no-optional-locks", *arguments],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        # An optional package that is not installed.
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor()

@@ -34,6 +34,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.rollout import with_program
 from mmrl.rollout.teachers import LoadedTeacher
 from mmrl.stages import Stage
+from mmrl.system.files import plain
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 
@@ -111,6 +112,10 @@ class BuiltRun:
                 stack.callback(stage.close)
 
 
+RECORD = "run"
+"""Key of `extra.json` in a checkpoint: what the run's config and other files were at its step."""
+
+
 def build_run(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> BuiltRun:
     """Load the policy and everything around it."""
     import torch
@@ -131,6 +136,7 @@ def build_run(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
     initial = config.model.path if assignment.copied and serves else None
     policy = Policy(base=config.model.path, modules=assignment.served, initial=initial)
     model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
+    stored = plain(config.model_dump(mode="json"))  # without secrets
     trainer = MmrlTrainer(
         model,
         tokenizer,
@@ -140,7 +146,7 @@ def build_run(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
         next_batch=lambda step: stage.next_batch(step),
         on_step_end=lambda step, update: stage.on_step_end(step, update),
         resume_from=checkpoint,
-        extra=lambda step: assignment.record(),
+        extra=lambda step: {**assignment.record(), RECORD: {"config": stored, **log.rundir.recorded()}},
         adapters=make_adapters(assignment),
     )
     engines: Sequence[Engine] = [NullEngine()]

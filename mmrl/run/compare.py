@@ -19,16 +19,16 @@ from pydantic import Field, ValidationError
 from mmrl.config import TrainCommandConfig, validate
 from mmrl.config.base import Section
 from mmrl.config.validate import as_tuples, explain
-from mmrl.errors import ConfigError, MmrlError, print_error, unknown
+from mmrl.errors import ConfigError, MmrlError, Stopped, print_error, unknown
 from mmrl.report.compare import Comparison, compare_runs, find_runs
 from mmrl.report.html import check_docs, write_comparison, write_docs
 from mmrl.report.overview import damage_named
 from mmrl.report.rundir import allocate
 from mmrl.report.tables import comparison_text
 from mmrl.run.check import check_all
-from mmrl.run.launch import stoppable
 from mmrl.run.queue import QueuedRun, RunQueue, state_of
 from mmrl.system.conf import conf_dir, later_wins, options, user_dirs
+from mmrl.system.stop import stoppable
 from mmrl.tasks import TASKS
 
 TOP = Path("outputs") / "compare"
@@ -152,9 +152,9 @@ def run_comparison(request: ComparisonRequest, compose: Compose) -> int:
     with stoppable(), _output() as (say, show):
         try:
             failed = RunQueue(runs, at_once, request.config_dir, say, show, redraw).run()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             say("stopped; the same command continues where this one stopped")
-            return 130
+            return stop.exit_code if isinstance(stop, Stopped) else 130
     notes = [f"{run.name}: failed: {run.trouble()}" for run in runs if run.code != 0]
     if not any((run.path / "config.yaml").is_file() for run in runs):
         print("\n".join(f"error: {note}" for note in notes), file=sys.stderr)

@@ -8,16 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mmrl.config import EvalCommandConfig
-from mmrl.errors import MmrlError
-from mmrl.models.policy import describe_weights, other_task
+from mmrl.errors import MmrlError, StorageError, storage
+from mmrl.models.policy import describe_weights, other_task, require_undamaged
+from mmrl.records import Forest
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
 from mmrl.report.tables import align, facts_table
 from mmrl.run.build import build_task, evaluation_engine, reward_set
 from mmrl.run.check import check_all, served
-from mmrl.run.launch import released, stoppable
+from mmrl.run.launch import released
 from mmrl.run.settle import run_folder, settle, stored_config
 from mmrl.system.files import JsonObject
+from mmrl.system.stop import stoppable
 
 
 def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
@@ -72,24 +74,32 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     torch.set_num_threads(hardware.threads or 1)
     task = build_task(config.task, config.seed)
     policy = served(config)
+    require_undamaged(policy)
     settings = sampling_settings(config.eval, config.task)
     results = rundir.eval_path(policy.step or 0, config.split)
     # What the journal says of items with an infrastructure failure stays; they are written beside it the second time.
-    # Evaluated again, they get files after the last one, since journals are never rewritten.
-    first = len(rundir.journal_steps(config.split)) if drop_failed(results) else 0
+    again = drop_failed(results) > 0
+
+    def write_journal(chunk: int | None, forest: Forest) -> None:
+        # Evaluated again, items get files after the last one, since those of other items are never rewritten.
+        number = len(rundir.journal_steps(config.split)) if chunk is None else chunk
+        write_step(rundir, forest, evaluation=config.split, step=number)
+
     with stoppable(), released(task), evaluation_engine(config, policy, rundir) as (engine, tokenizer):
         try:
-            items = evaluate(
-                lambda key: make_environment(task, engine, tokenizer, settings, key),
-                task.examples(config.split),
-                config.eval,
-                config.seed,
-                reward_set(task, config.task.reward),
-                results,
-                lambda chunk, forest: write_step(rundir, forest, evaluation=config.split, step=first + chunk),
-            )
+            with storage(rundir.path):
+                items = evaluate(
+                    lambda key: make_environment(task, engine, tokenizer, settings, key),
+                    task.examples(config.split),
+                    config.eval,
+                    config.seed,
+                    reward_set(task, config.task.reward),
+                    results,
+                    write_journal,
+                    again=again,
+                )
             usage = engine.describe()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, StorageError):
             print(f"stopped; continue with: mmrl eval resume={rundir.path}", file=sys.stderr)
             raise
     metrics = evaluation_metrics(items, config.eval, config.seed)

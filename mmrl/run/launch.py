@@ -48,13 +48,18 @@ def start(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int:
         )
         for rank in range(hardware.processes)
     ]
-    with passing_on(workers):
+    with passing_on(workers) as signals:
         failed = _wait(workers)
         if failed is None:
             return 0
         # The others would wait for the dead one in a collective until its timeout, which is hours.
         _end(workers)
     code = workers[failed].returncode
+    if signals and code in (-signals[0], 128 + signals[0]):
+        # A worker that was loading its packages has not printed how to go on.
+        if code < 0:
+            print(f"stopped; continue with: mmrl train resume={run_dir}", file=sys.stderr)
+        return 128 + signals[0]
     # A negative code is a signal: the process had no chance to say anything, so this one does.
     if code < 0:
         print(
@@ -167,16 +172,29 @@ def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextmanager
-def passing_on(workers: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the workers; nothing is left behind whatever happens here."""
+def passing_on(workers: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM reach the workers, which end by themselves; nothing is left behind whatever happens here.
 
-    def end(number: int, frame: object) -> None:
-        _end(workers)
+    After SIGTERM they save, which takes as long as their step; a second signal ends them within seconds.
 
-    # Workers are in the same process group, but SIGTERM from a scheduler reaches only this process.
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    Yields:
+        The signals that have come.
+    """
+    signals: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        signals.append(number)
+        if len(signals) > 1:
+            _end(workers)
+            return
+        # Workers are in the same process group, but SIGTERM from a scheduler reaches only this process.
+        for worker in workers:
+            if worker.poll() is None:
+                worker.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -195,21 +213,3 @@ def released(task: Task) -> Iterator[None]:
         yield
     finally:
         task.close()
-
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """SIGTERM (a scheduler's stop) ends a run like Ctrl-C does: what is saved stays, and the way on is printed."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        previous = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not the main thread: someone else handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

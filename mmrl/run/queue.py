@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mmrl.config import TrainCommandConfig, validate_stored
+from mmrl.config import TrainCommandConfig
 from mmrl.errors import ConfigError
-from mmrl.report.compare import flattened
 from mmrl.report.rundir import FOLDERS, LOCK, RunDir
 from mmrl.report.stats import duration, number, short
+from mmrl.run.settle import config_changes
 from mmrl.system.child_process import end_with_parent
 from mmrl.system.files import read_jsonl
 
@@ -53,7 +53,7 @@ def state_of(path: Path, config: TrainCommandConfig, key: str) -> State:
     # Both, as `RunDir.read` wants them: config.yaml alone may be a user's own file.
     if (path / "config.yaml").is_file() and (path / "journal").is_dir():
         _refuse_other_settings(path, config, key)
-        return "finished" if RunDir.read(path).summary else "unfinished"
+        return "finished" if RunDir.read(path).finished else "unfinished"
     if path.is_symlink():
         raise ConfigError(f"{key}: {path} is a link, nothing was touched; take another {key}=, or remove the link")
     if path.is_dir() and _holds_only_leftovers(path):
@@ -257,15 +257,10 @@ def differences(stored: Mapping[str, object], requested: TrainCommandConfig) -> 
     Raises:
         ConfigError: the stored config is none that this version understands.
     """
-    # Validated first: keys that a newer version added have their defaults, and are no difference.
-    there = flattened(validate_stored(TrainCommandConfig, stored).model_dump(mode="json"))
-    here = flattened(requested.model_dump(mode="json"))
     return [
-        f"{path}={there.get(path, 'absent')} (asked: {here.get(path, 'absent')})"
-        for path in dict.fromkeys([*here, *there])
-        if there.get(path) != here.get(path)
-        and not path.startswith(("run.", "hardware."))
-        and not (path == "engine.name" and here.get(path) == "auto")
+        f"{path}={there} (asked: {here})"
+        for path, (there, here) in config_changes(stored, requested.model_dump(mode="json")).items()
+        if not path.startswith("hardware.") and not (path == "engine.name" and here == "auto")
     ]
 
 

@@ -9,14 +9,16 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
 from mmrl.config import RootConfig, TrainCommandConfig, validate_stored
 from mmrl.errors import CheckpointError, ConfigError
+from mmrl.report.compare import flattened
 from mmrl.report.rundir import RunDir, allocate
+from mmrl.system.files import plain
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 
@@ -106,6 +108,45 @@ def run_folder(given: str | None, *below: str, suffix: str = "") -> str:
         return given
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     return str(allocate(Path("outputs", *below), stamp + suffix))
+
+
+_SERVERS = frozenset({"url", "key_env", "python", "timeout_s", "start_timeout_s", "sync_timeout_s", "restarts"})
+"""Keys, anywhere, of servers: another address of the same server changes nothing."""
+
+
+def config_changes(stored: Mapping[str, object], now: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """Config path -> (stored value, value now) where they differ, but for `run.*`: where it lies, who looks on.
+
+    Raises:
+        ConfigError: the stored config is none that this version understands.
+    """
+    # Validated first: keys that a newer version added have their defaults, and are no difference.
+    there = flattened(plain(validate_stored(TrainCommandConfig, stored).model_dump(mode="json")))
+    here = flattened(plain(now))
+    return {
+        path: (there.get(path, "absent"), here.get(path, "absent"))
+        for path in dict.fromkeys([*here, *there])
+        if there.get(path) != here.get(path) and not path.startswith("run.")
+    }
+
+
+def refuse_changes(folder: Path, stored: Mapping[str, object], now: Mapping[str, object], checkpoint: str) -> list[str]:
+    """Compare `config.yaml` of a run with the config that a checkpoint was made with.
+
+    Returns:
+        Changes of machine and servers, which a user may make.
+
+    Raises:
+        CheckpointError: any other change.
+    """
+    shown = {path: f"{path}={here} (was {there})" for path, (there, here) in config_changes(stored, now).items()}
+    allowed = [path for path in shown if path.startswith("hardware.") or path.rpartition(".")[2] in _SERVERS]
+    if refused := [text for path, text in shown.items() if path not in allowed]:
+        raise CheckpointError(
+            f"{folder}/config.yaml: is not the config that {checkpoint} was made with: {', '.join(refused)}; "
+            "put it back, or start a new run"
+        )
+    return [shown[path] for path in allowed]
 
 
 def stored_config(folder: Path, schema: type[ConfigT]) -> ConfigT:

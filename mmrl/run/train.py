@@ -5,6 +5,7 @@ Called by `cli` once `check` has passed. Every process of a run goes this way; t
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,15 +16,15 @@ from rich.console import Console
 
 from mmrl import engines
 from mmrl.config import HardwareConfig, RunConfig, TrainCommandConfig, validate_stored
-from mmrl.errors import CheckpointError, ConfigError, MmrlError
-from mmrl.models.policy import newest_checkpoint
-from mmrl.report.rundir import RunDir
-from mmrl.run.build import BuiltRun, build_run, build_task, check_model
+from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
+from mmrl.report.rundir import RunDir, step_of
+from mmrl.run.build import RECORD, BuiltRun, build_run, build_task, check_model
 from mmrl.run.check import check_all
-from mmrl.run.launch import adopt, must_start, released, start, stoppable
-from mmrl.run.settle import import_plugins, run_folder, settle, stored_config
+from mmrl.run.launch import adopt, must_start, released, start
+from mmrl.run.settle import import_plugins, refuse_changes, run_folder, settle, stored_config
 from mmrl.system.files import JsonObject, plain
 from mmrl.system.processes import ALONE, Processes, join, launched
+from mmrl.system.stop import stoppable
 from mmrl.tasks.base import Task
 
 
@@ -57,13 +58,16 @@ def train(config: TrainCommandConfig, command: Sequence[str], resumed: bool = Fa
     with _reopened(Path(folder), processes) as rundir:
         checkpoint: Path | None = None
         if processes.main:
+            from mmrl.trainer.checkpoint import prune  # it imports torch, which a refused config need not wait for
+
             # Data and servers may have changed since; its own folder is full by now, which must not count.
             check_all([config.in_folder(None)])
-            checkpoint = newest_checkpoint(rundir.checkpoints)
+            with storage(rundir.path):
+                checkpoint = reread(stored, config.train.steps, rundir)
+                prune(rundir.checkpoints, config.train.keep, config.train.saves_after)
         checkpoint = processes.first(checkpoint)
-        if processes.main:
-            # Records after the checkpoint are of steps that are done again.
-            rundir.truncate_after(step_number(checkpoint))
+        if step_number(checkpoint) == config.train.steps and processes.first(bool(rundir.summary)):
+            return _report(rundir) if processes.main else 0
         return _run(config, rundir, checkpoint, processes)
 
 
@@ -109,9 +113,76 @@ def _reopened(folder: Path, processes: Processes) -> Iterator[RunDir]:
         yield RunDir.read(folder)
         return
     with RunDir.open(folder, command=["mmrl", "train", f"resume={folder}"]) as rundir:
-        if rundir.summary:
+        if rundir.finished:
             raise CheckpointError(f"{folder}: this run is finished; look at it with: mmrl show {folder}")
         yield rundir
+
+
+def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
+    """The newest checkpoint that can be continued from, with the run's files as they were at its step.
+
+    What is damaged is named: a checkpoint gives way to the one before it, an evaluation that can be made again is.
+    Files of later steps are dropped, since those steps are done again.
+
+    Args:
+        config: the run's, as it would be stored now.
+        steps: `train.steps`.
+
+    Returns:
+        None where no step was saved yet.
+
+    Raises:
+        CheckpointError: nothing is left to continue from, or the config is another one.
+    """
+    from mmrl.trainer.checkpoint import every_checkpoint, saved_extra, set_aside, sweep, unusable
+
+    refused: list[Path] = []
+    problems: list[str] = []
+    sweep(rundir.checkpoints)
+    for checkpoint in every_checkpoint(rundir.checkpoints):
+        step, fault = step_number(checkpoint), unusable(checkpoint)
+        record = {} if fault else saved_extra(checkpoint).get(RECORD, {})
+        changed: dict[Path, str] = {}
+        moved: list[str] = []
+        if record:
+            moved = refuse_changes(rundir.path, record["config"], config, checkpoint.name)
+            changed = rundir.changed_since(record)
+        # The weights before training are there before the checkpoint is loaded, those of the last step after it.
+        evaluated = {0, step} if step == steps else {0}
+        again = [path for path in changed if path.parent.name == "eval" and step_of(path) in evaluated]
+        problems += [fault] if fault else [f"{path} {text}" for path, text in changed.items() if path not in again]
+        if not fault and len(again) == len(changed):
+            break
+        refused.append(checkpoint)
+    else:
+        if refused:
+            raise CheckpointError(
+                f"{'; '.join(dict.fromkeys(problems))}. No checkpoint is left to continue from: restore what is named "
+                f"from a copy, or delete {rundir.checkpoints} to train again from step 1"
+            )
+        rundir.begin_again()
+        return None
+    for problem in dict.fromkeys(problems):
+        print(f"warning: {problem}; continuing from {checkpoint.name}", file=sys.stderr)
+    if moved:
+        print(f"warning: {rundir.path}/config.yaml: since {checkpoint.name}: {', '.join(moved)}", file=sys.stderr)
+    for path in again:
+        print(f"warning: {path} {changed[path]}; it is evaluated again", file=sys.stderr)
+        path.unlink(missing_ok=True)
+    for path in refused:
+        set_aside(path)
+    if step < steps:
+        (rundir.path / "summary.json").unlink(missing_ok=True)  # of a run whose end is done again
+    rundir.truncate_after(step, record or None)
+    return checkpoint
+
+
+def _report(rundir: RunDir) -> int:
+    """Write what alone is missing of a run that was killed while its report was drawn."""
+    from mmrl.report.html import report_run
+
+    print(f"report         {report_run(rundir.path)}")
+    return 0
 
 
 def step_number(checkpoint: Path | None) -> int:
@@ -137,45 +208,47 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
     sent = {"name": name, "project": shown.wandb_project, "device": config.hardware.device}
     with (
         Progress(total=steps, title=name, live=live, main_metric=metric, first_step=done, console=console) as progress,
-        stoppable(),
+        stoppable(in_a_group=processes.world > 1) as stop,
         released(task),
         trackers(shown.report_to, rundir, **sent, warn=progress.note) as opened,
     ):
         place = f"{config.model.name} ({config.hardware.device}, {config.hardware.threads} threads)"
         work = f"{config.algo.name} on {task.name} with {place}, {steps} steps of {config.train.batch_size} examples"
         progress.note(_start_text(work, task, rundir.path, done))
-        log = StepLog(rundir=rundir, progress=progress, trackers=opened, processes=processes)
+        log = StepLog(rundir=rundir, progress=progress, trackers=opened, processes=processes, stop=stop)
         log.prefetched = bool(config.train.staleness)
         # None while the parts are built: what fails then has nothing to close.
         built: BuiltRun | None = None
         try:
-            built = build_run(config, task, log, checkpoint)
-            before = built.evaluations.baseline()
-            for stage in built.stages:
-                stage.run(checkpoint)
-            after = built.evaluations.items(steps)
+            with storage(rundir.path):
+                built = build_run(config, task, log, checkpoint)
+                try:
+                    before = built.evaluations.baseline()
+                    for stage in built.stages:
+                        stage.run(checkpoint)
+                    after = built.evaluations.items(steps)
+                finally:
+                    built.close()
+                if not processes.main:
+                    return 0
+                facts = {**task.describe(), **built.describe()}
+                text = finish(
+                    rundir,
+                    facts,
+                    before,
+                    after,
+                    seed=config.seed,
+                    split=config.eval.split,
+                    bootstrap=config.eval.bootstrap,
+                    seconds=time.perf_counter() - started,
+                    main_metric=metric,
+                )
         except (MmrlError, KeyboardInterrupt) as error:
             if built is not None or not isinstance(error, ConfigError):  # a wrong setting would stop it again
                 progress.note(f"stopped; continue with: mmrl train resume={rundir.path}")
             raise
-        finally:
-            if built is not None:
-                built.close()
-        if not processes.main:
-            return 0
-        text = finish(
-            rundir,
-            {**task.describe(), **built.describe()},
-            before,
-            after,
-            seed=config.seed,
-            split=config.eval.split,
-            bootstrap=config.eval.bootstrap,
-            seconds=time.perf_counter() - started,
-            main_metric=metric,
-        )
     print(text)
-    return 0
+    return 0 if rundir.finished else 1
 
 
 def _start_text(work: str, task: Task, folder: Path, done: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from mmrl import rng
 from mmrl.config import EvalConfig
-from mmrl.errors import MODEL_CAUSED, TooManyFailures
+from mmrl.errors import MODEL_CAUSED, DataError, TooManyFailures
 from mmrl.records import Example, Forest
 from mmrl.report.stats import bootstrap_interval
 from mmrl.rollout.environment import Environment
@@ -42,16 +42,18 @@ def evaluate(
     seed: int,
     reward_set: str,
     results: Path | None = None,
-    on_forest: Callable[[int, Forest], None] | None = None,
+    on_forest: Callable[[int | None, Forest], None] | None = None,
     processes: Processes = ALONE,
+    again: bool = False,
 ) -> list[Item]:
     """Evaluate on `examples` (the first `settings.items` of them).
 
     Args:
         env_for: environment for a key; sampling depends on (seed, item, sample) alone, never on the chunk.
         results: JSONL of per-item results; items already there are not run again.
-        on_forest: given each chunk's number and forest, for the journal.
+        on_forest: given each chunk's number and forest, for the journal; None for items that fill gaps in `results`.
         processes: who share the work; only the main one writes.
+        again: whether items were taken out of `results` (`drop_failed`) to be evaluated again, and no others.
 
     Returns:
         One item per example: id, means over samples of reward and metrics, errors. Failed rollouts score 0, or what
@@ -62,9 +64,9 @@ def evaluate(
     done: dict[str, Item] = {}
     if results:
         if processes.main:
-            repair_jsonl(results)  # a line torn by a kill must not swallow the next one
-            done = {item["id"]: item for item in read_jsonl(results)}
+            done = _read_back(results, [] if again else chosen)
         done = processes.first(done)
+    in_order = not again and list(done) == [e.id for e in chosen[: len(done)]]
     for chunk in chunks([e for e in chosen if e.id not in done]):
         # One key for all chunks: where a chunk begins depends on what a killed evaluation left.
         env = env_for((seed, "eval"))
@@ -73,7 +75,7 @@ def evaluate(
         items = item_results(forest, env.task.failed_metrics, never(env.task))
         # The journal before the results: an item in the results has its journal.
         if on_forest:
-            on_forest(len(done) // CHUNK, forest)
+            on_forest(len(done) // CHUNK if in_order else None, forest)
         if results and processes.main:
             append_jsonl(results, items)
         done |= {item["id"]: item for item in items}
@@ -147,25 +149,57 @@ class Evaluations:
             self.collector.sync(step)  # not before: a resumed run whose items are all there need not push old weights
             return self.collector.environment(self.settings, key)
 
-        return evaluate(
+        results = self.log.rundir.eval_path(step, self.settings.split)
+        items = evaluate(
             environment,
             self.examples,
             self.settings,
             self.collector.config.seed,
             self.collector.reward_set,
-            self.log.rundir.eval_path(step, self.settings.split),
+            results,
             processes=self.log.processes,
         )
+        if self.log.processes.main and results.exists():
+            self.log.rundir.ledger.note(results)
+        return items
 
 
 def drop_failed(results: Path) -> int:
     """Drop the items with an infrastructure failure, so that they are evaluated again; how many they were."""
     repair_jsonl(results)
-    items = read_jsonl(results)
+    items = read_items(results)
     complete = [item for item in items if not item["failed_share"]]
     if len(complete) < len(items):
         atomic_write(results, "".join(dumps(item) + "\n" for item in complete))
     return len(items) - len(complete)
+
+
+def _read_back(results: Path, chosen: Sequence[Example]) -> dict[str, Item]:
+    """The items of whole chunks; what a kill has left of another chunk is cut off, and evaluated again with the rest.
+
+    So a chunk always has the same items, of which each may see the others in the last bits of its logits.
+    """
+    repair_jsonl(results)  # a line torn by a kill must not swallow the next one
+    items = read_items(results)
+    if len(items) < len(chosen) and [item["id"] for item in items] == [e.id for e in chosen[: len(items)]]:
+        whole = items[: len(items) // CHUNK * CHUNK]
+        if len(whole) < len(items):
+            atomic_write(results, "".join(dumps(item) + "\n" for item in whole))
+        items = whole
+    return {item["id"]: item for item in items}
+
+
+def read_items(results: Path) -> list[Item]:
+    """Per-item results of a file, each item once; a missing file is empty.
+
+    Raises:
+        DataError: a line that is none of an evaluation.
+    """
+    items = read_jsonl(results)
+    for number, item in enumerate(items, start=1):
+        if not {"id", "metrics", "modules", "errors", "failed_share"} <= item.keys():
+            raise DataError(f"{results}:{number}: got {list(item)}, expected the result of one item")
+    return list({item["id"]: item for item in items}.values())
 
 
 def chunks(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import psutil
 
+from mmrl.errors import Stopped
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Trackers
 from mmrl.system.processes import ALONE, Processes
+from mmrl.system.stop import Stop
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +35,22 @@ class StepLog:
     started: float = 0.0
     prefetched: bool = False
     """Whether steps are sampled while the one before trains, so that sampling costs them the wait for it alone."""
+
+    stop: Stop = field(default_factory=Stop)
+    """Whether this process is to end."""
+
+    def obey_stop(self) -> None:
+        """Raise `Stopped` if any process is to end. A collective, between two steps: all stop at one point."""
+        if any(self.processes.gather(self.stop.requested)):
+            raise Stopped
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Around the sampling of a step, which may be given up: the weights are still those of the step before."""
+        self.obey_stop()
+        # Of several processes, one that gave up would leave the others waiting: they look before the next step.
+        with self.stop.at_once() if self.processes.world == 1 else nullcontext():
+            yield
 
     def begin(self) -> None:
         """A step starts."""

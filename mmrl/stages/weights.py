@@ -43,14 +43,17 @@ class WeightStage:
         return self.collector.log
 
     def run(self, checkpoint: Path | None) -> None:
-        """Train to `train.steps`, from a checkpoint where there is one."""
-        self.collector.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        """Train to `train.steps`, from a checkpoint where there is one; a stop (`system.stop`) saves first."""
+        with self.log.stop.held():
+            self.collector.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        self.log.obey_stop()
 
     def next_batch(self, step: int) -> StepBatch:
         """Sample and credit step number `step` (from 1); raises as `Collector.collect`."""
         self.log.begin()
         count = self.collector.config.algo.minibatches
-        batch = self.collector.collect(step, self.credit)
+        with self.log.sampling():
+            batch = self.collector.collect(step, self.credit)
         trained, minibatch = batch.trained, minibatches([example.id for example in batch.examples], count)
         credit = self.credit(trained, minibatch)
         metrics = forest_metrics(batch.forest, never(self.collector.task))

@@ -7,13 +7,15 @@ as if it had never been written.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -78,17 +80,32 @@ def user_path(text: str) -> Path:
     return path
 
 
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Errors of the operating system inside name `path`: a write to an open file says nothing of it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
 def atomic_write(path: Path, data: bytes | str) -> None:
-    """Replace `path` by `data`, text without secrets: all of it or none of it, also after a crash of the machine."""
+    """Replace `path` by `data`, text without secrets: all of it or none of it, also after a crash or on a full disk."""
     # Beside its target: a rename across file systems would be a copy. The pid keeps two writers apart.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(hide(data).encode() if isinstance(data, str) else data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    # The rename is durable once the folder itself is on disk.
-    _sync(path.parent)
+    try:
+        with named(path):
+            with open(temporary, "wb") as file:
+                file.write(hide(data).encode() if isinstance(data, str) else data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            # The rename is durable once the folder itself is on disk.
+            sync(path.parent)
+    finally:
+        # On a full disk its half would keep others from being written.
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -103,17 +120,18 @@ def atomic_dir(path: Path) -> Iterator[Path]:
         yield work
         for folder, _, names in os.walk(work):
             for name in names:
-                _sync(Path(folder, name))
-            _sync(Path(folder))
+                sync(Path(folder, name))
+            sync(Path(folder))
         # `mkdtemp` makes folders for their owner alone.
         work.chmod(0o755)
         os.replace(work, path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flush a file's content, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -127,19 +145,29 @@ def remove_leftovers(folder: Path) -> None:
         leftover.unlink(missing_ok=True)
 
 
-def append_jsonl(path: Path, records: Iterable[Mapping[str, object]]) -> None:
-    """Append records, one line each, in a single write; they outlive the process from then on."""
-    text = "".join(dumps(record) + "\n" for record in records)
-    if not text:
-        return
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        rest = text.encode()
-        # A write may be partial (a full disk, a signal); what is missing is written on.
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-    finally:
-        os.close(descriptor)
+def append_jsonl(path: Path, records: Iterable[Mapping[str, object]]) -> bytes:
+    """Append records, one line each, in a single write; they outlive the process from then on.
+
+    Returns:
+        What was appended. Where that fails, the file is as it was.
+    """
+    data = "".join(dumps(record) + "\n" for record in records).encode()
+    if not data:
+        return data
+    with named(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        before = os.fstat(descriptor).st_size
+        try:
+            rest = data
+            # A write may be partial (a full disk, a signal); what is missing is written on.
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            os.ftruncate(descriptor, before)
+            raise
+        finally:
+            os.close(descriptor)
+    return data
 
 
 def read_jsonl(path: Path) -> list[JsonObject]:
@@ -192,6 +220,18 @@ def repair_jsonl(path: Path) -> None:
     data = path.read_bytes()
     if data and not data.endswith(b"\n"):
         atomic_write(path, data[: data.rfind(b"\n") + 1])
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file's content, as hexadecimal digits."""
+    with named(path), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digests(paths: Sequence[Path]) -> list[str]:
+    """`digest` of each, several at a time: reading and hashing both let other threads work."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(digest, paths))
 
 
 def take_lock(path: Path) -> int:

@@ -2,11 +2,12 @@
 
 Part of `trainer`. A checkpoint is a folder `checkpoint-<steps done>` with what Hugging Face's Trainer saves (model or
 adapter, optimizer, scheduler, random states, trainer state), the critic, `extra.json` of the caller, and
-`complete.json`, the list of its files and sizes. `models.policy` reads them.
+`complete.json`, the list of its files with sizes and digests. `models.policy` reads them.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -16,17 +17,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import logging as hf_logging
 
-from mmrl.errors import CheckpointError
-from mmrl.models.policy import EXTRA, MARKER, checkpoint_step, complete_checkpoints, is_complete
+from mmrl.errors import CheckpointError, StorageError, storage_error
+from mmrl.models.policy import EXTRA, MARKER, checkpoint_step, complete_checkpoints, damage, is_complete
+from mmrl.system.files import JsonObject, digests, sync
 from mmrl.trainer.critic import ADAPTER, FILE, Critic
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 _LEFTOVER = re.compile(r"\.(writing|removing)-checkpoint-\d+")
+_PICKLED = re.compile(r"(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
+_ASIDE = ".damaged-"
 
 
 def save(
@@ -37,15 +44,16 @@ def save(
     critic: Critic | None,
     extra: Callable[[int], Mapping[str, object]],
     keep: int,
+    due: Callable[[int], bool] = lambda step: True,
 ) -> None:
     """Write `folder/checkpoint-<step>`; every process takes part, the main one writes.
 
     Args:
         extra: given the step, what else the checkpoint says; JSON-serialisable.
-        keep: how many of the newest checkpoints stay.
+        keep, due: see `prune`.
 
     Raises:
-        CheckpointError: the disk refuses.
+        StorageError: the disk refuses; what was saved before is whole.
     """
     accelerator, main = trainer.accelerator, trainer.accelerator.is_main_process
     temporary = begin(folder, step) if main else temporary_folder(folder, step)
@@ -66,10 +74,27 @@ def save(
         if main:
             trainer.state.save_to_json(str(temporary / "trainer_state.json"))
             commit(folder, step, extra(step))
-            prune(folder, keep)
-    except OSError as error:
-        raise CheckpointError(f"{folder}/checkpoint-{step}: cannot be saved: {error.strerror or error}") from error
+            prune(folder, keep, due)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)  # it would keep a full disk full
+        raise _refused(error, folder / f"checkpoint-{step}") or error from error
     accelerator.wait_for_everyone()
+
+
+def _refused(error: Exception, target: Path) -> StorageError | None:
+    """The error of a disk that refuses a checkpoint; None for any other."""
+    if isinstance(error, OSError):
+        # The folder's name and not the file's: that one has gone with the folder.
+        number, reason = error.errno, error.strerror or str(error)
+    else:
+        # torch and safetensors say it in words: `... (os error 28)`, or a writer that could not write on.
+        match = re.search(r"os error (\d+)", str(error))
+        failed = "PytorchStreamWriter" in str(error) or "iostream" in str(error) or "unexpected pos" in str(error)
+        if not match and not failed:
+            return None
+        number = int(match.group(1)) if match else errno.ENOSPC
+        reason = os.strerror(number)
+    return storage_error(OSError(number, reason, str(target))) or StorageError(f"{target}: cannot be saved: {reason}")
 
 
 def require(path: Path) -> None:
@@ -108,24 +133,82 @@ def commit(folder: Path, step: int, extra: Mapping[str, object]) -> Path:
     (path / EXTRA).write_text(json.dumps(dict(extra)), encoding="utf-8")
     files = sorted(file for file in path.rglob("*") if file.is_file())
     sizes = {str(file.relative_to(path)): file.stat().st_size for file in files}
-    (path / MARKER).write_text(json.dumps({"step": step, "files": sizes}, indent=1), encoding="utf-8")
+    hashes = dict(zip(sizes, digests(files), strict=True))
+    marker = {"step": step, "files": sizes, "sha256": hashes}
+    (path / MARKER).write_text(json.dumps(marker, indent=1), encoding="utf-8")
     # Contents and directory entries first, then the name, then the name's directory: after a power failure a
     # checkpoint that bears its name is readable to the last byte.
     for file in [*files, path / MARKER, *(inner for inner in path.rglob("*") if inner.is_dir()), path]:
-        _flush(file)
+        sync(file)
     if target.exists():
         _remove(target)
     os.rename(path, target)
-    _flush(folder)
+    sync(folder)
     return target
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` complete checkpoints, and incomplete ones."""
-    newest = set(complete_checkpoints(folder)[-keep:])
+def prune(folder: Path, keep: int, due: Callable[[int], bool] = lambda step: True) -> None:
+    """Delete all but the newest `keep` complete checkpoints, and incomplete ones.
+
+    Args:
+        due: whether a checkpoint is due after a step. One of another step (of a run that was stopped) stays only while
+            it is the newest, so that a run that was continued ends with the checkpoints of one that was not stopped.
+    """
+    complete = complete_checkpoints(folder)
+    staying = {*[path for path in complete if due(checkpoint_step(path) or 0)][-keep:], *complete[-1:]}
     for path in folder.glob("checkpoint-*"):
-        if checkpoint_step(path) is not None and path not in newest:
+        if checkpoint_step(path) is not None and path not in staying:
             _remove(path)
+    # What was set aside has been made again.
+    newest = checkpoint_step(complete[-1]) if complete else None
+    for path in folder.glob(f"{_ASIDE}checkpoint-*"):
+        step = checkpoint_step(path.with_name(path.name.removeprefix(_ASIDE)))
+        if newest is not None and step is not None and step <= newest:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def every_checkpoint(folder: Path) -> list[Path]:
+    """Folders with the name of a checkpoint, newest first, whole or not."""
+    steps = {path: checkpoint_step(path) for path in folder.glob("checkpoint-*")}
+    return sorted((path for path, step in steps.items() if step is not None), key=lambda path: -(steps[path] or 0))
+
+
+def unusable(path: Path) -> str:
+    """Why a checkpoint cannot be continued from, in words that name the file; empty where it can.
+
+    Nothing that a file holds is run: pickles are read as weights alone.
+    """
+    if problem := damage(path):
+        return problem
+    # Whoever can write a file can write its digest too; and checkpoints of former versions have none.
+    for file in sorted(path.rglob("*")):
+        try:
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt"):
+                    pass
+            elif _PICKLED.fullmatch(file.name):
+                with safe_globals():
+                    torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            elif file.suffix == ".json":
+                json.loads(file.read_text(encoding="utf-8"))
+        # torch and safetensors raise what their parsers meet.
+        except Exception as error:
+            reason = "it holds more than weights" if "eights_only" in str(error) else str(error).splitlines()[0][:200]
+            return f"{file} cannot be read ({type(error).__name__}: {reason})"
+    return ""
+
+
+def saved_extra(path: Path) -> JsonObject:
+    """What the caller of `save` stored in a checkpoint; empty where nothing."""
+    file = path / EXTRA
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def set_aside(path: Path) -> None:
+    """Take a checkpoint that cannot be used out of the way; it goes when its step is saved again."""
+    target = path.with_name(f"{_ASIDE}{path.name}")
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(path, target)
 
 
 def sweep(folder: Path) -> None:
@@ -141,14 +224,6 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from mmrl.errors import CheckpointError, ConfigError, MmrlError, SyncFailure, TooManyFailures
+from mmrl.errors import CheckpointError, ConfigError, MmrlError, Stopped, SyncFailure, TooManyFailures
 from mmrl.models.policy import is_complete
 from mmrl.trainer import checkpoint, sharding
 from mmrl.trainer.adapters import Adapters
@@ -198,8 +198,8 @@ class MmrlTrainer(GRPOTrainer):
     def _next_batch(self, step: int) -> StepBatch:
         try:
             return self.next_batch(step)
-        except (SyncFailure, TooManyFailures):
-            # The weights are good and the world around them is not: what is trained is kept for a resume.
+        except (Stopped, SyncFailure, TooManyFailures):
+            # The weights are good, whatever the world around them is: what is trained stays for a resume.
             if self.steps_done:
                 self.save()
             raise
@@ -222,14 +222,14 @@ class MmrlTrainer(GRPOTrainer):
         """After the last optimizer step of a step: its metrics, and whether a checkpoint is due."""
         if self.state.global_step % self.settings.updates:
             return
-        step, train = self.steps_done, self.settings.train
+        step = self.steps_done
         self.forwards.policy.eval()
         metrics = self.batch_metrics | self.totals.metrics(self.forwards.reduce)
         if self.critic is not None:
             metrics |= self.critic.metrics(self.forwards.reduce)
             metrics["critic/lr"] = self.critic_lr
         self.on_step_end(step, metrics)
-        control.should_save = step % train.save_every == 0 or step == train.steps
+        control.should_save = self.settings.train.saves_after(step)
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of every pack; gradients are synchronised between processes once."""
@@ -359,9 +359,8 @@ class MmrlTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.state.global_step % self.settings.updates:
             raise CheckpointError("a checkpoint can only be saved between steps")
-        checkpoint.save(
-            self, self.folder, self.steps_done, critic=self.critic, extra=self.extra, keep=self.settings.train.keep
-        )
+        keep, due = self.settings.train.keep, self.settings.train.saves_after
+        checkpoint.save(self, self.folder, self.steps_done, critic=self.critic, extra=self.extra, keep=keep, due=due)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         if state_dict is not None and self.sharded:

@@ -196,7 +196,7 @@ def test_atomic_write_and_append(tmp_path):
 
 
 def test_git_state_of_the_users_folder(tmp_path):
-    from mmrl.report.rundir import git_state
+    from mmrl.report.machine import git_state
 
     assert git_state(tmp_path) is None
     for arguments in (

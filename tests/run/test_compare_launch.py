@@ -48,6 +48,7 @@ with run:
         if step == 1 and os.environ.get("HANGS") and "resume" not in given:
             time.sleep(60)
     run.write_summary({"main_metric": "f1"})
+    run.report_path.write_text("page")
 """
 COMPARE = ["compare", "algo=mhgpo_fof,mhgpo_rr", "task=hotpotqa", "seed=0,1", "name=x", "train.steps=2"]
 ROOT = Path("outputs/compare/x/hotpotqa")

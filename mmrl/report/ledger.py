@@ -1,0 +1,125 @@
+"""What a run has written, by digest, so that a resume notices files that have changed since.
+
+Part of `report`. `digests.jsonl` has one line per journal and evaluation of a training run: its name in the run
+directory, its size and its SHA-256. A checkpoint stores how long that file and `metrics.jsonl` were at its step, and
+their digests. So saving costs the same at step 10 and at step 10,000, and all that a run has written hangs on the
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mmrl.system.files import JsonObject, append_jsonl, digest, named
+
+LINES_DIFFER = "has not the lines that were written up to there"
+
+
+class Appended:
+    """A file of JSON lines that only grows, and the digest of all that is in it.
+
+    Args:
+        path: the file, which need not exist.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._size, self._digest = 0, hashlib.sha256()
+
+    def read(self) -> None:
+        """Begin with what the file holds."""
+        data = self.path.read_bytes() if self.path.exists() else b""
+        self._size, self._digest = len(data), hashlib.sha256(data)
+
+    def append(self, records: Iterable[Mapping[str, object]]) -> None:
+        """Append records, one line each; see `append_jsonl`."""
+        data = append_jsonl(self.path, records)
+        self._size += len(data)
+        self._digest.update(data)
+
+    def mark(self) -> JsonObject:
+        """Its size and digest now, as a checkpoint stores them."""
+        return {"bytes": self._size, "sha256": self._digest.hexdigest()}
+
+    def begins_with(self, mark: Mapping[str, Any]) -> bool:
+        """Whether the file still begins with what it held when `mark` was made."""
+        data = self.path.read_bytes()[: mark["bytes"]] if self.path.is_file() else b""
+        return len(data) == mark["bytes"] and hashlib.sha256(data).hexdigest() == mark["sha256"]
+
+    def cut(self, mark: Mapping[str, Any]) -> None:
+        """Forget what was appended after `mark`."""
+        if self.path.exists():
+            with named(self.path):
+                os.truncate(self.path, mark["bytes"])
+        self.read()
+
+
+class Ledger:
+    """`digests.jsonl` of the run directory `folder`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.file = Appended(folder / "digests.jsonl")
+        self._noted: dict[str, JsonObject] = {}
+
+    def note(self, path: Path, data: bytes | None = None) -> None:
+        """Note a file that is now whole.
+
+        Args:
+            data: its content, where that is at hand.
+        """
+        name = str(path.relative_to(self.folder))
+        size = path.stat().st_size if data is None else len(data)
+        line = {"file": name, "bytes": size}
+        line["sha256"] = digest(path) if data is None else hashlib.sha256(data).hexdigest()
+        # An evaluation that is read back is what it was; one that was made again may differ in its last bits.
+        if self._noted.get(name) != line:
+            self.file.append([line])
+            self._noted[name] = line
+
+    def changed(self, mark: Mapping[str, Any] | None) -> dict[Path, str]:
+        """Files that are not what they were when `mark` was made, and what is wrong with each.
+
+        Args:
+            mark: None: all lines are taken for what they are.
+        """
+        if mark is not None and not self.file.begins_with(mark):
+            return {self.file.path: LINES_DIFFER}
+        differences = {
+            self.folder / name: _difference(self.folder / name, line) for name, line in self._lines(mark).items()
+        }
+        return {path: text for path, text in differences.items() if text}
+
+    def cut(self, mark: Mapping[str, Any] | None) -> None:
+        """Forget what was noted after `mark`; None: everything, which is then noted again."""
+        if mark is None:
+            self.file.path.unlink(missing_ok=True)
+        self.file.cut(mark or {"bytes": 0})
+        self._noted = self._lines(mark) if mark else {}
+
+    def _lines(self, mark: Mapping[str, Any] | None) -> dict[str, JsonObject]:
+        """File -> its last line."""
+        data = self.file.path.read_bytes() if self.file.path.exists() else b""
+        noted: dict[str, JsonObject] = {}
+        for text in data[: None if mark is None else mark["bytes"]].splitlines():
+            try:
+                line = json.loads(text)
+                noted[line["file"]] = {"file": line["file"], "bytes": int(line["bytes"]), "sha256": str(line["sha256"])}
+            # Only without a mark: a line that was damaged, or torn by a kill, says nothing.
+            except (ValueError, KeyError, TypeError):
+                continue
+        return noted
+
+
+def _difference(path: Path, noted: JsonObject) -> str:
+    """What of a file is not as it was noted; empty where nothing."""
+    if not path.is_file():
+        return "is missing"
+    if path.stat().st_size != noted["bytes"]:
+        return f"has {path.stat().st_size:,} bytes, not the {noted['bytes']:,} that were written"
+    return "" if digest(path) == noted["sha256"] else "has not the content that was written"

@@ -1,0 +1,106 @@
+"""`environment.json` of a run directory: versions, machine, git state.
+
+Part of `report`. What a reader needs to know to run it again, besides the config.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from mmrl.system.files import JsonObject
+
+PACKAGES = (
+    "mmrl",
+    "torch",
+    "transformers",
+    "trl",
+    "vllm",
+    "peft",
+    "accelerate",
+    "datasets",
+    "numpy",
+    "hydra-core",
+    "omegaconf",
+    "pydantic",
+    "dspy",
+    "bm25s",
+)
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM")
+
+
+def describe_environment(command: Sequence[str], cwd: Path | None = None) -> JsonObject:
+    """Everything that a reader needs to know to run it again, besides the config.
+
+    Args:
+        command: the command line as typed.
+        cwd: the user's folder, whose git state is recorded; None: the current one.
+    """
+    # Only if it is loaded anyway: importing it would cost seconds.
+    torch = sys.modules.get("torch")
+    return {
+        "command": list(command),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ}
+        | ({"torch": torch.get_num_threads()} if torch is not None and hasattr(torch, "get_num_threads") else {}),
+        "versions": _versions(),
+        "cwd": str(cwd or Path.cwd()),
+        "git": git_state(cwd or Path.cwd()),
+    }
+
+
+def git_state(folder: Path) -> JsonObject | None:
+    """`{"commit", "dirty"}` of the repository around `folder`; None without git or outside of a repository."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if status is None else bool(status)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            # Without optional locks: reading the state must not disturb a git command of the user.
+            ["git", "--no-optional-locks", *arguments],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        # An optional package that is not installed.
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor()

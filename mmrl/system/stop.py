@@ -1,0 +1,76 @@
+"""How a run is ended from outside: by SIGTERM, at once where nothing is lost by it, after the step elsewhere."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mmrl.errors import Stopped
+
+
+class Stop:
+    """Whether this process is to end, and whether it may end right now."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._held = False
+
+    def ask(self, number: int, frame: object) -> None:
+        """The handler of SIGTERM: raises `Stopped`, the first time and where that is not held back."""
+        # Once: schedulers and parents repeat the signal, which must not break what is being saved or closed.
+        first, self.requested = not self.requested, True
+        if first and not self._held:
+            raise Stopped
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, a stop waits until somebody looks at `requested`: the weights are half-way between two steps."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside `held`: a stop raises right now, one that came before too."""
+        self._held = False
+        try:
+            if self.requested:
+                raise Stopped
+            yield
+        finally:
+            self._held = True
+
+
+@contextmanager
+def stoppable(in_a_group: bool = False) -> Iterator[Stop]:
+    """SIGTERM ends what runs inside, by `Stopped`; what is saved stays.
+
+    Args:
+        in_a_group: whether whoever started this process passes Ctrl-C on, so that it may come twice.
+
+    Raises:
+        SystemExit: in place of `Stopped`: Typer has an exit code of its own for whatever is a KeyboardInterrupt.
+    """
+    stop = Stop()
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    try:
+        before = {signal.SIGTERM: signal.signal(signal.SIGTERM, stop.ask)}
+    except ValueError:  # not the main thread: someone else handles signals
+        yield stop
+        return
+    if in_a_group:
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield stop
+    except Stopped:
+        raise SystemExit(Stopped.exit_code) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

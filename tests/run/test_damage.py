@@ -1,0 +1,386 @@
+"""A run that was killed at its end, or whose files have changed: completed, continued from before, or refused."""
+
+import errno
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+import yaml
+
+from mmrl.cli import main
+from mmrl.config import TrainCommandConfig
+from mmrl.report.rundir import RunDir
+from mmrl.run.queue import state_of
+from mmrl.run.settle import stored_config
+from mmrl.run.train import reread
+from mmrl.system import files
+from mmrl.trainer import checkpoint
+from tests.helpers.runs import command, numbers
+
+
+@pytest.fixture(scope="module")
+def whole(random_model, tmp_path_factory):
+    """A finished run of three steps, with the checkpoints of the last two."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert main(command(random_model, folder, "train.steps=3", "train.save_every=1", "eval.every=0")) == 0
+    return folder
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+    """A copy of it, as it was before its summary."""
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "run" / "report.html").unlink()
+    return tmp_path / "run"
+
+
+def chosen(run):
+    """The checkpoint that a resume takes."""
+    with RunDir.open(run) as rundir:
+        config = stored_config(run, TrainCommandConfig)
+        found = reread(config.model_dump(mode="json"), config.train.steps, rundir)
+    return found and found.name
+
+
+def contents(run):
+    """What an interrupted run shares with an uninterrupted one, bit for bit."""
+    summary = json.loads((run / "summary.json").read_text())
+    kept = {name: value for name, value in summary.items() if name not in ("seconds", "finished")}
+    parts = ("journal", "eval", "digests.jsonl", "checkpoints")
+    same = [path for part in parts for path in sorted((run / part).rglob("*"))] + [run / "digests.jsonl"]
+    skipped = ("complete.json", "extra.json", "training_args.bin", "trainer_state.json")
+    data = {
+        str(path.relative_to(run)): path.read_bytes() for path in same if path.is_file() and path.name not in skipped
+    }
+    folders = sorted(path.name for path in (run / "checkpoints").iterdir())
+    return numbers(run), kept, data, folders, (run / "report.html").is_file(), sorted(p.name for p in run.iterdir())
+
+
+@pytest.mark.parametrize("left", [("report.html",), ("summary.json", "report.html")], ids=["report", "both"])
+def test_what_is_missing_of_a_finished_run_is_completed(left, whole, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    for name in left:
+        (run / name).unlink()
+    config = stored_config(run, TrainCommandConfig)
+    assert state_of(run, config, "name") == "unfinished"
+    # What a kill between a checkpoint and the removal of an old one leaves.
+    shutil.copytree(run / "checkpoints" / "checkpoint-2", run / "checkpoints" / "checkpoint-1")
+    marker = run / "checkpoints" / "checkpoint-1" / "complete.json"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"step": 1}))
+    (run / "eval" / ".step-000003-dev.jsonl.7.tmp").write_text("half")
+    steps = []
+    assert main(["train", f"resume={run}"]) == 0, steps
+    assert contents(run) == contents(whole)
+    assert state_of(run, config, "name") == "finished"
+    capsys.readouterr()
+    assert main(["train", f"resume={run}"]) == 2 and "this run is finished" in capsys.readouterr().err
+
+
+def flip(path, at=-100):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def change(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+CHECKPOINT = {
+    "a bit of the weights": ("model.safetensors", flip),
+    "bytes of the optimizer": ("optimizer.pt", lambda path: [flip(path, at) for at in range(2000, 2064)]),
+    "another step": ("trainer_state.json", lambda path: change(path, '"global_step": 3', '"global_step": 2')),
+    "a truncated file": ("scheduler.pt", lambda path: os.truncate(path, 10)),
+    "a missing file": ("rng_state.pth", os.unlink),
+    "no list of files": ("complete.json", os.unlink),
+    "a list of another step": ("complete.json", lambda path: change(path, '"step": 3', '"step": 2')),
+    "garbage": ("extra.json", lambda path: path.write_text("{")),
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINT)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(kind, run, capsys):
+    name, damage = CHECKPOINT[kind]
+    damage(run / "checkpoints" / "checkpoint-3" / name)
+    assert chosen(run) == "checkpoint-2"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"checkpoint-3/{name} " in line and line.endswith("continuing from checkpoint-2")
+    assert [record["step"] for record in RunDir.read(run).history()] == [0, 1, 2]
+    assert RunDir.read(run).journal_steps() == [1, 2]
+    shown = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert shown == [".damaged-checkpoint-3", "checkpoint-2"]
+
+
+def test_a_run_continued_from_the_checkpoint_before_ends_as_the_whole_one(run, whole):
+    flip(run / "checkpoints" / "checkpoint-3" / "model.safetensors")
+    assert main(["train", f"resume={run}"]) == 0
+    # checkpoint-1 is not there to be kept; the two newest are.
+    mine, theirs = contents(run), contents(whole)
+    assert [name for name, data in mine[2].items() if data != theirs[2].get(name)] == []
+    assert mine == theirs
+
+
+def test_without_another_checkpoint_a_damaged_one_is_refused(run, capsys):
+    for step in (2, 3):
+        flip(run / "checkpoints" / f"checkpoint-{step}" / "optimizer.pt")
+    before = sorted(run.rglob("*"))
+    assert main(["train", f"resume={run}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        "checkpoint-3/optimizer.pt has not the content that was saved" in line and "checkpoint-2/optimizer.pt" in line
+    )
+    assert "restore what is named from a copy, or delete" in line
+    assert sorted(run.rglob("*")) == before
+
+
+RAN = []
+
+
+class Command:
+    def __reduce__(self):
+        return (RAN.append, ("ran",))
+
+
+def forge(path):
+    """Make the list of a checkpoint's files agree with what is there, as whoever can write them can."""
+    marker = path / "complete.json"
+    stored = json.loads(marker.read_text())
+    for name in stored["files"]:
+        stored["files"][name] = (path / name).stat().st_size
+        stored["sha256"][name] = files.digest(path / name)
+    marker.write_text(json.dumps(stored))
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "scheduler.pt"])
+def test_a_pickle_that_wants_to_run_a_command_is_refused(name, run, capsys):
+    path = run / "checkpoints" / "checkpoint-3"
+    torch.save(Command(), path / name)
+    forge(path)
+    assert chosen(run) == "checkpoint-2"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"checkpoint-3/{name} cannot be read (UnpicklingError: it holds more than weights)" in line
+    assert not RAN
+    (path.parent / ".damaged-checkpoint-3" / name).write_bytes(pickle.dumps(Command()))
+    assert "cannot be read" in checkpoint.unusable(path.parent / ".damaged-checkpoint-3") or not RAN
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("model.safetensors", b"\xff" * 64), ("config.json", b"{"), ("optimizer.pt", b"PK\x03\x04"), ("extra.json", b"[")],
+)
+def test_a_broken_header_is_one_line(name, data, run, capsys):
+    path = run / "checkpoints" / "checkpoint-3"
+    (path / name).write_bytes(data)
+    forge(path)
+    assert chosen(run) == "checkpoint-2"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"checkpoint-3/{name} cannot be read" in line
+
+
+def without_line(path, number=1):
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:number] + lines[number + 1 :]))
+
+
+def doubled_line(path, number=1):
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[: number + 1], *lines[number:]]))
+
+
+OTHERS = {
+    "a lost line of metrics": ("metrics.jsonl", without_line),
+    "a doubled line of metrics": ("metrics.jsonl", doubled_line),
+    "no metrics": ("metrics.jsonl", os.unlink),
+    "a truncated journal": ("journal/step-000001.jsonl.gz", lambda path: os.truncate(path, 100)),
+    "a missing journal": ("journal/step-000002.jsonl.gz", os.unlink),
+    "a changed journal": ("journal/step-000001.jsonl.gz", flip),
+    "a changed ledger": ("digests.jsonl", lambda path: flip(path, 20)),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_file_that_no_checkpoint_agrees_with_is_refused(kind, run, capsys):
+    name, damage = OTHERS[kind]
+    damage(run / name)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "environment.json"}
+    assert main(["train", f"resume={run}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{run / name} " in line and "restore what is named from a copy" in line
+    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "environment.json"}
+    assert after == before, "nothing is lost by being refused"
+
+
+def test_what_was_lost_after_an_earlier_checkpoint_is_made_again_from_there(run, capsys):
+    without_line(run / "metrics.jsonl", 3)
+    assert chosen(run) == "checkpoint-2"
+    assert "metrics.jsonl has not the lines" in capsys.readouterr().err
+    (run / "journal" / "step-000003.jsonl.gz").write_bytes(b"x")
+    assert chosen(run) == "checkpoint-2" and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("damage", [without_line, doubled_line, lambda path: flip(path, 60)])
+def test_an_evaluation_is_made_again_where_its_weights_are_there(step, damage, run, whole, capsys):
+    damage(run / "eval" / f"step-{step:06d}-dev.jsonl")
+    assert chosen(run) == "checkpoint-3"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"eval/step-{step:06d}-dev.jsonl has" in line and line.endswith("it is evaluated again")
+    if damage is without_line:
+        assert main(["train", f"resume={run}"]) == 0
+        assert contents(run) == contents(whole)
+
+
+def test_a_changed_config_is_refused_unless_it_says_where_the_run_runs(run, capsys):
+    path = run / "config.yaml"
+    stored = yaml.safe_load(path.read_text())
+    stored["run"]["name"] = "another"
+    path.write_text(yaml.safe_dump(stored))
+    assert chosen(run) == "checkpoint-3" and not capsys.readouterr().err
+    stored["hardware"]["threads"] = 2
+    path.write_text(yaml.safe_dump(stored))
+    assert chosen(run) == "checkpoint-3"
+    assert f"warning: {path}: since checkpoint-3: hardware.threads=2 (was 1)" in capsys.readouterr().err
+    path.write_text(yaml.safe_dump(stored | {"seed": 7}))
+    assert main(["train", f"resume={run}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path}: is not the config that checkpoint-3 was made with: seed=7 (was 0); put it back" in line
+
+
+def test_checkpoints_of_former_versions_have_sizes_alone_and_are_still_taken(run):
+    for step in (2, 3):
+        path = run / "checkpoints" / f"checkpoint-{step}"
+        extra = json.loads((path / "extra.json").read_text())
+        del extra["run"]
+        (path / "extra.json").write_text(json.dumps(extra))
+        forge(path)
+        marker = json.loads((path / "complete.json").read_text())
+        del marker["sha256"]
+        (path / "complete.json").write_text(json.dumps(marker))
+    (run / "digests.jsonl").unlink()
+    assert chosen(run) == "checkpoint-3"
+    assert [record["step"] for record in RunDir.read(run).history()] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "code"),
+    [
+        ("environment.json", "{", 2),
+        ("config.yaml", "{", 2),
+        ("config.yaml", "[1]", 2),
+        ("summary.json", "[", 0),
+    ],
+)
+def test_garbage_in_a_file_of_the_run(name, data, code, run, capsys, monkeypatch):
+    monkeypatch.setattr("mmrl.run.train._run", lambda *args: 0)
+    (run / name).write_text(data)
+    assert main(["train", f"resume={run}"]) == code
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown and (not code or str(run / name) in shown)
+
+
+def test_folders_in_the_place_of_files(run, capsys):
+    (run / "run.lock").unlink()
+    (run / "run.lock").mkdir()
+    assert main(["train", f"resume={run}"]) == 2
+    assert f"error: {run}/run.lock: is a folder, expected a file" in capsys.readouterr().err
+    (run / "run.lock").rmdir()
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    assert main(["train", f"resume={run}"]) == 1
+    assert f"error: {run}/metrics.jsonl: Is a directory; a folder stands" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_not_evaluated(run, tmp_path, capsys):
+    flip(run / "checkpoints" / "checkpoint-3" / "model.safetensors")
+    assert main(["eval", f"policy={run}", f"run.dir={tmp_path / 'eval'}", "eval.items=2", "hardware=cpu"]) == 2
+    assert "checkpoint-3/model.safetensors has not the content that was saved" in capsys.readouterr().err
+
+
+# -- a full disk ---------------------------------------------------------------------------------------------------
+
+
+def full(number=errno.ENOSPC):
+    return OSError(number, os.strerror(number))
+
+
+PLACES = ["metrics.jsonl", "journal/", "eval/", "checkpoint-2", "summary.json", "report.html"]
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [*((place, errno.ENOSPC) for place in PLACES), ("metrics.jsonl", errno.EROFS)]
+)
+def test_a_full_disk_is_one_line_and_the_run_goes_on_from_what_is_saved(
+    name, number, random_model, whole, tmp_path, capsys, monkeypatch
+):
+    run = tmp_path / "run"
+    append = os.write
+
+    def refuse(path):
+        if name in path:
+            raise full(number)
+
+    def broken_fsync(descriptor):
+        refuse(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def broken_write(descriptor, data):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        # What is there, then nothing more: step 1 has room in the metrics, and step 2 for half a line.
+        if name in path and (name == "eval/" or os.path.getsize(path) > 4000):
+            append(descriptor, data[:20])
+            refuse(path)
+        return append(descriptor, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", broken_fsync)
+        patched.setattr(os, "write", broken_write)
+        code = main(command(random_model, run, "train.steps=3", "train.save_every=1", "eval.every=0"))
+    shown = capsys.readouterr().err
+    (line,) = [line for line in shown.splitlines() if line.startswith("error: ")]
+    assert code == 1 and "Traceback" not in shown
+    assert name in line and os.strerror(number) in line
+    assert f"mmrl train resume={run}" in " ".join(shown.split())
+    assert not list(run.rglob("*.tmp")) and not list(run.rglob(".writing-*"))
+    assert main(["train", f"resume={run}"]) == 0
+    assert contents(run) == contents(whole)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at inline_container.cc:664] . PytorchStreamWriter failed writing file data/3"),
+        checkpoint.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        OSError(errno.ENOSPC, "No space left on device"),
+    ],
+)
+def test_what_libraries_say_of_a_full_disk_is_understood(error, tmp_path):
+    found = checkpoint._refused(error, tmp_path / "checkpoint-4")
+    assert f"{tmp_path}/checkpoint-4: No space left on device; free some space" in str(found)
+    assert checkpoint._refused(RuntimeError("shapes differ"), tmp_path) is None
+
+
+def test_a_run_that_cannot_begin_leaves_its_folder_free(random_model, tmp_path, capsys, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(full()))
+        assert main(command(random_model, tmp_path / "run", "train.steps=1")) == 1
+    assert "environment.json: No space left on device; free some space" in capsys.readouterr().err
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {"run.lock"}
+
+
+def test_no_checkpoint_at_all_begins_again(run):
+    shutil.rmtree(run / "checkpoints")
+    assert chosen(run) is None
+    # The metrics of step 0 are computed again from the items, which are what was written.
+    assert RunDir.read(run).history() == [] and RunDir.read(run).eval_path(0, "dev").exists()
+
+
+def test_an_evaluation_before_any_checkpoint_is_made_again_when_it_is_damaged(run):
+    shutil.rmtree(run / "checkpoints")
+    without_line(run / "eval" / "step-000000-dev.jsonl")
+    assert chosen(run) is None and not RunDir.read(run).eval_path(0, "dev").exists()

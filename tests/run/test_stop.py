@@ -1,0 +1,131 @@
+"""SIGTERM, which schedulers send: the run saves, ends with 143, and goes on from there to the same numbers."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mmrl.cli import main
+from mmrl.errors import Stopped
+from mmrl.report.rundir import RunDir
+from mmrl.stages.collect import Collector
+from mmrl.system.stop import stoppable
+from mmrl.trainer.trl_trainer import MmrlTrainer
+from tests.helpers.runs import command, numbers
+from tests.run.test_processes import STARTER, started
+
+STEPS = ["train.steps=3", "train.save_every=100", "eval.every=0"]
+
+
+@pytest.fixture(scope="module")
+def whole(random_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert main(command(random_model, folder, *STEPS)) == 0
+    return folder
+
+
+def checkpoints(run):
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("place", "method", "count", "saved"),
+    [
+        (Collector, "collect", 3, ["checkpoint-2"]),
+        (MmrlTrainer, "training_step", 2, ["checkpoint-2"]),
+        (Collector, "environment", 1, []),
+    ],
+    ids=["while it samples", "while it updates", "before training"],
+)
+def test_a_run_that_is_terminated_saves_and_goes_on(
+    place, method, count, saved, random_model, whole, tmp_path, capsys, monkeypatch
+):
+    run, works, calls = tmp_path / "run", getattr(place, method), []
+
+    def stops(self, *arguments, **named):
+        calls.append(method)
+        if len(calls) == count:
+            terminate()
+            terminate()  # schedulers repeat it
+        return works(self, *arguments, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(place, method, stops)
+        assert main(command(random_model, run, *STEPS)) == 143
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"continue with: mmrl train resume={run}" in shown and "stopped by SIGTERM" in shown
+    assert checkpoints(run) == saved
+    assert main(["train", f"resume={run}"]) == 0
+    assert numbers(run) == numbers(whole)
+    assert checkpoints(run) == checkpoints(whole) == ["checkpoint-3"], "the one that was saved early is not kept"
+    assert (run / "digests.jsonl").read_bytes() == (whole / "digests.jsonl").read_bytes()
+
+
+def test_a_stop_waits_where_it_is_held_and_is_raised_once():
+    with pytest.raises(SystemExit), stoppable():
+        terminate()
+        time.sleep(1)
+    with stoppable():
+        with pytest.raises(Stopped):
+            terminate()
+            time.sleep(1)
+        terminate()  # while what runs is being closed
+    with stoppable() as stop, stop.held():
+        terminate()
+        assert stop.requested
+        with pytest.raises(Stopped), stop.at_once():
+            raise AssertionError("never reached")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_process_that_starts_others_passes_a_stop_on(number, code, tmp_path):
+    worker, pids = tmp_path / "worker", tmp_path / "pids"
+    worker.write_text(
+        f"#!{sys.executable}\nimport os, signal, sys, time\n"
+        f"signal.signal({int(number)}, lambda *_: sys.exit({code}))\n"
+        f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n')\ntime.sleep(600)\n"
+    )
+    worker.chmod(0o755)
+    starter = STARTER.replace("launch.start(", "sys.exit(launch.start(").replace('"run")', '"run"))')
+    process = subprocess.Popen(
+        [sys.executable, "-c", starter, str(worker)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not pids.exists() or len(pids.read_text().split()) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(30) == code
+
+
+def test_a_run_of_two_processes_saves_when_it_is_terminated(tmp_path):
+    run = tmp_path / "run"
+    process = started(
+        "hardware=cpu2",
+        f"run.dir={run}",
+        "train.steps=50",
+        "train.save_every=100",
+        "eval.every=0",
+        "train.batch_size=2",
+        "eval.items=2",
+    )
+    deadline = time.monotonic() + 300
+    while not (run / "metrics.jsonl").exists() or len(RunDir.read(run).history()) < 2:
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    process.terminate()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 143, err
+    assert f"mmrl train resume={run}" in err and "Traceback" not in out + err
+    (saved,) = checkpoints(run)
+    assert saved == f"checkpoint-{RunDir.read(run).history()[-1]['step']}"
