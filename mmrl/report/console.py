@@ -17,7 +17,7 @@ from statistics import fmean
 from textwrap import fill
 
 from mmrl.config import EndpointConfig
-from mmrl.errors import CheckpointError, ConfigError, StorageError, nearest, storage
+from mmrl.errors import CheckpointError, ConfigError, nearest
 from mmrl.records import Forest
 from mmrl.report.alarms import Alarm
 from mmrl.report.html import write_report
@@ -316,11 +316,10 @@ def failures_text(evaluations: Mapping[str, Sequence[Item]]) -> str:
 def _write_report(seen: Overview) -> str:
     """Write the report; what went wrong, if anything did."""
     try:
-        with storage():
-            write_report(seen)
-    except StorageError:
-        raise
+        write_report(seen)
     except Exception as error:  # the run is done and its numbers are safe: a drawing problem must not lose the summary
+        if isinstance(error, OSError):  # a full disk is no drawing problem
+            raise
         return f"report not written ({type(error).__name__}: {error}); try again: mmrl report {seen.run.path}"
     return ""
 
