@@ -258,8 +258,7 @@ def finish(
     # First the numbers, then the page: a page that fails to draw loses nothing.
     run.write_summary(_summary(seen, differences, results))
     seen = Overview.of(run)
-    # Paragraphs wider than 110 columns are hard to read, however wide the terminal.
-    width = min(shutil.get_terminal_size((100, 24)).columns, 110)
+    width = min(shutil.get_terminal_size((100, 24)).columns, 110)  # wider paragraphs are hard to read
     trouble = _write_report(seen)
     parts = [
         f"{seen.name}: {seen.done} steps of {seen.what} in {duration(seconds)}",
@@ -317,9 +316,9 @@ def _write_report(seen: Overview) -> str:
     """Write the report; what went wrong, if anything did."""
     try:
         write_report(seen)
+    except OSError:
+        raise  # a full disk is no drawing problem
     except Exception as error:  # the run is done and its numbers are safe: a drawing problem must not lose the summary
-        if isinstance(error, OSError):  # a full disk is no drawing problem
-            raise
         return f"report not written ({type(error).__name__}: {error}); try again: mmrl report {seen.run.path}"
     return ""
 
