@@ -48,8 +48,7 @@ def write_step(
     data = gzip.compress(text.encode(), compresslevel=1, mtime=0)
     path = run.journal_path(forest.step if step is None else step, evaluation)
     atomic_write(path, data)
-    if evaluation is None:
-        run.ledger.note(path, data)
+    run.ledger.note(path, data)
 
 
 class JournalWriter:

@@ -82,18 +82,24 @@ class Ledger:
             self.file.append([line])
             self._noted[name] = line
 
-    def changed(self, mark: Mapping[str, Any] | None) -> dict[Path, str]:
+    def changed(self, mark: Mapping[str, Any] | None, grown: bool = False) -> dict[Path, str]:
         """Files that are not what they were when `mark` was made, and what is wrong with each.
 
         Args:
             mark: None: all lines are taken for what they are.
+            grown: whether a file may have more than was noted, behind it.
         """
         if mark is not None and not self.file.begins_with(mark):
             return {self.file.path: LINES_DIFFER}
         differences = {
-            self.folder / name: _difference(self.folder / name, line) for name, line in self._lines(mark).items()
+            self.folder / name: _difference(self.folder / name, line, grown) for name, line in self._lines(mark).items()
         }
         return {path: text for path, text in differences.items() if text}
+
+    def read(self) -> None:
+        """Begin with what the file holds."""
+        self.file.read()
+        self._noted = self._lines(None)
 
     def cut(self, mark: Mapping[str, Any] | None) -> None:
         """Forget what was noted after `mark`; None: everything, which is then noted again."""
@@ -116,10 +122,15 @@ class Ledger:
         return noted
 
 
-def _difference(path: Path, noted: JsonObject) -> str:
+def _difference(path: Path, noted: JsonObject, grown: bool) -> str:
     """What of a file is not as it was noted; empty where nothing."""
     if not path.is_file():
         return "is missing"
-    if path.stat().st_size != noted["bytes"]:
-        return f"has {path.stat().st_size:,} bytes, not the {noted['bytes']:,} that were written"
-    return "" if digest(path) == noted["sha256"] else "has not the content that was written"
+    size = path.stat().st_size
+    if size < noted["bytes"] or (size > noted["bytes"] and not grown):
+        return f"has {size:,} bytes, not the {noted['bytes']:,} that were written"
+    if size > noted["bytes"]:
+        same = hashlib.sha256(path.read_bytes()[: noted["bytes"]]).hexdigest() == noted["sha256"]
+    else:
+        same = digest(path) == noted["sha256"]
+    return "" if same else "has not the content that was written"

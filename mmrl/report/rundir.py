@@ -145,6 +145,7 @@ class RunDir:
             remove_leftovers(folder)
         # Append-only files may end in half a line, which would join with the next.
         repair_jsonl(run.metrics_path)
+        repair_jsonl(run.ledger.file.path)
         if command:
             facts = run.environment
             if not facts and (run.path / "environment.json").exists():

@@ -78,12 +78,17 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     settings = sampling_settings(config.eval, config.task)
     results = rundir.eval_path(policy.step or 0, config.split)
     # What the journal says of items with an infrastructure failure stays; they are written beside it the second time.
+    _drop_damaged(rundir, config.split)
     again = drop_failed(results) > 0
+    if again:
+        rundir.ledger.note(results)
 
     def write_journal(chunk: int | None, forest: Forest) -> None:
         # Evaluated again, items get files after the last one, since those of other items are never rewritten.
         number = len(rundir.journal_steps(config.split)) if chunk is None else chunk
         write_step(rundir, forest, evaluation=config.split, step=number)
+        if results.exists():
+            rundir.ledger.note(results)
 
     with stoppable(), released(task), evaluation_engine(config, policy, rundir) as (engine, tokenizer):
         try:
@@ -98,6 +103,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
                     write_journal,
                     again=again,
                 )
+                rundir.ledger.note(results)
             usage = engine.describe()
         except (KeyboardInterrupt, StorageError):
             print(f"stopped; continue with: mmrl eval resume={rundir.path}", file=sys.stderr)
@@ -112,6 +118,19 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     )
     print(evaluation_text(config, facts, metrics, rundir.path, infrastructure_failures(items)))
     return 0
+
+
+def _drop_damaged(rundir: RunDir, split: str) -> None:
+    """Drop items and journals if one of them is not as it was written; all are then evaluated again."""
+    changed = rundir.ledger.changed(None, grown=True)
+    for path, text in changed.items():
+        print(f"warning: {path} {text}; all items are evaluated again", file=sys.stderr)
+    if changed:
+        rundir.ledger.cut(None)
+        for path in [*rundir.path.glob(f"eval/step-*-{split}.jsonl"), *rundir.path.glob("journal/step-*.jsonl.gz")]:
+            path.unlink()
+    else:
+        rundir.ledger.read()
 
 
 def evaluation_text(

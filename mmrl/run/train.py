@@ -17,6 +17,7 @@ from rich.console import Console
 from mmrl import engines
 from mmrl.config import HardwareConfig, RunConfig, TrainCommandConfig, validate_stored
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
+from mmrl.models.policy import damage
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.run.build import RECORD, BuiltRun, build_run, build_task, check_model
 from mmrl.run.check import check_all
@@ -164,6 +165,9 @@ def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
         return None
     for problem in dict.fromkeys(problems):
         print(f"warning: {problem}; continuing from {checkpoint.name}", file=sys.stderr)
+    for older in every_checkpoint(rundir.checkpoints):
+        if step_number(older) < step and (fault := damage(older)):
+            print(f"warning: {fault}; {checkpoint.name} is whole, so it is not needed", file=sys.stderr)
     if moved:
         print(f"warning: {rundir.path}/config.yaml: since {checkpoint.name}: {', '.join(moved)}", file=sys.stderr)
     for path in again:

@@ -181,6 +181,8 @@ def _read_back(results: Path, chosen: Sequence[Example]) -> dict[str, Item]:
     """
     repair_jsonl(results)  # a line torn by a kill must not swallow the next one
     items = read_items(results)
+    if len(items) < len(read_jsonl(results)):
+        atomic_write(results, "".join(dumps(item) + "\n" for item in items))  # a line was there twice
     if len(items) < len(chosen) and [item["id"] for item in items] == [e.id for e in chosen[: len(items)]]:
         whole = items[: len(items) // CHUNK * CHUNK]
         if len(whole) < len(items):

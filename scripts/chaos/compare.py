@@ -45,7 +45,8 @@ def _reader(name: str) -> Callable[[Path, Path], str]:
 WITHOUT: dict[str, tuple[str, ...]] = {
     "summary.json": ("seconds", "finished"),
     "index.json": ("build_seconds",),
-    "complete.json": ("files", "run"),
+    "complete.json": ("files", "sha256"),
+    "extra.json": ("run",),
     # transformers' own account of progress, counted from where it was started
     "trainer_state.json": ("epoch",),
 }

@@ -303,6 +303,47 @@ def test_a_damaged_checkpoint_is_not_evaluated(run, tmp_path, capsys):
     assert "checkpoint-3/model.safetensors has not the content that was saved" in capsys.readouterr().err
 
 
+def test_a_damaged_older_checkpoint_is_named_and_the_newest_taken(run, capsys):
+    flip(run / "checkpoints" / "checkpoint-2" / "model.safetensors")
+    assert chosen(run) == "checkpoint-3"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "checkpoint-2/model.safetensors has not the content" in line and "not needed" in line
+
+
+@pytest.fixture(scope="module")
+def evaluation(random_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluated") / "eval"
+    small = ["task.max_tokens=6", "task.retriever.top_k=2", "eval.items=4", "hardware=cpu", "hardware.threads=1"]
+    assert main(["eval", f"policy={random_model}", f"run.dir={folder}", *small]) == 0
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("eval/step-000000-dev.jsonl", without_line),
+        ("eval/step-000000-dev.jsonl", doubled_line),
+        ("eval/step-000000-dev.jsonl", lambda path: flip(path, 60)),
+        ("journal/step-000000-eval-dev.jsonl.gz", flip),
+        ("summary.json", os.unlink),
+    ],
+)
+def test_what_is_missing_or_damaged_of_an_evaluation_is_made_again(name, damage, evaluation, tmp_path, capsys):
+    folder = tmp_path / "eval"
+    shutil.copytree(evaluation, folder)
+    damage(folder / name)
+    assert main(["eval", f"resume={folder}"]) == 0
+    shown = capsys.readouterr().err
+    assert name == "summary.json" or (f"{folder / name} has" in shown and "all items are evaluated again" in shown)
+    for file in (
+        "summary.json",
+        "digests.jsonl",
+        "eval/step-000000-dev.jsonl",
+        "journal/step-000000-eval-dev.jsonl.gz",
+    ):
+        assert (folder / file).read_bytes() == (evaluation / file).read_bytes(), file
+
+
 # -- a full disk ---------------------------------------------------------------------------------------------------
 
 
