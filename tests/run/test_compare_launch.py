@@ -123,7 +123,7 @@ def test_a_killed_comparison_leaves_no_run_behind_and_continues(how, calls, caps
         time.sleep(0.05)
     assert RunDir.read(run).in_use
     os.kill(parent.pid, how)
-    assert parent.wait() == (130 if how == signal.SIGTERM else -how)
+    assert parent.wait() == (143 if how == signal.SIGTERM else -how)
     while RunDir.read(run).in_use:
         assert time.monotonic() < until, "a run goes on without its comparison"
         time.sleep(0.05)
