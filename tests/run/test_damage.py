@@ -21,11 +21,19 @@ from mmrl.trainer import checkpoint
 from tests.helpers.runs import command, numbers
 
 
+def small(random_model, folder):
+    """A run of three steps, each saved, evaluated before and after."""
+    words = [
+        word for word in command(random_model, folder) if not word.startswith(("eval.every=", "train.save_every="))
+    ]
+    return [*words, "train.steps=3", "train.save_every=1", "eval.every=0"]
+
+
 @pytest.fixture(scope="module")
 def whole(random_model, tmp_path_factory):
     """A finished run of three steps, with the checkpoints of the last two."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert main(command(random_model, folder, "train.steps=3", "train.save_every=1", "eval.every=0")) == 0
+    assert main(small(random_model, folder)) == 0
     return folder
 
 
@@ -381,7 +389,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_what_is_saved(
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", broken_fsync)
         patched.setattr(os, "write", broken_write)
-        code = main(command(random_model, run, "train.steps=3", "train.save_every=1", "eval.every=0"))
+        code = main(small(random_model, run))
     shown = capsys.readouterr().err
     (line,) = [line for line in shown.splitlines() if line.startswith("error: ")]
     assert code == 1 and "Traceback" not in shown

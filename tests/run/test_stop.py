@@ -16,15 +16,21 @@ from mmrl.stages.collect import Collector
 from mmrl.system.stop import stoppable
 from mmrl.trainer.trl_trainer import MmrlTrainer
 from tests.helpers.runs import command, numbers
-from tests.run.test_processes import STARTER, started
+from tests.run.test_processes import STARTER
 
-STEPS = ["train.steps=3", "train.save_every=100", "eval.every=0"]
+
+def small(random_model, folder):
+    """A run of three steps, saved at its end alone."""
+    words = [
+        word for word in command(random_model, folder) if not word.startswith(("eval.every=", "train.save_every="))
+    ]
+    return [*words, "train.steps=3", "train.save_every=100", "eval.every=0"]
 
 
 @pytest.fixture(scope="module")
 def whole(random_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert main(command(random_model, folder, *STEPS)) == 0
+    assert main(small(random_model, folder)) == 0
     return folder
 
 
@@ -59,7 +65,7 @@ def test_a_run_that_is_terminated_saves_and_goes_on(
 
     with monkeypatch.context() as patched:
         patched.setattr(place, method, stops)
-        assert main(command(random_model, run, *STEPS)) == 143
+        assert main(small(random_model, run)) == 143
     shown = " ".join(capsys.readouterr().err.split())
     assert f"continue with: mmrl train resume={run}" in shown and "stopped by SIGTERM" in shown
     assert checkpoints(run) == saved
@@ -110,14 +116,14 @@ def test_the_process_that_starts_others_passes_a_stop_on(number, code, tmp_path)
 
 def test_a_run_of_two_processes_saves_when_it_is_terminated(tmp_path):
     run = tmp_path / "run"
-    process = started(
-        "hardware=cpu2",
-        f"run.dir={run}",
-        "train.steps=50",
-        "train.save_every=100",
-        "eval.every=0",
-        "train.batch_size=2",
-        "eval.items=2",
+    words = ["hardware=cpu2", "hardware.threads=1", "train.steps=50", "train.save_every=100", "train.batch_size=2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mmrl", "train", f"run.dir={run}", *words, "eval.items=2", "algo.beta=0.001"],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     deadline = time.monotonic() + 300
     while not (run / "metrics.jsonl").exists() or len(RunDir.read(run).history()) < 2:
