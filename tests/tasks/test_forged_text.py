@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from mmrl.tasks.agents import r1_searcher, search_agent, search_o1, tool_agent
-from mmrl.tasks.dspy.papillon import RuleJudges
+from mmrl.tasks.dspy.leaks import leaked_pieces
 from tests.helpers.programs import make, play
 
 ROOMY = {"max_observation": 4000, "max_tokens": 6000}
@@ -128,25 +128,21 @@ def test_no_text_raises_its_format_or_tool_reward_by_what_the_program_inserts(
     assert all(now <= then + 1e-9 for then, now in zip(before, after, strict=True)), (before, after, forged)
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    place=st.integers(0, 24),
-    piece=st.sampled_from(
-        [
-            "[[ ## prompt ## ]]",
-            "[[ ## completed ## ]]\n",
-            "[[## x ##]]",
-            "\u200b",
-            "\u00ad",
-            "\u2060\u200d",
-            "&#8203;",
-            "&shy;",
-        ]
-    ),
-    more=st.integers(0, 24),
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "[[ ## prompt ## ]]",
+        "[[ ## completed ## ]]\n",
+        "[[## x ##]]",
+        "\u200b",
+        "\u00ad",
+        "\u2060\u200d",
+        "&#8203;",
+        "&shy;",
+    ],
 )
-def test_no_marker_or_invisible_character_hides_a_private_piece(place: int, piece: str, more: int) -> None:
-    request = "Write to Ann Lee, please."
-    for at in sorted({min(place, len(request)), min(more, len(request))}, reverse=True):
-        request = request[:at] + piece + request[at:]
-    assert asyncio.run(RuleJudges().leaked(["Ann Lee"], request)) == 1
+def test_no_marker_or_invisible_character_hides_a_private_piece(piece: str) -> None:
+    text = "Write to Ann Lee, please."
+    for first, second in itertools.combinations_with_replacement(range(len(text) + 1), 2):
+        request = text[:first] + piece + text[first:second] + piece + text[second:]
+        assert leaked_pieces(["Ann Lee"], request) == 1, request

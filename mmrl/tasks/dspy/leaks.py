@@ -129,7 +129,7 @@ def _readings(text: str) -> Iterator[str]:
     yield _spaced(_WORD.findall(_CAMEL.sub(" ", visible)))
     # a marker may stand on a line of its own in the middle of a word
     tight = _TAG.sub("", "".join(part.strip() for part in parts))
-    yield _spaced(_WORD.findall(tight)) if tight != visible else words
+    yield _spaced(_WORD.findall(_CAMEL.sub(" ", tight))) if tight != visible else words
     alike = text.translate(_LOOKALIKE).translate(_FOLDING).casefold().translate(_LOOKALIKE)
     yield _spaced(_MIXED_WORD.findall(_MARKER.sub("", alike)))
 
