@@ -239,7 +239,7 @@ def credit(context: typer.Context, as_json: JsonFlag = False) -> int:
       mmrl credit run=outputs/hotpotqa/mhgpo_rr/RUN step=40
       mmrl credit run=outputs/hotpotqa/mhgpo_rr/RUN step=40 algo=mhgpo_rr,grpo --json
     """
-    from mmrl.cli.credit_request import credit_request
+    from mmrl.cli.hydra import credit_request
     from mmrl.run.credit import credit_command
 
     return credit_command(credit_request(context.args), as_json)

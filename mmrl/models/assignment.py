@@ -7,11 +7,11 @@ No torch here, so that a config is judged before any model loads. `run` hands th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from mmrl.config import AlgoConfig, EndpointConfig, ModelConfig, ModuleWeights
+from mmrl.config import AlgoConfig, ModelConfig, ModuleWeights
 from mmrl.config.algo import MhgpoConfig, TurnCriticConfig
 from mmrl.errors import unknown
 from mmrl.models.policy import INITIAL, TRAINED, describe_weights
@@ -210,14 +210,6 @@ class ModuleAssignment:
         if self.frozen and not set(self.modules) - self.untrained:
             problems.append("model.modules: no module is left to train; expected at least one that is not frozen")
         return problems
-
-
-def module_assignment(
-    model: ModelConfig, algo: AlgoConfig, modules: Sequence[str], endpoints: Mapping[str, EndpointConfig] | None
-) -> ModuleAssignment:
-    """Which module speaks with which weights in a training run."""
-    answered = {module: endpoint.model for module, endpoint in (endpoints or {}).items()}
-    return ModuleAssignment(model=model, algo=algo, modules=tuple(modules), answered=answered)
 
 
 def adapter_name(module: str) -> str:

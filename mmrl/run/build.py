@@ -28,11 +28,12 @@ from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.engines import EngineSetup, NullEngine, build_engine, engine_class, needs_model
 from mmrl.engines.base import Engine
 from mmrl.errors import ConfigError, unknown
-from mmrl.models.assignment import ModuleAssignment, module_assignment
+from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import RunDir
 from mmrl.rollout import with_program
 from mmrl.rollout.teachers import LoadedTeacher
+from mmrl.run.settle import module_assignment
 from mmrl.stages import Stage
 from mmrl.system.files import plain
 from mmrl.tasks import TASKS
@@ -130,7 +131,7 @@ def build_run(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
 
     # Before any torch work: the number of threads decides the order of float sums.
     torch.set_num_threads(config.hardware.threads or 1)
-    assignment = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints)
+    assignment = module_assignment(config, task.program.modules)
     # Where one process samples for all, the others serve nothing, so they need no copy of the initial weights.
     serves = log.processes.main or not log.processes.one_samples
     initial = config.model.path if assignment.copied and serves else None

@@ -31,11 +31,11 @@ from mmrl.config.tasks import BUILT_IN, CorpusConfig, JudgedConfig, PapillonConf
 from mmrl.config.teacher import TeacherConfig
 from mmrl.engines.endpoint_engine import named, unreachable
 from mmrl.errors import ConfigError, unknown
-from mmrl.models.assignment import module_assignment
 from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import refuse_full
 from mmrl.report.trackers import missing_trackers
 from mmrl.run.build import build_task, reward_set, teacher_policy, teacher_prompts, teachers_apart
+from mmrl.run.settle import module_assignment
 from mmrl.tasks.base import Canonical, Task, continuing_modules
 from mmrl.trainer.settings import Settings
 
@@ -121,7 +121,7 @@ def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)
     modules = task.program.modules
-    problems += module_assignment(config.model, config.algo, modules, config.engine.endpoints).problems()
+    problems += module_assignment(config, modules).problems()
     if engine_name(config) == "openai":
         problems += engines.problems(config.engine, "openai", training=True)
     problems += endpoint_problems(config, task) + staleness_problems(config)
@@ -131,7 +131,7 @@ def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     """What `plan_problems` leaves out: packages, servers and teachers that are not there, splits that are too small."""
     problems = missing_packages(config.hardware) + missing_trackers(config.run.report_to)
-    assignment = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints)
+    assignment = module_assignment(config, task.program.modules)
     problems += engines.problems(
         config.engine,
         engine_name(config),

@@ -149,7 +149,7 @@ def recorded_step(request: CreditRequest) -> Source:
         ConfigError: the run has no such step; names those that it has.
         CheckpointError: its journal is damaged.
     """
-    from mmrl.models.assignment import module_assignment
+    from mmrl.run.settle import module_assignment
 
     assert request.run is not None and request.run.run.dir is not None  # a stored config is in its folder
     run, config = RunDir.read(request.run.run.dir), request.run
@@ -159,7 +159,7 @@ def recorded_step(request: CreditRequest) -> Source:
         raise ConfigError(f"step: {got}, expected one of the steps that {run.path} has a journal of: {_spans(steps)}")
     forest, entries = read_step(run, request.step)
     check_forest(forest, str(run.journal_path(request.step)))
-    frozen = module_assignment(config.model, config.algo, forest.modules, config.engine.endpoints).frozen
+    frozen = module_assignment(config, forest.modules).frozen
     left_out = _left_out(forest)
     return Source(forest.part(e for e in forest.examples if e not in left_out), frozen, entries)
 

@@ -9,13 +9,14 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
 from mmrl.config import RootConfig, TrainCommandConfig, validate_stored
 from mmrl.errors import CheckpointError, ConfigError
+from mmrl.models.assignment import ModuleAssignment
 from mmrl.report.compare import flattened
 from mmrl.report.rundir import RunDir, allocate
 from mmrl.system.files import plain
@@ -85,6 +86,12 @@ def settle(config: ConfigT, device: str | None = None, planned: bool = False) ->
             "engine": config.engine.model_copy(update={"name": engine}),
         }
     )
+
+
+def module_assignment(config: TrainCommandConfig, modules: Sequence[str]) -> ModuleAssignment:
+    """Which module of a program speaks with which weights in a training run."""
+    answered = {module: endpoint.model for module, endpoint in (config.engine.endpoints or {}).items()}
+    return ModuleAssignment(model=config.model, algo=config.algo, modules=tuple(modules), answered=answered)
 
 
 def _require_gpus(profile: str, training: int, serving: int) -> None:

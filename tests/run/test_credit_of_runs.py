@@ -24,7 +24,7 @@ from mmrl.records import Example
 from mmrl.report.journal import read_step, write_step
 from mmrl.report.rundir import RunDir
 from mmrl.rollout.sample import sample
-from mmrl.run.build import module_assignment
+from mmrl.run.settle import module_assignment
 from mmrl.stages.collect import Prefetch, SampledBatch, dynamic_sampling
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.weights import WeightStage
@@ -105,7 +105,7 @@ def trained(folder, *options):
             return dynamic_sampling(EXAMPLES, POOL, roll_out, credit, rounds=3, key=(config.seed, STEP))
         return SampledBatch(examples=tuple(EXAMPLES), forest=roll_out(EXAMPLES))
 
-    frozen = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints).frozen
+    frozen = module_assignment(config, task.program.modules).frozen
     with RunDir.create(folder, config.model_dump(mode="json"), ["mmrl", "train"]) as run:
         collector = SimpleNamespace(
             config=config,

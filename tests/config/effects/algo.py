@@ -10,11 +10,12 @@ from mmrl.algorithms import ALGORITHMS, assign_credit, minibatches
 from mmrl.config import ALGO_SCHEMAS, AlgoConfig, EvalConfig, LoraConfig, ModelConfig, TaskConfig
 from mmrl.config.algo import CriticConfig
 from mmrl.errors import ParseFailure
+from mmrl.models.assignment import ModuleAssignment
 from mmrl.records import Example, Forest
 from mmrl.rollout.environment import sampling_settings
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
-from mmrl.run.build import module_assignment, teacher_policy, teacher_prompts, teachers_apart
+from mmrl.run.build import teacher_policy, teacher_prompts, teachers_apart
 from mmrl.trainer.critic import make_critic
 from tests.config.effects import Options, acts, refused
 from tests.helpers.fakes import FakeEngine, FakeTask, environment
@@ -278,7 +279,7 @@ def sampled(name: str, options: Options, folder: Path) -> object:
 def serving(name: str, options: Options, folder: Path) -> object:
     """Which weights each module acts with."""
     model = ModelConfig(name="m", path="tiny", lora=LORA)
-    return module_assignment(model, section(name, options), AGENTS, None).served
+    return ModuleAssignment(model=model, algo=section(name, options), modules=tuple(AGENTS)).served
 
 
 def teaching(name: str, options: Options, folder: Path) -> object:

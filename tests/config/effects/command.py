@@ -20,11 +20,11 @@ from mmrl.models.policy import resolve
 from mmrl.report.overview import Overview
 from mmrl.report.progress import Progress
 from mmrl.report.trackers import trackers
-from mmrl.run.build import module_assignment, server_devices
+from mmrl.run.build import server_devices
 from mmrl.run.check import hardware_problems
 from mmrl.run.eval import evaluation_text
 from mmrl.run.launch import must_start, wrapping
-from mmrl.run.settle import import_plugins, run_folder, settle
+from mmrl.run.settle import import_plugins, module_assignment, run_folder, settle
 from mmrl.stages.evaluate import Evaluations, evaluate, evaluation_metrics
 from mmrl.tasks import TASKS
 from mmrl.trainer import checkpoint
@@ -101,7 +101,7 @@ def assigned(name: str, options: Options, folder: Path) -> object:
     # a section for each module: `model.modules.<module>.lr`
     of_module = {key.replace("modules.", "modules.a."): value for key, value in options.items()}
     config = config_of({"model.lora": {}, **of_module})
-    found = module_assignment(config.model, config.algo, ("a", "b"), None)
+    found = module_assignment(config, ("a", "b"))
     adapters = make_adapters(found)
     assert adapters is not None
     return found.adapters, found.rates, found.frozen, adapters.trained
