@@ -49,7 +49,7 @@ class DataError(ConfigError):
 
 
 class CheckpointError(MmrlError):
-    """A run directory or checkpoint cannot be used as asked."""
+    """A run directory or checkpoint cannot be used in this way."""
 
     exit_code = 2
 
@@ -59,7 +59,7 @@ class StorageError(MmrlError):
 
 
 class Stopped(KeyboardInterrupt):
-    """The process was asked to end (SIGTERM): unwound like Ctrl-C, with an exit code of its own."""
+    """The process was to end (SIGTERM): unwound like Ctrl-C, with an exit code of its own."""
 
     # What a shell reports of a process that SIGTERM has ended: a script that continues runs needs to know one code.
     exit_code = 143
@@ -90,7 +90,7 @@ class ParseFailure(RolloutError):
 
     Args:
         message: what was expected.
-        present: output fields found.
+        present: output fields that it has.
         expected: output fields required (0 when unknown: scored as the full format failure).
     """
 
@@ -128,7 +128,7 @@ class RetrievalFailure(ToolFailure):
 
     Args:
         message: which retriever, and what happened.
-        cause: `timeout`, `connection`, `status`, `garbage`, or `refused` (not asked: too many have failed).
+        cause: `timeout`, `connection`, `status`, `garbage`, or `refused` (not sent: too many have failed).
         transient: True if another attempt may do better.
     """
 
@@ -145,7 +145,7 @@ class EngineFailure(RolloutError):
 
 
 class JudgeFailure(RolloutError):
-    """A judge could not be asked. (What it replied is scored by a fixed rule where it cannot be read.)"""
+    """A judge gave no answer. (What it replied is scored by a fixed rule where it cannot be read.)"""
 
     kind = "judge"
 

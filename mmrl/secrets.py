@@ -22,7 +22,7 @@ from urllib.parse import quote, quote_plus
 from mmrl.errors import ConfigError
 
 LEAST = 6
-"""Characters of the shortest value that is hidden: a shorter one would be found in half of all words."""
+"""Characters of the shortest value that is hidden: a shorter one is in half of all words."""
 LEAST_TOKEN = 16
 """Letters of the shortest token: what is shorter can be guessed."""
 PLAIN_NAME = 16

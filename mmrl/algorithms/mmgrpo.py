@@ -6,20 +6,28 @@
 Works for any program, also when rollouts call a module different numbers of times (shorter lists are filled up or all
 cut), when rollouts come from several teacher programs, and when parsing fails (only the failing call is then trained,
 on a format reward). Use it for programs whose modules have prompts of their own and no penalties per module.
+
+Groups line the calls of a module up by invocation, padded to equal length, cut to the k most diverse (PADGROUPS and
+SELECTKDIVERSEELEMENTS of the paper); the defaults follow what the authors' code did where it and the paper's text
+differ (docs/algorithms.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from mmrl import rng
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MmgrpoConfig
 from mmrl.config.teacher import STUDENT
-from mmrl.credit.entries import Credit
+from mmrl.credit.entries import Credit, Group, Member, Reward
 from mmrl.credit.groups import compare, weigh
-from mmrl.credit.padding import module_groups
-from mmrl.records import Forest
+from mmrl.credit.scored import ScoredRollout, by_example
+from mmrl.credit.slots import slot_id
+from mmrl.errors import ParseFailure
+from mmrl.records import Call, Forest
 from mmrl.rollout import plans
 
 
@@ -51,3 +59,137 @@ class Mmgrpo:
         # Groups that count as not sampled come last (the sort is stable): shown to people, without weight.
         entries = tuple(entry for group in sorted(groups, key=lambda g: g.vanished) for entry in group.entries())
         return Credit(algo=self.name, entries=entries, groups=tuple(groups))
+
+
+Invocations = dict[int, Member]
+"""One rollout's members for a module, by invocation."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """The calls of one rollout that may be trained, with their rewards."""
+
+    rollout: str
+    members: tuple[Member, ...]
+
+
+def module_groups(forest: Forest, algo: MmgrpoConfig, seed: int) -> list[Group]:
+    """Groups (example, module, k) of a forest, ordered by module, then example, then k.
+
+    Args:
+        seed: run seed of random fillers.
+    """
+    # Rollouts that were planned, not those that count: a group is padded to R also where some have failed.
+    planned: dict[str, int] = {}
+    for rollout in forest.rollouts:
+        planned[rollout.example] = planned.get(rollout.example, 0) + 1
+    traces = {
+        example: [trace for rollout in own if (trace := _trace(rollout, algo)).members]
+        for example, own in by_example(forest).items()
+    }
+    groups = []
+    for module in forest.modules:
+        for example, own in traces.items():
+            # One key per example and module, so a filler does not move with the batch around it.
+            rows = _rows(own, module, algo, (seed, forest.step, "filler", example, module))
+            for k in sorted({k for row in rows for k in row}):
+                members = [row[k] for row in rows if k in row]
+                members = _sized([m for m in members if not is_overlong(m.call, algo)], planned[example], algo)
+                if members:
+                    groups.append(Group(slot_id(example, module, k), tuple(members)))
+    return groups
+
+
+def failing_reward(call: Call, algo: MmgrpoConfig) -> float:
+    """Reward of a call that could not be parsed: between the two scores, by the share of fields present."""
+    # A partial reply is better than none, so that there is a way up for a model that never parses.
+    share = call.present_fields / call.expected_fields if call.expected_fields else 0.0
+    return algo.format_failure_score + (algo.format_failure_best - algo.format_failure_score) * share
+
+
+def is_overlong(call: Call, algo: MmgrpoConfig) -> bool:
+    """Whether prompt and completion exceed `max_context`; a prompt of unknown length counts 0."""
+    return algo.max_context is not None and (call.prompt_tokens or 0) + call.completion_tokens > algo.max_context
+
+
+def most_diverse(members: Sequence[Member], size: int) -> list[Member]:
+    """`size` members at even ranks of the reward; as given where there are just that many.
+
+    Ranks are round(i · (n - 1) / (size - 1)), halves to even, over the stable descending order.
+    """
+    if len(members) == size:
+        return list(members)
+    # Even ranks keep best and worst, which carry the signal, and what lies between them at equal steps. Fractions:
+    # a rank that is a half in binary rounding would go to one side or the other by the machine.
+    ranked = sorted(members, key=lambda member: -member.reward.total)
+    ranks = [round(Fraction(i * (len(ranked) - 1), size - 1)) for i in range(size)]
+    return [
+        replace(ranked[rank], filler=True) if position and rank == ranks[position - 1] else ranked[rank]
+        for position, rank in enumerate(ranks)
+    ]
+
+
+def cyclic(members: Sequence[Member], size: int) -> list[Member]:
+    """Repeat the group from its head until it has `size` members."""
+    copies = [replace(members[i % len(members)], filler=True) for i in range(len(members), size)]
+    return [*members, *copies]
+
+
+def _trace(scored: ScoredRollout, algo: MmgrpoConfig) -> _Trace:
+    """Which calls of a rollout are trained, and on what reward (docs/algorithms.md, mmGRPO)."""
+    calls = scored.path
+    if algo.overlong == "trajectory" and any(is_overlong(call, algo) for call in calls):
+        return _Trace(scored.rollout.id, ())
+    last = calls[-1]
+    # A rollout that ended because its last call could not be parsed teaches the format and nothing else: its calls
+    # before did not fail, and its outcome says nothing of them.
+    if not last.ok and scored.rollout.error in (None, ParseFailure.kind):
+        score = failing_reward(last, algo)
+        reward = Reward(score, {"format": score})
+        calls = calls if algo.failing_traces == "trajectory" else (last,)
+    else:
+        reward = scored.outcome
+    return _Trace(scored.rollout.id, tuple(Member((call,), reward) for call in calls))
+
+
+def _rows(traces: Sequence[_Trace], module: str, algo: MmgrpoConfig, key: rng.Key) -> list[Invocations]:
+    """One row per rollout that takes part, padded as `padding_mode` says."""
+    rows: dict[str, Invocations] = {}
+    for trace in traces:
+        members = [member for member in trace.members if member.call.module == module]
+        if members:
+            rows[trace.rollout] = _row(members, algo)
+        elif algo.on_missing == "skip_example":
+            return []
+    # Lists of unequal length cannot be compared place by place: the paper cuts all to the shortest or fills up to the
+    # longest; `ragged` compares whoever is there.
+    if algo.padding_mode == "truncate" and rows:
+        shortest = min(map(len, rows.values()))
+        return [{k: row[k] for k in range(shortest)} for row in rows.values()]
+    if algo.padding_mode == "fill" and algo.fill_source == "rollout" and rows:
+        longest = max(map(len, rows.values()))
+        return [_filled(row, longest, algo.filler, (*key, rollout)) for rollout, row in rows.items()]
+    return list(rows.values())
+
+
+def _row(members: Sequence[Member], algo: MmgrpoConfig) -> Invocations:
+    if algo.failing_index == "true" and not members[0].call.ok:
+        return {members[0].call.invocation: members[0]}
+    return dict(enumerate(members))
+
+
+def _filled(row: Invocations, length: int, filler: str, key: rng.Key) -> Invocations:
+    """Fill every missing invocation with an own call: the last one, or one drawn at random."""
+    own = list(row.values())
+    chosen = {k: own[-1] if filler == "max" else rng.stream(*key, k).choice(own) for k in range(len(own), length)}
+    return row | {k: replace(member, filler=True) for k, member in chosen.items()}
+
+
+def _sized(members: Sequence[Member], rollouts: int, algo: MmgrpoConfig) -> list[Member]:
+    """Pad a group to the number of rollouts, then select; a ragged group is never enlarged."""
+    if not members:
+        return []
+    if algo.padding_mode == "ragged":
+        return most_diverse(members, min(algo.group_size or len(members), len(members)))
+    padded = cyclic(members, rollouts)
+    return padded if algo.group_size is None else most_diverse(padded, algo.group_size)

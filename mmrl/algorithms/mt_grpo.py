@@ -11,15 +11,16 @@ that comparison, so the baseline is biased (docs/algorithms.md); it is an extens
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from mmrl import rng
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MtGrpoConfig, MtGrpoVariableConfig, TurnGroupConfig
-from mmrl.credit.entries import Credit, Group, Member
-from mmrl.credit.groups import weigh
-from mmrl.credit.scored import by_example
-from mmrl.credit.turns import TurnRules, compare_turns, zero_variance_shares
+from mmrl.credit.entries import Credit, Entry, Group, Member, Reward
+from mmrl.credit.groups import compare, weigh
+from mmrl.credit.scored import ScoredRollout, by_example
 from mmrl.records import Forest
 from mmrl.rollout import plans
 
@@ -78,3 +79,187 @@ class MtGrpoVariable(MtGrpo):
     def rules(self, algo: AlgoConfig) -> TurnRules:
         """A call is a turn; a rollout's last one carries the outcome alone."""
         return TurnRules(two_turns=False, missing=MtGrpoVariableConfig.of(algo).missing_turn, combined=False)
+
+
+Cut = list[tuple[tuple[int, ...], float | None]]
+"""Intermediate turns of a rollout: places of their calls on its path, and their reward (None: they have none)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRules:
+    """How a rollout is cut into turns."""
+
+    two_turns: bool
+    """Everything up to the first tool result is turn 1, the rest turn 2; else every call is a turn."""
+    missing: str
+    """A rollout without turn l in that turn's statistics: `zero` (reward 0) or `exclude`."""
+    combined: bool
+    """A rollout without a tool result takes the merged advantage on all its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of one rollout: which calls, and what it was compared on."""
+
+    positions: tuple[int, ...]
+    """Places of its calls on the rollout's path."""
+    reward: Reward
+    group: Group
+    """Where `reward` was compared."""
+    advantage: float
+    """Its own: later turns are not yet added."""
+    outcome: bool
+    """Whether it carries the outcome (its advantage has no turn coefficient)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """One quantity over the rollouts of an example: which of them have it, and their comparison."""
+
+    rewards: Mapping[int, float]
+    """Index of the rollout -> reward."""
+    group: Group
+
+    def advantage(self, rollout: int) -> float:
+        """Of one of the example's rollouts; 0 for those that were not compared."""
+        places = {index: place for place, index in enumerate(self.rewards)}
+        return self.group.members[places[rollout]].advantage if rollout in places else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnGroup:
+    """All rollouts of one example."""
+
+    rollouts: tuple[ScoredRollout, ...]
+    turns: tuple[tuple[Turn, ...], ...]
+    """Turns of each rollout."""
+    columns: Mapping[str | int, Group]
+    """What was compared: number of a turn, `outcome`, `combined` -> its group."""
+
+    @property
+    def flat(self) -> bool:
+        """Whether no turn of any rollout has an advantage."""
+        return not any(member.advantage for group in self.columns.values() for member in group.members)
+
+    def entries(self, index: int, algo: TurnGroupConfig, weight: float) -> list[Entry]:
+        """Entries of the calls of the `index`-th rollout, each with the advantage of its turn and of those after it."""
+        path, turns = self.rollouts[index].path, self.turns[index]
+        own = [turn.advantage if turn.outcome else algo.turn_coef * turn.advantage for turn in turns]
+        return [
+            Entry(
+                call=path[position].id,
+                reward=turn.reward.total,
+                parts={**turn.reward.parts, "own_advantage": advantage},
+                group=turn.group.id,
+                group_size=len(turn.group.members),
+                mean=turn.group.mean,
+                std=turn.group.std,
+                advantages=(total,) * path[position].completion_tokens,
+                weights=(weight,) * path[position].completion_tokens,
+            )
+            for turn, advantage, total in zip(turns, own, discounted(own, algo.alpha), strict=True)
+            for position in turn.positions
+        ]
+
+
+def compare_turns(
+    rollouts: Mapping[str, Sequence[ScoredRollout]], algo: TurnGroupConfig, rules: TurnRules
+) -> dict[str, TurnGroup]:
+    """Compare each turn index, the outcome and (two turns) the merged reward over the rollouts of each example."""
+    cuts = {example: [_cut(scored, rules) for scored in own] for example, own in rollouts.items()}
+    columns: dict[str, dict[str | int, _Column]] = {example: {} for example in rollouts}
+    rewards = {example: _rewards(own, cuts[example], rules) for example, own in rollouts.items()}
+    for name in dict.fromkeys(name for own in rewards.values() for name in own):
+        label = f"turn{name}" if isinstance(name, int) else name
+        groups = {}
+        for example, own in rollouts.items():
+            # `std_over=batch` pools a quantity over the batch. The merged reward is GRPO-MR's number there: of every
+            # example, not only of those in which a rollout without a tool result needs it.
+            pooled = {i: scored.merged.total for i, scored in enumerate(own)} if name == "combined" else {}
+            if of_name := rewards[example].get(name, pooled):
+                members = tuple(Member(own[i].path[-1:], Reward(reward)) for i, reward in of_name.items())
+                groups[example] = Group(f"{example}:{label}", members)
+            elif name in rewards[example]:
+                groups[example] = Group(f"{example}:{label}", ())
+        for example, group in zip(groups, compare(groups.values(), algo), strict=True):
+            if name in rewards[example]:
+                columns[example][name] = _Column(rewards[example][name], group)
+    return {
+        example: TurnGroup(
+            tuple(own),
+            tuple(_turns(i, scored, cuts[example][i], columns[example], rules) for i, scored in enumerate(own)),
+            {name: column.group for name, column in columns[example].items()},
+        )
+        for example, own in rollouts.items()
+    }
+
+
+def discounted(own: Sequence[float], alpha: float) -> list[float]:
+    """A_k = sum over l >= k of alpha^(l-k) · own_l."""
+    # From the last turn back: the outcome's advantage reaches turn k with alpha^(K - k).
+    sums, running = [], 0.0
+    for advantage in reversed(own):
+        running = advantage + alpha * running
+        sums.append(running)
+    return sums[::-1]
+
+
+def zero_variance_shares(groups: Iterable[TurnGroup]) -> dict[str, float]:
+    """Share of the examples in which all rewards of a turn are equal, for each turn that is compared."""
+    flags: dict[int, list[bool]] = {}
+    for own in groups:
+        for name, group in own.columns.items():
+            if isinstance(name, int) and not group.of_one:
+                flags.setdefault(name, []).append(group.constant)
+    return {f"turn/{turn}/zero_variance_share": sum(own) / len(own) for turn, own in sorted(flags.items())}
+
+
+def _cut(scored: ScoredRollout, rules: TurnRules) -> Cut:
+    """With `two_turns` there is one intermediate turn (the sum of all turn rewards), or none without a tool result."""
+    rewards = [call.turn_reward for call in scored.path[:-1]]
+    if not rules.two_turns:
+        return [((position,), reward) for position, reward in enumerate(rewards)]
+    # A turn reward is given for a tool result, so the first call that has one ends turn 1.
+    first = next((position for position, reward in enumerate(rewards) if reward is not None), None)
+    if first is None:
+        return []
+    return [(tuple(range(first + 1)), math.fsum(reward or 0.0 for reward in rewards))]
+
+
+def _rewards(
+    rollouts: Sequence[ScoredRollout], cuts: Sequence[Cut], rules: TurnRules
+) -> dict[str | int, dict[int, float]]:
+    """Column -> index of the rollout -> reward, for everything that is compared within an example."""
+    columns: dict[str | int, dict[int, float]] = {}
+    for turn in range(max(map(len, cuts), default=0)):
+        # `zero` compares all G rollouts, the missing ones as if their tool had brought nothing; `exclude` compares
+        # those that reached the turn, whose number then varies.
+        rewards = {index: turns[turn][1] for index, turns in enumerate(cuts) if turn < len(turns)}
+        known = {index: reward for index, reward in rewards.items() if reward is not None}
+        columns[turn] = (
+            {index: known.get(index, 0.0) for index in range(len(rollouts))} if rules.missing == "zero" else known
+        )
+    columns["outcome"] = {index: scored.reward for index, scored in enumerate(rollouts)}
+    if rules.combined and any(not turns for turns in cuts):
+        columns["combined"] = {index: scored.merged.total for index, scored in enumerate(rollouts)}
+    return columns
+
+
+def _turns(
+    index: int, scored: ScoredRollout, cut: Cut, columns: Mapping[str | int, _Column], rules: TurnRules
+) -> tuple[Turn, ...]:
+    """Turns of one rollout: the intermediate ones, then the one with the outcome."""
+    # Calls of a turn share its advantage: within a turn nothing says which of them mattered.
+    everything = tuple(range(len(scored.path)))
+    if not cut and rules.combined:
+        column = columns["combined"]
+        return (Turn(everything, scored.merged, column.group, column.advantage(index), True),)
+    turns = []
+    for number, (positions, reward) in enumerate(cut):
+        column = columns[number]
+        own = Reward(reward or 0.0, {"turn": reward or 0.0})
+        turns.append(Turn(positions, own, column.group, column.advantage(index), False))
+    rest = everything[cut[-1][0][-1] + 1 :] if cut else everything
+    column = columns["outcome"]
+    turns.append(Turn(rest, scored.outcome, column.group, column.advantage(index), True))
+    return tuple(turns)

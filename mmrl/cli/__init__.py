@@ -100,11 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: Sequence[str]) -> int:
-    if told := [(word, name) for word in words if (name := holder(word)) is not None]:
+    if exposed := [(word, name) for word in words if (name := holder(word)) is not None]:
         raise ConfigError(
             f"{word.partition('=')[0] if '=' in word else 'argument'}: holds the value of the environment variable "
             f"{name}, which run directories would keep; type '${{oc.env:{name}}}' instead, in single quotes"
-            for word, name in told
+            for word, name in exposed
         )
     # Typer's page of all commands knows nothing of the config groups, so the first word is looked at here.
     first = words[0] if words else "--help"

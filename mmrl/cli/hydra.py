@@ -153,10 +153,10 @@ def _composition(config_name: str, overrides: Sequence[str], config_dir: str | N
 def _refusal(error: Exception) -> ConfigError:
     # OmegaConf's errors alone have one: where an interpolation stands
     key = getattr(error, "full_key", None)
-    said = " ".join((str(error).splitlines() or [""])[0].split())
+    text = " ".join((str(error).splitlines() or [""])[0].split())
     if not isinstance(error, HydraException | OmegaConfBaseException):
-        said = f"these words cannot be composed ({type(error).__name__}{': ' if said else ''}{said})"
-    return ConfigError(f"{f'{key}: ' if key else ''}{said or type(error).__name__}")
+        text = f"these words cannot be composed ({type(error).__name__}{': ' if text else ''}{text})"
+    return ConfigError(f"{f'{key}: ' if key else ''}{text or type(error).__name__}")
 
 
 def _sections(config_name: str, config: DictConfig) -> dict[str, object]:

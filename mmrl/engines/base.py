@@ -29,7 +29,7 @@ class Sampling:
     top_k: int = 0
     """0 is off."""
     stop: tuple[str, ...] = ()
-    """Strings that end the completion; the tokens that complete the string are kept."""
+    """Strings that end the completion; the tokens that complete the string stay in the text."""
     seed: int = 0
     """128-bit counter-based key of this request: equal seeds and prompts give equal completions."""
 

@@ -37,7 +37,7 @@ RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 LARGEST_REPLY = 4 * 2**20
 """Bytes of a reply beyond which it is refused."""
 CHARS_PER_TOKEN = 256
-"""Characters of a completion for each token that was asked for, beyond which it is refused; few tokens have so many."""
+"""Characters of a completion for each token of the limit, beyond which it is refused; few tokens have so many."""
 MOST_TOKENS = 10**9
 """A reply that counts more has miscounted."""
 LIBRARY_WAITS_S = 120.0
@@ -289,7 +289,7 @@ class _NoCompletion(Exception):
 
 
 def _check_length(text: str, max_tokens: object) -> None:
-    """Refuse a completion of many times the tokens that were asked for: tokenizing megabytes takes seconds."""
+    """Refuse a completion of many times the limit of tokens: tokenizing megabytes takes seconds."""
     if isinstance(max_tokens, int) and len(text) > CHARS_PER_TOKEN * max_tokens:
         raise _NoCompletion(f"a completion of {len(text)} characters for max_tokens={max_tokens}")
 

@@ -131,11 +131,11 @@ class AlarmRule:
 
 def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
     """All rules but `not_finite`, which has no mean."""
-    return (*_step_rules(limits), *_module_rules(history, limits))
+    return (*_update_rules(limits), *_rollout_rules(limits), *_module_rules(history, limits))
 
 
-def _step_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
-    """Rules of metrics that a step has once."""
+def _update_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
+    """Rules of credit and update."""
     return (
         AlarmRule(
             "reward_collapse",
@@ -165,6 +165,19 @@ def _step_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
             "KL to the reference is {now} nats per token, after {then} at first; lower train.lr or raise algo.beta",
         ),
         AlarmRule(
+            "clipping",
+            ["train/clip_share"],
+            _above(limits.clip_share),
+            "{now_share} of the trained tokens are clipped, so most of the batch has no gradient; "
+            "lower train.lr, or fewer algo.epochs and algo.minibatches",
+        ),
+    )
+
+
+def _rollout_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
+    """Rules of rollouts and their scores."""
+    return (
+        AlarmRule(
             "failures",
             ["rollouts/failed_share"],
             _above(limits.failed_share),
@@ -190,13 +203,6 @@ def _step_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
             _above(limits.candidates),
             "answers name {now} candidates each; a reward that looks for the right answer inside the given one "
             "(docs/rewards.md) is earned by a list: compare task/em, read rollouts with mmrl show",
-        ),
-        AlarmRule(
-            "clipping",
-            ["train/clip_share"],
-            _above(limits.clip_share),
-            "{now_share} of the trained tokens are clipped, so most of the batch has no gradient; "
-            "lower train.lr, or fewer algo.epochs and algo.minibatches",
         ),
         AlarmRule(
             "calls_falling",

@@ -30,7 +30,7 @@ Item: TypeAlias = JsonObject
 
 @contextmanager
 def damage_named(path: Path | str) -> Iterator[None]:
-    """What the files of a run directory make a command run into is damage of the run at `path`, said in one line.
+    """What the files of a run directory make a command run into is damage of the run at `path`, in one line.
 
     The files' own readers name file and line. This is for what only shows when values meet: a number that is too large
     to draw, a name in one file that another one lacks.
@@ -53,12 +53,12 @@ def damage_named(path: Path | str) -> Iterator[None]:
 
 def _config_problems(config: JsonObject) -> Iterator[str]:
     for section in (*NAMED, "train", "eval", "run"):
-        found = config.get(section, {})
-        if not isinstance(found, dict):
-            yield f"{section}: got {str(found)[:60]!r}, expected a section"
-        elif section in NAMED and not isinstance(found.get("name", ""), str):
-            yield f"{section}.name: got {str(found['name'])[:60]!r}, expected a name"
-    wanted = {
+        value = config.get(section, {})
+        if not isinstance(value, dict):
+            yield f"{section}: got {str(value)[:60]!r}, expected a section"
+        elif section in NAMED and not isinstance(value.get("name", ""), str):
+            yield f"{section}.name: got {str(value['name'])[:60]!r}, expected a name"
+    expected = {
         "seed": int,
         "train.steps": int,
         "eval.bootstrap": int,
@@ -66,7 +66,7 @@ def _config_problems(config: JsonObject) -> Iterator[str]:
         "run.name": str,
         "run.dir": str,
     }
-    for path, kind in wanted.items():
+    for path, kind in expected.items():
         section, _, key = path.rpartition(".")
         holder = config.get(section) if section else config
         value = holder.get(key) if isinstance(holder, dict) else None
@@ -155,7 +155,7 @@ class Overview:
         """`finished`, `running`, or how to continue it."""
         if self.summary:  # the process that writes the report of a finished run still holds the lock
             return "finished"
-        # The lock is asked each time: a state that was cached would be wrong a moment later.
+        # The lock is looked at each time: a state that was cached would be wrong a moment later.
         return "running" if self.run.in_use else f"stopped; continue with: mmrl train resume={self.run.path}"
 
     @property

@@ -89,7 +89,7 @@ class Progress:
     ):
         self.off = False
         self._main = main_metric
-        # Asked for, it is drawn into a pipe too: there is a terminal behind some of them (ssh, tee, a notebook).
+        # run.progress=true draws into a pipe too: there is a terminal behind some of them (ssh, tee, a notebook).
         forced = True if live else None
         self._console = console or Console(file=sys.stderr, highlight=False, force_terminal=forced)
         self._live: Live | None = None

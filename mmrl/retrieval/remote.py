@@ -39,7 +39,7 @@ BREAKER_S = 15.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 5.0
 """Waits between attempts double from the first to the longest, with jitter."""
 LARGEST_REPLY, LARGEST_PASSAGE = 64 * 2**20, 2 * 2**20
-"""Bytes of a reply beyond which it is refused: so many for each passage that was asked for, and at most so many."""
+"""Bytes of a reply beyond which it is refused: so many for each passage of the request, and at most so many."""
 TRANSIENT = frozenset({408, 425, 429})
 """Statuses below 500 that are worth another attempt."""
 IDLE_S = 4.0
@@ -212,10 +212,10 @@ class RemoteRetriever(Retriever):
             return await self._attempts(
                 "POST", body, {}, limit, lambda reply: read_search_r1_reply(reply, len(queries))
             )
-        asked = [whole_text(query[:MAX_URL_QUERY_CHARS]) for query in queries]
+        sent = [whole_text(query[:MAX_URL_QUERY_CHARS]) for query in queries]
         searches = [
             self._attempts("GET", None, {"query": query, "k": str(k)}, largest_reply(k), read_dspy_reply)
-            for query, k in zip(asked, top_k, strict=True)
+            for query, k in zip(sent, top_k, strict=True)
         ]
         return list(await asyncio.gather(*searches))
 
@@ -347,7 +347,7 @@ class RemoteRetriever(Retriever):
 
     def _refusal(self) -> RetrievalFailure:
         return RetrievalFailure(
-            f"retriever {self.url}: not asked, since too many requests have failed in a row; "
+            f"retriever {self.url}: not sent, since too many requests have failed in a row; "
             f"the last: {self._last_failure}",
             "refused",
         )

@@ -131,7 +131,7 @@ def build_run(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
 
     # Before any torch work: the number of threads decides the order of float sums.
     torch.set_num_threads(config.hardware.threads or 1)
-    assignment = module_assignment(config, task.program.modules)
+    assignment = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints)
     # Where one process samples for all, the others serve nothing, so they need no copy of the initial weights.
     serves = log.processes.main or not log.processes.one_samples
     initial = config.model.path if assignment.copied and serves else None

@@ -121,7 +121,7 @@ def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets)
     modules = task.program.modules
-    problems += module_assignment(config, modules).problems()
+    problems += module_assignment(config.model, config.algo, modules, config.engine.endpoints).problems()
     if engine_name(config) == "openai":
         problems += engines.problems(config.engine, "openai", training=True)
     problems += endpoint_problems(config, task) + staleness_problems(config)
@@ -131,7 +131,7 @@ def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
 def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     """What `plan_problems` leaves out: packages, servers and teachers that are not there, splits that are too small."""
     problems = missing_packages(config.hardware) + missing_trackers(config.run.report_to)
-    assignment = module_assignment(config, task.program.modules)
+    assignment = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints)
     problems += engines.problems(
         config.engine,
         engine_name(config),

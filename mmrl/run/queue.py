@@ -250,7 +250,7 @@ class RunQueue:
 
 
 def differences(stored: Mapping[str, object], requested: TrainCommandConfig) -> list[str]:
-    """Settings in which a run directory's config is another than the one requested, as `path=there (asked: here)`.
+    """Settings in which a run directory's config is another than the one requested, as `path=there (requested: here)`.
 
     Where it lies and what depends on the machine do not count.
 
@@ -258,7 +258,7 @@ def differences(stored: Mapping[str, object], requested: TrainCommandConfig) -> 
         ConfigError: the stored config is none that this version understands.
     """
     return [
-        f"{path}={there} (asked: {here})"
+        f"{path}={there} (requested: {here})"
         for path, (there, here) in config_changes(stored, requested.model_dump(mode="json")).items()
         if not path.startswith("hardware.") and not (path == "engine.name" and here == "auto")
     ]

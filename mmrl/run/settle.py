@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
-from mmrl.config import RootConfig, TrainCommandConfig, validate_stored
+from mmrl.config import AlgoConfig, EndpointConfig, ModelConfig, RootConfig, TrainCommandConfig, validate_stored
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.report.compare import flattened
@@ -88,10 +88,12 @@ def settle(config: ConfigT, device: str | None = None, planned: bool = False) ->
     )
 
 
-def module_assignment(config: TrainCommandConfig, modules: Sequence[str]) -> ModuleAssignment:
+def module_assignment(
+    model: ModelConfig, algo: AlgoConfig, modules: Sequence[str], endpoints: Mapping[str, EndpointConfig] | None
+) -> ModuleAssignment:
     """Which module of a program speaks with which weights in a training run."""
-    answered = {module: endpoint.model for module, endpoint in (config.engine.endpoints or {}).items()}
-    return ModuleAssignment(model=config.model, algo=config.algo, modules=tuple(modules), answered=answered)
+    answered = {module: endpoint.model for module, endpoint in (endpoints or {}).items()}
+    return ModuleAssignment(model=model, algo=algo, modules=tuple(modules), answered=answered)
 
 
 def _require_gpus(profile: str, training: int, serving: int) -> None:

@@ -192,7 +192,7 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """SIGTERM to the process's group, time to end, then SIGKILL to the group and to all descendants."""
-    # Both ways are needed: descendants whose leader has died are no longer found as such, but stay in its group;
+    # Both ways are needed: descendants whose leader has died no longer count as such, but stay in its group;
     # descendants that made a session of their own (an engine's core) have left the group.
     descendants: list[psutil.Process] = []
     if process.poll() is None:

@@ -34,7 +34,7 @@ class ReplyTooLarge(Exception):
 
 
 class ReplyUnreadable(Exception):
-    """A reply compressed in a way that was not asked for, or damaged."""
+    """A reply compressed in a way that was not requested, or damaged."""
 
 
 async def read(reply: httpx.Response, limit: int, *, cut: bool = False) -> bytes:
@@ -53,7 +53,7 @@ async def read(reply: httpx.Response, limit: int, *, cut: bool = False) -> bytes
         raise ReplyTooLarge(f"a reply of {announced[:18]} bytes, more than {limit}")
     encoding = reply.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity", "gzip", "x-gzip"):
-        raise ReplyUnreadable(f"a reply compressed by '{quoted(encoding)}', which was not asked for")
+        raise ReplyUnreadable(f"a reply compressed by '{quoted(encoding)}', which was not requested")
     unzip = zlib.decompressobj(wbits=31) if encoding.endswith("gzip") else None
     content = bytearray()
     async for part in reply.aiter_raw():
@@ -83,8 +83,8 @@ async def whole(reply: httpx.Response, limit: int) -> httpx.Response:
     finally:
         await reply.aclose()
     # The content is no longer compressed, nor of the announced length.
-    kept = [item for item in reply.headers.multi_items() if item[0] not in ("content-encoding", "content-length")]
-    read_reply = httpx.Response(reply.status_code, headers=kept, content=content, request=reply.request)
+    headers = [item for item in reply.headers.multi_items() if item[0] not in ("content-encoding", "content-length")]
+    read_reply = httpx.Response(reply.status_code, headers=headers, content=content, request=reply.request)
     charset = (read_reply.charset_encoding or "utf-8").lower()
     try:
         if not charset.startswith(TEXT_CHARSETS):

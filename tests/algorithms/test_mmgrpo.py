@@ -239,7 +239,7 @@ def test_selection_takes_even_ranks():
 
 
 def test_more_places_than_members_repeat_ranks():
-    from mmrl.credit.padding import most_diverse
+    from mmrl.algorithms.mmgrpo import most_diverse
 
     grow = Grow(("A",))
     grow.chain("q/r0", "A", 1.0)

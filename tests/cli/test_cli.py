@@ -354,7 +354,7 @@ def test_a_sweep_with_folders_of_its_own_keeps_what_is_finished_and_continues_th
     assert main([word.replace("steps=2", "steps=3") for word in words]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2 and len(done) == 2
-    assert errors[0].startswith("error: run.dir: runs/s0 holds a run with other settings: train.steps=2 (asked: 3)")
+    assert errors[0].startswith("error: run.dir: runs/s0 holds a run with other settings: train.steps=2 (requested: 3)")
 
 
 LIGHT = """

@@ -194,7 +194,7 @@ def test_a_dead_server_is_not_asked_again_and_again(caplog):
                 client.search(["river"], [1])
             causes.append(failure.value.cause)
         assert causes == ["status"] * 3 + ["refused"] * 3
-        assert "not asked, since too many requests have failed in a row; the last: answered with status 500" in str(
+        assert "not sent, since too many requests have failed in a row; the last: answered with status 500" in str(
             failure.value
         )
         assert client.counts["requests"] == 3 and client.counts["failures_refused"] == 3

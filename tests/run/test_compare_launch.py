@@ -138,7 +138,7 @@ def test_a_run_with_other_settings_is_refused_before_anything_starts(calls, caps
     assert main([*COMPARE[:3], "seed=0,1", "name=x", "train.steps=5", "hardware.threads=2"]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2 and len(calls()) == 2
-    assert f"{ROOT / 'mhgpo_fof' / 's0'} holds a run with other settings: train.steps=2 (asked: 5);" in errors[0]
+    assert f"{ROOT / 'mhgpo_fof' / 's0'} holds a run with other settings: train.steps=2 (requested: 5);" in errors[0]
 
 
 def test_a_folder_of_something_else_is_not_touched(calls, capsys):

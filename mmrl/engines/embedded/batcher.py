@@ -76,7 +76,7 @@ class Decoder(Protocol):
         ...
 
     def drop(self, jobs: Sequence[PendingRequest]) -> None:
-        """Forget rows that are done or no longer wanted."""
+        """Forget rows that are done or no longer needed."""
         ...
 
     def stop(self) -> None:

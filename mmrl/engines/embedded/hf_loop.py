@@ -57,7 +57,7 @@ class HFLoop:
         self._training = []
 
     def forget(self) -> None:
-        """Nothing is kept between batches."""
+        """Batches share nothing."""
 
     def prefill(self, rows: Sequence[BatchRow]) -> torch.Tensor:
         """See `DecodeLoop.prefill`; only with no rows in flight."""
@@ -123,7 +123,7 @@ def using(model: torch.nn.Module, adapter: str | None) -> Iterator[None]:
         yield
         return
     # peft's set_adapter also turns on the gradients of the adapter and off those of the others. Generation happens
-    # between two updates, so the trainer's set must be found as it was.
+    # between two updates, so the trainer's set must be as it was.
     layers = cast("LoraModel", adapted.base_model)
     before = list(adapted.active_adapters)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

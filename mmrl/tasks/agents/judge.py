@@ -165,7 +165,7 @@ class Judge:
         """One score in [0, 1] for the rollout; by the fixed rule, 0 where no reply can be read.
 
         Raises:
-            JudgeFailure: the endpoint did not answer, or no reply can be read and the fixed rule is not wanted.
+            JudgeFailure: the endpoint did not answer, or no reply can be read and the fixed rule is off.
         """
         return await self._ask("judge_outcome", prompt, turns, answers, read_outcome, lambda reply: (0.0,))
 
@@ -215,13 +215,13 @@ class Judge:
         self.judged += 1
         self.without_verdict += 1
         by_rule = settings.on_unreadable == "rule"
-        said = f"task.judge: no readable reply in {requests} tries; the last: {quoted(reply)!r}"
+        problem = f"task.judge: no readable reply in {requests} tries; the last: {quoted(reply)!r}"
         if worth_logging(self.without_verdict):
             fate = "scored by the fixed rule" if by_rule else "aborted and not credited"
-            log.warning("%s; the rollout is %s (%d of %d so far)", said, fate, self.without_verdict, self.judged)
+            log.warning("%s; the rollout is %s (%d of %d so far)", problem, fate, self.without_verdict, self.judged)
         # Not a score: it would punish or reward the policy for what the judge did.
         if not by_rule:
-            raise JudgeFailure(said)
+            raise JudgeFailure(problem)
         return Verdict(salvage(reply), requests, fallback=True)
 
     def _prompt(self, name: str, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]) -> str:

@@ -239,9 +239,9 @@ class ToolAgentTask(OpenQaTask):
         tool = {"tool_execution": 0.0, "result_answer": 0.0}
         if called is not None:
             output = path[called + 1].prompt_text.partition("<result>")[2].removesuffix("</result>")
-            # An error or "No article was found." may hold the answer by chance; only what was found can have found it.
-            found = prediction["articles"] > 0 and contains(output, answers)
-            tool = {"tool_execution": 0.2 * bool(prediction["succeeded"]), "result_answer": 0.5 * found}
+            # An error or "No article was found." may hold the answer by chance; only an article holds it for a reason.
+            retrieved = prediction["articles"] > 0 and contains(output, answers)
+            tool = {"tool_execution": 0.2 * bool(prediction["succeeded"]), "result_answer": 0.5 * retrieved}
         scores = {
             "em": outcome["exact_match"],
             "f1": self.best(metrics.f1, answer, example, closed=True),

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 GLUED, REVERSED = 9, 5
-"""Letters and digits from which a piece is found inside glued text, and reversed: shorter ones are in other words."""
+"""Letters and digits from which a piece is looked for in glued text, and reversed: shorter ones are in other words."""
 
 _LOOKALIKES = {
     "a": "ɑΑαАаᎪᴀꓮ",

@@ -192,7 +192,7 @@ def _comparisons(world: World, part: str, draws: Draws, count: int) -> list[Ques
         if number % 10 < 6:
             question = _earlier(world, part, draws)
         else:
-            question = _same(world, part, draws, answer_wanted="yes" if number % 2 else "no")
+            question = _same(world, part, draws, yes_or_no="yes" if number % 2 else "no")
         if question is not None:
             questions.setdefault(question.text, question)
     return list(questions.values())
@@ -210,13 +210,13 @@ def _earlier(world: World, part: str, draws: Draws) -> Question | None:
     return _compare(world, form, draws.pick(EARLIER[form]), x, y, (x if years[0] < years[1] else y).name)
 
 
-def _same(world: World, part: str, draws: Draws, answer_wanted: str) -> Question | None:
+def _same(world: World, part: str, draws: Draws, yes_or_no: str) -> Question | None:
     form = draws.pick(list(SAME))
     kind, relation = form.split(".")
     entities = world.of(kind, part)
     x, y = draws.pick(entities), draws.pick(entities)
     answer = "yes" if x.facts[relation] == y.facts[relation] else "no"
-    if x.id == y.id or answer != answer_wanted:
+    if x.id == y.id or answer != yes_or_no:
         return None
     return _compare(world, form, draws.pick(SAME[form]), x, y, answer)
 

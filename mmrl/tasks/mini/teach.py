@@ -203,7 +203,7 @@ def _hover(task: HoverTask, example: Example) -> list[Demonstration]:
         return []
     claim, shown = example.inputs["claim"], []
     for hop in range(task.config.search_hops):
-        # the subject is found by the claim, what it names by its name; after the city nothing is missing
+        # the claim leads to the subject, what it names by its name; after the city nothing is missing
         query = titles[hop] if 0 < hop < len(titles) else "None"
         inputs = {"claim": claim, "key_facts": list(notes[:hop])}
         if hop:
