@@ -244,7 +244,8 @@ def evaluated(name: str, options: Options, folder: Path) -> object:
 def evaluated_split(name: str, options: Options, folder: Path) -> object:
     """Names of the metrics of a training run's evaluations."""
     config = config_of(options)
-    rundir: Any = SimpleNamespace(eval_path=lambda step, split: folder / f"{split}.jsonl")
+    ledger = SimpleNamespace(note=lambda path: None)
+    rundir: Any = SimpleNamespace(eval_path=lambda step, split: folder / f"{split}.jsonl", ledger=ledger)
     collector = collector_of(config, FakeEngine(seeded_letter))
     quiet: Any = SimpleNamespace(status=lambda text: None, evaluation=lambda *arguments: None)
     collector.log.rundir, collector.log.progress = rundir, quiet

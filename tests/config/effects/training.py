@@ -145,7 +145,7 @@ def packed(name: str, options: Options, folder: Path) -> object:
 
 def saved(name: str, options: Options, folder: Path) -> object:
     """Checkpoints after three of them were saved."""
-    trainer = make_trainer(folder, calls=make_calls(), steps=3, **_train(options))
+    trainer = make_trainer(folder, calls=make_calls(), steps=3, save_every=1, **_train(options))
     trainer.create_optimizer_and_scheduler(3)
     for step in range(1, 4):
         trainer.state.global_step = step
