@@ -1,7 +1,7 @@
 """Any OpenAI-compatible endpoint: text in, text out, for frozen policies, external models, judges and teachers.
 
-`OpenAIChat` is the client that tasks and engines share. The library `openai` sends and
-retries. Keys come from the environment alone: they are in no config, no log and no error.
+`OpenAIChat` is the client that tasks and engines share. The library `openai` sends and retries. Keys come from the
+environment alone: they are in no config, no log and no error.
 
     chat = OpenAIChat(EndpointConfig(model="gpt-4.1-mini"))
     text = await chat.complete([{"role": "user", "content": "…"}], temperature=0.0, max_tokens=200)
@@ -17,12 +17,13 @@ import os
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmrl.config.endpoint import Endpoint, EndpointConfig
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.secrets import add_secret, hide_reply
+from mmrl.system.breaker import Breaker
 from mmrl.system.portal import IoScope
 from mmrl.system.replies import ACCEPTED, QUOTED, ReplyTooLarge, ReplyUnreadable, retry_after, whole
 
@@ -63,8 +64,7 @@ class Usage:
 
     def metrics(self, prefix: str = "endpoint") -> dict[str, float]:
         """All counters so far, by metric name."""
-        names = ("requests", "retries", "failures", "prompt_tokens", "completion_tokens", "cost")
-        return {f"{prefix}/{name}": float(getattr(self, name)) for name in names}
+        return {f"{prefix}/{name}": float(count) for name, count in asdict(self).items()}
 
 
 class OpenAIChat:
@@ -82,6 +82,7 @@ class OpenAIChat:
         self.settings = settings
         self.path = path
         self.usage = Usage()
+        self._breaker = Breaker()
         self._key = key_of(settings, path)
         self._io: IoScope[AsyncOpenAI] = IoScope(self._connect, lambda client: client.close(), settings.concurrency)
         self._next_start = 0.0
@@ -178,17 +179,21 @@ class OpenAIChat:
 
         # Held during pauses between tries too: a server that refuses for its load is not sent more meanwhile.
         async with self._io.slots:
+            if self._breaker.refuses():
+                raise self._failed("not sent, since too many requests in a row got no reply")
             try:
                 reply = await self._io.client.post("/chat/completions", cast_to=httpx.Response, body=body)
                 text, finish, tokens = read_completion(reply)
                 _check_length(text, body.get("max_tokens"))
             except (OpenAIError, ValueError, _NoCompletion) as error:
-                failure = EngineFailure(f"{self._who()}: {self._reason(error)}")
-                self._count_failure(failure)
-                raise failure from None
+                # A refusal or a broken reply is an answer: only silence is a reason to send nothing for a while.
+                (self._breaker.failure if _is_silence(error) else self._breaker.success)()
+                raise self._failed(self._reason(error)) from None
             except asyncio.CancelledError:  # whoever waited has run out of time (task.timeout_s)
+                self._breaker.abandoned()
                 self.usage.failures += 1
                 raise
+            self._breaker.success()
         # Only whole replies count, in the I/O loop alone, so the counters need no lock.
         self.usage.requests += 1
         self.usage.prompt_tokens += tokens[0]
@@ -215,10 +220,13 @@ class OpenAIChat:
         name = "" if isinstance(cause, _NoCompletion) else f"{type(cause).__name__}: "
         return f"{name}{self._safe(str(cause))}{tries}"
 
-    def _count_failure(self, failure: EngineFailure) -> None:
+    def _failed(self, reason: str) -> EngineFailure:
+        """The failure of a request, counted."""
+        failure = EngineFailure(f"{self._who()}: {reason}")
         self.usage.failures += 1
         if worth_logging(self.usage.failures):
             LOG.warning("%s: request given up (%d so far): %s", self.path, self.usage.failures, failure)
+        return failure
 
     async def _wait_for_rate(self) -> None:
         """Requests start at even intervals; each takes the next free start."""
@@ -288,6 +296,13 @@ class _NoCompletion(Exception):
     """A reply of status 200 that is no chat completion; the same request may get a better one."""
 
 
+def _is_silence(error: Exception) -> bool:
+    """Whether the last try got no reply at all."""
+    from openai import APIConnectionError
+
+    return isinstance(error, APIConnectionError) and not isinstance(error.__cause__, _NoCompletion)
+
+
 def _check_length(text: str, max_tokens: object) -> None:
     """Refuse a completion of many times the limit of tokens: tokenizing megabytes takes seconds."""
     if isinstance(max_tokens, int) and len(text) > CHARS_PER_TOKEN * max_tokens:
@@ -319,8 +334,7 @@ def read_completion(response: httpx.Response) -> tuple[str, str, tuple[int, int]
         reply = response.json()
         choice = reply["choices"][0]
         text = choice["message"]["content"]
-        if text is None:
-            text = choice["message"].get("refusal") or ""
+        text = choice["message"].get("refusal") or "" if text is None else text
         if not isinstance(text, str):
             raise TypeError("the content is not text")
         # JSON can spell half of an emoji (a reply cut within one); no tokenizer or file can.

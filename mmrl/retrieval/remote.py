@@ -4,8 +4,8 @@ One client serves all rollouts; its connections live on the process's I/O loop, 
 and never wait for a decode on the caller's loop.
 
 A failed search is never an empty result: after `retries` further attempts it is a `RetrievalFailure`, which aborts the
-rollout (journalled, counted, not trained on), with its cause in the message. After `BREAKER_FAILURES` failed requests
-in a row, further ones fail at once for `BREAKER_S` seconds; then one is let through as a probe.
+rollout (journalled, counted, not trained on), with its cause in the message. After many failed requests in a row,
+further ones fail at once for a while (`system.breaker`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import asyncio
 import json
 import logging
 import ssl
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -25,6 +24,7 @@ from mmrl.errors import RetrievalFailure
 from mmrl.retrieval.base import Document, Retriever, whole_text
 from mmrl.retrieval.protocols import MAX_QUERY_CHARS, MAX_URL_QUERY_CHARS, read_dspy_reply, read_search_r1_reply
 from mmrl.system import replies
+from mmrl.system.breaker import Breaker
 from mmrl.system.portal import IoScope
 
 if TYPE_CHECKING:
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-BREAKER_FAILURES = 8
-"""Failed requests in a row after which requests fail at once."""
-BREAKER_S = 15.0
-"""Seconds until one request is let through again."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 5.0
 """Waits between attempts double from the first to the longest, with jitter."""
 LARGEST_REPLY, LARGEST_PASSAGE = 64 * 2**20, 2 * 2**20
@@ -55,61 +51,6 @@ class HttpOptions(TypedDict, total=False):
     retries: int
     concurrency: int
     cache_size: int
-
-
-class Breaker:
-    """Counts failures in a row; open, it refuses until `wait_s` have passed, then lets one request through as a probe.
-
-    Args:
-        failures: in a row, after which it opens.
-        wait_s: seconds for which it stays open.
-        clock: seconds, monotonic.
-    """
-
-    # By hand: tenacity retries one request and has no state across requests.
-    def __init__(
-        self,
-        failures: int = BREAKER_FAILURES,
-        wait_s: float = BREAKER_S,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._limit, self._wait_s, self._clock = failures, wait_s, clock
-        self._failures = 0
-        self._opened: float | None = None
-        self._probing = False
-
-    @property
-    def open(self) -> bool:
-        """Whether too many have failed, and none has succeeded since."""
-        return self._opened is not None
-
-    def refuses(self) -> bool:
-        """Whether a request must not be sent now. A request let through has to report `success` or `failure`."""
-        if self._opened is None:
-            return False
-        if self._probing or self._clock() - self._opened < self._wait_s:
-            return True
-        self._probing = True
-        return False
-
-    def success(self) -> bool:
-        """A request was answered. Returns whether it was open until now."""
-        was_open = self.open
-        self._failures, self._opened, self._probing = 0, None, False
-        return was_open
-
-    def failure(self) -> bool:
-        """A request failed for good. Returns whether it opens by this one."""
-        was_open = self.open
-        self._failures += 1
-        self._probing = False
-        if self._failures >= self._limit:
-            self._opened = self._clock()
-        return self.open and not was_open
-
-    def abandoned(self) -> None:
-        """A request was cancelled before its outcome was known."""
-        self._probing = False
 
 
 class RemoteRetriever(Retriever):

@@ -17,6 +17,7 @@ from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.retriever import RemoteRetrieverConfig
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import ConfigError, EngineFailure
+from mmrl.system.breaker import Breaker
 from mmrl.system.replies import retry_after
 from tests.helpers.servers import Scripted, ScriptedServer, Seen, chat_reply, serving
 
@@ -264,6 +265,35 @@ def test_requests_given_up_are_told_but_not_each(caplog: pytest.LogCaptureFixtur
         "engine: request given up (10 so far)",
     ]
     assert "no such model" in told[0]
+
+
+def test_an_endpoint_that_stays_silent_is_spared_until_one_request_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving([chat_reply("x")]) as (url, _):
+        pass  # nobody listens there any more
+    now = [0.0]
+    chat = chat_at(url, attempts=1)
+    chat._breaker = Breaker(failures=3, wait_s=10, clock=lambda: now[0])
+    reasons = []
+    for _ in range(5):
+        with pytest.raises(EngineFailure) as failure:
+            asyncio.run(chat.complete(ASK))
+        reasons.append("not sent" in str(failure.value))
+    assert reasons == [False] * 3 + [True] * 2 and chat.usage.failures == 5
+    now[0] = 11.0
+    with pytest.raises(EngineFailure, match="ConnectError"):  # one is let through
+        asyncio.run(chat.complete(ASK))
+    chat.close()
+
+
+def test_an_endpoint_that_refuses_is_no_silent_one() -> None:
+    with serving([Scripted("no such model", 404)]) as (url, server):
+        chat = chat_at(url)
+        chat._breaker = Breaker(failures=2, wait_s=60)
+        for _ in range(4):
+            with pytest.raises(EngineFailure, match="no such model"):
+                asyncio.run(chat.complete(ASK))
+        chat.close()
+    assert len(server.seen) == 4
 
 
 def looked_at(script: Callable[[Seen], Scripted]) -> tuple[list[str], ScriptedServer, OpenAIChat]:

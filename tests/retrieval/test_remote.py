@@ -11,10 +11,11 @@ from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.bm25 import Bm25Retriever
 from mmrl.retrieval.protocols import read_dspy_reply, read_search_r1_reply
-from mmrl.retrieval.remote import Breaker, RemoteRetriever
+from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.serving import make_app
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
+from mmrl.system.breaker import Breaker
 from tests.helpers.fakes import environment
 from tests.helpers.programs import Searcher, search_agent
 from tests.helpers.servers import DOCUMENTS, Faulty, good_app, listening
