@@ -345,6 +345,7 @@ def test_a_sweep_with_folders_of_its_own_keeps_what_is_finished_and_continues_th
         with RunDir.create(f"runs/s{seed}", config.model_dump(mode="json"), ["mmrl"]) as run:
             if seed == 0:
                 run.write_summary({"main_metric": "f1"})
+                (run.path / "report.html").write_text("<html></html>")
     done = []
     monkeypatch.setattr("mmrl.run.train.train", lambda config, command: done.append(("train", config.run.dir)) or 0)
     monkeypatch.setattr("mmrl.run.train.resume", lambda folder: done.append(("resume", str(folder))) or 0)

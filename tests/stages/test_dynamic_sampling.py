@@ -12,6 +12,7 @@ from mmrl.records import Example
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir, comparable
 from mmrl.stages.collect import dynamic_sampling
+from mmrl.system.conf import later_wins
 from tests.helpers.forests import Grow
 from tests.helpers.runs import command
 
@@ -79,7 +80,7 @@ def test_a_run_refills_journals_all_it_sampled_and_is_the_same_when_resumed(algo
     # A random model earns nothing, so most groups are constant: penalties are all the signal there is.
     options = [f"algo={algo}", "algo.zero_variance=refill", "algo.refill_rounds=2", "train.steps=3", "eval.every=0"]
     base = [a for a in command(random_model, tmp_path / "a", *options) if not a.startswith("algo.group_size")]
-    assert main([*base, size, "train.save_every=1"]) == 0
+    assert main(["train", *later_wins([*base[1:], size, "train.save_every=1"])]) == 0
     run_a = RunDir.read(tmp_path / "a")
     rebatch = [record["refill/rounds"] for record in run_a.history()[1:]]
     assert len(rebatch) == 3 and all(0 <= rounds <= 2 for rounds in rebatch) and any(rebatch)
@@ -104,7 +105,7 @@ def test_a_run_refills_journals_all_it_sampled_and_is_the_same_when_resumed(algo
 
     monkeypatch.setattr(WeightStage, "on_step_end", stops)
     again = [a.replace(str(tmp_path / "a"), str(tmp_path / "b")) for a in base]
-    assert main([*again, size, "train.save_every=1"]) == 130
+    assert main(["train", *later_wins([*again[1:], size, "train.save_every=1"])]) == 130
     monkeypatch.setattr(WeightStage, "on_step_end", ends)
     assert main(["train", f"resume={tmp_path / 'b'}"]) == 0
     assert json.dumps([comparable(r) for r in run_a.history()]) == json.dumps(

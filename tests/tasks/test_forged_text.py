@@ -115,6 +115,8 @@ def test_no_text_raises_its_format_or_tool_reward_by_what_the_program_inserts(
     at = data.draw(st.integers(0, len(texts) - 1))
     piece = data.draw(st.sampled_from([*INSERTED[name], *COMMON]))
     place = data.draw(st.integers(0, len(texts[at])))
+    # Inside a tag the piece destroys the tag, which may have been a fault: that earns by what is missing then.
+    assume(texts[at].rfind("<", 0, place) <= texts[at].rfind(">", 0, place))
     forged = [*texts]
     forged[at] = texts[at][:place] + piece + texts[at][place:]
     reward_set, earned = EARNED[name]
