@@ -124,6 +124,8 @@ def _dispatch(words: Sequence[str]) -> int:
         # Typer calls that an error; here it is a request for the list of subcommands
         bare_group = list(words) == ["index"]
         code: int = app([*words, *(["--help"] if bare_group else [])], standalone_mode=False, prog_name="mmrl")
+        if code == 130:  # what Typer makes of Ctrl-C, without a word
+            raise KeyboardInterrupt
         return code
     return 0
 

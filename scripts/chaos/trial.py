@@ -237,7 +237,8 @@ class _Trial:
             self.ended_well(found)
             if found.code == 0:
                 return
-            if "is finished" in found.err and number:  # it was struck after its report, before it could say so
+            # It was struck when all was written, before it could end.
+            if number and any(said in found.err for said in ("is finished", "exists, and is left as it is")):
                 return
             if number and not found.struck:
                 self.problem(f"continuing ended with code {found.code}: {found.err[-400:]!r}")
