@@ -422,3 +422,12 @@ def test_no_row_may_be_said(capsys):
     assert "Traceback" not in capsys.readouterr().err
     assert main(["train", "-m", "experiment=null,mhgpo/table1/mhgpo_rr", "seed=x"]) == 2
     assert capsys.readouterr().err.startswith("error: seed: got 'x'")
+
+
+def test_ctrl_c_while_a_command_is_starting_is_said(capsys, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mmrl.cli.hydra.read_line", stopped)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
