@@ -185,6 +185,8 @@ class _Trial:
         )
         delay = noise.random() * seconds[call - 1] if when == "inside" else 0.0
         room = noise.choice((0, noise.randrange(1 << 15), noise.randrange(8 << 20)))
+        if kind == "limit":  # what it prints goes into files too
+            room = max(room, 1 << 16)
         return Fault(what=kind, phase=phase, call=call, when=when, delay=delay, room=room, rank=rank), None
 
     def fresh(self) -> None:

@@ -425,9 +425,9 @@ def test_no_row_may_be_said(capsys):
 
 
 def test_ctrl_c_while_a_command_is_starting_is_said(capsys, monkeypatch):
-    def stopped(*_):
+    def stopped(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mmrl.cli.hydra.read_line", stopped)
-    assert main(["train"]) == 130
+    monkeypatch.setattr("mmrl.cli.arguments.read_arguments", stopped)
+    assert main(["show", "run"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
