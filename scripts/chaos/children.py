@@ -94,6 +94,7 @@ class _Watched:
     def __init__(self, pid: int, fault: Fault | None, disk: Disk | None, answer: int):
         self.pid, self.fault, self.disk, self.answer = pid, fault, disk, answer
         self.struck = self.hung = False
+        self.ready: float | None = None
 
     def until_end(self, told: int, started: float, folder: Path, after: float | None) -> Ended:
         code: int | None = None
@@ -102,7 +103,9 @@ class _Watched:
                 for line in os.read(told, 4096).decode().splitlines():
                     self._asked(line)
             now = time.monotonic() - started
-            if after is not None and now >= after and self.fault is not None:
+            # Not before: Ctrl-C in the harness's own part of the child would say nothing of mmrl.
+            due = after is not None and self.ready is not None and time.monotonic() - self.ready >= after
+            if due and self.fault is not None:
                 self._signal(self.pid, SIGNALS[self.fault.what])
                 after = None
             if now > LIMIT_S and not self.hung:
@@ -115,6 +118,9 @@ class _Watched:
         return ended(code, folder, self.struck, time.monotonic() - started, self.hung)
 
     def _asked(self, line: str) -> None:
+        if line == "ready":
+            self.ready = time.monotonic()
+            return
         assert self.fault is not None
         if line == "struck":
             self.struck = True

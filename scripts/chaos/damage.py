@@ -11,7 +11,7 @@ KINDS = ("truncated", "emptied", "missing", "one bit", "64 bytes", "a digit", "a
 
 def damage(folder: Path, noise: random.Random) -> tuple[str, str]:
     """Damage one file below `folder`; returns what was done and the file's name below it."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "run.lock")
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in ("run.lock", "lock"))
     path, kind = noise.choice(files), noise.choice(KINDS)
     data = path.read_bytes()
     text = path.suffix in (".json", ".jsonl", ".yaml", ".jinja")
@@ -55,4 +55,4 @@ def _do(path: Path, kind: str, data: bytearray, noise: random.Random) -> None:
 
 def copy(source: Path, target: Path) -> None:
     """A stopped run's folder, as it was left."""
-    shutil.copytree(source, target, symlinks=True)
+    shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)

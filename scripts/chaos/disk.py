@@ -46,10 +46,10 @@ class Disk:
 
     def release(self) -> None:
         """There is room again, and everything can be written."""
-        self._filler.unlink(missing_ok=True)
         if self._readonly is not None:
             _checked(self._libc.umount2(os.fsencode(self._readonly), _DETACH))
             self._readonly = None
+        self._filler.unlink(missing_ok=True)
 
 
 def _checked(result: int) -> None:
@@ -61,14 +61,15 @@ def _checked(result: int) -> None:
 @cache
 def available() -> bool:
     """Whether this process may have a disk of its own (tried in a child, whose mounts end with it)."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            Disk(Path(tempfile.mkdtemp()))
-            code = 0
-        except OSError:
-            pass
-        finally:
-            os._exit(code)
-    return os.waitpid(pid, 0)[1] == 0
+    with tempfile.TemporaryDirectory() as folder:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                Disk(Path(folder))
+                code = 0
+            except OSError:
+                pass
+            finally:
+                os._exit(code)
+        return os.waitpid(pid, 0)[1] == 0

@@ -80,8 +80,8 @@ class Hooks:
 
     Args:
         fault: None: only counts.
-        events: descriptor that the watcher of this process reads: a line `PID DELAY` asks for the fault later, `disk`
-            at once.
+        events: descriptor that the watcher of this process reads: `ready` once its phases are watched; a line
+            `PID DELAY` asks for the fault later, `disk` at once.
         replies: descriptor on which the watcher says that the disk is as asked.
     """
 
@@ -96,6 +96,7 @@ class Hooks:
             counter = itertools.count(1)
             for target in targets:
                 _replace(target, functools.partial(self._wrapped, phase, counter))
+        self._write(self.events, b"ready\n")
 
     def _wrapped(self, phase: str, counter: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         if inspect.iscoroutinefunction(function):
@@ -123,7 +124,7 @@ class Hooks:
         if fault is None or phase != fault.phase or number != fault.call or _rank() != fault.rank:
             return None
         if fault.when == "inside":
-            self._write(self.events, f"{os.getpid()} {fault.delay}\n".encode())
+            self._write(self.events, f"{_struck(fault)} {fault.delay}\n".encode())
         elif fault.when == "before":
             self._strike(fault)
         return fault.when
@@ -136,7 +137,7 @@ class Hooks:
     def _strike(self, fault: Fault) -> None:
         if fault.what in SIGNALS:
             self._write(self.events, b"struck\n")
-            self._kill(os.getpid(), SIGNALS[fault.what])
+            self._kill(_struck(fault), SIGNALS[fault.what])
         elif fault.what == "limit":
             self._write(self.events, b"struck\n")
             resource.setrlimit(resource.RLIMIT_FSIZE, (fault.room, resource.RLIM_INFINITY))
@@ -148,6 +149,11 @@ class Hooks:
         """Write how often and how long each phase was called, and what has been imported."""
         modules = [name for name in sys.modules if not name.startswith("__")]
         path.write_text(json.dumps({"seconds": self.seconds, "modules": modules}), encoding="utf-8")
+
+
+def _struck(fault: Fault) -> int:
+    """The process that is struck: any may be killed, but who stops a run of several stops the one that started them."""
+    return os.getpid() if fault.rank is None or fault.what == "SIGKILL" else os.getppid()
 
 
 def _rank() -> int | None:

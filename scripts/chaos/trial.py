@@ -209,10 +209,13 @@ class _Trial:
 
     def damaged(self) -> None:
         """A stopped run, damaged, then continued: to equal numbers, or refused by an error that names the file."""
-        copy(self.place.stopped(self.name), self.folder / "copy")
-        for path in list((self.folder / "copy").iterdir()):
-            path.rename(self.folder / path.name)
-        (self.folder / "copy").rmdir()
+        if self.name == "index":  # whose unfinished builds know where their sources lie
+            make_folder(self.case, self.folder)
+            assert self.case.stop is not None
+            stop = Fault(what="SIGKILL", phase=self.case.stop[0], call=self.case.stop[1], when="before")
+            run(self.case.words, self.folder, env=self.env, fault=stop)
+        else:
+            copy(self.place.stopped(self.name), self.folder)
         target = next(self.folder / one for one in (RUN, f"{RUN}.partial") if (self.folder / one).is_dir())
         kind, file = damage(target, self.noise)
         self.result.faults.append(f"{file}: {kind}")
