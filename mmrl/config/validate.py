@@ -132,6 +132,11 @@ def validate(schema: type[ConfigT], raw: Mapping[str, object]) -> ConfigT:
         for path, value in _leaves("", raw)
         if secret_name(path.rpartition(".")[2]) and value not in ("", "null") and holder(value) is None
     ]
+    problems += [
+        f"{path}: got a text with half a character ({value!r:.60}), which no file can hold"
+        for path, value in _texts("", raw)
+        if any("\ud800" <= character <= "\udfff" for character in value)
+    ]
     try:
         config = schema.model_validate(dict(raw))
     except ValidationError as error:
@@ -307,6 +312,18 @@ def _leaves(path: str, value: object) -> Iterator[tuple[str, str]]:
             path.lstrip("."),
             "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value),
         )
+
+
+def _texts(path: str, value: object) -> Iterator[tuple[str, str]]:
+    """All texts at and below `path`, those of lists by the list's key."""
+    if isinstance(value, str):
+        yield path.lstrip("."), value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(f"{path}.{key}", item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(path, item)
 
 
 def _chosen_name(raw: Mapping[str, object], path: str) -> str:

@@ -59,7 +59,7 @@ def outcome(target: Target, given: Any) -> str | None:
 
 
 @cache
-def _configs() -> tuple[Mapping[str, Any], ...]:
+def configs() -> tuple[Mapping[str, Any], ...]:
     """Plain mappings of right configs: every algorithm on a task that it fits, and evaluations."""
     from mmrl.cli.hydra import configs, configured, read_line
     from mmrl.config import EvalCommandConfig, TrainCommandConfig
@@ -77,7 +77,7 @@ def _configs() -> tuple[Mapping[str, Any], ...]:
 
 def make_config(random: Random) -> Any:
     """A right config, spoilt."""
-    return spoilt(random.choice(_configs()), random)
+    return spoilt(random.choice(configs()), random)
 
 
 def run_config(raw: Any) -> str | None:

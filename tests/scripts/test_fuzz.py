@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmrl.config import TrainCommandConfig, validate
 from mmrl.errors import ConfigError, DataError
 from mmrl.plan.workload import parse_lengths
 from mmrl.run.plan import PlanRequest
 from mmrl.system.files import user_path
 from mmrl.tasks.data.rows import Source
 from scripts.fuzz import __main__ as campaign
-from scripts.fuzz import mutate
+from scripts.fuzz import mutate, targets
 from scripts.fuzz.guided import FedRandom
 from scripts.fuzz.targets import TARGETS, Target, outcome
 
@@ -112,3 +113,10 @@ def test_a_path_that_no_file_can_have_is_refused_in_words() -> None:
             _ = Source("task.data.train", spec).path
     with pytest.raises(ConfigError, match="got a path with a NUL character"):
         _ = Source("task.data.train", "~\0").path
+
+
+def test_a_config_with_half_a_character_is_refused_by_its_key() -> None:
+    raw = dict(targets.configs()[0])
+    raw["run"] = {**raw["run"], "name": "a\ud800"}
+    with pytest.raises(ConfigError, match="run.name: got a text with half a character"):
+        validate(TrainCommandConfig, raw)
