@@ -132,11 +132,13 @@ def validate(schema: type[ConfigT], raw: Mapping[str, object]) -> ConfigT:
         for path, value in _leaves("", raw)
         if secret_name(path.rpartition(".")[2]) and value not in ("", "null") and holder(value) is None
     ]
-    problems += [
-        f"{path}: got a text with half a character ({value!r:.60}), which no file can hold"
+    half = [
+        f"{path or 'config'}: got a text with half a character ({value!r:.60}), which no file can hold"
         for path, value in _texts("", raw)
         if any("\ud800" <= character <= "\udfff" for character in value)
     ]
+    if half:  # pydantic could not even name such a key
+        raise ConfigError(problems + half)
     try:
         config = schema.model_validate(dict(raw))
     except ValidationError as error:
@@ -315,11 +317,12 @@ def _leaves(path: str, value: object) -> Iterator[tuple[str, str]]:
 
 
 def _texts(path: str, value: object) -> Iterator[tuple[str, str]]:
-    """All texts at and below `path`, those of lists by the list's key."""
+    """All texts at and below `path`, keys among them; those of lists by the list's key."""
     if isinstance(value, str):
         yield path.lstrip("."), value
     elif isinstance(value, Mapping):
         for key, item in value.items():
+            yield path.lstrip("."), str(key)
             yield from _texts(f"{path}.{key}", item)
     elif isinstance(value, list | tuple):
         for item in value:

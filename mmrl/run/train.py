@@ -24,7 +24,7 @@ from mmrl.run.check import check_all
 from mmrl.run.launch import adopt, must_start, released, start
 from mmrl.run.settle import import_plugins, refuse_changes, run_folder, settle, stored_config
 from mmrl.system.files import JsonObject, plain
-from mmrl.system.processes import ALONE, Processes, join, launched
+from mmrl.system.processes import ALONE, Processes, join, launched, lost_a_process
 from mmrl.system.stop import stoppable
 from mmrl.tasks.base import Task
 
@@ -80,7 +80,12 @@ def resume(folder: Path) -> int:
 def work(job: JsonObject) -> int:
     """One process of a run that `start` has started: begin it, or continue it."""
     import_plugins(job["config"].get("plugins", ()))
-    return train(validate_stored(TrainCommandConfig, job["config"]), job["command"], job["resumed"])
+    try:
+        return train(validate_stored(TrainCommandConfig, job["config"]), job["command"], job["resumed"])
+    except RuntimeError as error:
+        if not lost_a_process(error):
+            raise
+        raise MmrlError("another process of the run has ended, so this one cannot go on") from None
 
 
 def _join(hardware: HardwareConfig, engine: str) -> Processes:

@@ -107,6 +107,14 @@ def join(expected: int, device: str) -> Processes:
     return Processes(state.process_index, state.num_processes)
 
 
+def lost_a_process(error: RuntimeError) -> bool:
+    """Whether a collective failed because another process has ended."""
+    from torch import distributed
+
+    # NCCL's errors have a type of their own; gloo's are told by the file that they come from.
+    return isinstance(error, distributed.DistError) or "/gloo/transport/" in str(error)
+
+
 def merged(forests: Sequence[Forest], examples: Sequence[Example]) -> Forest:
     """One forest of several that share no example, in the order of `examples`."""
     calls: dict[str, list[Call]] = {example.id: [] for example in examples}

@@ -118,5 +118,5 @@ def test_a_path_that_no_file_can_have_is_refused_in_words() -> None:
 def test_a_config_with_half_a_character_is_refused_by_its_key() -> None:
     raw = dict(targets.configs()[0])
     raw["run"] = {**raw["run"], "name": "a\ud800"}
-    with pytest.raises(ConfigError, match="run.name: got a text with half a character"):
+    with pytest.raises(ConfigError, match=r"run\.name: got a text with half a character"):
         validate(TrainCommandConfig, raw)
