@@ -151,20 +151,34 @@ def build_index(
     try:
         remove_leftovers(work)
         _check_plan(work, spec, stamp)
-        if (work / DONE).is_file():
-            corpus = CorpusFacts(**json.loads((work / DONE).read_text(encoding="utf-8")))
-        else:
+        corpus = _written_before(work)
+        if corpus is None:
             corpus = write_passages(work, documents())
             if not corpus.documents:
                 shutil.rmtree(work)
                 raise DataError(f"index: {', '.join(sources) or 'the corpus'}: has no passages")
             # Only now: without this file a later attempt writes the passages anew.
-            atomic_write(work / DONE, json.dumps(asdict(corpus)))
+            # Of the passages alone: what is built from them (shards of vectors, say) may be there already, and grows.
+            files = {name: check for name, check in file_checks(work, without=(LOCK, PLAN)).items() if "/" not in name}
+            atomic_write(work / DONE, json.dumps({"corpus": asdict(corpus), "files": files}))
         on_corpus(corpus)
         _build(work, PassageStore(work), spec, device, batch_size)
         return _finish(work, folder, spec, corpus, sources, time.perf_counter() - started)
     finally:
         os.close(lock)
+
+
+def _written_before(work: Path) -> CorpusFacts | None:
+    """The corpus whose passages an earlier attempt has written; None where there are none, or they have changed."""
+    if not (work / DONE).is_file():
+        return None
+    try:
+        done = json.loads((work / DONE).read_text(encoding="utf-8"))
+        verify(work, done["files"])
+        return CorpusFacts(**done["corpus"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        log.warning("%s is damaged (%s); the passages are written again", work, error)
+        return None
 
 
 def _finish(

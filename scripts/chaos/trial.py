@@ -226,7 +226,10 @@ class _Trial:
         if found.code == 0:
             self.check()
             return
-        named = any(part in found.err for part in (file, file.rpartition("/")[2], file.partition("/")[0]))
+        names = [file, file.rpartition("/")[2], file.partition("/")[0]]
+        if target.name != RUN:  # an unfinished build is removed as a whole
+            names.append(target.name)
+        named = any(name in found.err for name in names)
         if found.code < 0 or not any(line.startswith("error: ") for line in found.err.splitlines()) or not named:
             self.problem(f"refused with code {found.code} and no error that names {file}: {found.err[-300:]!r}")
         self.result.outcome = "refused"

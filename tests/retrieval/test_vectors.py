@@ -179,6 +179,21 @@ def test_a_killed_build_goes_on_where_it_was(model, tmp_path, monkeypatch):
     assert not partial_of(folder).exists() and not (folder / "shards").exists()
 
 
+@pytest.mark.parametrize("file", ["passages.jsonl", "offsets.npy", "titles.npy", "passages.json"])
+def test_passages_of_an_unfinished_build_that_have_changed_are_written_again(file, tmp_path, monkeypatch, caplog):
+    bm25, folder = IndexSpec(kind="bm25", settings={"k1": 0.9, "b": 0.4}), tmp_path / "index"
+    with monkeypatch.context() as dying:
+        dying.setattr("mmrl.retrieval.index_folder._build", lambda *_: pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception):
+            build_index(folder, bm25, lambda: DOCUMENTS)
+    content = bytearray((partial_of(folder) / file).read_bytes())
+    content[len(content) // 2] ^= 1
+    (partial_of(folder) / file).write_bytes(content)
+    info = build_index(folder, bm25, lambda: DOCUMENTS)
+    assert "the passages are written again" in caplog.text
+    assert info.files == build_index(tmp_path / "fresh", bm25, lambda: DOCUMENTS).files
+
+
 def test_a_build_killed_by_the_system_continues(model, tmp_path):
     rows = [{"title": d.title, "text": d.text} for d in DOCUMENTS]
     corpus, folder = tmp_path / "c.json", tmp_path / "index"
