@@ -227,7 +227,8 @@ SHOWN, LONGEST = 100, 2_000
 def print_error(error: MmrlError) -> None:
     """One line per problem on stderr."""
     lines = error.problems if isinstance(error, ConfigError) else [str(error)]
-    for line in lines[:SHOWN]:
+    for text in lines[:SHOWN]:
+        line = " ".join(text.splitlines())  # a value that it quotes may have several
         shown = line if len(line) <= LONGEST else f"{line[:LONGEST]}... ({len(line) - LONGEST} more characters)"
         print(f"error: {shown}", file=sys.stderr)
     if len(lines) > SHOWN:

@@ -54,7 +54,8 @@ class Words:
                 takes_next = flag in with_value and not equals and rest and "=" not in rest[0]
                 flags.append((flag, value if equals else rest.pop(0) if takes_next else None))
             else:
-                (settings if "=" in word or word.startswith("~") else names).append(word)
+                setting = word.startswith("~") or ("=" in word and not word.startswith("="))
+                (settings if setting else names).append(word)
         return cls(tuple(names), tuple(settings), tuple(flags))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from mmrl.system.files import JsonObject, append_jsonl, digest, named
 
-LINES_DIFFER = "has not the lines that were written up to there"
+LINES_DIFFER = "has lost or changed lines from before the checkpoint"
 
 
 class Appended:

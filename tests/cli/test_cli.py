@@ -130,6 +130,7 @@ def test_an_option_without_effect_is_refused_and_its_users_are_named():
     ("arguments", "says"),
     [
         (["train.steps"], "expected key=value"),
+        (["=1"], "=1: expected key=value"),
         (["--foo"], "unknown flag"),
         (["algo={"], "not an override"),
         (["seed=1,2"], "run a sweep with -m"),

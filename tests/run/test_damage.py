@@ -228,7 +228,7 @@ def test_a_file_that_no_checkpoint_agrees_with_is_refused(kind, run, capsys):
 def test_what_was_lost_after_an_earlier_checkpoint_is_made_again_from_there(run, capsys):
     without_line(run / "metrics.jsonl", 3)
     assert chosen(run) == "checkpoint-2"
-    assert "metrics.jsonl has not the lines" in capsys.readouterr().err
+    assert "metrics.jsonl has lost or changed lines from before the checkpoint" in capsys.readouterr().err
     (run / "journal" / "step-000003.jsonl.gz").write_bytes(b"x")
     assert chosen(run) == "checkpoint-2" and not capsys.readouterr().err
 
