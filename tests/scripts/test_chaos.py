@@ -117,10 +117,10 @@ def test_wrong_options_are_refused() -> None:
 def test_a_few_real_trials(tmp_path: Path) -> None:
     """The short form, in a process of its own: however it was disturbed, every run ends as the undisturbed one."""
     out = tmp_path / "chaos.json"
-    words = ["trials=8", "seed=1", "jobs=2", "cases=grpo,index", "engines=embedded", f"out={out}"]
+    words = ["trials=4", "seed=1", "jobs=2", "cases=grpo,index", "engines=embedded", f"out={out}"]
     command = [sys.executable, "-m", "scripts.chaos", *words, f"work={tmp_path / 'work'}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-2000:]}"
     result = json.loads(out.read_text())
-    assert (result["trials"], result["failed"]) == (8, 0)
-    assert sum(one["struck"] for one in result["results"]) >= 5
+    assert (result["trials"], result["failed"]) == (4, 0)
+    assert sum(one["struck"] for one in result["results"]) >= 3
