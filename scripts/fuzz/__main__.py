@@ -13,18 +13,17 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
-from types import FrameType
 from typing import Any
 
+from scripts.fuzz.in_process import TooLong, time_limit
 from scripts.fuzz.targets import TARGETS, Target, outcome
 
 DEFAULTS = {
@@ -39,10 +38,6 @@ DEFAULTS = {
 }
 KEPT = 20
 """Findings of a target that are kept; all are counted."""
-
-
-class TooLong(BaseException):
-    """Not an `Exception`: nothing that is fuzzed may take it for an error of its own."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -98,24 +93,10 @@ def try_one(name: str, seed: int, number: int) -> str | None:
 def bounded(target: Target, made: Any) -> str | None:
     """`outcome` within the target's time."""
     try:
-        with _limit(target.limit_s) if target.limit_s else contextlib.nullcontext():
+        with time_limit(target.limit_s) if target.limit_s else contextlib.nullcontext():
             return outcome(target, made)
     except TooLong:
         return f"took longer than {target.limit_s:g} s"
-
-
-@contextlib.contextmanager
-def _limit(seconds: float) -> Iterator[None]:
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TooLong
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _run(part: Mapping[str, range], seed: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Command lines and damaged run directories as targets: `command_lines` and `run_dirs` make and run them."""
+"""Command lines and damaged run directories as targets: made elsewhere in this package, run by `in_process`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-from scripts.fuzz import command_lines, run_dirs
+from scripts.fuzz import command_lines, in_process, run_dirs
 
 FOREST = Path(__file__).parents[1] / "guard_forests" / "trees_rr.json"
 STEPS = 3
@@ -21,7 +21,7 @@ def make_line(random: Random) -> list[str]:
 
 def run_line(words: list[str]) -> str | None:
     """It is served, or refused in words."""
-    return command_lines.run(words)
+    return in_process.run(words)
 
 
 def make_damage(random: Random) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from unittest import mock
 
-from scripts.fuzz.command_lines import call
+from scripts.fuzz.in_process import call
 
 STRANGE: tuple[object, ...] = (
     *(None, True, 0, -1, 10**400, 1.5, -1e308, "", "x", "\u202e", "\ud800", "<b>&", "nan", "a\nb" * 50, [], {}, [[]]),

@@ -5,7 +5,8 @@ from random import Random
 
 import pytest
 
-from scripts.fuzz.command_lines import call, command_line, run
+from scripts.fuzz.command_lines import command_line
+from scripts.fuzz.in_process import call, run
 
 
 @pytest.mark.parametrize("part", range(5))

@@ -23,10 +23,7 @@ from tests.helpers.runs import command, numbers
 
 def small(random_model, folder):
     """A run of three steps, each saved, evaluated before and after."""
-    words = [
-        word for word in command(random_model, folder) if not word.startswith(("eval.every=", "train.save_every="))
-    ]
-    return [*words, "train.steps=3", "train.save_every=1", "eval.every=0"]
+    return command(random_model, folder, "train.steps=3", "train.save_every=1", "eval.every=0")
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,7 @@ from tests.run.test_processes import STARTER
 
 def small(random_model, folder):
     """A run of three steps, saved at its end alone."""
-    words = [
-        word for word in command(random_model, folder) if not word.startswith(("eval.every=", "train.save_every="))
-    ]
-    return [*words, "train.steps=3", "train.save_every=100", "eval.every=0"]
+    return command(random_model, folder, "train.steps=3", "train.save_every=100", "eval.every=0")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,186 @@
+"""Command lines run in this process, with nothing behind them that trains, samples or serves.
+
+Property: every line is served or refused. The exit code is 0, 1 or 2, there is no traceback, the line is done within
+`LIMIT_S`, and nothing is written outside of the current folder, except where the line itself names a place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from unittest import mock
+
+LIMIT_S = 20.0
+"""Longest time of one line."""
+CODES = (0, 1, 2)
+
+
+def run(words: Sequence[str]) -> str | None:
+    """One line in a folder of its own; None, or what was wrong."""
+    with tempfile.TemporaryDirectory(prefix="mmrl-fuzz-") as top:
+        here = Path(top) / "above" / "here"
+        (here / "folder").mkdir(parents=True)
+        (here / "notes.txt").write_text("mine")
+        (here / "file.json").write_text("{}")
+        with nothing_runs():
+            finding = call(words, here)
+        if finding is None and (here / "notes.txt").read_text() != "mine":
+            return f"{shown(words)}: a file of the user's was overwritten"
+        return finding
+
+
+def call(words: Sequence[str], here: Path, limit_s: float = LIMIT_S) -> str | None:
+    """`mmrl WORDS` in the folder `here`; None, or what was wrong with its end, its time, or what it wrote."""
+    from mmrl.cli import main
+
+    out, err = io.StringIO(), io.StringIO()
+    before, argv, environment = Path.cwd(), sys.argv, dict(os.environ)
+    os.chdir(here)
+    try:
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            time_limit(limit_s),
+            _watched(here) as strays,
+        ):
+            try:
+                code: object = main(list(words))
+            except SystemExit as end:
+                code = end.code if end.code is not None else 0
+    except TooLong:
+        return f"{shown(words)}: not done after {limit_s:g} s"
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        where = "".join(traceback.format_tb(error.__traceback__)[-2:])
+        return f"{shown(words)}: {type(error).__name__}: {str(error)[:300]}\n{where}"
+    finally:
+        os.chdir(before)
+        sys.argv = argv
+        os.environ.clear()
+        os.environ.update(environment)
+        logging.disable(logging.NOTSET)
+    if code not in CODES:
+        return f"{shown(words)}: exit code {code!r}"
+    if "Traceback (most recent call last)" in err.getvalue() + out.getvalue():
+        return f"{shown(words)}: a traceback was printed: {err.getvalue()[-600:]}"
+    if code and not err.getvalue().strip():
+        return f"{shown(words)}: exit code {code} without a word"
+    strays = [
+        path for path in strays if not any(path.startswith(word.partition("=")[2] or word) for word in words if word)
+    ]
+    return f"{shown(words)}: wrote {strays[:3]}" if strays else None
+
+
+def shown(words: Sequence[str]) -> str:
+    """A line as one would send it on."""
+    return repr([word if len(word) < 200 else f"{word[:60]}… ({len(word)} characters)" for word in words])
+
+
+@contextlib.contextmanager
+def nothing_runs() -> Iterator[None]:
+    """What would train, sample, build an index, serve or plan from rollouts is a stand-in that ends at once."""
+    with contextlib.ExitStack() as stack:
+        for target, value in _STAND_INS.items():
+            stack.enter_context(mock.patch(target, lambda *args, _value=value, **options: _value))
+        yield
+
+
+_STAND_INS: Mapping[str, object] = {
+    "mmrl.run.train.train": 0,
+    "mmrl.run.train.resume": 0,
+    "mmrl.run.eval.evaluate_policy": 0,
+    "mmrl.run.eval.evaluate_columns": 0,
+    "mmrl.run.eval.resume_evaluation": 0,
+    "mmrl.run.check.check_all": None,
+    "mmrl.run.compare.check_all": None,
+    "mmrl.run.compare.RunQueue.run": 0,
+    "mmrl.run.plan.make_plan": mock.Mock(text=lambda: "plan", as_json=lambda: "{}"),
+    "mmrl.retrieval.serving.serve": None,
+    "mmrl.retrieval.index_folder.build_index": mock.Mock(build_seconds=0.0, kind="bm25"),
+    "mmrl.models.hub.encoder_problems": [],
+}
+"""What a command hands over to -> what its stand-in returns."""
+
+
+class TooLong(BaseException):
+    """The time limit has passed. Not an `Exception`: nothing that is fuzzed may take it for an error of its own."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises `TooLong` in what takes longer; without effect outside of the main thread, which alone gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+_WRITES = {
+    "os.mkdir": 0,
+    "os.rename": 1,
+    "os.remove": 0,
+    "os.rmdir": 0,
+    "os.symlink": 1,
+    "os.link": 1,
+    "os.truncate": 0,
+}
+"""Audit event -> which of its arguments is the path that changes."""
+_watching: list[tuple[str, list[str]]] = []
+
+
+def _audit(event: str, args: tuple[object, ...]) -> None:
+    if not _watching or (event != "open" and event not in _WRITES):
+        return
+    if event == "open":
+        path, flags = args[0], args[2]
+        if not isinstance(flags, int) or not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            return
+    else:
+        path = args[_WRITES[event]]
+    if not isinstance(path, str | bytes | os.PathLike):
+        return
+    here, strays = _watching[-1]
+    full = os.path.abspath(os.fsdecode(path))
+    if not full.startswith(here) and not full.startswith("/dev/") and not _CACHES.search(full):
+        strays.append(full)
+
+
+@contextlib.contextmanager
+def _watched(here: Path) -> Iterator[list[str]]:
+    """Paths outside of `here` that are made, changed or removed meanwhile."""
+    if not _audit_added:
+        sys.addaudithook(_audit)  # stays for the life of the process, and does nothing while nobody watches
+        _audit_added.append(True)
+    strays: list[str] = []
+    _watching.append((str(here), strays))
+    try:
+        yield strays
+    finally:
+        _watching.pop()
+
+
+_CACHES = re.compile(r"__pycache__|/matplotlib\b")
+"""What libraries keep for themselves."""
+_audit_added: list[bool] = []
