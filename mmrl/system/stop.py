@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +18,7 @@ class Stop:
     def __init__(self) -> None:
         self.requested = False
         self._held = False
+        self._again: threading.Timer | None = None
 
     def ask(self, number: int, frame: object) -> None:
         """The handler of SIGTERM: raises `Stopped`, the first time and where that is not held back."""
@@ -22,6 +26,19 @@ class Stop:
         first, self.requested = not self.requested, True
         if first and not self._held:
             raise Stopped
+
+    def swallowed(self) -> None:
+        """A destructor was running when the signal came, and Python drops what is raised there: signal once more."""
+        self.requested = False
+        # a moment later, when the destructor has returned
+        self._again = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM))
+        self._again.daemon = True
+        self._again.start()
+
+    def over(self) -> None:
+        """Nobody listens any more."""
+        if self._again is not None:
+            self._again.cancel()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -67,10 +84,20 @@ def stoppable(in_a_group: bool = False) -> Iterator[Stop]:
         return
     if in_a_group:
         before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
+
+    def unraisable(args: sys.UnraisableHookArgs) -> None:
+        if args.exc_type is Stopped:
+            stop.swallowed()
+        else:
+            hook(args)
+
+    hook, sys.unraisablehook = sys.unraisablehook, unraisable
     try:
         yield stop
     except Stopped:
         raise SystemExit(Stopped.exit_code) from None
     finally:
+        stop.over()
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)

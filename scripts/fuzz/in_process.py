@@ -45,7 +45,7 @@ def call(words: Sequence[str], here: Path, limit_s: float = LIMIT_S) -> str | No
     from mmrl.cli import main
 
     out, err = io.StringIO(), io.StringIO()
-    before, argv, environment = Path.cwd(), sys.argv, dict(os.environ)
+    before, argv, environment, level = Path.cwd(), sys.argv, dict(os.environ), logging.root.level
     os.chdir(here)
     try:
         with (
@@ -71,6 +71,7 @@ def call(words: Sequence[str], here: Path, limit_s: float = LIMIT_S) -> str | No
         os.environ.clear()
         os.environ.update(environment)
         logging.disable(logging.NOTSET)
+        logging.root.setLevel(level)  # hydra.verbose=true raises it for the whole process
     if code not in CODES:
         return f"{shown(words)}: exit code {code!r}"
     if "Traceback (most recent call last)" in err.getvalue() + out.getvalue():

@@ -72,6 +72,17 @@ def test_a_run_that_is_terminated_saves_and_goes_on(
     assert (run / "digests.jsonl").read_bytes() == (whole / "digests.jsonl").read_bytes()
 
 
+def test_a_stop_that_comes_while_a_destructor_runs_is_not_lost(capsys):
+    class Ends:
+        def __del__(self):
+            terminate()
+
+    with pytest.raises(SystemExit, match=str(Stopped.exit_code)), stoppable():
+        Ends()
+        time.sleep(5)
+    assert not capsys.readouterr().err
+
+
 def test_a_stop_waits_where_it_is_held_and_is_raised_once():
     with pytest.raises(SystemExit), stoppable():
         terminate()
