@@ -9,27 +9,15 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
+from mmrl.cli.app import HYDRA_FLAGS, SETTINGS, JsonFlag, app
+from mmrl.cli.index_commands import index_app
 from mmrl.errors import ConfigError, MmrlError
 
 WORKER = "worker"
 """The hidden command of one process of a run of several."""
-# Typer would report an unknown option at once and alone; passed on, it is named together with all other mistakes.
-SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
-HYDRA_FLAGS = """\b
-Flags:
-  -m                   a sweep: a key takes several values, one run for every combination
-  --config-dir FOLDER  configs of your own, before conf/ here and the shipped ones
-  --cfg job            print the composed config and stop (also: --info, --resolve, --package)"""
-JsonFlag = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
-
-# Completion is Hydra's (`mmrl -sc`), which knows the configs; Typer's knows the commands alone. Errors and help are
-# plain text: rich would read `run.report_to=[wandb]` as markup.
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: sizes first, then built; looked into.")
 
 
 @app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [-m]", epilog=HYDRA_FLAGS)
@@ -275,88 +263,6 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
     made = make_plan(config, PlanRequest.read(line.own))
     print(made.as_json() if as_json else made.text())
     return 0
-
-
-@index_app.command("build", context_settings=SETTINGS, options_metavar="corpus=A[,B] index=DIR [KEY=VALUE ...]")
-def index_build(context: typer.Context) -> int:
-    """Build an index of a corpus; sizes are printed first, and a build that was stopped goes on.
-
-    \b
-    Keys:
-      corpus=A,B                      files, folders or names of a corpus
-      index=DIR                       folder that is made
-      retriever=bm25|dense|colbert    bm25
-      k1= b=                          bm25
-      model= device= batch_size=      dense, colbert: the encoder, where it runs, texts at once
-      faiss=flat|hnsw                 dense, colbert
-      encoder=contriever|e5           dense: how the model wants its texts
-      plan=true                       print sizes and stop
-
-    \b
-    Examples:
-      mmrl index build corpus=passages.jsonl index=indexes/bm25
-      mmrl index build corpus=passages.jsonl index=indexes/e5 retriever=dense model=intfloat/e5-base-v2 plan=true
-    """
-    from mmrl.cli.index import build
-
-    return build(context.args)
-
-
-@index_app.command("info", context_settings=SETTINGS, options_metavar="index=DIR")
-def index_info(context: typer.Context) -> int:
-    """Print what an index holds.
-
-    \b
-    Examples:
-      mmrl index info index=indexes/bm25
-    """
-    from mmrl.cli.index import info
-
-    return info(context.args)
-
-
-@index_app.command("search", context_settings=SETTINGS, options_metavar="index=DIR query=TEXT [KEY=VALUE ...]")
-def index_search(context: typer.Context) -> int:
-    """Search an index.
-
-    \b
-    Keys:
-      index=DIR query=TEXT   what is searched for
-      top_k=                 passages; 5
-      device= batch_size=    dense, colbert
-      candidates=            colbert: nearest tokens of each query token
-
-    \b
-    Examples:
-      mmrl index search index=indexes/bm25 query="capital of France" top_k=3
-    """
-    from mmrl.cli.index import search
-
-    return search(context.args)
-
-
-@app.command("serve-retriever", context_settings=SETTINGS, options_metavar="index=DIR [KEY=VALUE ...]")
-def serve_retriever(context: typer.Context) -> int:
-    """Serve an index over HTTP, in Search-R1's and DSPy's protocols, until Ctrl-C.
-
-    \b
-    Keys:
-      index=DIR             what is served
-      host= port=           127.0.0.1 and 8000; port=0: a free one
-      token_env=NAME        environment variable with the token that every request must bring; needed with any host
-                            that other machines reach
-      max_batch=            queries of one search
-      parent=PID            end when this process is gone
-      device= batch_size=   dense, colbert
-      candidates=           colbert: nearest tokens of each query token
-
-    \b
-    Examples:
-      mmrl serve-retriever index=indexes/bm25 port=8000
-    """
-    from mmrl.cli.index import serve
-
-    return serve(context.args)
 
 
 @app.command("new-task", context_settings=SETTINGS, options_metavar="NAME [kind=async|dspy] [dir=FOLDER]")
