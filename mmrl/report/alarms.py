@@ -7,17 +7,20 @@ at trailing means over `window` steps, so that one odd batch does not ring; thre
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 
-from mmrl.report.stats import History, keys_in, number, series, short, trailing_mean
+from mmrl.report.advice import ADVICE
+from mmrl.report.stats import History, keys_in, number, series, trailing_mean
 
 VALIDITY_FACTS = ("valid", "valid_share", "format", "format_ok", "format_rate", "ok")
 """Behaviour facts (last part of a `module/<m>/…` key) that are shares of well-formed completions."""
 FAULT_FACTS = ("invalid", "invalid_selection", "invalid_share", "unparsable")
 """Behaviour facts that are shares of ill-formed completions."""
+NEVER_FACTS = (*FAULT_FACTS, "action_none")
+"""Those that are 1 where a module never writes what its program can use."""
 MUST_BE_FINITE = ("train/loss", "train/grad_norm", "train/kl", "reward/mean")
 
 
@@ -41,6 +44,8 @@ class Thresholds:
     """`kl_explosion`: KL to the reference in nats per token..."""
     kl_growth: float = 5.0
     """... and this many times what it was two windows before (10 times `kl` rings without growth)."""
+    never_valid: float = 0.05
+    """`never_parses`: share of valid completions, or 1 - that of faulty ones."""
     validity_drop: float = 0.2
     """`format_falling`: fall of a share of valid completions below its best (or rise of a share of faulty ones)."""
     failed_share: float = 0.2
@@ -85,7 +90,20 @@ class Alarm:
 def alarms(history: History, thresholds: Thresholds | None = None) -> list[Alarm]:
     """All alarms of a run in order of their first step; those still on have `until=None`."""
     raised = [alarm for finding in findings(history, thresholds or Thresholds()) for alarm in _stretches(*finding)]
-    return sorted(raised, key=lambda alarm: (alarm.step, alarm.name, alarm.key))
+    return sorted(_with_causes(raised, history), key=lambda alarm: (alarm.step, alarm.name, alarm.key))
+
+
+def _with_causes(raised: Sequence[Alarm], history: History) -> list[Alarm]:
+    """Where nothing parses, equal rewards are no fault of the data or of the size of groups."""
+    unparsed = [alarm for alarm in raised if alarm.name == "never_parses"]
+    last = max((record["step"] for record in history), default=0)
+
+    def explained(alarm: Alarm) -> bool:
+        end = last if alarm.until is None else alarm.until
+        return any(other.step <= end and (other.until or last) >= end for other in unparsed)
+
+    text = ADVICE["zero_variance_unparsed"].text()
+    return [replace(a, message=text) if a.name == "zero_variance" and explained(a) else a for a in raised]
 
 
 def current(history: History, thresholds: Thresholds | None = None) -> list[Alarm]:
@@ -108,7 +126,7 @@ def findings(history: History, limits: Thresholds) -> Iterator[Finding]:
             steps, values = series(history, key)
             steps, means = steps[limits.window - 1 :], trailing_mean(values, limits.window)[limits.window - 1 :]
             rings, reference = rule.criterion(means) if len(means) else (np.zeros(0, dtype=bool), means)
-            yield rule.name, key, steps, rings, _message(rule.message, means, reference)
+            yield rule.name, key, steps, rings, _message(rule, key, means, reference)
     for key in MUST_BE_FINITE:
         # `series` leaves such values out, so they are looked for in the records.
         records = [record for record in history if isinstance(record.get(key), float)]
@@ -125,8 +143,10 @@ class AlarmRule:
     keys: Sequence[str]
     """Metrics that it reads."""
     criterion: Criterion
-    message: str
-    """`{now}` and `{then}` are the mean and what it is compared with, `{now_share}` and `{then_share}` in percent."""
+    advice: str = ""
+    """Its sentence in the table of advice; empty: that of its name."""
+    what: str = ""
+    """What the sentence names; empty: the last part of the key."""
 
 
 def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
@@ -137,79 +157,23 @@ def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
 def _update_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
     """Rules of credit and update."""
     return (
-        AlarmRule(
-            "reward_collapse",
-            ["reward/mean"],
-            _below_best(limits.reward_drop_least, limits.reward_drop),
-            "reward fell to {now} from its best of {then}; "
-            "go back to an earlier checkpoint, with a lower train.lr or a higher algo.beta",
-        ),
-        AlarmRule(
-            "zero_variance",
-            ["credit/zero_variance_share"],
-            _at_least(limits.zero_variance),
-            "{now_share} of the groups have equal rewards, so almost nothing is learned; "
-            "data too easy or too hard, algo.group_size too small, or a reward that is always the same",
-        ),
-        AlarmRule(
-            "logprob_gap",
-            ["train/logprob_gap_mean"],
-            _above(limits.logprob_gap),
-            "sampler and trainer disagree by {now} nats per token; weights out of step, or another "
-            "precision or temperature on one side; train.old_logprobs=recompute hides it from the ratio",
-        ),
-        AlarmRule(
-            "kl_explosion",
-            ["train/kl"],
-            _exploded(limits),
-            "KL to the reference is {now} nats per token, after {then} at first; lower train.lr or raise algo.beta",
-        ),
-        AlarmRule(
-            "clipping",
-            ["train/clip_share"],
-            _above(limits.clip_share),
-            "{now_share} of the trained tokens are clipped, so most of the batch has no gradient; "
-            "lower train.lr, or fewer algo.epochs and algo.minibatches",
-        ),
+        AlarmRule("reward_collapse", ["reward/mean"], _below_best(limits.reward_drop_least, limits.reward_drop)),
+        AlarmRule("zero_variance", ["credit/zero_variance_share"], _at_least(limits.zero_variance)),
+        AlarmRule("logprob_gap", ["train/logprob_gap_mean"], _above(limits.logprob_gap)),
+        AlarmRule("kl_explosion", ["train/kl"], _exploded(limits)),
+        AlarmRule("clipping", ["train/clip_share"], _above(limits.clip_share)),
     )
 
 
 def _rollout_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
     """Rules of rollouts and their scores."""
     return (
+        AlarmRule("failures", ["rollouts/failed_share"], _above(limits.failed_share)),
+        AlarmRule("judge_unreadable", ["task/judge_fallback"], _above(limits.judge_fallback)),
+        AlarmRule("answers_growing", ["task/answer_words"], _above_first(limits.answer_growth, limits.answer_words)),
+        AlarmRule("many_candidates", ["task/answer_candidates"], _above(limits.candidates)),
         AlarmRule(
-            "failures",
-            ["rollouts/failed_share"],
-            _above(limits.failed_share),
-            "{now_share} of the rollouts fail; rollouts/failed/<kind> says why",
-        ),
-        AlarmRule(
-            "judge_unreadable",
-            ["task/judge_fallback"],
-            _above(limits.judge_fallback),
-            "{now_share} of the rollouts are scored by the fixed rule, since no reply of the judge can be read: "
-            "rewards are too low; raise task.judge.max_tokens, or take another task.judge.model",
-        ),
-        AlarmRule(
-            "answers_growing",
-            ["task/answer_words"],
-            _above_first(limits.answer_growth, limits.answer_words),
-            "answers grew from {then} to {now} words; a reward that looks for the right answer inside the given one "
-            "(docs/rewards.md) rises with its length: compare task/em and task/f1",
-        ),
-        AlarmRule(
-            "many_candidates",
-            ["task/answer_candidates"],
-            _above(limits.candidates),
-            "answers name {now} candidates each; a reward that looks for the right answer inside the given one "
-            "(docs/rewards.md) is earned by a list: compare task/em, read rollouts with mmrl show",
-        ),
-        AlarmRule(
-            "calls_falling",
-            ["rollouts/calls_per_rollout"],
-            _below_best(limits.calls_lost_least, limits.calls_lost),
-            "rollouts fell to {now} calls from {then}: the policy stopped using its tools or "
-            "fails early; reward its turns (algo=mt_grpo, mt_ppo), or read rollouts with mmrl show",
+            "calls_falling", ["rollouts/calls_per_rollout"], _below_best(limits.calls_lost_least, limits.calls_lost)
         ),
     )
 
@@ -219,46 +183,18 @@ def _module_rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]
     # A trainer that computes no entropy leaves the sampler's estimate of it, `surprise`.
     entropy = _module_keys(history, ("entropy",)) or _module_keys(history, ("surprise",))
     similarity = [key for key in keys_in(history) if key.startswith("similarity/")]
+    valid, faulty = _module_keys(history, VALIDITY_FACTS), _module_keys(history, FAULT_FACTS)
+    useless = _module_keys(history, NEVER_FACTS)
+    length, cut = _module_keys(history, ("length",)), _module_keys(history, ("finish_length_share",))
     return (
-        AlarmRule(
-            "entropy_collapse",
-            entropy,
-            _below_first(limits.entropy_left),
-            "entropy is {now}, {ratio} of what it was at first: nearly all samples agree; "
-            "if reward has stopped rising, raise algo.temperature or lower train.lr",
-        ),
-        AlarmRule(
-            "format_falling",
-            _module_keys(history, VALIDITY_FACTS),
-            _below_best(limits.validity_drop),
-            "valid share fell to {now_share} from {then_share}; look at completions with mmrl show",
-        ),
-        AlarmRule(
-            "format_falling",
-            _module_keys(history, FAULT_FACTS),
-            _above_best(limits.validity_drop),
-            "faulty share rose to {now_share} from {then_share}; look at completions with mmrl show",
-        ),
-        AlarmRule(
-            "length_runaway",
-            _module_keys(history, ("length",)),
-            _above_first(limits.length_growth),
-            "completions grew from {then} to {now} tokens; length may be what earns reward",
-        ),
-        AlarmRule(
-            "length_runaway",
-            _module_keys(history, ("finish_length_share",)),
-            _risen(limits.cut_rise, at_least=0.5),
-            "{now_share} of the completions are cut at the limit (first {then_share}); "
-            "raise task.max_tokens, or look for a missing end of turn",
-        ),
-        AlarmRule(
-            "copies",
-            similarity,
-            _at_least(limits.similarity),
-            "texts of a group agree to {now_share}: exploration is gone; raise algo.temperature if reward "
-            "has stopped rising",
-        ),
+        AlarmRule("entropy_collapse", entropy, _below_first(limits.entropy_left)),
+        AlarmRule("never_parses", valid, _at_most(limits.never_valid)),
+        AlarmRule("never_parses", useless, _at_least(1 - limits.never_valid), "never_valid"),
+        AlarmRule("format_falling", valid, _below_best(limits.validity_drop)),
+        AlarmRule("format_falling", faulty, _above_best(limits.validity_drop), "faults_rising"),
+        AlarmRule("length_runaway", length, _above_first(limits.length_growth), "length_growing"),
+        AlarmRule("length_runaway", cut, _risen(limits.cut_rise, at_least=0.5), "cut", "task.max_tokens"),
+        AlarmRule("copies", similarity, _at_least(limits.similarity)),
     )
 
 
@@ -271,6 +207,10 @@ def _above(limit: float) -> Criterion:
 
 def _at_least(limit: float) -> Criterion:
     return lambda means: (means >= limit, means)
+
+
+def _at_most(limit: float) -> Criterion:
+    return lambda means: (means <= limit, means)
 
 
 def _above_first(times: float, at_least: float = 0.0) -> Criterion:
@@ -328,22 +268,13 @@ def _exploded(limits: Thresholds) -> Criterion:
 # --- from curves to alarms
 
 
-def _message(template: str, means: np.ndarray, reference: np.ndarray) -> Message:
-    def message(at: int) -> str:
-        now, then = float(means[at]), float(reference[at])
-        return template.format(
-            now=short(now),
-            then=short(then),
-            now_share=f"{now:.0%}",
-            then_share=f"{then:.0%}",
-            ratio=f"{now / then:.0%}" if then else "-",
-        )
-
-    return message
+def _message(rule: AlarmRule, key: str, means: np.ndarray, reference: np.ndarray) -> Message:
+    advice, what = ADVICE[rule.advice or rule.name], rule.what or key.rpartition("/")[2]
+    return lambda at: advice.text(float(means[at]), float(reference[at]), what)
 
 
 def _not_finite(key: str, values: Sequence[object]) -> Message:
-    return lambda at: f"{key} is {values[at]}; lower train.lr, check model.dtype"
+    return lambda at: ADVICE["not_finite"].text(what=f"{key} is {values[at]}")
 
 
 def _module_keys(history: History, facts: tuple[str, ...]) -> list[str]:

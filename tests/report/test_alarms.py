@@ -1,10 +1,13 @@
 """Each alarm rings for its illness, and a healthy run is silent."""
 
 import math
+import re
 
 import pytest
 
+from mmrl.report.advice import ADVICE
 from mmrl.report.alarms import Thresholds, alarms, current
+from tests.helpers import TOP
 
 
 def history(steps=40, **curves):
@@ -51,6 +54,9 @@ def test_a_healthy_run_is_silent():
         ("kl_explosion", "train/kl", lambda s: 30.0),
         ("format_falling", "module/m/format_rate", lambda s: 0.95 if s < 20 else 0.5),
         ("format_falling", "module/m/invalid_selection", lambda s: 0.1 if s < 20 else 0.5),
+        ("never_parses", "turn/1/format_rate", lambda s: 0.0),
+        ("never_parses", "module/m/invalid_selection", lambda s: 1.0),
+        ("never_parses", "module/m/action_none", lambda s: 0.98),
         ("failures", "rollouts/failed_share", lambda s: 0.0 if s < 20 else 0.4),
         ("judge_unreadable", "task/judge_fallback", lambda s: 0.1 if s < 20 else 0.5),
         ("answers_growing", "task/answer_words", lambda s: 3.0 if s < 20 else 12.0),
@@ -68,6 +74,27 @@ def test_an_illness_rings_its_own_alarm_only(name, key, curve):
     assert alarm.until is None
     assert alarm.step <= 25
     assert len(alarm.message) > 10
+
+
+def test_equal_rewards_are_blamed_on_what_never_parses():
+    unparsed = {"module__m__format_rate": lambda s: 0.0, "credit__zero_variance_share": lambda s: 1.0}
+    found = {alarm.name: alarm.message for alarm in alarms(history(**unparsed))}
+    assert sorted(found) == ["never_parses", "zero_variance"]
+    assert "algo.group_size" not in found["zero_variance"] and "parsed" in found["zero_variance"]
+    # Once it parses, equal rewards are what they are.
+    unparsed["module__m__format_rate"] = lambda s: 0.0 if s < 10 else 1.0
+    late = {alarm.name: alarm.message for alarm in alarms(history(**unparsed))}
+    assert "algo.group_size" in late["zero_variance"]
+
+
+def test_all_advice_names_settings_that_exist():
+    listed = set(re.findall(r"^\| `([\w.<>]+)`", (TOP / "docs/configuration.md").read_text(), re.M)) | {
+        "task.retriever.name"
+    }
+    for name, advice in ADVICE.items():
+        settings = re.findall(r"\b(?:task|algo|train|model|engine)\.[a-z_]+(?:\.[a-z_]+)*", advice.change)
+        assert settings or "algo=" in advice.change, name
+        assert [setting for setting in settings if setting not in listed] == [], name
 
 
 def test_entropy_is_judged_by_where_it_began():

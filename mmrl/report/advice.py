@@ -1,0 +1,185 @@
+"""What is said of each known trouble of a run: what was seen, and the setting to change; by alarms and `mmrl doctor`.
+
+One table, so that a trouble has the same sentence before a run (`report.findings`) and while it trains
+(`report.alarms`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mmrl.report.stats import short
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One trouble."""
+
+    seen: str
+    """What was seen. `{now}` is a number and `{then}` what it is compared with, `{now_share}` and `{then_share}` in
+    percent, `{ratio}` the first as a share of the second; `{what}` is a name or a message."""
+    change: str
+    """The setting to change."""
+
+    def text(self, now: float = 0.0, then: float = 0.0, what: str = "") -> str:
+        """Both halves as one line, its numbers filled in."""
+        return f"{self.filled(now, then, what)}; {self.change}"
+
+    def filled(self, now: float = 0.0, then: float = 0.0, what: str = "") -> str:
+        """`seen`, its numbers filled in."""
+        # Replaced one by one: a message of a user's own code may hold braces.
+        shown = {
+            "{now}": short(now),
+            "{then}": short(then),
+            "{now_share}": f"{now:.0%}",
+            "{then_share}": f"{then:.0%}",
+            "{ratio}": f"{now / then:.0%}" if then else "-",
+            "{what}": what,
+        }
+        text = self.seen
+        for name, value in shown.items():
+            text = text.replace(name, value)
+        return text
+
+
+_LATER = "if reward has stopped rising, raise algo.temperature"
+_READ = "read completions (mmrl show RUN step=N example=ID)"
+_FORMAT = (
+    "show the form that is expected in the prompt (task.prompts), let replies end (task.max_tokens), or take a model "
+    "that keeps to it (model.path)"
+)
+
+ADVICE: Mapping[str, Advice] = {
+    # --- of rollouts and their scores, before a run and in it
+    "never_parses": Advice("only {now_share} of the replies can be parsed, so next to nothing is learned", _FORMAT),
+    "never_valid": Advice("{now_share} of the replies are faulty ({what}), so next to nothing is learned", _FORMAT),
+    "seldom_parses": Advice("only {now_share} of the replies can be parsed", _FORMAT),
+    "cut": Advice(
+        "{now_share} of the replies are cut at the limit of {what}",
+        "raise task.max_tokens (and task.max_context, where prompt and reply fill it), or see that the model's chat "
+        "template has an end of turn (model.chat_template)",
+    ),
+    "zero_variance": Advice(
+        "{now_share} of the groups have equal rewards, so almost nothing is learned",
+        "take easier or harder examples (task.data), more rollouts per group (algo.group_size; mmgrpo: "
+        "algo.rollouts), or a reward with more than one value (task.reward, task.metric)",
+    ),
+    "zero_variance_unparsed": Advice(
+        "nearly all groups have equal rewards, since hardly a reply can be parsed", _FORMAT
+    ),
+    "logprob_gap": Advice(
+        "sampler and trainer disagree by {now} nats per token",
+        "weights out of step, or another precision or temperature on one side: compare model.dtype with the engine's "
+        "and see engine.logprobs; train.old_logprobs=recompute hides it from the ratio",
+    ),
+    "failures": Advice(
+        "{now_share} of the rollouts fail from outside causes",
+        "rollouts/failed/<kind> says why, and mmrl doctor with the run's settings shows messages; with endpoints "
+        "raise their attempts and timeout_s (engine.endpoints, task.judge, task.external)",
+    ),
+    "judge_unreadable": Advice(
+        "{now_share} of the rollouts are scored by the fixed rule, since no reply of the judge can be read: rewards "
+        "are too low",
+        "raise task.judge.max_tokens, or take another task.judge.model",
+    ),
+    # --- before a run
+    "prompt_too_long": Advice(
+        "{now_share} of the rollouts end at a prompt that leaves no room in the context ({what})",
+        "raise task.max_context up to the model's own limit, take fewer or shorter documents "
+        "(task.retriever.top_k, task.max_observation), or shorten task.prompts",
+    ),
+    "prompt_near_limit": Advice(
+        "prompts of up to {now} tokens leave fewer than task.max_tokens for the reply in a context of {then}",
+        "raise task.max_context up to the model's own limit, or lower task.max_tokens or task.retriever.top_k",
+    ),
+    "slow_tool": Advice(
+        "tool {what} takes {now} s a call, {then_share} of the time of the rollouts",
+        "serve it apart (task.retriever.name=remote; an async tool that awaits), cache its results, or limit it with "
+        "task.timeout_s",
+    ),
+    "slow_metric": Advice(
+        "the reward takes {now} s a rollout, {then_share} of the time of the rollouts",
+        "make task.metric cheaper or async, or raise task.judge.concurrency where a judge answers",
+    ),
+    "endpoint_faults": Advice(
+        "{now_share} of the rollouts fail since an endpoint gave no answer ({what})",
+        "see its url, model and key_env (engine.endpoints.<module>, task.judge, task.external); raise its timeout_s "
+        "and attempts, lower its concurrency",
+    ),
+    "endpoint_retries": Advice(
+        "{now_share} of the requests to endpoints had to be repeated",
+        "lower concurrency or set requests_per_minute of the endpoint (engine.endpoints.<module>)",
+    ),
+    "engine_faults": Advice(
+        "{now_share} of the rollouts fail in the engine ({what})",
+        "see its address and limits (engine.url, engine.timeout_s, engine.args), or take engine=transformers",
+    ),
+    "tool_faults": Advice(
+        "{now_share} of the rollouts fail in a tool ({what})",
+        "mend the tool, or its address and time limit (task.retriever.url, task.retriever.timeout_s)",
+    ),
+    "timeouts": Advice("{now_share} of the rollouts take too long ({what})", "raise task.timeout_s"),
+    "limits": Advice(
+        "{now_share} of the rollouts reach a limit of the program without an answer ({what})",
+        "raise that limit (task.max_turns, task.max_completion)",
+    ),
+    "user_code": Advice(
+        "{now_share} of the rollouts fail in the program's or the metric's own code ({what})",
+        "mend the line that it names (task.program, task.metric)",
+    ),
+    "no_gold": Advice(
+        "the corpus can answer {now_share} of the training questions",
+        "take the corpus that belongs to the data (task.corpus, task.retriever.index)",
+    ),
+    "gold_not_found": Advice(
+        "no rollout was brought a gold document",
+        "raise task.retriever.top_k, or take another retriever (task.retriever.name, task.retriever.index)",
+    ),
+    "empty_searches": Advice(
+        "{now_share} of the calls of tool {what} bring nothing",
+        "see that corpus and queries are of one language and kind (task.corpus, task.retriever.name)",
+    ),
+    # --- of the course of a run
+    "reward_collapse": Advice(
+        "reward fell to {now} from its best of {then}",
+        "go back to an earlier checkpoint, with a lower train.lr or a higher algo.beta",
+    ),
+    "kl_explosion": Advice(
+        "KL to the reference is {now} nats per token, after {then} at first", "lower train.lr or raise algo.beta"
+    ),
+    "clipping": Advice(
+        "{now_share} of the trained tokens are clipped, so most of the batch has no gradient",
+        "lower train.lr, or fewer algo.epochs and algo.minibatches",
+    ),
+    "answers_growing": Advice(
+        "answers grew from {then} to {now} words",
+        "a reward that looks for the right answer inside the given one (docs/rewards.md) rises with its length: "
+        "compare task/em and task/f1, take another task.reward",
+    ),
+    "many_candidates": Advice(
+        "answers name {now} candidates each",
+        "a reward that looks for the right answer inside the given one (docs/rewards.md) is earned by a list: compare "
+        "task/em, read rollouts with mmrl show, take another task.reward",
+    ),
+    "calls_falling": Advice(
+        "rollouts fell to {now} calls from {then}: the policy stopped using its tools or fails early",
+        "reward its turns (algo=mt_grpo, mt_ppo), or read rollouts with mmrl show",
+    ),
+    "entropy_collapse": Advice(
+        "entropy is {now}, {ratio} of what it was at first: nearly all samples agree", f"{_LATER} or lower train.lr"
+    ),
+    "format_falling": Advice(
+        "valid share fell to {now_share} from {then_share}", f"{_READ}, lower train.lr or raise algo.beta"
+    ),
+    "faults_rising": Advice(
+        "faulty share rose to {now_share} from {then_share}", f"{_READ}, lower train.lr or raise algo.beta"
+    ),
+    "length_growing": Advice(
+        "completions grew from {then} to {now} tokens",
+        "length may be what earns reward: lower task.max_tokens, or take another task.reward",
+    ),
+    "copies": Advice("texts of a group agree to {now_share}: exploration is gone", _LATER),
+    "not_finite": Advice("{what}", "lower train.lr, or set model.dtype=float32"),
+}
+"""Name of a trouble -> what is said of it."""
