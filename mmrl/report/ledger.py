@@ -82,6 +82,10 @@ class Ledger:
             self.file.append([line])
             self._noted[name] = line
 
+    def has(self, path: Path) -> bool:
+        """Whether a line tells what that file is."""
+        return str(path.relative_to(self.folder)) in self._noted
+
     def changed(self, mark: Mapping[str, Any] | None, grown: bool = False) -> dict[Path, str]:
         """Files that are not what they were when `mark` was made, and what is wrong with each.
 

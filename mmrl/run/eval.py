@@ -129,8 +129,14 @@ def _drop_damaged(rundir: RunDir, split: str) -> None:
         rundir.ledger.cut(None)
         for path in [*rundir.path.glob(f"eval/step-*-{split}.jsonl"), *rundir.path.glob("journal/step-*.jsonl.gz")]:
             path.unlink()
-    else:
-        rundir.ledger.read()
+        return
+    rundir.ledger.read()
+    # Journals are renamed into place whole: one without a line of its own has lost that line, and gets it again.
+    journals = [rundir.journal_path(step, split) for step in rundir.journal_steps(split)]
+    if not all(map(rundir.ledger.has, journals)):
+        rundir.ledger.cut(None)
+        for path in journals:
+            rundir.ledger.note(path)
 
 
 def evaluation_text(
