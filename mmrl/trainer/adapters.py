@@ -138,6 +138,15 @@ class Adapters:
         yield
 
 
+def in_fixed_order(policy: torch.nn.Module) -> None:
+    """Names in the adapters' configs are sorted: peft writes sets, whose order differs from process to process."""
+    for config in policy.peft_config.values() if isinstance(policy, PeftModel) else ():
+        for field in ("target_modules", "exclude_modules"):
+            names = getattr(config, field, None)
+            if isinstance(names, set):
+                setattr(config, field, sorted(names))
+
+
 def make_adapters(assignment: ModuleAssignment) -> Adapters | None:
     """The adapters of an assignment; None where all modules share one policy."""
     if not assignment.adapters:

@@ -27,7 +27,7 @@ from trl import GRPOConfig, GRPOTrainer
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, Stopped, SyncFailure, TooManyFailures
 from mmrl.models.policy import is_complete
 from mmrl.trainer import checkpoint, sharding
-from mmrl.trainer.adapters import Adapters
+from mmrl.trainer.adapters import Adapters, in_fixed_order
 from mmrl.trainer.critic import make_critic, trained_in_float32
 from mmrl.trainer.forwards import Forwards, module_names
 from mmrl.trainer.objective import Correction, StepBatch, token_loss, truncated_weights
@@ -160,6 +160,7 @@ class MmrlTrainer(GRPOTrainer):
         trained_in_float32(self.forwards.policy)
         if self.critic is not None:
             self.critic.attach(self.forwards.policy, self.accelerator)
+        in_fixed_order(self.forwards.policy)
         if reference is not None:
             self.forwards.set_reference(reference)
 

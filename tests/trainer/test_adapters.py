@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,16 @@ def test_law_12_a_frozen_modules_weights_are_bit_identical(tmp_path: Path) -> No
     trainer.train()
     assert same(weights(trainer, "beta"), beta)
     assert not same(weights(trainer, "alpha"), alpha)
+
+
+@pytest.mark.parametrize("adapters", [None, BOTH])
+def test_adapter_configs_are_the_same_in_every_process(adapters: Adapters | None, tmp_path: Path) -> None:
+    """peft holds and writes sets, whose order depends on the process."""
+    lora = LORA.model_copy(update={"targets": ["v_proj", "q_proj", "up_proj", "o_proj", "k_proj", "down_proj"]})
+    make_trainer(tmp_path, lora=lora, adapters=adapters).model.save_pretrained(str(tmp_path / "saved"))
+    files = sorted((tmp_path / "saved").rglob("adapter_config.json"))
+    assert len(files) == (2 if adapters else 1)
+    assert all(json.loads(file.read_text())["target_modules"] == sorted(lora.targets) for file in files)
 
 
 def test_each_modules_gradients_come_from_its_own_calls(tmp_path: Path) -> None:
