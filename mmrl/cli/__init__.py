@@ -41,7 +41,7 @@ Usage:
   mmrl plan [key=value ...] [device=h200] [dry=N]
                                       what a run will do and cost, before it starts
   mmrl index build corpus=A[,B] index=DIR [retriever=bm25|dense|colbert]
-  mmrl index info|search index=DIR [query=TEXT]
+  mmrl index info|search|check index=DIR [query=TEXT] [data=FILE]
                                       a retrieval index: sizes first, then built; looked into
   mmrl serve-retriever index=DIR [port=8000]
                                       serve an index over HTTP (Search-R1's and DSPy's protocols)

@@ -1,4 +1,4 @@
-"""`mmrl index build|info|search` and `mmrl serve-retriever`: index folders made, looked into, and served."""
+"""`mmrl index build|info|search|check` and `mmrl serve-retriever`: index folders made, looked into, and served."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mmrl.cli.arguments import read_arguments
 from mmrl.config import RETRIEVER_SCHEMAS, RetrieverConfig
 from mmrl.config.base import Section, is_loopback
+from mmrl.config.retriever import EncoderRetrieverConfig, Pooling, Stemmer, Stopwords
 from mmrl.errors import ConfigError, DataError
 from mmrl.secrets import token_of
 from mmrl.system.files import user_path
@@ -20,7 +21,7 @@ from mmrl.system.files import user_path
 if TYPE_CHECKING:
     from mmrl.retrieval.base import Retriever
     from mmrl.retrieval.index_folder import IndexInfo, IndexSpec
-    from mmrl.retrieval.store import CorpusFacts
+    from mmrl.retrieval.store import CorpusFacts, PassageStore
 
 KEY = "index"
 PASSAGE_BYTES = 620
@@ -44,8 +45,14 @@ class BuildArguments(Section):
     retriever: Literal["bm25", "dense", "colbert"] = "bm25"
     k1: float = Field(0.9, gt=0)
     b: float = Field(0.4, ge=0, le=1)
+    stemmer: Stemmer = "none"
+    stopwords: Stopwords = "english"
     model: str | None = None
-    encoder: Literal["contriever", "e5"] | None = None
+    encoder: Literal["own", "contriever", "e5"] | None = None
+    pooling: Pooling | None = None
+    normalise: bool | None = None
+    query_prompt: str | None = None
+    passage_prompt: str | None = None
     faiss: Literal["flat", "hnsw"] = "flat"
     device: Literal["cpu", "cuda"] = "cpu"
     batch_size: int = Field(32, ge=1)
@@ -53,13 +60,12 @@ class BuildArguments(Section):
 
     @model_validator(mode="after")
     def _options(self) -> Self:
-        read = {"bm25": ("k1", "b"), "dense": ("model", "encoder", "faiss", "device", "batch_size")}
-        own = read.get(self.retriever, ("model", "faiss", "device", "batch_size"))
-        options = ("k1", "b", "model", "encoder", "faiss", "device", "batch_size")
+        read = RETRIEVER_SCHEMAS[self.retriever].model_fields
+        options = [name for name in type(self).model_fields if name not in ("corpus", "index", "retriever", "plan")]
         wrong = [
             f"{option}: got {getattr(self, option)}, which has no effect with retriever={self.retriever}"
             for option in options
-            if option not in own and getattr(self, option) != type(self).model_fields[option].default
+            if option not in read and getattr(self, option) != type(self).model_fields[option].default
         ]
         if wrong:
             raise ValueError(*wrong)
@@ -77,6 +83,26 @@ class SearchArguments(Runtime):
 
     query: str
     top_k: int = Field(5, ge=1)
+
+
+class CheckArguments(Runtime):
+    """`mmrl index check`."""
+
+    data: str
+    top_k: tuple[int, ...] = Field((2, 5, 10), min_length=1)
+    items: int | None = Field(None, ge=1)
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _numbers(cls, parts: tuple[str, ...]) -> tuple[object, ...]:
+        return tuple(sorted({int(part) if str(part).isdecimal() else part for part in parts}, key=str))
+
+    @field_validator("top_k")
+    @classmethod
+    def _positive(cls, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        if min(numbers) < 1:
+            raise ValueError("expected numbers of passages from 1, such as 2,10")
+        return tuple(sorted(numbers))
 
 
 class InfoArguments(Section):
@@ -106,9 +132,8 @@ class ServeArguments(Runtime):
 
 def build(words: Sequence[str]) -> int:
     """`mmrl index build`."""
-    from mmrl.models.hub import encoder_problems
     from mmrl.retrieval.index_folder import build_index, partial_of, spec_of
-    from mmrl.retrieval.select import packages_missing
+    from mmrl.retrieval.select import encoder_and_treatment_problems, packages_missing
     from mmrl.tasks.data.corpus import Corpus
 
     given = read_arguments("mmrl index build", BuildArguments, words)
@@ -117,15 +142,15 @@ def build(words: Sequence[str]) -> int:
     problems = packages_missing(section)
     if folder.exists():
         problems.append(f"index: {folder} exists, and is left as it is; choose another folder or remove it yourself")
-    if not problems and given.retriever != "bm25":
-        problems += encoder_problems("model", str(spec_of(section).settings["model"]))
+    if not problems and isinstance(section, EncoderRetrieverConfig):
+        problems += encoder_and_treatment_problems(section, "")
     try:
         corpus = Corpus(given.corpus)
     except DataError as error:
         problems += error.problems
     if problems:
         raise ConfigError([f"mmrl index build: {problem}" for problem in problems])
-    spec = spec_of(section)
+    spec = spec_of(section, "")
     # Sizes come before anything is read: an index may not fit on this disk, and its build takes hours.
     print(_estimate_text(spec, corpus.local_bytes(), corpus.hub_ids(), folder), flush=True)
     if given.plan:
@@ -174,6 +199,24 @@ def search(words: Sequence[str]) -> int:
     return 0
 
 
+def check(words: Sequence[str]) -> int:
+    """`mmrl index check`."""
+    from mmrl.run.index_check import check as check_index
+    from mmrl.run.index_check import questions_of
+
+    given = read_arguments("mmrl index check", CheckArguments, words)
+    # Before an encoder is loaded.
+    questions = questions_of(given.data, given.items)
+    facts, retriever, passages = _opened(given)
+    started = time.perf_counter()
+    found = check_index(retriever, passages, questions, given.top_k)
+    print(f"index      {given.index}: {_spec_text(facts.spec)}, {facts.documents:,} passages")
+    print(f"data       {given.data}")
+    print("\n".join("".join(c if c.isprintable() else " " for c in line) for line in found.lines()))
+    print(f"searched in {time.perf_counter() - started:.1f} s")
+    return 0
+
+
 def _line(text: str) -> str:
     """Text of a corpus on one line, without what a terminal would obey."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
@@ -188,12 +231,12 @@ def serve(words: Sequence[str]) -> int:
     if problems := server_problems("mmrl serve-retriever"):
         raise ConfigError(problems)
     token = None if given.token_env is None else token_of(given.token_env, "mmrl serve-retriever: token_env")
-    facts, retriever, documents = _opened(given)
+    facts, retriever, passages = _opened(given)
     from mmrl.retrieval.serving import serve as serve_app
 
     served: dict[str, str | int] = {
         "kind": facts.kind,
-        "documents": documents,
+        "documents": len(passages),
         "index": Path(given.index).name,
         "digest": facts.digest,
     }
@@ -264,7 +307,9 @@ def _info_text(folder: Path, info: IndexInfo) -> str:
 
 def _spec_text(spec: IndexSpec) -> str:
     """Kind and settings in one line."""
-    return f"{spec.kind} ({', '.join(f'{name} {value}' for name, value in spec.settings.items())})"
+    # Prompts end in spaces: in quotes.
+    shown = {n: repr(v) if isinstance(v, str) and v != v.strip() else v for n, v in spec.settings.items() if v != ""}
+    return f"{spec.kind} ({', '.join(f'{name} {value}' for name, value in shown.items())})"
 
 
 def _bytes_text(size: float) -> str:
@@ -276,8 +321,8 @@ def _bytes_text(size: float) -> str:
     return f"{size:.1f} TB"
 
 
-def _opened(given: Runtime) -> tuple[IndexInfo, Retriever, int]:
-    """Info, retriever and number of passages of an index folder."""
+def _opened(given: Runtime) -> tuple[IndexInfo, Retriever, PassageStore]:
+    """Info, retriever and passages of an index folder."""
     from mmrl.retrieval.index_folder import open_index, read_info
     from mmrl.retrieval.select import index_problems
     from mmrl.retrieval.store import PassageStore
@@ -298,4 +343,4 @@ def _opened(given: Runtime) -> tuple[IndexInfo, Retriever, int]:
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"{KEY}: cannot open {folder}: {error}") from None
-    return facts, retriever, len(passages)
+    return facts, retriever, passages

@@ -19,9 +19,13 @@ def index_build(context: typer.Context) -> int:
       index=DIR                       folder that is made
       retriever=bm25|dense|colbert    bm25
       k1= b=                          bm25
+      stemmer=porter|english|…        bm25: takes the endings of words off (31 languages); none
+      stopwords=english|none|…        bm25: words that are left out (12 languages)
       model= device= batch_size=      dense, colbert: the encoder, where it runs, texts at once
       faiss=flat|hnsw                 dense, colbert
-      encoder=contriever|e5           dense: how the model wants its texts
+      encoder=own|contriever|e5       dense: how texts become vectors; own: as the model's files say
+      pooling= normalise=             dense: the same for a model that does not say it
+      query_prompt= passage_prompt=   dense: text in front of queries and passages
       plan=true                       print sizes and stop
 
     \b
@@ -65,6 +69,27 @@ def index_search(context: typer.Context) -> int:
     from mmrl.cli.index import search
 
     return search(context.args)
+
+
+@index_app.command("check", context_settings=SETTINGS, options_metavar="index=DIR data=FILE [KEY=VALUE ...]")
+def index_check(context: typer.Context) -> int:
+    """Print how many gold titles of a question file an index holds, and how many it finds.
+
+    \b
+    Keys:
+      index=DIR data=FILE    records of HotpotQA, 2WikiMultihopQA, MuSiQue, PopQA or HoVer, by file or hub id
+      top_k=2,5,10           numbers of passages in which a title counts as found
+      items=                 the first so many questions; all
+      device= batch_size=    dense, colbert
+      candidates=            colbert: nearest tokens of each query token
+
+    \b
+    Examples:
+      mmrl index check index=indexes/bm25 data=hotpot_dev_distractor_v1.json top_k=2,10
+    """
+    from mmrl.cli.index import check
+
+    return check(context.args)
 
 
 @app.command("serve-retriever", context_settings=SETTINGS, options_metavar="index=DIR [KEY=VALUE ...]")

@@ -90,6 +90,24 @@ class LocalRetrieverConfig(HttpRetrieverConfig):
         return checked(self, "task.retriever")
 
 
+# fmt: off
+Stemmer = Literal[
+    "none", "porter", "english", "arabic", "armenian", "basque", "catalan", "czech", "danish", "dutch",
+    "esperanto", "estonian", "finnish", "french", "german", "greek", "hindi", "hungarian", "indonesian", "irish",
+    "italian", "lithuanian", "nepali", "norwegian", "persian", "polish", "portuguese", "romanian", "russian",
+    "serbian", "sesotho", "spanish", "swedish", "tamil", "turkish", "yiddish",
+]
+# fmt: on
+"""PyStemmer's algorithms; `porter` is the classic one of English, `english` its successor."""
+# fmt: off
+Stopwords = Literal[
+    "none", "english", "danish", "dutch", "french", "german", "italian", "norwegian", "portuguese", "russian",
+    "spanish", "swedish", "turkish",
+]
+# fmt: on
+"""bm25s' lists of the languages that put spaces between words; `english` is Lucene's."""
+
+
 class Bm25Config(LocalRetrieverConfig):
     """BM25 over words."""
 
@@ -97,6 +115,8 @@ class Bm25Config(LocalRetrieverConfig):
     name: Literal["bm25"] = "bm25"
     k1: float = Field(0.9, gt=0, description="how soon repeated words stop to count")
     b: float = Field(0.4, ge=0, le=1, description="how much long documents are marked down")
+    stemmer: Stemmer = Field("none", description="Snowball's algorithm that takes the endings of words off")
+    stopwords: Stopwords = Field("english", description="words that are left out of index and queries")
 
 
 class EncoderRetrieverConfig(LocalRetrieverConfig):
@@ -110,13 +130,25 @@ class EncoderRetrieverConfig(LocalRetrieverConfig):
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the encoder runs")
 
 
+Pooling = Literal["mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens"]
+"""sentence-transformers' names."""
+
+
 class DenseConfig(EncoderRetrieverConfig):
     """One vector per passage."""
 
     name: Literal["dense"]
-    encoder: Literal["contriever", "e5"] | None = Field(
-        None, description="prefixes and normalisation; null: e5 where the name of the model says e5"
+    encoder: Literal["own", "contriever", "e5"] | None = Field(
+        None,
+        description="how texts become vectors: as the model's own files say (modules.json), or as contriever or e5 do; "
+        "null: own where it has some, else by the name of a known model",
     )
+    pooling: Pooling | None = Field(
+        None, description="how token vectors become one, for a model that does not say it; null: as the encoder does"
+    )
+    normalise: bool | None = Field(None, description="vectors of length 1 (cosine); null: as the encoder does")
+    query_prompt: str | None = Field(None, description="text in front of queries; null: the encoder's")
+    passage_prompt: str | None = Field(None, description="text in front of passages; null: the encoder's")
 
 
 class ColbertConfig(EncoderRetrieverConfig):

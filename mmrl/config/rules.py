@@ -157,7 +157,7 @@ SECTIONS: Mapping[str, tuple[Rule, ...]] = {
         ),
         # What an index folder was built with, so that nothing else can be chosen when it is used.
         Rule(
-            "k1 b model encoder faiss cache_dir",
+            "k1 b stemmer stopwords model encoder pooling normalise query_prompt passage_prompt faiss cache_dir",
             _given("index"),
             "with task.retriever.index, which was built with its own",
         ),

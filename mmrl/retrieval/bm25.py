@@ -1,7 +1,8 @@
 """BM25 over a corpus held in memory, its index built once by bm25s and cached on disk. Used by tasks' search tools.
 
-Lucene's variant of BM25 (idf = ln(1 + (N - df + 0.5) / (df + 0.5))), over title and text, lower-cased words, Lucene's
-English stop words, no stemming. A document that shares no indexed word with a query is never returned.
+Lucene's variant of BM25 (idf = ln(1 + (N - df + 0.5) / (df + 0.5))), over title and text, lower-cased words; without
+Lucene's English stop words and without stemming, unless `Analysis` says otherwise. A document that shares no indexed
+word with a query is never returned.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,17 +20,46 @@ import numpy as np
 
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.system.artifacts import load_or_build
+from mmrl.system.progress import progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from bm25s import BM25
 
 WORD = re.compile(r"\w+")
-LARGE_CORPUS = 50_000
-"""Documents from which on building shows a progress bar in a terminal."""
+COUNTED = 1000
+"""Documents after which progress is told."""
 FORMAT = 1
 """Part of the cache key: raise it when tokenisation or files change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Analysis:
+    """Which words of a text are indexed, in which form; part of an index, whose queries are read alike."""
+
+    stemmer: str = "none"
+    """Snowball's algorithm that takes endings off, by PyStemmer's name for it."""
+    stopwords: str = "english"
+    """Language of the words that are left out (before stemming), or `none`."""
+
+    def tokenizer(self) -> Callable[[str], list[str]]:
+        """From a text to its indexed words."""
+        stop = _stop_words(self.stopwords)
+        if self.stemmer == "none":
+            return lambda text: tokenize(text, stop)
+        from Stemmer import Stemmer
+
+        local = threading.local()
+
+        def stemmed(text: str) -> list[str]:
+            # PyStemmer's objects are not to be shared by threads; each keeps a cache of words.
+            if not hasattr(local, "stemmer"):
+                local.stemmer = Stemmer(self.stemmer)
+            return list(local.stemmer.stemWords(tokenize(text, stop)))
+
+        return stemmed
+
+
+PLAIN = Analysis()
 
 
 class Bm25Retriever(Retriever):
@@ -40,6 +69,7 @@ class Bm25Retriever(Retriever):
         documents: the corpus, in the order that breaks ties.
         k1: saturation of term frequency.
         b: weight of length normalisation.
+        analysis: which words are indexed.
         cache: folder for indexes; None builds in memory.
         built: an index of the same documents and settings, from `write_index`.
     """
@@ -50,14 +80,15 @@ class Bm25Retriever(Retriever):
         *,
         k1: float = 0.9,
         b: float = 0.4,
+        analysis: Analysis = PLAIN,
         cache: Path | None = None,
         built: Path | None = None,
     ):
         self.documents = documents
-        self._stop = _stop_words()
+        self._words = analysis.tokenizer()
 
         def build() -> BM25:
-            return _build(documents, k1, b, self._stop)
+            return _build(documents, k1, b, self._words)
 
         # An index folder is checked by whoever opens it; the cache is checked in here.
         if built is not None:
@@ -65,7 +96,7 @@ class Bm25Retriever(Retriever):
         elif cache is None:
             self._index = build()
         else:
-            folder = cache / "bm25" / _key(documents, k1, b)
+            folder = cache / "bm25" / _key(documents, k1, b, analysis)
             self._index = load_or_build(folder, build, _save, _load)
 
     def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
@@ -75,7 +106,7 @@ class Bm25Retriever(Retriever):
     def _search(self, query: str, k: int) -> list[Document]:
         vocabulary = self._index.vocab_dict
         # Words that no document has add nothing to any score.
-        ids = [vocabulary[word] for word in tokenize(query, self._stop) if word in vocabulary]
+        ids = [vocabulary[word] for word in self._words(query) if word in vocabulary]
         if not ids or k < 1:
             return []
         # shape (documents,)
@@ -83,10 +114,10 @@ class Bm25Retriever(Retriever):
         return [replace(self.documents[i], score=float(scores[i])) for i in top_indices(scores, k)]
 
 
-def write_index(folder: Path, documents: Sequence[Document], k1: float, b: float) -> None:
+def write_index(folder: Path, documents: Sequence[Document], k1: float, b: float, analysis: Analysis = PLAIN) -> None:
     """Build an index and write it into a folder, for `Bm25Retriever(built=...)`."""
     folder.mkdir(exist_ok=True)
-    _save(_build(documents, k1, b, _stop_words()), folder)
+    _save(_build(documents, k1, b, analysis.tokenizer()), folder)
 
 
 def tokenize(text: str, stop: frozenset[str]) -> list[str]:
@@ -107,16 +138,18 @@ def top_indices(scores: np.ndarray, k: int) -> list[int]:
     return [int(index) for index in candidates[order]]
 
 
-def _build(documents: Sequence[Document], k1: float, b: float, stop: frozenset[str]) -> BM25:
+def _build(documents: Sequence[Document], k1: float, b: float, words_of: Callable[[str], list[str]]) -> BM25:
     from bm25s import BM25
 
     # bm25s sets its logger to DEBUG when it is imported.
     logging.getLogger("bm25s").setLevel(logging.WARNING)
     vocabulary: dict[str, int] = {}
     corpus_ids: list[list[int]] = []
-    with _progress(len(documents)) as tracked:
-        for document in tracked(documents):
-            words = tokenize(f"{document.title} {document.text}", stop)
+    with progress("reading words for BM25", len(documents)) as advance:
+        for number, document in enumerate(documents, 1):
+            if not number % COUNTED:
+                advance(COUNTED)
+            words = words_of(f"{document.title} {document.text}")
             corpus_ids.append([vocabulary.setdefault(word, len(vocabulary)) for word in words])
     # A corpus of stop words only: bm25s needs one column, which no query can name.
     if not vocabulary:
@@ -138,30 +171,20 @@ def _load(folder: Path) -> BM25:
     return BM25.load(folder, mmap=True, load_corpus=False, show_progress=False)
 
 
-def _key(documents: Sequence[Document], k1: float, b: float) -> str:
+def _key(documents: Sequence[Document], k1: float, b: float, analysis: Analysis) -> str:
     """Hash of all that the index depends on: corpus in order, settings, bm25s' version."""
     from bm25s import __version__
 
-    state = hashlib.blake2b(f"{FORMAT} {k1!r} {b!r} {__version__}".encode(), digest_size=16)
+    read = "" if analysis == PLAIN else f" {analysis}"
+    state = hashlib.blake2b(f"{FORMAT} {k1!r} {b!r} {__version__}{read}".encode(), digest_size=16)
     for document in documents:
         state.update(f"\x1e{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass"))
     return state.hexdigest()
 
 
-def _stop_words() -> frozenset[str]:
-    from bm25s.stopwords import STOPWORDS_EN
+def _stop_words(language: str) -> frozenset[str]:
+    from bm25s import stopwords
 
-    return frozenset(STOPWORDS_EN)
-
-
-@contextmanager
-def _progress(count: int) -> Iterator[Callable[[Iterable[Document]], Iterable[Document]]]:
-    """A progress bar for large corpora in a terminal, else nothing."""
-    if count < LARGE_CORPUS or not sys.stderr.isatty():
-        yield lambda items: items
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        yield lambda items: progress.track(items, total=count, description="BM25 index")
+    if language == "none":
+        return frozenset()
+    return frozenset(getattr(stopwords, "STOPWORDS_EN" if language == "english" else f"STOPWORDS_{language.upper()}"))

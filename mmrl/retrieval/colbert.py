@@ -9,7 +9,7 @@ imported when something is encoded.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmrl.retrieval.base import Document, Retriever
-from mmrl.retrieval.vectors import FAISS_FILE, Shard, build_faiss, encode_shards, nearest, open_faiss
+from mmrl.retrieval.vectors import FAISS_FILE, Shard, build_faiss, encode_shards, in_pieces, nearest, open_faiss
 
 if TYPE_CHECKING:
     from sentence_transformers import MultiVectorEncoder
@@ -50,27 +50,24 @@ class TokenEncoder:
         """For each query its token vectors: float32, shape (tokens, dimension)."""
         # The lock: the network is loaded once, and its tokenizer is not safe in two threads.
         with self._lock:
-            return _arrays(
-                self._network.encode_query(
-                    list(texts), batch_size=self.batch_size, show_progress_bar=False, convert_to_numpy=True
-                )
+            encoded = self._network.encode_query(
+                list(texts), batch_size=self.batch_size, show_progress_bar=False, convert_to_numpy=True
             )
+        return [np.asarray(vectors, dtype=np.float32) for vectors in encoded]
 
-    def passages(self, documents: Sequence[Document]) -> list[np.ndarray]:
+    def passages(
+        self, documents: Sequence[Document], advance: Callable[[int], None] = lambda done: None
+    ) -> list[np.ndarray]:
         """For each passage (title and text) its token vectors: float32, shape (tokens, dimension)."""
-        with self._lock:
-            return _arrays(
-                self._network.encode_document(
-                    [f"{d.title} | {d.text}" for d in documents],
-                    batch_size=self.batch_size,
-                    show_progress_bar=False,
-                    convert_to_numpy=True,
-                )
+
+        def encode(texts: list[str]) -> Iterable[np.ndarray]:
+            return self._network.encode_document(
+                texts, batch_size=self.batch_size, show_progress_bar=False, convert_to_numpy=True
             )
 
-
-def _arrays(encoded: Iterable[np.ndarray]) -> list[np.ndarray]:
-    return [np.asarray(vectors, dtype=np.float32) for vectors in encoded]
+        with self._lock:
+            encoded = in_pieces([f"{d.title} | {d.text}" for d in documents], encode, self.batch_size, advance)
+        return [np.asarray(vectors, dtype=np.float32) for vectors in encoded]
 
 
 class ColbertRetriever(Retriever):
@@ -123,8 +120,8 @@ class ColbertRetriever(Retriever):
 def build(folder: Path, documents: Sequence[Document], encoder: TokenEncoder, form: str) -> None:
     """Encode a corpus in shards and write its token index; a build that was killed goes on where it was."""
 
-    def encode(part: Sequence[Document]) -> Shard:
-        vectors = encoder.passages(part)
+    def encode(part: Sequence[Document], advance: Callable[[int], None]) -> Shard:
+        vectors = encoder.passages(part, advance)
         lengths = np.array([len(v) for v in vectors], dtype=np.int32)
         return {"vectors": np.concatenate(vectors).astype(np.float16), "lengths": lengths}
 

@@ -1,17 +1,14 @@
-"""Dense retrieval: one vector a passage, mean-pooled; contriever, E5, or any Hugging Face encoder. Over FAISS.
+"""Dense retrieval: one vector a passage, by any encoder that sentence-transformers loads. Over FAISS.
 
-Torch, transformers and FAISS are imported when a passage or query is encoded, never at import time.
-
-- contriever (arXiv 2112.09118): mean of the last hidden states, inner product, no prefixes.
-- E5 (arXiv 2212.03533): the same mean, normalised to length 1, `query: ` and `passage: ` in front, as Search-R1 uses
-  it, whose limit of 256 query tokens holds for both.
+How texts become vectors (pooling, length, prompts) is `treatment`'s to say. sentence-transformers (hence torch) and
+FAISS are imported when a passage or query is encoded, never at import time.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,99 +16,94 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmrl.retrieval.base import Document, Retriever
-from mmrl.retrieval.vectors import FAISS_FILE, build_faiss, encode_shards, nearest, open_faiss
+from mmrl.retrieval.treatment import Treatment
+from mmrl.retrieval.vectors import FAISS_FILE, build_faiss, encode_shards, in_pieces, nearest, open_faiss
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from sentence_transformers import SentenceTransformer
 
 DEFAULT_MODEL = "facebook/contriever"
 QUERY_TOKENS, PASSAGE_TOKENS = 256, 512
-"""Limits of tokens; a model that takes fewer lowers them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Convention:
-    """What a family of encoders expects in front of texts, and whether vectors have length 1."""
-
-    query: str
-    passage: str
-    normalised: bool
-
-
-CONVENTIONS = {
-    "contriever": Convention("", "", False),
-    "e5": Convention("query: ", "passage: ", True),
-}
-
-
-def convention_of(model: str, encoder: str | None) -> str:
-    """The convention by name, or by the name of the model where none is given."""
-    return encoder or ("e5" if "e5" in Path(model).name.lower() else "contriever")
+"""Limits of tokens, as in Search-R1, where the model's own files name none; a model that takes fewer lowers them."""
 
 
 class Encoder:
     """Texts to vectors; loads its weights at the first text.
 
     Args:
-        model: folder or hub id of a Hugging Face encoder.
-        encoder: a name of `CONVENTIONS`.
+        model: folder or hub id of an encoder.
+        treatment: of texts; `own` ones are sentence-transformers' `encode_query` and `encode_document`.
         device: `cpu` or `cuda`.
         batch_size: texts encoded at once.
     """
 
-    def __init__(self, model: str, encoder: str, *, device: str = "cpu", batch_size: int = 32):
-        self.model, self.device, self.batch_size = model, device, batch_size
-        self.convention = CONVENTIONS[encoder]
+    def __init__(self, model: str, treatment: Treatment, *, device: str = "cpu", batch_size: int = 32):
+        self.model, self.treatment, self.device, self.batch_size = model, treatment, device, batch_size
         self._lock = threading.Lock()
 
     @cached_property
-    def _parts(self) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-        from transformers import AutoModel, AutoTokenizer
+    def _network(self) -> SentenceTransformer:
+        from sentence_transformers import SentenceTransformer
+        from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
         # Named, since transformers would otherwise ask at the terminal whether to run a model's own code.
-        network = AutoModel.from_pretrained(self.model, trust_remote_code=False).eval().to(self.device)
-        return AutoTokenizer.from_pretrained(self.model, trust_remote_code=False), network
+        trust = {"trust_remote_code": False}
+        if self.treatment.encoder == "own":
+            return SentenceTransformer(self.model, device=self.device, trust_remote_code=False)
+        network = Transformer(self.model, model_kwargs=trust, processor_kwargs=trust, config_kwargs=trust)
+        pooling = Pooling(network.get_embedding_dimension(), self.treatment.pooling)
+        return SentenceTransformer(modules=[network, pooling], device=self.device)
 
     def queries(self, texts: Sequence[str]) -> np.ndarray:
         """Vectors of queries: float32, shape (texts, dimension)."""
-        return self._encode([self.convention.query + text for text in texts], QUERY_TOKENS)
+        # The lock: the network is loaded once, and its tokenizer is not safe in two threads.
+        with self._lock:
+            network = self._limited(QUERY_TOKENS)
+            return np.asarray(
+                network.encode_query(
+                    list(texts),
+                    prompt=self.treatment.query_prompt,
+                    batch_size=self.batch_size,
+                    show_progress_bar=False,
+                    normalize_embeddings=self.treatment.normalise,
+                ),
+                dtype=np.float32,
+            )
 
-    def passages(self, documents: Sequence[Document]) -> np.ndarray:
-        """Vectors of passages (title and text): float32, shape (documents, dimension)."""
-        texts = [f"{self.convention.passage}{d.title} {d.text}" for d in documents]
-        # Passages of like length side by side: little padding in a batch. `back` restores the order of the corpus.
-        order = sorted(range(len(texts)), key=lambda n: len(texts[n]))
-        vectors = self._encode([texts[n] for n in order], PASSAGE_TOKENS)
-        back = np.empty_like(vectors)
-        back[order] = vectors
-        return back
+    def passages(self, documents: Sequence[Document], advance: Callable[[int], None] = lambda done: None) -> np.ndarray:
+        """Vectors of passages (title and text): float32, shape (documents, dimension).
 
-    def _encode(self, texts: list[str], limit: int) -> np.ndarray:
-        import torch
+        Args:
+            documents: the passages.
+            advance: told how many further ones are encoded.
+        """
 
-        # One text at a time through the network: fast tokenizers refuse to be shared by threads.
-        with self._lock, torch.inference_mode():
-            tokenizer, network = self._parts
-            # Encoders differ in their number of positions; a longer text would index beyond them.
-            limit = min(limit, network.config.max_position_embeddings)
-            vectors = []
-            for start in range(0, len(texts), self.batch_size):
-                batch = tokenizer(
-                    texts[start : start + self.batch_size],
-                    padding=True,
-                    truncation=True,
-                    max_length=limit,
-                    return_tensors="pt",
-                ).to(self.device)
-                # hidden: (batch, tokens, dimension); mask: (batch, tokens, 1); mean: (batch, dimension)
-                hidden = network(**batch).last_hidden_state.float()
-                mask = batch["attention_mask"].unsqueeze(-1).float()
-                # Padding must not enter the mean.
-                mean = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
-                if self.convention.normalised:
-                    mean = torch.nn.functional.normalize(mean, dim=-1)
-                vectors.append(mean.cpu().numpy())
-        return np.concatenate(vectors)
+        def encode(texts: list[str]) -> Iterable[np.ndarray]:
+            return np.asarray(
+                self._limited(PASSAGE_TOKENS).encode_document(
+                    texts,
+                    prompt=self.treatment.passage_prompt,
+                    batch_size=self.batch_size,
+                    show_progress_bar=False,
+                    normalize_embeddings=self.treatment.normalise,
+                ),
+                dtype=np.float32,
+            )
+
+        with self._lock:
+            return np.stack(in_pieces([f"{d.title} {d.text}" for d in documents], encode, self.batch_size, advance))
+
+    def _limited(self, tokens: int) -> SentenceTransformer:
+        """The network, cutting texts at `tokens`; a model's own files name a limit of their own."""
+        network = self._network
+        if self.treatment.encoder != "own":
+            network.max_seq_length = min(tokens, self._positions)
+        return network
+
+    @cached_property
+    def _positions(self) -> int:
+        """Tokens that the network takes; a longer text would index beyond its positions."""
+        return self._network.max_seq_length or PASSAGE_TOKENS
 
 
 class DenseRetriever(Retriever):
@@ -152,7 +144,9 @@ class DenseRetriever(Retriever):
 
 def build(folder: Path, documents: Sequence[Document], encoder: Encoder, form: str) -> None:
     """Encode a corpus in shards and write its FAISS index; a build that was killed goes on where it was."""
-    shards = encode_shards(folder / "shards", documents, lambda part: {"vectors": encoder.passages(part)}, "encoding")
+    shards = encode_shards(
+        folder / "shards", documents, lambda part, advance: {"vectors": encoder.passages(part, advance)}, "encoding"
+    )
     first = np.load(shards[0])["vectors"]
     blocks = (np.load(shard)["vectors"] for shard in shards)
     build_faiss(blocks, first.shape[1], form, folder / FAISS_FILE)

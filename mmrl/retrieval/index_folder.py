@@ -23,6 +23,7 @@ from mmrl.errors import DataError
 from mmrl.retrieval import bm25, colbert, dense
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.store import CorpusFacts, PassageStore, write_passages
+from mmrl.retrieval.treatment import Treatment, treatment_of
 from mmrl.retrieval.vectors import HNSW_LINKS
 from mmrl.system.artifacts import FileChecks, file_checks, verify
 from mmrl.system.files import atomic_write, plain, remove_leftovers, take_lock, user_path
@@ -50,7 +51,7 @@ class IndexSpec:
     kind: str
     """`bm25`, `dense` or `colbert`."""
     settings: Settings
-    """`k1`, `b`; or `model`, `faiss`, and `encoder` where it is dense."""
+    """`k1`, `b` and `Analysis`; or `model`, `faiss`, and `Treatment` where it is dense."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +75,27 @@ class IndexInfo:
         return IndexSpec(kind=self.kind, settings=self.settings)
 
 
-def spec_of(config: RetrieverConfig) -> IndexSpec:
-    """The index that a `task.retriever` section without `index` describes."""
+def spec_of(config: RetrieverConfig, section: str = "task.retriever.") -> IndexSpec:
+    """The index that a `task.retriever` section without `index` describes; `section` stands before keys in messages.
+
+    Raises:
+        DataError: nothing says how the encoder's vectors are made.
+    """
     if isinstance(config, Bm25Config):
-        return IndexSpec(kind="bm25", settings={"k1": config.k1, "b": config.b})
+        settings = config.model_dump(include={"k1", "b", "stemmer", "stopwords"})
+        return IndexSpec(kind="bm25", settings=settings)
     if isinstance(config, DenseConfig):
         model = config.model or dense.DEFAULT_MODEL
-        encoder = dense.convention_of(model, config.encoder)
-        return IndexSpec(kind="dense", settings={"model": model, "encoder": encoder, "faiss": config.faiss})
+        treatment = treatment_of(config, model, section)
+        return IndexSpec(kind="dense", settings={"model": model, **treatment.settings(), "faiss": config.faiss})
     assert isinstance(config, ColbertConfig), "a remote retriever has no index"
     model = config.model or colbert.DEFAULT_MODEL
     return IndexSpec(kind="colbert", settings={"model": model, "faiss": config.faiss})
+
+
+def _analysis(settings: Settings) -> bm25.Analysis:
+    """Of an index; one of an earlier mmrl names none, and has the default."""
+    return bm25.Analysis(**{name: str(settings[name]) for name in ("stemmer", "stopwords") if name in settings})
 
 
 def read_info(folder: Path, key: str = "task.retriever.index") -> IndexInfo:
@@ -230,9 +241,9 @@ def _check_plan(work: Path, spec: IndexSpec, stamp: str) -> None:
 def _build(work: Path, passages: PassageStore, spec: IndexSpec, device: str, batch_size: int) -> None:
     settings = spec.settings
     if spec.kind == "bm25":
-        bm25.write_index(work / "bm25", passages, float(settings["k1"]), float(settings["b"]))
+        bm25.write_index(work / "bm25", passages, float(settings["k1"]), float(settings["b"]), _analysis(settings))
     elif spec.kind == "dense":
-        one = dense.Encoder(str(settings["model"]), str(settings["encoder"]), device=device, batch_size=batch_size)
+        one = dense.Encoder(str(settings["model"]), Treatment.of(settings), device=device, batch_size=batch_size)
         dense.build(work, passages, one, str(settings["faiss"]))
     else:
         many = colbert.TokenEncoder(str(settings["model"]), device=device, batch_size=batch_size)
@@ -256,9 +267,9 @@ def open_index(
     settings = info.settings
     if info.kind == "bm25":
         k1, b = float(settings["k1"]), float(settings["b"])
-        return bm25.Bm25Retriever(passages, k1=k1, b=b, built=folder / "bm25")
+        return bm25.Bm25Retriever(passages, k1=k1, b=b, analysis=_analysis(settings), built=folder / "bm25")
     if info.kind == "dense":
-        one = dense.Encoder(str(settings["model"]), str(settings["encoder"]), device=device, batch_size=batch_size)
+        one = dense.Encoder(str(settings["model"]), Treatment.of(settings), device=device, batch_size=batch_size)
         return dense.DenseRetriever(folder, passages, one)
     many = colbert.TokenEncoder(str(settings["model"]), device=device, batch_size=batch_size)
     return colbert.ColbertRetriever(folder, passages, many, candidates)

@@ -94,10 +94,11 @@ def search_r1_item(document: Document, scored: bool) -> dict[str, object]:
     return {"document": fields, "score": document.score} if scored else dict(fields)
 
 
-def dspy_item(document: Document, rank: int) -> dict[str, object]:
-    """One passage of a DSPy reply."""
+def dspy_item(document: Document, rank: int, *, posted: bool = False) -> dict[str, object]:
+    """One passage of a DSPy reply; DSPy's client copies `text` to `long_text` itself, but not of what it posted for."""
     text = f"{document.title} | {document.text}"
-    return {"text": text, "pid": document.id, "rank": rank, "score": document.score}
+    item: dict[str, object] = {"text": text, "pid": document.id, "rank": rank, "score": document.score}
+    return {**item, "long_text": text} if posted else item
 
 
 # Replies are read by hand: a model of them would copy every passage once more, and servers differ in what they add.

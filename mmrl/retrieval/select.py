@@ -9,6 +9,7 @@ from pathlib import Path
 from mmrl.config import RetrieverConfig
 from mmrl.config.retriever import (
     Bm25Config,
+    DenseConfig,
     EncoderRetrieverConfig,
     HttpRetrieverConfig,
     LocalRetrieverConfig,
@@ -16,17 +17,22 @@ from mmrl.config.retriever import (
 )
 from mmrl.errors import ConfigError, DataError, RetrievalFailure
 from mmrl.models.hub import encoder_problems
+from mmrl.retrieval import colbert, dense
 from mmrl.retrieval.base import Document, Retriever
-from mmrl.retrieval.bm25 import Bm25Retriever
+from mmrl.retrieval.bm25 import Analysis, Bm25Retriever
 from mmrl.retrieval.index_folder import IndexInfo, cached_index, open_index, read_info, spec_of
 from mmrl.retrieval.remote import HttpOptions, RemoteRetriever
 from mmrl.retrieval.serving import ChildRetriever
 from mmrl.retrieval.store import PassageStore
+from mmrl.retrieval.treatment import changes
 from mmrl.secrets import token_of
 from mmrl.system.artifacts import cache_root
 from mmrl.system.files import user_path
 
-NEEDS: Mapping[str, tuple[str, ...]] = {"dense": ("faiss",), "colbert": ("faiss", "sentence_transformers")}
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    "dense": ("faiss", "sentence_transformers"),
+    "colbert": ("faiss", "sentence_transformers"),
+}
 """Retriever -> modules of the extra `dense` that it imports."""
 PROBE_RETRIES = 2
 """Most further attempts of the search that probes a server."""
@@ -63,7 +69,7 @@ def retriever_problems(config: RetrieverConfig) -> list[str]:
         except DataError as error:
             problems += error.problems
     elif isinstance(config, EncoderRetrieverConfig):
-        problems += encoder_problems("task.retriever.model", str(spec_of(config).settings["model"]))
+        problems += encoder_and_treatment_problems(config)
     if isinstance(config, RemoteRetrieverConfig):
         try:
             probe(config)
@@ -74,9 +80,29 @@ def retriever_problems(config: RetrieverConfig) -> list[str]:
     return problems
 
 
+def encoder_and_treatment_problems(config: EncoderRetrieverConfig, section: str = "task.retriever.") -> list[str]:
+    """Why a section's encoder cannot be loaded, or what is not known of it.
+
+    Args:
+        config: of a dense or ColBERT retriever.
+        section: what stands before its keys in messages.
+    """
+    default = dense.DEFAULT_MODEL if isinstance(config, DenseConfig) else colbert.DEFAULT_MODEL
+    if problems := encoder_problems(f"{section}model", config.model or default):
+        return problems
+    try:
+        spec_of(config, section)
+    except DataError as error:
+        return error.problems
+    return []
+
+
 def index_problems(key: str, info: IndexInfo) -> list[str]:
-    """Why an index's own encoder cannot be loaded."""
-    return encoder_problems(f"{key}: its encoder", str(info.settings["model"])) if info.kind in NEEDS else []
+    """Why an index's own encoder cannot be loaded, or no longer fits the index."""
+    if info.kind not in NEEDS:
+        return []
+    problems = encoder_problems(f"{key}: its encoder", str(info.settings["model"]))
+    return problems or (changes(info.settings, key) if info.kind == "dense" else [])
 
 
 def packages_missing(config: RetrieverConfig) -> list[str]:
@@ -128,7 +154,9 @@ def _bm25(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
     assert isinstance(config, Bm25Config)
     if config.index is not None:
         return _indexed(config, documents)
-    return Bm25Retriever(documents, k1=config.k1, b=config.b, cache=cache_root(config.cache_dir))
+    analysis = Analysis(stemmer=config.stemmer, stopwords=config.stopwords)
+    cache = cache_root(config.cache_dir)
+    return Bm25Retriever(documents, k1=config.k1, b=config.b, analysis=analysis, cache=cache)
 
 
 def _indexed(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:

@@ -174,10 +174,11 @@ def make_app(
 
     async def dspy(request: Request) -> Response:
         async def search() -> object:
-            fields = dict(request.query_params) if request.method == "GET" else await _json(request)
+            posted = request.method == "POST"
+            fields = await _json(request) if posted else dict(request.query_params)
             parsed = read_request(DspyRequest, fields)
             (documents,) = await batches.search([parsed.query], parsed.k)
-            return {"topk": [dspy_item(document, rank) for rank, document in enumerate(documents, 1)]}
+            return {"topk": [dspy_item(d, rank, posted=posted) for rank, d in enumerate(documents, 1)]}
 
         return await _respond(meter, "/api/search", search())
 

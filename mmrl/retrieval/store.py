@@ -20,7 +20,10 @@ from typing import overload
 import numpy as np
 
 from mmrl.retrieval.base import Document
+from mmrl.system.progress import progress
 
+COUNTED = 1000
+"""Passages after which progress is told."""
 PASSAGES, OFFSETS, TITLES = "passages.jsonl", "offsets.npy", "titles.npy"
 
 
@@ -59,8 +62,10 @@ def write_passages(folder: Path, documents: Iterable[Document]) -> CorpusFacts:
     offsets, titles = [0], []
     digest = hashlib.blake2b(digest_size=16)
     duplicates = text_bytes = 0
-    with (folder / PASSAGES).open("wb") as file:
-        for document in documents:
+    with (folder / PASSAGES).open("wb") as file, progress("writing") as advance:
+        for number, document in enumerate(documents, 1):
+            if not number % COUNTED:
+                advance(COUNTED)
             # Control characters as separators, so that titles and texts do not run into each other.
             content = f"\x1e{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass")
             key = hashlib.blake2b(content, digest_size=16).digest()

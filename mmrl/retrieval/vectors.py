@@ -7,15 +7,14 @@ opened.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmrl.retrieval.base import Document
+from mmrl.system.progress import progress
 
 if TYPE_CHECKING:
     import faiss
@@ -29,26 +28,31 @@ FAISS_FILE = "vectors.faiss"
 ADD = 65_536
 """Vectors given to FAISS at once."""
 
+PIECE = 4
+"""Batches after which progress is told."""
+
 Shard = Mapping[str, np.ndarray]
+Advance = Callable[[int], None]
+"""Is told how many further passages are encoded."""
 
 
 def encode_shards(
-    folder: Path, documents: Sequence[Document], encode: Callable[[Sequence[Document]], Shard], title: str
+    folder: Path, documents: Sequence[Document], encode: Callable[[Sequence[Document], Advance], Shard], title: str
 ) -> list[Path]:
     """Encode a corpus shard by shard; shards of an earlier attempt are reused.
 
     Args:
         folder: where `shard-00000.npz` and so on go; a shard is whole or absent.
         documents: the corpus, in order.
-        encode: documents -> named arrays.
-        title: of the progress bar that a terminal shows.
+        encode: documents, and who is told of its progress -> named arrays.
+        title: of the progress that is shown.
 
     Returns:
         The shards' files in corpus order.
     """
     folder.mkdir(exist_ok=True)
     files = []
-    with progress(len(documents), title) as advance:
+    with progress(title, len(documents)) as advance:
         for start in range(0, len(documents), SHARD):
             file = folder / f"shard-{start // SHARD:05d}.npz"
             part = documents[start : start + SHARD]
@@ -56,13 +60,28 @@ def encode_shards(
             if not file.is_file():
                 work = file.with_suffix(".tmp")
                 with work.open("wb") as out:
-                    np.savez(out, **encode(part))  # type: ignore[arg-type]
+                    np.savez(out, **encode(part, advance))  # type: ignore[arg-type]
                     out.flush()
                     os.fsync(out.fileno())
                 os.replace(work, file)
+            else:
+                advance(len(part))
             files.append(file)
-            advance(len(part))
     return files
+
+
+def in_pieces(
+    texts: Sequence[str], encode: Callable[[list[str]], Iterable[np.ndarray]], batch_size: int, advance: Advance
+) -> list[np.ndarray]:
+    """What `encode` makes of each text, in the order of the texts; `advance` is told after every few batches."""
+    # Texts of like length side by side: little padding in a batch.
+    order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
+    encoded: dict[int, np.ndarray] = {}
+    for start in range(0, len(order), PIECE * batch_size):
+        numbers = order[start : start + PIECE * batch_size]
+        encoded.update(zip(numbers, encode([texts[number] for number in numbers]), strict=True))
+        advance(len(numbers))
+    return [encoded[number] for number in range(len(texts))]
 
 
 def build_faiss(vectors: Iterator[np.ndarray], dimension: int, form: str, file: Path, *, half: bool = False) -> None:
@@ -133,18 +152,3 @@ def nearest(index: faiss.Index, queries: np.ndarray, k: int) -> tuple[np.ndarray
         breadth = faiss.SearchParametersHNSW(efSearch=max(HNSW_SEARCH, k))  # type: ignore[attr-defined]
         return index.search(np.ascontiguousarray(queries, dtype=np.float32), k, params=breadth)
     return index.search(np.ascontiguousarray(queries, dtype=np.float32), k)
-
-
-@contextmanager
-def progress(total: int, title: str) -> Iterator[Callable[[int], None]]:
-    """A progress bar in a terminal, else nothing; yields what advances it."""
-    if not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda done: bar.update(task, advance=done)

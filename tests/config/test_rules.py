@@ -222,6 +222,7 @@ def test_every_rule_has_a_case():
     others |= {f"engine.{key}" for key in VllmServerConfig.model_fields}  # each tested in test_engine.py
     others |= {f"algo.{key}" for key in ("format_failure_score", "format_failure_best")}
     retriever = {"timeout_s", "concurrency", "cache_size", "b", "model", "encoder", "faiss", "cache_dir"}
+    retriever |= {"stemmer", "stopwords", "pooling", "normalise", "query_prompt", "passage_prompt"}
     others |= {f"task.retriever.{key}" for key in retriever}  # in one rule with a key that has a case
     others |= {"engine.sleep", "model.path", "model.gradient_checkpointing"}  # above; effects/command.py
     others |= {f"run.{key}" for key in ("name", "report_to", "progress")}

@@ -4,15 +4,23 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmrl.config import retriever as retriever_config
+from mmrl.config.retriever import Bm25Config
 from mmrl.retrieval.base import Document
-from mmrl.retrieval.bm25 import Bm25Retriever, tokenize, top_indices
+from mmrl.retrieval.bm25 import Analysis, Bm25Retriever, tokenize, top_indices
+from mmrl.retrieval.index_folder import build_index, open_index, read_info, spec_of
+from mmrl.retrieval.store import PassageStore
 from mmrl.system.artifacts import cache_root
+from mmrl.system.progress import progress
 
 TEXTS = ["red kettle on the stove", "blue kettle", "a red red door", "green lamp by the door", "kettle kettle lamp"]
 
@@ -193,12 +201,93 @@ def test_import_brings_no_heavy_library():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_progress_shows_for_large_corpora_in_a_terminal_only(monkeypatch, capfd):
-    Bm25Retriever(corpus())
-    monkeypatch.setattr("mmrl.retrieval.bm25.LARGE_CORPUS", 2)
+STEMMED = ["Running kettles", "A kettle runs", "cities of the river", "city by a river"]
+
+
+@pytest.mark.parametrize("stemmer", ["porter", "english"])
+def test_stemming_is_bm25s_own_with_pystemmer(stemmer):
+    import bm25s
+    import Stemmer
+
+    documents = corpus(STEMMED)
+    texts = [f"{d.title} {d.text}" for d in documents]
+    snowball = Stemmer.Stemmer(stemmer)
+    read = {"stemmer": snowball, "stopwords": "english", "token_pattern": r"\w+", "show_progress": False}
+    reference = bm25s.BM25(k1=0.9, b=0.4, method="lucene")
+    reference.index(bm25s.tokenize(texts, **read), show_progress=False)
+    retriever = Bm25Retriever(documents, analysis=Analysis(stemmer=stemmer))
+    for query in ("city", "the kettle is running", "rivers"):
+        words = bm25s.tokenize([query], return_ids=False, **read)[0]
+        expected = {str(n): s for n, s in enumerate(reference.get_scores(words)) if s > 0}
+        found = retriever.search([query], [4])[0]
+        assert {d.id: d.score for d in found} == pytest.approx(expected, rel=1e-5) and len(found) == 2
+    assert len(Bm25Retriever(documents).search(["city"], [4])[0]) == 1  # as before, without stemming
+
+
+def test_stop_words_of_a_language_and_none():
+    documents = corpus(["der Fluss und die Stadt", "the river and the city"])
+    german = Bm25Retriever(documents, analysis=Analysis(stopwords="german"))
+    assert [d.id for d in german.search(["und the"], [2])[0]] == ["1"]
+    none = Bm25Retriever(documents, analysis=Analysis(stopwords="none"))
+    assert [d.id for d in none.search(["und"], [2])[0]] == ["0"]
+    assert [d.id for d in none.search(["the"], [2])[0]] == ["1"]
+
+
+def test_every_stemmer_and_every_list_of_stop_words_is_there(tmp_path):
+    import Stemmer
+
+    stemmers, languages = get_args(retriever_config.Stemmer), get_args(retriever_config.Stopwords)
+    assert set(Stemmer.algorithms()) - set(stemmers) == {"dutch_porter"} and set(stemmers) - {"none"} <= set(
+        Stemmer.algorithms()
+    )
+    of_each = {"english": "the", "danish": "og", "dutch": "het", "french": "les", "german": "und", "italian": "della"}
+    of_each |= {"norwegian": "og", "portuguese": "uma", "russian": "и", "spanish": "los", "swedish": "och"}
+    of_each |= {"turkish": "ve"}
+    assert set(of_each) == set(languages) - {"none"}
+    for language, word in of_each.items():
+        assert Analysis(stopwords=language).tokenizer()(f"{word} Tejo") == ["tejo"]
+        assert Analysis(stopwords="none").tokenizer()(f"{word} Tejo") == [word, "tejo"]
+    assert Bm25Retriever(corpus(), cache=tmp_path, analysis=Analysis(stemmer="porter"))
+    Bm25Retriever(corpus(), cache=tmp_path)
+    assert len(list((tmp_path / "bm25").iterdir())) == 2
+
+
+def test_an_index_folder_keeps_how_words_are_read(tmp_path):
+    config = Bm25Config(name="bm25", stemmer="english", stopwords="none")
+    info = build_index(tmp_path / "index", spec_of(config), lambda: corpus(STEMMED))
+    assert info.settings == {"k1": 0.9, "b": 0.4, "stemmer": "english", "stopwords": "none"}
+    opened = open_index(tmp_path / "index", read_info(tmp_path / "index"), PassageStore(tmp_path / "index"))
+    expected = Bm25Retriever(corpus(STEMMED), analysis=Analysis(stemmer="english", stopwords="none"))
+    assert opened.search(["the cities"], [4]) == expected.search(["the cities"], [4])
+    # an index of an earlier mmrl names neither
+    old = replace(info, settings={"k1": 0.9, "b": 0.4})
+    assert open_index(tmp_path / "index", old, PassageStore(tmp_path / "index"))
+
+
+def test_long_work_says_how_far_it_is(monkeypatch, capfd):
+    clock = iter([0.0, 4.0, 11.0, 12.0, 22.0, 40.0, 41.0])
+    monkeypatch.setattr("mmrl.system.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with progress("encoding", 4000) as advance:
+        for piece in (500, 500, 500, 500, 2000):
+            advance(piece)
+    assert capfd.readouterr().err.splitlines() == [
+        "encoding: 1,000 of 4,000 passages, less than a minute left",
+        "encoding: 2,000 of 4,000 passages, less than a minute left",
+    ]
+    monkeypatch.setattr("mmrl.system.progress.time", SimpleNamespace(monotonic=iter([0.0, 100.0]).__next__))
+    with progress("writing") as advance:
+        advance(7)
+    assert capfd.readouterr().err == "writing: 7 passages\n"
+
+
+def test_building_tells_progress_in_a_terminal_too(monkeypatch, capfd):
     Bm25Retriever(corpus())
     assert capfd.readouterr().err == ""
+    monkeypatch.setattr("mmrl.retrieval.bm25.COUNTED", 2)
+    monkeypatch.setattr("mmrl.system.progress.EVERY_S", 0.0)
+    Bm25Retriever(corpus())
+    assert capfd.readouterr().err.startswith("reading words for BM25: 2 of 5 passages")
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the captured stream for a terminal
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert len(Bm25Retriever(corpus()).search(["lamp"], [5])[0]) == 2
-    assert "BM25 index" in capfd.readouterr().err
+    assert "reading words for BM25" in capfd.readouterr().err

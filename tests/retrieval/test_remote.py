@@ -37,9 +37,12 @@ def test_both_protocols_give_what_the_retriever_gives(good, protocol, path):
     client.close()
 
 
-def test_dspys_own_client_understands_the_server(good):
+@pytest.mark.parametrize("post", [False, True])
+def test_dspys_own_client_understands_the_server(good, post):
     dspy = pytest.importorskip("dspy")
-    found = dspy.ColBERTv2(url=f"{good}/api/search")("river Tagus", k=2)
+    client = dspy.ColBERTv2(url=f"{good}/api/search", post_requests=post)
+    found = client("river Tagus", k=2)
+    assert client("river Tagus", k=2, simplify=True) == [passage["long_text"] for passage in found]
     assert [passage["long_text"].split(" | ")[0] for passage in found] == [
         d.title for d in Bm25Retriever(DOCUMENTS).search(["river Tagus"], [2])[0]
     ]

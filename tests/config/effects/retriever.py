@@ -40,7 +40,9 @@ def described(name: str, options: Options, folder: Path) -> object:
 
 def scored(name: str, options: Options, folder: Path) -> object:
     """Scores of a search."""
-    found = open_retriever(section(name, {"cache_dir": str(folder), **options}), CORPUS).search(["river Tagus"], [3])
+    found = open_retriever(section(name, {"cache_dir": str(folder), **options}), CORPUS).search(
+        ["rivers of Tagus"], [3]
+    )
     return [(document.id, document.score) for document in found[0]]
 
 
@@ -167,8 +169,14 @@ def processed(name: str, options: Options, folder: Path) -> object:
 
 acts("retriever.bm25", "k1", scored, 0.9, 2.0)
 acts("retriever.bm25", "b", scored, 0.4, 0.9)
-acts(ENCODERS, "model", described, None, "mine")
+acts("retriever.bm25", "stemmer", scored, "none", "porter")
+acts("retriever.bm25", "stopwords", scored, "english", "none")
+acts("retriever.colbert", "model", described, None, "mine")
+acts("retriever.dense", "model", described, None, "mine", encoder="e5")
 acts("retriever.dense", "encoder", described, "contriever", "e5")
+acts("retriever.dense", "pooling", described, "cls", "mean", model="mine", normalise=True)
+acts("retriever.dense", "normalise", described, True, False, model="mine", pooling="cls")
+acts("retriever.dense", "query_prompt passage_prompt", described, None, "ask: ")
 acts(ENCODERS, "faiss", described, "flat", "hnsw")
 acts(ENCODERS, "batch_size", opened, 32, 8)
 acts(ENCODERS, "device", opened, "cpu", "cuda")
