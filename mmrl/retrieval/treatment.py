@@ -126,7 +126,7 @@ def changes(settings: Mapping[str, str | float], key: str) -> list[str]:
 
 def _named(config: DenseConfig, model: str, section: str) -> Treatment | None:
     """A preset or the model's own; None where neither is known."""
-    if config.encoder in PRESETS:
+    if config.encoder is not None and config.encoder != "own":
         return PRESETS[config.encoder]
     family = _family(model)
     on_hub = not user_path(model).is_dir()
