@@ -79,10 +79,12 @@ class RolloutError(MmrlError):
     Class attributes:
         kind: the type written to the journal and counted in metrics.
         model_caused: True if the policy's own output is to blame (trained with the failure rule).
+        traceback: where in the user's own code it was raised, for the record; empty where that is not known.
     """
 
     kind = "program"
     model_caused = False
+    traceback = ""
 
 
 class ParseFailure(RolloutError):
@@ -176,6 +178,8 @@ class ReplayDivergence(RolloutError):
 
 # By name and not by class: journals and forest files hold the kind as text.
 MODEL_CAUSED = frozenset({ParseFailure.kind, LengthFailure.kind, LimitFailure.kind})
+OWN_CODE = frozenset({ProgramFailure.kind, RewardFailure.kind, ReplayDivergence.kind})
+"""Failures of the code of a program or a reward, which no server has caused and another try does not mend."""
 
 
 _ROOM, _RIGHTS = "free some space there and run it again", "see that it may be written, and run it again"

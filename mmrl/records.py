@@ -137,6 +137,8 @@ class Rollout:
     error: str | None = None
     """`RolloutError.kind`, or None. With a reward it was model-caused, without one outside-caused."""
     error_message: str = ""
+    error_traceback: str = ""
+    """The end of the traceback of an exception in the code of a program or a reward; no more than 4,000 characters."""
     fork: str | None = None
     """Module at which the tree of this rollout forked (None: independent)."""
     teacher: str | None = None

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
 from mmrl import rng
 from mmrl.engines.base import Completion, Request, Sampling
@@ -20,32 +20,14 @@ from mmrl.errors import (
     LengthFailure,
     ParseFailure,
     ProgramFailure,
-    ReplayDivergence,
     RolloutError,
     ToolFailure,
 )
 from mmrl.records import EMPTY, Call, Example
 from mmrl.rollout.environment import Environment, SamplingSettings
+from mmrl.rollout.tape import Event, Tape
+from mmrl.system.user_code import located
 from mmrl.tasks.base import Message, Reply
-
-
-@dataclass(slots=True)
-class Event:
-    """One thing on the tape, in the order of the program's requests."""
-
-    kind: str
-    """`call` or `tool`."""
-    name: str
-    """Module or tool."""
-    request: object
-    """Prompt ids of a call, arguments of a tool: compared on replay."""
-    # Untyped: the reply of a call or a tool's result, whose type only the program knows.
-    outcome: asyncio.Future[Any]
-    """Reply of a call, result of a tool."""
-    call: Call | None = None
-    """Set when a call is recorded."""
-    context: tuple[int, ...] | None = None
-    """Prompt and completion ids of a recorded call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +59,15 @@ class RolloutContext:
     replay: Sequence[Event] = ()
     on_live_call: ForkHook | None = None
     """Called before each live call; may start siblings that replay `events` so far."""
-    events: list[Event] = field(default_factory=list)
-    in_flight: int = 0
+    tape: Tape = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tape = Tape(self.env.engine, self.replay)
+
+    @property
+    def events(self) -> list[Event]:
+        """What is on the tape so far."""
+        return self.tape.events
 
     async def call(
         self,
@@ -98,14 +87,14 @@ class RolloutContext:
                 f"the program called module '{module}', its modules are {list(self.env.task.program.modules)}"
             )
         prompt_ids, earlier_turn = self._prompt(messages, after, max_observation)
-        recorded = self._recorded("call", module, prompt_ids)
+        recorded = await self.tape.recorded("call", module, prompt_ids)
         if recorded is not None:
-            replayed: Reply = await self._await_replayed(recorded)
+            replayed: Reply = await self.tape.outcome_of(recorded)
             return replayed
         # Before the request is recorded: siblings replay the tape up to here and then sample on their own.
         if self.on_live_call is not None:
             self.on_live_call(self, module)
-        event = self._record("call", module, prompt_ids)
+        event = self.tape.record("call", module, prompt_ids)
         position = len(self.events) - 1
         try:
             # Everything that a retry needs: each attempt is the same request with another seed.
@@ -133,81 +122,46 @@ class RolloutContext:
 
     async def tool(self, name: str, **arguments: object) -> object:
         """See `mmrl.tasks.base.Context.tool`."""
-        recorded = self._recorded("tool", name, arguments)
-        if recorded is not None:
-            return await self._await_replayed(recorded)
-        event = self._record("tool", name, arguments)
-        self.env.tool_started()
+        return await self.remember(name, arguments, partial(self._use, name, arguments))
+
+    async def _use(self, name: str, arguments: Mapping[str, object]) -> object:
+        if name not in self.env.task.tools:
+            raise ProgramFailure(f"the program used tool '{name}', the task has {sorted(self.env.task.tools)}")
         try:
-            if name not in self.env.task.tools:
-                raise ProgramFailure(f"the program used tool '{name}', the task has {sorted(self.env.task.tools)}")
             # Tools may be plain functions or coroutines; programs cannot tell, so a task may change one.
             result = self.env.task.tools[name](**arguments)
-            if inspect.isawaitable(result):
-                result = await result
-        except RolloutError as error:
-            _settle(event.outcome, error)
-            raise
-        except asyncio.CancelledError as error:
-            _settle(event.outcome, error)
+            return await result if inspect.isawaitable(result) else result
+        except RolloutError:
             raise
         except Exception as error:
             # The program gets a typed failure; the tool's own exception is the cause, for logs.
-            failure = ToolFailure(f"tool '{name}' raised {type(error).__name__}: {error}")
-            _settle(event.outcome, failure)
-            raise failure from error
-        finally:
-            self.env.tool_ended()
-        event.outcome.set_result(result)
-        return result
+            raise located(ToolFailure, error, f"tool '{name}' raised ") from error
+
+    async def remember(
+        self, name: str, arguments: Mapping[str, object], run: Callable[[], Awaitable[object]]
+    ) -> object:
+        """See `mmrl.tasks.base.Context.remember`."""
+        event = await self.tape.recorded("tool", name, arguments)
+        if event is not None and not event.nested:
+            return await self.tape.outcome_of(event)
+        event = self.tape.record("tool", name, arguments, again=event)
+        with self.tape.inside(event):
+            self.env.tool_started()
+            try:
+                result = await run()
+                await self.tape.turn_of(event)
+            except BaseException as error:
+                _settle(event.outcome, error)
+                raise
+            finally:
+                self.env.tool_ended()
+            event.outcome.set_result(result)
+            return result
 
     @property
     def calls(self) -> list[Call]:
-        """Recorded calls of this rollout in order, replayed ones included; each has the one before it as parent.
-
-        The order is that of the requests. Parents are set here: of concurrent calls the first requested may end last.
-        """
-        chain: list[Call] = []
-        for event in self.events:
-            if event.call is not None:
-                parent = chain[-1].id if chain else None
-                chain.append(event.call if event.call.parent == parent else replace(event.call, parent=parent))
-        return chain
-
-    def _recorded(self, kind: str, name: str, request: object) -> Event | None:
-        """The tape's event for this request, or None when the tape is played out."""
-        # By position and not by name: the order of requests is what a deterministic program repeats.
-        position = len(self.events)
-        if position >= len(self.replay):
-            return None
-        event = self.replay[position]
-        if (event.kind, event.name, event.request) != (kind, name, request):
-            raise ReplayDivergence(
-                f"at position {position} of its tape the program requests {kind} '{name}' "
-                f"where it requested {event.kind} '{event.name}'"
-                + (" with other input" if (event.kind, event.name) == (kind, name) else "")
-                + "; a program must depend only on its example and on what ctx returned"
-            )
-        self.events.append(event)
-        return event
-
-    async def _await_replayed(self, event: Event) -> Any:
-        if event.outcome.done():
-            return event.outcome.result()
-        # Someone else's request is still under way (a program with concurrent calls): step out of the engine's count
-        # of live programs meanwhile, or a deterministic batch would wait for this one forever.
-        self.env.engine.leave()
-        try:
-            return await asyncio.shield(event.outcome)
-        finally:
-            self.env.engine.enter()
-
-    def _record(self, kind: str, name: str, request: object) -> Event:
-        event = Event(kind, name, request, asyncio.get_running_loop().create_future())
-        # A failed event may have no sibling that replays it; its exception is raised in the program itself.
-        event.outcome.add_done_callback(lambda future: future.cancelled() or future.exception())
-        self.events.append(event)
-        return event
+        """Recorded calls of this rollout in order, replayed ones included; each has the one before it as parent."""
+        return self.tape.calls()
 
     def _prompt(
         self, messages: Sequence[Message] | str, after: Reply | None, max_observation: int | None
@@ -302,9 +256,7 @@ class RolloutContext:
             messages=generation.messages,
             order=(call_id, attempt),
         )
-        self.in_flight += 1
-        if self.in_flight > 1:  # a second request of the same program is one more strand that the schedule waits for
-            self.env.engine.enter()
+        self.tape.begin()
         try:
             return await self.env.engine.generate(request)
         except (RolloutError, asyncio.CancelledError):
@@ -312,9 +264,7 @@ class RolloutContext:
         except Exception as error:
             raise EngineFailure(f"{type(error).__name__}: {error}") from error
         finally:
-            self.in_flight -= 1
-            if self.in_flight:  # whichever ends first: the program itself counts for the strand that ends last
-                self.env.engine.leave()
+            self.tape.end()
 
     def _check_context(self, prompt_ids: Sequence[int], settings: SamplingSettings) -> None:
         if settings.max_context is not None and len(prompt_ids) >= settings.max_context:

@@ -9,16 +9,19 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 
 from mmrl.engines.base import Engine
 from mmrl.errors import ParseFailure, ProgramFailure, RewardFailure, RolloutError, RolloutTimeout
 from mmrl.records import EMPTY, Call, Example, Forest, Rollout
-from mmrl.rollout.context import Event, RolloutContext
+from mmrl.rollout.context import RolloutContext
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import Fork, Tree
+from mmrl.rollout.tape import Event
 from mmrl.rollout.teachers import teacher_forced
-from mmrl.tasks.base import Canonical, Score
+from mmrl.system.user_code import located
+from mmrl.tasks.base import Canonical, Described, Score
 
 
 @dataclass(slots=True)
@@ -31,12 +34,14 @@ class _Tree:
     reward_set: str
     rollouts: list[tuple[tuple[int, ...], Rollout, list[Call]]] = field(default_factory=list)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    context: Context = field(default_factory=copy_context)
 
     def start(self, path: tuple[int, ...], replayed: Sequence[Event], forks: Sequence[Fork]) -> None:
         """Begin one branch; it counts as live at once, so that no deterministic batch starts without it."""
         # Before the task runs: a deterministic engine waits until all that entered have a request in it.
         self._engine.enter()
-        task = asyncio.create_task(self._branch(path, replayed, forks))
+        # Not in the context of who forks, which is inside of a module: DSPy keeps its settings there.
+        task = asyncio.create_task(self._branch(path, replayed, forks), context=self.context.copy())
         self.tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -93,17 +98,21 @@ class _Tree:
         except RolloutError:
             raise
         except Exception as error:
-            raise ProgramFailure(f"{type(error).__name__}: {error}") from error
+            raise located(ProgramFailure, error) from error
 
     async def _execute(self, ctx: RolloutContext) -> Rollout:
         """Run the program and score it; every failure comes back as a typed rollout."""
         try:
             prediction = await self._run(ctx)
+            ctx.tape.check_played_out()
+            # Before it is scored: a reward function may change the object.
+            program = ctx.env.task.program
+            described = program.description(prediction) if isinstance(program, Described) else prediction
             score = await self._score(ctx, prediction)
         except RolloutError as failure:
             return self._failed(ctx, failure)
         rollout = self._rollout(ctx, score.reward)
-        return replace(rollout, prediction=prediction, metrics=dict(score.metrics), parts=dict(score.parts))
+        return replace(rollout, prediction=described, metrics=dict(score.metrics), parts=dict(score.parts))
 
     async def _score(self, ctx: RolloutContext, prediction: object) -> Score:
         try:
@@ -112,7 +121,7 @@ class _Tree:
         except RolloutError:
             raise
         except Exception as error:
-            raise RewardFailure(f"{type(error).__name__}: {error}") from error
+            raise located(RewardFailure, error) from error
         # One NaN would spread through the baseline of the whole group.
         _check_finite(score)
         for event in ctx.events:
@@ -131,7 +140,12 @@ class _Tree:
     def _failed(self, ctx: RolloutContext, failure: RolloutError) -> Rollout:
         # A failure by infrastructure says nothing of the policy: no reward, so no credit.
         reward = self.env.task.failure_score if failure.model_caused else None
-        return replace(self._rollout(ctx, reward), error=failure.kind, error_message=str(failure))
+        return replace(
+            self._rollout(ctx, reward),
+            error=failure.kind,
+            error_message=str(failure),
+            error_traceback=failure.traceback,
+        )
 
     def _rollout(self, ctx: RolloutContext, reward: float | None) -> Rollout:
         calls = ctx.calls

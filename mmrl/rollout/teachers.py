@@ -7,7 +7,7 @@ results by order and arguments. A student's program that requests a call which t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,9 @@ from mmrl.engines.base import Completion, Engine
 from mmrl.errors import ReplayDivergence, RolloutError
 from mmrl.models.chat import encode_text
 from mmrl.records import Call
-from mmrl.rollout.context import Event, Generation, RolloutContext
+from mmrl.rollout.context import Generation, RolloutContext
 from mmrl.rollout.environment import Environment, SamplingSettings, Teacher, make_environment
+from mmrl.rollout.tape import Event
 from mmrl.tasks.base import Reply, Task
 
 if TYPE_CHECKING:
@@ -67,17 +68,20 @@ class TeacherForcedContext(RolloutContext):
     matches: dict[int, Call] = field(default_factory=dict)
     """Position among this rollout's calls -> the teacher's call there."""
 
-    async def tool(self, name: str, **arguments: object) -> object:
+    async def remember(
+        self, name: str, arguments: Mapping[str, object], run: Callable[[], Awaitable[object]]
+    ) -> object:
         """The teacher's result where it used the tool with the same arguments at this place, else the tool itself."""
         # By order among the uses of this tool: the two programs may interleave tools and calls differently.
         position = sum(event.kind == "tool" and event.name == name for event in self.events)
         used = self._of_teacher("tool", name)
-        if position < len(used) and used[position].request == arguments and used[position].outcome.done():
-            self.events.append(used[position])
-            result: object = used[position].outcome.result()
+        match = used[position] if position < len(used) else None
+        if match is not None and match.request == arguments and match.outcome.done() and not match.nested:
+            self.events.append(match)
+            result: object = match.outcome.result()
             return result
         # Spelled out: a dataclass with slots is another class than the one that `super()` remembers.
-        return await RolloutContext.tool(self, name, **arguments)
+        return await RolloutContext.remember(self, name, arguments, run)
 
     async def _generate(self, event: Event, position: int, generation: Generation) -> Reply:
         # The prompt is the student's own, the completion the teacher's (teacher forcing).

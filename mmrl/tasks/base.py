@@ -72,18 +72,27 @@ class Context(Protocol):
         """Run a tool of the task; its result is recorded on the tape, so it must be JSON-serialisable."""
         ...
 
+    async def remember(self, name: str, arguments: Mapping[str, object], run: Callable[[], Awaitable[object]]) -> Any:
+        """The same for anything else whose result may differ from one run to the next: a tool of the program's own.
+
+        Args:
+            run: makes the result; not called on replay, unless it made requests of its own to this context.
+        """
+        ...
+
 
 class Program(Protocol):
     """A language-model program. Stateless: `run` may be called many times at once.
 
-    What only some programs can do has a protocol of its own: `ContinuingProgram`, `Canonical`, `FieldWriter`.
+    What only some programs can do has a protocol of its own: `ContinuingProgram`, `Canonical`, `Described`,
+    `FieldWriter`.
     """
 
     modules: tuple[str, ...]
     """Names that it passes to `ctx.call`, in program order."""
 
     async def run(self, example: Example, ctx: Context) -> object:
-        """Execute on `example.inputs`; returns a JSON-serialisable prediction."""
+        """Execute on `example.inputs`; returns a prediction of JSON values, or what `Described` describes."""
         ...
 
 
@@ -112,6 +121,19 @@ class Canonical(Protocol):
 
         Raises:
             ParseFailure: the text cannot be parsed.
+        """
+        ...
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A program whose predictions are objects: the task scores the object, the journal keeps its description."""
+
+    def description(self, prediction: Any) -> object:
+        """The prediction as JSON values.
+
+        Raises:
+            ProgramFailure: it holds something that JSON has no form for.
         """
         ...
 

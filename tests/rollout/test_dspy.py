@@ -9,7 +9,7 @@ import pytest
 from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.rollout import with_program
-from mmrl.rollout.dspy import DspyProgram
+from mmrl.rollout.dspy.program import DspyProgram
 from mmrl.rollout.plans import fork_on, fork_on_first, independent
 from mmrl.rollout.sample import sample
 from mmrl.tasks.dspy.tools import use_tool, use_tool_sync
@@ -242,20 +242,24 @@ def test_divergence_from_the_tape_is_an_error_that_says_where():
 
 
 class Odd(dspy.Module):
+    """Does what the source does not show."""
+
     def __init__(self, how):
         super().__init__()
-        self.answer = dspy.Predict("text -> answer", **({"temperature": 0.3} if how == "option" else {}))
+        self.answer = dspy.Predict("text -> answer")
         self.how = how
 
     async def aforward(self, text):
+        if self.how == "option":
+            return await self.answer.acall(text=text, config=dict(temperature=0.3))  # noqa: C408
         if self.how == "bare":
             return dspy.settings.lm("hello")
         if self.how == "blocking":
             return self.answer(text=text)
         if self.how == "made":
-            return await dspy.Predict("text -> answer").acall(text=text)
+            return await getattr(dspy, "Predict")("text -> answer").acall(text=text)  # noqa: B009
         if self.how == "adapter":
-            with dspy.context(adapter=dspy.ChatAdapter()):
+            with getattr(dspy, "context")(adapter=dspy.ChatAdapter()):  # noqa: B009
                 return await self.answer.acall(text=text)
         result = await self.answer.acall(text=text)
         return {"answer": object()} if self.how == "json" else result

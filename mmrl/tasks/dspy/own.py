@@ -14,11 +14,13 @@ import sys
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from mmrl.config.tasks import DspyProgramConfig, TaskConfig
-from mmrl.errors import ConfigError, DataError, RewardFailure
+from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure
 from mmrl.records import EMPTY, Call, Example
+from mmrl.system.user_code import located, scored, threaded
 from mmrl.tasks.base import Context, Score, Task, Tool
 from mmrl.tasks.data.rows import FORMATS, Row
 from mmrl.tasks.dspy.base import SPLITS, DspyTask, is_dspy_module, unique
@@ -39,8 +41,9 @@ class OwnTask:
     Args:
         program: an async function `(example, ctx)` that returns the prediction; or a `dspy.Module` (class or instance),
             called with the inputs as keywords; or an object with `modules` and `run`, as in `mmrl.tasks.base.Program`.
-        reward: `(example, prediction)` -> a number, or a `Score` with further metrics; may be async. It sees
-            `example.metadata`, the program does not.
+        reward: `(example, prediction)` -> a number, or a `Score` with further metrics; may be async, else it runs in
+            threads. It sees `example.metadata`, the program does not. The prediction of a DSPy program is DSPy's own
+            object.
         inputs: fields of a record that the program sees; all others are metadata.
         modules: for a function, the names that it passes to `ctx.call`.
         tools: name -> function, for `ctx.tool` and `mmrl.tasks.dspy.tools.use_tool`.
@@ -129,7 +132,7 @@ class _PluginTask(_RecordTask):
             problems += error.problems
         if problems:
             raise ConfigError(problems)
-        self.tools = parts.tools
+        self.tools = {name: threaded(tool) for name, tool in parts.tools.items()}
 
     def option_problems(self) -> list[str]:
         """Options that were set and that no such task reads."""
@@ -161,9 +164,7 @@ class _PluginTask(_RecordTask):
             RewardFailure: it is neither a number nor a `Score`.
         """
         self.check_reward_set(reward_set)
-        result = self.parts_given.reward(example, prediction)
-        # Rewards may be plain or async functions; only the result tells.
-        score = await result if inspect.isawaitable(result) else result
+        score = await scored(self.parts_given.reward, example, prediction)
         if isinstance(score, Score):
             return score
         if not isinstance(score, int | float):
@@ -234,7 +235,7 @@ class ImportedTask(_RecordTask):
         try:
             made = named()
         except Exception as error:  # whatever the user's own code raises
-            raise ConfigError(f"task.program: {path}() raised {type(error).__name__}: {error}") from None
+            raise ConfigError(str(located(ProgramFailure, error, f"task.program: {path}() raised "))) from None
         if not _is_program(made):
             raise ConfigError(
                 f"task.program: {path} gave a {type(made).__name__}; expected a dspy.Module, an async function, or an "
@@ -249,9 +250,7 @@ class ImportedTask(_RecordTask):
             RewardFailure: the metric gave something else.
         """
         self.check_reward_set(reward_set)
-        result = self.metric(*self._arguments(example, prediction))
-        if inspect.isawaitable(result):
-            result = await result
+        result = await scored(self.metric, *self._arguments(example, prediction))
         numbers = _numbers(result)
         if "score" not in numbers or not math.isfinite(numbers["score"]):
             raise RewardFailure(
@@ -259,7 +258,7 @@ class ImportedTask(_RecordTask):
             )
         return Score(reward=numbers["score"], metrics=numbers)
 
-    def _arguments(self, example: Example, prediction: object) -> tuple[object, object]:
+    def _arguments(self, example: Example, prediction: object) -> tuple[object, ...]:
         """Record and prediction: with a DSPy program as DSPy's own objects, so that its metrics fit."""
         record = dict(example.metadata)
         if not self.gets_dspy_objects:
@@ -267,7 +266,17 @@ class ImportedTask(_RecordTask):
         import dspy
 
         given = dspy.Prediction(**prediction) if isinstance(prediction, dict) else prediction
-        return dspy.Example(**record).with_inputs(*self.config.inputs), given
+        return dspy.Example(**record).with_inputs(*self.config.inputs), given, *self._further
+
+    @cached_property
+    def _further(self) -> tuple[None, ...]:
+        """For `trace` and what else optimizers of DSPy pass to metrics, where a metric has no defaults for them."""
+        try:
+            parameters = list(inspect.signature(self.metric).parameters.values())
+        except (TypeError, ValueError):
+            return ()
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return (None,) * sum(p.default is p.empty for p in positional[2:])
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
@@ -320,7 +329,7 @@ def _import(key: str, path: str) -> Any:
     try:
         target: Any = importlib.import_module(module)
     except Exception as error:  # whatever the user's own module raises
-        raise ConfigError(f"{key}: cannot import '{module}' ({type(error).__name__}: {error})") from None
+        raise ConfigError(str(located(ProgramFailure, error, f"{key}: cannot import '{module}': "))) from None
     for part in name.split("."):
         if not hasattr(target, part):
             raise ConfigError(f"{key}: '{module}' has no '{name}'")

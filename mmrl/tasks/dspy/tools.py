@@ -6,7 +6,7 @@ module's tools (retrievers, external models) go onto the rollout's tape like tho
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
@@ -19,8 +19,22 @@ T = TypeVar("T")
 class Host(Protocol):
     """What a rollout offers to the module that it runs."""
 
-    async def tool(self, name: str, **arguments: object) -> Any:
+    def tool(self, name: str, **arguments: object) -> Coroutine[Any, Any, Any]:
         """`Context.tool` of the rollout."""
+        ...
+
+    def remember(
+        self, name: str, arguments: Mapping[str, object], run: Callable[[], Awaitable[object]]
+    ) -> Coroutine[Any, Any, Any]:
+        """`Context.remember` of the rollout."""
+        ...
+
+    def on_loop(self) -> bool:
+        """Whether the caller runs on the rollout's event loop."""
+        ...
+
+    async def awaited(self, coroutine: Coroutine[object, object, T]) -> T:
+        """Run a coroutine on the rollout's event loop, from whichever loop this is awaited on."""
         ...
 
     def wait(self, coroutine: Coroutine[object, object, T]) -> T:
@@ -42,6 +56,11 @@ def running(host: Host) -> Iterator[None]:
         _HOST.reset(token)
 
 
+def current() -> Host | None:
+    """The host of the rollout that is running, if any."""
+    return _HOST.get()
+
+
 async def use_tool(name: str, **arguments: object) -> Any:
     """Use one of the task's tools from a module's `aforward`; its result is recorded and replayed.
 
@@ -49,7 +68,8 @@ async def use_tool(name: str, **arguments: object) -> Any:
         ProgramFailure: no rollout is running.
         ToolFailure: the tool raised.
     """
-    return await _host(name).tool(name, **arguments)
+    host = _host(name)
+    return await host.awaited(host.tool(name, **arguments))
 
 
 def use_tool_sync(name: str, **arguments: object) -> Any:

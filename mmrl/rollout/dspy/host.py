@@ -1,0 +1,157 @@
+"""One rollout as a DSPy module sees it: requests and tools from any thread or event loop to the rollout's `ctx`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import dspy
+
+from mmrl.errors import ProgramFailure, RolloutError
+from mmrl.rollout.dspy.structure import Structure, option_problem
+from mmrl.tasks.base import Context, Message
+
+Parse = Callable[[str], object]
+T = TypeVar("T")
+
+
+class Host:
+    """Implements `mmrl.tasks.dspy.tools.Host` for one rollout, which runs on `loop`."""
+
+    def __init__(self, ctx: Context, structure: Structure, loop: asyncio.AbstractEventLoop):
+        self.ctx, self.structure, self.loop = ctx, structure, loop
+        self.failure: RolloutError | None = None
+        self._lock = threading.Lock()
+        # Untyped: each future has the type of what its coroutine returns.
+        self._waiting: set[Future[Any]] = set()
+        self._closed = False
+
+    async def call(self, messages: Sequence[Message], parse: Parse | None, options: Mapping[str, Any]) -> str:
+        """One request of the innermost predictor; the text of the reply."""
+        self.raise_failure()
+        with self._first_failure():
+            name = self._caller(parse)
+            problem = option_problem(name, options)
+            if problem:
+                raise ProgramFailure(problem)
+            stop = options.get("stop") or ()
+            reply = await self.ctx.call(
+                name,
+                _checked_messages(name, messages),
+                parse=parse,
+                max_tokens=options.get("max_tokens"),
+                stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            )
+        return reply.text
+
+    async def tool(self, name: str, **arguments: object) -> object:
+        """See `mmrl.tasks.dspy.tools.Host.tool`."""
+        self.raise_failure()
+        with self._first_failure():
+            result: object = await self.ctx.tool(name, **arguments)
+            return result
+
+    async def remember(
+        self, name: str, arguments: Mapping[str, object], run: Callable[[], Awaitable[object]]
+    ) -> object:
+        """`Context.remember` of the rollout, for tools of the program's own."""
+        self.raise_failure()
+        with self._first_failure():
+            result: object = await self.ctx.remember(name, arguments, run)
+            return result
+
+    def wait(self, coroutine: Coroutine[object, object, T]) -> T:
+        """See `mmrl.tasks.dspy.tools.Host.wait`."""
+        if self.on_loop():
+            coroutine.close()
+            raise ProgramFailure("aforward called a predictor or tool without await; use acall and use_tool")
+        future = self._started(coroutine)
+        try:
+            return future.result()
+        finally:
+            self._waiting.discard(future)
+
+    async def awaited(self, coroutine: Coroutine[object, object, T]) -> T:
+        """Run a coroutine on the rollout's event loop, from whichever loop this is awaited on."""
+        if self.on_loop():
+            return await coroutine
+        # A module that is run by `dspy.syncify` has a loop of its own, in a thread.
+        future = self._started(coroutine)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            self._waiting.discard(future)
+
+    def on_loop(self) -> bool:
+        """Whether the caller runs on the rollout's event loop, which must not be blocked."""
+        try:
+            return asyncio.get_running_loop() is self.loop
+        except RuntimeError:
+            return False
+
+    def _started(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
+        # Under the lock, or a request could slip in after the rollout has ended.
+        with self._lock:
+            if self._closed:
+                coroutine.close()
+                raise ProgramFailure("the rollout has ended")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+            self._waiting.add(future)
+        return future
+
+    def close(self) -> None:
+        """The rollout has ended: a thread that still runs gets an exception at its next request."""
+        with self._lock:
+            self._closed = True
+            waiting = list(self._waiting)
+        for future in waiting:
+            future.cancel()
+
+    def raise_failure(self) -> None:
+        """Raise what ended the rollout, if something has: a module may have caught it."""
+        if self.failure is not None:
+            raise self.failure
+
+    def _first_failure(self) -> _Remember:
+        return _Remember(self)
+
+    def _caller(self, parse: Parse | None) -> str:
+        callers = dspy.settings.caller_modules or []
+        name = self.structure.name_of(callers)
+        if name is None:
+            raise ProgramFailure(
+                f"a request from {type(callers[-1]).__name__ if callers else 'outside any module'}, which is none of "
+                f"the program's predictors ({', '.join(self.structure.modules)}); predictors must be attributes of the "
+                "module, made before it runs"
+            )
+        if parse is None:
+            raise ProgramFailure(
+                f"predictor '{name}' bypassed the adapter; set adapters with dspy.configure, not inside the module"
+            )
+        return name
+
+
+class _Remember:
+    """Keeps the first failure that leaves the block."""
+
+    def __init__(self, host: Host):
+        self.host = host
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RolloutError) and self.host.failure is None:
+            self.host.failure = error
+
+
+def _checked_messages(name: str, messages: Sequence[object]) -> list[Message]:
+    checked: list[Message] = []
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+            raise ProgramFailure(f"predictor '{name}' sends something other than text; only text can be trained on")
+        checked.append({"role": str(message["role"]), "content": message["content"]})
+    return checked

@@ -1,0 +1,145 @@
+"""What a DSPy program consists of: the names of its modules, and why it cannot be trained, before it has ever run.
+
+Read from the objects (predictors, their options, nested modules) and from the source of `forward` and `aforward`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import dspy
+from dspy.predict.refine import OfferFeedback
+from dspy.primitives.code_interpreter import resolve_interpreter_factory
+
+from mmrl.errors import ConfigError
+from mmrl.rollout.dspy.source import source_problems
+
+Signature = type[dspy.Signature]
+
+PASSED_ON = frozenset({"max_tokens", "stop"})
+"""Options of a predictor that reach the engine."""
+WITHOUT_EFFECT = frozenset({"rollout_id", "cache", "num_retries"})
+"""Options about DSPy's cache and network retries: there is neither here."""
+SUB_QUERIES = (dspy.RLM, dspy.Flex)
+"""Modules whose model writes code that makes requests and predictors of its own."""
+INTERPRETED = (dspy.ProgramOfThought, dspy.CodeAct)
+"""Modules that run the code which their model writes."""
+FEEDBACK = "offer_feedback"
+"""Name of the predictor that `dspy.Refine` makes when it runs."""
+_MARK = "mmrl_module"
+
+
+class Structure:
+    """The modules of a program and the predictors behind them.
+
+    `modules` are the attribute paths of the predictors (`craft.predict`), as `named_predictors` gives them, and for
+    each `dspy.Refine` the predictor that gives its advice (`<path>.offer_feedback`).
+
+    Raises:
+        ConfigError: what cannot be trained, one sentence for each reason.
+    """
+
+    def __init__(self, module: dspy.Module):
+        named = module.named_predictors()
+        self._refines = {id(part): path for path, part in _parts(module, dspy.Refine)}
+        self._feedback = tuple(f"{path}.{FEEDBACK}".removeprefix("self.") for path in self._refines.values())
+        problems = list(_problems(module, named))
+        if problems:
+            raise ConfigError([f"task.program: {problem}" for problem in problems])
+        self.module = module
+        self.modules: tuple[str, ...] = (*(name for name, _ in named), *self._feedback)
+        self._names: Mapping[int, str] = {id(predictor): name for name, predictor in named}
+        for name, predictor in named:
+            # Kept by copies, which `BestOfN` and `Refine` make for each attempt.
+            setattr(predictor, _MARK, name)
+
+    def name_of(self, callers: Sequence[Any]) -> str | None:
+        """The module that makes a request: the innermost of DSPy's calling modules, or the one it is a copy of."""
+        if not callers:
+            return None
+        caller = callers[-1]
+        # By identity first: a predictor is known by the object that makes the request, not by a name in it.
+        name = self._names.get(id(caller)) or vars(caller).get(_MARK)
+        if name is None and isinstance(caller, dspy.Predict) and caller.signature is OfferFeedback:
+            path = next((self._refines[id(part)] for part in reversed(callers) if id(part) in self._refines), None)
+            name = None if path is None else f"{path}.{FEEDBACK}".removeprefix("self.")
+        return name if name in self.modules else None
+
+    def signature(self, module: str) -> Signature:
+        """The signature of a module, as it is now: `task.prompts` may have changed it."""
+        if module in self._feedback:
+            return OfferFeedback
+        signature: Signature = dict(self.module.named_predictors())[module].signature
+        return signature
+
+
+def option_problem(name: str, options: Mapping[str, object]) -> str | None:
+    """What is wrong with the options of a predictor: those that would have no effect."""
+    # None is DSPy's way to leave an option out.
+    given = {key for key, value in options.items() if value is not None and (key, value) != ("n", 1)}
+    refused = sorted(given - WITHOUT_EFFECT - PASSED_ON)
+    if not refused:
+        return None
+    return (
+        f"predictor '{name}' sets {', '.join(refused)}; sampling is set by algo.* and eval.*, and a call is one "
+        "completion: leave these out (call a predictor several times for several completions)"
+    )
+
+
+def _problems(module: dspy.Module, named: Sequence[tuple[str, dspy.Predict]]) -> Iterator[str]:
+    kind = type(module).__name__
+    listed = {id(predictor) for _, predictor in named}
+    hidden = [path.removeprefix("self.") for path, part in _parts(module, dspy.Predict) if id(part) not in listed]
+    if hidden:
+        yield (
+            f"{', '.join(hidden)} would not be trained: DSPy does not list predictors of modules that are marked as "
+            "compiled, nor those in lists within lists; set `_compiled = False`, or keep them in one list"
+        )
+    elif not named:
+        yield f"{kind} has no predictors (dspy.Predict), nothing to train"
+    own = [name for name, predictor in named if predictor.lm is not None]
+    if own:
+        yield (
+            f"{', '.join(own)} have an LM of their own, whose calls would not be recorded; "
+            "leave `lm` unset, or make a frozen model a tool of the task"
+        )
+    for name, predictor in named:
+        problem = option_problem(name, predictor.config)
+        if problem:
+            yield problem
+    if isinstance(dspy.settings.adapter, dspy.TwoStepAdapter):
+        yield "TwoStepAdapter asks a second model to read each reply, whose calls would not be recorded; use another"
+    for path, part in _parts(module, dspy.Module):
+        yield from _part_problems(path.removeprefix("self."), part)
+
+
+def _part_problems(path: str, part: dspy.Module) -> Iterator[str]:
+    name = f"{type(part).__name__}" + ("" if path == "self" else f" ({path})")
+    if isinstance(part, SUB_QUERIES):
+        yield (
+            f"{name} lets the code that its model writes make requests and predictors of its own, which have no names "
+            "before it runs; use ReAct, ProgramOfThought or CodeAct"
+        )
+    elif isinstance(part, INTERPRETED) and not _can_interpret(part):
+        yield (
+            f"{name} runs code by Deno, which is not here: pip install 'dspy[deno]', or give it another "
+            "interpreter_factory (dspy.primitives.local_interpreter.LocalInterpreter, which is no sandbox)"
+        )
+    # What DSPy's own modules do is known; the sources of the user's are read.
+    if not type(part).__module__.startswith("dspy."):
+        yield from (f"{name}: {problem}" for problem in source_problems(part, PASSED_ON | WITHOUT_EFFECT))
+
+
+def _can_interpret(part: Any) -> bool:
+    factory = resolve_interpreter_factory(part._interpreter_factory)
+    if factory is not dspy.PythonInterpreter:
+        return True
+    return importlib.util.find_spec("deno") is not None or shutil.which("deno") is not None
+
+
+def _parts(module: dspy.Module, kind: type[Any]) -> Iterator[tuple[str, Any]]:
+    """Path -> each object of a kind in a program, wherever it is kept; the program itself is `self`."""
+    yield from module.named_sub_modules(kind)

@@ -1,0 +1,201 @@
+"""The tape of a rollout: what its program requested, in order, with the outcomes; recorded once, replayed by forks.
+
+A program with one strand repeats its requests in the order of the tape. One with several (`asyncio.gather`) does so
+strand by strand, and which strand is next depends on who is faster: replayed requests wait for those before them, the
+results of tools come in the order in which they were requested, and a tool that runs counts as a strand that an engine
+waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mmrl.engines.base import Engine
+from mmrl.errors import ReplayDivergence
+from mmrl.records import Call
+
+ROUNDS = 64
+"""Turns of the event loop that a request of one of several strands waits for those before it on the tape."""
+_DEPENDS = "; a program must depend only on its example and on what ctx returned"
+
+
+@dataclass(slots=True, eq=False)
+class Event:
+    """One thing on the tape, in the order of the program's requests."""
+
+    kind: str
+    """`call` or `tool`."""
+    name: str
+    """Module or tool."""
+    request: object
+    """Prompt ids of a call, arguments of a tool: compared on replay."""
+    # Untyped: the reply of a call or a tool's result, whose type only the program knows.
+    outcome: asyncio.Future[Any]
+    """Reply of a call, result of a tool."""
+    beside: bool = False
+    """Requested while something else of the rollout was under way: the program has several strands."""
+    call: Call | None = None
+    """Set when a call is recorded."""
+    context: tuple[int, ...] | None = None
+    """Prompt and completion ids of a recorded call."""
+    nested: bool = False
+    """A tool that made requests itself: on replay it runs again, since its requests are on the tape too."""
+    delivered: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when results of tools that were requested later need not wait for this one."""
+
+
+@dataclass(slots=True)
+class Tape:
+    """The tape of one rollout, with the part of it that is replayed at its head."""
+
+    engine: Engine
+    replay: Sequence[Event] = ()
+    events: list[Event] = field(init=False)
+    """What is replayed, then what is live."""
+    unplayed: list[int] = field(init=False)
+    """Places on the tape that the program has not requested yet."""
+    under_way: int = 0
+    """Requests and tools that are not done."""
+
+    def __post_init__(self) -> None:
+        self.events = list(self.replay)
+        self.unplayed = list(range(len(self.replay)))
+
+    async def recorded(self, kind: str, name: str, request: object) -> Event | None:
+        """The event of this request, or None when the tape is played out.
+
+        Raises:
+            ReplayDivergence: there is another one.
+        """
+        for tape, event in _INSIDE.get():
+            if tape is self:  # the tools that this request is inside of: they do not wait themselves any more
+                event.nested = True
+                self._deliver(event)
+        # By order and not by name: the order of requests is what a deterministic program repeats.
+        several = any(event.beside for event in self.replay)
+        for _ in range(ROUNDS if several else 1):
+            if not self.unplayed:
+                return None
+            if self._is(self.unplayed[0], kind, name, request):
+                return self.events[self.unplayed.pop(0)]
+            if several:  # replies are there at once now, so that one strand may be ahead of the others
+                await asyncio.sleep(0)
+        if several:
+            # Some strand waits for something else than this tape. `check_played_out` finds what it never requests.
+            place = next((place for place in self.unplayed if self._is(place, kind, name, request)), None)
+            if place is None:
+                return None
+            self.unplayed.remove(place)
+            return self.events[place]
+        event = self.events[self.unplayed[0]]
+        raise ReplayDivergence(
+            f"at position {self.unplayed[0]} of its tape the program requests {kind} '{name}' "
+            f"where it requested {event.kind} '{event.name}'"
+            + (" with other input" if (event.kind, event.name) == (kind, name) else "")
+            + _DEPENDS
+        )
+
+    def record(self, kind: str, name: str, request: object, again: Event | None = None) -> Event:
+        """Put a request on the tape; `again` is the event whose place it takes in this rollout."""
+        event = Event(kind, name, request, asyncio.get_running_loop().create_future(), self.under_way > 0)
+        # A failed event may have no sibling that replays it; its exception is raised in the program itself.
+        event.outcome.add_done_callback(lambda future: future.cancelled() or future.exception())
+        if again is None:
+            self.events.append(event)
+        else:
+            event.beside, event.nested = again.beside, True
+            self.events[self.events.index(again)] = event
+        return event
+
+    async def outcome_of(self, event: Event) -> Any:
+        """The outcome of an event that is replayed."""
+        if event.outcome.done():
+            return event.outcome.result()
+        # Someone else's request is still under way (a program with concurrent calls): step out of the engine's count
+        # of live programs meanwhile, or a deterministic batch would wait for this one forever.
+        self.engine.leave()
+        try:
+            return await asyncio.shield(event.outcome)
+        finally:
+            self.engine.enter()
+
+    def begin(self) -> None:
+        """A request or tool is under way from now on."""
+        self.under_way += 1
+        if self.under_way > 1:  # one more strand of the same program, which the schedule waits for
+            self.engine.enter()
+
+    def end(self) -> None:
+        """It is no more."""
+        self.under_way -= 1
+        if self.under_way:  # whichever ends first: the program itself counts for the strand that ends last
+            self.engine.leave()
+
+    @contextmanager
+    def inside(self, event: Event) -> Iterator[None]:
+        """What runs inside is the function of a tool."""
+        token = _INSIDE.set((*_INSIDE.get(), (self, event)))
+        self.begin()
+        try:
+            yield
+        finally:
+            _INSIDE.reset(token)
+            self._deliver(event)
+
+    async def turn_of(self, event: Event) -> None:
+        """Wait until the results of tools that were requested before are there.
+
+        Whichever thread is faster: the requests that follow them are numbered, and sampled, by their order.
+        """
+        for other in self.events[: self.events.index(event)]:
+            if other.kind == "tool" and not other.outcome.done():
+                await other.delivered.wait()
+
+    def check_played_out(self) -> None:
+        """After the program has ended.
+
+        Raises:
+            ReplayDivergence: it never requested something that is on its tape.
+        """
+        if self.unplayed:
+            event = self.events[self.unplayed[0]]
+            raise ReplayDivergence(
+                f"the program ended without {event.kind} '{event.name}' at position {self.unplayed[0]} of its tape"
+                + _DEPENDS
+            )
+
+    def calls(self) -> list[Call]:
+        """Recorded calls in order, replayed ones included; each has the one before it as parent.
+
+        The order is that of the requests. Parents are set here: of concurrent calls the first requested may end last.
+        """
+        chain: list[Call] = []
+        for place, event in enumerate(self.events):
+            # What was not requested again is another rollout's.
+            if event.call is not None and place not in self.unplayed:
+                parent = chain[-1].id if chain else None
+                chain.append(event.call if event.call.parent == parent else replace(event.call, parent=parent))
+        return chain
+
+    def _deliver(self, event: Event) -> None:
+        if not event.delivered.is_set():
+            event.delivered.set()
+            self.end()
+
+    def _is(self, place: int, kind: str, name: str, request: object) -> bool:
+        event = self.events[place]
+        if (event.kind, event.name) != (kind, name):
+            return False
+        try:
+            return bool(event.request == request)
+        except Exception:  # an argument that does not compare to one truth, such as an array
+            return repr(event.request) == repr(request)
+
+
+# The tools in whose functions the running code is, outermost first, each with its rollout's tape.
+_INSIDE: ContextVar[tuple[tuple[Tape, Event], ...]] = ContextVar("mmrl_tools", default=())

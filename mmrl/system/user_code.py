@@ -1,0 +1,127 @@
+"""Code that a user wrote: run in threads of its own, and its exceptions told with file, line and traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from mmrl.errors import ProgramFailure, RolloutError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+F = TypeVar("F", bound=RolloutError)
+
+MOST_AT_ONCE = 32
+"""Metrics that run at once; the others wait, each in its thread."""
+MOST_FRAMES = 20
+MOST_CHARACTERS = 4000
+"""Of a traceback that is kept."""
+
+_OWN = Path(__file__).parents[1]
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_SLOTS = threading.BoundedSemaphore(MOST_AT_ONCE)
+
+
+async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call what may block in a thread of its own, with the caller's context variables (DSPy keeps its settings there).
+
+    A thread for each call and no shared pool: a function that waits for another one would fill the pool and wait for
+    ever.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(result: Callable[[], T]) -> None:
+        # Whoever waits may have been cancelled while the thread worked.
+        if outcome.done():
+            return
+        try:
+            outcome.set_result(result())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    def work() -> None:
+        result: Callable[[], T]
+        try:
+            value = context.run(function, *args, **kwargs)
+            result = lambda: value  # noqa: E731
+        except Exception as error:
+            result = _raising(error)
+        except BaseException as error:  # SystemExit in a user's code ends its rollout, not the run
+            result = _raising(ProgramFailure(f"{type(error).__name__}: {error}"))
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result)
+
+    threading.Thread(target=work, name="mmrl-user-code", daemon=True).start()
+    return await outcome
+
+
+async def scored(metric: Callable[..., Any], *args: object) -> Any:
+    """What a metric gives: awaited where it is async, else from a thread, `MOST_AT_ONCE` at a time."""
+
+    def bounded() -> object:
+        # Metrics wait for none of the others, so that a bound cannot end in all of them waiting.
+        with _SLOTS:
+            return metric(*args)
+
+    result = metric(*args) if is_async(metric) else await in_thread(bounded)
+    return await result if inspect.isawaitable(result) else result
+
+
+def threaded(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """The tool as an async function; a plain one runs in threads, so that it holds up no other rollout."""
+
+    async def used(**arguments: object) -> Any:
+        result = tool(**arguments) if is_async(tool) else await in_thread(tool, **arguments)
+        return await result if inspect.isawaitable(result) else result
+
+    return used
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine, for a function or an object that is called."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def located(kind: type[F], error: BaseException, before: str = "") -> F:
+    """A failure that says where in the user's own code `error` was raised, and keeps the end of its traceback.
+
+    Args:
+        before: what the message begins with.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(("<", *_LIBRARIES))]
+    # A task of mmrl's own has no other frames than mmrl's.
+    own = [frame for frame in own if not frame.filename.startswith(str(_OWN))] or own
+    where = ""
+    if own:
+        # The last one: what the user's own code was doing, whichever library it called for it.
+        where = f" ({_shown(own[-1].filename)}, line {own[-1].lineno}, in {own[-1].name})"
+    failure = kind(f"{before}{type(error).__name__}: {error}{where}")
+    # From the user's first frame: what is above it is mmrl's and DSPy's way of calling it.
+    start = next((number for number, frame in enumerate(frames) if frame in own), 0)
+    lines = traceback.format_list(frames[start:][-MOST_FRAMES:])
+    lines += traceback.format_exception_only(type(error), error)
+    text = "".join(lines)
+    failure.traceback = text if len(text) <= MOST_CHARACTERS else "...\n" + text[-MOST_CHARACTERS:]
+    return failure
+
+
+def _shown(file: str) -> str:
+    path = Path(file).absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _raising(error: Exception) -> Callable[[], T]:
+    def result() -> T:
+        raise error
+
+    return result
