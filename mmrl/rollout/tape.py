@@ -59,6 +59,8 @@ class Tape:
     """What is replayed, then what is live."""
     unplayed: list[int] = field(init=False)
     """Places on the tape that the program has not requested yet."""
+    asking: list[object] = field(default_factory=list)
+    """Requests that wait for others to be replayed, the first one first."""
     under_way: int = 0
     """Requests and tools that are not done."""
 
@@ -78,14 +80,19 @@ class Tape:
                 self._deliver(event)
         # By order and not by name: the order of requests is what a deterministic program repeats.
         several = any(event.beside for event in self.replay)
-        for _ in range(ROUNDS if several else 1):
-            if not self.unplayed:
-                return None
-            if self._is(self.unplayed[0], kind, name, request):
-                return self.events[self.unplayed.pop(0)]
-            if several:  # replies are there at once now, so that one strand may be ahead of the others
-                await asyncio.sleep(0)
-        if several:
+        ticket = object()
+        self.asking.append(ticket)
+        try:
+            for _ in range(ROUNDS if several else 1):
+                if self.unplayed and self._is(self.unplayed[0], kind, name, request):
+                    return self.events[self.unplayed.pop(0)]
+                if not self.unplayed and self.asking[0] is ticket:
+                    return None
+                if several:  # replies are there at once now, so that one strand may be ahead of the others
+                    await asyncio.sleep(0)
+        finally:
+            self.asking.remove(ticket)
+        if several or not self.unplayed:
             # Some strand waits for something else than this tape. `check_played_out` finds what it never requests.
             place = next((place for place in self.unplayed if self._is(place, kind, name, request)), None)
             if place is None:

@@ -11,6 +11,7 @@ import builtins
 import inspect
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import dspy
@@ -21,16 +22,16 @@ COPYING = (dspy.BestOfN, dspy.Refine)
 
 def source_problems(part: dspy.Module, options: Collection[str]) -> Iterator[str]:
     """Each place that makes a predictor, sets an LM or adapter, or passes options other than `options`."""
-    for method, tree, names in _methods(type(part)):
+    for method, file, tree, names in _methods(type(part)):
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         for call in sorted(calls, key=lambda call: call.lineno):
             problem = _problem(call, names, options)
             if problem:
-                yield f"line {call.lineno} of {method} {problem}"
+                yield f"{method} ({file}, line {call.lineno}) {problem}"
 
 
-def _methods(kind: type) -> Iterator[tuple[str, ast.AST, Mapping[str, Any]]]:
-    """Name, syntax tree (with the line numbers of its file) and global names of each method that a run passes."""
+def _methods(kind: type) -> Iterator[tuple[str, str, ast.AST, Mapping[str, Any]]]:
+    """Name, file, syntax tree (with the file's line numbers) and global names of each method that a run passes."""
     pending, seen = ["forward", "aforward"], set[str]()
     while pending:
         name = pending.pop(0)
@@ -44,7 +45,7 @@ def _methods(kind: type) -> Iterator[tuple[str, ast.AST, Mapping[str, Any]]]:
         except (OSError, TypeError, SyntaxError):
             continue  # made in an interpreter, or no source is left: its rollouts will tell
         ast.increment_lineno(tree, first - 1)
-        yield name, tree, {**vars(builtins), **function.__globals__}
+        yield name, Path(function.__code__.co_filename).name, tree, {**vars(builtins), **function.__globals__}
         pending += [
             node.attr
             for node in ast.walk(tree)

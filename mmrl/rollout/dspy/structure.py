@@ -27,6 +27,7 @@ SUB_QUERIES = (dspy.RLM, dspy.Flex)
 """Modules whose model writes code that makes requests and predictors of its own."""
 INTERPRETED = (dspy.ProgramOfThought, dspy.CodeAct)
 """Modules that run the code which their model writes."""
+NO_TEXT = (dspy.Image, dspy.Audio, dspy.File)
 FEEDBACK = "offer_feedback"
 """Name of the predictor that `dspy.Refine` makes when it runs."""
 _MARK = "mmrl_module"
@@ -110,10 +111,19 @@ def _problems(module: dspy.Module, named: Sequence[tuple[str, dspy.Predict]]) ->
         problem = option_problem(name, predictor.config)
         if problem:
             yield problem
+        for field, info in predictor.signature.fields.items():
+            other = [kind.__name__ for kind in _no_text(info.annotation)]
+            if other:
+                yield f"predictor '{name}' has field '{field}' of type {other[0]}; only text can be trained on"
     if isinstance(dspy.settings.adapter, dspy.TwoStepAdapter):
         yield "TwoStepAdapter asks a second model to read each reply, whose calls would not be recorded; use another"
     for path, part in _parts(module, dspy.Module):
         yield from _part_problems(path.removeprefix("self."), part)
+
+
+def _no_text(annotation: Any) -> list[type]:
+    """The types in an annotation that models get as something other than text."""
+    return [kind for kind in dspy.Type.extract_custom_type_from_annotation(annotation) if issubclass(kind, NO_TEXT)]
 
 
 def _part_problems(path: str, part: dspy.Module) -> Iterator[str]:

@@ -1,0 +1,188 @@
+"""Programs that cannot be trained as they are, and what is said of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dspy
+from dspy.utils import DummyLM
+
+from tests.dspy.case import Refused
+from tests.dspy.composed import Async, Rag
+
+SAMPLING = "sampling is set by algo.* and eval.*"
+
+
+class Made(dspy.Module):
+    """Makes a predictor each time it runs, two methods down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = dspy.Predict("question -> draft")
+
+    def forward(self, question: str) -> Any:
+        return self.second(self.first(question=question).draft)
+
+    def second(self, draft: str) -> Any:
+        return dspy.ChainOfThought("draft -> answer")(draft=draft)
+
+
+class OtherModel(dspy.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = dspy.Predict("question -> answer")
+
+    def forward(self, question: str) -> Any:
+        with dspy.context(lm=DummyLM([{"answer": "x"}])):
+            return self.answer(question=question)
+
+
+class OtherAdapter(dspy.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = dspy.Predict("question -> answer")
+
+    async def aforward(self, question: str) -> Any:
+        with dspy.context(adapter=dspy.JSONAdapter()):
+            return await self.answer.acall(question=question)
+
+
+class Warmer(dspy.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = dspy.Predict("question -> answer")
+
+    def forward(self, question: str) -> Any:
+        return self.answer(question=question, config={"temperature": 0.9, "rollout_id": 1})
+
+
+class Frozen(dspy.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rag = Rag()
+        self.rag._compiled = True
+        self.check = dspy.Predict("response -> fine: bool")
+
+
+class Table(dspy.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = dspy.Predict("question -> answer")
+        self.rows = [[dspy.Predict("question -> answer")]]
+
+
+CAPTION = {"caption": (str, dspy.OutputField())}
+
+
+def with_own_model() -> dspy.Module:
+    made = Async()
+    made.answer.set_lm(DummyLM([{"answer": "x"}]))
+    return made
+
+
+REFUSED = [
+    Refused(
+        name="`temperature` of a predictor",
+        source="learn/programming/modules.md",
+        make=lambda: dspy.Predict("question -> answer", temperature=0.7),
+        sentence=f"predictor 'self' sets temperature; {SAMPLING}",
+    ),
+    Refused(
+        name="Several completions of one request (`n=3`)",
+        source="learn/programming/modules.md",
+        make=lambda: dspy.ChainOfThought("question -> answer", n=3),
+        sentence=f"predictor 'predict' sets n; {SAMPLING}",
+    ),
+    Refused(
+        name='Options of one request (`config={"temperature": …}`)',
+        source="learn/programming/language_models.md",
+        make=Warmer,
+        sentence="Warmer: forward (refused.py, line N) sets temperature; sampling is set by algo.* and eval.*",
+    ),
+    Refused(
+        name="`dspy.MultiChainComparison`",
+        source="api/modules/MultiChainComparison.md",
+        make=lambda: dspy.MultiChainComparison("question -> answer"),
+        sentence=f"predictor 'predict' sets temperature; {SAMPLING}",
+    ),
+    Refused(
+        name="A predictor made in `forward`",
+        source="tutorials/custom_module",
+        make=Made,
+        sentence="Made: second (refused.py, line N) makes a ChainOfThought; make it in __init__",
+    ),
+    Refused(
+        name="`dspy.context(lm=…)` in `forward`",
+        source="learn/programming/language_models.md",
+        make=OtherModel,
+        sentence="OtherModel: forward (refused.py, line N) sets another lm, whose requests would not be recorded",
+    ),
+    Refused(
+        name="`dspy.context(adapter=…)` in `forward`",
+        source="learn/programming/adapters.md",
+        make=OtherAdapter,
+        sentence="OtherAdapter: aforward (refused.py, line N) sets another adapter, whose requests would",
+    ),
+    Refused(
+        name="A predictor with a model of its own (`set_lm`)",
+        source="learn/programming/language_models.md",
+        make=with_own_model,
+        sentence="answer.predict have an LM of their own, whose calls would not be recorded",
+    ),
+    Refused(
+        name="`TwoStepAdapter`",
+        source="learn/programming/adapters.md",
+        make=lambda: dspy.Predict("question -> answer"),
+        adapter=dspy.TwoStepAdapter(DummyLM([{"answer": "x"}])),
+        sentence="TwoStepAdapter asks a second model to read each reply, whose calls would not be recorded",
+    ),
+    Refused(
+        name="Images, audio and files as inputs",
+        source="tutorials/image_generation_prompting",
+        make=lambda: dspy.Predict(
+            dspy.Signature("picture -> caption").with_updated_fields("picture", type_=dspy.Image)
+        ),
+        sentence="predictor 'self' has field 'picture' of type Image; only text can be trained on",
+    ),
+    Refused(
+        name="`dspy.RLM`",
+        source="tutorials/rlm",
+        make=lambda: dspy.RLM("context, question -> answer"),
+        sentence="RLM lets the code that its model writes make requests and predictors of its own",
+    ),
+    Refused(
+        name="`dspy.ProgramOfThought` without Deno",
+        source="tutorials/program_of_thought",
+        make=lambda: dspy.ProgramOfThought("question -> answer"),
+        sentence="ProgramOfThought runs code by Deno, which is not here: pip install 'dspy[deno]'",
+    ),
+    Refused(
+        name="`dspy.CodeAct` without Deno",
+        source="api/modules/CodeAct.md",
+        make=lambda: dspy.CodeAct("n -> answer", tools=[abs_of]),
+        sentence="CodeAct runs code by Deno, which is not here: pip install 'dspy[deno]'",
+    ),
+    Refused(
+        name="Predictors that DSPy itself leaves out (compiled modules, lists within lists)",
+        source="tutorials/saving",
+        make=Frozen,
+        sentence="rag.respond.predict would not be trained: DSPy does not list predictors of modules that are marked",
+    ),
+    Refused(
+        name="Lists within lists",
+        source="tests/primitives/test_base_module.py",
+        make=Table,
+        sentence="rows[0][0] would not be trained: DSPy does not list predictors",
+    ),
+    Refused(
+        name="A module without predictors",
+        source="tests/primitives/test_base_module.py",
+        make=dspy.Module,
+        sentence="Module has no predictors (dspy.Predict), nothing to train",
+    ),
+]
+
+
+def abs_of(n: int) -> int:
+    """The size of n."""
+    return abs(n)

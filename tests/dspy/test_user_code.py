@@ -1,0 +1,233 @@
+"""Tools and metrics of users: in threads, on the tape, with DSPy's objects; exceptions told with file and line."""
+
+import asyncio
+import time
+
+import dspy
+import pytest
+
+from mmrl.config import DataConfig
+from mmrl.config.tasks import PluginTaskConfig
+from mmrl.errors import OWN_CODE
+from mmrl.rollout import with_program
+from mmrl.rollout.plans import fork_on
+from mmrl.rollout.sample import sample
+from mmrl.system import user_code
+from mmrl.tasks.base import Score
+from mmrl.tasks.dspy.own import OwnTask
+from mmrl.tasks.dspy.tools import use_tool
+from tests.dspy import agents
+from tests.helpers.fakes import FakeEngine, FakeTask, environment
+from tests.helpers.programs import filled, make_dspy, play_dspy
+
+ROWS = """{"question": "When?", "gold": "2026-01-02"}
+{"question": "Then?", "gold": "2026-01-03"}
+"""
+OWN = """
+import datetime
+
+import dspy
+
+
+class Dated(dspy.Signature):
+    question: str = dspy.InputField()
+    day: datetime.date = dspy.OutputField()
+    words: set[str] = dspy.OutputField()
+
+
+class When(dspy.Module):
+    def __init__(self):
+        super().__init__()
+        self.answer = dspy.Predict(Dated)
+
+    def forward(self, question):
+        return self.answer(question=question)
+
+
+def same_day(example, pred, trace=None):
+    return pred.day.isoformat() == example.gold and pred.words == {"a", "b"}
+
+
+def with_feedback(gold, pred, trace, pred_name, pred_trace):
+    assert trace is None and pred_name is None and pred_trace is None
+    return dspy.Prediction(score=float(pred.day.day), feedback="well")
+
+
+judge = dspy.ChainOfThought("question, day -> fine: bool")
+
+
+def judged(example, pred, trace=None):
+    with dspy.context(lm=dspy.utils.DummyLM([{"reasoning": "so", "fine": "True"}] * 9), adapter=dspy.ChatAdapter()):
+        return judge(question=example.question, day=str(pred.day)).fine
+
+
+def wrong(example, pred, trace=None):
+    def inner():
+        return pred.nothing_like_it
+
+    return inner()
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "dated_program.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "dated_program", raising=False)
+    path = tmp_path / "data.jsonl"
+    path.write_text(ROWS)
+
+    def played(metric):
+        text = filled(day="2026-01-02", words='["a", "b"]')
+        task = make_dspy(
+            "dspy",
+            data={"train": str(path)},
+            program="dated_program:When",
+            metric=f"dated_program:{metric}",
+            inputs=("question",),
+        )
+        return play_dspy(task, lambda request: text, task.examples("train")).rollouts
+
+    return played
+
+
+def test_a_metric_gets_dspys_own_objects_and_the_journal_their_json(own):
+    first, second = own("same_day")
+    assert (first.reward, second.reward, first.error) == (1.0, 0.0, None)
+    assert first.prediction["day"] == "2026-01-02" and sorted(first.prediction["words"]) == ["a", "b"]
+
+
+def test_metrics_of_gepas_form_and_judges_that_are_dspy_programs(own):
+    assert [r.reward for r in own("with_feedback")] == [2.0, 2.0]
+    assert [(r.reward, r.error_message) for r in own("judged")] == [(1.0, "")] * 2
+
+
+def test_an_exception_of_a_metric_says_where_and_keeps_its_traceback(own):
+    (rollout, _) = own("wrong")
+    line = OWN.splitlines().index("        return pred.nothing_like_it") + 1
+    assert rollout.reward is None and rollout.error in OWN_CODE
+    assert "nothing_like_it" in rollout.error_message
+    assert f"(dated_program.py, line {line}, in inner)" in rollout.error_message
+    shown = rollout.error_traceback
+    assert "in wrong" in shown and "return pred.nothing_like_it" in shown and "AttributeError" in shown
+    assert "user_code.py" not in shown and len(shown) <= user_code.MOST_CHARACTERS + 4
+
+
+def test_a_traceback_is_bounded():
+    def deep(n):
+        raise ValueError("x" * 9000) if n == 0 else deep(n - 1)
+
+    with pytest.raises(ValueError, match="x") as caught:
+        deep(60)
+    failure = user_code.located(user_code.ProgramFailure, caught.value)
+    assert len(failure.traceback) <= user_code.MOST_CHARACTERS + 4
+
+
+class Plain(dspy.Module):
+    def __init__(self):
+        super().__init__()
+        self.answer = dspy.Predict("text -> answer")
+
+    def forward(self, text):
+        return self.answer(text=text)
+
+
+class Broken(Plain):
+    def forward(self, text):
+        return [self.answer(text=text)][3]
+
+
+def test_an_exception_of_a_program_says_where():
+    task = with_program(FakeTask(Broken()))
+    (rollout,) = play_dspy(task, lambda request: filled(answer="x"), task.examples("train")[:1]).rollouts
+    assert rollout.error == "program" and "IndexError" in rollout.error_message
+    assert "tests/dspy/test_user_code.py, line " in rollout.error_message
+    assert "[self.answer(text=text)][3]" in rollout.error_traceback
+
+
+def test_slow_metrics_run_beside_each_other(tmp_path):
+    def slow(example, prediction):
+        time.sleep(0.15)
+        return Score(reward=1.0)
+
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "{n}"}}\n' for n in range(12)))
+    config = PluginTaskConfig(name="slow", data=DataConfig(train=str(tmp_path / "rows.jsonl")))
+    task = with_program(OwnTask(Plain, slow, inputs=["text"])(config, 0))
+    started = time.perf_counter()
+    forest = play_dspy(task, lambda request: filled(answer="x"), task.examples("train"))
+    assert [rollout.reward for rollout in forest.rollouts] == [1.0] * 12
+    assert time.perf_counter() - started < 12 * 0.15 / 2
+
+
+def test_the_tools_of_an_agent_run_once_for_all_forks():
+    case = next(case for case in agents.AGENTS if "never the same" in case.name)
+    before = next(agents.used)
+    forest, _ = case.play(fork_on("extract.predict", 3))
+    assert [rollout.error for rollout in forest.rollouts] == [None] * 3
+    assert next(agents.used) == before + 2, "one use for three rollouts"
+    assert len({rollout.prediction["trajectory"]["observation_0"]["number"] for rollout in forest.rollouts}) == 1
+
+
+class Racing(dspy.Module):
+    """Two strands; the tool of the first takes longer in half of the runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = dspy.Predict("text -> answer")
+        self.two = dspy.Predict("text -> answer")
+        self.last = dspy.Predict("left, right -> answer")
+
+    async def strand(self, predictor, tool, text):
+        found = await use_tool(tool, text=text)
+        return (await predictor.acall(text=found)).answer
+
+    async def aforward(self, text):
+        left, right = await asyncio.gather(self.strand(self.one, "left", text), self.strand(self.two, "right", text))
+        return await self.last.acall(left=left, right=right)
+
+
+@pytest.mark.parametrize("module", ["one", "two", "last"])
+def test_strands_are_numbered_by_their_requests_whichever_tool_is_faster(module):
+    def run(slow):
+        def tool(name):
+            def used(text):
+                time.sleep(0.02 if name == slow else 0)
+                return text + name
+
+            return user_code.threaded(used)
+
+        task = with_program(FakeTask(Racing(), tools={name: tool(name) for name in ("left", "right")}))
+        engine = FakeEngine(lambda request: filled(answer=str(request.sampling.seed % 1000)))
+        plans = [(example, fork_on(module, 3)) for example in task.examples("train")[:3]]
+        forest = asyncio.run(sample(environment(task, engine), plans, "outcome"))
+        assert engine.live == 0 and not [r.error_message for r in forest.rollouts if r.error]
+        return forest
+
+    fast, slow = run("left"), run("right")
+    assert fast.calls == slow.calls and fast.rollouts == slow.rollouts
+    assert all([c.module for c in fast.path(r)] == ["one", "two", "last"] for r in fast.rollouts)
+
+
+class Shrinking(dspy.Module):
+    """Asks three times when it runs for the first time, and once afterwards."""
+
+    runs = 0
+
+    def __init__(self):
+        super().__init__()
+        self.asked = [dspy.Predict("text -> answer") for _ in range(3)]
+
+    async def aforward(self, text):
+        type(self).runs += 1
+        for predictor in self.asked[: 3 if self.runs == 1 else 1]:
+            made = await predictor.acall(text=text)
+        return made
+
+
+def test_a_program_that_ends_before_its_tape_does_is_an_error():
+    task = with_program(FakeTask(Shrinking()))
+    forest = play_dspy(task, lambda request: filled(answer="x"), task.examples("train")[:1], fork_on("asked[2]", 2))
+    first, second = forest.rollouts
+    assert (first.error, second.error, second.reward) == (None, "replay", None)
+    assert "ended without call 'asked[1]' at position 1" in second.error_message
