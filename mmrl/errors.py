@@ -182,6 +182,13 @@ OWN_CODE = frozenset({ProgramFailure.kind, RewardFailure.kind, ReplayDivergence.
 """Failures of the code of a program or a reward, which no server has caused and another try does not mend."""
 
 
+def failed_how(kinds: Iterable[str]) -> str:
+    """How rollouts failed by no doing of the model, from the kinds of their failures: what follows "failed"."""
+    own = {kind in OWN_CODE for kind in kinds}
+    code = "in the code of the program or its reward"
+    return code if own == {True} else f"from outside causes and {code}" if True in own else "from outside causes"
+
+
 _ROOM, _RIGHTS = "free some space there and run it again", "see that it may be written, and run it again"
 _REMEDIES = {
     errno.ENOSPC: _ROOM,

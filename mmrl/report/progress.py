@@ -22,7 +22,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column, Table
 from rich.text import Text
 
-from mmrl.errors import MODEL_CAUSED
+from mmrl.errors import MODEL_CAUSED, OWN_CODE, failed_how
 from mmrl.report.alarms import Alarm, current
 from mmrl.report.stats import Metrics, duration, module_facts, modules_in, number, series, short, sparkline
 from mmrl.secrets import hide
@@ -157,7 +157,8 @@ class Progress:
             count = number(metrics.get("n"))
             items = "" if count is None else f"  n {count:.0f}"
             failed = number(metrics.get("failed_share"))
-            lost = f"  failed from outside {_percent(failed)}, each counted as 0" if failed else ""
+            how = failed_how(sorted(OWN_CODE)) if metrics.get("own_code_failed") else "from outside"
+            lost = f"  failed {how} {_percent(failed)}, each counted as 0" if failed else ""
             self._print_line(f"evaluation on {split} at step {step}: {shown}{items}{lost}")
 
     @_harmless
@@ -316,7 +317,8 @@ class Progress:
         if failed:
             kinds = {key.removeprefix(FAILED): value for key, value in last.items() if key.startswith(FAILED)}
             counts = ", ".join(f"{kind} {value:.0f}" for kind, value in kinds.items() if kind not in MODEL_CAUSED)
-            parts.append(f"failed from outside {_percent(failed)} ({counts})")
+            how = failed_how(kind for kind in kinds if kind not in MODEL_CAUSED).replace(" causes", "")
+            parts.append(f"failed {how} {_percent(failed)} ({counts})")
         return "  ".join([*parts, self._pace()])
 
     def _pace(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mmrl.config import EvalCommandConfig
-from mmrl.errors import MmrlError, StorageError, storage
+from mmrl.errors import MmrlError, StorageError, failed_how, storage
 from mmrl.models.policy import describe_weights, other_task, require_undamaged
 from mmrl.records import Forest
 from mmrl.report.journal import write_step
@@ -68,7 +68,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     import torch
 
     from mmrl.rollout.environment import make_environment, sampling_settings
-    from mmrl.stages.evaluate import drop_failed, evaluate, evaluation_metrics, infrastructure_failures
+    from mmrl.stages.evaluate import drop_failed, evaluate, evaluation_metrics, failed_kinds, infrastructure_failures
 
     hardware = config.hardware
     torch.set_num_threads(hardware.threads or 1)
@@ -116,7 +116,8 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     rundir.write_summary(
         {"policy": config.policy, "task": task.name, "split": config.split, "metrics": metrics, "facts": facts}
     )
-    print(evaluation_text(config, facts, metrics, rundir.path, infrastructure_failures(items)))
+    failures, how = infrastructure_failures(items), failed_how(failed_kinds(items))
+    print(evaluation_text(config, facts, metrics, rundir.path, failures, how))
     return 0
 
 
@@ -140,7 +141,12 @@ def _drop_damaged(rundir: RunDir, split: str) -> None:
 
 
 def evaluation_text(
-    config: EvalCommandConfig, facts: Mapping[str, object], metrics: Mapping[str, float], path: Path, failures: str = ""
+    config: EvalCommandConfig,
+    facts: Mapping[str, object],
+    metrics: Mapping[str, float],
+    path: Path,
+    failures: str = "",
+    how: str = "from outside causes",
 ) -> str:
     """What `mmrl eval` prints: each metric with its 95 % interval, and what was evaluated on what."""
     rows = [["", "mean", "95 % interval"]]
@@ -149,9 +155,10 @@ def evaluation_text(
             interval = f"[{metrics[f'{name}_low']:.4f}, {metrics[f'{name}_high']:.4f}]"
             rows.append([name, f"{metrics[name]:.4f}", interval])
     behaviour = {name: value for name, value in metrics.items() if name.startswith("module/")}
-    failed = f"{metrics['failed_share']:.1%} of the rollouts failed from outside causes"
-    again = f"\nrun again what failed from outside: mmrl eval resume={path}" if metrics["failed_share"] else ""
-    again = (f"\nfrom outside: {failures}" if failures else "") + again
+    failed = f"{metrics['failed_share']:.1%} of the rollouts failed {how}"
+    by = how.replace(" causes", "")
+    again = f"\nrun again what failed {by}: mmrl eval resume={path}" if metrics["failed_share"] else ""
+    again = (f"\n{by}: {failures}" if failures else "") + again
     # Numbers of the tiny model on real data look like results and are none.
     if config.model.name == "tiny" and "mini world" not in str(facts.get("data", "mini world")):
         facts = {**facts, "note": "the tiny model is made for the mini world and cannot read real text"}

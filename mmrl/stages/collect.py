@@ -21,7 +21,7 @@ from mmrl.config import AlgoConfig, EvalConfig, TrainCommandConfig
 from mmrl.config.algo import GroupConfig, MmgrpoConfig
 from mmrl.credit.entries import Credit
 from mmrl.engines.base import Engine
-from mmrl.errors import TooManyFailures
+from mmrl.errors import TooManyFailures, failed_how
 from mmrl.models.chat import encode_text, tokenizer_seconds
 from mmrl.records import Example, Forest
 from mmrl.rollout.environment import Environment, make_environment, sampling_settings
@@ -278,10 +278,12 @@ class Collector:
         share, limit = failed_share(forest.rollouts), self.config.train.max_failed_share
         if share <= limit:
             return
-        first = next(rollout for rollout in forest.rollouts if rollout.reward is None)
+        failed = [rollout for rollout in forest.rollouts if rollout.reward is None]
+        how, first = failed_how(rollout.error or "" for rollout in failed), failed[0]
+        trace = f"\n{first.error_traceback.rstrip()}" if first.error_traceback else ""
         raise TooManyFailures(
-            f"step {step}: {share:.0%} of the rollouts failed from outside causes, more than "
-            f"train.max_failed_share={limit:.0%}; the first: {first.error} in {first.id}: {first.error_message}"
+            f"step {step}: {share:.0%} of the rollouts failed {how}, more than "
+            f"train.max_failed_share={limit:.0%}; the first: {first.error} in {first.id}: {first.error_message}{trace}"
         )
 
 

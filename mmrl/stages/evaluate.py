@@ -16,7 +16,7 @@ from typing import Any
 
 from mmrl import rng
 from mmrl.config import EvalConfig
-from mmrl.errors import MODEL_CAUSED, DataError, TooManyFailures
+from mmrl.errors import MODEL_CAUSED, OWN_CODE, DataError, TooManyFailures, failed_how
 from mmrl.records import Example, Forest
 from mmrl.report.stats import bootstrap_interval
 from mmrl.rollout.environment import Environment
@@ -118,12 +118,13 @@ class Evaluations:
         limit = self.max_failed_share
         if share <= limit:
             return
-        failures = infrastructure_failures(self.items(0))
+        items = self.items(0)
+        failures, how = infrastructure_failures(items), failed_how(failed_kinds(items))
         if self.log.processes.main:
             # Items that failed would be read back by the resume and compared with forever.
             self.log.rundir.eval_path(0, self.settings.split).unlink(missing_ok=True)
         raise TooManyFailures(
-            f"evaluation before training: {share:.0%} of the rollouts failed from outside causes, more than "
+            f"evaluation before training: {share:.0%} of the rollouts failed {how}, more than "
             f"train.max_failed_share={limit:.0%} ({failures})"
         )
 
@@ -244,9 +245,14 @@ def item_results(forest: Forest, failed: Mapping[str, float], without: Collectio
     return items
 
 
+def failed_kinds(items: Sequence[Item]) -> list[str]:
+    """The kind of each failure that was no doing of the model."""
+    return [error for item in items for error in item["errors"] if error not in MODEL_CAUSED]
+
+
 def infrastructure_failures(items: Sequence[Item]) -> str:
     """The number of infrastructure failures of each kind, and the first message; empty where there are none."""
-    counts = Counter(error for item in items for error in item["errors"] if error not in MODEL_CAUSED)
+    counts = Counter(failed_kinds(items))
     if not counts:
         return ""
     first = next((f"the first, item {item['id']}: {text}" for item in items for text in item.get("messages", ())), "")
@@ -275,4 +281,6 @@ def evaluation_metrics(items: Sequence[Item], settings: EvalConfig, seed: int) -
     }
     metrics["failed_share"] = fmean(item["failed_share"] for item in items) if items else 0.0
     metrics["model_failed"] = float(sum(error in MODEL_CAUSED for item in items for error in item["errors"]))
+    if own := sum(kind in OWN_CODE for kind in failed_kinds(items)):
+        metrics["own_code_failed"] = float(own)
     return metrics

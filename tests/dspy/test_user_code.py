@@ -8,7 +8,7 @@ import pytest
 
 from mmrl.config import DataConfig
 from mmrl.config.tasks import PluginTaskConfig
-from mmrl.errors import OWN_CODE
+from mmrl.errors import OWN_CODE, failed_how
 from mmrl.rollout import with_program
 from mmrl.rollout.plans import fork_on
 from mmrl.rollout.sample import sample
@@ -112,6 +112,13 @@ def test_an_exception_of_a_metric_says_where_and_keeps_its_traceback(own):
     shown = rollout.error_traceback
     assert "in wrong" in shown and "return pred.nothing_like_it" in shown and "AttributeError" in shown
     assert "user_code.py" not in shown and len(shown) <= user_code.MOST_CHARACTERS + 4
+
+
+def test_failures_of_own_code_are_not_called_failures_from_outside(own):
+    rollouts = own("wrong")
+    assert failed_how(rollout.error for rollout in rollouts) == "in the code of the program or its reward"
+    assert failed_how(["tool", "judge"]) == "from outside causes"
+    assert failed_how(["tool", "reward"]) == "from outside causes and in the code of the program or its reward"
 
 
 def test_a_traceback_is_bounded():
