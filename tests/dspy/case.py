@@ -82,4 +82,16 @@ class Refused:
     make: Callable[[], dspy.Module]
     sentence: str
     """How what the user is told begins, after `task.program: `."""
+    why: str
+    """For the table: the reason, and what to do instead."""
     adapter: Any = None
+
+
+def table(works: Sequence[Works], refused: Sequence[Refused]) -> str:
+    """What `docs/dspy.md` lists, as Markdown."""
+    rows = ["| program | after DSPy's | |", "|---|---|---|"]
+    for case in works:
+        rows.append(f"| {case.name} | {case.source} | works" + (f": {case.says} |" if case.says else " |"))
+    for case in refused:
+        rows.append(f"| {case.name} | {case.source} | refused: {case.why} |")
+    return "\n".join(rows)

@@ -111,18 +111,6 @@ class Mail(dspy.Module):
         )
 
 
-class Votes(dspy.Module):
-    """The majority of three calls of one predictor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.vote = dspy.ChainOfThought("question -> answer")
-
-    def forward(self, question: str) -> Any:
-        votes = [self.vote(question=question, config={"rollout_id": number}) for number in range(3)]
-        return dspy.majority([dict(vote.items()) for vote in votes], field="answer")
-
-
 class InParallel(dspy.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -201,26 +189,6 @@ class Outer(dspy.Module):
         return self.again(question=question)
 
 
-def short(inputs: dict[str, Any], prediction: Any) -> float:
-    return float(len(prediction.answer.split()) == 1)
-
-
-def attempts(kind: Any) -> dspy.Module:
-    return kind(module=dspy.ChainOfThought("question -> answer"), N=2, reward_fn=short, threshold=1.0)
-
-
-class Checked(dspy.Module):
-    """`Refine` inside of a program."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refined = attempts(dspy.Refine)
-
-    def forward(self, question: str) -> Any:
-        return self.refined(question=question)
-
-
-ADVICE = {"discussion": "too long", "advice": {"predict": "one word"}}
 COMPOSED = [
     Works(
         name="Retrieval, then an answer (RAG)",
@@ -293,17 +261,6 @@ COMPOSED = [
         solved=lambda prediction: prediction.action == "restart",
         calls={"classify.predict": 1, "extract.predict": 1, "plan.predict": 1, "summarise.predict": 1},
         bad_calls={"classify.predict": 1, "extract.predict": 1, "summarise.predict": 1},
-    ),
-    Works(
-        name="`dspy.majority` of several calls",
-        source="learn/programming/modules.md",
-        make=Votes,
-        inputs={"question": "2+2?"},
-        good=[{**SO, "answer": answer} for answer in ("4", "5", "4")],
-        bad=[{**SO, "answer": answer} for answer in ("5", "5", "4")],
-        solved=lambda prediction: prediction.answer == "4",
-        calls={"vote.predict": 3},
-        says="calls instead of `n=3`",
     ),
     Works(
         name="`dspy.Parallel`",
@@ -383,29 +340,5 @@ COMPOSED = [
         solved=lambda prediction: prediction.response == "Tiber",
         calls={"rag.respond.predict": 1, "check": 1},
         bad_calls={"rag.respond.predict": 2, "check": 1},
-    ),
-    Works(
-        name="`dspy.BestOfN`",
-        source="tutorials/output_refinement",
-        make=lambda: attempts(dspy.BestOfN),
-        inputs={"question": "Capital of Italy?"},
-        good=[{**SO, "answer": "it is Rome"}, {**SO, "answer": "Rome"}],
-        bad=[{**SO, "answer": "Oslo"}],
-        solved=lambda prediction: prediction.answer == "Rome",
-        calls={"module.predict": 2},
-        bad_calls={"module.predict": 1},
-        says="all attempts are calls of the module that is tried; sampled as `algo.*` says",
-    ),
-    Works(
-        name="`dspy.Refine`",
-        source="tutorials/output_refinement",
-        make=Checked,
-        inputs={"question": "Capital of Italy?"},
-        good=[{**SO, "answer": "it is Rome"}, ADVICE, {**SO, "answer": "Rome"}],
-        bad=[{**SO, "answer": "Oslo"}],
-        solved=lambda prediction: prediction.answer == "Rome",
-        calls={"refined.module.predict": 2, "refined.offer_feedback": 1},
-        bad_calls={"refined.module.predict": 1},
-        says="who gives the advice is a module too, `<path>.offer_feedback`",
     ),
 ]

@@ -12,11 +12,14 @@ from mmrl.errors import ConfigError
 from mmrl.rollout.dspy.program import DspyProgram
 from mmrl.rollout.plans import fork_on, independent
 from tests.dspy.agents import AGENTS
+from tests.dspy.attempts import ATTEMPTS
+from tests.dspy.case import table
 from tests.dspy.composed import COMPOSED
 from tests.dspy.refused import REFUSED
 from tests.dspy.simple import SIMPLE
+from tests.helpers import TOP
 
-WORKS = [*SIMPLE, *COMPOSED, *AGENTS]
+WORKS = [*SIMPLE, *COMPOSED, *ATTEMPTS, *AGENTS]
 
 
 def counted(forest, number):
@@ -66,3 +69,8 @@ def test_what_cannot_be_trained_is_refused_by_name(case, monkeypatch):
         DspyProgram(case.make())
     (problem,) = (re.sub(r"line \d+", "line N", problem) for problem in caught.value.problems)
     assert problem.startswith(f"task.program: {case.sentence}")
+
+
+def test_the_documentation_lists_what_the_suite_runs_and_refuses():
+    assert len(WORKS) >= 30
+    assert table(WORKS, REFUSED) in (TOP / "docs" / "dspy.md").read_text(encoding="utf-8")
