@@ -44,6 +44,23 @@ def secret_name(key: str) -> bool:
     return not key.endswith("_env") and (any(word in key for word in SECRET_WORDS) or key in ("key", "token", "sig"))
 
 
+_KEY = re.compile(
+    r"(?<![A-Za-z0-9])(?:(?:sk|pk|rk)-(?:[a-z0-9]+-){0,3}(?=\w*\d)\w{12,}|hf_(?=\w*[A-Z0-9])\w{16,}|gh[oprsu]_\w{20,}"
+    r"|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[a-z]-[\w-]{10,}|AKIA[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]{10,}\.[\w-]{10,}\.)"
+)
+_USER_IN_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]*@")
+
+
+def looks_like_a_key(text: str) -> bool:
+    """Whether `text` holds what a well-known service issues as a key (OpenAI, Hugging Face, GitHub, AWS, ...)."""
+    return _KEY.search(text) is not None
+
+
+def user_in_address(text: str) -> bool:
+    """Whether `text` begins with an address that has a user or a password in it."""
+    return _USER_IN_ADDRESS.match(text) is not None
+
+
 def worth_hiding(value: str) -> bool:
     """Whether a value can be a secret: no number, truth value or short word, and no folder of this machine."""
     if (

@@ -7,15 +7,18 @@ pydantic; each command imports what it needs when it runs.
 from __future__ import annotations
 
 import re
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import typer
 
 from mmrl import __version__
 from mmrl.cli.commands import COMMANDS, WORKER, app
 from mmrl.errors import ConfigError, MmrlError, Stopped, nearest, print_error, storage
-from mmrl.secrets import HidingStream, add_environment, holder
+from mmrl.secrets import HidingStream, add_environment, holder, looks_like_a_key
 
 OVERVIEW = """\
 mmrl {version}: train language-model programs by reinforcement learning.
@@ -75,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # For the life of the process: what ends it with a traceback is printed after this function.
     sys.stdout, sys.stderr = HidingStream.around(sys.stdout), HidingStream.around(sys.stderr)
     try:
-        with storage():
+        with storage(), _said(words):
             return _dispatch(words)
     except MmrlError as error:
         print_error(error)
@@ -99,12 +102,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+@contextmanager
+def _said(words: Sequence[str]) -> Iterator[None]:
+    """SIGTERM ends with a word and its own exit code also where nothing else listens yet, as while packages load."""
+    # Not a process of a run, whose parent speaks for it; nor where the caller handles signals.
+    ours = words[:1] != [WORKER] and threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(Stopped.exit_code)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _dispatch(words: Sequence[str]) -> int:
     if exposed := [(word, name) for word in words if (name := holder(word)) is not None]:
         raise ConfigError(
             f"{word.partition('=')[0] if '=' in word else 'argument'}: holds the value of the environment variable "
             f"{name}, which run directories would keep; type '${{oc.env:{name}}}' instead, in single quotes"
             for word, name in exposed
+        )
+    if pasted := [word.partition("=")[0] if "=" in word else "argument" for word in words if looks_like_a_key(word)]:
+        raise ConfigError(
+            f"{key}: holds what looks like the key of a service, which run directories and the shell's history would "
+            "keep; put it into an environment variable, whose name a setting such as engine.endpoint.key_env takes"
+            for key in pasted
         )
     # Typer's page of all commands knows nothing of the config groups, so the first word is looked at here.
     first = words[0] if words else "--help"

@@ -257,7 +257,6 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
     if line.switches:
         raise ConfigError("mmrl plan: takes one run and no flags but --json")
     (config,) = hydra.configs("train", TrainCommandConfig, line)
-    # only now: it loads torch, and a typing mistake need not wait
     from mmrl.run.plan import PlanRequest, make_plan
 
     made = make_plan(config, PlanRequest.read(line.own))

@@ -29,6 +29,7 @@ from omegaconf.resolvers import oc
 from mmrl.cli.arguments import CommandLine, comma_separated, typed_text
 from mmrl.cli.overrides import expand, forced, parse, read_line, typed_value
 from mmrl.config import AlgoConfig, RootConfig, TrainCommandConfig, validate
+from mmrl.config.schema import LARGEST_SEED
 from mmrl.config.validate import algo_section, as_tuples
 from mmrl.errors import ConfigError
 from mmrl.run.credit import CreditRequest, run_config
@@ -355,7 +356,7 @@ def _seed(line: CommandLine, run: TrainCommandConfig | None, problems: list[str]
         return 0 if run is None else run.seed
     (override,) = [override for override in line.overrides if override.key_or_group == "seed"]
     seed = override.value()
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        problems.append(f"seed: got {seed!r}, expected a whole number, 0 or more")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= LARGEST_SEED:
+        problems.append(f"seed: got {seed!r}, expected a whole number from 0 to {LARGEST_SEED}")
         return 0
     return seed

@@ -159,6 +159,10 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
         except HydraException as error:
             raise ConfigError(f"{typed_text(override)}: {error}") from None
         axes[override.get_key_element()] = [(override, value) for value in values]
+        again = [value for value in dict.fromkeys(values) if values.count(value) > 1]
+        problems += [
+            f"{override.key_or_group}: got {value} more than once, which would be the same run" for value in again
+        ]
     # The last key varies fastest, as in Hydra's own sweeper, so that the jobs of a sweep have the same numbers there.
     return [
         [forced(override, value) for override, value in job if not _left_out(override, value, line, problems)]

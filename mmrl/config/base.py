@@ -51,7 +51,8 @@ def by_name(
         name = raw.get("name", default)
         schema = schemas.get(name, other) if isinstance(name, str) else other
         if schema is None:
-            raise ValueError(unknown("", name, schemas).removeprefix(": "))
+            got = unknown("", name, schemas).removeprefix(": ")
+            raise ValueError(got if name is not None else f"got no name, {got.partition(', ')[2]}")
         # pydantic merges the errors of this call into those of the caller, each at its place below the field
         return schema.model_validate(dict(raw))
 

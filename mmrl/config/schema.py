@@ -12,6 +12,9 @@ from mmrl.config.base import Section, by_name
 from mmrl.config.engines import ENGINE_SCHEMAS, EngineConfig
 from mmrl.config.tasks import TASK_SCHEMAS, PluginTaskConfig, TaskConfig
 
+LARGEST_SEED = 2**32 - 1
+"""What numpy's generator takes, which transformers seeds too."""
+
 
 class LoraConfig(Section):
     """A LoRA adapter (peft)."""
@@ -151,7 +154,7 @@ class RunConfig(Section):
 class RootConfig(Section):
     """What `train` and `eval` share."""
 
-    seed: int = Field(0, ge=0, description="of every random choice: data order, sampling, new weights")
+    seed: int = Field(0, ge=0, le=LARGEST_SEED, description="of every random choice: data order, sampling, new weights")
     # SerializeAsAny: config.yaml has the keys of the schema in use, not those of the annotated base class
     task: Annotated[SerializeAsAny[TaskConfig], BeforeValidator(by_name(TASK_SCHEMAS, PluginTaskConfig))]
     model: ModelConfig

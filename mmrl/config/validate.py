@@ -15,9 +15,11 @@ from mmrl.config.rules import value_at
 from mmrl.config.schema import EvalCommandConfig, HardwareConfig, RootConfig, TrainCommandConfig
 from mmrl.config.tasks import TASK_SCHEMAS, TaskConfig, task_schema
 from mmrl.errors import ConfigError, nearest, unknown
-from mmrl.secrets import holder, reveal, secret_name
+from mmrl.secrets import holder, reveal, secret_name, user_in_address
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
+KEY_PLACES = {"key_env": "key_env", "endpoint": "endpoint.key_env", "judge": "judge.key_env"}
+"""Key of a section -> where, from that section, the variable is named that holds a service's key."""
 RENAMED = {"algo.failure_score": "algo.format_failure_best"}
 """Keys of former versions, and what they are called now (task.failure_score is another thing: a rollout's reward)."""
 # Literal values and not those of the schemas: a default that changes later must not change what is dropped.
@@ -126,12 +128,7 @@ def validate(schema: type[ConfigT], raw: Mapping[str, object]) -> ConfigT:
     Raises:
         ConfigError: every problem in one go, each starting with the path that the user would type.
     """
-    problems = [
-        f"{path}: got a text that {path.rpartition('.')[2]} says is a secret, and every run directory would keep it; "
-        f"put it into an environment variable: '{path}=${{oc.env:NAME}}'"
-        for path, value in _leaves("", raw)
-        if secret_name(path.rpartition(".")[2]) and value not in ("", "null") and holder(value) is None
-    ]
+    problems = _typed_secrets(schema, raw)
     half = [
         f"{path or 'config'}: got a text with half a character ({value!r:.60}), which no file can hold"
         for path, value in _texts("", raw)
@@ -142,10 +139,32 @@ def validate(schema: type[ConfigT], raw: Mapping[str, object]) -> ConfigT:
     try:
         config = schema.model_validate(dict(raw))
     except ValidationError as error:
-        problems += explain(schema, error, raw=raw)
+        # What names a secret has its sentence, and the other one might repeat it.
+        named = tuple(f"{problem.partition(': ')[0]}: " for problem in problems)
+        problems += [sentence for sentence in explain(schema, error, raw=raw) if not sentence.startswith(named)]
     if problems:
         raise ConfigError(problems)
     return _with_shipped(config)
+
+
+def _typed_secrets(schema: type[BaseModel], raw: Mapping[str, object]) -> list[str]:
+    """Secrets among the values, which every run directory would keep, and where they belong."""
+    problems = []
+    for path, value in _leaves("", raw):
+        above, _, key = path.rpartition(".")
+        kept, to_put = "which every run directory would keep; put it into an environment variable", ""
+        if value in ("", "null") or holder(value) is not None:
+            continue
+        if secret_name(key):
+            fields = _fields_at(schema, above.split(".") if above else [], raw) or []
+            place = next((f"{above}.{way}" for name, way in KEY_PLACES.items() if name in fields), None)
+            to_put = f" and name that: {place or 'engine.endpoint.key_env'}=NAME" if key not in fields else ""
+            problems.append(
+                f"{path}: got a text that {key} says is a secret, {kept}{to_put or f': {path}=${{oc.env:NAME}}'}"
+            )
+        elif user_in_address(value):
+            problems.append(f"{path}: got an address with a user or password, {kept}: '{path}=${{oc.env:NAME}}'")
+    return problems
 
 
 def validate_stored(schema: type[ConfigT], stored: Mapping[str, object]) -> ConfigT:

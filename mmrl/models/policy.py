@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 from mmrl.config.base import SHIPPED
+from mmrl.config.rules import value_at
 from mmrl.errors import ConfigError
 from mmrl.system.files import digests as file_digests
+from mmrl.system.files import read_yaml
 
 MARKER = "complete.json"
 """Of a checkpoint: names, sizes and SHA-256 of its files, written last."""
@@ -131,8 +131,8 @@ def other_task(text: str, evaluated: str) -> dict[str, str]:
         return {}
     for run in (folder, *list(folder.parents)[:3]):  # a run, a checkpoint in it, one adapter of that
         if (run / "config.yaml").is_file() and (run / "checkpoints").is_dir():
-            config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-            name = (config.get("task") or {}).get("name")
+            config = read_yaml(run / "config.yaml")
+            name = value_at(config, "task.name")
             return {"trained on": f"{name} (to evaluate on that: task={name})"} if name not in (None, evaluated) else {}
     return {}
 
@@ -201,6 +201,7 @@ def _base_of(adapter: Path) -> str:
     # One folder up for a shared adapter (checkpoint-3/), two for one of several (checkpoint-3/<name>/).
     for folder in list(adapter.resolve().parents)[1:3]:
         config = folder.parent / "config.yaml"
-        if folder.name == "checkpoints" and config.is_file():
-            return str(yaml.safe_load(config.read_text(encoding="utf-8"))["model"]["path"])
+        stored = read_yaml(config) if folder.name == "checkpoints" and config.is_file() else None
+        if isinstance(base := value_at(stored, "model.path"), str):
+            return base
     return str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])

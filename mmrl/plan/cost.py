@@ -11,7 +11,6 @@ from mmrl.config.engines import TransformersConfig, VllmColocatedConfig, VllmCon
 from mmrl.plan.devices import GIB, Device
 from mmrl.plan.shapes import Shape
 from mmrl.plan.workload import Load
-from mmrl.trainer.packing import CPU_SHARE, CPU_TOKENS, GPU_SHARE, GPU_TOKENS, LEAST_TOKENS
 
 CHUNK = 1024
 """Scored positions whose logits are held at once."""
@@ -179,6 +178,9 @@ def pack_tokens(config: TrainCommandConfig, shape: Shape, device: Device, made: 
     """Tokens forwarded at once: as typed, else by the trainer's rule from the device's memory."""
     if config.train.microbatch_tokens is not None:
         return config.train.microbatch_tokens
+    # Here: it loads torch, and a plan that is refused need not wait for it.
+    from mmrl.trainer.packing import CPU_SHARE, CPU_TOKENS, GPU_SHARE, GPU_TOKENS, LEAST_TOKENS
+
     # The same rule as `trainer.packing`, from the device's memory instead of what happens to be free here.
     cpu = device.name == "cpu"
     memory, most = (CPU_SHARE, CPU_TOKENS) if cpu else (GPU_SHARE, GPU_TOKENS)

@@ -52,6 +52,8 @@ class Thresholds:
     """`failures`: share of rollouts that failed."""
     judge_fallback: float = 0.2
     """`judge_unreadable`: share of rollouts that the fixed rule scores, since no reply of the judge can be read."""
+    empty_searches: float = 0.3
+    """`empty_searches`: share of a rollout's searches that found nothing; rollouts without a search count as 0."""
     length_growth: float = 3.0
     """`length_runaway`: growth of the mean completion length..."""
     cut_rise: float = 0.3
@@ -170,6 +172,7 @@ def _rollout_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
     return (
         AlarmRule("failures", ["rollouts/failed_share"], _above(limits.failed_share)),
         AlarmRule("judge_unreadable", ["task/judge_fallback"], _above(limits.judge_fallback)),
+        AlarmRule("empty_searches", ["task/empty_searches"], _above(limits.empty_searches), what="search"),
         AlarmRule("answers_growing", ["task/answer_words"], _above_first(limits.answer_growth, limits.answer_words)),
         AlarmRule("many_candidates", ["task/answer_candidates"], _above(limits.candidates)),
         AlarmRule(

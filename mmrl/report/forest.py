@@ -174,7 +174,7 @@ def _as_written(hint: object) -> object:
     if get_origin(hint) is tuple:
         return Annotated[hint, Strict(False)]
     if get_origin(hint) is Mapping:
-        return dict
+        return dict[str, int | float | bool] if get_args(hint)[1] is float else dict
     # Numbers come back as a task gave them (1 stays 1), so that an export has the same bytes again.
     return int | float | bool if hint is float else hint
 
@@ -194,7 +194,8 @@ def _problems(error: ValidationError, kind: type[Call] | type[Rollout], raw: Jso
         elif hints[key] in _FORM:
             yield f"{key}: {_FORM[hints[key]][1].format(repr(raw.get(key)))}"
         else:
-            yield f"{key}: got {raw.get(key)!r}, expected an object"
+            numbers = isinstance(raw.get(key), dict)
+            yield f"{key}: got {raw.get(key)!r}, expected {'names and numbers' if numbers else 'an object'}"
 
 
 @dataclass(slots=True)

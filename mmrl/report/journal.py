@@ -92,13 +92,33 @@ def read_step(run: RunDir, step: int, *, evaluation: str | None = None) -> tuple
     if not path.is_file():
         raise CheckpointError(f"{run.path}: no journal of step {step}; {_available(run, evaluation)}")
     try:
-        # Line feeds alone separate lines: JSON text may hold the other separators of Unicode.
-        lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).split(b"\n") if line]
-        return decode_step(lines, str(path))
+        return decode_step(parse_lines(gzip.decompress(path.read_bytes()), str(path)), str(path))
     except DataError as error:
         raise CheckpointError(f"{error.problems[0]} (damaged journal)") from None
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"{path}: damaged journal ({type(error).__name__}: {error})") from None
+
+
+def parse_lines(text: bytes, source: str) -> list[JsonObject]:
+    """The records of a journal, one JSON object a line.
+
+    Raises:
+        DataError: a line that is none; names it by `source` and number.
+    """
+    records = []
+    # Line feeds alone separate lines: JSON text may hold the other separators of Unicode.
+    for number, line in enumerate(text.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError("not an object")
+        except (ValueError, RecursionError) as error:
+            reason = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else str(error)
+            raise DataError(f"{source}:{number}: got no JSON object ({reason})") from None
+        records.append(record)
+    return records
 
 
 def encode_step(forest: Forest, entries: Sequence[object]) -> list[JsonObject]:

@@ -33,6 +33,7 @@ from mmrl.system.files import (
     is_locked,
     plain,
     read_jsonl,
+    read_yaml,
     remove_leftovers,
     repair_jsonl,
     take_lock,
@@ -166,8 +167,10 @@ class RunDir:
         if not path.is_dir():
             kind = "is a file, expected a run directory" if path.exists() else "no such run directory"
             raise CheckpointError(f"{path}: {kind}")
-        if not (path / "config.yaml").is_file() or not (path / "journal").is_dir():
-            raise CheckpointError(f"{path}: not a run directory (no config.yaml and journal/ in it){_run_below(path)}")
+        config, journal = (path / "config.yaml").is_file(), (path / "journal").is_dir()
+        if not config or not journal:
+            missing = "journal/" if config else "config.yaml"
+            raise CheckpointError(f"{path}: not a run directory (no {missing} in it){_run_below(path)}")
         return cls(path)
 
     # --- what is in it
@@ -199,10 +202,9 @@ class RunDir:
     def config(self) -> JsonObject:
         """The resolved config."""
         try:
-            loaded = yaml.safe_load((self.path / "config.yaml").read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            reason = " ".join(str(error).split())
-            raise CheckpointError(f"{self.path / 'config.yaml'}: cannot be read: {reason}") from None
+            loaded = read_yaml(self.path / "config.yaml")
+        except DataError as error:
+            raise CheckpointError(str(error)) from None
         return loaded if isinstance(loaded, dict) else {}
 
     @property

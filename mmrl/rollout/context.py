@@ -159,6 +159,13 @@ class RolloutContext:
             return result
 
     @property
+    def empty_searches(self) -> float:
+        """Share of its tool results that should be a list and have nothing in it; 0 without such a tool."""
+        results = [e.outcome.result() for e in self.events if e.kind == "tool" and _succeeded(e.outcome)]
+        lists = [result for result in results if isinstance(result, list | tuple)]
+        return sum(not result for result in lists) / len(lists) if lists else 0.0
+
+    @property
     def calls(self) -> list[Call]:
         """Recorded calls of this rollout in order, replayed ones included; each has the one before it as parent."""
         return self.tape.calls()
@@ -271,6 +278,10 @@ class RolloutContext:
             raise LengthFailure(
                 f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {settings.max_context}"
             )
+
+
+def _succeeded(outcome: asyncio.Future[Any]) -> bool:
+    return outcome.done() and not outcome.cancelled() and outcome.exception() is None
 
 
 def _shown(messages: Sequence[Message] | str) -> str:

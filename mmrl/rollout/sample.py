@@ -112,7 +112,8 @@ class _Tree:
         except RolloutError as failure:
             return self._failed(ctx, failure)
         rollout = self._rollout(ctx, score.reward)
-        return replace(rollout, prediction=described, metrics=dict(score.metrics), parts=dict(score.parts))
+        metrics = {**score.metrics, **rollout.metrics}
+        return replace(rollout, prediction=described, metrics=metrics, parts=dict(score.parts))
 
     async def _score(self, ctx: RolloutContext, prediction: object) -> Score:
         try:
@@ -156,6 +157,8 @@ class _Tree:
             fork=self.plan.fork_name,
             teacher=self.plan.teacher,
             reward=reward,
+            # Only where there are any: a rollout without the key counts as 0.
+            metrics={"empty_searches": empty} if (empty := ctx.empty_searches) else EMPTY,
         )
 
 

@@ -13,13 +13,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from uuid import uuid4
 
-import yaml
 from pydantic import Field, ValidationError
 
 from mmrl.config import TrainCommandConfig, validate
 from mmrl.config.base import Section
 from mmrl.config.validate import as_tuples, explain
-from mmrl.errors import ConfigError, MmrlError, Stopped, print_error, unknown
+from mmrl.errors import ConfigError, DataError, MmrlError, Stopped, print_error, unknown
 from mmrl.report.compare import Comparison, compare_runs, find_runs
 from mmrl.report.html import check_docs, write_comparison, write_docs
 from mmrl.report.overview import damage_named
@@ -28,6 +27,7 @@ from mmrl.report.tables import comparison_text
 from mmrl.run.check import check_all
 from mmrl.run.queue import QueuedRun, RunQueue, state_of
 from mmrl.system.conf import conf_dir, later_wins, options, user_dirs
+from mmrl.system.files import read_yaml
 from mmrl.system.stop import stoppable
 from mmrl.tasks import TASKS
 
@@ -63,9 +63,9 @@ def read_comparison(path: Path) -> ComparisonFile:
         ConfigError: every problem in it, with the file's name.
     """
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"plan: {path}: cannot be read ({' '.join(str(error).split())})") from None
+        raw = read_yaml(path)
+    except DataError as error:
+        raise ConfigError(f"plan: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"plan: {path}: got {type(raw).__name__}, expected a mapping with parts, seed and settings")
     try:

@@ -21,7 +21,7 @@ from mmrl.credit.entries import Credit
 from mmrl.errors import CheckpointError, ConfigError, DataError
 from mmrl.records import Forest
 from mmrl.report.forest import check_forest, parse_forest
-from mmrl.report.journal import decode_step, encode_step, read_step
+from mmrl.report.journal import decode_step, encode_step, parse_lines, read_step
 from mmrl.report.rundir import RunDir
 from mmrl.run.credit_report import joined, json_report, table
 from mmrl.system.files import JsonObject, dumps, gunzip
@@ -103,7 +103,7 @@ def load_rollouts(path: Path) -> Forest:
         data = path.read_bytes()
         text = (gunzip(data, LARGEST_FILE) if data.startswith(GZIP) else data).decode("utf-8-sig")
         if _is_journal(text):
-            forest = decode_step([json.loads(line) for line in text.split("\n") if line.strip()], str(path))[0]
+            forest = decode_step(parse_lines(text.encode(), str(path)), str(path))[0]
             check_forest(forest, str(path))
             return forest
         return parse_forest(text, str(path))

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from mmrl.config import TrainCommandConfig
 from mmrl.config.engines import TransformersConfig, VllmConfig
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, unknown
 from mmrl.models.load import model_path
 from mmrl.plan.cost import engine_memory, host_memory, memory, seconds, sleeps, weight_layout
 from mmrl.plan.devices import GIB, Device
+from mmrl.plan.devices import NAMES as DEVICES
 from mmrl.plan.devices import device as find_device
 from mmrl.plan.shapes import Shape, shape_of
 from mmrl.plan.workload import Lengths, Load, declared, dry_loads, parse_lengths, total, undeclared, without_endpoints
@@ -56,9 +57,8 @@ def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:
     """
     # Every GPU that `device=` may name is a CUDA device to a run.
     kind = request.device and ("cpu" if request.device == "cpu" else "cuda")
-    settled = settle(config, kind, planned=True)
-    name = request.device or ("cpu" if settled.hardware.device == "cpu" else "h100")
-    device = find_device(name, config.hardware.threads or 1)
+    if request.device not in (None, *DEVICES):
+        raise ConfigError(unknown("device", request.device, DEVICES))
     weights_here = Path(model_path(config.model)).is_dir()
     # A few dry rollouts show the lengths of every module and take little time.
     examples = (0 if request.lengths or not weights_here else 4) if request.dry is None else request.dry
@@ -66,7 +66,11 @@ def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:
         raise ConfigError(f"dry: the weights of {config.model.path} are not on this machine; leave dry out, or dry=0")
     shape = shape_of(config.model)
     # Counting from lengths needs the program, not the data: those of the mini world stand in for what is not here.
-    task = build_task(settled.task if examples else on_mini_world(settled.task), settled.seed)
+    task = build_task(config.task if examples else on_mini_world(config.task), config.seed)
+    # From here on with torch, which takes seconds to load.
+    settled = settle(config, kind, planned=True)
+    name = request.device or ("cpu" if settled.hardware.device == "cpu" else "h100")
+    device = find_device(name, config.hardware.threads or 1)
     problems = plan_problems(settled, task)
     known = shape.projections()
     if settled.model.lora is not None and (strange := [t for t in settled.model.lora.targets if t not in known]):

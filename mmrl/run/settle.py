@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
@@ -24,13 +24,17 @@ from mmrl.system.files import plain
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 
 
-def import_plugins(packages: Iterable[str]) -> None:
+def import_plugins(packages: Collection[str]) -> None:
     """Import the packages of `plugins=`; they may add to the literal dicts. The current folder is searched last.
 
     Raises:
         ConfigError: a package that cannot be imported, or raises when it is.
     """
     here = str(Path.cwd())
+    # Not repeated: what is no name may be a key that was pasted into the wrong place.
+    if strange := sum(not all(part.isidentifier() for part in package.split(".")) for package in packages):
+        got = f"got {strange} that {'are' if strange > 1 else 'is'} none"
+        raise ConfigError(f"plugins: {got}, expected names of packages: letters, digits, _ and dots")
     for package in packages:
         if here not in sys.path and "" not in sys.path:
             sys.path.append(here)  # `python -m` puts it there, the `mmrl` command does not

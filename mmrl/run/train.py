@@ -163,8 +163,8 @@ def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
     else:
         if refused:
             raise CheckpointError(
-                f"{'; '.join(dict.fromkeys(problems))}. No checkpoint is left to continue from: restore what is named "
-                f"from a copy, or delete {rundir.checkpoints} to train again from step 1"
+                f"{'; '.join(dict.fromkeys(problems))}, so that no checkpoint is left to continue from; restore what "
+                f"is named from a copy, or delete {rundir.checkpoints} to train again from step 1"
             )
         rundir.begin_again()
         return None

@@ -10,8 +10,8 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mmrl.errors import ConfigError, unknown
-from mmrl.system.files import user_path
+from mmrl.errors import ConfigError, DataError, unknown
+from mmrl.system.files import read_yaml, user_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +79,10 @@ def snippet(text: str, words: int) -> str:
 
 
 def _read(path: str) -> Mapping[str, object]:
-    # here: most runs replace no prompts
-    import yaml
-
     try:
-        content = yaml.safe_load(user_path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"task.prompts: cannot read '{path}': {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"task.prompts: {path} is not YAML: {' '.join(str(error).split())}") from None
+        content = read_yaml(user_path(path))
+    except DataError as error:
+        raise ConfigError(f"task.prompts: {error}") from None
     if not isinstance(content, Mapping):
         raise ConfigError(f"task.prompts: {path}: got {type(content).__name__}, expected module: {{role: text}}")
     return content

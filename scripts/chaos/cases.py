@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmrl.system.conf import later_wins
+from scripts.chaos.children import LIMIT_S
 
 RUN = "run"
 """The folder that every command makes, below the folder that it runs in."""
@@ -44,6 +45,7 @@ class Case:
         ranks: processes that a fault may strike, by rank; None is the one that was started.
         fresh: every process is started anew, none is forked from one that has imported everything.
         marks: files at whose appearance a fresh process is struck, as patterns below its folder; empty: any instant.
+        limit_s: longest life of a fresh process, on a loaded machine too; one that lives longer hangs.
         hub: it loads its model from the campaign's own hub.
     """
 
@@ -56,6 +58,7 @@ class Case:
     fresh: bool = False
     marks: tuple[str, ...] = MARKS
     hub: bool = False
+    limit_s: float = LIMIT_S
 
 
 def _train(*words: str, share: float, stop: tuple[str, int] | None = ("collect", 3), **more: object) -> Case:
@@ -76,7 +79,7 @@ def _passages() -> str:
 
 BUILD = ("index", "build", f"corpus={PASSAGES}", f"index={RUN}")
 EVAL = ("eval", "policy=tiny", "task=qa_direct", "eval.items=8", "seed=0", "hardware.threads=1", f"run.dir={RUN}")
-VLLM = ("engine=vllm_server", "engine.start_timeout_s=300")
+VLLM = ("engine=vllm_server", "engine.start_timeout_s=900")
 DOWNLOAD = (
     "eval",
     "policy=chaos/tiny",
@@ -111,7 +114,9 @@ CASES: dict[str, Case] = {
         hub=True,
         marks=(f"{CACHE}/blobs/*.incomplete", f"{CACHE}/blobs/*", f"{CACHE}/snapshots/*/model.safetensors", ""),
     ),
-    "vllm": _train("task=qa_direct", "algo=grpo", "train.steps=2", *VLLM, share=0, stop=None, fresh=True),
+    "vllm": _train(
+        "task=qa_direct", "algo=grpo", "train.steps=2", *VLLM, share=0, stop=None, fresh=True, limit_s=1800.0
+    ),
 }
 EXTRA = {"download": 6, "vllm": 4}
 """Cases that are tried apart, one after the other, and how often: each takes a minute."""

@@ -95,9 +95,13 @@ def make_reference(place: Place, name: str) -> str:
     make_folder(case, folder)
     events, started = folder.parent / "events", time.monotonic()
     env = place.env(name, folder)
-    found = run_fresh(case.words, folder, env=env) if case.fresh else run(case.words, folder, env=env, events=events)
+    if case.fresh:
+        found = run_fresh(case.words, folder, env=env, limit_s=case.limit_s)
+    else:
+        found = run(case.words, folder, env=env, events=events)
     if found.code:
-        return f"{name}: the undisturbed run ended with code {found.code}\n{found.err[-2000:]}"
+        why = f"after {found.seconds:.0f} s, its time limit" if found.hung else f"with code {found.code}"
+        return f"{name}: the undisturbed run ended {why}\n{found.err[-2000:]}"
     seen = json.loads(events.read_text()) if events.exists() else {"seconds": {}, "modules": []}
     events.write_text(json.dumps(seen | {"wall": time.monotonic() - started}))
     if case.stop is not None:
@@ -204,7 +208,10 @@ class _Trial:
                 due.append(now + delay)
             return number if due and now >= due[0] else None
 
-        self.until_done(lambda words, n: run_fresh(words, self.folder, env=self.env, kill=None if n else kill))
+        limit = self.case.limit_s
+        self.until_done(
+            lambda words, n: run_fresh(words, self.folder, env=self.env, kill=None if n else kill, limit_s=limit)
+        )
         self.check()
 
     def damaged(self) -> None:

@@ -3,9 +3,12 @@
 import importlib.util
 import itertools
 import json
+import os
 import pickle
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -359,8 +362,33 @@ def test_a_sweep_with_folders_of_its_own_keeps_what_is_finished_and_continues_th
     assert errors[0].startswith("error: run.dir: runs/s0 holds a run with other settings: train.steps=2 (requested: 3)")
 
 
+def test_sigterm_while_packages_load_is_said(monkeypatch, capsys):
+    monkeypatch.setattr("mmrl.cli._dispatch", lambda words: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(5))
+    assert main(["train"]) == 143
+    assert capsys.readouterr().err == "stopped by SIGTERM\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+PLAN = """
+import sys
+import time
+from mmrl.cli import main
+code = main(["plan", "task.data.train=nowhere.json", "task.dataset=hotpotqa"])
+assert code == 2
+heavy = {"torch", "transformers"} & set(sys.modules)
+sys.exit(f"imported {heavy}" if heavy else 0)
+"""
+
+
+def test_a_plan_refuses_a_data_file_before_torch_loads():
+    done = subprocess.run([sys.executable, "-c", PLAN], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("error: task.data.train: ")
+
+
 LIGHT = """
 import sys
+import time
 from mmrl.cli import main
 code = main(sys.argv[1:])
 heavy = {"torch", "hydra", "omegaconf", "transformers", "trl", "numpy", "yaml"} & set(sys.modules)

@@ -8,6 +8,19 @@ from mmrl.cli import main
 from mmrl.errors import unknown
 
 MISTAKES = {
+    "a group taken out": (["train", "~algo"], ["algo: got no name, expected one of grpo, "]),
+    "a doubled value of a sweep": (
+        ["train", "-m", "seed=1,2,1", "algo=grpo,grpo", "train.steps=x"],
+        ["seed: got 1 more than once, which would be the same run", "algo: got grpo more than once", "train.steps"],
+    ),
+    "a seed that numpy refuses": (
+        ["train", "seed=4294967296"],
+        ["seed: got 4294967296, expected less than or equal to 4294967295"],
+    ),
+    "a seed of credit that no run has": (
+        ["credit", "algo=grpo", "rollouts=x", f"seed={2**64}"],
+        [f"seed: got {2**64}, expected a whole number from 0 to 4294967295"],
+    ),
     "a group without a choice": (["train", "algo=null", "task="], ["algo: got 'null'", "task: got ''"]),
     "an empty name in a list": (["credit", "algo=mhgpo_rr,", "rollouts=x"], ["algo: got ''"]),
     "infinity": (["train", "train.lr=inf", "algo.beta=nan"], ["train.lr: got inf", "algo.beta: got nan"]),

@@ -102,6 +102,40 @@ def test_a_key_that_a_shell_has_put_in_is_refused(monkeypatch, capsys):
     )
 
 
+PASTED = [
+    ("sk-Abcdefghijk1mnop", "plugins=[{}]"),
+    ("sk-proj-Abcdefghijk1mnop", "model.path={}"),
+    ("hf_AbcdefghijkLmnop", "model.path=https://me:{}@host/model"),
+    ("ghp_abcdefghijklmnopqrstuvwx", "run.name=x-{}"),
+]
+
+
+@pytest.mark.parametrize(("key", "word"), PASTED)
+def test_the_key_of_a_service_is_refused_wherever_it_is_typed(key, word, capsys):
+    assert main(["train", word.format(key)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {word.partition('=')[0]}: holds what looks like the key of a service")
+    assert key not in said
+
+
+def test_a_secret_that_looks_like_none_is_not_repeated(capsys):
+    """Neither as the name of a package nor in an address; and the advice names a key that there is."""
+    words = {
+        "plugins=[my-own-secret]": "plugins: got 1 that is none, expected names of packages",
+        "model.path=https://me:my-own-secret@host/m": "model.path: got an address with a user or password",
+        "model.path=https://my-own-secret@host/m": "model.path: got an address with a user or password",
+        "engine.api_key=my-own-secret": "and name that: engine.endpoint.key_env=NAME",
+        "engine.endpoints={x: {model: m, api_key: my-own-secret}}": "and name that: engine.endpoints.x.key_env=NAME",
+        "api_key=my-own-secret": "and name that: engine.endpoint.key_env=NAME",
+    }
+    for word, expected in words.items():
+        assert main(["train", word]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert expected in line and "my-own-secret" not in line, line
+    assert main(["train", "run.name=sk-learn-baseline", "model.path=me@home", "train.lr=x"]) == 2
+    assert capsys.readouterr().err == "error: train.lr: got 'x', expected number\n"
+
+
 def test_the_directory_of_a_training_run_has_references_and_a_resume_has_the_values(monkeypatch, tmp_path, capsys):
     seen = []
     monkeypatch.setattr("mmrl.run.train._run", lambda config, run, checkpoint, processes: seen.append(config) or 0)

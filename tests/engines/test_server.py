@@ -227,6 +227,19 @@ def test_a_refusal_and_a_reply_without_ids_fail_with_the_servers_words(tmp_path:
         engine.close()
 
 
+def test_replies_are_read_within_bounds_and_quoted_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = [Scripted("no " * 1000, 400), Scripted({"choices": ["x" * 1000]}), reply([3] * 2000)]
+    with serving(answering(*bad)) as (url, _):
+        engine = engine_at(url, tmp_path)
+        engine.set_version(0)
+        monkeypatch.setattr("mmrl.engines.vllm.api.LARGEST_REPLY", 5000)
+        for words in ("HTTP 400: no no", "lacks token ids", "a reply of [0-9]+ bytes, more than 5000"):
+            with pytest.raises(EngineFailure, match=words) as caught:
+                ask(engine)
+            assert len(str(caught.value)) < 400
+        engine.close()
+
+
 def test_a_given_server_is_asked_again_and_then_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmrl.engines.vllm.server.TRIES", 2)
     with serving(answering(Scripted("busy", 503), reply([2]), Scripted("gone", 500))) as (url, server):

@@ -59,6 +59,7 @@ def test_a_healthy_run_is_silent():
         ("never_parses", "module/m/action_none", lambda s: 0.98),
         ("failures", "rollouts/failed_share", lambda s: 0.0 if s < 20 else 0.4),
         ("judge_unreadable", "task/judge_fallback", lambda s: 0.1 if s < 20 else 0.5),
+        ("empty_searches", "task/empty_searches", lambda s: 0.0 if s < 20 else 0.8),
         ("answers_growing", "task/answer_words", lambda s: 3.0 if s < 20 else 12.0),
         ("many_candidates", "task/answer_candidates", lambda s: 1.2 if s < 20 else 4.0),
         ("length_runaway", "module/m/length", lambda s: 20.0 if s < 20 else 90.0),

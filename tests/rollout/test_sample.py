@@ -337,6 +337,31 @@ def test_penalties_and_facts_come_from_the_task():
     assert all(c.facts == {"words": 1} for c in forest.calls.values())
 
 
+class Searching:
+    """Searches twice; each search finds as many documents as its name says."""
+
+    modules = ("a",)
+
+    def __init__(self, *names):
+        self.names = names
+
+    async def run(self, example, ctx):
+        await ctx.call("a", [{"role": "user", "content": "q"}])
+        for name in self.names:
+            await ctx.tool(name)
+        return "x"
+
+
+@pytest.mark.parametrize(
+    ("names", "share"), [(("two", "two"), None), (("none", "two"), 0.5), (("none", "none"), 1.0), (("text",), None)]
+)
+def test_searches_that_find_nothing_are_counted(names, share):
+    tools = {"two": lambda: ["d1", "d2"], "none": list, "text": str}
+    forest, _ = run(Searching(*names), independent(2), tools=tools)
+    for rollout in forest.rollouts:
+        assert rollout.metrics.get("empty_searches") == share and rollout.error is None
+
+
 def test_examples_do_not_share_seeds():
     forest, _ = run(Chain(("a",)), independent(1), answer=lambda r: chr(97 + r.sampling.seed % 26), examples=8)
     assert len({c.text for c in forest.calls.values()}) > 3

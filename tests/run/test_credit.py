@@ -125,6 +125,17 @@ def test_names_that_no_terminal_shows_are_escaped():
     text.encode()
 
 
+@pytest.mark.parametrize(("field", "value"), [("metrics", {"em": "x"}), ("parts", {"em": [1]}), ("metrics", 3)])
+def test_metrics_of_a_journal_are_numbers(field, value, tmp_path):
+    grow = Grow(("a",))
+    grow.end(grow.call("q/0", None, "a"), 1.0)
+    lines = [line | ({field: value} if line["line"] == "rollout" else {}) for line in encode_step(grow.forest, ())]
+    path = tmp_path / "step-000001.jsonl"
+    path.write_text("".join(dumps(line) + "\n" for line in lines))
+    with pytest.raises(DataError, match=rf"step-000001.jsonl: rollout '.*': {field}: got .*expected"):
+        load_rollouts(path)
+
+
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(DataError) as caught:
         load_rollouts(tmp_path / "none")
@@ -143,6 +154,9 @@ def test_files_that_cannot_be_read(tmp_path):
         load_rollouts(bad)
     bad.write_bytes(gzip.compress(b"{}")[:-4])
     with pytest.raises(DataError, match=r"damaged journal \(EOFError: "):
+        load_rollouts(bad)
+    bad.write_text('{"line": "forest", "step": 1}\n{"line": "prompt", "ids": [1')
+    with pytest.raises(DataError, match=r"bad:2: got no JSON object \(.* at character 28\)"):
         load_rollouts(bad)
     deep = "[" * 100_000
     bad.write_text(deep)

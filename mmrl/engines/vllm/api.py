@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl.engines.base import Sampling
 from mmrl.errors import EngineFailure
+from mmrl.system.files import dumps
 from mmrl.system.portal import IoScope
+from mmrl.system.replies import ACCEPTED, ReplyTooLarge, ReplyUnreadable, quoted, whole
 
 if TYPE_CHECKING:
     import httpx
 
-QUOTED = 400
+LARGEST_REPLY = 256 * 2**20
+"""Bytes of a reply: log-probabilities of a probe's every token are some 100 bytes each."""
 SEED_BITS = 63
 
 
@@ -70,7 +73,7 @@ class VllmApi:
             finish = str(choice["finish_reason"])
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise Refused(
-                f"the server's reply lacks token ids or log-probabilities ({error!r}): {reply}"[:QUOTED]
+                f"the server's reply lacks token ids or log-probabilities ({error!r:.60}): {quoted(dumps(reply))}"
             ) from None
         if not ids or len(ids) != len(logprobs):
             raise Refused(f"the server sent {len(ids)} token ids and {len(logprobs)} log-probabilities")
@@ -114,15 +117,19 @@ class VllmApi:
         """
         import httpx
 
+        client = self.io.client
         try:
-            response = await self.io.client.request(method, self.url + path, json=body)
+            asked = client.build_request(method, self.url + path, json=body, headers=ACCEPTED)
+            response = await whole(await client.send(asked, stream=True), LARGEST_REPLY)
         except httpx.HTTPError as error:
-            raise Unreachable(f"{method} {path}: {type(error).__name__} {error}".strip()) from None
+            raise Unreachable(f"{method} {path}: {type(error).__name__} {quoted(str(error))}".strip()) from None
+        except (ReplyTooLarge, ReplyUnreadable) as error:
+            raise Refused(f"{method} {path}: {error}") from None
         # 429 says nothing against this request, which may succeed later.
         if response.status_code >= 500 or response.status_code == 429:
-            raise Unreachable(f"{method} {path}: HTTP {response.status_code}: {response.text[:QUOTED]}")
+            raise Unreachable(f"{method} {path}: HTTP {response.status_code}: {quoted(response.text)}")
         if response.status_code >= 400:
-            raise Refused(f"{method} {path}: HTTP {response.status_code}: {response.text[:QUOTED]}")
+            raise Refused(f"{method} {path}: HTTP {response.status_code}: {quoted(response.text)}")
         try:
             return response.json()
         except ValueError:
