@@ -226,9 +226,14 @@ TYPED = (
         "with hardware.device=cpu, where vLLM never sleeps",
     ),
     Rule(
-        "run.wandb_project",
+        "run.wandb_project run.group run.tags",
         lambda at: "wandb" not in str(at("run.report_to")),
         "without wandb; set run.report_to=[wandb]",
+    ),
+    Rule(
+        "run.report_calls",
+        lambda at: not {"wandb", "tensorboard"} & set(at("run.report_to") or ()),
+        "without a tracker that takes texts; set run.report_to=[wandb] or [tensorboard]",
     ),
     Rule("eval.split", _EVAL, "on mmrl eval; use split="),
     Rule("eval.every", _EVAL, "on mmrl eval; it is an option of mmrl train"),
@@ -242,7 +247,7 @@ TYPED = (
         "on mmrl eval, which runs in one process; it is an option of mmrl train",
     ),
     Rule(
-        "run.name run.report_to run.wandb_project run.progress",
+        "run.name run.report_to run.report_calls run.wandb_project run.group run.tags run.progress",
         _EVAL,
         "on mmrl eval, which has no steps to show or send; it is an option of mmrl train",
     ),

@@ -145,7 +145,16 @@ class RunConfig(Section):
     dir: str | None = Field(None, description="null: outputs/<task>/<algo>/<date_time>_s<seed>")
     name: str | None = Field(None, description="shown in reports; null: <algo>-<task>-s<seed>")
     report_to: tuple[TrackerName, ...] = Field((), description="trackers that get the metrics too")
+    report_calls: int = Field(
+        16,
+        ge=0,
+        le=1000,
+        description="wandb, tensorboard: calls of each step that they get as text (prompt, completion, reward, "
+        "advantage); 0: none",
+    )
     wandb_project: str = Field("mmrl", description="wandb: the project")
+    group: str | None = Field(None, min_length=1, description="wandb: runs that belong together; null: <algo>-<task>")
+    tags: tuple[str, ...] = Field((), description="wandb: labels of the run")
     progress: bool | None = Field(
         None, description="live display: true everywhere, false nowhere (plain lines); null: in a terminal"
     )

@@ -13,15 +13,12 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
 from textwrap import fill
 
 from mmrl.config import EndpointConfig
-from mmrl.errors import CheckpointError, ConfigError, nearest
-from mmrl.records import Forest
 from mmrl.report.alarms import Alarm
 from mmrl.report.html import write_report
-from mmrl.report.journal import read_step
+from mmrl.report.items import evaluation_text, example_text, step_text
 from mmrl.report.overview import Item, Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import (
@@ -38,7 +35,6 @@ from mmrl.report.stats import (
     trailing_mean,
 )
 from mmrl.report.tables import align, before_after_table, facts_table
-from mmrl.report.trees import clean, render_example, shown_prediction
 from mmrl.system.conf import row_keys
 
 MODULE_FACTS = ("calls", "reward", "penalty", "format_rate", "length", "entropy", "surprise", "kl", "clip_share")
@@ -48,8 +44,9 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
     """Text for the terminal.
 
     Args:
-        example: id of an example: its tree of calls, at `step` or at the last step that has it.
-        step: a step: its examples; with `example`, the tree.
+        example: id of an example: its tree of calls, at `step` or at the last step that has it; of an item, its
+            scores, and its calls where they are kept.
+        step: a step: its examples, and the items evaluated after it; with `example`, the tree.
 
     Raises:
         CheckpointError: not a run, no such step, a damaged file.
@@ -61,13 +58,11 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
 
 def _shown(run: RunDir, example: str | None, step: int | None, width: int) -> str:
     if example is not None:
-        at = step if step is not None else _last_step_with(run, example)
-        forest, entries = read_step(run, at)
-        return render_example(forest, entries, example, width)
+        return example_text(run, example, step, width)
     if step is not None:
-        forest, _ = read_step(run, step)
-        return _step_table(run, forest, step, width)
-    return overview_text(Overview.of(run), width)
+        return step_text(run, step, width)
+    seen = Overview.of(run)
+    return evaluation_text(seen, width) if seen.evaluates else overview_text(seen, width)
 
 
 def overview_text(seen: Overview, width: int = 100) -> str:
@@ -184,45 +179,6 @@ def _further(seen: Overview) -> str:
     if seen.run.report_path.is_file():
         lines.append(f"report for people:   {seen.run.report_path}")
     return "\n".join(lines)
-
-
-def _step_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
-    rows = [["example", "rollouts", "reward", "lowest", "highest", "failed", "a prediction"]]
-    for example in forest.examples:
-        rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
-        rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-        failed = sum(rollout.error is not None for rollout in rollouts)
-        numbers = (short(fmean(rewards)), short(min(rewards)), short(max(rewards))) if rewards else ("-", "-", "-")
-        shown = next((rollout.prediction for rollout in rollouts if rollout.prediction is not None), "")
-        rows.append([clean(example), str(len(rollouts)), *numbers, str(failed), shown_prediction(shown)])
-    example = clean(forest.examples[0]) if forest.examples else "<id>"
-    return (
-        f"step {step}: {len(forest.examples)} examples, {len(forest.rollouts)} rollouts, {len(forest.calls)} calls\n"
-        f"{align(rows, width=width)}\n\none example's calls: mmrl show {run.path} step={step} example='{example}'"
-    )
-
-
-def _last_step_with(run: RunDir, example: str) -> int:
-    """The last step whose journal has the example.
-
-    Raises:
-        ConfigError: no step has it; names the nearest of all ids.
-        CheckpointError: the run has no journals.
-    """
-    steps = run.journal_steps()
-    if not steps:
-        raise CheckpointError(f"{run.path}: the run has no journals yet")
-    ids: dict[str, None] = {}
-    # From the newest step back: a journal is read whole, so the first match ends the search.
-    for step in reversed(steps):
-        forest, _ = read_step(run, step)
-        if example in forest.examples:
-            return step
-        ids |= dict.fromkeys(forest.examples)
-    raise ConfigError(
-        f"example: got '{example}', which none of the {len(steps)} journalled steps has{nearest(example, list(ids))} "
-        f"(ids of a step: mmrl show {run.path} step={steps[-1]})"
-    )
 
 
 # --- the end of a run

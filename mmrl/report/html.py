@@ -40,7 +40,17 @@ from mmrl.report.tables import (
     seed_rows,
     summary_rows,
 )
-from mmrl.report.trees import EntryFields, Node, abridged, call_name, clean, credit_line, rollout_line, trees
+from mmrl.report.trees import (
+    EntryFields,
+    Node,
+    abridged,
+    call_name,
+    clean,
+    credit_line,
+    rollout_line,
+    telling_examples,
+    trees,
+)
 from mmrl.secrets import hide
 from mmrl.system.files import atomic_write
 
@@ -256,21 +266,6 @@ def _journals(seen: Overview) -> Iterator[dict[str, object]]:
             continue
         examples = [_example(forest, entries, example) for example in telling_examples(forest, EXAMPLES)]
         yield {"step": step, "error": None, "is_last": step == steps[-1], "examples": examples}
-
-
-def telling_examples(forest: Forest, count: int) -> list[str]:
-    """Examples worth reading first: rewards that differ between rollouts, then a failure, then any."""
-    rewards: dict[str, list[float]] = {}
-    failed: dict[str, int] = {}
-    for rollout in forest.rollouts:
-        rewards.setdefault(rollout.example, []).append(rollout.reward or 0.0)
-        failed[rollout.example] = failed.get(rollout.example, 0) + (rollout.error is not None)
-    ranges = {example: max(values) - min(values) for example, values in rewards.items()}
-    order = {example: index for index, example in enumerate(forest.examples)}
-    # Where rollouts of one question differ, there is something to learn from.
-    by_range = sorted(order, key=lambda example: (-ranges[example], order[example]))
-    by_failure = sorted((e for e in order if failed[e]), key=lambda example: (-failed[example], order[example]))
-    return list(dict.fromkeys([*by_range[: max(count - 1, 1)], *by_failure[:1], *by_range]))[:count]
 
 
 def _example(forest: Forest, entries: Sequence[EntryFields], example: str) -> dict[str, object]:

@@ -139,14 +139,21 @@ class Overview:
         return value
 
     @property
+    def evaluates(self) -> bool:
+        """Whether it is an evaluation (`mmrl eval`), which trains nothing."""
+        return "policy" in self.config
+
+    @property
     def name(self) -> str:
-        """`run.name`, else `<algo>-<task>-s<seed>`."""
+        """`run.name`, else `<algo>-<task>-s<seed>` (of an evaluation `eval-<task>-s<seed>`)."""
         given = self.get("run.name")
         return given or f"{self.get('algo.name', 'eval')}-{self.get('task.name', '?')}-s{self.get('seed', 0)}"
 
     @property
     def what(self) -> str:
-        """Algorithm, task and model in a few words."""
+        """Algorithm, task and model in a few words; of an evaluation policy, task and split."""
+        if self.evaluates:
+            return f"{self.get('policy')} on {self.get('task.name', '?')}, {self.split}"
         names = (self.get(f"{section}.name", "?") for section in ("algo", "task", "model"))
         return "{} on {} with {}".format(*names)
 
@@ -156,12 +163,13 @@ class Overview:
         if self.summary:  # the process that writes the report of a finished run still holds the lock
             return "finished"
         # The lock is looked at each time: a state that was cached would be wrong a moment later.
-        return "running" if self.run.in_use else f"stopped; continue with: mmrl train resume={self.run.path}"
+        again = f"mmrl {'eval' if self.evaluates else 'train'} resume={self.run.path}"
+        return "running" if self.run.in_use else f"stopped; continue with: {again}"
 
     @property
     def split(self) -> str:
         """The split that the run evaluates on."""
-        return str(self.get("eval.split", "dev"))
+        return str(self.get("split" if self.evaluates else "eval.split", "dev"))
 
     @property
     def training(self) -> list[JsonObject]:

@@ -1,26 +1,41 @@
 """Copies of the metrics for the tracking services of accelerate (`run.report_to`); `metrics.jsonl` stays the record.
 
 `accelerate.tracking` speaks to the services. Added here: files lie in the run directory, a resumed run continues its
-curves, wandb is offline without a key, no secret leaves, and a service that fails does not end the run.
+curves, wandb is offline without a key and says so, some calls of each step go along as texts, no secret leaves, and a
+service that fails does not end the run.
 """
 
 from __future__ import annotations
 
+import configparser
 import importlib.util
+import netrc
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from mmrl.config import RunConfig
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import number
-from mmrl.secrets import secret_name
+from mmrl.report.stats import number, short
+from mmrl.report.trees import abridged, clean
+from mmrl.secrets import add_secret, hide, secret_name
 from mmrl.system.files import dumps, plain
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
+
+
+WITH_TEXTS = ("wandb", "tensorboard")
+"""Trackers that get texts of calls."""
+COLUMNS = ("step", "example", "module", "prompt", "completion", "reward", "advantage")
+"""Of a table of calls."""
+PROMPT, COMPLETION = (500, 1500), (1500, 500)
+"""Characters at the start and at the end of a long text that are sent."""
 
 
 class Trackers:
@@ -29,11 +44,13 @@ class Trackers:
     Args:
         started: name -> tracker.
         warn: called once per tracker that fails, with the reason.
+        calls: most calls of a step whose texts are sent.
     """
 
-    def __init__(self, started: Mapping[str, GeneralTracker], warn: Callable[[str], None] = print):
+    def __init__(self, started: Mapping[str, GeneralTracker], warn: Callable[[str], None] = print, calls: int = 0):
         self._started = dict(started)
         self._warn = warn
+        self._calls = calls
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -44,6 +61,28 @@ class Trackers:
         """Pass the finite numbers of one step on."""
         finite = {key: value for key, raw in metrics.items() if (value := number(raw)) is not None}
         self._each(lambda tracker: tracker.log(finite, step=step))
+
+    @property
+    def calls(self) -> int:
+        """Most calls of a step that `log_calls` takes; 0 where no tracker takes texts."""
+        return self._calls if any(name in WITH_TEXTS for name in self._started) else 0
+
+    def log_calls(self, step: int, calls: Sequence[Mapping[str, object]]) -> None:
+        """Pass some calls of one step on.
+
+        Args:
+            calls: `COLUMNS` but the step, in the order in which they are shown.
+        """
+        rows = [[step, *_sendable(call)] for call in calls[: self.calls]]
+
+        def send(tracker: GeneralTracker) -> None:
+            if tracker.name == "wandb":
+                tracker.log_table("rollouts", columns=list(COLUMNS), data=rows, step=step)
+            elif tracker.name == "tensorboard":
+                tracker.log({"rollouts": "\n\n---\n\n".join(map(_markdown, rows))}, step=step)
+
+        if rows:
+            self._each(send)
 
     def finish(self, summary: Mapping[str, object] | None = None) -> None:
         """Close all; wandb has a place for the summary of the run."""
@@ -68,11 +107,11 @@ class Trackers:
 
 @contextmanager
 def trackers(
-    report_to: Sequence[str],
+    settings: RunConfig,
     run: RunDir,
     *,
     name: str,
-    project: str,
+    group: str,
     device: str,
     warn: Callable[[str], None] = print,
 ) -> Iterator[Trackers]:
@@ -81,7 +120,7 @@ def trackers(
     Raises:
         ConfigError: as `open_trackers`.
     """
-    opened = open_trackers(report_to, run, name=name, project=project, device=device, warn=warn)
+    opened = open_trackers(settings, run, name=name, group=group, device=device, warn=warn)
     try:
         yield opened
     finally:
@@ -89,25 +128,28 @@ def trackers(
 
 
 def open_trackers(
-    report_to: Sequence[str],
+    settings: RunConfig,
     run: RunDir,
     *,
     name: str,
-    project: str,
+    group: str,
     device: str,
     warn: Callable[[str], None] = print,
 ) -> Trackers:
     """Start the trackers named in `run.report_to`; a resumed run goes on in the same files.
 
     Args:
-        name, project: of the run, and of the service's project (`run.wandb_project`).
+        name, group: of the run, where `run.name` and `run.group` say nothing.
         device: `hardware.device`.
+        warn: told what a user should know: where wandb's data go, and later what fails.
 
     Raises:
         ConfigError: a package is not installed, or a tracker does not start.
     """
+    report_to = settings.report_to
     if problems := missing_trackers(report_to):
         raise ConfigError(problems)
+    named = settings.model_copy(update={"name": settings.name or name, "group": settings.group or group})
     # Read only where it is sent: most runs have no tracker.
     shown = without_secrets(run.config) if report_to else {}
     next_step = max((record["step"] for record in run.history()), default=-1) + 1
@@ -115,16 +157,18 @@ def open_trackers(
     # Started before training: a bad key is an error of the config, not of step 1.
     for service in report_to:
         try:
-            started[service] = tracker = _started(service, run, next_step, name, project, device)
+            started[service] = tracker = _started(service, run, next_step, named, device)
+            if service == "wandb":
+                warn(wandb_mode(run.path)[1])
             if service == "tensorboard":
                 # As a text: `store_init_configuration` adds a run to the folder at each start, and takes no lists.
-                tracker.log({"config": dumps(shown)}, step=next_step)
+                tracker.log({"config": _block(dumps(shown, indent=1))}, step=next_step)
             else:
                 tracker.store_init_configuration(shown)
         except Exception as error:
             Trackers(started, warn).finish()
             raise ConfigError(f"run.report_to: '{service}' does not start: {type(error).__name__}: {error}") from None
-    return Trackers(started, warn)
+    return Trackers(started, warn, settings.report_calls)
 
 
 def missing_trackers(report_to: Sequence[str]) -> list[str]:
@@ -136,23 +180,85 @@ def missing_trackers(report_to: Sequence[str]) -> list[str]:
     ]
 
 
-def _started(tracker: str, run: RunDir, next_step: int, name: str, project: str, device: str) -> GeneralTracker:
+def wandb_mode(folder: Path) -> tuple[str | None, str]:
+    """What `wandb.init` takes as its mode (None: its own choice), and a sentence that says where the data go.
+
+    Args:
+        folder: of the run.
+    """
+    if mode := os.environ.get("WANDB_MODE"):
+        return None, f"wandb: {mode}, as the environment variable WANDB_MODE says"
+    if os.environ.get("WANDB_API_KEY"):
+        return None, "wandb: online, with the key of the environment variable WANDB_API_KEY"
+    if place := _wandb_login():
+        return None, f"wandb: online, with the login in {place}"
+    # Without a key wandb would ask for one and wait.
+    send = f"wandb sync {folder}/wandb/offline-run-*"
+    return "offline", f"wandb: offline, since there is neither a login (wandb login) nor WANDB_API_KEY; to send: {send}"
+
+
+def _wandb_login() -> str:
+    """The file in which `wandb login` has left a key for the server in use; empty without one."""
+    settings = configparser.ConfigParser(interpolation=None)
+    home = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
+    try:
+        settings.read([home / "settings", Path("wandb") / "settings"], encoding="utf-8")
+        typed = settings.get("default", "base_url", fallback="https://api.wandb.ai")
+    except (configparser.Error, UnicodeDecodeError):
+        typed = "https://api.wandb.ai"
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or typed).hostname or ""
+    given = os.environ.get("NETRC")
+    for path in [Path(given).expanduser()] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        try:
+            login = netrc.netrc(path).authenticators(host)
+        except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
+            continue
+        if login is not None and login[2]:
+            add_secret("WANDB_API_KEY", login[2])
+            return str(path)
+    return ""
+
+
+def _sendable(call: Mapping[str, object]) -> list[object]:
+    """The cells of a call after its step: texts cut and without secrets."""
+    cut = {"prompt": PROMPT, "completion": COMPLETION}
+    return [
+        hide(abridged(clean(call[name]), *cut[name]))
+        if name in cut
+        else call[name]
+        if isinstance(call[name], float) or call[name] is None
+        else hide(clean(call[name]))
+        for name in COLUMNS[1:]
+    ]
+
+
+def _markdown(row: Sequence[object]) -> str:
+    """A call as TensorBoard shows it."""
+    _, example, module, prompt, completion, reward, advantage = row
+    head = f"**{module}** · {example} · reward {short(reward)} · advantage {short(advantage)}"
+    return f"{head}\n\n{_block(str(prompt))}\n\n{_block(str(completion))}"
+
+
+def _block(text: str) -> str:
+    # By its indent: a fence could be closed from inside.
+    return "\n".join(f"    {line}" for line in text.split("\n"))
+
+
+def _started(tracker: str, run: RunDir, next_step: int, named: RunConfig, device: str) -> GeneralTracker:
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     # accelerate's trackers need its process state; the trainer's arguments reset it and set it up in the same way.
     PartialState(cpu=device == "cpu")
-    folder = str(run.path)
+    folder, name, project = str(run.path), named.name, named.wandb_project
     options: dict[str, object] = {}
     if tracker == "wandb":
         # The id is kept beside the files, so that a resumed run continues the same curve.
         id_file = run.path / "wandb_id.txt"
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
-        # Without a key wandb would ask for a login and wait.
-        online = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
         options = {"name": name, "dir": folder, "id": id_file.read_text().strip(), "resume": "allow"}
-        options["mode"] = None if online else "offline"
+        options |= {"mode": wandb_mode(run.path)[0], "group": named.group, "tags": list(named.tags)}
         # wandb would else wrap standard output and print its own banner.
         options["settings"] = {"console": "off", "silent": True}
     elif tracker == "tensorboard":

@@ -54,6 +54,21 @@ def trees(forest: Forest, entries: Sequence[EntryFields], example: str) -> list[
     return [node(call) for call in forest.calls.values() if call.example == example and call.parent is None]
 
 
+def telling_examples(forest: Forest, count: int) -> list[str]:
+    """Examples worth reading first: rewards that differ between rollouts, then a failure, then any."""
+    rewards: dict[str, list[float]] = {}
+    failed: dict[str, int] = {}
+    for rollout in forest.rollouts:
+        rewards.setdefault(rollout.example, []).append(rollout.reward or 0.0)
+        failed[rollout.example] = failed.get(rollout.example, 0) + (rollout.error is not None)
+    ranges = {example: max(values) - min(values) for example, values in rewards.items()}
+    order = {example: index for index, example in enumerate(forest.examples)}
+    # Where rollouts of one question differ, there is something to learn from.
+    by_range = sorted(order, key=lambda example: (-ranges[example], order[example]))
+    by_failure = sorted((e for e in order if failed[e]), key=lambda example: (-failed[example], order[example]))
+    return list(dict.fromkeys([*by_range[: max(count - 1, 1)], *by_failure[:1], *by_range]))[:count]
+
+
 def check_example(forest: Forest, example: str) -> None:
     """Refuse an example that the step does not have.
 
@@ -149,18 +164,22 @@ def rollout_line(rollout: Rollout) -> str:
     return line + f" · prediction {abridged(clean(rollout.prediction), 100, 60)}"
 
 
-def render_example(forest: Forest, entries: Sequence[EntryFields], example: str, width: int = 100) -> str:
+def render_example(forest: Forest, entries: Sequence[EntryFields] | None, example: str, width: int = 100) -> str:
     """The trees of one example as text.
+
+    Args:
+        entries: None: of an evaluation, which gives no credit.
 
     Raises:
         ConfigError: the step has no such example.
     """
     check_example(forest, example)
     rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
-    lines = [f"example {example} · step {forest.step} · {len(rollouts)} rollouts"]
-    for root in trees(forest, entries, example):
+    where = f"example {example} · step {forest.step} · " if entries is not None else ""
+    lines = [f"{where}{len(rollouts)} rollout{'s' if len(rollouts) > 1 or where else ''}"]
+    for root in trees(forest, entries or (), example):
         lines += [""]
-        _render(root, "", "", None, width, lines)
+        _render(root, "", "", None, width, lines, credited=entries is not None)
     # A rollout that failed before its first call is on no path of the tree.
     lost = [rollout for rollout in rollouts if rollout.leaf is None]
     if lost:
@@ -168,7 +187,9 @@ def render_example(forest: Forest, entries: Sequence[EntryFields], example: str,
     return "\n".join(lines)
 
 
-def _render(node: Node, first: str, rest: str, shared: Prompt | None, width: int, lines: list[str]) -> None:
+def _render(
+    node: Node, first: str, rest: str, shared: Prompt | None, width: int, lines: list[str], credited: bool = True
+) -> None:
     """Append the text of a node: `first` before its first line, `rest` before all others.
 
     Args:
@@ -199,14 +220,16 @@ def _render(node: Node, first: str, rest: str, shared: Prompt | None, width: int
         lines.append(f"{inner}turn reward {short(call.turn_reward)}")
     for entry in node.entries:
         _wrap(credit_line(entry), inner, width, lines)
-    if not node.entries:
+    if not node.entries and credited:
         lines.append(f"{inner}no credit")
     for rollout in node.rollouts:
         _wrap(f"⇒ {rollout_line(rollout)}", inner, width, lines)
     before: Prompt | None = None
     for index, child in enumerate(node.children):
         last = index == len(node.children) - 1
-        _render(child, rest + ("└─ " if last else "├─ "), rest + ("   " if last else "│  "), before, width, lines)
+        _render(
+            child, rest + ("└─ " if last else "├─ "), rest + ("   " if last else "│  "), before, width, lines, credited
+        )
         before = (child.call.prompt_ids, child.call.prompt_text)
 
 

@@ -214,12 +214,12 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
     shown, console = (config.run, None) if processes.main else (RunConfig(), Console(quiet=True))
     name = shown.name or f"{config.algo.name}-{task.name}-s{config.seed}"
     live = shown.progress
-    sent = {"name": name, "project": shown.wandb_project, "device": config.hardware.device}
+    sent = {"name": name, "group": f"{config.algo.name}-{task.name}", "device": config.hardware.device}
     with (
         Progress(total=steps, title=name, live=live, main_metric=metric, first_step=done, console=console) as progress,
         stoppable(in_a_group=processes.world > 1) as stop,
         released(task),
-        trackers(shown.report_to, rundir, **sent, warn=progress.note) as opened,
+        trackers(shown, rundir, **sent, warn=progress.note) as opened,
     ):
         place = f"{config.model.name} ({config.hardware.device}, {config.hardware.threads} threads)"
         work = f"{config.algo.name} on {task.name} with {place}, {steps} steps of {config.train.batch_size} examples"

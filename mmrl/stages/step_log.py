@@ -6,16 +6,20 @@ Part of `stages`: `collect` and `weights` add to it, `evaluate` writes the recor
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import psutil
 
+from mmrl.credit.entries import Entry
 from mmrl.errors import Stopped
+from mmrl.records import Forest
+from mmrl.report.journal import JournalWriter
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Trackers
+from mmrl.stages.step_metrics import told_calls
 from mmrl.system.processes import ALONE, Processes
 from mmrl.system.stop import Stop
 
@@ -69,6 +73,14 @@ class StepLog:
         started = time.perf_counter()
         yield
         self.add(part, time.perf_counter() - started)
+
+    def keep(self, journal: JournalWriter, forest: Forest, entries: Sequence[Entry]) -> None:
+        """Begin to journal the rollouts of the step under way, and send some of its calls to the trackers."""
+        if not self.processes.main:
+            return
+        journal.write(self.rundir, forest, entries)
+        if self.trackers.calls:
+            self.trackers.log_calls(forest.step, told_calls(forest, entries, self.trackers.calls))
 
     def record(self, update: Mapping[str, float]) -> dict[str, float]:
         """The metrics of a step after its last optimizer step; `update` is the trainer's part of them."""

@@ -10,6 +10,7 @@ from statistics import fmean, pstdev
 from mmrl.credit.entries import Entry
 from mmrl.errors import MODEL_CAUSED
 from mmrl.records import Call, Forest, Rollout
+from mmrl.report.trees import telling_examples
 from mmrl.tasks.base import Task
 from mmrl.tasks.metrics import f1
 
@@ -134,6 +135,25 @@ def credit_metrics(forest: Forest, entries: Iterable[Entry]) -> dict[str, float]
     if len(turns) > 1:
         metrics |= {f"turn/{turn}/reward": fmean(turns[turn]) for turn in sorted(turns)[:TURNS]}
     return metrics | similarity(forest, groups)
+
+
+def told_calls(forest: Forest, entries: Sequence[Entry], most: int) -> list[dict[str, object]]:
+    """Up to `most` calls as people read them, with reward and advantage (its mean over tokens; None without credit).
+
+    Whole examples, those first whose rollouts differ in reward: there is something to compare.
+    """
+    credited = {entry.call: entry for entry in reversed(entries)}
+    told: list[dict[str, object]] = []
+    calls: dict[str, list[Call]] = defaultdict(list)
+    for call in forest.calls.values():
+        calls[call.example].append(call)
+    for example in telling_examples(forest, most):
+        for call in calls[example]:
+            entry = credited.get(call.id)
+            shown = {"example": example, "module": call.module, "prompt": call.prompt_text, "completion": call.text}
+            advantage = fmean(entry.advantages) if entry is not None and entry.advantages else None
+            told.append(shown | {"reward": entry.reward if entry is not None else None, "advantage": advantage})
+    return told[:most]
 
 
 def similarity(forest: Forest, groups: Mapping[str, Sequence[Entry]]) -> dict[str, float]:

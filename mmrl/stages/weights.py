@@ -60,8 +60,7 @@ class WeightStage:
         metrics |= credit_metrics(trained, credit.entries) | dict(credit.metrics)
         self.log.metrics = metrics | dict(batch.metrics)
         # Written by a thread while the trainer works: compressing a large batch takes as long as an update.
-        if self.log.processes.main:
-            self.journal.write(self.log.rundir, batch.forest, credit.entries)
+        self.log.keep(self.journal, batch.forest, credit.entries)
         calls = train_calls(trained, credit, minibatch)
         return StepBatch(step=step, calls=calls, minibatches=count, metrics={})
 

@@ -26,7 +26,7 @@ DAMAGE = {
     "config.yaml": [
         ("seed: 0", "seed: []", "config.yaml: seed: got '[]', expected a whole number"),
         ("name: mhgpo_rr", "name: {a: b}", "config.yaml: algo.name: got"),
-        ("seed: 0", "seed: [0\nx", "config.yaml:2: cannot be read: not YAML (expected ',' or ']', but got"),
+        ("seed: 0", "seed: [0\nx", "config.yaml:3: cannot be read: not YAML (expected ',' or ']', but got ':')"),
         ("bootstrap: 200", "bootstrap: x", "config.yaml: eval.bootstrap: got 'x', expected a whole number"),
     ],
     "metrics.jsonl": [

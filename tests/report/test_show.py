@@ -9,7 +9,8 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.stats import module_facts
 from mmrl.report.tables import align
 from mmrl.report.trees import abridged, advantage_of, clean, credit_line, made_of, shown_prediction
-from tests.helpers.runs import CONFIG, MODULES, fake_run, forest
+from mmrl.system.files import append_jsonl
+from tests.helpers.runs import CONFIG, MODULES, fake_run, forest, items
 
 
 @pytest.fixture(scope="module")
@@ -196,3 +197,55 @@ def test_a_table_that_is_too_wide_goes_on_below_with_its_first_column():
         "  bb      6  no",
     ]
     assert align(rows, width=1).count("\n\n") == 3
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """What `mmrl eval` leaves: results of 12 items, and a journal of each half."""
+    config = {**CONFIG, "policy": "tiny", "split": "test"}
+    config.pop("algo")
+    run = RunDir.create(tmp_path_factory.mktemp("eval") / "run", config, ["mmrl", "eval", "policy=tiny"])
+    with run:
+        results = [{**item, "predictions": ["x"], "errors": [], "failed_share": 0.0} for item in items(0, 12)]
+        results[3] |= {"id": "q1", "errors": ["parse"]}
+        append_jsonl(run.eval_path(0, "test"), results)
+        for part in range(2):
+            made, _ = forest(0)
+            write_step(run, made, evaluation="test", step=part)
+    return run
+
+
+def test_an_evaluation_is_shown_by_its_scores_and_items(evaluated):
+    text = show_run(evaluated.path)
+    assert text.startswith("eval-hotpotqa-s0: tiny on hotpotqa, test, stopped; continue with: mmrl eval resume=")
+    assert "so far, of 12 items" in text and "the 10 of 12 items with the lowest scores" in text
+    scores = dict.fromkeys(("em", "em_low", "em_high", "module/answerer/length"), 0.5)
+    evaluated.write_summary({"metrics": scores, "facts": {"data": "mini world"}})
+    text = show_run(evaluated.path)
+    rows = [line.split() for line in text.splitlines()]
+    assert ["em", "0.500", "[0.500,", "0.500]"] in rows and ["data", "mini", "world"] in rows
+    assert ["module/answerer/length", "0.500"] in rows and "finished" in text.splitlines()[0]
+    assert f"all items:        mmrl show {evaluated.path} step=0" in text and "?" not in text
+
+
+def test_the_items_of_an_evaluation_and_the_calls_of_one(evaluated):
+    text = show_run(evaluated.path, step=0)
+    assert text.startswith("evaluation on test\n12 items\n  item")
+    assert "failed  a prediction" in text and text.count("\n  d") == 11
+    one = show_run(evaluated.path, example="q1")
+    assert one.startswith("item q1\n  evaluation") and "test, step 0" in one and "parse  x" in one
+    assert "rewriter · 3 tokens" in one and "credit" not in one
+    for arguments, words in (
+        ({"step": 3}, "no journal of step 3; evaluations of step 0"),
+        ({"example": "d77"}, "which no evaluation has; did you mean"),
+        ({"example": "q7", "step": 0}, "expected one of the 12 examples of step 0"),
+    ):
+        with pytest.raises((CheckpointError, ConfigError), match=words):
+            show_run(evaluated.path, **arguments)
+
+
+def test_the_evaluations_of_a_training_run(run):
+    assert show_run(run.path, step=0).startswith("evaluation on dev before training\n60 items\n")
+    assert "evaluation on dev after it\nthe 10 of 60 items with the lowest scores" in show_run(run.path, step=40)
+    text = show_run(run.path, example="d7")
+    assert text.startswith("item d7\n") and [f"dev, step {step}" in text for step in (0, 10, 20, 40)] == [True] * 4

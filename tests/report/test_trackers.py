@@ -12,12 +12,16 @@ from typing import get_args
 import pytest
 from accelerate.tracking import GeneralTracker
 
+from mmrl import secrets as hidden
 from mmrl.cli.hydra import configs, read_line
-from mmrl.config import TrainCommandConfig
+from mmrl.config import RunConfig, TrainCommandConfig
 from mmrl.config.schema import TrackerName
+from mmrl.credit.entries import Entry
 from mmrl.errors import ConfigError
 from mmrl.report.trackers import Trackers, missing_trackers, open_trackers, trackers, without_secrets
 from mmrl.run.check import check_all
+from mmrl.stages.step_metrics import told_calls
+from tests.helpers.runs import forest
 
 
 class FakeConfig(dict):
@@ -35,6 +39,9 @@ class FakeWandb:
     def __init__(self):
         self.inits, self.logged, self.config, self.summary, self.finished = [], [], FakeConfig(), {}, 0
 
+    def Table(self, columns, data, dataframe):
+        return {"columns": columns, "data": data}
+
     def init(self, **arguments):
         self.inits.append(arguments)
         return self
@@ -47,19 +54,24 @@ class FakeWandb:
 
 
 @pytest.fixture
-def wandb(monkeypatch):
+def wandb(monkeypatch, tmp_path):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_CONFIG_DIR"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(hidden, "_secrets", {})
+    monkeypatch.setattr(hidden, "_forms", ())
     return fake
 
 
-NAMED = {"name": "run", "project": "p", "device": "cpu"}
+NAMED = {"name": "run", "group": "grpo-hotpotqa", "device": "cpu"}
 
 
-def opened(tmp_path, *names, config=None, next_step=0, warn=print):
-    return open_trackers(names, run_at(tmp_path, next_step, config), **NAMED, warn=warn)
+def opened(tmp_path, *names, config=None, next_step=0, warn=print, **settings):
+    run = run_at(tmp_path, next_step, config)
+    return open_trackers(RunConfig(report_to=names, **settings), run, **NAMED, warn=warn)
 
 
 def run_at(tmp_path, next_step=0, config=None):
@@ -77,6 +89,82 @@ def test_wandb_is_offline_without_a_key(tmp_path, wandb, monkeypatch):
     opened(tmp_path, "wandb")
     assert [arguments["mode"] for arguments in wandb.inits] == ["offline", None]
     assert "x" * 40 not in str(wandb.inits)
+
+
+def test_a_login_of_wandb_is_respected_and_the_mode_is_said(tmp_path, wandb, monkeypatch):
+    """`wandb login` leaves its key in a netrc file, for the server in use."""
+    said = []
+    opened(tmp_path, "wandb", warn=said.append)
+    (tmp_path / "netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {'k3' * 20}\n")
+    opened(tmp_path, "wandb", warn=said.append)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    opened(tmp_path, "wandb", warn=said.append)
+    (tmp_path / "netrc").write_text(f"machine wandb.example.org login user password {'k3' * 20}\n")
+    opened(tmp_path, "wandb", warn=said.append)
+    monkeypatch.setenv("WANDB_MODE", "shared")
+    opened(tmp_path, "wandb", warn=said.append)
+    assert [arguments["mode"] for arguments in wandb.inits] == ["offline", None, "offline", None, None]
+    assert [text.split(",")[0] for text in said] == [
+        f"wandb: {mode}" for mode in (*("offline", "online") * 2, "shared")
+    ]
+    assert "wandb sync" in said[0] and str(tmp_path / "netrc") in said[1] and "k3k3" not in str(said)
+    assert hidden.hide(f"refused {'k3' * 20}") == "refused ${oc.env:WANDB_API_KEY}"
+
+
+def test_wandb_gets_group_and_tags(tmp_path, wandb):
+    opened(tmp_path, "wandb")
+    opened(tmp_path, "wandb", group="mine", tags=("a", "b"), name="x", wandb_project="p")
+    named = [[arguments[key] for key in ("name", "project", "group", "tags")] for arguments in wandb.inits]
+    assert named == [["run", "mmrl", "grpo-hotpotqa", []], ["x", "p", "mine", ["a", "b"]]]
+
+
+LONG = "word " * 2000
+
+
+def calls(count):
+    return [
+        {"example": f"q{n}", "module": "m", "prompt": LONG, "completion": f"a|b\n`c` {SECRET}", "reward": 0.5}
+        | {"advantage": -0.25 if n else None}
+        for n in range(count)
+    ]
+
+
+SECRET = "s3cret-value-of-mine"
+
+
+def test_calls_are_sent_as_texts_so_many_and_so_long(tmp_path, wandb):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    hidden.add_secret("MINE", SECRET)
+    both = opened(tmp_path, "wandb", "tensorboard", report_calls=3)
+    assert both.calls == 3
+    both.log_calls(7, calls(5))
+    both.finish()
+    ((step, logged),) = wandb.logged
+    table = logged["rollouts"]
+    assert step == 7 and table["columns"][:3] == ["step", "example", "module"] and len(table["data"]) == 3
+    assert table["data"][0][-2:] == [0.5, None] and table["data"][1][-2:] == [0.5, -0.25]
+    assert all(len(row[3]) < 2100 for row in table["data"]) and SECRET not in str(table)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (text,) = events.Tensors("rollouts/text_summary")
+    shown = text.tensor_proto.string_val[0].decode()
+    assert shown.count("**m** · q") == 3 and "reward 0.500 · advantage -0.250" in shown and SECRET not in shown
+    assert opened(tmp_path, "wandb", report_calls=0).calls == opened(tmp_path).calls == 0
+
+
+def test_the_calls_that_are_told_are_those_of_examples_that_differ():
+    made, entries = forest(1)
+    entries = [Entry(**{**entry, "call": entry["call"]}) for entry in entries]
+    told = told_calls(made, entries, 7)
+    assert [call["example"] for call in told] == ["q0"] * 4 + ["q2"] * 3
+    assert told[0] | {"prompt": ""} == {
+        "example": "q0",
+        "module": "rewriter",
+        "prompt": "",
+        "reward": 0.75,
+        "advantage": pytest.approx(0.83),
+        "completion": "### who made it; <script>alert(1)</script> ###",
+    }
 
 
 def test_a_resumed_run_keeps_its_wandb_id(tmp_path, wandb):
@@ -106,7 +194,7 @@ def test_tensorboard_files_can_be_read_back(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
     (config,) = events.Tensors("config/text_summary")
-    assert b'{"seed":1}' in config.tensor_proto.string_val[0]
+    assert config.tensor_proto.string_val[0] == b'    {\n     "seed": 1\n    }'
 
 
 def test_steps_that_a_killed_run_logged_are_replaced(tmp_path):
@@ -129,7 +217,7 @@ def test_wandb_itself_offline_in_the_run_directory(tmp_path, monkeypatch):
         run = opened(tmp_path, "wandb", warn=notes.append)
         run.log(1, {"reward/mean": 0.25})
         run.finish({"em": 0.5})
-        assert notes == []
+        assert notes == ["wandb: offline, as the environment variable WANDB_MODE says"]
     kept = (tmp_path / "wandb_id.txt").read_text()
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{kept}"))) >= 1
 
@@ -209,7 +297,7 @@ def test_secrets_do_not_leave():
 
 
 def test_trackers_close_also_when_the_run_fails(tmp_path, wandb):
-    with pytest.raises(KeyboardInterrupt), trackers(("wandb",), run_at(tmp_path), **NAMED):
+    with pytest.raises(KeyboardInterrupt), trackers(RunConfig(report_to=("wandb",)), run_at(tmp_path), **NAMED):
         raise KeyboardInterrupt
     assert wandb.finished == 1
 

@@ -312,24 +312,31 @@ def tracked(name: str, options: Options, folder: Path) -> object:
     made: list[Any] = []
 
     def tracker(*arguments: Any) -> Any:
-        made.append((arguments[0], arguments[4]))
+        named = arguments[3]
+        made.append((arguments[0], named.wandb_project, named.group, named.tags))
         ignore = lambda *values, **more: None  # noqa: E731
-        return SimpleNamespace(store_init_configuration=ignore, log=ignore, finish=ignore)
+        return SimpleNamespace(name=arguments[0], store_init_configuration=ignore, log=ignore, finish=ignore)
 
-    named = {"name": "run", "project": config.run.wandb_project, "device": "cpu"}
+    named = {"name": "run", "group": "g", "device": "cpu"}
     with (
         patch("mmrl.report.trackers._started", tracker),
-        trackers(config.run.report_to, run, **named, warn=lambda text: None),
+        trackers(config.run, run, **named, warn=lambda text: None) as opened,
     ):
-        return made
+        return made, opened.calls
 
 
 acts(BOTH, "run.dir", placed, None, "outputs/mine")
 acts(TRAIN, "run.name", titled, None, "mine")
 acts(TRAIN, "run.progress", shown, None, True)
 acts(TRAIN, "run.report_to", tracked, (), ("tensorboard",))
+acts(TRAIN, "run.report_calls", tracked, 16, 0, run__report_to=("tensorboard",))
+acts(TRAIN, "run.group", tracked, None, "mine", run__report_to=("wandb",))
+acts(TRAIN, "run.tags", tracked, (), ("a", "b"), run__report_to=("wandb",))
 acts(TRAIN, "run.wandb_project", tracked, "mmrl", "mine", run__report_to=("wandb",))
 refused(EVAL, "run.name", "x", "no steps to show or send")
 refused(EVAL, "run.progress", "true", "no steps to show or send")
 refused(EVAL, "run.report_to", "[tensorboard]", "no steps to show or send")
 refused(EVAL, "run.wandb_project", "x", "no steps to show or send")
+refused(EVAL, "run.report_calls", "3", "no steps to show or send")
+refused(EVAL, "run.group", "x", "no steps to show or send")
+refused(EVAL, "run.tags", "[x]", "no steps to show or send")

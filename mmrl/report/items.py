@@ -1,0 +1,228 @@
+"""What a step or an evaluation holds, example by example: tables, and the tree of one, for `mmrl show`.
+
+Part of `report`. A directory of `mmrl eval` has a journal for each part of its items; of the evaluations in training
+only results of items are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from mmrl.errors import CheckpointError, ConfigError, nearest
+from mmrl.records import Forest
+from mmrl.report.journal import read_step
+from mmrl.report.overview import Item, Overview
+from mmrl.report.rundir import RunDir, step_of
+from mmrl.report.stats import FIRST, number, short
+from mmrl.report.tables import align, facts_table
+from mmrl.report.trees import clean, render_example, shown_prediction
+from mmrl.system.files import read_jsonl
+
+WORST = 10
+"""Items that an overview lists."""
+COLUMNS = 3
+"""Metrics of a table of items."""
+
+Evaluated = Mapping[tuple[str, int], Sequence[Item]]
+"""(split, step) -> results of its items."""
+
+
+def evaluation_text(seen: Overview, width: int) -> str:
+    """An evaluation of `mmrl eval`: scores, behaviour, and the items with the lowest scores."""
+    evaluated = [(split, step, items) for split, steps in seen.items.items() for step, items in steps.items()]
+    parts = [f"{seen.name}: {seen.what}, {seen.state}\n{seen.run.path}"]
+    if not evaluated:
+        return "\n\n".join([*parts, "no item is evaluated yet"])
+    (_, step, items), metrics = evaluated[-1], seen.summary.get("metrics") or {}
+    parts.append(align(score_rows(items, metrics)))
+    parts.append(facts_table({name: value for name, value in metrics.items() if name.startswith("module/")}))
+    parts.append(facts_table(seen.summary.get("facts") or {}))
+    parts.append(items_table(items, width, worst=WORST))
+    example = clean(items[0]["id"])
+    further = [f"all items:        mmrl show {seen.run.path} step={step}"] if len(items) > WORST else []
+    parts.append("\n".join([*further, f"one item's calls: mmrl show {seen.run.path} example='{example}'"]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def score_rows(items: Sequence[Item], metrics: Mapping[str, object]) -> list[list[str]]:
+    """A row per metric: mean and 95 % interval; of an evaluation that is not finished, the means so far.
+
+    Args:
+        metrics: of the evaluation's summary; empty where there is none yet.
+    """
+    rows = [["", "mean", "95 % interval" if metrics else f"so far, of {len(items)} items"]]
+    for name in metric_names(items):
+        low, high = (number(metrics.get(f"{name}_{end}")) for end in ("low", "high"))
+        mean = number(metrics.get(name)) if metrics else _mean(items, name)
+        rows.append([name, short(mean), "" if low is None else f"[{short(low)}, {short(high)}]"])
+    return rows
+
+
+def metric_names(items: Sequence[Item]) -> list[str]:
+    """Metrics of items, those of answers first."""
+    names = dict.fromkeys(name for item in items for name in item["metrics"])
+    return sorted(names, key=lambda name: (name not in FIRST, name != "reward", name))
+
+
+def items_table(items: Sequence[Item], width: int, worst: int | None = None) -> str:
+    """Scores and a prediction of each item, in the order of the split.
+
+    Args:
+        worst: how many are listed, those with the lowest scores first; None: all.
+    """
+    names = metric_names(items)[:COLUMNS]
+    title = f"{len(items)} items"
+    if worst is not None and len(items) > worst:
+        title = f"the {worst} of {len(items)} items with the lowest scores"
+        items = sorted(items, key=lambda item: [item["metrics"].get(name, 0.0) for name in names])[:worst]
+    rows = _item_rows("item", {clean(item["id"]): item for item in items}, names)
+    return f"{title}\n{align(rows, width=width)}"
+
+
+def _item_rows(head: str, items: Mapping[str, Item], names: Sequence[str]) -> list[list[str]]:
+    """A row for each named item; how it failed where one has."""
+    fails = any(item.get("errors") for item in items.values())
+    rows = [[head, *names, *(["failed"] if fails else []), "a prediction"]]
+    for name, item in items.items():
+        failed = clean(", ".join(dict.fromkeys(map(str, item.get("errors") or ()))))
+        scores = [short(item["metrics"].get(metric)) for metric in names]
+        rows.append([name, *scores, *([failed] if fails else []), shown_prediction(_prediction(item))])
+    return rows
+
+
+def step_text(run: RunDir, step: int, width: int) -> str:
+    """The examples that a step trained on, and the items that were evaluated after it.
+
+    Raises:
+        CheckpointError: it has neither; names the steps that have one.
+    """
+    evaluated, parts = _evaluated(run), []
+    if run.journal_path(step).is_file():
+        forest, _ = read_step(run, step)
+        parts.append(_examples_table(run, forest, step, width))
+    training = bool(parts)
+    for (split, at), items in evaluated.items():
+        if at == step and items:
+            when = "after it" if training else f"after step {step}" if step else "before training"
+            title = f"evaluation on {split} {'' if _is_evaluation(run) else when}".strip()
+            parts.append(f"{title}\n{items_table(items, width, worst=WORST if training else None)}")
+    if parts:
+        example = "" if training else next(iter(evaluated[key][0]["id"] for key in evaluated if key[1] == step))
+        more = f"one item: mmrl show {run.path} step={step} example='{clean(example)}'"
+        return "\n\n".join([*parts, *([] if training else [more])])
+    raise CheckpointError(f"{run.path}: no journal of step {step}; {_steps(run, evaluated)}")
+
+
+def example_text(run: RunDir, example: str, step: int | None, width: int) -> str:
+    """The calls of a training example at a step, or what evaluations say of an item.
+
+    Args:
+        step: None: the last step that has the example.
+
+    Raises:
+        ConfigError: nothing has such an example.
+        CheckpointError: the step has neither a journal nor an evaluation, or there are none at all.
+    """
+    evaluated = {key: items for key, items in _evaluated(run).items() if step in (None, key[1])}
+    steps = [at for at in reversed(run.journal_steps()) if step in (None, at)]
+    if not steps and not evaluated:
+        kept = _evaluated(run)
+        which = "the run has no journals yet" if step is None else f"no journal of step {step}"
+        raise CheckpointError(f"{run.path}: {which}{'; ' + _steps(run, kept) if step is not None else ''}")
+    ids: dict[str, None] = {}
+    # From the newest step back: a journal is read whole, so the first match ends the search.
+    for at in steps:
+        forest, entries = read_step(run, at)
+        if example in forest.examples:
+            return render_example(forest, entries, example, width)
+        ids |= dict.fromkeys(forest.examples)
+    found = {key: item for key, items in evaluated.items() for item in items if item["id"] == example}
+    if found:
+        return "\n\n".join([_item_text(example, found, width), *_item_trees(run, example, found, width)])
+    listed = list(ids)
+    ids |= dict.fromkeys(item["id"] for items in evaluated.values() for item in items)
+    if step is not None:
+        listed = listed or list(ids)
+        first = f"(first: {', '.join(map(clean, listed[:3]))})"
+        got = f"expected one of the {len(listed)} examples of step {step}{nearest(example, list(ids))} {first}"
+        raise ConfigError(f"example: got '{example}', {got}")
+    where = f"none of the {len(steps)} journalled steps" if steps else "no evaluation"
+    way = f" (ids of a step: mmrl show {run.path} step={steps[0] if steps else next(iter(evaluated))[1]})"
+    raise ConfigError(f"example: got '{example}', which {where} has{nearest(example, list(ids))}{way}")
+
+
+def _item_text(example: str, found: Mapping[tuple[str, int], Item], width: int) -> str:
+    """Scores and prediction of an item in each evaluation."""
+    names = metric_names(list(found.values()))[:COLUMNS]
+    rows = _item_rows("evaluation", {f"{split}, step {step}": item for (split, step), item in found.items()}, names)
+    return f"item {clean(example)}\n{align(rows, width=width)}"
+
+
+def _item_trees(run: RunDir, example: str, found: Mapping[tuple[str, int], Item], width: int) -> list[str]:
+    """Its calls, where an evaluation has kept them."""
+    texts = []
+    for split in dict.fromkeys(split for split, _ in found):
+        # An item that was evaluated again, after a failure, is in a later journal.
+        for part in reversed(run.journal_steps(split)):
+            forest, _ = read_step(run, part, evaluation=split)
+            if example in forest.examples:
+                texts.append(render_example(forest, None, example, width))
+                break
+    return texts
+
+
+def _examples_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
+    rows = [["example", "rollouts", "reward", "lowest", "highest", "failed", "a prediction"]]
+    for example in forest.examples:
+        rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
+        rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+        failed = sum(rollout.error is not None for rollout in rollouts)
+        numbers = (short(fmean(rewards)), short(min(rewards)), short(max(rewards))) if rewards else ("-", "-", "-")
+        shown = next((rollout.prediction for rollout in rollouts if rollout.prediction is not None), "")
+        rows.append([clean(example), str(len(rollouts)), *numbers, str(failed), shown_prediction(shown)])
+    example = clean(forest.examples[0]) if forest.examples else "<id>"
+    return (
+        f"step {step}: {len(forest.examples)} examples, {len(forest.rollouts)} rollouts, {len(forest.calls)} calls\n"
+        f"{align(rows, width=width)}\n\none example's calls: mmrl show {run.path} step={step} example='{example}'"
+    )
+
+
+def _evaluated(run: RunDir) -> Evaluated:
+    """Results of all evaluations, by split and step.
+
+    Raises:
+        DataError: a damaged file.
+    """
+    files = [(path, step_of(path)) for path in sorted((run.path / "eval").glob("step-*-*.jsonl"))]
+    return {(_split(path), step): _items(path) for path, step in files if step is not None}
+
+
+def _items(path: Path) -> list[Item]:
+    return [item for item in read_jsonl(path) if isinstance(item.get("metrics"), dict) and "id" in item]
+
+
+def _split(path: Path) -> str:
+    return path.stem.split("-", 2)[2]
+
+
+def _is_evaluation(run: RunDir) -> bool:
+    return "policy" in run.config
+
+
+def _steps(run: RunDir, evaluated: Evaluated) -> str:
+    """Which steps have something to show."""
+    steps, evaluations = run.journal_steps(), sorted({step for _, step in evaluated})
+    have = [f"journals exist for steps {steps[0]} to {steps[-1]}"] if steps else []
+    have += [f"evaluations of step {', '.join(map(str, evaluations))}"] if evaluations else []
+    return ", ".join(have) or "the run has no journals yet"
+
+
+def _prediction(item: Item) -> object:
+    predictions = item.get("predictions")
+    return predictions[0] if isinstance(predictions, list) and predictions else ""
+
+
+def _mean(items: Sequence[Item], name: str) -> float:
+    return fmean(item["metrics"].get(name, 0.0) for item in items)
