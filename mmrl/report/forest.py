@@ -38,7 +38,6 @@ CALL_KEYS = (
 ROLLOUT_KEYS = ("id", "example", "leaf", "reward", "error", "fork")
 SUGGESTIONS = 10
 """Problems of a file that say what was perhaps meant; calls of a cycle that are named."""
-NUMBERS = ("metrics", "parts")
 PER_TOKEN = ("values", "logprobs", "ref_logprobs")
 
 Record = TypeVar("Record", Call, Rollout)
@@ -195,7 +194,7 @@ def _problems(error: ValidationError, kind: type[Call] | type[Rollout], raw: Jso
         elif hints[key] in _FORM:
             yield f"{key}: {_FORM[hints[key]][1].format(repr(raw.get(key)))}"
         else:
-            yield f"{key}: got {raw.get(key)!r}, expected names and {'numbers' if key in NUMBERS else 'values'}"
+            yield f"{key}: got {raw.get(key)!r}, expected names and {'numbers' if key in ('metrics', 'parts') else 'values'}"
 
 
 @dataclass(slots=True)
