@@ -194,7 +194,7 @@ def _problems(error: ValidationError, kind: type[Call] | type[Rollout], raw: Jso
         elif hints[key] in _FORM:
             yield f"{key}: {_FORM[hints[key]][1].format(repr(raw.get(key)))}"
         else:
-            yield f"{key}: got {raw.get(key)!r}, expected names and {('values', 'numbers')[key in ('metrics', 'parts')]}"
+            yield f"{key}: got {raw.get(key)!r}, expected names and {'values' if key == 'facts' else 'numbers'}"
 
 
 @dataclass(slots=True)
