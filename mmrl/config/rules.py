@@ -232,7 +232,7 @@ TYPED = (
     ),
     Rule(
         "run.report_calls",
-        lambda at: not {"wandb", "tensorboard"} & set(at("run.report_to") or ()),
+        lambda at: not any(name in str(at("run.report_to")) for name in ("wandb", "tensorboard")),
         "without a tracker that takes texts; set run.report_to=[wandb] or [tensorboard]",
     ),
     Rule("eval.split", _EVAL, "on mmrl eval; use split="),
