@@ -280,7 +280,7 @@ class RolloutContext:
             )
 
 
-def _succeeded(outcome: asyncio.Future[Any]) -> bool:
+def _succeeded(outcome: asyncio.Future[object]) -> bool:
     return outcome.done() and not outcome.cancelled() and outcome.exception() is None
 
 
