@@ -76,28 +76,21 @@ def test_the_same_command_gives_the_same_numbers(random_model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", [["algo=mhgpo_rr"], ["algo=mhgpo_fof", "algo.epochs=2", "algo.minibatches=2"]])
-def test_killed_at_random_instants_and_resumed_a_run_gives_bit_equal_numbers(extra, random_model, tmp_path):
-    steps = ["train.steps=8", *extra]
+def test_killed_at_a_random_instant_and_resumed_a_run_gives_bit_equal_numbers(extra, random_model, tmp_path):
+    """One instant each; `make chaos` tries hundreds."""
+    steps = ["train.steps=6", *extra]
     whole = start(command(random_model, tmp_path / "whole", *steps))
+    killed = tmp_path / "killed"
+    arguments = command(random_model, killed, *steps)
+    process = start(arguments)
+    wait_for_progress(process, killed)
+    time.sleep(random.Random(os.getpid()).random() * 1.5)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
     assert whole.wait() == 0, whole.stderr.read()
-
-    instants = random.Random(os.getpid())
-    killed, arguments = tmp_path / "killed", command(random_model, tmp_path / "killed", *steps)
-    kills = 0
-    for _ in range(30):
-        process = start(arguments)
-        if kills < 3:
-            wait_for_progress(process, killed)
-            time.sleep(instants.random() * 1.5)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            kills += 1
-            if (killed / "summary.json").exists():
-                break
-            arguments = ["train", f"resume={killed}"] if (killed / "config.yaml").exists() else arguments
-        else:
-            assert process.wait() == 0, process.stderr.read()
-            break
+    if not (killed / "report.html").exists():
+        process = start(["train", f"resume={killed}"] if (killed / "config.yaml").exists() else arguments)
+        assert process.wait() == 0, process.stderr.read()
     assert numbers(tmp_path / "whole") == numbers(killed)
 
 
