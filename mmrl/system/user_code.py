@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 import sysconfig
@@ -10,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from mmrl.errors import ProgramFailure, RolloutError
 
@@ -53,11 +54,15 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
         try:
             value = context.run(function, *args, **kwargs)
             result = lambda: value  # noqa: E731
+        except StopIteration as error:  # which no future can hold
+            failure = RuntimeError(f"StopIteration: {error}")
+            failure.__traceback__ = error.__traceback__
+            result = _raising(failure)
         except Exception as error:
             result = _raising(error)
         except BaseException as error:  # SystemExit in a user's code ends its rollout, not the run
             result = _raising(ProgramFailure(f"{type(error).__name__}: {error}"))
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result)
 
     threading.Thread(target=work, name="mmrl-user-code", daemon=True).start()
@@ -120,8 +125,8 @@ def _shown(file: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _raising(error: Exception) -> Callable[[], T]:
-    def result() -> T:
+def _raising(error: Exception) -> Callable[[], NoReturn]:
+    def result() -> NoReturn:
         raise error
 
     return result

@@ -140,6 +140,18 @@ class Plain(dspy.Module):
         return self.answer(text=text)
 
 
+class Exhausted(Plain):
+    def forward(self, text):
+        return next(answer for answer in [self.answer(text=text)] if answer.answer == "never")
+
+
+def test_a_stop_iteration_ends_the_rollout_and_nothing_waits_for_ever():
+    task = with_program(FakeTask(Exhausted()))
+    (rollout,) = play_dspy(task, lambda r: filled(answer="x"), task.examples("train")[:1], timeout_s=20.0).rollouts
+    assert rollout.error == "program" and "StopIteration" in rollout.error_message
+    assert "test_user_code.py, line " in rollout.error_message
+
+
 class Broken(Plain):
     def forward(self, text):
         return [self.answer(text=text)][3]

@@ -315,10 +315,10 @@ def test_a_timeout_ends_the_thread_of_a_blocking_module():
     forest = asyncio.run(sample(env, [(example, independent(3))], "outcome"))
     assert [rollout.error for rollout in forest.rollouts] == ["timeout"] * 3
     for _ in range(100):
-        if not any(thread.name == "mmrl-dspy" for thread in threading.enumerate()):
+        if not any(thread.name == "mmrl-user-code" for thread in threading.enumerate()):
             break
         time.sleep(0.02)
-    assert not any(thread.name == "mmrl-dspy" for thread in threading.enumerate())
+    assert not any(thread.name == "mmrl-user-code" for thread in threading.enumerate())
 
 
 def test_plain_programs_stay_as_they_are():

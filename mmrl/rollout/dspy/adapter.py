@@ -128,7 +128,7 @@ _inherited(TapeAdapter)
 
 
 @functools.cache
-def _tape_class(kind: type[dspy.Adapter]) -> Any:
+def _tape_class(kind: Any) -> Any:
     return _inherited(type(kind.__name__, (TapeAdapter, kind), {}))
 
 

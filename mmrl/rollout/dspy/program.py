@@ -126,9 +126,22 @@ def _fallback(value: Any) -> object:
 
 def _one_after_another(self: ParallelExecutor, function: Any, data: Any) -> Any:
     """`dspy.Parallel` in a rollout: requests are numbered, sampled and replayed by their order, not by which thread is
-    first; elsewhere it is DSPy's."""
-    return self._execute_sequential(function, data) if tape.current() is not None else _in_threads(self, function, data)
+    first; elsewhere it is DSPy's. Without its progress bar, whose list of bars rollouts at once would share."""
+    if tape.current() is None:
+        return _in_threads(self, function, data)
+    results: list[object] = [None] * len(data)
+    wrapped = self._wrap_function(function)
+    for place, item in enumerate(data):
+        outcome = wrapped(item)
+        if self.cancel_jobs.is_set():
+            raise RuntimeError("Execution cancelled due to errors or interruption.")
+        if isinstance(outcome, Exception):
+            self.failed_indices.append(place)
+            self.exceptions_map[place] = outcome
+        else:
+            results[place] = outcome
+    return results
 
 
-_in_threads = ParallelExecutor._execute_parallel
-ParallelExecutor._execute_parallel = _one_after_another
+_in_threads = ParallelExecutor.execute
+ParallelExecutor.execute = _one_after_another

@@ -6,6 +6,7 @@ Read from the objects (predictors, their options, nested modules) and from the s
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ INTERPRETED = (dspy.ProgramOfThought, dspy.CodeAct)
 NO_TEXT = (dspy.Image, dspy.Audio, dspy.File)
 FEEDBACK = "offer_feedback"
 """Name of the predictor that `dspy.Refine` makes when it runs."""
-_MARK = "mmrl_module"
+_PROGRAMS = itertools.count()
 
 
 class Structure:
@@ -53,9 +54,11 @@ class Structure:
         self.module = module
         self.modules: tuple[str, ...] = (*(name for name, _ in named), *self._feedback)
         self._names: Mapping[int, str] = {id(predictor): name for name, predictor in named}
+        # Kept by copies, which `BestOfN` and `Refine` make for each attempt. A name of this program's own: another may
+        # have the same predictor in another place.
+        self._mark = f"mmrl_module_{next(_PROGRAMS)}"
         for name, predictor in named:
-            # Kept by copies, which `BestOfN` and `Refine` make for each attempt.
-            setattr(predictor, _MARK, name)
+            setattr(predictor, self._mark, name)
 
     def name_of(self, callers: Sequence[Any]) -> str | None:
         """The module that makes a request: the innermost of DSPy's calling modules, or the one it is a copy of."""
@@ -63,7 +66,7 @@ class Structure:
             return None
         caller = callers[-1]
         # By identity first: a predictor is known by the object that makes the request, not by a name in it.
-        name = self._names.get(id(caller)) or vars(caller).get(_MARK)
+        name = self._names.get(id(caller)) or vars(caller).get(self._mark)
         if name is None and isinstance(caller, dspy.Predict) and caller.signature is OfferFeedback:
             path = next((self._refines[id(part)] for part in reversed(callers) if id(part) in self._refines), None)
             name = None if path is None else f"{path}.{FEEDBACK}".removeprefix("self.")
@@ -72,7 +75,8 @@ class Structure:
     def signature(self, module: str) -> Signature:
         """The signature of a module, as it is now: `task.prompts` may have changed it."""
         if module in self._feedback:
-            return OfferFeedback
+            feedback: Signature = OfferFeedback
+            return feedback
         signature: Signature = dict(self.module.named_predictors())[module].signature
         return signature
 
