@@ -12,11 +12,11 @@ import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
-from mmrl.report.compare import Comparison, Line, Panel, SeedGroup
+from mmrl.report.compare import WINDOW, Band, Comparison, Panel, SeedGroup, evaluation_band, training_band
 from mmrl.report.stats import History, series, trailing_mean
 
 if TYPE_CHECKING:
@@ -74,8 +74,6 @@ SIZE = (5.2, 2.9)
 """Inches; shown at the width of its column."""
 POINTS = 300
 """Points drawn per line; longer runs are thinned by averaging."""
-WINDOW = 5
-"""Steps that a training curve is averaged over, backwards."""
 
 Points: TypeAlias = Sequence[tuple[int, float, float | None, float | None]]
 """(step, value, low, high)."""
@@ -97,7 +95,7 @@ def reward_curve(history: History) -> str:
         if len(values) > WINDOW:
             mean = trailing_mean(values, WINDOW)
             axes.plot(*_thin(steps, mean), color=LINES[0], linewidth=2, label=f"mean of {WINDOW} steps")
-            axes.legend(handlelength=1.4)
+            _legend(axes)
     return result[0]
 
 
@@ -107,14 +105,20 @@ def evaluation_curve(curves: Mapping[str, Points], split: str) -> str:
     if not curves:
         return ""
     with _axes(f"score on {split}") as (axes, result):
-        for color, (name, points) in zip(LINES, curves.items(), strict=False):
-            steps, values, _, _ = zip(*points, strict=True)
-            axes.plot(steps, values, color=color, marker="o", markersize=4, label=_label(name))
+        layers = _layers([np.array([value for _, value, _, _ in points]) for points in curves.values()])
+        for color, marker, layer, (name, points) in zip(LINES, MARKERS, layers, curves.items(), strict=False):
+            axes.plot(
+                *zip(*(point[:2] for point in points), strict=True),
+                color=color,
+                marker=marker,
+                label=_label(name),
+                **layer,
+            )
             bounded = [(step, low, high) for step, _, low, high in points if low is not None and high is not None]
             if color == LINES[0] and bounded:
                 at, lows, highs = zip(*bounded, strict=True)
                 axes.fill_between(at, lows, highs, color=color, alpha=0.18, linewidth=0)
-        axes.legend(handlelength=1.4)
+        _legend(axes)
     return result[0]
 
 
@@ -129,13 +133,39 @@ def lines_over_steps(history: History, keys: Mapping[str, str], label: str) -> s
     curves = {name: (steps, values) for name, (steps, values) in curves.items() if len(values)}
     if not curves:
         return ""
+    drawn = {name: _thin(steps, trailing_mean(values, WINDOW)) for name, (steps, values) in curves.items()}
     with _axes("", label) as (axes, result):
-        for index, (name, (steps, values)) in enumerate(curves.items()):
+        layers = _layers([means for _, means in drawn.values()])
+        for index, (name, means) in enumerate(drawn.items()):
             color, dash = LINES[index % len(LINES)], DASHES[index // len(LINES) % len(DASHES)]
-            axes.plot(*_thin(steps, trailing_mean(values, WINDOW)), color=color, linestyle=dash, label=_label(name))
+            axes.plot(*means, color=color, linestyle=dash, label=_label(name), **layers[index])
         if len(curves) > 1:
-            axes.legend(handlelength=1.4)
+            _legend(axes)
     return result[0]
+
+
+def _layers(curves: Sequence[np.ndarray]) -> list[dict[str, float]]:
+    """How curves are drawn so that none hides another: the first lies on top, and one below it that agrees is wider."""
+    span = max((float(np.ptp(np.concatenate(curves))), 1e-12))
+    layers = []
+    for place, own in enumerate(curves):
+        alike = [other for other in curves[:place] if len(other) == len(own) and abs(other - own).max() < 0.02 * span]
+        layers.append(
+            {"linewidth": 1.6 + 2.4 * len(alike), "markersize": 5 + 3 * len(alike), "zorder": 3 - 0.01 * place}
+        )
+    return layers
+
+
+def _legend(axes: Axes) -> None:
+    """A legend above the axes, where it covers no curve."""
+    handles, labels = axes.get_legend_handles_labels()
+    # As many to a row as fit: a letter takes about a hundredth of the width, and each entry a handle and a gap.
+    widest = max(map(len, labels)) + 7
+    figure = axes.get_figure()
+    assert figure is not None
+    figure.legend(
+        handles, labels, loc="outside upper left", ncols=max(1, min(len(labels), 62 // widest)), handlelength=1.4
+    )
 
 
 @contextmanager
@@ -219,15 +249,6 @@ def _themed(svg: str, title: str, standalone: bool = False) -> str:
 # --- a comparison: one row of panels per task, one line and band per algorithm
 
 
-class Band(NamedTuple):
-    """A curve over seeds."""
-
-    steps: np.ndarray
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-
-
 def comparison_figure(comparison: Comparison) -> tuple[str, bytes]:
     """The figure as SVG (light and dark) and as PNG (light). Lines differ in colour and in marker."""
     import matplotlib
@@ -248,44 +269,6 @@ def comparison_figure(comparison: Comparison) -> tuple[str, bytes]:
         figure.savefig(svg, format="svg", metadata={"Date": None})
     title = f"{comparison.name}: scores, rewards and behaviour over steps"
     return _themed(svg.getvalue(), title, standalone=True), png.getvalue()
-
-
-def evaluation_band(group: SeedGroup, metric: str) -> Band | None:
-    """Mean over seeds of an evaluation metric, lowest to highest; the items' interval where there is one seed."""
-    curves = [points for line in group.drawn if (points := _evaluations(line, metric))]
-    # One seed has no range over seeds; the interval over items says how sure its points are.
-    if len(curves) == 1:
-        steps = sorted(curves[0])
-        value, low, high = (np.array([curves[0][step][place] for step in steps]) for place in range(3))
-        return Band(np.array(steps), value, low, high)
-    return _band([{step: values[0] for step, values in points.items()} for points in curves])
-
-
-def training_band(group: SeedGroup, key: str) -> Band | None:
-    """Trailing mean of a training metric, mean over seeds, lowest to highest."""
-    curves = []
-    for line in group.drawn:
-        steps, values = series(line.seen.training, key)
-        if len(steps):
-            curves.append(dict(zip(steps.tolist(), trailing_mean(values, WINDOW).tolist(), strict=True)))
-    return _band(curves)
-
-
-def _band(curves: Sequence[Mapping[int, float]]) -> Band | None:
-    """Over the steps that every seed has: a mean over fewer seeds from some step on would jump there."""
-    steps = sorted(set.intersection(*(set(points) for points in curves))) if curves else []
-    if not steps:
-        return None
-    values = np.array([[points[step] for step in steps] for points in curves])
-    return Band(np.array(steps), values.mean(axis=0), values.min(axis=0), values.max(axis=0))
-
-
-def _evaluations(line: Line, metric: str) -> dict[int, tuple[float, float, float]]:
-    points = line.seen.evaluations(line.seen.split, metric)
-    return {
-        step: (value, value if low is None else low, value if high is None else high)
-        for step, value, low, high in points
-    }
 
 
 def _draw_panel(panel: Panel, axes: Sequence[Axes], styles: Mapping[str, LineStyle], last: bool) -> None:

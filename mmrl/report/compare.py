@@ -12,14 +12,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
 
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import Difference, number, paired_difference
+from mmrl.report.stats import Difference, number, paired_difference, series, trailing_mean
 
 LEAST_ITEMS, SEEDS, LEAST_GAIN = 200, 3, 0.05
 """What "learns" asks for: evaluated items, seeds (all of them), after - before."""
+WINDOW = 5
+"""Steps that a training curve is averaged over, backwards."""
 NOT_VARIANTS = ("seed", "run.", "hardware.", "engine.", "plugins", "train.save_every", "train.keep")
 """Config paths that may differ between runs of one line: they do not change what is learned."""
 
@@ -343,3 +348,53 @@ def _runs_below(path: Path) -> Iterable[Path]:
             continue
         below.clear()
         yield Path(folder)
+
+
+# --- curves over seeds
+
+
+class Band(NamedTuple):
+    """A curve over seeds."""
+
+    steps: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def evaluation_band(group: SeedGroup, metric: str) -> Band | None:
+    """Mean over seeds of an evaluation metric, lowest to highest; the items' interval where there is one seed."""
+    curves = [points for line in group.drawn if (points := _evaluations(line, metric))]
+    # One seed has no range over seeds; the interval over items says how sure its points are.
+    if len(curves) == 1:
+        steps = sorted(curves[0])
+        value, low, high = (np.array([curves[0][step][place] for step in steps]) for place in range(3))
+        return Band(np.array(steps), value, low, high)
+    return _band([{step: values[0] for step, values in points.items()} for points in curves])
+
+
+def training_band(group: SeedGroup, key: str) -> Band | None:
+    """Trailing mean of a training metric, mean over seeds, lowest to highest."""
+    curves = []
+    for line in group.drawn:
+        steps, values = series(line.seen.training, key)
+        if len(steps):
+            curves.append(dict(zip(steps.tolist(), trailing_mean(values, WINDOW).tolist(), strict=True)))
+    return _band(curves)
+
+
+def _band(curves: Sequence[Mapping[int, float]]) -> Band | None:
+    """Over the steps that every seed has: a mean over fewer seeds from some step on would jump there."""
+    steps = sorted(set.intersection(*(set(points) for points in curves))) if curves else []
+    if not steps:
+        return None
+    values = np.array([[points[step] for step in steps] for points in curves])
+    return Band(np.array(steps), values.mean(axis=0), values.min(axis=0), values.max(axis=0))
+
+
+def _evaluations(line: Line, metric: str) -> dict[int, tuple[float, float, float]]:
+    points = line.seen.evaluations(line.seen.split, metric)
+    return {
+        step: (value, value if low is None else low, value if high is None else high)
+        for step, value, low, high in points
+    }

@@ -30,19 +30,20 @@ LEARNS = (
 def summary_rows(panel: Panel) -> Rows:
     """One row per algorithm: means over seeds, the range of the differences, behaviour before and after."""
     behaviours = panel.behaviours
-    head = ["algorithm", "seeds", "before", "after", "difference", "lowest to highest seed", "learns", "time per run"]
+    # The verdict first: a narrow screen shows the first columns, and the others by scrolling.
+    head = ["algorithm", "learns", "seeds", "before", "after", "difference", "lowest to highest seed", "time per run"]
     rows = [[*head, *(of.label for of in behaviours)]]
     for group in panel.groups:
         differences = [difference for _, difference in group.measured]
         rows.append(
             [
                 group.label,
+                group.verdict,
                 _seeds(group),
                 _mean([one.before for one in differences], ".3f") if differences else _start(group.lines),
                 _mean([one.after for one in differences], ".3f"),
                 _mean([one.difference for one in differences], "+.3f"),
                 _range([one.difference for one in differences]),
-                group.verdict,
                 duration(fmean(line.seconds for line in group.drawn)),
                 *(_behaviour(group.drawn, of) for of in behaviours),
             ]
