@@ -6,8 +6,7 @@ autoescape: what comes from a config, a model or a data set cannot become markup
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
@@ -16,6 +15,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mmrl.errors import ConfigError, MmrlError
+from mmrl.models.load import ASSETS
 from mmrl.records import Forest
 from mmrl.report.charts import (
     THEME_CSS,
@@ -42,12 +42,12 @@ from mmrl.report.tables import (
 )
 from mmrl.report.trees import (
     EntryFields,
-    Node,
-    abridged,
-    call_name,
+    TokenTexts,
+    View,
     clean,
-    credit_line,
+    largest_advantage,
     rollout_line,
+    shown_call,
     telling_examples,
     trees,
 )
@@ -55,9 +55,13 @@ from mmrl.secrets import hide
 from mmrl.system.files import atomic_write
 
 EXAMPLES = 3
-"""Examples shown of a step."""
+"""Examples shown of the first and of the last step; of steps between them one."""
+STEPS = 16
+"""Steps whose rollouts are shown, spread over the run."""
+ROLLOUT_LIMIT = 3_000_000
+"""Characters of rollouts after which no further step goes into the page."""
 PROMPT_LIMIT = 6000
-"""Characters of a prompt that go into the page."""
+"""Characters of a prompt that go into the page; a sixth of it of steps between the first and the last."""
 NODE_LIMIT = 40
 """Calls shown of one example."""
 MODULE_LABELS = {
@@ -103,7 +107,7 @@ def write_report(seen: Overview) -> Path:
         first_step=first.get("step"),
         last_step=last.get("step"),
         health=_drawn(_health_curves(seen)),
-        journals=list(_journals(seen)),
+        journals=_journals(seen),
         times=_times(seen),
         command=clean(" ".join(map(str, seen.environment.get("command", [])))),
         config=yaml.safe_dump(dict(seen.config), sort_keys=False, allow_unicode=True),
@@ -240,41 +244,40 @@ def _times(seen: Overview) -> list[list[str]]:
 # --- examples
 
 
-@dataclass(frozen=True, slots=True)
-class ShownCall:
-    """One call and what follows it, as text for the template."""
-
-    name: str
-    facts: str
-    parsed: bool
-    prompt: str
-    completion: str
-    credit: Sequence[str]
-    outcomes: Sequence[str]
-    below: Sequence[ShownCall]
-
-
-def _journals(seen: Overview) -> Iterator[dict[str, object]]:
-    """Some examples of the first and of the last step that has a journal."""
+def _journals(seen: Overview) -> list[dict[str, object]]:
+    """Some examples of steps spread over the run, as far as the page goes; always of the first and the last."""
     steps = seen.run.journal_steps()
-    # One step only where the first journal is the last.
-    for step in dict.fromkeys((steps[0], steps[-1])) if steps else ():
+    most = min(STEPS, len(steps))
+    spread = sorted({steps[round(place * (len(steps) - 1) / max(most - 1, 1))] for place in range(most)})
+    base = Path(str(seen.get("model.path", "")))
+    folders = [*sorted(seen.run.checkpoints.glob("checkpoint-*")), ASSETS / base if len(base.parts) == 1 else base]
+    texts, room, shown = TokenTexts.of(folders), ROLLOUT_LIMIT, []
+    # The ends first: they are shown whatever is between them.
+    for step in sorted(spread, key=lambda step: step not in (spread[0], spread[-1])):
+        ends = step in (spread[0], spread[-1])
+        if room <= 0 and not ends:
+            break
         try:
             forest, entries = read_step(seen.run, step)
         except MmrlError as error:
-            yield {"step": step, "error": error}
+            shown.append({"step": step, "error": error})
             continue
-        examples = [_example(forest, entries, example) for example in telling_examples(forest, EXAMPLES)]
-        yield {"step": step, "error": None, "is_last": step == steps[-1], "examples": examples}
+        view = View(texts, largest_advantage(entries), PROMPT_LIMIT if ends else PROMPT_LIMIT // 6)
+        chosen = telling_examples(forest, EXAMPLES if ends else 1)
+        examples = [_example(forest, entries, example, view) for example in chosen]
+        facts = f"{len(forest.examples)} examples, {len(forest.rollouts)} rollouts"
+        shown.append({"step": step, "error": None, "facts": facts, "last": step == spread[-1], "examples": examples})
+        room -= view.written
+    return sorted(shown, key=lambda journal: steps.index(journal["step"]))
 
 
-def _example(forest: Forest, entries: Sequence[EntryFields], example: str) -> dict[str, object]:
+def _example(forest: Forest, entries: Sequence[EntryFields], example: str, view: View) -> dict[str, object]:
     rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     mean = f"mean reward {short(fmean(rewards))}" if rewards else "no reward"
     # One counter for all trees of the example; a list, since the recursion shares it.
     left = [NODE_LIMIT]
-    calls = [shown for node in trees(forest, entries, example) if (shown := _shown_call(node, left)) is not None]
+    calls = [c for node in trees(forest, entries, example) if (c := shown_call(node, left, view)) is not None]
     return {
         "name": clean(example),
         "facts": f"{len(rollouts)} rollouts, {mean}",
@@ -282,35 +285,6 @@ def _example(forest: Forest, entries: Sequence[EntryFields], example: str) -> di
         "hidden": max(-left[0], 0),
         "without_calls": [rollout_line(rollout) for rollout in rollouts if rollout.leaf is None],
     }
-
-
-def _shown_call(node: Node, left: list[int]) -> ShownCall | None:
-    """A call for the page; `left` counts down the calls that may still be shown."""
-    left[0] -= 1
-    # Children first: a call over the limit is kept where a call below it is shown.
-    is_shown = left[0] >= 0
-    below = [shown for child in node.children if (shown := _shown_call(child, left)) is not None]
-    if not is_shown and not below:
-        return None
-    call = node.call
-    facts = [f"{call.completion_tokens} tokens", call.finish]
-    facts += [f"penalty {short(call.penalty)}"] if call.penalty else []
-    facts += [f"{key} {short(value)}" for key, value in call.facts.items() if number(value) is not None]
-    return ShownCall(
-        name=call_name(call),
-        facts=" · ".join(facts),
-        parsed=call.ok,
-        prompt=abridged(_visible(call.prompt_text), PROMPT_LIMIT // 4, PROMPT_LIMIT * 3 // 4),
-        completion=abridged(clean(call.text), 1200, 400),
-        credit=[credit_line(entry) for entry in node.entries],
-        outcomes=[rollout_line(rollout) for rollout in node.rollouts],
-        below=below,
-    )
-
-
-def _visible(value: str) -> str:
-    """Text with its line ends, other control characters made visible."""
-    return "\n".join(clean(line) for line in value.replace("\r\n", "\n").split("\n"))
 
 
 # --- a comparison

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from mmrl.errors import ConfigError, nearest
 from mmrl.records import Call, Forest, Rollout
@@ -18,11 +19,98 @@ from mmrl.report.journal import Prompt
 from mmrl.report.stats import number, short
 from mmrl.system.files import JsonObject
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 PROMPT_HEAD, PROMPT_TAIL = 80, 320
 """Characters of a prompt that are shown: its start, and its end where the example is."""
 
 EntryFields: TypeAlias = JsonObject
 """A credit entry as the journal returns it."""
+
+
+LEVELS = 4
+"""Shades of an advantage: from -LEVELS to LEVELS, 0 for none."""
+TOKENS = (400, 150)
+"""Tokens at the start and at the end of a completion that are shown one by one."""
+
+Piece: TypeAlias = tuple[str, int]
+"""A part of a completion and its shade."""
+
+
+class TokenTexts:
+    """What tokens of a completion look like, by a `tokenizer.json`; without one a completion is one piece.
+
+    Args:
+        file: None: there is none.
+    """
+
+    def __init__(self, file: Path | None):
+        self._tokenizer: Tokenizer | None = None
+        if file is not None:
+            # The library that transformers uses; by itself it loads in a moment.
+            from tokenizers import Tokenizer
+
+            self._tokenizer = Tokenizer.from_file(str(file))
+
+    @classmethod
+    def of(cls, folders: Iterable[Path]) -> TokenTexts:
+        """By the first of `folders` that has a tokenizer which can be read."""
+        for folder in folders:
+            try:
+                return cls(folder / "tokenizer.json")
+            except Exception:  # the library raises no type of its own
+                continue
+        return cls(None)
+
+    def pieces(self, ids: Sequence[int]) -> list[tuple[str, int]]:
+        """Texts whose sequence is the completion, each with how many tokens it has; empty without a tokenizer.
+
+        A letter may be spread over several tokens, which are then one piece.
+        """
+        if self._tokenizer is None:
+            return []
+        found, before, first = [], "", 0
+        for at in range(1, len(ids) + 1):
+            # With the token before: some tokenizers drop the space of a text's first token.
+            text = self._tokenizer.decode(list(ids[max(first - 1, 0) : at]), skip_special_tokens=False)
+            if text.endswith("\ufffd") and at < len(ids):
+                continue
+            found.append((text[len(before) :], at - first))
+            before, first = self._tokenizer.decode([ids[at - 1]], skip_special_tokens=False), at
+        return found
+
+
+def shade(advantage: float, largest: float) -> int:
+    """The level of an advantage where `largest` is the largest of the step in size."""
+    level = math.ceil(LEVELS * abs(advantage) / largest - 1e-9) if largest > 0 else 0
+    return int(math.copysign(min(level, LEVELS), advantage))
+
+
+def largest_advantage(entries: Sequence[EntryFields]) -> float:
+    """The largest size of any token's advantage."""
+    found = (number(value) for entry in entries for value in entry.get("advantages", ()))
+    return max((abs(value) for value in found if value is not None), default=0.0)
+
+
+def coloured(call: Call, entries: Sequence[EntryFields], texts: TokenTexts, largest: float) -> list[Piece]:
+    """The completion in pieces of one shade each: one piece where all tokens have the same advantage."""
+    values = [number(value) or 0.0 for value in entries[0].get("advantages", ())] if entries else []
+    found = texts.pieces(call.completion_ids) if values and min(values) != max(values) else []
+    if not found or len(values) != len(call.completion_ids):
+        # Also of values that belong to other tokens than those that are here.
+        return [(abridged(clean(call.text), 1200, 400), shade(fmean(values), largest) if values else 0)]
+    pieces: list[Piece] = []
+    at, (head, tail) = 0, TOKENS
+    for text, count in found:
+        level = shade(fmean(values[at : at + count]), largest)
+        if at < head or at >= len(values) - tail:
+            same = pieces and pieces[-1][1] == level
+            pieces[-1:] = [(pieces[-1][0] + clean(text), level)] if same else [*pieces[-1:], (clean(text), level)]
+        elif at - head < count:
+            pieces.append((f" […{len(values) - head - tail} tokens…] ", 0))
+        at += count
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -238,3 +326,66 @@ def _wrap(text: str, indent: str, width: int, lines: list[str]) -> None:
     room = max(width - len(indent), 30)
     wrapped = textwrap.wrap(text, room, subsequent_indent="       ", break_on_hyphens=False) or [""]
     lines += [indent + line for line in wrapped]
+
+
+# --- for a page
+
+
+@dataclass(frozen=True, slots=True)
+class ShownCall:
+    """One call and what follows it, as text for the template."""
+
+    name: str
+    facts: str
+    parsed: bool
+    prompt: str
+    completion: Sequence[Piece]
+    credit: Sequence[str]
+    outcomes: Sequence[str]
+    below: Sequence[ShownCall]
+
+
+@dataclass(slots=True)
+class View:
+    """How a step's calls are shown."""
+
+    texts: TokenTexts
+    largest: float
+    """Advantage of the deepest colour."""
+    prompt: int
+    """Characters of a prompt."""
+    written: int = 0
+    """Characters so far."""
+
+
+def shown_call(node: Node, left: list[int], view: View) -> ShownCall | None:
+    """A call for the page; `left` counts down the calls that may still be shown."""
+    left[0] -= 1
+    # Children first: a call over the limit is kept where a call below it is shown.
+    is_shown = left[0] >= 0
+    below = [shown for child in node.children if (shown := shown_call(child, left, view)) is not None]
+    if not is_shown and not below:
+        return None
+    call = node.call
+    facts = [f"{call.completion_tokens} tokens", call.finish]
+    facts += [f"penalty {short(call.penalty)}"] if call.penalty else []
+    facts += [f"{key} {short(value)}" for key, value in call.facts.items() if number(value) is not None]
+    prompt = abridged(_visible(call.prompt_text), view.prompt // 4, view.prompt * 3 // 4)
+    pieces = coloured(call, node.entries, view.texts, view.largest)
+    # Markup and credit come on top of the texts.
+    view.written += 600 + len(prompt) + sum(30 + len(text) for text, _ in pieces)
+    return ShownCall(
+        name=call_name(call),
+        facts=" · ".join(facts),
+        parsed=call.ok,
+        prompt=prompt,
+        completion=pieces,
+        credit=[credit_line(entry) for entry in node.entries],
+        outcomes=[rollout_line(rollout) for rollout in node.rollouts],
+        below=below,
+    )
+
+
+def _visible(value: str) -> str:
+    """Text with its line ends, other control characters made visible."""
+    return "\n".join(clean(line) for line in value.replace("\r\n", "\n").split("\n"))

@@ -3,15 +3,22 @@
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
+from statistics import fmean
 
 import pytest
 import yaml
+from tokenizers import Tokenizer
 
+from mmrl.models.load import ASSETS
+from mmrl.records import Call
 from mmrl.report.charts import evaluation_curve, lines_over_steps, reward_curve
 from mmrl.report.console import finish
-from mmrl.report.html import report_run, telling_examples
+from mmrl.report.html import report_run
+from mmrl.report.journal import write_step
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
+from mmrl.report.trees import TokenTexts, coloured, shade, telling_examples
 from tests.helpers.runs import CONFIG, fake_run, forest, items, metrics
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -219,3 +226,56 @@ def test_the_report_that_a_run_writes_at_its_end_calls_it_finished(tmp_path):
         assert Overview.of(run).state == "finished"
     (run.path / "summary.json").unlink()
     assert Overview.of(RunDir.read(run.path)).state.startswith("stopped; continue with")
+
+
+def test_curves_that_agree_are_both_seen_and_the_legend_is_above_them():
+    same = [(0, 0.2, 0.1, 0.3), (10, 0.5, 0.4, 0.6)]
+    svg = evaluation_curve({"em": same, "f1": [(0, 0.3, None, None), (10, 0.9, None, None)], "reward": same}, "dev")
+    drawn = re.findall(r"fill: none; stroke: var\((--c[0-9]+)\); stroke-width: ([0-9.]+)", svg)
+    widths = {color: float(width) for color, width in reversed(drawn)}
+    em, f1, reward = (widths[f"--c{place}"] for place in (3, 4, 5))
+    assert em == f1 == 1.6 and reward >= 4
+    labels = [float(y) for y in re.findall(r'y="([0-9.]+)"[^>]*>(?:em|f1|reward)<', svg)]
+    curves = [float(y) for y in re.findall(r'd="M [0-9.]+ ([0-9.]+) [^"]*"\s+clip-path', svg)]
+    assert len(labels) == 3 and len(curves) >= 4 and max(labels) < min(curves)
+
+
+def test_the_tokens_of_a_completion_are_coloured_by_their_advantage():
+    texts = TokenTexts.of([Path("nowhere"), ASSETS / "tiny"])
+    ids = Tokenizer.from_file(str(ASSETS / "tiny" / "tokenizer.json")).encode("It may be Gr\u00fcn or 1902").ids
+    pieces = texts.pieces(ids)
+    assert "".join(text for text, _ in pieces) == "It may be Gr\u00fcn or 1902" and len(pieces) > 5
+    assert sum(count for _, count in pieces) == len(ids)
+    call = Call(
+        id="a", example="e", parent=None, module="m", completion_tokens=len(ids), completion_ids=tuple(ids), text="x"
+    )
+    values = [-0.5] * 2 + [1.0] * (len(ids) - 2)
+    shown = coloured(call, [{"advantages": values}], texts, 1.0)
+    assert [level for _, level in shown] == [-2, 4] and "".join(text for text, _ in shown).startswith("It may")
+    # One advantage, or no tokenizer: one piece.
+    assert coloured(call, [{"advantages": [0.3] * len(ids)}], texts, 1.0) == [("x", 2)]
+    assert coloured(call, [{"advantages": values}], TokenTexts(None), 1.0) == [("x", shade(fmean(values), 1.0))]
+    assert coloured(call, [], texts, 1.0) == [("x", 0)]
+    long = Call(
+        id="a", example="e", parent=None, module="m", completion_tokens=900, completion_ids=tuple(ids[:1] * 900)
+    )
+    parts = coloured(long, [{"advantages": [0.1] * 899 + [0.9]}], texts, 0.9)
+    assert [level for _, level in parts] == [1, 0, 1, 4] and parts[1][0] == " [\u2026350 tokens\u2026] "
+
+
+def test_rollouts_of_many_steps_are_shown_within_bounds(tmp_path, monkeypatch):
+    run = RunDir.create(tmp_path / "run", CONFIG, [])
+    for step in range(1, 41):
+        write_step(run, *forest(step))
+    run.close()
+
+    def steps():
+        page = report_run(run.path).read_text()
+        return [int(step) for step in re.findall(r"<b>Step ([0-9]+)</b>", page)], page
+
+    shown, page = steps()
+    assert len(shown) == 16 and shown == sorted(shown) and (shown[0], shown[-1]) == (1, 40)
+    assert 'class="up4"' in page and page.count("Who made film 0") >= 16
+    monkeypatch.setattr("mmrl.report.html.ROLLOUT_LIMIT", 30_000)
+    shown, smaller = steps()
+    assert {1, 40} <= set(shown) and 3 <= len(shown) < 16 and len(smaller) < len(page)
