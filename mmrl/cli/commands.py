@@ -115,12 +115,12 @@ def evaluate(context: typer.Context) -> int:
 
 @app.command(context_settings=SETTINGS, options_metavar="RUN_DIR [example=ID] [step=N [--json]]")
 def show(context: typer.Context, as_json: JsonFlag = False) -> int:
-    """Print a run's curves, the tree of calls of an example, or a step's rollouts as JSON.
+    """Print a run's curves, an evaluation's scores, the tree of calls of an example, or a step's rollouts as JSON.
 
     \b
     Keys:
-      example=ID   the calls of that training example
-      step=N       of that step; with --json: its rollouts, in the form that `mmrl credit` reads
+      example=ID   the calls of that example; of an item of an evaluation its scores too
+      step=N       of that step (0: before training); with --json: its rollouts, in the form that `mmrl credit` reads
 
     \b
     Examples:
