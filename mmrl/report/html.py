@@ -6,7 +6,7 @@ autoescape: what comes from a config, a model or a data set cannot become markup
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
@@ -26,6 +26,7 @@ from mmrl.report.charts import (
     reward_curve,
 )
 from mmrl.report.compare import Comparison
+from mmrl.report.items import item_rows, score_rows
 from mmrl.report.journal import read_step
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
@@ -56,6 +57,8 @@ from mmrl.system.files import atomic_write
 
 EXAMPLES = 3
 """Examples shown of the first and of the last step; of steps between them one."""
+ITEMS = 200
+"""Items shown of an evaluation."""
 STEPS = 16
 """Steps whose rollouts are shown, spread over the run."""
 ROLLOUT_LIMIT = 3_000_000
@@ -99,6 +102,7 @@ def write_report(seen: Overview) -> Path:
         split=seen.split,
         tiles=[_tile(name, difference) for name, difference in list(seen.differences.items())[:3]],
         differences=[_difference_row(name, difference) for name, difference in seen.differences.items()],
+        scores=list(_scores(seen)) if seen.evaluates else [],
         alarms=seen.alarms,
         trained=bool(seen.training),
         curves=_drawn(_curves(seen)),
@@ -150,7 +154,9 @@ def _rendered(template: str, **values: object) -> bytes:
 
 
 def _run_facts(seen: Overview) -> list[str]:
-    facts = [seen.what, f"{seen.done} of {seen.total} steps" if seen.total else f"{seen.done} steps"]
+    facts = [seen.what]
+    if not seen.evaluates:
+        facts.append(f"{seen.done} of {seen.total} steps" if seen.total else f"{seen.done} steps")
     seconds = number(seen.summary.get("seconds"))
     if seconds is not None:
         facts.append(duration(seconds))
@@ -170,6 +176,15 @@ def _tile(name: str, difference: Difference) -> dict[str, str]:
 def _difference_row(name: str, difference: Difference) -> list[str]:
     numbers = (f"{difference.before:.3f}", f"{difference.after:.3f}", f"{difference.difference:+.3f}")
     return [name, str(difference.n), *numbers, f"{difference.low:+.3f} to {difference.high:+.3f}"]
+
+
+def _scores(seen: Overview) -> Iterator[dict[str, object]]:
+    """Of `mmrl eval`: scores with their intervals, and the items with the lowest ones."""
+    for split, steps in seen.items.items():
+        for items in filter(None, steps.values()):
+            title, rows = item_rows(items, ITEMS)
+            metrics = seen.summary.get("metrics") or {}
+            yield {"split": split, "means": score_rows(items, metrics), "title": title, "items": rows}
 
 
 def _drawn(figures: Mapping[str, str]) -> dict[str, str]:

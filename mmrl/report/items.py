@@ -72,13 +72,18 @@ def items_table(items: Sequence[Item], width: int, worst: int | None = None) -> 
     Args:
         worst: how many are listed, those with the lowest scores first; None: all.
     """
+    title, rows = item_rows(items, worst)
+    return f"{title}\n{align(rows, width=width)}"
+
+
+def item_rows(items: Sequence[Item], worst: int | None = None) -> tuple[str, list[list[str]]]:
+    """`items_table` as a title and its rows."""
     names = metric_names(items)[:COLUMNS]
     title = f"{len(items)} items"
     if worst is not None and len(items) > worst:
         title = f"the {worst} of {len(items)} items with the lowest scores"
         items = sorted(items, key=lambda item: [item["metrics"].get(name, 0.0) for name in names])[:worst]
-    rows = _item_rows("item", {clean(item["id"]): item for item in items}, names)
-    return f"{title}\n{align(rows, width=width)}"
+    return title, _item_rows("item", {clean(item["id"]): item for item in items}, names)
 
 
 def _item_rows(head: str, items: Mapping[str, Item], names: Sequence[str]) -> list[list[str]]:

@@ -240,7 +240,7 @@ class Overview:
         """What this run was and was not, in sentences for people."""
         sentences = []
         sources = self.get("task.data", {}) or {}
-        splits = ("train", str(self.split))
+        splits = (*(() if self.evaluates else ("train",)), str(self.split))
         # The sentence that must not be missing: invented data, no public score.
         mini = [split for split in splits if sources.get(split) == "mini"]
         if mini:

@@ -4,6 +4,7 @@ import pytest
 
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.report.console import show_run, text_plot
+from mmrl.report.html import report_run
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import module_facts
@@ -249,3 +250,9 @@ def test_the_evaluations_of_a_training_run(run):
     assert "evaluation on dev after it\nthe 10 of 60 items with the lowest scores" in show_run(run.path, step=40)
     text = show_run(run.path, example="d7")
     assert text.startswith("item d7\n") and [f"dev, step {step}" in text for step in (0, 10, 20, 40)] == [True] * 4
+
+
+def test_the_page_of_an_evaluation_has_scores_and_items(evaluated):
+    page = report_run(evaluated.path).read_text()
+    assert "<h2>Scores on test</h2>" in page and "<td>em</td>" in page and "12 items</summary>" in page
+    assert "tiny on hotpotqa, test" in page and " steps" not in page.partition("<h2>")[0].partition("<h1>")[2]
