@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -111,6 +111,20 @@ class ReportArguments(Section):
     """`mmrl report`."""
 
     run_dir: str
+
+
+class ExportArguments(Section):
+    """`mmrl export`."""
+
+    run_dir: str
+    out: str = Field(description="folder that is made")
+    checkpoint: str = Field("last", description="last, best (by the run's main metric) or a number of steps")
+    form: Literal["merged", "adapter"] | None = Field(
+        None, description="of LoRA runs; null: merged, and adapters where modules have their own"
+    )
+    module: str | None = Field(None, description="the weights of this module alone")
+    push: str | None = Field(None, description="repository on the hub, ORG/NAME")
+    private: bool = Field(True, description="whether that repository is")
 
 
 def read_arguments(

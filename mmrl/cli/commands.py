@@ -264,6 +264,48 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
     return 0
 
 
+@app.command(context_settings=SETTINGS, options_metavar="RUN_DIR out=FOLDER [KEY=VALUE ...]")
+def export(context: typer.Context) -> int:
+    """Write a run's weights for other libraries: tokenizer, chat template, DSPy prompts and a model card beside them.
+
+    Nothing that exists is overwritten. It ends with the lines that load the folder in transformers, vLLM, DSPy and
+    openai.
+
+    \b
+    Keys:
+      out=FOLDER                 folder that is made
+      checkpoint=last|best|N     last; best: by the run's main metric, of the steps that were evaluated
+      form=merged|adapter        of LoRA runs; merged, and adapter where modules have adapters of their own
+      module=NAME                the weights of this module alone
+      push=ORG/NAME              upload the folder to the Hugging Face hub
+      private=true|false         whether that repository is; true
+
+    \b
+    Examples:
+      mmrl export outputs/hotpotqa/mhgpo_rr/RUN out=exported/hotpotqa
+      mmrl export outputs/hotpotqa/mhgpo_rr/RUN out=exported/adapter form=adapter checkpoint=best
+      mmrl export outputs/dspy/mmgrpo/RUN out=exported/agent push=ORG/agent private=false
+    """
+    from mmrl.cli.arguments import ExportArguments, read_arguments
+    from mmrl.system.files import user_path
+
+    given = read_arguments("mmrl export", ExportArguments, context.args, name="run_dir", called="RUN_DIR")
+    from mmrl.run.export import ExportRequest
+    from mmrl.run.export import export as write
+
+    return write(
+        ExportRequest(
+            run=user_path(given.run_dir),
+            out=user_path(given.out),
+            checkpoint=given.checkpoint,
+            form=given.form,
+            module=given.module,
+            push=given.push,
+            private=given.private,
+        )
+    )
+
+
 @app.command("new-task", context_settings=SETTINGS, options_metavar="NAME [kind=async|dspy] [dir=FOLDER]")
 def new_task(context: typer.Context) -> int:
     """Write a task package of your own: data, program, tool, reward, test.
@@ -301,4 +343,16 @@ def worker() -> int:
 
 app.add_typer(index_app, name="index", context_settings={"help_option_names": ["-h", "--help"]})
 # In the order in which errors list them.
-COMMANDS = ("train", "eval", "show", "report", "compare", "credit", "plan", "index", "serve-retriever", "new-task")
+COMMANDS = (
+    "train",
+    "eval",
+    "show",
+    "report",
+    "compare",
+    "credit",
+    "plan",
+    "export",
+    "index",
+    "serve-retriever",
+    "new-task",
+)

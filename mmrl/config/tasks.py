@@ -12,9 +12,12 @@ from mmrl.config.retriever import RETRIEVER_SCHEMAS, Bm25Config, RetrieverConfig
 
 
 class DataConfig(Section):
-    """Where examples come from: `mini` (the embedded world), a file path, or a hub id (`owner/name[:config]`)."""
+    """Where examples come from: `mini` (the embedded world), a file, a hub id, or a Python object."""
 
-    train: str = Field("mini", description="mini, a file, or a hub id (owner/name[:config[:split]])")
+    train: str = Field(
+        "mini",
+        description="mini, a file, a hub id (owner/name[:config[:split]]), or a Python list (package.module:name)",
+    )
     dev: str = Field("mini", description="as train; the split that evaluations use by default")
     test: str = Field("mini", description="as train")
     train_items: int | None = Field(None, ge=1, description="use only the first N after a seeded shuffle; null: all")

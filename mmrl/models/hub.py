@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from pathlib import Path
 
+from mmrl.config.base import SHIPPED
+from mmrl.errors import ConfigError, MmrlError
 from mmrl.system.files import user_path
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_OWN_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @lru_cache(maxsize=1)
@@ -51,3 +55,78 @@ def encoder_problems(key: str, model: str) -> list[str]:
     if isinstance(try_to_load_from_cache(model, "config.json"), str) or hub_answers():
         return []
     return [f"{key}: '{model}' is no folder and not in the hub's local cache, and the hub does not answer"]
+
+
+def licence_of(model: str, revision: str | None = None) -> str | None:
+    """The licence of a shipped model, a folder or a hub id, as its card abbreviates it; None: none to be found."""
+    from huggingface_hub import metadata_load, model_info, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+    from yaml import YAMLError
+
+    if model in SHIPPED:
+        return "apache-2.0"
+    folder = user_path(model)
+    card = folder / "README.md" if folder.is_dir() else try_to_load_from_cache(model, "README.md", revision=revision)
+    found: object = None
+    if isinstance(card, str | Path) and Path(card).is_file():
+        try:
+            found = (metadata_load(Path(card)) or {}).get("license")
+        except (ValueError, YAMLError):  # a front matter that is none
+            return None
+    elif not folder.is_dir() and hub_answers():
+        try:
+            data = model_info(model, revision=revision).card_data
+        except (HfHubHTTPError, OSError, ValueError):
+            return None
+        found = data.license if data is not None else None
+    return str(found) if found else None
+
+
+def push_problems(repository: str) -> list[str]:
+    """Why nothing can be pushed to `repository`; looked at before anything is written."""
+    from huggingface_hub import constants, get_token
+
+    if not _OWN_REPOSITORY.fullmatch(repository):
+        return [f"push: got '{repository}', expected ORG/NAME"]
+    if constants.HF_HUB_OFFLINE:
+        return ["push: the hub is switched off (HF_HUB_OFFLINE=1); unset it, or leave push= out"]
+    if get_token() is None:
+        return ["push: no token for the hub; set HF_TOKEN or log in with: hf auth login"]
+    if not hub_answers():
+        return [f"push: the hub does not answer ({constants.ENDPOINT}); leave push= out and upload the folder later"]
+    return []
+
+
+def push_folder(folder: Path, repository: str, private: bool) -> str:
+    """Upload a folder as one commit; the repository is made if it is not there. Returns the commit's address.
+
+    Raises:
+        ConfigError: it is there, and public where a private one was asked for, or the other way round.
+        MmrlError: the hub refuses.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    api = HfApi(endpoint=constants.ENDPOINT)
+    try:
+        try:
+            there = api.model_info(repository)
+        except RepositoryNotFoundError:
+            api.create_repo(repository, private=private)
+        else:
+            # whoever asked for a private repository must not publish by pushing to one that is there already
+            if there.private is not None and bool(there.private) != private:
+                kind = "private" if there.private else "public"
+                raise ConfigError(
+                    f"private: got {str(private).lower()}, and {repository} is there and {kind}; type "
+                    f"private={str(not private).lower()}, or another name"
+                )
+        return str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message="mmrl export"))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        if isinstance(error, MmrlError):
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise MmrlError(
+            f"push: the hub refuses {repository}: {reason}; the export is whole, upload it later with: "
+            f"hf upload {repository} {folder}"
+        ) from None

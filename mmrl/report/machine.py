@@ -58,6 +58,7 @@ def describe_environment(command: Sequence[str], cwd: Path | None = None) -> Jso
         "versions": _versions(),
         "cwd": str(cwd or Path.cwd()),
         "git": git_state(cwd or Path.cwd()),
+        "mmrl_git": git_state(Path(__file__).parent),
     }
 
 

@@ -7,6 +7,7 @@ only. A display must never end a run: whatever goes wrong in here switches the d
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 import sys
 import time
@@ -92,6 +93,9 @@ class Progress:
         # run.progress=true draws into a pipe too: there is a terminal behind some of them (ssh, tee, a notebook).
         forced = True if live else None
         self._console = console or Console(file=sys.stderr, highlight=False, force_terminal=forced)
+        if self._console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
+            # rich draws in a notebook by its widgets alone, and warns at each refresh where there are none
+            self._console = Console(file=sys.stderr, highlight=False, force_jupyter=False, force_terminal=False)
         self._live: Live | None = None
         if live is not False and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, get_renderable=self._safe_render, refresh_per_second=1)

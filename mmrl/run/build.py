@@ -66,6 +66,11 @@ def build_task(config: TaskConfig, seed: int, prompts: str | None = None) -> Tas
     return _TASKS[key]
 
 
+def forget_task(config: TaskConfig, seed: int) -> None:
+    """Build the task of a config anew next time: the objects that its names stand for are others now."""
+    _TASKS.pop((config.model_dump_json(), seed), None)
+
+
 def reward_set(task: Task, chosen: str | None, algo: str = "") -> str:
     """The reward set of a run.
 

@@ -25,6 +25,7 @@ from transformers.utils import logging as hf_logging
 
 from mmrl.errors import CheckpointError, StorageError, storage_error
 from mmrl.models.policy import EXTRA, MARKER, checkpoint_step, complete_checkpoints, damage, is_complete
+from mmrl.report.card import checkpoint_card
 from mmrl.system.files import JsonObject, digests, sync
 from mmrl.trainer.critic import ADAPTER, FILE, Critic
 
@@ -73,12 +74,21 @@ def save(
         accelerator.wait_for_everyone()
         if main:
             trainer.state.save_to_json(str(temporary / "trainer_state.json"))
-            commit(folder, step, extra(step))
+            record = extra(step)
+            (temporary / "README.md").write_text(checkpoint_card(_config_in(record), step), encoding="utf-8")
+            commit(folder, step, record)
             prune(folder, keep, due)
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)  # it would keep a full disk full
         raise _refused(error, folder / f"checkpoint-{step}") or error from error
     accelerator.wait_for_everyone()
+
+
+def _config_in(extra: Mapping[str, object]) -> JsonObject:
+    """The run's config, where `run.build` has put it into `extra.json`."""
+    run = extra.get("run")
+    config = run.get("config") if isinstance(run, Mapping) else None
+    return dict(config) if isinstance(config, Mapping) else {}
 
 
 def _refused(error: Exception, target: Path) -> StorageError | None:

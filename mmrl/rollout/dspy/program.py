@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import dspy
@@ -48,6 +49,10 @@ class DspyProgram:
         self.structure = Structure(module)
         self.modules = self.structure.modules
         record_tools(tool for _, tool in module.named_sub_modules(dspy.Tool))
+
+    def save(self, path: Path) -> None:
+        """Write the predictors' prompts and demonstrations to a `.json` file that plain DSPy's `load` reads."""
+        self.module.save(str(path))
 
     def canonical(self, call: Call) -> str | None:
         """See `mmrl.tasks.base.Canonical`: the adapter's own text of the fields that it parsed."""

@@ -1,7 +1,8 @@
 """Rows from data files and from the hub: plain dictionaries, each with a name for error messages. Used by loaders.
 
 A source is a path (`.json`, `.jsonl`, `.csv`, `.tsv`, `.parquet`, or `.txt` as DPR writes topics) or a hub id
-`owner/name[:config[:split]]`.
+`owner/name[:config[:split]]`, or a Python object `package.module:name` (a list of mappings or `dspy.Example`s, or a
+function that returns one).
 
 The readers of JSON, CSV and TSV are our own: `datasets` and pandas name no line in their errors, guess types (an id
 `007` becomes 7), and want the same fields in every record.
@@ -15,7 +16,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from mmrl.errors import DataError
 from mmrl.models.hub import hub_answers
 from mmrl.retrieval.base import whole_text
 from mmrl.system.files import user_path
+from mmrl.tasks.objects import OBJECT, imported
 
 log = logging.getLogger("mmrl.data")
 
@@ -86,8 +88,15 @@ class Source:
             )
         return None
 
+    @property
+    def is_object(self) -> bool:
+        """Whether it names a Python object and no file."""
+        return OBJECT.fullmatch(self.spec) is not None and not user_path(self.spec).is_file()
+
     def identity(self, split: str) -> str:
         """The same for two sources exactly if they hold the same rows: a hub id without a split has one for each."""
+        if self.is_object:
+            return self.spec
         path = user_path(self.spec)
         if path.is_file() or not HUB_ID.fullmatch(self.spec):
             return str(path.resolve())
@@ -116,8 +125,26 @@ class Source:
 
     def stream(self, split: str, columns: Columns = ()) -> Iterator[Row]:
         """`rows` one by one, for sources larger than memory (all but `.json`); an empty source is no error here."""
+        if self.is_object:
+            return self._object()
         path = self.path
         return self._hub(split, columns) if path is None else self._file(path)
+
+    def _object(self) -> Iterator[Row]:
+        records = imported(self.key, self.spec)
+        if callable(records):
+            try:
+                records = records()
+            except Exception as error:  # whatever the user's own code raises
+                raise DataError(f"{self.key}: {self.spec}() raised {type(error).__name__}: {error}") from None
+        if isinstance(records, str | Mapping) or not isinstance(records, Iterable):
+            raise DataError(f"{self.key}: {self.spec} is a {type(records).__name__}, expected a list of records")
+        for number, record in enumerate(records):
+            # a `dspy.Example` has `items` and is no Mapping
+            if not (isinstance(record, Mapping) or hasattr(record, "items")):
+                kind = type(record).__name__
+                raise DataError(f"{self.key}: {self.spec}[{number}] is a {kind}, expected a mapping or dspy.Example")
+            yield Row(f"{self.spec}[{number}]", dict(record.items()))
 
     def _file(self, path: Path) -> Iterator[Row]:
         readers: Mapping[str, Callable[[Path], Iterator[Row]]] = {

@@ -7,7 +7,6 @@ What needs more (turn rewards, penalties, several reward sets) implements `mmrl.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import sys
@@ -24,6 +23,7 @@ from mmrl.system.user_code import located, scored, threaded
 from mmrl.tasks.base import Context, Score, Task, Tool
 from mmrl.tasks.data.rows import FORMATS, Row
 from mmrl.tasks.dspy.base import SPLITS, DspyTask, is_dspy_module, unique
+from mmrl.tasks.objects import imported
 
 READ = frozenset({"name", "data", "reward", "failure_score", "max_tokens", "max_context", "timeout_s"})
 """Options of `task` that every `OwnTask` reads; DSPy programs read `prompts` too."""
@@ -196,7 +196,7 @@ class ImportedTask(_RecordTask):
         if problems:
             raise ConfigError(problems)
         self.fields = config.inputs
-        self.metric = _import("task.metric", str(config.metric))
+        self.metric = imported("task.metric", str(config.metric))
         if not callable(self.metric):
             raise ConfigError(f"task.metric: {config.metric} is a {type(self.metric).__name__}, expected a function")
         super().__init__(config, seed)
@@ -223,7 +223,7 @@ class ImportedTask(_RecordTask):
     def make_program(self) -> object:
         """The object behind `task.program`: as it is, called once, or wrapped."""
         path = str(self.config.program)
-        named = _import("task.program", path)
+        named = imported("task.program", path)
         if inspect.iscoroutinefunction(named):
             if not self.config.modules:
                 raise ConfigError("task.modules: missing; expected the names that the function passes to ctx.call")
@@ -315,26 +315,6 @@ def _is_program(value: object) -> bool:
     if inspect.isclass(value):
         return False
     return is_dspy_module(value) or (hasattr(value, "modules") and hasattr(value, "run"))
-
-
-def _import(key: str, path: str) -> Any:
-    """The object at `package.module:name`.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    module, _, name = path.partition(":")
-    if not module or not name:
-        raise ConfigError(f"{key}: got '{path}', expected package.module:name")
-    try:
-        target: Any = importlib.import_module(module)
-    except Exception as error:  # whatever the user's own module raises
-        raise ConfigError(str(located(ProgramFailure, error, f"{key}: cannot import '{module}': "))) from None
-    for part in name.split("."):
-        if not hasattr(target, part):
-            raise ConfigError(f"{key}: '{module}' has no '{name}'")
-        target = getattr(target, part)
-    return target
 
 
 def _numbers(result: object) -> dict[str, float]:

@@ -1,0 +1,137 @@
+"""Trained weights as folders that other libraries load: adapters merged or alone, tokenizer, chat template checked.
+
+Used by `mmrl export`; torch and transformers load inside the functions.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmrl.config import ModelConfig
+from mmrl.config.base import SHIPPED
+from mmrl.errors import CheckpointError
+from mmrl.models.chat import render_prompt
+from mmrl.models.load import NO_CODE, load_configs, load_policy, load_tokenizer, model_path
+from mmrl.models.policy import Policy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FULL = ("model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json")
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+CONVERSATIONS: Sequence[Sequence[dict[str, str]]] = (
+    ({"role": "user", "content": "Who?"},),
+    ({"role": "system", "content": "Be brief."}, {"role": "user", "content": " Two\n\nlines: {x} "}),
+    (
+        {"role": "user", "content": "1 + 1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "Größer? <b>&amp;</b>"},
+    ),
+)
+"""What chat templates are compared on."""
+
+
+def copy_full(checkpoint: Path, target: Path) -> None:
+    """Full weights of a checkpoint, byte for byte."""
+    for pattern in FULL:
+        for file in checkpoint.glob(pattern):
+            shutil.copyfile(file, target / file.name)
+
+
+def write_merged(base: str, adapter: Path, model: ModelConfig, target: Path) -> str:
+    """Full weights with an adapter merged into them, in the base's own type. Returns that type.
+
+    Raises:
+        ConfigError: the base cannot be loaded.
+        CheckpointError: the adapter holds numbers that are not finite.
+    """
+    from transformers.utils import logging
+
+    config, generation = load_configs(model.model_copy(update={"path": base}))
+    kept = str(config.dtype).removeprefix("torch.")
+    dtype = kept if kept in ("float32", "bfloat16", "float16") else "float32"
+    # On the CPU: merging is one product per layer, and a GPU may be in use by the next run.
+    loaded, _, _ = load_policy(
+        Policy(base=base, adapter=str(adapter)), model.model_copy(update={"dtype": dtype}), "cpu"
+    )
+    from peft import PeftModel
+
+    assert isinstance(loaded, PeftModel)
+    try:
+        merged = loaded.merge_and_unload(safe_merge=True)
+    except ValueError as error:
+        raise CheckpointError(f"{adapter}: cannot be merged: {error}") from None
+    if generation is not None:
+        merged.generation_config = generation
+    logging.disable_progress_bar()
+    merged.save_pretrained(target)
+    return dtype
+
+
+def copy_adapter(folder: Path, base: str, model: ModelConfig, target: Path) -> None:
+    """An adapter alone, which names its base so that it is found from any folder of this machine."""
+    target.mkdir(exist_ok=True)
+    for name in ADAPTER:
+        shutil.copyfile(folder / name, target / name)
+    config = json.loads((target / ADAPTER[0]).read_text(encoding="utf-8"))
+    local = base in SHIPPED or Path(base).is_dir()
+    source = model.model_copy(update={"path": base})
+    config["base_model_name_or_path"] = str(Path(model_path(source)).resolve()) if local else base
+    config["revision"] = None if local else model.revision
+    (target / ADAPTER[0]).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def write_tokenizer(checkpoint: Path, targets: Iterable[Path]) -> PreTrainedTokenizerBase:
+    """The tokenizer that the run trained with, chat template and thinking mode included, into each folder."""
+    from transformers import AutoTokenizer
+
+    # From the checkpoint and not the base: what the config said of the template is in it already.
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, **NO_CODE)
+    for target in targets:
+        tokenizer.save_pretrained(target)
+    return tokenizer
+
+
+def check_template(folder: Path, model: ModelConfig, prompts: Iterable[Sequence[int]]) -> int:
+    """Compare an exported tokenizer with the training's: the same ids for conversations and for recorded prompts.
+
+    Args:
+        model: the `model` section of the run.
+        prompts: token ids of recorded prompts.
+
+    Returns:
+        How many conversations and prompts were compared.
+
+    Raises:
+        CheckpointError: the ids of one differ.
+    """
+    from transformers import AutoTokenizer
+
+    trained, exported = load_tokenizer(model), AutoTokenizer.from_pretrained(folder, **NO_CODE)
+    compared = 0
+    for messages in CONVERSATIONS:
+        try:
+            expected = render_prompt(trained, messages)
+        except (
+            Exception
+        ):  # a template may refuse a role or an order of roles, in any words; the exported one is the same
+            continue
+        found = exported.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        if tuple(found) != expected:
+            raise CheckpointError(
+                f"{folder.name}: its chat template gives other token ids than in training for {messages!r}; nothing is "
+                "exported, since the model would be asked in words that it was not trained on"
+            )
+        compared += 1
+    for ids in prompts:
+        text = trained.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        # Sampled turns inside a prompt need not be what their text is encoded to: then there is nothing to compare.
+        if trained.encode(text, add_special_tokens=False) == list(ids):
+            if exported.encode(text, add_special_tokens=False) != list(ids):
+                raise CheckpointError(f"{folder.name}: its tokenizer gives other ids for a prompt of the run's journal")
+            compared += 1
+    return compared

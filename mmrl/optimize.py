@@ -1,0 +1,340 @@
+"""`MMRL`: training of a DSPy program from Python, by the very run that `mmrl train task=dspy` makes.
+
+    from mmrl.optimize import MMRL
+    trained = MMRL(metric=metric, algo="mmgrpo", model="hf", **{"model.path": "…"}).compile(
+        program, trainset=train, valset=dev)
+    trained(question="…")        # plain DSPy, with the trained policy as its LM
+    trained.run_dir              # what `mmrl show`, `eval` and `export` take
+
+Nothing is trained here: the settings become the words of the command, and the objects names that the config holds
+(`mmrl.tasks.objects`). Importing this file imports DSPy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import hashlib
+import itertools
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import dspy
+from dspy.teleprompt import Teleprompter
+
+from mmrl.config import EvalCommandConfig, TrainCommandConfig
+from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
+from mmrl.report.rundir import RunDir
+from mmrl.rollout.dspy_lm import PolicyLM, ServedPolicy, speak
+from mmrl.secrets import HidingStream, add_environment
+from mmrl.tasks.objects import is_given, put
+
+Metric = Callable[..., Any]
+T = TypeVar("T")
+HELD_BACK = 5
+"""Without a valset, every such part of the trainset is kept for evaluation."""
+_NUMBERS = itertools.count(1)
+
+
+class MMRL(Teleprompter):
+    """Trains a DSPy program's modules by reinforcement learning; a DSPy optimiser.
+
+    Args:
+        metric: `(example, prediction)` -> a number, or a mapping of numbers with `score`, as for `task.metric`.
+        algo: name of an algorithm (`mmrl train algo=`).
+        model: a name of `conf/model`, a folder with weights, or a hub id.
+        run_dir: folder of the run; None: a new one below `outputs/`.
+        settings: any key of the config, as on the command line. Sections may be mappings:
+            `train={"steps": 100}, seed=1, hardware="cpu"`, or `**{"train.steps": 100}`.
+    """
+
+    def __init__(
+        self,
+        metric: Metric,
+        algo: str = "mmgrpo",
+        model: str | None = None,
+        run_dir: Path | str | None = None,
+        **settings: Any,
+    ):
+        super().__init__()
+        self.metric, self.algo, self.model, self.run_dir, self.settings = metric, algo, model, run_dir, settings
+
+    def compile(  # type: ignore[override]  # DSPy's has **kwargs, which would hide a misspelt argument
+        self,
+        student: dspy.Module,
+        *,
+        trainset: Sequence[dspy.Example],
+        valset: Sequence[dspy.Example] | None = None,
+        teacher: dspy.Module | None = None,
+        resume: Path | str | None = None,
+    ) -> dspy.Module:
+        """Train, and return a copy of `student` whose LM is the trained policy, with `run_dir` beside it.
+
+        Args:
+            student: its predictors are the modules that are trained; it stays as it is.
+            trainset: examples with inputs (`.with_inputs(…)`).
+            valset: what is evaluated before and after; None: every fifth example of the trainset is held back for it.
+            teacher: not taken; teachers are settings of mmGRPO (`algo={"teachers": …}`).
+            resume: run directory of a stopped run of the same program and data, which is continued.
+
+        Raises:
+            MmrlError: whatever the command would have ended with, in the same words.
+        """
+        if teacher is not None:
+            raise ConfigError("teacher: not taken by MMRL; teachers are settings of mmGRPO: algo.teachers")
+        train, dev = _split(list(trainset), None if valset is None else list(valset))
+        folder = _outside_of_loops(lambda: self._run(student, train, dev, None if resume is None else Path(resume)))
+        return load(student, folder)
+
+    def _run(
+        self, student: dspy.Module, train: list[dspy.Example], dev: list[dspy.Example], resume: Path | None
+    ) -> Path:
+        """The run, as the command makes it. Returns its folder."""
+        with _as_the_command():
+            if resume is not None:
+                return self._resume(student, train, dev, resume)
+            from mmrl.cli import hydra, overrides
+            from mmrl.run.check import check_all
+            from mmrl.run.train import train as train_one
+
+            words = self.words(student, train, dev)
+            line = overrides.read_line(words)
+            (config,) = hydra.configs("train", TrainCommandConfig, line)
+            if config.hardware.processes * config.hardware.nodes > 1:
+                raise ConfigError(
+                    "hardware.processes: objects of this process are not in others; name them instead: "
+                    "mmrl train task=dspy task.program=package.module:name …"
+                )
+            check_all([config], line.keys)
+            config = _placed(config)
+            _refuse_failure(train_one(config, ["mmrl", "train", *words]), str(config.run.dir))
+            return Path(str(config.run.dir))
+
+    def words(self, student: dspy.Module, train: Sequence[dspy.Example], dev: Sequence[dspy.Example]) -> list[str]:
+        """The words of `mmrl train` that say the same, with names for the objects.
+
+        Raises:
+            ConfigError: settings that cannot be words, or that the objects have said already.
+        """
+        number = next(_NUMBERS)
+        names = {
+            "task.program": put(f"program_{number}", student.deepcopy()),
+            "task.metric": put(f"metric_{number}", self.metric),
+            "task.data.train": put(f"train_{number}_{_digest(train)}", list(train)),
+            "task.data.dev": put(f"dev_{number}_{_digest(dev)}", list(dev)),
+        }
+        given = {"task": "dspy", "algo": self.algo, **names, "task.inputs": list(_inputs(train, "trainset"))}
+        given |= _model(self.model)
+        if self.run_dir is not None:
+            given["run.dir"] = str(self.run_dir)
+        settings = dict(_flat(self.settings))
+        if twice := sorted(set(given) & set(settings)):
+            raise ConfigError(f"{key}: given by the arguments of MMRL already; leave it out" for key in twice)
+        return [f"{key}={_word(key, value)}" for key, value in {**given, **settings}.items()]
+
+    def _resume(self, student: dspy.Module, train: list[dspy.Example], dev: list[dspy.Example], folder: Path) -> Path:
+        """Continue a run with the objects that it was given."""
+        from mmrl.run.build import forget_task
+        from mmrl.run.settle import stored_config
+        from mmrl.run.train import resume
+
+        run = RunDir.read(folder)
+        task = run.config.get("task") or {}
+        stored = {"train": str((task.get("data") or {}).get("train")), "dev": str((task.get("data") or {}).get("dev"))}
+        stored |= {"program": str(task.get("program")), "metric": str(task.get("metric"))}
+        if not all(map(is_given, stored.values())):
+            raise CheckpointError(
+                f"{folder}: was not started from Python; continue it with: mmrl train resume={folder}"
+            )
+        for split, rows in (("train", train), ("dev", dev)):
+            if not stored[split].endswith(f"_{_digest(rows)}"):
+                raise CheckpointError(f"{folder}: the {split} examples are not those that the run was started with")
+        objects = {"train": train, "dev": dev, "program": student.deepcopy(), "metric": self.metric}
+        for what, value in objects.items():
+            put(stored[what].partition(":")[2], value)
+        config = stored_config(folder, TrainCommandConfig)
+        forget_task(config.task, config.seed)
+        _refuse_failure(resume(folder), str(folder))
+        return folder
+
+
+def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
+    """A copy of `program` whose predictors speak with what a run has trained; it runs in plain DSPy.
+
+    Args:
+        program: the one that was trained, as it was written.
+        run_dir: a run directory.
+
+    Raises:
+        ConfigError: the program has other predictors than the run's, or the run has no checkpoint.
+    """
+    from mmrl.run.build import evaluation_engine
+    from mmrl.run.check import served
+    from mmrl.run.settle import settle, stored_config
+
+    folder = Path(run_dir)
+    config = stored_config(folder, TrainCommandConfig)
+    shared = {name: getattr(config, name) for name in ("seed", "task", "model", "hardware", "engine", "eval", "run")}
+    evaluation = settle(EvalCommandConfig(policy=str(folder), plugins=config.plugins, **shared))
+    policy = served(evaluation)
+    names = [name for name, _ in program.named_predictors()]
+    if policy.modules is not None and (missing := [name for name in names if name not in policy.modules]):
+        raise ConfigError(
+            f"{folder}: has no weights for {', '.join(missing)}; its modules are {', '.join(policy.modules)}"
+        )
+    resources = ExitStack()
+    engine, tokenizer = resources.enter_context(evaluation_engine(evaluation, policy, RunDir.read(folder)))
+    lm = ServedPolicy(f"mmrl/{folder.name}", engine, tokenizer, resources, config.task.max_tokens)
+    trained = speak(program, lambda name: PolicyLM(lm, name))
+    trained.run_dir = folder
+    return trained
+
+
+@contextmanager
+def _as_the_command() -> Iterator[None]:
+    """What `mmrl` does around a command: secrets are hidden in what is printed, a full disk is one sentence."""
+    add_environment()
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = HidingStream.around(sys.stdout), HidingStream.around(sys.stderr)
+    try:
+        with storage():
+            yield
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+def _outside_of_loops(work: Callable[[], T]) -> T:
+    """Call `work` where no event loop runs: here, or in a thread of its own below a notebook's loop.
+
+    Ctrl-C (a notebook's stop button) reaches the thread as it would reach this one.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:  # handed on to the caller, whatever it is
+            failure.append(error)
+
+    # a daemon: a kernel that is restarted must not wait for the run
+    thread = threading.Thread(target=run, name="mmrl-train", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        try:
+            thread.join(0.2)
+        except KeyboardInterrupt:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+            )
+    if failure:
+        raise failure[0]
+    return outcome[0]
+
+
+def _placed(config: TrainCommandConfig) -> TrainCommandConfig:
+    """With its run directory, which the program that is returned names."""
+    from mmrl.run.build import check_model
+    from mmrl.run.settle import run_folder
+
+    # Before a folder is made: a model that cannot be had must leave none behind.
+    check_model(config.model)
+    suffix = f"_s{config.seed}"
+    return config.in_folder(run_folder(config.run.dir, config.task.name, config.algo.name, suffix=suffix))
+
+
+def _refuse_failure(code: int, folder: str) -> None:
+    if code:
+        raise MmrlError(f"{folder}: the run is not finished; continue it with compile(…, resume={folder!r})")
+
+
+def _split(train: list[dspy.Example], dev: list[dspy.Example] | None) -> tuple[list[dspy.Example], list[dspy.Example]]:
+    """Train and dev examples."""
+    if dev is not None:
+        return train, dev
+    if len(train) < 2:
+        raise ConfigError(
+            f"trainset: got {len(train)} examples and no valset, expected at least 2 of them, or a valset"
+        )
+    held = train[HELD_BACK - 1 :: HELD_BACK] or train[-1:]
+    kept = [example for example in train if not any(example is other for other in held)]
+    print(
+        f"no valset: {len(held)} of {len(train)} examples of the trainset are held back for evaluation", file=sys.stderr
+    )
+    return kept, held
+
+
+def _inputs(examples: Sequence[dspy.Example], what: str) -> tuple[str, ...]:
+    """The input fields, the same of all examples.
+
+    Raises:
+        ConfigError: an example without, or with others than the first.
+    """
+    found: tuple[str, ...] = ()
+    for number, example in enumerate(examples):
+        try:
+            names = tuple(example.inputs().keys())
+        except (ValueError, AttributeError):
+            raise ConfigError(f"{what}[{number}]: names no inputs; expected dspy.Example(…).with_inputs(…)") from None
+        found = found or names
+        if set(names) != set(found):
+            raise ConfigError(f"{what}[{number}]: has the inputs {', '.join(names)}, expected {', '.join(found)}")
+    if not found:
+        raise ConfigError(f"{what}: has no examples with inputs; expected dspy.Example(…).with_inputs(…)")
+    return found
+
+
+def _digest(examples: Sequence[dspy.Example]) -> str:
+    """Of what the examples hold, so that a run is not continued on others."""
+    text = json.dumps([dict(example.items()) for example in examples], default=repr, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _model(model: str | None) -> dict[str, str]:
+    """The words for `model`: one of `conf/model`, or any other with the neutral config."""
+    from mmrl.system.conf import options
+
+    if model is None or model in (known := options("model")):
+        return {} if model is None else {"model": model}
+    return {"model": "hf", "model.path": model} if "hf" in known else {"model.path": model}
+
+
+def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by dotted key; the `name` of a group's mapping is the choice of that group."""
+    from mmrl.system.conf import GROUPS
+
+    for name, value in settings.items():
+        key = f"{above}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key.removesuffix(".name") if key.removesuffix(".name") in GROUPS else key, value
+
+
+def _word(key: str, value: object) -> str:
+    """A value in Hydra's grammar.
+
+    Raises:
+        ConfigError: it is no text, number, truth value, None, list or mapping of these.
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str | Path):
+        text = str(value).replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{text}"'
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{_word(key, inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, Sequence):
+        return f"[{','.join(_word(key, inner) for inner in value)}]"
+    raise ConfigError(f"{key}: got a {type(value).__name__}, expected text, a number, true, false, None or a list")

@@ -1,0 +1,389 @@
+"""`mmrl export`: a run's trained weights as a folder that other libraries load, with tokenizer, program and model card.
+
+What is exported is decided first (`Choice`), then written beside the target and renamed, so that the folder is whole
+or absent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mmrl.config import TrainCommandConfig
+from mmrl.errors import CheckpointError, ConfigError, storage, unknown
+from mmrl.models.export import check_template, copy_adapter, copy_full, write_merged, write_tokenizer
+from mmrl.models.hub import licence_of, push_folder, push_problems
+from mmrl.models.policy import (
+    EXTRA,
+    INITIAL,
+    Policy,
+    checkpoint_step,
+    complete_checkpoints,
+    damage,
+    resolve,
+)
+from mmrl.report.card import CardFacts, is_hub_id, model_card, shown_path
+from mmrl.report.journal import read_step
+from mmrl.report.overview import Overview, damage_named
+from mmrl.report.rundir import RunDir
+from mmrl.run.build import build_task
+from mmrl.run.settle import module_assignment, stored_config
+from mmrl.run.snippets import snippets
+from mmrl.system.files import atomic_dir, dumps, user_path
+from mmrl.tasks import TASKS
+from mmrl.tasks.base import Task
+from mmrl.tasks.dspy.base import DspyTask
+
+PROGRAM = "program.json"
+PROMPTS = "prompts.yaml"
+COMPARED_PROMPTS = 8
+"""Recorded prompts that the exported tokenizer is tried on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRequest:
+    """What was typed after `mmrl export`."""
+
+    run: Path
+    out: Path
+    checkpoint: str = "last"
+    """`last`, `best`, or a number of steps."""
+    form: Literal["merged", "adapter"] | None = None
+    """None: merged, and adapters where modules have weights of their own."""
+    module: str | None = None
+    push: str | None = None
+    private: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What is exported of a policy."""
+
+    form: Literal["full", "merged", "adapter"]
+    adapters: Mapping[str, Path]
+    """Folder below the export (empty: the export itself) -> adapter of the checkpoint; none for full weights."""
+    modules: Mapping[str, str]
+    """Module -> what it speaks with, in words; empty where all share one policy."""
+    recorded: Mapping[str, object]
+    """What `policy=` must know of the folder (`models.policy.EXTRA`); empty: nothing."""
+
+
+def export(request: ExportRequest) -> int:
+    """Write the folder, push it where asked, and print how it is used. Returns the exit code.
+
+    Raises:
+        ConfigError: a choice that the run does not have, a folder that is there, a hub that is not.
+        CheckpointError: no run, no such checkpoint, or a damaged one.
+    """
+    run, config = _run_of(request.run)
+    problems = push_problems(request.push) if request.push is not None else []
+    if request.push is None and not request.private:
+        problems.append("private: has no effect without push=ORG/NAME")
+    if request.out.exists():
+        problems.append(f"out: {request.out} exists, and is left as it is; choose another folder")
+    if problems:
+        raise ConfigError(problems)
+    with damage_named(run.path):
+        seen = Overview.of(run)
+    checkpoint = chosen_checkpoint(seen, request.checkpoint)
+    _refuse_damage(run, checkpoint)
+    policy = resolve(str(checkpoint))
+    choice = choose(policy, config, request, seen.modules)
+    if request.push is not None and choice.form == "adapter" and not is_hub_id(config.model.path):
+        raise ConfigError(
+            f"push: an adapter's base must be on the hub for others to load it, and that of this run is the folder "
+            f"{config.model.path}; export form=merged"
+        )
+    step = checkpoint_step(checkpoint) or 0
+    request.out.parent.mkdir(parents=True, exist_ok=True)
+    with storage(request.out), atomic_dir(request.out) as folder:
+        notes = _write(folder, request, run, config, checkpoint, choice)
+        text = _card(seen, request, config, choice, folder, step)
+        (folder / "README.md").write_text(text, encoding="utf-8")
+    print(f"exported step {step} of {run.path}: {request.out}")
+    for note in notes:
+        print(note)
+    for name, code in _snippets(request.out, request.out, choice, config, config.model.path):
+        print(f"\n{name}:\n" + "\n".join(f"  {line}" for line in code.splitlines()))
+    if request.push is not None:
+        print(f"\npushed: {push_folder(request.out, request.push, request.private)}")
+    return 0
+
+
+def _run_of(path: Path) -> tuple[RunDir, TrainCommandConfig]:
+    """The run, and its config."""
+    if checkpoint_step(path) is not None and path.parent.name == "checkpoints":
+        raise ConfigError(
+            f"mmrl export: {path} is a checkpoint; give its run: mmrl export {path.parent.parent} "
+            f"checkpoint={checkpoint_step(path)}"
+        )
+    run = RunDir.read(path)
+    if "policy" in run.config:
+        raise CheckpointError(f"{path}: this is an evaluation, which has no weights; export the run that it evaluated")
+    return run, stored_config(path, TrainCommandConfig)
+
+
+def chosen_checkpoint(seen: Overview, text: str) -> Path:
+    """The checkpoint that `checkpoint=` names.
+
+    Raises:
+        ConfigError: neither `last`, `best` nor a step.
+        CheckpointError: the run has none such.
+    """
+    there = {checkpoint_step(path) or 0: path for path in complete_checkpoints(seen.run.checkpoints)}
+    listed = ", ".join(map(str, there)) or "none"
+    if not there:
+        raise CheckpointError(f"{seen.run.path}: has no checkpoint yet that is complete")
+    if text == "last":
+        return there[max(there)]
+    if text == "best":
+        metric = seen.main_metric
+        points = {step: value for step, value, _, _ in seen.evaluations(seen.split, metric)} if metric else {}
+        scored = {step: value for step, value in points.items() if step in there}
+        if not scored:
+            raise CheckpointError(
+                f"{seen.run.path}: no checkpoint is of a step that was evaluated (checkpoints: {listed}; evaluated: "
+                f"{', '.join(map(str, points)) or 'none'}); give checkpoint=N"
+            )
+        # of equal ones the later: it has seen more
+        best = max(scored, key=lambda step: (scored[step], step))
+        above = max((step for step in points if step > 0), key=lambda step: points[step])
+        if points[above] > scored[best]:
+            print(f"note: step {above} had {metric} {points[above]:.4f}, but its checkpoint is gone (train.keep)")
+        print(f"best of the steps with a checkpoint: {best}, {metric} {scored[best]:.4f} on {seen.split}")
+        return there[best]
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"mmrl export: checkpoint: got '{text}', expected last, best or a step (there are: {listed})")
+    if int(text) not in there:
+        raise CheckpointError(f"{seen.run.path}: has no complete checkpoint of step {text} (there are: {listed})")
+    return there[int(text)]
+
+
+def _refuse_damage(run: RunDir, checkpoint: Path) -> None:
+    """Raises `CheckpointError` if weights, or the numbers that the card would show, are not what the run wrote."""
+    if problem := damage(checkpoint, lambda name: name.endswith((".safetensors", ".json", ".jinja"))):
+        raise CheckpointError(f"{problem}; restore it, or export another checkpoint (checkpoint=N)")
+    for path, problem in run.ledger.changed(None, grown=True).items():
+        if path.parent.name == "eval":
+            raise CheckpointError(f"{path} {problem}; its numbers would stand in the model card, so restore it")
+
+
+def choose(policy: Policy, config: TrainCommandConfig, request: ExportRequest, modules: Sequence[str]) -> Choice:
+    """What is exported, as asked or as the policy has it.
+
+    Args:
+        modules: the program's, as far as the run has measured them.
+
+    Raises:
+        ConfigError: a module without weights of its own, or a form that the run does not have.
+    """
+    endpoints = {name: f"the endpoint's {given.model}" for name, given in (config.engine.endpoints or {}).items()}
+    names = list(dict.fromkeys([*(policy.modules or {}), *modules, *endpoints]))
+    if request.module is not None:
+        _refuse_module(request.module, names, endpoints)
+    if policy.adapters:
+        return _choose_adapters(policy, config, request, endpoints)
+    whole: Literal["full", "merged", "adapter"] = "full"
+    if policy.adapter is not None:
+        whole = request.form or "merged"
+    elif request.form == "adapter":
+        raise ConfigError("form: got adapter, and the run trained all parameters (model.lora is null); leave form out")
+    adapters = {"": Path(policy.adapter)} if policy.adapter is not None else {}
+    if policy.modules is None:
+        if request.module is not None:
+            raise ConfigError(
+                f"module: got {request.module}, and all modules of the run share one policy; leave module out"
+            )
+        trained = dict.fromkeys((name for name in names if name not in endpoints), "these weights")
+        return Choice(form=whole, adapters=adapters, modules={**trained, **endpoints} if endpoints else {}, recorded={})
+    # All parameters trained, and frozen modules that act with the initial ones.
+    base = f"the initial weights, {shown_path(config.model.path)}"
+    said = {m: base if name == INITIAL else "these weights" for m, name in policy.modules.items()}
+    if request.module is not None:
+        if policy.modules[request.module] == INITIAL:
+            raise ConfigError(_frozen(request.module, config))
+        return Choice(form=whole, adapters={}, modules={}, recorded={})
+    recorded = {"modules": dict(policy.modules), "base": policy.initial}
+    return Choice(form=whole, adapters={}, modules={**said, **endpoints}, recorded=recorded)
+
+
+def _choose_adapters(
+    policy: Policy, config: TrainCommandConfig, request: ExportRequest, endpoints: Mapping[str, str]
+) -> Choice:
+    """Weights per module: an adapter each, on one base."""
+    spoken = dict(policy.modules or {})
+    still = module_assignment(config.model, config.algo, tuple(spoken), config.engine.endpoints).frozen_adapters
+    folders = {name: Path(folder) for name, folder in policy.adapters.items()}
+    if request.module is not None:
+        name = spoken[request.module]
+        if name in still:
+            raise ConfigError(_frozen(request.module, config))
+        return Choice(form=request.form or "merged", adapters={"": folders[name]}, modules={}, recorded={})
+    form = request.form or "adapter"
+    # What was never trained is the base: its adapter is kept where adapters are served, and merged it would be a copy.
+    written = {name: folder for name, folder in folders.items() if form == "adapter" or name not in still}
+    base = f"the base model, {shown_path(config.model.path)} (frozen)"
+    said = {m: base if name in still else f"`{name}/`" for m, name in spoken.items()}
+    recorded = {"modules": spoken} if form == "adapter" else {}
+    return Choice(form=form, adapters=written, modules={**said, **endpoints}, recorded=recorded)
+
+
+def _frozen(module: str, config: TrainCommandConfig) -> str:
+    return (
+        f"module: {module} was frozen in the run and speaks with {config.model.path} as it is; export a module that "
+        "was trained"
+    )
+
+
+def _refuse_module(module: str, names: Sequence[str], endpoints: Mapping[str, str]) -> None:
+    if module in endpoints:
+        raise ConfigError(
+            f"module: {module} has no weights here: {endpoints[module]} answers for it (engine.endpoints.{module})"
+        )
+    if module not in names:
+        raise ConfigError(unknown("module", module, names))
+
+
+def _write(
+    folder: Path, request: ExportRequest, run: RunDir, config: TrainCommandConfig, checkpoint: Path, choice: Choice
+) -> list[str]:
+    """All but the card. Returns what the user should know."""
+    notes = []
+    targets = [folder / name for name in choice.adapters] or [folder]
+    base = config.model.path
+    if choice.form == "full":
+        copy_full(checkpoint, folder)
+    for name, adapter in choice.adapters.items():
+        if choice.form == "adapter":
+            copy_adapter(adapter, base, config.model, folder / name)
+        else:
+            dtype = write_merged(base, adapter, config.model, folder / name)
+            notes.append(f"merged into {base}, in its own type ({dtype})" + (f": {name}/" if name else ""))
+    write_tokenizer(checkpoint, targets)
+    compared = check_template(targets[0], config.model, _recorded_prompts(run))
+    notes.append(f"chat template checked: the same token ids as in training, {compared} prompts")
+    if choice.recorded:
+        (folder / EXTRA).write_text(dumps(choice.recorded, indent=1) + "\n", encoding="utf-8")
+    if config.task.prompts is not None:
+        notes += _copy_prompts(str(config.task.prompts), folder)
+    return notes + _write_program(folder, config)
+
+
+def _recorded_prompts(run: RunDir) -> Iterator[tuple[int, ...]]:
+    """First prompts of the last step's journal."""
+    steps = run.journal_steps()
+    if steps:
+        forest, _ = read_step(run, steps[-1])
+        for call in [call for call in forest.calls.values() if call.prompt_ids and not call.turn][:COMPARED_PROMPTS]:
+            yield call.prompt_ids
+
+
+def _copy_prompts(given: str, folder: Path) -> list[str]:
+    if given.endswith(".json"):
+        return []  # the state of a DSPy program, which `program.json` holds
+    try:
+        (folder / PROMPTS).write_text(user_path(given).read_text(encoding="utf-8"), encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"task.prompts: cannot read '{given}' of the run: {error}") from None
+    return []
+
+
+def _write_program(folder: Path, config: TrainCommandConfig) -> list[str]:
+    """`program.json`, which plain DSPy loads, where the task is a DSPy program."""
+    factory = TASKS.get(config.task.name)
+    # Other tasks are not built for this: their corpora may be large.
+    if isinstance(factory, type) and not issubclass(factory, DspyTask):
+        return []
+    try:
+        task: Task = build_task(config.task, config.seed)
+    except ConfigError as error:
+        return [f"warning: {PROGRAM} is left out, the task cannot be built here: {error.problems[0]}"]
+    if not (isinstance(task, DspyTask) and task.predictors):
+        return []
+    from mmrl.rollout.dspy import DspyProgram
+
+    assert isinstance(task.program, DspyProgram)
+    task.program.save(folder / PROGRAM)
+    return [f"{PROGRAM}: the DSPy program's prompts, for program.load"]
+
+
+def _has_program(folder: Path) -> bool:
+    return (folder / PROGRAM).is_file()
+
+
+def _snippets(
+    named: Path, folder: Path, choice: Choice, config: TrainCommandConfig, base: str
+) -> Iterator[tuple[str, str]]:
+    """How `folder` is used under the name `named`, and the base model under `base`."""
+    rank = config.model.lora.r if choice.form == "adapter" and config.model.lora is not None else None
+    return snippets(named, _names(choice), base, rank, program=_has_program(folder))
+
+
+def _kind(choice: Choice) -> str:
+    return "adapter" if choice.form == "adapter" else "merged"
+
+
+def _names(choice: Choice) -> tuple[str, ...]:
+    """Folders below the export that hold weights; empty where the export does."""
+    return tuple(name for name in choice.adapters if name)
+
+
+def _card(
+    seen: Overview, request: ExportRequest, config: TrainCommandConfig, choice: Choice, folder: Path, step: int
+) -> str:
+    title = request.push.rpartition("/")[2] if request.push else request.out.name
+    where = Path(request.push) if request.push else Path(request.out.name)
+    facts = CardFacts(
+        title=title,
+        step=step,
+        holds=_holds(choice, config),
+        kind=_kind(choice),
+        licence=licence_of(config.model.path, config.model.revision),
+        modules=choice.modules,
+        prompts=_prompt_paragraphs(folder),
+        snippets=dict(_snippets(where, folder, choice, config, shown_path(config.model.path))),
+        data={
+            split: source.partition(":")[0]
+            for split in ("train", "dev", "test")
+            if is_hub_data(source := config.task.data.source_of(split))
+        },
+    )
+    return model_card(seen, facts)
+
+
+def is_hub_data(source: str) -> bool:
+    """Whether data come from the hub, and so have a name that others know."""
+    return source.partition(":")[0].count("/") == 1 and is_hub_id(source)
+
+
+def _holds(choice: Choice, config: TrainCommandConfig) -> str:
+    names = _names(choice)
+    many = f"in {len(names)} folders ({', '.join(names)}), one for each module or group of modules"
+    if choice.form == "full":
+        return "This folder holds full weights, of which all parameters were trained."
+    what = "the LoRA adapter alone" if choice.form == "adapter" else "full weights, the LoRA adapter merged into them"
+    if not names:
+        return f"This folder holds {what}."
+    return f"This repository holds {what.replace('adapter', 'adapters')}, {many}."
+
+
+def _prompt_paragraphs(folder: Path) -> list[str]:
+    """The prompts of the program, as they lie in the export."""
+    if (folder / PROMPTS).is_file():
+        text = (folder / PROMPTS).read_text(encoding="utf-8")
+        return [f"Prompts (`{PROMPTS}`):", f"````yaml\n{text.rstrip()}\n````"]
+    if not _has_program(folder):
+        return []
+    state = json.loads((folder / PROGRAM).read_text(encoding="utf-8"))
+    parts = [f"A DSPy program; `{PROGRAM}` holds its prompts and is read by `program.load`. Per predictor:"]
+    for name, predictor in state.items():
+        if name == "metadata":
+            continue
+        signature, demos = predictor.get("signature") or {}, predictor.get("demos") or []
+        fields = ", ".join(str(field.get("prefix", "?")).rstrip(":") for field in signature.get("fields") or [])
+        parts.append(f"- `{name}` (fields: {fields}; {len(demos)} demonstrations)")
+        parts.append(f"````text\n{str(signature.get('instructions', '')).strip()}\n````")
+    return parts

@@ -1,0 +1,306 @@
+"""`mmrl export`: folders that other libraries load, that evaluate to the run's own numbers, and whole or absent."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants, metadata_load
+from safetensors.torch import load_file
+
+from mmrl.cli import main
+from mmrl.models.policy import EXTRA, MARKER
+from mmrl.report.rundir import RunDir
+from mmrl.tasks.base import Score
+from mmrl.tasks.search_program.task import MultihopQaTask
+from mmrl.trainer.checkpoint import commit, temporary_folder
+from tests.helpers.hub import Hub, serving
+from tests.helpers.runs import command
+
+EVAL = ["eval.items=4", "task.max_tokens=6", "task.retriever.top_k=2", "hardware=cpu", "hardware.threads=1"]
+LORA = ["model.lora.r=4", "model.lora.alpha=8"]
+MODULES = ("rewriter", "reranker", "answerer")
+
+
+def trained(model: str, folder: Path, *extra: str) -> Path:
+    """A run of two steps that move the greedy texts, so that the wrong weights say something else."""
+
+    def score(self: Any, example: Any, prediction: Any, path: Any, reward_set: str) -> Score:
+        reward = (zlib.crc32("".join(call.text for call in path).encode()) % 97) / 97
+        return Score(reward=reward, metrics={"f1": reward, "em": 0.0, "accuracy": 0.0})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MultihopQaTask, "score", score)
+        assert main(command(model, folder, "algo=mhgpo_fof", "train.steps=2", "train.lr=0.1", *extra)) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_module(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with an adapter for each module, of which one is frozen."""
+    folder = tmp_path_factory.mktemp("export") / "modules"
+    more = ["model.modules.reranker.frozen=true", "train.save_every=1", "eval.every=1", "train.keep=5"]
+    return trained(random_model, folder, *LORA, *more)
+
+
+@pytest.fixture(scope="module")
+def shared(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with one adapter for all modules."""
+    return trained(random_model, tmp_path_factory.mktemp("export") / "shared", *LORA)
+
+
+@pytest.fixture(scope="module")
+def full(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of all parameters, in which one module acts with the initial weights."""
+    more = ["algo.freeze_modules=[rewriter]", "algo.frozen_serving=true"]
+    return trained(random_model, tmp_path_factory.mktemp("export") / "full", *more)
+
+
+def exported(run: Path, out: Path, *words: str) -> Path:
+    assert main(["export", str(run), f"out={out}", *words]) == 0
+    return out
+
+
+def refused(capsys: Any, run: Path, *words: str, code: int = 2) -> str:
+    capsys.readouterr()
+    assert main(["export", str(run), *words]) == code
+    error = str(capsys.readouterr().err)
+    assert error.startswith("error: ") and "Traceback" not in error
+    return error
+
+
+def texts(policy: Path, folder: Path) -> list[str]:
+    """All that a policy says in a greedy evaluation."""
+    from mmrl.report.journal import read_step
+
+    assert main(["eval", f"policy={policy}", f"run.dir={folder}", *EVAL]) == 0
+    forest = read_step(RunDir.read(folder), RunDir.read(folder).journal_steps("dev")[0], evaluation="dev")[0]
+    return [call.text for call in forest.calls.values()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("shared", []), ("shared", ["form=adapter"]), ("by_module", []), ("full", [])]
+)
+def test_an_export_says_what_its_run_says(kind: str, words: list[str], request: Any, tmp_path: Path) -> None:
+    """Every greedy text of `mmrl eval policy=EXPORT` is that of `policy=RUN`, and not the base model's."""
+    run = request.getfixturevalue(kind)
+    out = exported(run, tmp_path / "out", *words)
+    same = texts(run, tmp_path / "run")
+    assert texts(out, tmp_path / "exported") == same
+    base = RunDir.read(run).config["model"]["path"]
+    assert texts(Path(base), tmp_path / "base") != same
+
+
+def test_merged_weights_are_base_plus_adapter(by_module: Path, random_model: str, tmp_path: Path, capsys: Any) -> None:
+    """W + (alpha / r) B A, in the base's type; of one module alone, or of each trained one in a folder."""
+    capsys.readouterr()
+    one = exported(by_module, tmp_path / "one", "module=answerer", "form=merged")
+    assert f"merged into {random_model}, in its own type (float32)" in capsys.readouterr().out
+    each = exported(by_module, tmp_path / "each", "form=merged")
+    assert sorted(path.name for path in each.iterdir()) == ["README.md", "answerer", "rewriter"]
+    adapter = load_file(by_module / "checkpoints" / "checkpoint-2" / "answerer" / "adapter_model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    a, b = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    expected = load_file(Path(random_model) / "model.safetensors")[f"{name}.weight"] + 2.0 * b @ a
+    for folder in (one, each / "answerer"):
+        torch.testing.assert_close(load_file(folder / "model.safetensors")[f"{name}.weight"], expected)
+    assert (one / "tokenizer.json").is_file() and (one / "chat_template.jinja").is_file()
+    assert json.loads((one / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+def test_a_base_in_bfloat16_stays_in_bfloat16(
+    shared: Path, random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run computed in float32; what is merged has the type of the base's own files."""
+    from transformers import AutoModelForCausalLM
+
+    other = tmp_path / "base"
+    shutil.copytree(random_model, other)
+    AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.bfloat16).save_pretrained(other)
+    run = tmp_path / "run"
+    shutil.copytree(shared, run)
+    config = (run / "config.yaml").read_text().replace(random_model, str(other))
+    (run / "config.yaml").write_text(config)
+    out = exported(run, tmp_path / "out")
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_a_choice_that_the_run_does_not_have_is_named(
+    by_module: Path, shared: Path, full: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = f"out={tmp_path / 'out'}"
+    assert "module: reranker was frozen in the run" in refused(capsys, by_module, out, "module=reranker")
+    assert "module: got 'reader', expected one of" in refused(capsys, by_module, out, "module=reader")
+    assert "all modules of the run share one policy" in refused(capsys, shared, out, "module=answerer")
+    assert "form: got adapter, and the run trained all parameters" in refused(capsys, full, out, "form=adapter")
+    assert "rewriter was frozen" in refused(capsys, full, out, "module=rewriter")
+    assert "has no complete checkpoint of step 7 (there are: 1, 2)" in refused(capsys, by_module, out, "checkpoint=7")
+    assert "got 'newest', expected last, best or a step" in refused(capsys, by_module, out, "checkpoint=newest")
+    assert "private: has no effect without push" in refused(capsys, shared, out, "private=false")
+    step = by_module / "checkpoints" / "checkpoint-1"
+    assert f"mmrl export {by_module} checkpoint=1" in refused(capsys, step, out)
+    assert "not a run directory" in refused(capsys, tmp_path, out)
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_overwritten_and_nothing_half_written(
+    shared: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    assert f"out: {mine} exists, and is left as it is" in refused(capsys, shared, f"out={mine}")
+    assert list(mine.iterdir()) == []
+
+    def fails(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mmrl.run.export.model_card", fails)
+    assert main(["export", str(shared), f"out={tmp_path / 'out'}"]) == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_damage_is_refused_by_file(by_module: Path, tmp_path: Path, capsys: Any) -> None:
+    """A flipped bit of the weights, and numbers of the card that the run has not written."""
+    run = tmp_path / "run"
+    shutil.copytree(by_module, run)
+    weights = run / "checkpoints" / "checkpoint-2" / "answerer" / "adapter_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    error = refused(capsys, run, f"out={tmp_path / 'out'}")
+    assert f"{weights} has not the content that was saved; restore it, or export another checkpoint" in error
+    exported(run, tmp_path / "one", "checkpoint=1")
+    results = run / "eval" / "step-000001-dev.jsonl"
+    results.write_text(results.read_text().replace('"f1":0.0', '"f1":1.0'))
+    assert f"{results} has" in refused(capsys, run, f"out={tmp_path / 'two'}", "checkpoint=1")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "two").exists()
+
+
+def test_best_is_the_best_evaluated_step(by_module: Path, tmp_path: Path, capsys: Any) -> None:
+    """Evaluated by the main metric; of a better step whose checkpoint is gone the user hears."""
+    run = tmp_path / "run"
+    shutil.copytree(by_module, run)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line, f1 in zip([line for line in lines if "eval/dev/f1" in line], (0.1, 0.9, 0.3), strict=True):
+        line["eval/dev/f1"] = f1
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    capsys.readouterr()
+    exported(run, tmp_path / "best", "checkpoint=best", "module=answerer")
+    assert "best of the steps with a checkpoint: 1, f1 0.9000 on dev" in capsys.readouterr().out
+    shutil.rmtree(run / "checkpoints" / "checkpoint-1")
+    exported(run, tmp_path / "left", "checkpoint=best", "module=answerer")
+    shown = capsys.readouterr().out
+    assert "note: step 1 had f1 0.9000, but its checkpoint is gone" in shown and "exported step 2" in shown
+
+
+def test_a_template_that_renders_other_ids_is_not_exported(shared: Path, tmp_path: Path, capsys: Any) -> None:
+    """The checkpoint's template is another one than the config trained with (both whole, by their digests)."""
+    run = tmp_path / "run"
+    shutil.copytree(shared, run)
+    checkpoint = run / "checkpoints" / "checkpoint-2"
+    template = checkpoint / "chat_template.jinja"
+    template.write_text(template.read_text().replace("{{ m.content }}", "{{ m.content | trim }}"))
+    extra = json.loads((checkpoint / EXTRA).read_text())
+    (checkpoint / MARKER).unlink()
+    checkpoint.rename(temporary_folder(run / "checkpoints", 2))
+    commit(run / "checkpoints", 2, extra)
+    error = refused(capsys, run, f"out={tmp_path / 'out'}")
+    assert "its chat template gives other token ids than in training" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_card_is_filled_in(by_module: Path, random_model: str, tmp_path: Path) -> None:
+    """Data, algorithm, settings, numbers with intervals, seed, versions, base, licence; no folder of this machine."""
+    out = exported(by_module, tmp_path / "out")
+    card = (out / "README.md").read_text()
+    head = metadata_load(out / "README.md")
+    assert head is not None and head["library_name"] == "peft" and "mhgpo_fof" in head["tags"]
+    metrics = {metric["type"]: metric["value"] for metric in head["model-index"][0]["results"][0]["metrics"]}
+    last = RunDir.read(by_module).history()[-1]
+    assert metrics["f1"] == pytest.approx(last["eval/dev/f1"], abs=1e-4)
+    assert "license" not in head and "is not known to mmrl" in card
+    for text in (
+        "trained for 2 steps by reinforcement learning with `mhgpo_fof`",
+        "| metric | before | after | difference |",
+        "95 % bootstrap intervals",
+        "| `reranker` | the base model",
+        "LoRA, r 4, alpha 8",
+        "| seed | 0 |",
+        "they are not scores on the public data set",
+        "the embedded mini world of mmrl (2400 examples)",
+        "group_size: 2",
+        "| mmrl | 0.1.0",
+        "| command | `mmrl train",
+    ):
+        assert text in card, text
+    assert str(Path(random_model).parent) not in card and str(by_module.parent) not in card
+    assert "More Information Needed" not in card
+
+
+def test_the_base_s_licence_is_the_card_s(random_model: str, tmp_path: Path) -> None:
+    from mmrl.models.hub import licence_of
+
+    assert licence_of("tiny") == "apache-2.0" and licence_of(random_model) is None
+    (tmp_path / "README.md").write_text("---\nlicense: llama3.1\n---\n# A model\n")
+    assert licence_of(str(tmp_path)) == "llama3.1"
+    (tmp_path / "README.md").write_text("---\nlicense: [broken\n---\n")
+    assert licence_of(str(tmp_path)) is None
+
+
+# --- the hub
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A hub on this machine that takes uploads."""
+    with serving() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", "hf_test_token")
+        monkeypatch.setattr("mmrl.models.hub.hub_answers", lambda: True)
+        yield server
+
+
+def test_push_uploads_the_whole_folder_as_one_commit(shared: Path, tmp_path: Path, capsys: Any, hub: Hub) -> None:
+    out = exported(shared, tmp_path / "out", "push=me/mine")
+    assert hub.created == {"me/mine": True}, "private unless the user says otherwise"
+    assert hub.files["me/mine"] == {path.name: path.read_bytes() for path in out.iterdir()}
+    assert hub.commits == 1 and hub.tokens == {"Bearer hf_test_token"}
+    shown = capsys.readouterr().out
+    assert f"pushed: {hub.url}/me/mine" in shown and "hf_test_token" not in shown
+    assert 'model="me/mine"' in (out / "README.md").read_text(), "the card loads it by its name on the hub"
+
+    error = refused(capsys, shared, f"out={tmp_path / 'again'}", "push=me/mine", "private=false")
+    assert "private: got false, and me/mine is there and private" in error
+    assert hub.commits == 1
+
+
+def test_a_hub_that_refuses_leaves_the_export(shared: Path, tmp_path: Path, capsys: Any, hub: Hub) -> None:
+    hub.refuse = "You have no right to write here"
+    error = refused(capsys, shared, f"out={tmp_path / 'out'}", "push=me/mine", code=1)
+    assert "push: the hub refuses me/mine" in error and f"hf upload me/mine {tmp_path / 'out'}" in error
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_push_is_refused_before_anything_is_written(
+    shared: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = f"out={tmp_path / 'out'}"
+    assert "push: the hub is switched off (HF_HUB_OFFLINE=1)" in refused(capsys, shared, out, "push=me/mine")
+    assert "push: got 'mine', expected ORG/NAME" in refused(capsys, shared, out, "push=mine")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert "push: no token for the hub; set HF_TOKEN" in refused(capsys, shared, out, "push=me/mine")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_test_token")
+    monkeypatch.setattr("mmrl.models.hub.hub_answers", lambda: False)
+    assert "push: the hub does not answer" in refused(capsys, shared, out, "push=me/mine")
+    monkeypatch.setattr("mmrl.models.hub.hub_answers", lambda: True)
+    error = refused(capsys, shared, out, "push=me/mine", "form=adapter")
+    assert "an adapter's base must be on the hub" in error
+    assert not (tmp_path / "out").exists()
