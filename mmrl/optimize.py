@@ -7,7 +7,7 @@
     trained.run_dir              # what `mmrl show`, `eval` and `export` take
 
 Nothing is trained here: the settings become the words of the command, and the objects names that the config holds
-(`mmrl.tasks.objects`). Importing this file imports DSPy.
+(`mmrl.system.objects`). Importing this file imports DSPy.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ import dspy
 from dspy.teleprompt import Teleprompter
 
 from mmrl.config import EvalCommandConfig, TrainCommandConfig
+from mmrl.config.base import SHIPPED
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.report.rundir import RunDir
-from mmrl.rollout.dspy_lm import PolicyLM, ServedPolicy, speak
+from mmrl.rollout.dspy.policy_lm import PolicyLM, ServedPolicy, speak
 from mmrl.secrets import HidingStream, add_environment
-from mmrl.tasks.objects import is_given, put
+from mmrl.system.objects import is_given, put
 
 Metric = Callable[..., Any]
 T = TypeVar("T")
@@ -305,6 +306,8 @@ def _model(model: str | None) -> dict[str, str]:
 
     if model is None or model in (known := options("model")):
         return {} if model is None else {"model": model}
+    if model in SHIPPED:
+        return {"model": "tiny", "model.path": model}
     return {"model": "hf", "model.path": model} if "hf" in known else {"model.path": model}
 
 

@@ -91,8 +91,8 @@ def checkpoint_card(config: JsonObject, step: int) -> str:
     named = f"`{shown_path(base)}`" if base else "a model"
     return (
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# Step {step}\n\n{named}, trained for {step} steps{how}, "
-        "with mmrl. A checkpoint holds the state of the optimizer too. The weights for other libraries, with a card that "
-        f"has data, settings and numbers: `mmrl export RUN_DIR out=FOLDER checkpoint={step}`.\n"
+        "with mmrl. A checkpoint holds the state of the optimizer too. The weights for other libraries, with a card "
+        f"that has data, settings and numbers: `mmrl export RUN_DIR out=FOLDER checkpoint={step}`.\n"
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import COMMANDS, main
-from mmrl.cli.arguments import ShowArguments
+from mmrl.cli.arguments import ExportArguments, ShowArguments
 from mmrl.cli.hydra import composed, configs, configured, read_line
 from mmrl.cli.index import BuildArguments, InfoArguments, SearchArguments, ServeArguments
 from mmrl.cli.new_task import NewTaskArguments
@@ -410,6 +410,7 @@ def test_help_of_a_command_is_its_own_and_light(command):
 def test_help_names_every_key_of_a_command_that_reads_its_own(capsys):
     sections = {
         "show": ShowArguments,
+        "export": ExportArguments,
         "index build": BuildArguments,
         "index info": InfoArguments,
         "index search": SearchArguments,

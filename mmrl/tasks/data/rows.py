@@ -27,7 +27,7 @@ from mmrl.errors import DataError
 from mmrl.models.hub import hub_answers
 from mmrl.retrieval.base import whole_text
 from mmrl.system.files import user_path
-from mmrl.tasks.objects import OBJECT, imported
+from mmrl.system.objects import OBJECT, imported
 
 log = logging.getLogger("mmrl.data")
 

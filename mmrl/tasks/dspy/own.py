@@ -19,11 +19,14 @@ from typing import Any
 from mmrl.config.tasks import DspyProgramConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure
 from mmrl.records import EMPTY, Call, Example
+<<<<<<< HEAD
 from mmrl.system.user_code import located, scored, threaded
+=======
+from mmrl.system.objects import imported
+>>>>>>> 42c1479 (mmrl.optimize: tests, notebook)
 from mmrl.tasks.base import Context, Score, Task, Tool
 from mmrl.tasks.data.rows import FORMATS, Row
 from mmrl.tasks.dspy.base import SPLITS, DspyTask, is_dspy_module, unique
-from mmrl.tasks.objects import imported
 
 READ = frozenset({"name", "data", "reward", "failure_score", "max_tokens", "max_context", "timeout_s"})
 """Options of `task` that every `OwnTask` reads; DSPy programs read `prompts` too."""

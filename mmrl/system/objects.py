@@ -1,7 +1,7 @@
 """Python objects by name, `package.module:name`: programs, metrics and data that a config names (`task=dspy`).
 
 `mmrl.optimize` is handed objects instead of names; it puts them here, where a config finds them for the life of this
-process under `mmrl.tasks.objects:NAME`.
+process under `mmrl.system.objects:NAME`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,247 @@
+"""`mmrl.optimize.MMRL`: the run of `mmrl train` from Python, and the program that it returns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import dspy
+import pytest
+
+from mmrl.cli import main
+from mmrl.errors import CheckpointError, ConfigError, MmrlError
+from mmrl.optimize import MMRL, _outside_of_loops, _split, load
+from mmrl.report.rundir import RunDir
+from mmrl.system.objects import put
+from mmrl.tasks.mini.examples import mini_support
+from tests.helpers.runs import numbers
+
+LABELS = tuple(sorted({example.metadata["label"] for example in mini_support("train")}))
+SETTINGS: dict[str, Any] = {
+    "hardware": {"name": "cpu", "threads": 1},
+    "train": {"steps": 2, "batch_size": 2, "save_every": 1},
+    "eval": {"bootstrap": 100, "every": 0},
+    "algo.rollouts": 2,
+    "task.max_tokens": 48,
+}
+
+
+class Router(dspy.Module):
+    """text -> label, in the words that the shipped tiny_dspy has learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        label: object = Literal[LABELS]
+        fields = {"text": (str, dspy.InputField()), "label": (label, dspy.OutputField())}
+        self.classify = dspy.ChainOfThought(dspy.Signature(fields))
+
+    def forward(self, text: str) -> dspy.Prediction:
+        return self.classify(text=text)
+
+
+def metric(example: dspy.Example, prediction: dspy.Prediction, trace: object = None) -> float:
+    return float(example.label == prediction.label)
+
+
+def examples(split: str, count: int) -> list[dspy.Example]:
+    return [
+        dspy.Example(text=example.inputs["text"], label=example.metadata["label"]).with_inputs("text")
+        for example in mini_support(split)[:count]
+    ]
+
+
+def trainset() -> list[dspy.Example]:
+    return examples("train", 8)
+
+
+DEVSET = examples("dev", 4)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[dspy.Module, Path]:
+    """A program trained below a running event loop, as in a notebook, and its run directory."""
+    folder = tmp_path_factory.mktemp("optimize") / "run"
+
+    async def cell() -> dspy.Module:
+        return MMRL(metric, model="tiny_dspy", run_dir=folder, **SETTINGS).compile(
+            Router(), trainset=trainset(), valset=DEVSET
+        )
+
+    return asyncio.run(cell()), folder
+
+
+def test_the_run_is_that_of_the_command(made: Any, tmp_path: Path) -> None:
+    """Every metric of every step, and every text of the evaluations, bit for bit."""
+    _, folder = made
+    here = "tests.run.test_optimize"
+    words = [
+        *("task=dspy", "algo=mmgrpo", "model.path=tiny_dspy", f"run.dir={tmp_path / 'run'}", "task.inputs=[text]"),
+        *(f"task.program={here}:Router", f"task.metric={here}:metric"),
+        *(f"task.data.train={here}:trainset", f"task.data.dev={here}:DEVSET"),
+        *("hardware=cpu", "hardware.threads=1", "train.steps=2", "train.batch_size=2", "train.save_every=1"),
+        *("eval.bootstrap=100", "eval.every=0", "algo.rollouts=2", "task.max_tokens=48"),
+    ]
+    assert main(["train", *words]) == 0
+    assert numbers(tmp_path / "run") == numbers(folder)
+    for step in (0, 2):
+        one, two = (RunDir.read(path).eval_path(step, "dev").read_text() for path in (tmp_path / "run", folder))
+        assert one == two
+
+
+def test_the_program_speaks_with_the_trained_policy_in_plain_dspy(made: Any) -> None:
+    """Greedy, it predicts what the run's last evaluation predicted; also called from several threads at once."""
+    program, folder = made
+    assert program.run_dir == folder
+    items = [json.loads(line) for line in RunDir.read(folder).eval_path(2, "dev").read_text().splitlines()]
+    scores = [item["metrics"]["score"] for item in sorted(items, key=lambda item: int(item["id"].split("-")[1]))]
+    found = []
+    for example in DEVSET:
+        try:
+            found.append(metric(example, program(**example.inputs())))
+        except Exception:  # what does not parse scores 0 in the run
+            found.append(0.0)
+    assert found == scores and sum(scores) > 0
+    results: list[list[str]] = [[], []]
+    lm = program.classify.predict.lm
+
+    def ask(number: int) -> None:
+        results[number] = lm(f"question {number}", max_tokens=4, n=2, temperature=1.0)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [len(texts) for texts in results] == [2, 2]
+    assert asyncio.run(lm.acall("question", max_tokens=4)) == lm("question", max_tokens=4)
+    assert lm.history[-1]["usage"] == {"completion_tokens": 4}
+    with pytest.raises(ConfigError, match="logprobs: has no effect"):
+        lm("question", logprobs=True)
+
+
+def test_the_program_s_file_loads_in_plain_dspy(made: Any, tmp_path: Path) -> None:
+    program, folder = made
+    program.save(str(tmp_path / "own.json"))
+    assert main(["export", str(folder), f"out={tmp_path / 'out'}"]) == 0
+    for file in (tmp_path / "own.json", tmp_path / "out" / "program.json"):
+        fresh = Router()
+        fresh.load(str(file))
+        assert fresh.classify.predict.lm is None
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "`classify.predict` (fields: Text, Reasoning, Label" in card and "licence" in card.lower()
+    assert "license: apache-2.0" in card
+
+
+def test_a_run_that_stopped_is_continued_with_the_same_objects(made: Any, tmp_path: Path) -> None:
+    """To the same numbers; other examples are refused, and the command says how it goes on."""
+    import shutil
+
+    _, folder = made
+    run = tmp_path / "run"
+    shutil.copytree(folder, run)
+    shutil.rmtree(run / "checkpoints" / "checkpoint-2")
+    for name in ("summary.json", "report.html"):
+        (run / name).unlink()
+    optimizer = MMRL(metric)
+    with pytest.raises(CheckpointError, match="the dev examples are not those that the run was started with"):
+        optimizer.compile(Router(), trainset=trainset(), valset=DEVSET[:2], resume=run)
+    again = optimizer.compile(Router(), trainset=trainset(), valset=DEVSET, resume=run)
+    assert numbers(run) == numbers(folder) and again.run_dir == run
+    again.classify.predict.lm.served.close()
+    name = RunDir.read(run).config["task"]["metric"].partition(":")[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "mmrl", "train", f"resume={run}"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and "compile(program, trainset=…, valset=…, resume=RUN_DIR)" in done.stderr, name
+
+
+def test_what_is_wrong_is_an_exception_with_the_command_s_sentence(tmp_path: Path, capsys: Any) -> None:
+    """Nothing exits, nothing is written, and every problem of the config is named at once."""
+    folder = tmp_path / "run"
+    good: dict[str, Any] = {"trainset": trainset(), "valset": DEVSET}
+
+    def refused(optimizer: MMRL, **given: Any) -> str:
+        with pytest.raises(MmrlError) as error:
+            optimizer.compile(Router(), **{**good, **given})
+        assert not folder.exists()
+        return str(error.value)
+
+    wrong = refused(MMRL(metric, run_dir=folder, **{"train.stepps": 1, "algo.clip": -1}))
+    assert "train.stepps: " in wrong and "algo.clip: " in wrong
+    assert "got 'mmgrp', expected one of" in refused(MMRL(metric, algo="mmgrp", run_dir=folder))
+    assert "model.path" in refused(MMRL(metric, model=str(tmp_path / "none"), run_dir=folder))
+    assert "task.inputs: given by the arguments of MMRL" in refused(MMRL(metric, run_dir=folder, **{"task.inputs": 1}))
+    assert "train.lr: got a object" in refused(MMRL(metric, run_dir=folder, **{"train.lr": object()}))
+    assert "trainset[0]: names no inputs" in refused(MMRL(metric), trainset=[dspy.Example(text="a", label="b")])
+    assert "got 1 examples and no valset" in refused(MMRL(metric), trainset=trainset()[:1], valset=None)
+    assert "teacher: not taken" in refused(MMRL(metric), teacher=Router())
+    assert "hardware.processes: objects of this process" in refused(
+        MMRL(metric, model="tiny_dspy", run_dir=folder, **{"hardware.processes": 2, "hardware": "cpu"})
+    )
+
+
+def test_without_a_valset_every_fifth_example_is_held_back(capsys: Any) -> None:
+    every = examples("train", 12)
+    kept, held = _split(every, None)
+    assert [every.index(example) for example in held] == [4, 9] and len(kept) == 10
+    assert "no valset: 2 of 12 examples of the trainset are held back" in capsys.readouterr().err
+
+
+def test_load_names_predictors_that_the_run_has_no_weights_for(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmrl.models.policy import Policy
+
+    monkeypatch.setattr("mmrl.run.check.served", lambda config: Policy(base="tiny", modules={"other": "other"}))
+    with pytest.raises(ConfigError, match=r"has no weights for classify\.predict; its modules are other"):
+        load(Router(), made[1])
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (["a", 3], r"\[0\] is a str, expected a mapping"),
+        ("text", "is a str, expected a list of records"),
+        (lambda: 1 / 0, r"\(\) raised ZeroDivisionError"),
+    ],
+)
+def test_data_that_are_no_records_are_named(value: object, says: str) -> None:
+    from mmrl.tasks.data.rows import Source
+
+    with pytest.raises(ConfigError, match=says):
+        Source("task.data.train", put("bad_data", value)).rows("train")
+
+
+def test_importing_mmrl_imports_neither_dspy_nor_torch() -> None:
+    code = (
+        "import sys, mmrl; assert not {'dspy', 'torch', 'pydantic'} & set(sys.modules); "
+        "from mmrl import optimize; optimize.MMRL"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_the_stop_button_of_a_notebook_ends_the_run_below_it() -> None:
+    """Ctrl-C reaches the thread of the run as it would reach the command, and the cell ends with it."""
+    ended = []
+
+    def work() -> None:
+        try:
+            while True:
+                time.sleep(0.005)
+        except KeyboardInterrupt:
+            ended.append(threading.current_thread().name)
+            raise
+
+    async def cell() -> None:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        _outside_of_loops(work)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(cell())
+    assert ended == ["mmrl-train"]
