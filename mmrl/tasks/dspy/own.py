@@ -19,11 +19,8 @@ from typing import Any
 from mmrl.config.tasks import DspyProgramConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure
 from mmrl.records import EMPTY, Call, Example
-<<<<<<< HEAD
-from mmrl.system.user_code import located, scored, threaded
-=======
 from mmrl.system.objects import imported
->>>>>>> 42c1479 (mmrl.optimize: tests, notebook)
+from mmrl.system.user_code import located, scored, threaded
 from mmrl.tasks.base import Context, Score, Task, Tool
 from mmrl.tasks.data.rows import FORMATS, Row
 from mmrl.tasks.dspy.base import SPLITS, DspyTask, is_dspy_module, unique
