@@ -18,7 +18,7 @@ ASK = '[{"role": "user", "content": "Hello"}]'
 
 
 def snippets(
-    folder: Path, names: Sequence[str], base: str, rank: int | None, *, program: bool
+    folder: Path, names: Sequence[str], base: str, rank: int | None, *, modules: Sequence[str], program: bool
 ) -> Iterator[tuple[str, str]]:
     """(library, code) for each.
 
@@ -27,6 +27,7 @@ def snippets(
         names: folders below it, one for each set of weights; empty: it holds the weights itself.
         base: the base model of adapters.
         rank: of an adapter; None: full weights.
+        modules: those that `mmrl serve` knows apart, where the folder says which one speaks with which weights.
         program: whether the folder has a `program.json`.
     """
     weights = f"{folder}/{names[0]}" if names else str(folder)
@@ -39,27 +40,28 @@ def snippets(
         ),
     )
     yield "vLLM", _vllm(weights, base, rank)
-    served = Path(folder).name
-    yield (
-        "DSPy",
-        (
-            f"import dspy  # after: mmrl serve policy={folder}\n"
-            f'dspy.configure(lm=dspy.LM("openai/{served}", api_base="{ADDRESS}", api_key="none"))\n'
-            + (
-                f'program = Program(); program.load("{folder}/program.json")  # Program: your dspy.Module'
-                if program
-                else 'print(dspy.Predict("question -> answer")(question="Hello").answer)'
-            )
-        ),
-    )
+    # Whole models of several modules are served one at a time.
+    policy = weights if names and not modules else str(folder)
+    served = f"policy/{modules[0]}" if modules else "policy"
+    yield "DSPy", f"import dspy  # after: mmrl serve policy={policy}\n{_dspy(folder, served, bool(modules), program)}"
     yield (
         "openai",
         (
-            f"from openai import OpenAI  # after: mmrl serve policy={folder}\n"
+            f"from openai import OpenAI  # after: mmrl serve policy={policy}\n"
             f'client = OpenAI(base_url="{ADDRESS}", api_key="none")\n'
             f'print(client.chat.completions.create(model="{served}", messages={ASK}).choices[0].message.content)'
         ),
     )
+
+
+def _dspy(folder: Path, served: str, apart: bool, program: bool) -> str:
+    loaded = f'program = Program(); program.load("{folder}/program.json")  # Program: your dspy.Module'
+    where = f'api_base="{ADDRESS}", api_key="none"'
+    if program and apart:
+        each = "for name, predictor in program.named_predictors():"
+        return f'{loaded}\n{each} predictor.lm = dspy.LM(f"openai/policy/{{name}}", {where})'
+    asked = loaded if program else 'print(dspy.Predict("question -> answer")(question="Hello").answer)'
+    return f'dspy.configure(lm=dspy.LM("openai/{served}", {where}))\n{asked}'
 
 
 def _vllm(weights: str, base: str, rank: int | None) -> str:

@@ -21,7 +21,7 @@ from mmrl.errors import CheckpointError, ConfigError, MmrlError
 from mmrl.optimize import MMRL, _outside_of_loops, _split, load
 from mmrl.report.rundir import RunDir
 from mmrl.system.objects import put
-from mmrl.tasks.mini.examples import mini_support
+from mmrl.tasks.mini.messages import mini_support
 from tests.helpers.runs import numbers
 
 LABELS = tuple(sorted({example.metadata["label"] for example in mini_support("train")}))

