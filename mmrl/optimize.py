@@ -17,6 +17,7 @@ import ctypes
 import hashlib
 import itertools
 import json
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -230,16 +231,30 @@ def _outside_of_loops(work: Callable[[], T]) -> T:
     # a daemon: a kernel that is restarted must not wait for the run
     thread = threading.Thread(target=run, name="mmrl-train", daemon=True)
     thread.start()
-    while thread.is_alive():
-        try:
-            thread.join(0.2)
-        except KeyboardInterrupt:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
-            )
+    with _interrupts_raised():
+        while thread.is_alive():
+            try:
+                thread.join(0.2)
+            except KeyboardInterrupt:
+                to, what = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(to, what)
     if failure:
         raise failure[0]
     return outcome[0]
+
+
+@contextmanager
+def _interrupts_raised() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt; asyncio would cancel the task, which is waiting here and does not hear of it."""
+    try:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    except ValueError:  # not the main thread: someone else handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _placed(config: TrainCommandConfig) -> TrainCommandConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -176,7 +177,7 @@ def test_damage_is_refused_by_file(by_module: Path, tmp_path: Path, capsys: Any)
     assert f"{weights} has not the content that was saved; restore it, or export another checkpoint" in error
     exported(run, tmp_path / "one", "checkpoint=1")
     results = run / "eval" / "step-000001-dev.jsonl"
-    results.write_text(results.read_text().replace('"f1":0.0', '"f1":1.0'))
+    results.write_text(re.sub(r'"f1":[0-9.e-]+', '"f1":1.0', results.read_text()))
     assert f"{results} has" in refused(capsys, run, f"out={tmp_path / 'two'}", "checkpoint=1")
     assert not (tmp_path / "out").exists() and not (tmp_path / "two").exists()
 
@@ -271,7 +272,7 @@ def test_push_uploads_the_whole_folder_as_one_commit(shared: Path, tmp_path: Pat
     out = exported(shared, tmp_path / "out", "push=me/mine")
     assert hub.created == {"me/mine": True}, "private unless the user says otherwise"
     assert hub.files["me/mine"] == {path.name: path.read_bytes() for path in out.iterdir()}
-    assert hub.commits == 1 and hub.tokens == {"Bearer hf_test_token"}
+    assert hub.commits == 1 and hub.tokens - {""} == {"Bearer hf_test_token"}
     shown = capsys.readouterr().out
     assert f"pushed: {hub.url}/me/mine" in shown and "hf_test_token" not in shown
     assert 'model="me/mine"' in (out / "README.md").read_text(), "the card loads it by its name on the hub"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from mmrl.cli import main
 from mmrl.errors import CheckpointError, ConfigError, MmrlError
 from mmrl.optimize import MMRL, _outside_of_loops, _split, load
 from mmrl.report.rundir import RunDir
+from mmrl.run import build
+from mmrl.system import objects
 from mmrl.system.objects import put
 from mmrl.tasks.mini.messages import mini_support
 from tests.helpers.runs import numbers
@@ -140,27 +143,28 @@ def test_the_program_s_file_loads_in_plain_dspy(made: Any, tmp_path: Path) -> No
     assert "license: apache-2.0" in card
 
 
-def test_a_run_that_stopped_is_continued_with_the_same_objects(made: Any, tmp_path: Path) -> None:
-    """To the same numbers; other examples are refused, and the command says how it goes on."""
-    import shutil
-
+def test_a_run_that_stopped_is_continued_with_the_same_objects(
+    made: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the same numbers; other examples are refused, and the command, which has no objects, says how it goes on."""
     _, folder = made
     run = tmp_path / "run"
     shutil.copytree(folder, run)
     shutil.rmtree(run / "checkpoints" / "checkpoint-2")
     for name in ("summary.json", "report.html"):
         (run / name).unlink()
+    with monkeypatch.context() as elsewhere:
+        for name in [name for name in vars(objects) if name.startswith(("program_", "metric_", "train_", "dev_"))]:
+            elsewhere.delattr(objects, name)
+        elsewhere.setattr(build, "_TASKS", {})
+        assert main(["train", f"resume={run}"]) == 2
+    assert "compile(program, trainset=…, valset=…, resume=RUN_DIR)" in capsys.readouterr().err
     optimizer = MMRL(metric)
     with pytest.raises(CheckpointError, match="the dev examples are not those that the run was started with"):
         optimizer.compile(Router(), trainset=trainset(), valset=DEVSET[:2], resume=run)
     again = optimizer.compile(Router(), trainset=trainset(), valset=DEVSET, resume=run)
     assert numbers(run) == numbers(folder) and again.run_dir == run
     again.classify.predict.lm.served.close()
-    name = RunDir.read(run).config["task"]["metric"].partition(":")[2]
-    done = subprocess.run(
-        [sys.executable, "-m", "mmrl", "train", f"resume={run}"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 2 and "compile(program, trainset=…, valset=…, resume=RUN_DIR)" in done.stderr, name
 
 
 def test_what_is_wrong_is_an_exception_with_the_command_s_sentence(tmp_path: Path, capsys: Any) -> None:
@@ -177,7 +181,8 @@ def test_what_is_wrong_is_an_exception_with_the_command_s_sentence(tmp_path: Pat
     wrong = refused(MMRL(metric, run_dir=folder, **{"train.stepps": 1, "algo.clip": -1}))
     assert "train.stepps: " in wrong and "algo.clip: " in wrong
     assert "got 'mmgrp', expected one of" in refused(MMRL(metric, algo="mmgrp", run_dir=folder))
-    assert "model.path" in refused(MMRL(metric, model=str(tmp_path / "none"), run_dir=folder))
+    few = {"train.batch_size": 2}
+    assert "model.path: " in refused(MMRL(metric, model=str(tmp_path / "none"), run_dir=folder, **few))
     assert "task.inputs: given by the arguments of MMRL" in refused(MMRL(metric, run_dir=folder, **{"task.inputs": 1}))
     assert "train.lr: got a object" in refused(MMRL(metric, run_dir=folder, **{"train.lr": object()}))
     assert "trainset[0]: names no inputs" in refused(MMRL(metric), trainset=[dspy.Example(text="a", label="b")])
