@@ -266,7 +266,8 @@ def _journals(seen: Overview) -> list[dict[str, object]]:
     spread = sorted({steps[round(place * (len(steps) - 1) / max(most - 1, 1))] for place in range(most)})
     base = Path(str(seen.get("model.path", "")))
     folders = [*sorted(seen.run.checkpoints.glob("checkpoint-*")), ASSETS / base if len(base.parts) == 1 else base]
-    texts, room, shown = TokenTexts.of(folders), ROLLOUT_LIMIT, []
+    texts, room = TokenTexts.of(folders), ROLLOUT_LIMIT
+    shown: dict[int, dict[str, object]] = {}
     # The ends first: they are shown whatever is between them.
     for step in sorted(spread, key=lambda step: step not in (spread[0], spread[-1])):
         ends = step in (spread[0], spread[-1])
@@ -275,15 +276,16 @@ def _journals(seen: Overview) -> list[dict[str, object]]:
         try:
             forest, entries = read_step(seen.run, step)
         except MmrlError as error:
-            shown.append({"step": step, "error": error})
+            shown[step] = {"step": step, "error": error}
             continue
         view = View(texts, largest_advantage(entries), PROMPT_LIMIT if ends else PROMPT_LIMIT // 6)
         chosen = telling_examples(forest, EXAMPLES if ends else 1)
         examples = [_example(forest, entries, example, view) for example in chosen]
         facts = f"{len(forest.examples)} examples, {len(forest.rollouts)} rollouts"
-        shown.append({"step": step, "error": None, "facts": facts, "last": step == spread[-1], "examples": examples})
+        last = step == spread[-1]
+        shown[step] = {"step": step, "error": None, "facts": facts, "last": last, "examples": examples}
         room -= view.written
-    return sorted(shown, key=lambda journal: steps.index(journal["step"]))
+    return [shown[step] for step in sorted(shown)]
 
 
 def _example(forest: Forest, entries: Sequence[EntryFields], example: str, view: View) -> dict[str, object]:

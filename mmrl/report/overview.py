@@ -250,13 +250,14 @@ class Overview:
                 "Real data: task.data.train=… task.data.dev=… (a file or a hub id)."
             )
         else:
-            sentences.append(f"Data: train {sources.get('train')}, {self.split} {sources.get(self.split)}.")
-        if self.get("model.path") in SHIPPED:
+            sentences.append(f"Data: {', '.join(f'{split} {sources.get(split)}' for split in splits)}.")
+        model = self.get("policy" if self.evaluates else "model.path")
+        if model in SHIPPED:
             sentences.append(
-                f"Model: the shipped tiny model ({self.get('model.path')}), trained on the mini world only; on real "
+                f"Model: the shipped tiny model ({model}), trained on the mini world only; on real "
                 "text it scores near zero. A real model: model=… (a name of conf/model) or model.path=… (a folder or "
                 "hub id)."
             )
         else:
-            sentences.append(f"Model: {self.get('model.path')}.")
+            sentences.append(f"Model: {model}.")
         return sentences

@@ -70,7 +70,8 @@ class TokenTexts:
         """
         if self._tokenizer is None:
             return []
-        found, before, first = [], "", 0
+        found: list[tuple[str, int]] = []
+        before, first = "", 0
         for at in range(1, len(ids) + 1):
             # With the token before: some tokenizers drop the space of a text's first token.
             text = self._tokenizer.decode(list(ids[max(first - 1, 0) : at]), skip_special_tokens=False)
@@ -105,7 +106,7 @@ def coloured(call: Call, entries: Sequence[EntryFields], texts: TokenTexts, larg
     for text, count in found:
         level = shade(fmean(values[at : at + count]), largest)
         if at < head or at >= len(values) - tail:
-            same = pieces and pieces[-1][1] == level
+            same = bool(pieces) and pieces[-1][1] == level
             pieces[-1:] = [(pieces[-1][0] + clean(text), level)] if same else [*pieces[-1:], (clean(text), level)]
         elif at - head < count:
             pieces.append((f" […{len(values) - head - tail} tokens…] ", 0))
