@@ -66,7 +66,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class TooManyFailures(MmrlError):
-    """More than `train.max_failed_share` of a step's rollouts failed from outside causes."""
+    """More than `max_failed_share` of the rollouts of a step or an evaluation failed from outside causes."""
 
 
 class SyncFailure(MmrlError):

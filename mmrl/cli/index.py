@@ -232,7 +232,7 @@ def serve(words: Sequence[str]) -> int:
         raise ConfigError(problems)
     token = None if given.token_env is None else token_of(given.token_env, "mmrl serve-retriever: token_env")
     facts, retriever, passages = _opened(given)
-    from mmrl.retrieval.serving import serve as serve_app
+    from mmrl.system.http_server import serve as serve_app
 
     served: dict[str, str | int] = {
         "kind": facts.kind,

@@ -116,12 +116,21 @@ def _one_revision(at: At) -> bool:
     )
 
 
+def _unsent(setting: str) -> Callable[[At], bool]:
+    return lambda at: f"'{setting}'" in str(at("engine.endpoint.omit"))
+
+
+def _greedy(at: At) -> bool:
+    return at("eval.temperature") == 0 and not _unsent("temperature")(at)
+
+
 def _no_fork_above(at: At) -> bool:
     probs = at("algo.fork_probs")
     return at("facts.modules") == 1 or (isinstance(probs, tuple) and bool(probs) and probs[0] == 1)
 
 
 _BOTH = "leave one of the two out"
+_UNSENT = f"with its name in engine.endpoint.omit, so that the endpoint's own holds; {_BOTH}"
 _PARSED = "with this task: nothing its modules write fails to parse"
 _ONCE = "with this task, whose program calls each module at most once: there are no lists of unequal length"
 _ONE = _is("facts.modules", 1)
@@ -201,8 +210,9 @@ RUNS = (
 # in use. A key may stand in several rules: one for each of the values that switch it off.
 TYPED = (
     # Greedy decoding draws nothing, so that what shapes the draw, and drawing again, change no completion.
-    Rule("eval.top_p eval.top_k", "eval.temperature=0.0", " (greedy); set eval.temperature, or leave it out"),
-    Rule("eval.samples", "eval.temperature=0.0", ": all samples of an item are equal; set eval.temperature"),
+    Rule("eval.top_p eval.top_k", _greedy, "with eval.temperature=0.0 (greedy); set eval.temperature, or leave it out"),
+    Rule("eval.samples", _greedy, "with eval.temperature=0.0: all samples of an item are equal; set eval.temperature"),
+    *(Rule(key, _unsent(key[5:]), _UNSENT) for key in ("eval.temperature", "eval.top_p", "task.max_tokens")),
     # These three are terms of the turn rewards; the other reward sets do not read them.
     Rule(
         "task.search_penalty task.final_penalty task.em_needs_format",
@@ -210,9 +220,7 @@ TYPED = (
         "with this reward set; use task.reward=turn",
     ),
     Rule("model.revision", _one_revision, "with weights in a folder; it picks a revision of a hub id"),
-    # with a name given, the profile's engine is the one that is not used
     Rule("hardware.engine", lambda at: at("engine.name") != "auto", f"with engine= given; {_BOTH}"),
-    # All of them say how mmrl starts and looks after a server of its own.
     Rule(
         "engine.python engine.args engine.start_timeout_s engine.restarts engine.gpu_memory engine.kv_cache_gb",
         _given("engine.url"),
@@ -251,7 +259,6 @@ TYPED = (
         _EVAL,
         "on mmrl eval, which has no steps to show or send; it is an option of mmrl train",
     ),
-    # The ratio is the constant 1, so that no bound on it is ever reached.
     Rule("algo.clip", "algo.ratio_one=true", ": nothing is clipped"),
     Rule(
         "algo.clip algo.clip_high",

@@ -133,6 +133,9 @@ class EvalConfig(Section):
     top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0: off")
     parse_retries: int = Field(3, ge=0, le=10, description="extra attempts after a parse failure")
     bootstrap: int = Field(1000, ge=100, description="resamples of the 95 % interval")
+    max_failed_share: float = Field(
+        0.5, ge=0, le=1, description="no scores, and exit code 1, when more failed for infrastructure reasons"
+    )
 
 
 TrackerName = Literal["wandb", "tensorboard", "mlflow", "comet_ml", "trackio", "aim", "clearml", "dvclive", "swanlab"]

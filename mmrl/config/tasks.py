@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, SerializeAsAny
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from mmrl.config.base import Section, by_name, no_lookalike
 from mmrl.config.endpoint import EndpointConfig
@@ -44,6 +44,19 @@ class JudgeEndpointConfig(EndpointConfig):
     max_tokens: int = Field(2048, ge=1, description="completion limit of a reply, reasoning included")
     temperature: float | None = Field(None, ge=0, description="null: the endpoint's own")
     retries: int = Field(2, ge=0, le=10, description="further requests after a reply that cannot be read")
+
+    @model_validator(mode="after")
+    def _sent(self) -> Self:
+        given = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        fields = type(self).model_fields
+        problems = [
+            f"{name}: got {value}, which has no effect with {name} in omit; leave one of the two out"
+            for name, value in given.items()
+            if name in self.omit and value != fields[name].default
+        ]
+        if problems:
+            raise ValueError(*problems)
+        return self
 
 
 class JudgeConfig(JudgeEndpointConfig):

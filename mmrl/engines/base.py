@@ -6,10 +6,10 @@ Engines know nothing of programs or rewards. Programs run concurrently and reach
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from mmrl.config import ModelConfig
 from mmrl.errors import EngineFailure
@@ -46,6 +46,8 @@ class Request:
     """The prompt as messages, for engines that take text; None where it goes on in the context of a call before."""
     order: tuple[int | str, ...] = ()
     """Deterministic sort key of the request within a batch, whatever order requests arrived in."""
+    on_token: Callable[[int], None] | None = None
+    """Told each sampled id as it comes, in any thread; an engine that knows whole completions alone tells none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +168,16 @@ class NullEngine(Engine):
         raise EngineFailure("this process does not sample; the main process does")
 
 
-def total_usage(engines: Iterable[Engine]) -> dict[str, float]:
-    """`endpoint_usage` summed over engines."""
+class Asking(Protocol):
+    """What asks endpoints: an engine, or a task with a judge."""
+
+    def endpoint_usage(self) -> Mapping[str, float]:
+        """Requests so far, by metric name."""
+        ...
+
+
+def total_usage(engines: Iterable[Asking]) -> dict[str, float]:
+    """`endpoint_usage` summed over engines and the like."""
     totals: dict[str, float] = {}
     for engine in engines:
         for name, count in engine.endpoint_usage().items():

@@ -112,9 +112,7 @@ class EndpointEngine(Engine):
 
     def describe(self) -> dict[str, str]:
         """The fact for a summary: which endpoint, how many requests, at what cost."""
-        usage = self.chat.usage
-        counts = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
-        return {self.chat.path: described(self.chat.settings, self.chat, **counts)}
+        return {self.chat.path: described(self.chat.settings, self.chat)}
 
     def close(self) -> None:
         """Close the connections."""

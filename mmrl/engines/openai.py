@@ -17,10 +17,21 @@ import os
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmrl.config.endpoint import Endpoint, EndpointConfig
+from mmrl.engines.completions import (
+    LIMITS,
+    Reply,
+    Usage,
+    asks_for_the_other_limit,
+    check_length,
+    cut_at_the_limit,
+    listed_models,
+    read_completion,
+    remedy,
+    request_body,
+)
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.secrets import add_secret, hide_reply
 from mmrl.system.breaker import Breaker
@@ -37,34 +48,10 @@ RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """HTTP statuses after which the same request may succeed."""
 LARGEST_REPLY = 4 * 2**20
 """Bytes of a reply beyond which it is refused."""
-CHARS_PER_TOKEN = 256
-"""Characters of a completion for each token of the limit, beyond which it is refused; few tokens have so many."""
-MOST_TOKENS = 10**9
-"""A reply that counts more has miscounted."""
 LIBRARY_WAITS_S = 120.0
 """Longest pause that the library `openai` makes at a server's request."""
 PROBE_S = 20.0
 """Longest wait for an endpoint that is probed before a run."""
-
-
-@dataclass(slots=True)
-class Usage:
-    """Requests to an endpoint and what they cost; written in the I/O loop alone."""
-
-    requests: int = 0
-    """Completions received."""
-    retries: int = 0
-    failures: int = 0
-    """Completions given up."""
-    prompt_tokens: int = 0
-    """As the endpoint counts them."""
-    completion_tokens: int = 0
-    cost: float = 0.0
-    """USD by the configured prices."""
-
-    def metrics(self, prefix: str = "endpoint") -> dict[str, float]:
-        """All counters so far, by metric name."""
-        return {f"{prefix}/{name}": float(count) for name, count in asdict(self).items()}
 
 
 class OpenAIChat:
@@ -86,6 +73,8 @@ class OpenAIChat:
         self._key = key_of(settings, path)
         self._io: IoScope[AsyncOpenAI] = IoScope(self._connect, lambda client: client.close(), settings.concurrency)
         self._next_start = 0.0
+        named = settings.max_tokens_field
+        self._limit = LIMITS[0] if named == "auto" else named
 
     async def complete(
         self,
@@ -119,9 +108,8 @@ class OpenAIChat:
 
     async def complete_with_finish(self, messages: Sequence[Mapping[str, str]], **options: object) -> tuple[str, str]:
         """As `complete`, with the endpoint's finish reason (`stop`, `length`, …)."""
-        body: dict[str, object] = {"model": self.settings.model, "messages": [dict(message) for message in messages]}
-        body |= {name: value for name, value in options.items() if value is not None}
-        return await self._io.run(self._complete(body))
+        reply = await self._io.run(self._complete(messages, options))
+        return reply.text, reply.finish
 
     def unreachable(self) -> list[str]:
         """Why no request can succeed: nobody there, a refused key, an unknown model. Blocks; asks at most one token.
@@ -146,21 +134,19 @@ class OpenAIChat:
         # Listing models is free but not offered, or not allowed, everywhere; a request for one token is the proof.
         settings, limit = self.settings, min(self.settings.timeout_s, PROBE_S)
         client = self._io.client.with_options(max_retries=0)
-        body = {"model": settings.model, "messages": [{"role": "user", "content": "ping"}], "max_tokens": 1}
         try:
             async with asyncio.timeout(limit):
                 with contextlib.suppress(APIStatusError):
                     if settings.model in listed_models(await client.get("/models", cast_to=httpx.Response)):
                         return []
             async with asyncio.timeout(limit):
-                await client.post("/chat/completions", cast_to=httpx.Response, body=body)
+                await self._post(client, [{"role": "user", "content": "ping"}], {"max_tokens": 1})
         except APIStatusError as error:
-            status = error.status_code
-            if status in RETRIED or status >= 500:
+            status, text = error.status_code, error.response.text
+            if status in RETRIED or status >= 500 or cut_at_the_limit(status, text):
                 return []
             key = "key_env" if status in (401, 403) else "model"
-            reply = self._safe(error.response.text)
-            return [f"{self.path}.{key}: {self._who()} refuses every request: HTTP {status}: {reply}"]
+            return [f"{self.path}.{key}: {self._who()} refuses every request: HTTP {status}: {self._safe(text)}"]
         except APIConnectionError as error:
             cause = error.__cause__
             if isinstance(cause, httpx.ConnectError | httpx.ConnectTimeout | httpx.UnsupportedProtocol):
@@ -168,13 +154,12 @@ class OpenAIChat:
                     f"{self.path}.url: nobody answers at {settings.url} ({type(cause).__name__}: "
                     f"{self._safe(str(cause))}); expected an OpenAI-compatible server there, up to and with /v1"
                 ]
-        except TimeoutError:
+        except (TimeoutError, ValueError):
             pass
         return []  # there, but slow or broken for now: a request is tried more than once
 
-    async def _complete(self, body: Mapping[str, object]) -> tuple[str, str]:
+    async def _complete(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, object]) -> Reply:
         """Runs in the I/O loop."""
-        import httpx
         from openai import OpenAIError
 
         # Held during pauses between tries too: a server that refuses for its load is not sent more meanwhile.
@@ -182,9 +167,7 @@ class OpenAIChat:
             if self._breaker.refuses():
                 raise self._failed("not sent, since too many requests in a row got no reply")
             try:
-                reply = await self._io.client.post("/chat/completions", cast_to=httpx.Response, body=body)
-                text, finish, tokens = read_completion(reply)
-                _check_length(text, body.get("max_tokens"))
+                reply = await self._post(self._io.client, messages, options)
             except (OpenAIError, ValueError, _NoCompletion) as error:
                 # A refusal or a broken reply is an answer: only silence is a reason to send nothing for a while.
                 (self._breaker.failure if _is_silence(error) else self._breaker.success)()
@@ -195,11 +178,46 @@ class OpenAIChat:
                 raise
             self._breaker.success()
         # Only whole replies count, in the I/O loop alone, so the counters need no lock.
-        self.usage.requests += 1
-        self.usage.prompt_tokens += tokens[0]
-        self.usage.completion_tokens += tokens[1]
-        self.usage.cost += (tokens[0] * self.settings.price_in + tokens[1] * self.settings.price_out) / 1e6
-        return text, finish
+        self.usage.add(reply, self.settings)
+        if reply.unanswered and worth_logging(self.usage.unanswered):
+            LOG.warning(
+                "%s: a reply ended within its reasoning, without an answer (%d so far); raise the limit of new tokens",
+                *(self.path, self.usage.unanswered),
+            )
+        return reply
+
+    async def _post(
+        self, client: AsyncOpenAI, messages: Sequence[Mapping[str, str]], options: Mapping[str, object]
+    ) -> Reply:
+        """One completion; once more where the server asks for another name of the limit of new tokens."""
+        import httpx
+        from openai import APIStatusError
+
+        while True:
+            body = request_body(self.settings, messages, options, self._limit)
+            try:
+                response = await client.post("/chat/completions", cast_to=httpx.Response, body=body)
+            except APIStatusError as error:
+                status, text = error.status_code, error.response.text
+                if self.settings.max_tokens_field == "auto" and asks_for_the_other_limit(body, status, text):
+                    self._rename_limit()
+                    continue
+                hint = remedy(self.path, body, status, text)
+                if hint:
+                    error.add_note(hint)
+                raise
+            reply = read_completion(response, self.settings.reasoning)
+            check_length(reply.text, body)
+            return reply
+
+    def _rename_limit(self) -> None:
+        # of several requests in flight, the first that is refused says it
+        if self._limit == LIMITS[0]:
+            LOG.warning(
+                "%s: the server takes %s in the place of %s; %s.max_tokens_field=%s sends it from the start",
+                *(self.path, LIMITS[1], LIMITS[0], self.path, LIMITS[1]),
+            )
+        self._limit = LIMITS[1]
 
     def _reason(self, error: Exception) -> str:
         """What the last try died of, and how many there were."""
@@ -207,7 +225,8 @@ class OpenAIChat:
 
         tries = f" ({self.settings.attempts} tries)"
         if isinstance(error, APIStatusError):
-            reason = f"HTTP {error.status_code}: {self._safe(error.response.text)}"
+            hints = "".join(getattr(error, "__notes__", ()))
+            reason = f"HTTP {error.status_code}: {self._safe(error.response.text)}{hints}"
             if error.status_code not in RETRIED:
                 return reason
             after, limit = retry_after(error.response.headers), self.settings.max_wait_s
@@ -217,7 +236,7 @@ class OpenAIChat:
         if isinstance(error, APITimeoutError):
             return f"no reply within {self.settings.timeout_s:g} s{tries}"
         cause = error.__cause__ or error
-        name = "" if isinstance(cause, _NoCompletion) else f"{type(cause).__name__}: "
+        name = "" if isinstance(cause, _NoCompletion | ValueError) else f"{type(cause).__name__}: "
         return f"{name}{self._safe(str(cause))}{tries}"
 
     def _failed(self, reason: str) -> EngineFailure:
@@ -243,6 +262,9 @@ class OpenAIChat:
         settings = self.settings
         return AsyncOpenAI(
             api_key=self._key or "none",
+            organization=settings.organization,
+            project=settings.project,
+            default_headers=settings.extra_headers,
             base_url=settings.url.rstrip("/") + "/",
             max_retries=settings.attempts - 1,
             timeout=settings.timeout_s,
@@ -255,7 +277,11 @@ class OpenAIChat:
 
         settings, chat = self.settings, self
         # The library insists on a key, and sends what OPENAI_ORG_ID and the like hold to whatever address this is.
-        unwanted = ["OpenAI-Organization", "OpenAI-Project", *(["Authorization"] if self._key is None else [])]
+        given = {"OpenAI-Organization": settings.organization, "OpenAI-Project": settings.project}
+        given["Authorization"] = self._key or next(
+            (value for name, value in settings.extra_headers.items() if name.lower() == "authorization"), None
+        )
+        unwanted = [name for name, value in given.items() if value is None]
 
         class HttpClient(httpx.AsyncClient):
             async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
@@ -303,12 +329,6 @@ def _is_silence(error: Exception) -> bool:
     return isinstance(error, APIConnectionError) and not isinstance(error.__cause__, _NoCompletion)
 
 
-def _check_length(text: str, max_tokens: object) -> None:
-    """Refuse a completion of many times the limit of tokens: tokenizing megabytes takes seconds."""
-    if isinstance(max_tokens, int) and len(text) > CHARS_PER_TOKEN * max_tokens:
-        raise _NoCompletion(f"a completion of {len(text)} characters for max_tokens={max_tokens}")
-
-
 async def _steer_retry(response: httpx.Response, settings: Endpoint) -> None:
     """Whether to try again and after what pause, in the headers by which a server would tell the library."""
     attempt = int(response.request.headers.get("x-stainless-retry-count", "0"))
@@ -324,35 +344,14 @@ async def _steer_retry(response: httpx.Response, settings: Endpoint) -> None:
     response.headers["retry-after-ms"] = f"{1000.0 * min(max(pause, 0.001), LIBRARY_WAITS_S):.3f}"
 
 
-def read_completion(response: httpx.Response) -> tuple[str, str, tuple[int, int]]:
-    """Text, finish reason, and tokens of prompt and completion.
-
-    Raises:
-        ValueError: it is no chat completion; with the reply's text.
-    """
-    try:
-        reply = response.json()
-        choice = reply["choices"][0]
-        text = choice["message"]["content"]
-        text = choice["message"].get("refusal") or "" if text is None else text
-        if not isinstance(text, str):
-            raise TypeError("the content is not text")
-        # JSON can spell half of an emoji (a reply cut within one); no tokenizer or file can.
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        tokens = _count(reply.get("usage"), "prompt_tokens"), _count(reply.get("usage"), "completion_tokens")
-        # after decoding: a server may have spelled the key in escapes
-        return hide_reply(text), hide_reply(str(choice.get("finish_reason") or "stop")), tokens
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-        # not its repr: that of a decoding error holds the whole reply
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"the reply is no chat completion ({reason}): {response.text}") from None
-
-
 def described(settings: EndpointConfig, chat: object, *further: str, **counts: int) -> str:
     """An endpoint for a result's facts: model, address, what was counted so far, and `further` words."""
     usage = chat.usage if isinstance(chat, OpenAIChat) else None
     if usage is not None:
         counts = {"requests": usage.requests, "retries": usage.retries, "failures": usage.failures} | counts
+        counts |= {"unanswered": usage.unanswered, "prompt tokens": usage.prompt_tokens}
+        counts |= {"of them cached": usage.cached_tokens, "completion tokens": usage.completion_tokens}
+        counts |= {"of them reasoning": usage.reasoning_tokens}
     facts = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count] + list(further)
     facts += [f"{usage.cost:.2f} USD"] if usage is not None and usage.cost else []
     return f"{settings.model} at {settings.url}" + (f" ({', '.join(facts)})" if facts else "")
@@ -384,17 +383,3 @@ def key_of(settings: EndpointConfig, path: str = "engine") -> str | None:
         )
     add_secret(settings.key_env, key, anyway=True)
     return key
-
-
-def _count(usage: object, name: str) -> int:
-    """A number of tokens as the endpoint counts them; 0 where it says none."""
-    count = usage.get(name) if isinstance(usage, Mapping) else None
-    return count if isinstance(count, int) and 0 < count <= MOST_TOKENS else 0
-
-
-def listed_models(response: httpx.Response) -> set[str]:
-    """Names in the reply to GET /models; empty where it is no such list."""
-    try:
-        return {str(model["id"]) for model in response.json()["data"]}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return set()

@@ -10,7 +10,6 @@ the server is made; a process that only starts a child needs neither.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
@@ -37,9 +36,9 @@ from mmrl.retrieval.protocols import (
 )
 from mmrl.retrieval.remote import HttpOptions, RemoteRetriever
 from mmrl.system.child_process import ChildProcess
+from mmrl.system.http_server import BodyTooLarge, read_body, require_token
 
 if TYPE_CHECKING:
-    import uvicorn
     from fastapi import FastAPI, Request, Response
 
 START_S = 300.0
@@ -161,7 +160,7 @@ def make_app(
     app = FastAPI(title="mmrl retriever", docs_url=None, redoc_url=None)
     batches, meter = Batches(retriever, max_batch), Meter()
     if token is not None:
-        _require(app, token)
+        require_token(app, token, {"error": True, "message": "a token is needed: Authorization: Bearer TOKEN"})
 
     # Requests are validated in here, not by FastAPI's parameters, whose refusals the meter would not see.
     async def retrieve(request: Request) -> Response:
@@ -198,22 +197,6 @@ def make_app(
     return app
 
 
-def _require(app: FastAPI, token: str) -> None:
-    """Answer 401 to whatever does not bring the token, before anything of the request is read."""
-    from fastapi.responses import JSONResponse
-
-    expected = f"Bearer {token}".encode()
-
-    @app.middleware("http")
-    async def check(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        given = request.headers.get("authorization", "").encode("utf-8", "replace")
-        # as long for a wrong first letter as for a wrong last one
-        if not hmac.compare_digest(given, expected):
-            reply = {"error": True, "message": "a token is needed: Authorization: Bearer TOKEN"}
-            return JSONResponse(reply, status_code=401, headers={"WWW-Authenticate": "Bearer"})
-        return await call_next(request)
-
-
 async def _respond(meter: Meter, path: str, work: Awaitable[object]) -> Response:
     """The reply of `work`, or its error, measured."""
     from fastapi.responses import JSONResponse, Response
@@ -238,59 +221,12 @@ async def _respond(meter: Meter, path: str, work: Awaitable[object]) -> Response
 
 
 async def _json(request: Request) -> object:
-    body = bytearray()
-    # What the client says first: nothing of a body that is too large is read then.
-    announced = request.headers.get("content-length", "0")
-    if not announced.isdecimal() or int(announced[:20]) <= LARGEST_REQUEST:
-        async for part in request.stream():
-            body += part
-            if len(body) > LARGEST_REQUEST:
-                raise TooLarge(f"a request above {LARGEST_REQUEST} bytes")
-    else:
-        raise TooLarge(f"a request above {LARGEST_REQUEST} bytes")
     try:
-        return json.loads(body)
+        return json.loads(await read_body(request, LARGEST_REQUEST))
+    except BodyTooLarge:
+        raise TooLarge(f"a request above {LARGEST_REQUEST} bytes") from None
     except (ValueError, RecursionError):
         raise BadRequest("the body is not JSON") from None
-
-
-def serve(app: FastAPI, host: str, port: int, *, parent: int | None = None, announce: str = "") -> None:
-    """Serve until SIGINT or SIGTERM; blocks.
-
-    Args:
-        app: from `make_app`.
-        host: address to listen on.
-        port: 0 takes a free one.
-        parent: process id; the server ends when its parent is no longer this one.
-        announce: printed when it listens; `{url}` becomes the address.
-
-    Raises:
-        OSError: the address is taken, or not of this machine.
-    """
-    import socket
-
-    import uvicorn
-
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind((host, port))
-    listening.listen(1024)
-    shown = f"[{host}]" if ":" in host else host
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
-    server = uvicorn.Server(config)
-    if parent is not None:
-        threading.Thread(target=_watch, args=(parent, server), daemon=True).start()
-    if announce:
-        print(announce.format(url=f"http://{shown}:{listening.getsockname()[1]}"), flush=True)
-    server.run(sockets=[listening])
-
-
-def _watch(parent: int, server: uvicorn.Server) -> None:
-    """Stop the server when the process that started it has gone, however it went."""
-    # `end_with_parent` does this by a signal on Linux; polling works on every system.
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    server.should_exit = True
 
 
 class ChildRetriever(Retriever):

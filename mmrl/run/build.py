@@ -30,7 +30,6 @@ from mmrl.engines.base import Engine
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.policy import Policy, resolve
-from mmrl.report.rundir import RunDir
 from mmrl.rollout import with_program
 from mmrl.rollout.teachers import LoadedTeacher
 from mmrl.run.settle import module_assignment
@@ -106,7 +105,8 @@ class BuiltRun:
 
     def describe(self) -> dict[str, str]:
         """Facts for the summary."""
-        return {**self.assignment.describe(), **self.engines[0].describe()}
+        facts = self.assignment.describe()
+        return facts | {key: fact for engine in self.engines for key, fact in engine.describe().items()}
 
     def close(self) -> None:
         """End what the stages have begun, then free the engines; each is tried, whatever the others raise."""
@@ -175,7 +175,6 @@ def build_run(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
         settings=config.eval,
         examples=task.examples(config.eval.split),
         last_step=config.train.steps,
-        max_failed_share=config.train.max_failed_share,
         collector=collector,
     )
     stage = WeightStage(engines=engines, collector=collector, evaluations=evaluations, frozen=assignment.frozen)
@@ -294,9 +293,13 @@ def _load_teachers(
 
 @contextmanager
 def evaluation_engine(
-    config: EvalCommandConfig, policy: Policy, rundir: RunDir
+    config: EvalCommandConfig, policy: Policy, folder: Path
 ) -> Iterator[tuple[Engine, PreTrainedTokenizerBase]]:
-    """The engine that serves `policy`, and the tokenizer; closed at the end."""
+    """The engine that serves `policy`, and the tokenizer; closed at the end.
+
+    Args:
+        folder: logs of a server go there.
+    """
     from mmrl.models.load import load_policy, load_tokenizer
 
     # The tokenizer and the server's weights are the policy's, whatever model.path says.
@@ -314,7 +317,7 @@ def evaluation_engine(
         weights=weights,
         folders=policy.adapters or ({"default": policy.adapter} if policy.adapter is not None else {}),
         device=config.hardware.device,
-        folder=rundir.path,
+        folder=folder,
         served=config.policy,
     )
     engine = build_engine(config.engine, model, tokenizer, setup)

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mmrl.config import EvalCommandConfig
-from mmrl.errors import MmrlError, StorageError, failed_how, storage
+from mmrl.engines.base import total_usage
+from mmrl.errors import MmrlError, StorageError, TooManyFailures, failed_how, storage
 from mmrl.models.policy import describe_weights, other_task, require_undamaged
 from mmrl.records import Forest
 from mmrl.report.journal import write_step
@@ -68,7 +69,15 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     import torch
 
     from mmrl.rollout.environment import make_environment, sampling_settings
-    from mmrl.stages.evaluate import drop_failed, evaluate, evaluation_metrics, failed_kinds, infrastructure_failures
+    from mmrl.stages.evaluate import (
+        drop_failed,
+        evaluate,
+        evaluation_metrics,
+        failed_kinds,
+        infrastructure_failures,
+        too_many_failed,
+        without_scores,
+    )
 
     hardware = config.hardware
     torch.set_num_threads(hardware.threads or 1)
@@ -90,7 +99,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
         if results.exists():
             rundir.ledger.note(results)
 
-    with stoppable(), released(task), evaluation_engine(config, policy, rundir) as (engine, tokenizer):
+    with stoppable(), released(task), evaluation_engine(config, policy, rundir.path) as (engine, tokenizer):
         try:
             with storage(rundir.path):
                 items = evaluate(
@@ -104,7 +113,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
                     again=again,
                 )
                 rundir.ledger.note(results)
-            usage = engine.describe()
+            usage, asked = engine.describe(), total_usage([engine, task])
         except (KeyboardInterrupt, StorageError):
             print(f"stopped; continue with: mmrl eval resume={rundir.path}", file=sys.stderr)
             raise
@@ -113,11 +122,17 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     others = {f"{split} items" for split in ("train", "dev", "test") if split != config.split}
     facts = {name: fact for name, fact in task.describe().items() if name not in others}
     facts |= {**usage, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
+    failure = too_many_failed(items, config.eval)
+    kept = (without_scores(metrics) if failure else metrics) | asked
     rundir.write_summary(
-        {"policy": config.policy, "task": task.name, "split": config.split, "metrics": metrics, "facts": facts}
+        {"policy": config.policy, "task": task.name, "split": config.split, "metrics": kept, "facts": facts}
     )
     failures, how = infrastructure_failures(items), failed_how(failed_kinds(items))
-    print(evaluation_text(config, facts, metrics, rundir.path, failures, how))
+    print(evaluation_text(config, facts, metrics, rundir.path, failures, how, scored=not failure))
+    if failure:
+        left = len(task.examples(config.split)[: config.eval.items]) - len(items)
+        skipped = f"; {left} items were not begun" if left else ""
+        raise TooManyFailures(f"{failure}{skipped}; once that is mended: mmrl eval resume={rundir.path}")
     return 0
 
 
@@ -147,13 +162,20 @@ def evaluation_text(
     path: Path,
     failures: str = "",
     how: str = "from outside causes",
+    scored: bool = True,
 ) -> str:
-    """What `mmrl eval` prints: each metric with its 95 % interval, and what was evaluated on what."""
-    rows = [["", "mean", "95 % interval"]]
+    """What `mmrl eval` prints: each metric with its 95 % interval, and what was evaluated on what.
+
+    Args:
+        failures: how many rollouts failed from outside and why.
+        scored: False where too many did: the means over what is left are no scores.
+    """
+    lost = f", {metrics['failed_share']:.1%} failed and count 0" if scored and metrics["failed_share"] else ""
+    rows = [["", f"mean{lost}", "95 % interval"]]
     for name in metrics:
         if f"{name}_low" in metrics:
             interval = f"[{metrics[f'{name}_low']:.4f}, {metrics[f'{name}_high']:.4f}]"
-            rows.append([name, f"{metrics[name]:.4f}", interval])
+            rows.append([name, f"{metrics[name]:.4f}", interval] if scored else [name, "n/a", ""])
     behaviour = {name: value for name, value in metrics.items() if name.startswith("module/")}
     failed = f"{metrics['failed_share']:.1%} of the rollouts failed {how}"
     by = how.replace(" causes", "")

@@ -235,7 +235,7 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
                     before = built.evaluations.baseline()
                     for stage in built.stages:
                         stage.run(checkpoint)
-                    after = built.evaluations.items(steps)
+                    after = built.evaluations.final()
                 finally:
                     built.close()
                 if not processes.main:

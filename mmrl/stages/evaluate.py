@@ -57,7 +57,8 @@ def evaluate(
 
     Returns:
         One item per example: id, means over samples of reward and metrics, errors. Failed rollouts score 0, or what
-        the task's `failed_metrics` say.
+        the task's `failed_metrics` say. Only those of the chunks until more than `settings.max_failed_share` of the
+        rollouts had failed from outside causes.
     """
     # The first ones and no random choice: evaluations of different runs are compared item by item.
     chosen = list(examples[: settings.items] if settings.items else examples)
@@ -79,7 +80,9 @@ def evaluate(
         if results and processes.main:
             append_jsonl(results, items)
         done |= {item["id"]: item for item in items}
-    return [done[example.id] for example in chosen]
+        if too_many_failed(list(done.values()), settings):  # whatever is broken, the next chunk would meet it too
+            break
+    return [done[example.id] for example in chosen if example.id in done]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,9 +94,10 @@ class Evaluations:
     """The split."""
     last_step: int
     """`train.steps`, after which the policy is always evaluated."""
-    max_failed_share: float
     collector: Collector
     """What samples in training evaluates too: the same task, engine and weights."""
+    _failure: str = ""
+    """What `too_many_failed` said of the last evaluation."""
 
     @property
     def log(self) -> StepLog:
@@ -106,27 +110,27 @@ class Evaluations:
         Raises:
             TooManyFailures: nothing of it stays, since all later evaluations compare with it.
         """
-        # The main process writes the history; the others may look before it is on their disk.
-        logged = self.log.processes.first(any(record["step"] == 0 for record in self.log.rundir.history()))
-        if not logged:
-            metrics = self.metrics(0)
-            self._check_baseline(metrics[f"eval/{self.settings.split}/failed_share"])
-            self.log.write(0, metrics)
-        return self.items(0)
+        return self._scored(0, "evaluation before training")
 
-    def _check_baseline(self, share: float) -> None:
-        limit = self.max_failed_share
-        if share <= limit:
-            return
-        items = self.items(0)
-        failures, how = infrastructure_failures(items), failed_how(failed_kinds(items))
-        if self.log.processes.main:
-            # Items that failed would be read back by the resume and compared with forever.
-            self.log.rundir.eval_path(0, self.settings.split).unlink(missing_ok=True)
-        raise TooManyFailures(
-            f"evaluation before training: {share:.0%} of the rollouts failed {how}, more than "
-            f"train.max_failed_share={limit:.0%} ({failures})"
-        )
+    def final(self) -> list[Item]:
+        """The results after the last step; evaluated once more if too much of that evaluation failed.
+
+        Raises:
+            TooManyFailures: again; nothing of it stays, and a resume evaluates again.
+        """
+        return self._scored(self.last_step, "evaluation after training")
+
+    def _scored(self, step: int, when: str) -> list[Item]:
+        # The main process writes the history; the others may look before it is on their disk.
+        key, history = f"eval/{self.settings.split}/reward", self.log.rundir.history()
+        if not self.log.processes.first(any(record["step"] == step and key in record for record in history)):
+            metrics = self.metrics(step)
+            if key not in metrics:
+                raise TooManyFailures(f"{when}: {self._failure}")
+            if self.log.processes.main:
+                self.log.rundir.append_metrics(step, metrics)
+                self.log.trackers.log(step, metrics)
+        return self.items(step)
 
     def due(self, step: int) -> bool:
         """Whether to evaluate after `step` steps: after the last one, and every `eval.every`."""
@@ -134,17 +138,23 @@ class Evaluations:
         return step == self.last_step or bool(every and step % every == 0)
 
     def metrics(self, step: int) -> dict[str, float]:
-        """The metrics after `step` steps, with names `eval/<split>/<metric>`."""
+        """The metrics after `step` steps, with names `eval/<split>/<metric>`; without scores if too much failed."""
         started, split = time.perf_counter(), self.settings.split
         self.log.progress.status(f"evaluating {split}")
-        metrics = evaluation_metrics(self.items(step), self.settings, self.collector.config.seed)
-        self.log.progress.evaluation(step, split, metrics)
+        items = self.items(step)
+        metrics = evaluation_metrics(items, self.settings, self.collector.config.seed)
+        self._failure = too_many_failed(items, self.settings)
+        if self._failure:
+            metrics = without_scores(metrics)
+            self.log.progress.note(f"evaluation on {split} at step {step}: no scores: {self._failure}")
+        else:
+            self.log.progress.evaluation(step, split, metrics)
         return {f"eval/{split}/{name}": value for name, value in metrics.items()} | {
             "time/eval": time.perf_counter() - started
         }
 
     def items(self, step: int) -> list[Item]:
-        """Per-item results after `step` steps, evaluated now or read back."""
+        """Per-item results after `step` steps, evaluated now or read back; not kept if too much of them failed."""
 
         def environment(key: rng.Key) -> Environment:
             self.collector.sync(step)  # not before: a resumed run whose items are all there need not push old weights
@@ -161,7 +171,11 @@ class Evaluations:
             processes=self.log.processes,
         )
         if self.log.processes.main and results.exists():
-            self.log.rundir.ledger.note(results)
+            # Items that failed would be read back by a resume, and compared with forever.
+            if too_many_failed(items, self.settings):
+                results.unlink()
+            else:
+                self.log.rundir.ledger.note(results)
         return items
 
 
@@ -248,6 +262,23 @@ def item_results(forest: Forest, failed: Mapping[str, float], without: Collectio
 def failed_kinds(items: Sequence[Item]) -> list[str]:
     """The kind of each failure that was no doing of the model."""
     return [error for item in items for error in item["errors"] if error not in MODEL_CAUSED]
+
+
+def too_many_failed(items: Sequence[Item], settings: EvalConfig) -> str:
+    """What happened where more than `eval.max_failed_share` failed by no doing of the model; empty where it did not."""
+    share, limit = fmean(item["failed_share"] for item in items) if items else 0.0, settings.max_failed_share
+    if share <= limit:
+        return ""
+    how, failures = failed_how(failed_kinds(items)), infrastructure_failures(items)
+    return f"{share:.0%} of the rollouts failed {how}, more than eval.max_failed_share={limit:.0%} ({failures})"
+
+
+def without_scores(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of `evaluation_metrics` that are no means over items."""
+    scores = {name for name in metrics if f"{name}_low" in metrics}
+    return {
+        name: value for name, value in metrics.items() if name.removesuffix("_low").removesuffix("_high") not in scores
+    }
 
 
 def infrastructure_failures(items: Sequence[Item]) -> str:

@@ -104,7 +104,7 @@ class WeightStage:
         """Requests to endpoints so far and their cost, by all processes and engines together."""
         totals: dict[str, float] = {}
         # A collective, so every process comes here, also those that make no request.
-        for usage in self.log.processes.gather(total_usage(self.engines)):
+        for usage in self.log.processes.gather(total_usage([*self.engines, self.collector.task])):
             totals |= {name: totals.get(name, 0.0) + count for name, count in usage.items()}
         return totals
 

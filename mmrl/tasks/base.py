@@ -264,6 +264,10 @@ class Task(Protocol):
         """Forget requests to servers so far; called where a run begins (a sweep uses one task for several)."""
         ...
 
+    def endpoint_usage(self) -> Mapping[str, float]:
+        """Requests to judges and external models so far, by metric name (`endpoint/judge/requests`)."""
+        ...
+
     def close(self) -> None:
         """Stop what the task has started (a retriever's process, connections); called where a run ends.
 
@@ -298,6 +302,10 @@ class BaseTask:
 
     def reset_counts(self) -> None:
         """Nothing is counted."""
+
+    def endpoint_usage(self) -> Mapping[str, float]:
+        """No endpoint is asked."""
+        return {}
 
     def close(self) -> None:
         """Nothing was started."""

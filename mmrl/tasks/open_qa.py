@@ -18,7 +18,7 @@ from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.select import retriever_problems
 from mmrl.tasks import metrics
-from mmrl.tasks.agents.judge import Judge, build_judge, unreachable
+from mmrl.tasks.agents.judge import Judge, build_judge, unreachable, usage_of
 from mmrl.tasks.base import BaseTask, Passage, Tool
 from mmrl.tasks.data.corpus import label
 from mmrl.tasks.data.layouts import (
@@ -247,6 +247,10 @@ class OpenQaTask(BaseTask, ABC):
         self.search_tool.reset_counts()
         if self.judge is not None:
             self.judge.reset_counts()
+
+    def endpoint_usage(self) -> Mapping[str, float]:
+        """See `mmrl.tasks.base.Task`."""
+        return usage_of(self.judge.chat if self.judge is not None else None, "judge")
 
     def check_reward_set(self, reward_set: str) -> None:
         """Refuse a reward set that the task does not offer."""

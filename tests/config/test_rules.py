@@ -213,6 +213,23 @@ def test_a_revision_belongs_to_the_weights_in_use(tmp_path):
     assert not [problem for problem in problems if problem.startswith("model.revision")]
 
 
+@pytest.mark.parametrize("key", ["eval.temperature=0.5", "eval.top_p=0.9", "task.max_tokens=9"])
+def test_settings_that_an_endpoint_is_not_sent(key, monkeypatch):
+    monkeypatch.setattr("mmrl.engines.openai.OpenAIChat.unreachable", lambda chat: [])
+    setting = key.partition("=")[0].partition(".")[2]
+    words = dict.fromkeys(["policy=big", "engine=openai", "engine.endpoint.key_env=null", "eval.temperature=0.5", key])
+    (problem,) = refused(*words, f"engine.endpoint.omit=[{setting}]", command="eval")[-1:]
+    assert problem.startswith(key.replace("=", ": got ")) and "engine.endpoint.omit" in problem
+    assert refused(*words, "engine.endpoint.omit=[seed]", command="eval") == []
+
+
+def test_samples_differ_where_the_endpoint_has_a_temperature_of_its_own(monkeypatch):
+    monkeypatch.setattr("mmrl.engines.openai.OpenAIChat.unreachable", lambda chat: [])
+    words = ["policy=big", "engine=openai", "engine.endpoint.key_env=null", "eval.samples=2"]
+    assert refused(*words, "engine.endpoint.omit=[temperature]", command="eval") == []
+    assert refused(*words, command="eval")
+
+
 def test_sections_name_all_their_keys_without_effect_at_once():
     problems = refused("algo=mmgrpo", "algo.loss_length=4", "algo.overlong=trajectory", "algo.max_context=null")
     assert [text.partition(":")[0] for text in problems] == ["algo.loss_length", "algo.overlong"]
@@ -229,6 +246,7 @@ def test_every_rule_has_a_case():
     others |= {f"task.retriever.{key}" for key in retriever}  # in one rule with a key that has a case
     others |= {"engine.sleep", "model.path", "model.gradient_checkpointing"}  # above; effects/command.py
     others |= {f"run.{key}" for key in ("name", "report_to", "progress")}
+    others |= {"eval.temperature", "task.max_tokens"}  # test_settings_that_an_endpoint_is_not_sent
     keys = {key for rule in (*RUNS, *TYPED) for key in rule.keys.split()}
     keys |= {f"{path}.{key}" for path, rules in SECTIONS.items() for rule in rules for key in rule.keys.split()}
     assert keys <= tested | others

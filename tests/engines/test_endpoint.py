@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
@@ -224,6 +225,33 @@ def test_an_endpoint_is_evaluated_as_the_policy(tmp_path, capsys):
     assert summary["metrics"]["failed_share"] == 0
     assert summary["facts"]["engine.endpoint"].startswith(f"big at {url} (")
     assert "engine.endpoint" in capsys.readouterr().out
+
+
+def test_an_evaluation_in_which_every_request_fails_exits_1_with_the_cause_and_no_scores(tmp_path, capsys):
+    down = [True]
+
+    def sometimes(seen):
+        return Scripted({"error": "temperature: not supported"}, 400) if down[0] and seen.body else answers(seen)
+
+    with serving(sometimes) as (url, _):
+        words = ["eval", "engine=openai", "policy=big", "task=hotpotqa", "split=dev", "task.data.dev_items=3"]
+        settings = ["engine.endpoint.key_env=null", f"engine.endpoint.url={url}", "engine.endpoint.price_in=1e6"]
+        with patch("mmrl.engines.openai.OpenAIChat.unreachable", lambda chat: []):
+            assert main([*words, *settings, f"run.dir={tmp_path / 'eval'}"]) == 1
+            out, err = capsys.readouterr()
+            assert "100% of the rollouts failed from outside causes, more than eval.max_failed_share=50%" in err
+            assert "HTTP 400" in err and "engine.endpoint.omit=[temperature]" in err
+            assert f"mmrl eval resume={tmp_path / 'eval'}" in err and "Traceback" not in err
+            rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.startswith(("  f1", "f1"))}
+            assert rows["f1"] == ["n/a"]
+            summary = RunDir.read(tmp_path / "eval").summary
+            assert "f1" not in summary["metrics"] and summary["metrics"]["failed_share"] == 1
+            down[0] = False
+            assert main(["eval", f"resume={tmp_path / 'eval'}"]) == 0
+    assert "n/a" not in capsys.readouterr().out
+    summary = RunDir.read(tmp_path / "eval").summary
+    assert summary["metrics"]["f1"] >= 0 and summary["metrics"]["failed_share"] == 0
+    assert summary["metrics"]["endpoint/cost"] > 0, "what was asked is logged too"
 
 
 def test_a_password_in_an_address_is_refused_and_not_repeated(capsys):

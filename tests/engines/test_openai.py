@@ -62,8 +62,11 @@ def test_text_out_and_exactly_these_settings_in() -> None:
         "endpoint/requests": 1,
         "endpoint/retries": 0,
         "endpoint/failures": 0,
+        "endpoint/unanswered": 0,
         "endpoint/prompt_tokens": 10,
+        "endpoint/cached_tokens": 0,
         "endpoint/completion_tokens": 5,
+        "endpoint/reasoning_tokens": 0,
         "endpoint/cost": pytest.approx((10 * 2 + 5 * 8) / 1e6),
     }
 

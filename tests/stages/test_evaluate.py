@@ -2,18 +2,30 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from mmrl.config import EvalConfig
 from mmrl.config.tasks import task_schema
-from mmrl.errors import ParseFailure, ToolFailure
+from mmrl.errors import ParseFailure, ToolFailure, TooManyFailures
+from mmrl.report.rundir import RunDir
 from mmrl.stages import evaluate as module
-from mmrl.stages.evaluate import drop_failed, evaluate, evaluation_metrics, infrastructure_failures
+from mmrl.stages.evaluate import (
+    Evaluations,
+    drop_failed,
+    evaluate,
+    evaluation_metrics,
+    infrastructure_failures,
+    too_many_failed,
+    without_scores,
+)
+from mmrl.stages.step_log import StepLog
 from mmrl.tasks import TASKS
 from tests.helpers.fakes import Chain, FakeEngine, FakeTask, environment, seeded_letter
 
 SETTINGS = EvalConfig(samples=2, bootstrap=100)
+TOLERANT = EvalConfig(samples=2, bootstrap=100, max_failed_share=1.0)
 
 
 def run(tmp_path, task=None, answer=seeded_letter, chunk=3, settings=SETTINGS, monkeypatch=None):
@@ -60,7 +72,7 @@ def test_failed_rollouts_score_zero_and_are_counted(monkeypatch):
     def broken(text):
         raise ToolFailure("\x1b[2J down\n")
 
-    items, _ = run(None, FakeTask(Chain(), tools={"echo": broken}), monkeypatch=monkeypatch)
+    items, _ = run(None, FakeTask(Chain(), tools={"echo": broken}), settings=TOLERANT, monkeypatch=monkeypatch)
     metrics = evaluation_metrics(items, SETTINGS, 0)
     assert metrics["reward"] == metrics["score"] == metrics["score_high"] == 0, "the main metric is there all the same"
     assert (metrics["failed_share"], metrics["model_failed"]) == (1, 0)
@@ -69,6 +81,91 @@ def test_failed_rollouts_score_zero_and_are_counted(monkeypatch):
     assert infrastructure_failures(items) == f"tool {2 * len(items)}; the first, item {first}: [2J down", (
         "and not only how many"
     )
+
+
+def test_an_evaluation_of_which_too_much_failed_stops_and_has_no_scores(tmp_path, monkeypatch):
+    calls = itertools.count()
+
+    def sometimes(text):
+        if next(calls) % 8 == 0:
+            raise ToolFailure("down")
+        return text
+
+    def broken(text):
+        raise ToolFailure("down")
+
+    half = FakeTask(Chain(), tools={"echo": sometimes})
+    items, _ = run(tmp_path, half, monkeypatch=monkeypatch, settings=EvalConfig(max_failed_share=0.5, samples=2))
+    assert len(items) == 8 and not too_many_failed(items, EvalConfig(max_failed_share=0.5))
+    assert 0 < sum(item["failed_share"] for item in items) <= 4, "and the others have scores"
+    items, _ = run(None, FakeTask(Chain(), tools={"echo": broken}), monkeypatch=monkeypatch)
+    assert len(items) == 3, "one chunk shows what is broken"
+    said = too_many_failed(items, SETTINGS)
+    assert said.startswith(
+        "100% of the rollouts failed from outside causes, more than eval.max_failed_share=50% (tool 6;"
+    )
+    kept = without_scores(evaluation_metrics(items, SETTINGS, 0))
+    assert not {"score", "score_low", "reward", "reward_high"} & set(kept)
+    assert (kept["failed_share"], kept["n"]) == (1, 3)
+
+
+class Quiet:
+    """Stands for progress and trackers."""
+
+    def __init__(self):
+        self.said = []
+
+    def note(self, text):
+        self.said.append(text)
+
+    def status(self, text):
+        pass
+
+    def log(self, step, metrics):
+        pass
+
+    def evaluation(self, step, split, metrics):
+        self.said.append((step, split, metrics["n"]))
+
+
+def test_the_evaluations_of_a_run_go_without_scores_where_too_much_failed_and_the_last_is_made_again(tmp_path):
+    down = [False]
+
+    def tool(text):
+        if down[0]:
+            raise ToolFailure("down")
+        return text
+
+    task, engine = FakeTask(Chain(), tools={"echo": tool}), FakeEngine(seeded_letter)
+    quiet = Quiet()
+    with RunDir.create(tmp_path / "run", {"algo": {}}, []) as rundir:
+        log = StepLog(rundir=rundir, progress=quiet, trackers=quiet)
+        collector = SimpleNamespace(
+            log=log,
+            config=SimpleNamespace(seed=0),
+            reward_set="outcome",
+            sync=lambda step: None,
+            environment=lambda settings, key: environment(task, engine, key=key),
+        )
+        run = Evaluations(settings=SETTINGS, examples=task.examples("dev"), last_step=2, collector=collector)
+        down[0] = True
+        with pytest.raises(TooManyFailures, match=r"^evaluation before training: 100% of .*tool 16; the first"):
+            run.baseline()
+        assert rundir.history() == [] and not list(rundir.path.glob("eval/*")), "a resume evaluates again"
+        down[0] = False
+        assert len(run.baseline()) == 8
+        down[0] = True
+        found = run.metrics(2)
+        assert found["eval/dev/failed_share"] == 1 and "eval/dev/score" not in found
+        assert "no scores: 100% of the rollouts failed" in quiet.said[-1]
+        rundir.append_metrics(2, found)
+        with pytest.raises(TooManyFailures, match=r"^evaluation after training: 100%"):
+            run.final()
+        down[0] = False
+        assert len(run.final()) == 8
+        assert rundir.history()[-1]["eval/dev/score"] > 0 and rundir.history()[-1]["eval/dev/failed_share"] == 0
+        before = len(engine.requests)
+        assert len(run.final()) == 8 and len(engine.requests) == before, "read back"
 
 
 def test_rollouts_that_the_model_spoilt_are_counted_apart(monkeypatch):

@@ -5,7 +5,7 @@ Between the decode loops, which make one token per row and step, and the `Comple
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,8 @@ class BatchRow:
     """(limit,) float64: token t is drawn with the t-th."""
     adapter: str | None = None
     """LoRA adapter of the row, where modules have separate weights."""
+    on_token: Callable[[int], None] | None = None
+    """See `Request.on_token`."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -112,6 +114,7 @@ class Rules:
             # All of them now: the draw of token t depends on the seed and t, not on how the row was batched.
             uniforms=rng.uniforms(sampling.seed, limit),
             adapter=self.adapters[request.module] if self.adapters is not None else None,
+            on_token=request.on_token,
         )
 
     def append(self, row: BatchRow, token: int, logprob: float) -> str | None:
@@ -124,6 +127,8 @@ class Rules:
             raise EngineFailure(f"the model gave a log-probability of {logprob}; its weights may have diverged")
         row.ids.append(token)
         row.logprobs.append(logprob)
+        if row.on_token is not None:
+            row.on_token(token)
         if token in self.eos_ids:
             return "eos"
         if row.stop and self._stopped(row):

@@ -131,6 +131,11 @@ def forget_counts(chat: Chat | None) -> None:
         chat.forget_counts()
 
 
+def usage_of(chat: Chat | None, name: str) -> dict[str, float]:
+    """What was asked of an endpoint so far, by metric name (`endpoint/<name>/requests`)."""
+    return chat.usage.metrics(f"endpoint/{name}") if isinstance(chat, OpenAIChat) else {}
+
+
 class Judge:
     """Asks one endpoint.
 

@@ -19,7 +19,7 @@ from mmrl.errors import ConfigError, DataError, EngineFailure, JudgeFailure, Too
 from mmrl.records import Call, Example
 from mmrl.system.replies import quoted
 from mmrl.tasks import metrics
-from mmrl.tasks.agents.judge import Chat, described, forget_counts, unreachable
+from mmrl.tasks.agents.judge import Chat, described, forget_counts, unreachable, usage_of
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.base import SPLITS, DspyTask, text_of
 from mmrl.tasks.dspy.fields import within_bounds
@@ -92,6 +92,11 @@ class PapillonTask(DspyTask):
         if isinstance(self.judges, EndpointJudges):
             self.judges.reset_counts()
         forget_counts(self.external)
+
+    def endpoint_usage(self) -> Mapping[str, float]:
+        """See `mmrl.tasks.base.Task`."""
+        judges = self.judges.chat if isinstance(self.judges, EndpointJudges) else None
+        return {**usage_of(judges, "judge"), **usage_of(self.external, "external")}
 
     def load(self) -> Mapping[str, Sequence[Example]]:
         """The mini world's splits, or those of the files; a split left at `mini` beside files is empty."""

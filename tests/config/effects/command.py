@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from mmrl.engines.base import EngineSetup
 from mmrl.engines.vllm.command import resources
-from mmrl.errors import MmrlError
+from mmrl.errors import MmrlError, ToolFailure
 from mmrl.models.chat import render_prompt
 from mmrl.models.load import load_model, load_tokenizer
 from mmrl.models.policy import resolve
@@ -25,7 +25,7 @@ from mmrl.run.check import hardware_problems
 from mmrl.run.eval import evaluation_text
 from mmrl.run.launch import must_start, wrapping
 from mmrl.run.settle import import_plugins, module_assignment, run_folder, settle
-from mmrl.stages.evaluate import Evaluations, evaluate, evaluation_metrics
+from mmrl.stages.evaluate import Evaluations, evaluate, evaluation_metrics, too_many_failed
 from mmrl.tasks import TASKS
 from mmrl.trainer import checkpoint
 from mmrl.trainer.adapters import make_adapters
@@ -250,7 +250,7 @@ def evaluated_split(name: str, options: Options, folder: Path) -> object:
     quiet: Any = SimpleNamespace(status=lambda text: None, evaluation=lambda *arguments: None)
     collector.log.rundir, collector.log.progress = rundir, quiet
     examples = collector.task.examples(config.eval.split)
-    run = Evaluations(settings=config.eval, examples=examples, last_step=9, max_failed_share=1.0, collector=collector)
+    run = Evaluations(settings=config.eval, examples=examples, last_step=9, collector=collector)
     return sorted(run.metrics(0)), [step for step in range(1, 10) if run.due(step)]
 
 
@@ -259,6 +259,22 @@ def evaluation_requests(name: str, options: Options, folder: Path) -> object:
     return requests(root(name, options).eval)
 
 
+def broken_evaluation(name: str, options: Options, folder: Path) -> object:
+    """Items of an evaluation whose rollouts all fail, until that is too much."""
+    config = root(name, options)
+
+    def broken(text: str) -> str:
+        raise ToolFailure("down")
+
+    task, engine = FakeTask(Chain(), tools={"echo": broken}), FakeEngine(seeded_letter)
+    with patch("mmrl.stages.evaluate.CHUNK", 2):
+        items = evaluate(
+            lambda key: environment(task, engine, key=key), task.examples("dev"), config.eval, config.seed, "outcome"
+        )
+    return len(items), too_many_failed(items, config.eval)
+
+
+acts(BOTH, "eval.max_failed_share", broken_evaluation, 0.5, 1.0)
 acts(TRAIN, "eval.split", evaluated_split, "dev", "test")
 acts(TRAIN, "eval.every", evaluated_split, 0, 2)
 acts(BOTH, "eval.items", evaluated, None, 3)

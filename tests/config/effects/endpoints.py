@@ -31,7 +31,7 @@ from tests.helpers.fakes import FakeEngine
 
 CERTIFICATES = ssl.create_default_context()
 KEYS = {"KEY_OF_A_TEST": "one", "OPENAI_API_KEY": "default"}
-Sent = list[tuple[str, str | None, Any]]
+Sent = list[tuple[str, list[str | None], Any]]
 
 
 class Server:
@@ -44,7 +44,9 @@ class Server:
         self.times: list[float] = []
 
     async def send(self, client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
-        self.sent.append((str(request.url), request.headers.get("authorization"), json.loads(request.content)))
+        kept = ("authorization", "openai-organization", "openai-project", "x-title")
+        headers = [request.headers.get(name) for name in kept]
+        self.sent.append((str(request.url), headers, json.loads(request.content)))
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
         self.times.append(time.monotonic())
@@ -59,8 +61,8 @@ class Server:
         if self.key == "max_wait_s":
             headers = {"retry-after": "0.02"}
             return httpx.Response(429, headers=headers, stream=Body(b"later"), request=request)
-        message = {"role": "assistant", "content": self.text}
-        usage = {"prompt_tokens": 1000, "completion_tokens": 1000}
+        message = {"role": "assistant", "content": self.text, "reasoning_content": "thoughts"}
+        usage = {"prompt_tokens": 1000, "completion_tokens": 1000, "prompt_tokens_details": {"cached_tokens": 500}}
         reply = {"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}
         # not read yet, as a reply comes from a network
         return httpx.Response(200, stream=Body(json.dumps(reply).encode()), request=request)
@@ -82,7 +84,9 @@ def _traced(chat: OpenAIChat, server: Server) -> object:
 
     async def ask() -> object:
         messages = [{"role": "user", "content": "?"}]
-        return await asyncio.gather(*(chat.complete(messages) for _ in range(3)), return_exceptions=True)
+        return await asyncio.gather(
+            *(chat.complete(messages, temperature=0.5, max_tokens=64) for _ in range(3)), return_exceptions=True
+        )
 
     found = [str(reply) for reply in asyncio.run(ask())]  # type: ignore[attr-defined]
     chat.close()
@@ -191,7 +195,15 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "concurrency": (16, 1),
     "requests_per_minute": (None, 200.0),
     "price_in": (0.0, 2.0),
+    "price_cached": (None, 2.0),
     "price_out": (0.0, 2.0),
+    "organization": (None, "org-1"),
+    "project": (None, "proj-1"),
+    "max_tokens_field": ("auto", "max_completion_tokens"),
+    "omit": ((), ("temperature",)),
+    "extra_body": ({}, {"reasoning_effort": "low"}),
+    "extra_headers": ({}, {"X-Title": "mmrl"}),
+    "reasoning": ("drop", "keep"),
     "model": ("m", "other"),
 }
 NOT_OPENAI = "engine.transformers;engine.vllm_server;engine.vllm_colocated"

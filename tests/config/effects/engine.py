@@ -236,6 +236,14 @@ for key, value in (
     ("requests_per_minute", "9.0"),
     ("price_in", "1.0"),
     ("price_out", "1.0"),
+    ("price_cached", "1.0"),
+    ("organization", "o"),
+    ("project", "p"),
+    ("max_tokens_field", "max_tokens"),
+    ("omit", "[seed]"),
+    ("extra_body", "{a: 1}"),
+    ("extra_headers", "{A: b}"),
+    ("reasoning", "keep"),
     ("model", "m"),
 ):
     refused(
