@@ -1,0 +1,142 @@
+"""`mmrl serve`: a policy behind an OpenAI-compatible server, until Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from mmrl import engines
+from mmrl.config import EvalCommandConfig
+from mmrl.config.base import Section, is_loopback
+from mmrl.config.engines import TransformersConfig
+from mmrl.config.rules import engine_name
+from mmrl.errors import ConfigError
+from mmrl.models.policy import Policy, require_undamaged, resolve
+from mmrl.run.build import evaluation_engine
+from mmrl.run.settle import settle
+from mmrl.secrets import token_of
+from mmrl.system.stop import stoppable
+
+SETTINGS = ("policy", "model", "hardware", "engine")
+"""Parts of an evaluation's config that say how a policy is loaded and sampled."""
+
+
+class ServeArguments(Section):
+    """`mmrl serve`, beside the config."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535, description="0: a free one")
+    token_env: str | None = Field(None, description="environment variable with the token that every request must bring")
+    name: str = Field("policy", min_length=1, description="the model's name in requests")
+    parent: int | None = Field(None, description="end when this process is gone")
+
+    @model_validator(mode="after")
+    def _let_in(self) -> Self:
+        if self.token_env is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host: got '{self.host}', which other machines reach; expected a token too: "
+                "token_env=NAME_OF_AN_ENVIRONMENT_VARIABLE, or leave host out (127.0.0.1)"
+            )
+        return self
+
+
+def serve_policy(config: EvalCommandConfig, given: ServeArguments, typed: Collection[str]) -> int:
+    """Load a policy and serve it.
+
+    Args:
+        typed: keys of the config that the user set.
+    """
+    policy = _checked(config, typed)
+    token = None if given.token_env is None else token_of(given.token_env, "mmrl serve: token_env")
+    # The model's own limit and not a task's; requests join a batch whenever they come.
+    task = config.task.model_copy(update={"max_context": None})
+    config = settle(config.model_copy(update={"task": task}))
+    if isinstance(config.engine, TransformersConfig):
+        config = config.model_copy(update={"engine": config.engine.model_copy(update={"schedule": "greedy"})})
+    require_undamaged(policy)
+    import torch
+
+    from mmrl.serve.server import Served, make_app
+    from mmrl.system.http_server import serve
+
+    torch.set_num_threads(config.hardware.threads or 1)
+    names = models(given.name, policy)
+    with (
+        tempfile.TemporaryDirectory(prefix="mmrl-serve-") as folder,
+        stoppable(),
+        evaluation_engine(config, policy, Path(folder)) as (engine, tokenizer),
+    ):
+        app = make_app(Served(engine=engine, tokenizer=tokenizer, models=names), token)
+        try:
+            serve(app, given.host, given.port, parent=given.parent, announce=snippets(names, given), grace_s=5)
+        except OSError as error:
+            raise ConfigError(
+                f"mmrl serve: cannot listen on host={given.host} port={given.port}: {error.strerror or error}"
+            ) from None
+        except KeyboardInterrupt:  # SIGTERM too: the server has answered what it could
+            pass
+    print("stopped", file=sys.stderr)
+    return 0
+
+
+def models(name: str, policy: Policy) -> dict[str, str]:
+    """Model name in requests -> module; one for each module where they have weights of their own."""
+    if policy.modules is None:
+        return {name: ""}
+    return {f"{name}/{module}": module for module in policy.modules}
+
+
+def _checked(config: EvalCommandConfig, typed: Collection[str]) -> Policy:
+    """The policy of a config that can be served.
+
+    Raises:
+        ConfigError: every problem, before anything is loaded.
+    """
+    problems = [
+        f"{key}: has no effect on mmrl serve; its keys are host, port, token_env, name and those of "
+        f"{', '.join(SETTINGS)}"
+        for key in typed
+        if key.partition(".")[0] not in SETTINGS
+    ]
+    if "engine.schedule" in typed:
+        problems.append("engine.schedule: has no effect on mmrl serve, where requests join a batch whenever they come")
+    name = engine_name(config)
+    if name == "openai" or config.engine.endpoints:
+        problems.append("engine: an endpoint is served already; take engine=transformers or engine=vllm_server")
+    if config.hardware.processes * config.hardware.nodes != 1:
+        problems.append(f"hardware: profile '{config.hardware.name}' has several processes, mmrl serve runs in one")
+    missing = [package for package in ("fastapi", "uvicorn") if importlib.util.find_spec(package) is None]
+    if missing:
+        problems.append(f"mmrl serve: needs {' and '.join(missing)}: pip install 'mmrl[server]'")
+    try:
+        policy = resolve(config.policy)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if name != "openai":
+        copied = policy.initial is not None
+        problems += engines.problems(config.engine, name, training=False, copied=copied, device=config.hardware.device)
+    if problems:
+        raise ConfigError(problems)
+    return policy
+
+
+def snippets(names: Sequence[str] | dict[str, str], given: ServeArguments) -> str:
+    """What is printed when the server listens; `{url}` stands for its address."""
+    model = next(iter(names))
+    key = "'none'" if given.token_env is None else f"os.environ['{given.token_env}']"
+    header = "" if given.token_env is None else "import os\n  "
+    return (
+        f"listening on {{url}}/v1 (models: {', '.join(names)})\n\n"
+        f"with openai:\n  {header}from openai import OpenAI\n"
+        f"  client = OpenAI(base_url='{{url}}/v1', api_key={key})\n"
+        f"  reply = client.chat.completions.create(model='{model}', messages=[{{'role': 'user', 'content': '…'}}])\n"
+        f"  print(reply.choices[0].message.content)\n\n"
+        f"with DSPy:\n  {header}import dspy\n"
+        f"  dspy.configure(lm=dspy.LM('openai/{model}', api_base='{{url}}/v1', api_key={key}))\n"
+    )

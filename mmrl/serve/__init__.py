@@ -1,0 +1,1 @@
+"""A policy behind an OpenAI-compatible server: requests in, completions of any engine out."""

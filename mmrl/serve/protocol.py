@@ -1,0 +1,184 @@
+"""OpenAI's protocol: what is read of a request, within bounds, what is refused, and the objects of a reply.
+
+What would change the completion and cannot be had is refused, never passed over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+LARGEST_REQUEST = 4 * 2**20
+"""Bytes of a request's body."""
+MOST_TOKENS = 2**17
+"""New tokens of one completion, where neither the request nor the model says less."""
+MOST_STOPS, LONGEST_STOP = 16, 1000
+"""Stop strings of a request, and characters of one."""
+WITHOUT_EFFECT = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
+)
+"""Fields that no completion depends on."""
+NEUTRAL: Mapping[str, Sequence[object]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "suffix": ("",),
+    "modalities": (["text"],),
+}
+"""Fields that cannot be had, and the values with which they change nothing; null is one for all."""
+
+
+class Refused(Exception):
+    """A request that cannot be answered.
+
+    Args:
+        status: HTTP status.
+        message: what was got and what was expected.
+        param: the field.
+        code: OpenAI's word for it, where it has one.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, object]:
+        """An OpenAI error object."""
+        return error_object(self.status, self.message, self.param, self.code)
+
+
+def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, object]:
+    """An OpenAI error object."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _joined(content: object) -> object:
+    """The parts of a message as one text."""
+    if not isinstance(content, list):
+        return content
+    parts = [part if isinstance(part, Mapping) else {} for part in content]
+    if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in parts):
+        raise ValueError("got a part that is no text, and this model reads text alone")
+    return "".join(str(part["text"]) for part in parts)
+
+
+class Message(_Body):
+    """One message."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_joined)]
+    name: str | None = None
+    tool_call_id: str | None = None
+
+
+class StreamOptions(_Body):
+    """`stream_options`."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class SamplingRequest(_Body):
+    """What chat completions and completions share."""
+
+    model: str
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @property
+    def limit(self) -> int:
+        """New tokens at most."""
+        given = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
+        return min([*given, MOST_TOKENS])
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings, without empty ones."""
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(given) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in given):
+            raise Refused(400, f"stop: expected at most {MOST_STOPS} texts of {LONGEST_STOP} characters", "stop")
+        return tuple(text for text in given if text)
+
+
+class ChatRequest(SamplingRequest):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+
+    def rendered(self) -> list[dict[str, str]]:
+        """Messages for a chat template, whose word for a developer is system."""
+        return [
+            {"role": "system" if message.role == "developer" else message.role, "content": message.content}
+            for message in self.messages
+        ]
+
+
+class CompletionRequest(SamplingRequest):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[int] | list[str]
+
+
+BodyT = TypeVar("BodyT", bound=SamplingRequest)
+
+
+def read_chat(body: bytes) -> ChatRequest:
+    """A chat request.
+
+    Raises:
+        Refused: it is none, or asks for what cannot be had.
+    """
+    return _read(ChatRequest, body)
+
+
+def read_prompt(body: bytes) -> CompletionRequest:
+    """A request for plain completions; raises as `read_chat`."""
+    return _read(CompletionRequest, body)
+
+
+def _read(schema: type[BodyT], body: bytes) -> BodyT:
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):
+        raise Refused(400, "the body is not JSON") from None
+    if not isinstance(given, dict):
+        raise Refused(400, "the body is no JSON object")
+    for name, harmless in NEUTRAL.items():
+        value = given.pop(name, None)
+        if value is not None and value not in harmless:
+            raise Refused(400, f"{name}: this server does not have it; leave it out", name, "unsupported_parameter")
+    # null stands for a field that is left out
+    known = {name: value for name, value in given.items() if value is not None and name not in WITHOUT_EFFECT}
+    try:
+        return schema.model_validate(known)
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise Refused(400, f"{param[:100]}: unknown field", param[:100], "unknown_parameter") from None
+        raise Refused(400, f"{param}: {first['msg']}", param) from None

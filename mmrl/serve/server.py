@@ -1,0 +1,361 @@
+"""The OpenAI-compatible application over an engine: models, chat completions, completions, streams, health.
+
+Concurrent requests wait in the engine, whose batcher decodes them together. Text streams as it is sampled where the
+engine says so (`Request.on_token`: the embedded engine), else in one piece when it is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from mmrl import rng
+from mmrl.engines.base import Completion, Engine, Request, Sampling
+from mmrl.errors import LengthFailure, RolloutError
+from mmrl.models.chat import decode_text, render_prompt
+from mmrl.serve.protocol import (
+    LARGEST_REQUEST,
+    ChatRequest,
+    CompletionRequest,
+    Refused,
+    SamplingRequest,
+    error_object,
+    read_chat,
+    read_prompt,
+)
+from mmrl.system.http_server import BodyTooLarge, read_body, require_token
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI, Response
+    from fastapi import Request as HttpRequest
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger("mmrl.serve")
+T = TypeVar("T")
+
+MOST_REQUESTS = 256
+"""Requests in flight; further ones are refused with 429."""
+LOOKS_S = 0.5
+"""Pause between looks whether a client is still there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What is served."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    models: Mapping[str, str]
+    """Model name in the protocol -> module of the policy (empty where all modules share its weights)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The objects of one kind of completion."""
+
+    prefix: str
+    whole: str
+    part: str
+    content: Callable[[str], dict[str, object]]
+    delta: Callable[[str], dict[str, object]]
+    first: Mapping[str, object]
+    """What the first part of a stream holds besides."""
+
+
+CHAT = _Shape(
+    "chatcmpl",
+    "chat.completion",
+    "chat.completion.chunk",
+    lambda text: {"message": {"role": "assistant", "content": text}, "logprobs": None},
+    lambda text: {"delta": {"content": text} if text else {}},
+    {"delta": {"role": "assistant", "content": ""}},
+)
+PLAIN = _Shape(
+    *("cmpl", "text_completion", "text_completion"),
+    lambda text: {"text": text, "logprobs": None},
+    lambda text: {"text": text, "logprobs": None},
+    {},
+)
+
+
+def make_app(served: Served, token: str | None = None) -> FastAPI:
+    """The HTTP application.
+
+    Args:
+        token: every request must bring it (`Authorization: Bearer …`); None: anybody may ask.
+    """
+    from fastapi import FastAPI
+    from fastapi.responses import JSONResponse
+
+    app = FastAPI(title="mmrl policy", docs_url=None, redoc_url=None, openapi_url=None)
+    if token is not None:
+        refusal = error_object(401, "a token is needed: Authorization: Bearer TOKEN", code="invalid_api_key")
+        require_token(app, token, refusal)
+    server, started = _Server(served), int(time.time())
+
+    async def chat(request: HttpRequest) -> Response:
+        return await server.answer(request, CHAT, lambda body: server.chat(read_chat(body)))
+
+    async def completions(request: HttpRequest) -> Response:
+        return await server.answer(request, PLAIN, lambda body: server.plain(read_prompt(body)))
+
+    async def models(request: HttpRequest) -> Response:
+        data = [{"id": name, "object": "model", "created": started, "owned_by": "mmrl"} for name in served.models]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def health(request: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok", "models": list(served.models), "requests": server.in_flight})
+
+    async def missing(request: HttpRequest, error: Exception) -> Response:
+        status = getattr(error, "status_code", 500)
+        return JSONResponse(error_object(status, f"{request.method} {request.url.path}: not here"), status_code=status)
+
+    app.add_route("/v1/chat/completions", chat, methods=["POST"])
+    app.add_route("/v1/completions", completions, methods=["POST"])
+    app.add_route("/v1/models", models)
+    app.add_route("/health", health)
+    for status in (404, 405):
+        app.add_exception_handler(status, missing)
+    return app
+
+
+Prepared = tuple[SamplingRequest, Request]
+"""What was asked, and what the engine is asked."""
+
+
+class _Server:
+    """Answers requests; all of it runs in the server's event loop but rendering."""
+
+    def __init__(self, served: Served):
+        self.served = served
+        self.in_flight = 0
+        # One thread: the renderer keeps what it has rendered, and is not made for several.
+        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="mmrl-render")
+
+    async def answer(
+        self, request: HttpRequest, shape: _Shape, prepare: Callable[[bytes], Awaitable[Prepared]]
+    ) -> Response:
+        """The reply to a request, or its refusal as an OpenAI error object."""
+        from fastapi.responses import JSONResponse, StreamingResponse
+
+        if self.in_flight >= MOST_REQUESTS:
+            refused = error_object(429, f"more than {MOST_REQUESTS} requests at once")
+            return JSONResponse(refused, status_code=429, headers={"Retry-After": "1"})
+        self.in_flight += 1
+        streams = False
+        try:
+            asked, generation = await prepare(await read_body(request, LARGEST_REQUEST))
+            running = _Running(self.served, asked, generation)
+            try:
+                await running.begun()
+                if asked.stream:
+                    streams = True
+                    return StreamingResponse(self._stream(running, shape), media_type="text/event-stream")
+                await _until_done(running.task, request)
+                return JSONResponse(_whole(running, shape))
+            finally:
+                if not streams:
+                    running.cancel()
+        except BodyTooLarge:
+            text = f"the body has more than {LARGEST_REQUEST} bytes"
+            return JSONResponse(error_object(413, text), status_code=413)
+        except Refused as refused:
+            return JSONResponse(refused.body(), status_code=refused.status)
+        # Whatever else goes wrong must reach the client as a status, and the server must go on.
+        except Exception as error:
+            status, refusal = _failed(error)
+            return JSONResponse(refusal, status_code=status)
+        finally:
+            if not streams:
+                self.in_flight -= 1
+
+    async def chat(self, asked: ChatRequest) -> Prepared:
+        """A chat request for the engine.
+
+        Raises:
+            Refused: an unknown model, or messages that the chat template does not take.
+        """
+        from jinja2 import TemplateError
+
+        module, messages = self._module(asked), asked.rendered()
+        try:
+            ids = await self._in_thread(lambda: render_prompt(self.served.tokenizer, messages))
+        except TemplateError as error:
+            raise Refused(400, f"messages: the model's chat template refuses them: {error}", "messages") from None
+        return asked, self._generation(asked, module, ids)
+
+    async def plain(self, asked: CompletionRequest) -> Prepared:
+        """A request for a plain completion, for the engine; raises as `chat`."""
+        module, prompt = self._module(asked), asked.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            text = prompt
+            ids = tuple(await self._in_thread(lambda: self.served.tokenizer.encode(text)))
+        elif all(isinstance(token, int) for token in prompt):
+            ids = tuple(int(token) for token in prompt)
+        else:
+            raise Refused(400, "prompt: got several texts, expected one", "prompt")
+        return asked, self._generation(asked, module, ids)
+
+    def _module(self, asked: SamplingRequest) -> str:
+        if asked.model not in self.served.models:
+            text = f"model: got '{asked.model[:100]}', expected one of {', '.join(self.served.models)}"
+            raise Refused(404, text, "model", "model_not_found")
+        return self.served.models[asked.model]
+
+    def _generation(self, asked: SamplingRequest, module: str, ids: Sequence[int]) -> Request:
+        seed = secrets.randbits(64) if asked.seed is None else asked.seed
+        sampling = Sampling(
+            max_tokens=asked.limit,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            stop=asked.stops,
+            seed=rng.digest("serve", seed),
+        )
+        return Request(prompt_ids=tuple(ids), sampling=sampling, module=module)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._renderer, work)
+
+    async def _stream(self, running: _Running, shape: _Shape) -> AsyncIterator[str]:
+        """The parts of a completion as server-sent events."""
+        head = running.head(shape.prefix, shape.part)
+        try:
+            if shape.first:
+                yield _event(head, choices=[{"index": 0, **shape.first, "finish_reason": None}])
+            async for text in running.pieces():
+                yield _event(head, choices=[{"index": 0, **shape.delta(text), "finish_reason": None}])
+            _, finish = running.result()
+            yield _event(head, choices=[{"index": 0, **shape.delta(""), "finish_reason": finish}])
+            options = running.asked.stream_options
+            if options is not None and options.include_usage:
+                yield _event(head, choices=[], usage=running.usage())
+        except Exception as error:  # the status is sent already
+            yield f"data: {json.dumps(_failed(error)[1])}\n\n"
+        finally:
+            running.cancel()
+            self.in_flight -= 1
+        yield "data: [DONE]\n\n"
+
+
+class _Running:
+    """One completion under way."""
+
+    def __init__(self, served: Served, asked: SamplingRequest, generation: Request):
+        self.asked = asked
+        self._tokenizer = served.tokenizer
+        self._stops = generation.sampling.stop
+        self._prompt_tokens = len(generation.prompt_ids)
+        self._new: asyncio.Queue[int | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        if asked.stream:
+            # from the decoder's thread
+            def heard(token: int) -> None:
+                with suppress(RuntimeError):  # the server has ended meanwhile
+                    loop.call_soon_threadsafe(self._new.put_nowait, token)
+
+            generation = replace(generation, on_token=heard)
+        self.task: asyncio.Task[Completion] = loop.create_task(served.engine.generate(generation))
+        self.task.add_done_callback(lambda task: self._new.put_nowait(None))
+        self._created = int(time.time())
+        self._id = secrets.token_hex(12)
+
+    async def begun(self) -> None:
+        """Raises what the engine refuses at once (a prompt that is too long), while there is a status to say it."""
+        await asyncio.sleep(0)
+        if self.task.done():
+            self.task.result()
+
+    def cancel(self) -> None:
+        """Nobody waits any more."""
+        self.task.cancel()
+
+    def head(self, prefix: str, kind: str) -> dict[str, object]:
+        """What all objects of this completion begin with."""
+        return {"id": f"{prefix}-{self._id}", "object": kind, "created": self._created, "model": self.asked.model}
+
+    def result(self) -> tuple[str, str]:
+        """Text up to the first stop string, and OpenAI's finish reason."""
+        completion = self.task.result()
+        text = decode_text(self._tokenizer, completion.ids)
+        ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        return text[: min(ends)] if ends else text, "length" if completion.finish == "length" else "stop"
+
+    def usage(self) -> dict[str, int]:
+        """Tokens."""
+        new = len(self.task.result().ids)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": new,
+            "total_tokens": self._prompt_tokens + new,
+        }
+
+    async def pieces(self) -> AsyncIterator[str]:
+        """The text in parts, as tokens come; together they are `result`'s."""
+        held = max((len(stop) for stop in self._stops), default=1) - 1
+        ids: list[int] = []
+        # Text is decoded from a token before the new ones on: some tokenizers drop a space at the left edge.
+        known, read, text, sent = 0, 0, "", 0
+        while (token := await self._new.get()) is not None:
+            ids.append(token)
+            before = decode_text(self._tokenizer, ids[known:read])
+            now = decode_text(self._tokenizer, ids[known:])
+            if len(now) <= len(before) or now.endswith("\ufffd"):  # half of a character
+                continue
+            text, known, read = text + now[len(before) :], read, len(ids)
+            ends = [at for stop in self._stops if (at := text.find(stop, max(0, sent - held))) >= 0]
+            until = min(ends) if ends else len(text) - held
+            if until > sent:
+                yield text[sent:until]
+                sent = until
+            if ends:
+                break
+        whole, _ = await self._result()
+        if whole[:sent] == text[:sent] and len(whole) > sent:
+            yield whole[sent:]
+
+    async def _result(self) -> tuple[str, str]:
+        await asyncio.wait([self.task])
+        return self.result()
+
+
+async def _until_done(task: asyncio.Task[Completion], request: HttpRequest) -> None:
+    """Wait for a completion; a client that has gone away cancels it.
+
+    Raises:
+        Refused: nobody is there to read this.
+    """
+    while not (await asyncio.wait([task], timeout=LOOKS_S))[0]:
+        if await request.is_disconnected():
+            raise Refused(499, "the client has gone")
+
+
+def _whole(running: _Running, shape: _Shape) -> dict[str, object]:
+    text, finish = running.result()
+    choice = {"index": 0, **shape.content(text), "finish_reason": finish}
+    return {**running.head(shape.prefix, shape.whole), "choices": [choice], "usage": running.usage()}
+
+
+def _event(head: Mapping[str, object], **fields: object) -> str:
+    return f"data: {json.dumps({**head, **fields})}\n\n"
+
+
+def _failed(error: Exception) -> tuple[int, dict[str, object]]:
+    """Status and OpenAI error object of what an engine raised."""
+    if isinstance(error, LengthFailure):
+        return 400, error_object(400, str(error), "messages", "context_length_exceeded")
+    if isinstance(error, RolloutError):
+        log.warning("request failed: %s", error)
+        return 500, error_object(500, str(error))
+    log.error("request failed", exc_info=error)
+    return 500, error_object(500, type(error).__name__)
