@@ -306,6 +306,39 @@ def export(context: typer.Context) -> int:
     )
 
 
+@app.command(context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...]")
+def serve(context: typer.Context) -> int:
+    """Serve a policy over HTTP in OpenAI's protocol, until Ctrl-C; prints how to call it.
+
+    \b
+    Keys:
+      policy=                    a run, checkpoint, adapter, model folder or hub id; `tiny`: the shipped model
+      host= port=                127.0.0.1 and 8000; port=0: a free one
+      token_env=NAME             environment variable with the token that every request must bring; needed with any
+                                 host that other machines reach
+      name=                      the model's name in requests: policy; with weights per module policy/MODULE
+      parent=PID                 end when this process is gone
+      model= hardware= engine=   how the policy is loaded and samples, as in `mmrl eval`
+
+    \b
+    Examples:
+      mmrl serve policy=outputs/hotpotqa/mhgpo_rr/RUN
+      mmrl serve policy=tiny port=0
+      mmrl serve policy=RUN host=0.0.0.0 token_env=SERVE_TOKEN engine=vllm_server
+    """
+    from mmrl.cli import hydra, overrides
+    from mmrl.cli.arguments import read_arguments
+    from mmrl.config import EvalCommandConfig
+    from mmrl.run.serve import ServeArguments, serve_policy
+
+    line = overrides.read_line(context.args, own=tuple(ServeArguments.model_fields))
+    if line.switches:
+        raise ConfigError(f"{' '.join(line.switches)}: not for mmrl serve, which serves one policy")
+    given = read_arguments("mmrl serve", ServeArguments, [f"{key}={value}" for key, value in line.own.items()])
+    (config,) = hydra.configs("eval", EvalCommandConfig, line)
+    return serve_policy(config, given, line.keys)
+
+
 @app.command("new-task", context_settings=SETTINGS, options_metavar="NAME [kind=async|dspy] [dir=FOLDER]")
 def new_task(context: typer.Context) -> int:
     """Write a task package of your own: data, program, tool, reward, test.
@@ -353,6 +386,7 @@ COMMANDS = (
     "plan",
     "export",
     "index",
+    "serve",
     "serve-retriever",
     "new-task",
 )

@@ -1,0 +1,365 @@
+"""A policy behind OpenAI's protocol: called by the clients that people use, and equal to mmrl's own engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+
+from mmrl.cli import main
+from mmrl.config import ModelConfig
+from mmrl.config.engines import TransformersConfig
+from mmrl.engines import EngineSetup, build_engine
+from mmrl.engines.base import Completion, Engine, Request, Sampling
+from mmrl.models.chat import decode_text, render_prompt
+from mmrl.models.load import load_model, load_tokenizer
+from mmrl.models.policy import Policy
+from mmrl.run.serve import ServeArguments, models, snippets
+from mmrl.serve.server import MOST_REQUESTS, Served, make_app
+from tests.helpers.servers import listening
+
+TOKEN = "serve-token-0123456789"
+ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is Porto?"}]
+
+
+def engine_of(folder: str) -> tuple[Engine, Any]:
+    config = ModelConfig(name="random", path=folder)
+    tokenizer = load_tokenizer(config)
+    model = load_model(config, "cpu").eval()
+    return build_engine(
+        TransformersConfig(name="transformers", schedule="greedy"), model, tokenizer, EngineSetup()
+    ), tokenizer
+
+
+@pytest.fixture(scope="module")
+def served(random_model: str) -> Iterator[tuple[str, Engine, Any]]:
+    """Address of a server of a random model; mmrl's own engine on the same weights; its tokenizer."""
+    engine, tokenizer = engine_of(random_model)
+    with listening(make_app(Served(engine=engine, tokenizer=tokenizer, models={"policy": ""}), TOKEN)) as url:
+        yield f"{url}/v1", engine_of(random_model)[0], tokenizer
+
+
+def client(url: str, key: str = TOKEN) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+
+
+def own(served: tuple[str, Engine, Any], messages: Any, **sampling: Any) -> Completion:
+    """What mmrl's own engine writes."""
+    _, engine, tokenizer = served
+    request = Request(prompt_ids=render_prompt(tokenizer, messages), sampling=Sampling(temperature=0.0, **sampling))
+    return asyncio.run(engine.generate(request))
+
+
+def test_greedy_text_is_that_of_the_engine_in_one_piece_and_in_a_stream(served: Any) -> None:
+    expected = own(served, ASK, max_tokens=24)
+    with client(served[0]) as asking:
+        assert [model.id for model in asking.models.list()] == ["policy"]
+        options: Any = {"model": "policy", "messages": ASK, "temperature": 0, "max_tokens": 24}
+        whole = asking.chat.completions.create(**options)
+        parts = list(asking.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+        prompt = list(render_prompt(served[2], ASK))
+        plain = asking.completions.create(model="policy", prompt=prompt, temperature=0, max_tokens=24)
+    text = decode_text(served[2], expected.ids)
+    assert whole.choices[0].message.content == text == plain.choices[0].text != ""
+    assert whole.choices[0].finish_reason == ("length" if expected.finish == "length" else "stop")
+    assert whole.usage is not None and whole.usage.completion_tokens == len(expected.ids)
+    assert whole.usage.prompt_tokens == len(prompt)
+    deltas = [part.choices[0].delta.content for part in parts if part.choices and part.choices[0].delta.content]
+    assert "".join(deltas) == text and len(deltas) > 3, "as tokens come, and not at the end"
+    assert parts[-1].usage == whole.usage
+    assert parts[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_a_stop_string_is_left_out_of_whole_and_streamed_text(served: Any) -> None:
+    text = decode_text(served[2], own(served, ASK, max_tokens=24).ids)
+    stop = text[4:7]
+    with client(served[0]) as asking:
+        options: Any = {"model": "policy", "messages": ASK, "temperature": 0, "max_tokens": 24, "stop": [stop, "\0no"]}
+        whole = asking.chat.completions.create(**options)
+        parts = list(asking.chat.completions.create(**options, stream=True))
+    assert whole.choices[0].message.content == text[: text.index(stop)]
+    assert whole.choices[0].finish_reason == "stop"
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == text[: text.index(stop)]
+
+
+def test_requests_at_once_each_get_their_own_reply_and_equal_seeds_equal_ones(served: Any) -> None:
+    async def asked() -> list[str | None]:
+        async with openai.AsyncOpenAI(base_url=served[0], api_key=TOKEN) as asking:
+            questions = [[{"role": "user", "content": f"Number {n}?"}] for n in (1, 2, 1)]
+            replies = await asyncio.gather(
+                *(
+                    asking.chat.completions.create(model="policy", messages=q, max_tokens=16, seed=7)  # type: ignore[arg-type]
+                    for q in questions
+                )
+            )
+        return [reply.choices[0].message.content for reply in replies]
+
+    first, second, again = asyncio.run(asked())
+    assert first == again != second
+
+
+def test_dspy_reads_from_it(served: Any) -> None:
+    import dspy
+
+    lm = dspy.LM("openai/policy", api_base=served[0], api_key=TOKEN, temperature=0.0, max_tokens=16, cache=False)
+    expected = decode_text(served[2], own(served, ASK, max_tokens=16).ids)
+    assert lm(messages=ASK) == [expected]
+
+
+def test_the_printed_snippets_run(served: Any) -> None:
+    import dspy
+
+    given = ServeArguments(token_env="SERVE_TOKEN_OF_A_TEST")
+    printed = snippets(["policy"], given).replace("{url}/v1", served[0]).replace("…", "Where?")
+    with_openai, with_dspy = (part.partition("\n")[2] for part in printed.split("\n\n")[1:3])
+    before = dspy.settings.lm
+    os.environ["SERVE_TOKEN_OF_A_TEST"] = TOKEN
+    try:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            exec(re.sub(r"(?m)^  ", "", with_openai).replace("model=", "max_tokens=4, model="), {})
+        assert said.getvalue().strip()
+        exec(re.sub(r"(?m)^  ", "", with_dspy), {})
+        assert dspy.settings.lm.model == "openai/policy"
+    finally:
+        del os.environ["SERVE_TOKEN_OF_A_TEST"]
+        dspy.configure(lm=before)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"model": "gpt"}, openai.NotFoundError, "expected one of policy"),
+        ({"messages": [{"role": "user", "content": "x " * 5000}]}, openai.BadRequestError, "context_length_exceeded"),
+        (
+            {"messages": [{"role": "user", "content": "x " * 5000}], "stream": True},
+            openai.BadRequestError,
+            "context_length_exceeded",
+        ),
+        ({"messages": []}, openai.BadRequestError, "messages"),
+        ({"messages": [{"role": "god", "content": "x"}]}, openai.BadRequestError, r"messages\.0\.role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            openai.BadRequestError,
+            "reads text alone",
+        ),
+        ({"n": 2}, openai.BadRequestError, "n: this server does not have it"),
+        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools: this server does not have it"),
+        ({"logprobs": True}, openai.BadRequestError, "logprobs: this server does not have it"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature"),
+        ({"stop": ["x"] * 99}, openai.BadRequestError, "stop: expected at most 16"),
+        ({"extra_body": {"min_p": 0.1}}, openai.BadRequestError, "min_p: unknown field"),
+        (
+            {"messages": [{"role": "user", "content": "x" * (5 << 20)}]},
+            openai.APIStatusError,
+            "more than 4194304 bytes",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_had_is_refused_as_an_openai_error(
+    served: Any, change: dict[str, Any], error: type[openai.APIStatusError], says: str
+) -> None:
+    with client(served[0]) as asking, pytest.raises(error, match=says) as raised:
+        asking.chat.completions.create(**{"model": "policy", "messages": ASK, "max_tokens": 4} | change)
+    assert raised.value.body is not None and "message" in raised.value.body  # type: ignore[operator]
+
+
+def test_parts_of_text_developers_and_fields_without_effect_are_taken(served: Any) -> None:
+    messages: Any = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Where "}, {"type": "text", "text": "is Porto?"}]},
+    ]
+    with client(served[0]) as asking:
+        reply = asking.chat.completions.create(
+            model="policy", messages=messages, temperature=0, max_completion_tokens=8, user="me", n=1, tools=[]
+        )
+    assert reply.choices[0].message.content == decode_text(served[2], own(served, ASK, max_tokens=8).ids)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/v1/chat/completions", "/nothing"])
+def test_a_wrong_token_is_let_in_nowhere(served: Any, path: str) -> None:
+    root = served[0].removesuffix("/v1")
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
+        request = urllib.request.Request(root + path, headers=headers, data=b"{}" if "chat" in path else None)
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            urllib.request.urlopen(request, timeout=10)
+        assert raised.value.code == 401
+        assert json.loads(raised.value.read())["error"]["code"] == "invalid_api_key"
+    with client(served[0], "wrong") as asking, pytest.raises(openai.AuthenticationError):
+        asking.models.list()
+
+
+@pytest.mark.parametrize("body", [b"", b"[", b"[1]", b'{"model": 3}', b"\xff", b'{"model": "policy"}', b"[" * 100_000])
+def test_a_body_that_is_no_request_is_refused_and_the_server_goes_on(served: Any, body: bytes) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    request = urllib.request.Request(served[0] + "/chat/completions", headers=headers, data=body, method="POST")
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        urllib.request.urlopen(request, timeout=10)
+    assert raised.value.code == 400
+    assert json.loads(raised.value.read())["error"]["type"] == "invalid_request_error"
+
+
+class Gate(Engine):
+    """Completes nothing until as many requests wait as it was told; then names each one's module."""
+
+    def __init__(self, together: int):
+        self.together, self.waiting, self.asked = together, 0, [0]
+        self.opened: asyncio.Event | None = None
+        self.cancelled = 0
+
+    async def generate(self, request: Request) -> Completion:
+        self.opened = self.opened or asyncio.Event()
+        self.waiting += 1
+        self.asked.append(self.waiting)
+        if self.waiting >= self.together:
+            self.opened.set()
+        try:
+            await self.opened.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.waiting -= 1
+        if request.module == "broken":
+            raise RuntimeError("secret of the server")
+        ids = [ord(letter) - 32 + 2 for letter in request.module]
+        return Completion(ids=(*ids, 1), logprobs=None, finish="eos")
+
+
+class Templated:
+    """The letters of the engine tests' tokenizer, with a chat template."""
+
+    def __new__(cls) -> Any:
+        from tests.helpers.engines import tokenizer
+
+        made = tokenizer()
+        made.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        return made
+
+
+def test_each_module_is_a_model_of_its_own_and_requests_wait_together() -> None:
+    policy = Policy(base="x", modules={"rewriter": "one", "answerer": "two", "broken": "one"})
+    names = models("policy", policy)
+    assert list(names) == ["policy/rewriter", "policy/answerer", "policy/broken"]
+    engine = Gate(together=3)
+
+    async def asked(url: str) -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as asking:
+            return await asyncio.gather(
+                *(asking.chat.completions.create(model=name, messages=ASK) for name in names),  # type: ignore[arg-type]
+                return_exceptions=True,
+            )
+
+    with listening(make_app(Served(engine=engine, tokenizer=Templated(), models=names))) as url:
+        one, other, broken = asyncio.run(asked(url))
+    assert [one.choices[0].message.content, other.choices[0].message.content] == ["rewriter", "answerer"]
+    assert max(engine.asked) == 3, "all three were in the engine at once"
+    assert isinstance(broken, openai.InternalServerError) and "secret" not in str(broken)
+
+
+def test_more_requests_than_allowed_are_told_to_come_back_and_who_goes_away_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mmrl.serve.server.MOST_REQUESTS", 1)
+    monkeypatch.setattr("mmrl.serve.server.LOOKS_S", 0.02)
+    assert MOST_REQUESTS > 1
+    engine = Gate(together=99)
+    with listening(make_app(Served(engine=engine, tokenizer=Templated(), models={"policy": ""}))) as url:
+        impatient = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=0.3)
+        for stream in (False, True):
+            with impatient as asking, pytest.raises(openai.APITimeoutError):
+                list(asking.chat.completions.create(model="policy", messages=ASK, stream=stream))  # type: ignore[call-overload]
+            impatient = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=0.3)
+        for _ in range(200):
+            if engine.cancelled == 2:
+                break
+            asyncio.run(asyncio.sleep(0.02))
+        assert engine.cancelled == 2
+        with urllib.request.urlopen(f"{url}/health", timeout=10) as reply:
+            assert json.loads(reply.read())["requests"] == 0
+
+
+def test_text_comes_in_whole_characters_however_tokens_cut_them(random_model: str) -> None:
+    from mmrl.serve.server import _Running
+
+    tokenizer = load_tokenizer(ModelConfig(name="random", path=random_model))
+    text = "Olá, ação — 東京 🙂!"
+    ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+    assert len(ids) > len(text), "several tokens to a character"
+
+    class Says(Engine):
+        async def generate(self, request: Request) -> Completion:
+            for token in ids:
+                assert request.on_token is not None
+                request.on_token(token)
+            return Completion(ids=ids, logprobs=None, finish="eos")
+
+    async def pieces(stop: tuple[str, ...]) -> list[str]:
+        from mmrl.serve.protocol import ChatRequest
+
+        asked = ChatRequest(model="policy", messages=[{"role": "user", "content": "x"}], stream=True)  # type: ignore[list-item]
+        request = Request(prompt_ids=(5,), sampling=replace(Sampling(max_tokens=9), stop=stop))
+        running = _Running(Served(engine=Says(), tokenizer=tokenizer, models={"policy": ""}), asked, request)
+        return [piece async for piece in running.pieces()]
+
+    whole = asyncio.run(pieces(()))
+    assert "".join(whole) == text and "\ufffd" not in "".join(whole) and len(whole) > 10
+    assert "".join(asyncio.run(pieces(("東京",)))) == text.partition("東京")[0]
+    assert "".join(asyncio.run(pieces(("not there",)))) == text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "policy: "),
+        (["policy=tiny", "host=0.0.0.0"], "host: got '0.0.0.0', which other machines reach; expected a token too"),
+        (["policy=tiny", "host=0.0.0.0", "token_env=NO_SUCH"], "token_env: the environment variable NO_SUCH is not"),
+        (["policy=no/such/folder"], "policy: "),
+        (["policy=tiny", "eval.items=3"], "eval.items: has no effect on mmrl serve"),
+        (["policy=tiny", "task=banking77"], "task: has no effect on mmrl serve"),
+        (["policy=tiny", "engine.schedule=greedy"], "engine.schedule: has no effect on mmrl serve"),
+        (["policy=x", "engine=openai"], "an endpoint is served already"),
+        (["policy=tiny", "port=x"], "mmrl serve: port: got 'x'"),
+        (["policy=tiny", "-m"], "-m: not for mmrl serve"),
+        (["policy=tiny", "prot=3"], "prot"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_served_is_refused_before_a_model_loads(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *words]) == 2
+    error = capsys.readouterr().err
+    assert says in error and "Traceback" not in error
+
+
+def test_the_command_serves_until_it_is_told_to_end(random_model: str) -> None:
+    words = [sys.executable, "-m", "mmrl", "serve", f"policy={random_model}", "port=0", "hardware.threads=1"]
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        url = re.findall(r"http://\S+/v1", child.stdout.readline())[0]
+        with client(url, "none") as asking:
+            reply = asking.chat.completions.create(model="policy", messages=ASK, max_tokens=3)  # type: ignore[arg-type]
+        assert reply.usage is not None and reply.usage.completion_tokens <= 3
+        child.send_signal(signal.SIGTERM)
+        _, error = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert (child.returncode, error.splitlines()[-1:]) == (0, ["stopped"]), error
