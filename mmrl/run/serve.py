@@ -62,7 +62,7 @@ def serve_policy(config: EvalCommandConfig, given: ServeArguments, typed: Collec
     require_undamaged(policy)
     import torch
 
-    from mmrl.serve.server import Served, make_app
+    from mmrl.serve.openai_app import Served, make_app
     from mmrl.system.http_server import serve
 
     torch.set_num_threads(config.hardware.threads or 1)

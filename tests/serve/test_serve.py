@@ -29,7 +29,7 @@ from mmrl.models.chat import decode_text, render_prompt
 from mmrl.models.load import load_model, load_tokenizer
 from mmrl.models.policy import Policy
 from mmrl.run.serve import ServeArguments, models, snippets
-from mmrl.serve.server import Served, make_app
+from mmrl.serve.openai_app import Served, make_app
 from tests.helpers.servers import listening
 
 TOKEN = "serve-token-0123456789"
@@ -276,8 +276,8 @@ def test_each_module_is_a_model_of_its_own_and_requests_wait_together() -> None:
 def test_more_requests_than_allowed_are_told_to_come_back_and_who_goes_away_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mmrl.serve.server.MOST_REQUESTS", 1)
-    monkeypatch.setattr("mmrl.serve.server.LOOKS_S", 0.02)
+    monkeypatch.setattr("mmrl.serve.openai_app.MOST_REQUESTS", 1)
+    monkeypatch.setattr("mmrl.serve.openai_app.LOOKS_S", 0.02)
     engine = Gate(together=99)
 
     async def until(true: Callable[[], bool]) -> None:
@@ -311,7 +311,7 @@ def test_more_requests_than_allowed_are_told_to_come_back_and_who_goes_away_is_f
 
 
 def test_text_comes_in_whole_characters_however_tokens_cut_them(random_model: str) -> None:
-    from mmrl.serve.server import _Running
+    from mmrl.serve.openai_app import _Running
 
     tokenizer = load_tokenizer(ModelConfig(name="random", path=random_model))
     text = "Olá, ação — 東京 🙂!"
