@@ -9,7 +9,8 @@ COMMANDS = (
     *("train",) * 8,
     *("eval",) * 4,
     *("plan", "compare", "credit") * 3,
-    *("show", "report", "index build", "index info", "index search", "index", "serve-retriever", "new-task") * 2,
+    *("show", "report", "index build", "index info", "index search", "index", "serve", "serve-retriever", "new-task")
+    * 2,
     *("worker", "trian", "", "--help", "-V", "help", "-x", "-sc", "index burn"),
 )
 GROUPS = ("task", "algo", "model", "hardware", "engine", "experiment", "task.retriever", "compare")
@@ -71,6 +72,7 @@ OWN = {
     "index build": ("corpus", "index", "retriever", "k1", "b", "model", "encoder", "faiss", "device", "plan"),
     "index search": ("index", "query", "top_k", "device", "candidates"),
     "index info": ("index",),
+    "serve": ("policy", "host", "port", "token_env", "name", "parent", "model", "hardware", "engine"),
     "serve-retriever": ("index", "host", "port", "max_batch", "parent", "device"),
     "new-task": ("kind", "dir", "name"),
 }
