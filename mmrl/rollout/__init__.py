@@ -15,7 +15,7 @@ def with_program(task: Task) -> Task:
     Called wherever tasks are built. A raw `dspy.Module` as its program is wrapped, all else stays.
 
     Raises:
-        ConfigError: a `dspy.Module` that cannot be run (see `mmrl.rollout.dspy.program.DspyProgram`).
+        ConfigError: a `dspy.Module` that cannot be run (see `mmrl.rollout.dspy.dspy_program.DspyProgram`).
     """
     # Here and not above: plans are read by `mmrl credit`, which is to start without the tasks and what they import.
     from mmrl.tasks.base import complete
@@ -24,7 +24,7 @@ def with_program(task: Task) -> Task:
     # Importing DSPy takes seconds, and a task whose program is a `dspy.Module` has imported it.
     dspy = sys.modules.get("dspy")
     if dspy is not None and isinstance(task.program, dspy.Module):
-        from mmrl.rollout.dspy.program import DspyProgram
+        from mmrl.rollout.dspy.dspy_program import DspyProgram
 
         task.program = DspyProgram(task.program)
     return task

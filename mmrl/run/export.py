@@ -303,7 +303,7 @@ def _write_program(folder: Path, config: TrainCommandConfig) -> list[str]:
         return [f"warning: {PROGRAM} is left out, the task cannot be built here: {error.problems[0]}"]
     if not (isinstance(task, DspyTask) and task.predictors):
         return []
-    from mmrl.rollout.dspy.program import DspyProgram
+    from mmrl.rollout.dspy.dspy_program import DspyProgram
 
     assert isinstance(task.program, DspyProgram)
     task.program.save(folder / PROGRAM)

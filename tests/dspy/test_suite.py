@@ -9,7 +9,7 @@ import pytest
 from mmrl.algorithms import assign_credit
 from mmrl.config.algo import GroupConfig, MmgrpoConfig
 from mmrl.errors import ConfigError
-from mmrl.rollout.dspy.program import DspyProgram
+from mmrl.rollout.dspy.dspy_program import DspyProgram
 from mmrl.rollout.plans import fork_on, independent
 from tests.dspy.agents import AGENTS
 from tests.dspy.attempts import ATTEMPTS

@@ -9,7 +9,7 @@ import pytest
 from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.rollout import with_program
-from mmrl.rollout.dspy.program import DspyProgram
+from mmrl.rollout.dspy.dspy_program import DspyProgram
 from mmrl.rollout.plans import fork_on, fork_on_first, independent
 from mmrl.rollout.sample import sample
 from mmrl.tasks.dspy.tools import use_tool, use_tool_sync

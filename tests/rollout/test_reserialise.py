@@ -70,7 +70,7 @@ def test_what_has_no_canonical_text_stays_as_sampled():
 
 def test_dspy_programs_write_with_their_adapter():
     dspy = pytest.importorskip("dspy")
-    from mmrl.rollout.dspy.program import DspyProgram
+    from mmrl.rollout.dspy.dspy_program import DspyProgram
 
     class Two(dspy.Module):
         def __init__(self):

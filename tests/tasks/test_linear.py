@@ -10,7 +10,7 @@ import dspy
 import pytest
 from dspy.utils.exceptions import AdapterParseError
 
-from mmrl.rollout.dspy.program import DspyProgram
+from mmrl.rollout.dspy.dspy_program import DspyProgram
 from mmrl.tasks import metrics
 from mmrl.tasks.agents import judge, r1_searcher, rewards, search_o1, tags, tool_agent
 from mmrl.tasks.dspy import built_in, hover, leaks, papillon

@@ -1,6 +1,6 @@
 """A trained policy as the LM of a DSPy program outside of any run: what a program of `mmrl.optimize` speaks with.
 
-The other way round than `rollout.dspy.program`, inside of a rollout, where every request is recorded: here DSPy
+The other way round than `rollout.dspy.dspy_program`, inside of a rollout, where every request is recorded: here DSPy
 is as it is, and its requests go to an engine in this process.
 """
 
