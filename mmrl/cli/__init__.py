@@ -43,6 +43,8 @@ Usage:
                                       the same of a run's step, as it was trained
   mmrl plan [key=value ...] [device=h200] [dry=N]
                                       what a run will do and cost, before it starts
+  mmrl doctor [key=value ...] [examples=8] [--json]
+                                      what is wrong with this machine, or with a run before it trains
   mmrl export RUN_DIR out=FOLDER [checkpoint=best] [push=ORG/NAME]
                                       weights for other libraries, with tokenizer and model card
   mmrl index build corpus=A[,B] index=DIR [retriever=bm25|dense|colbert]

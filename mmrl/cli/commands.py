@@ -264,6 +264,46 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
     return 0
 
 
+@app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [examples=N]")
+def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
+    """Say what is wrong with this machine, or with a run before it trains, with the setting to change.
+
+    Without keys: devices, memory, disk, versions, vLLM, hub, keys (named, never shown). With keys of a run: plays a
+    few examples with its model, program and reward. Exit code 1 where nothing can be trained, or training would be
+    useless.
+
+    \b
+    Keys:
+      examples=N      training examples that are played; 8
+      any other key   as in `mmrl train`
+
+    \b
+    Examples:
+      mmrl doctor
+      mmrl doctor task=hotpotqa algo=mhgpo_rr examples=4
+      mmrl doctor task=dspy task.program=mine:Answerer task.metric=mine:metric --json
+    """
+    if not context.args:
+        from mmrl.run.doctor import look_at_machine
+
+        return look_at_machine(as_json=as_json)
+    from mmrl.cli import hydra, overrides
+    from mmrl.config import TrainCommandConfig
+
+    line = overrides.read_line(context.args, own=("examples",))
+    if line.switches:
+        raise ConfigError("mmrl doctor: takes one run and no flags but --json")
+    (config,) = hydra.configs("train", TrainCommandConfig, line)
+    from mmrl.run.check import check_all
+
+    check_all([config.in_folder(None)], line.keys)
+    # only now: it loads what draws and counts, and a typing mistake need not wait
+    from mmrl.run.doctor import doctor as examine
+    from mmrl.run.doctor import examples_of
+
+    return examine(config, examples_of(line.own), as_json=as_json)
+
+
 @app.command(context_settings=SETTINGS, options_metavar="RUN_DIR out=FOLDER [KEY=VALUE ...]")
 def export(context: typer.Context) -> int:
     """Write a run's weights for other libraries: tokenizer, chat template, DSPy prompts and a model card beside them.
@@ -384,6 +424,7 @@ COMMANDS = (
     "compare",
     "credit",
     "plan",
+    "doctor",
     "export",
     "index",
     "serve",

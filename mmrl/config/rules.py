@@ -255,7 +255,7 @@ TYPED = (
         "on mmrl eval, which runs in one process; it is an option of mmrl train",
     ),
     Rule(
-        "run.name run.report_to run.report_calls run.wandb_project run.group run.tags run.progress",
+        "run.name run.report_to run.report_calls run.wandb_project run.group run.tags run.progress run.doctor",
         _EVAL,
         "on mmrl eval, which has no steps to show or send; it is an option of mmrl train",
     ),

@@ -161,6 +161,9 @@ class RunConfig(Section):
     progress: bool | None = Field(
         None, description="live display: true everywhere, false nowhere (plain lines); null: in a terminal"
     )
+    doctor: Literal["auto"] | bool = Field(
+        "auto", description="play a few examples before training and say what is wrong; auto: in runs of over an hour"
+    )
 
 
 class RootConfig(Section):

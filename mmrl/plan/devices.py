@@ -50,6 +50,42 @@ def device(name: str, threads: int = 1) -> Device:
     return GPUS[name]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU of this machine."""
+
+    name: str
+    memory: int
+    """Bytes."""
+    free: int
+    """Bytes that nothing holds now."""
+    capability: str
+    """CUDA compute capability."""
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs that CUDA shows this process, in its order."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
+        capability = f"{properties.major}.{properties.minor}"
+        found.append(Gpu(name=properties.name, memory=total, free=free, capability=capability))
+    return found
+
+
+def nearest_gpu(name: str) -> Device:
+    """What is assumed of a GPU by the name that CUDA gives it: its own row of the table, or that of an H100."""
+    return next((device for key, device in GPUS.items() if key in name.lower()), GPUS["h100"])
+
+
+SLOW_CPU = Device(name="cpu", flops=5e9, bandwidth=2e9, memory=GIB, utilisation=0.35)
+"""Slower than a core of any machine in use: what is short on it need not be measured."""
+
+
 def measured_cpu(threads: int) -> Device:
     """This machine's CPU: a float32 matrix product and a copy, best of several."""
     import torch
@@ -57,8 +93,10 @@ def measured_cpu(threads: int) -> Device:
     # Shapes that fit no cache, or caches would be measured; the best of several, since other work only slows down.
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
+    # A generator of its own: a run that is about to begin keeps the state of the global one.
+    draws = torch.Generator()
     try:
-        left, right = torch.randn(512, 512), torch.randn(512, 512)
+        left, right = (torch.randn(512, 512, generator=draws) for _ in range(2))
         block = torch.zeros(8_000_000)
         product = min(_seconds(lambda: left @ right) for _ in range(20))
         copy = min(_seconds(block.clone) for _ in range(8))

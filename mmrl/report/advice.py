@@ -128,6 +128,7 @@ ADVICE: Mapping[str, Advice] = {
         "{now_share} of the rollouts fail in the program's or the metric's own code ({what})",
         "mend the line that it names (task.program, task.metric)",
     ),
+    "packing": Advice("{what}", "this model's layers cannot share prefixes: use train.packing=padded"),
     "no_gold": Advice(
         "the corpus can answer {now_share} of the training questions",
         "take the corpus that belongs to the data (task.corpus, task.retriever.index)",

@@ -19,12 +19,15 @@ from mmrl.system.files import JsonObject
 PACKAGES = (
     "mmrl",
     "torch",
+    "triton",
     "transformers",
     "trl",
     "vllm",
     "peft",
     "accelerate",
     "datasets",
+    "deepspeed",
+    "sentence-transformers",
     "numpy",
     "hydra-core",
     "omegaconf",
@@ -50,12 +53,12 @@ def describe_environment(command: Sequence[str], cwd: Path | None = None) -> Jso
         "python": platform.python_version(),
         "platform": platform.platform(),
         "machine": platform.machine(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ}
         | ({"torch": torch.get_num_threads()} if torch is not None and hasattr(torch, "get_num_threads") else {}),
-        "versions": _versions(),
+        "versions": versions(),
         "cwd": str(cwd or Path.cwd()),
         "git": git_state(cwd or Path.cwd()),
         "mmrl_git": git_state(Path(__file__).parent),
@@ -86,18 +89,44 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _versions() -> dict[str, str]:
-    versions = {}
+def versions() -> dict[str, str]:
+    """Package -> version, of those that matter and are installed."""
+    installed = {}
     for package in PACKAGES:
         try:
-            versions[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         # An optional package that is not installed.
         except metadata.PackageNotFoundError:
             continue
-    return versions
+    return installed
 
 
-def _cpu_name() -> str:
+def unmet() -> list[str]:
+    """What mmrl requires and this interpreter does not have, one sentence each; imports none of it."""
+    from packaging.requirements import Requirement
+
+    try:
+        required = [Requirement(line) for line in metadata.requires("mmrl") or ()]
+    # It runs from its source, without having been installed: nothing says what it requires.
+    except metadata.PackageNotFoundError:
+        return []
+    problems = []
+    for requirement in required:
+        # An empty `extra`: what mmrl needs by itself.
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            problems.append(f"{requirement.name}: is not installed; mmrl needs {requirement}")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            problems.append(f"{requirement.name}: got {version}, mmrl needs {requirement}")
+    return problems
+
+
+def cpu_name() -> str:
+    """Its maker's name for it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -145,16 +145,14 @@ class RolloutContext:
         if event is not None and not event.nested:
             return await self.tape.outcome_of(event)
         event = self.tape.record("tool", name, arguments, again=event)
-        with self.tape.inside(event):
-            self.env.tool_started()
+        with self.tape.inside(event), self.env.using(name) as brought:
             try:
                 result = await run()
                 await self.tape.turn_of(event)
             except BaseException as error:
                 _settle(event.outcome, error)
                 raise
-            finally:
-                self.env.tool_ended()
+            brought.append(result)
             event.outcome.set_result(result)
             return result
 

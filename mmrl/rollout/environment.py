@@ -6,7 +6,8 @@ Made by `stages.collect`, `stages.evaluate` and `mmrl plan`; read by `rollout.co
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,45 @@ def sampling_settings(phase: AlgoConfig | EvalConfig, task: TaskConfig) -> Sampl
     )
 
 
+@dataclass(slots=True)
+class Stopwatch:
+    """How often something ran, and for how long; several may run at once."""
+
+    seconds: float = 0.0
+    """During which at least one ran."""
+    calls: int = 0
+    """That have ended."""
+    spent: float = 0.0
+    """Seconds of all calls together."""
+    longest: float = 0.0
+    """Seconds of the longest call."""
+    empty: int = 0
+    """Calls that brought nothing."""
+    running: int = 0
+    since: float = 0.0
+    """When the first of those that run now started."""
+
+    def start(self) -> float:
+        """Count one that starts; returns when it did, for `end`."""
+        now = time.perf_counter()
+        # Concurrent ones overlap: the clock runs from the first start to the last end, so no second counts twice.
+        if self.running == 0:
+            self.since = now
+        self.running += 1
+        return now
+
+    def end(self, started: float, *, empty: bool = False) -> None:
+        """Count one that ended."""
+        now = time.perf_counter()
+        self.running -= 1
+        self.calls += 1
+        self.spent += now - started
+        self.longest = max(self.longest, now - started)
+        self.empty += empty
+        if self.running == 0:
+            self.seconds += now - self.since
+
+
 @dataclass(slots=True, kw_only=True)
 class Environment:
     """What all rollouts of one step share."""
@@ -65,24 +105,24 @@ class Environment:
     """(run seed, step): with the example and the path, the source of every sampling seed."""
     teachers: Mapping[str, Teacher] = field(default_factory=dict)
     """Teachers by name, for plans that have rollouts of theirs."""
-    retrieve_s: float = 0.0
-    """Seconds during which at least one tool ran."""
-    running_tools: int = 0
-    tools_since: float = 0.0
-    """When the first of the running tools started."""
+    retrieving: Stopwatch = field(default_factory=Stopwatch)
+    """All tools together."""
+    tools: dict[str, Stopwatch] = field(default_factory=dict)
+    """Each tool that was used."""
+    scoring: Stopwatch = field(default_factory=Stopwatch)
+    """The task's reward of finished rollouts."""
 
-    def tool_started(self) -> None:
-        """Count a tool that starts."""
-        # Concurrent tools overlap: the clock runs from the first start to the last end, so that no second counts twice.
-        if self.running_tools == 0:
-            self.tools_since = time.perf_counter()
-        self.running_tools += 1
-
-    def tool_ended(self) -> None:
-        """Count a tool that ended."""
-        self.running_tools -= 1
-        if self.running_tools == 0:
-            self.retrieve_s += time.perf_counter() - self.tools_since
+    @contextmanager
+    def using(self, tool: str) -> Iterator[list[object]]:
+        """Around the use of a tool; what it brought is put into the list."""
+        watches = (self.retrieving, self.tools.setdefault(tool, Stopwatch()))
+        started, brought = [watch.start() for watch in watches], list[object]()
+        try:
+            yield brought
+        finally:
+            empty = any(isinstance(result, list | tuple) and not result for result in brought)
+            for watch, since in zip(watches, started, strict=True):
+                watch.end(since, empty=empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

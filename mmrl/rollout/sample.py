@@ -116,6 +116,7 @@ class _Tree:
         return replace(rollout, prediction=described, metrics=metrics, parts=dict(score.parts))
 
     async def _score(self, ctx: RolloutContext, prediction: object) -> Score:
+        started = self.env.scoring.start()
         try:
             scored = self.env.task.score(self.example, prediction, ctx.calls, self.reward_set)
             score = await self._awaited(scored) if inspect.isawaitable(scored) else scored
@@ -123,6 +124,8 @@ class _Tree:
             raise
         except Exception as error:
             raise located(RewardFailure, error) from error
+        finally:
+            self.env.scoring.end(started)
         # One NaN would spread through the baseline of the whole group.
         _check_finite(score)
         for event in ctx.events:

@@ -13,11 +13,23 @@ from mmrl.config.engines import TransformersConfig, VllmConfig
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.load import model_path
 from mmrl.plan.cost import engine_memory, host_memory, memory, seconds, sleeps, weight_layout
-from mmrl.plan.devices import GIB, Device
+from mmrl.plan.devices import GIB, SLOW_CPU, Device, gpus, measured_cpu, nearest_gpu
 from mmrl.plan.devices import NAMES as DEVICES
 from mmrl.plan.devices import device as find_device
 from mmrl.plan.shapes import Shape, shape_of
-from mmrl.plan.workload import Lengths, Load, declared, dry_loads, parse_lengths, total, undeclared, without_endpoints
+from mmrl.plan.workload import (
+    Lengths,
+    Load,
+    declared,
+    dry_loads,
+    loads_of,
+    parse_lengths,
+    total,
+    trained_calls,
+    undeclared,
+    without_endpoints,
+)
+from mmrl.records import Forest
 from mmrl.report.tables import align
 from mmrl.run.build import build_task, reward_set
 from mmrl.run.check import on_mini_world, plan_problems
@@ -72,11 +84,7 @@ def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:
     name = request.device or ("cpu" if settled.hardware.device == "cpu" else "h100")
     device = find_device(name, config.hardware.threads or 1)
     problems = plan_problems(settled, task)
-    known = shape.projections()
-    if settled.model.lora is not None and (strange := [t for t in settled.model.lora.targets if t not in known]):
-        problems.append(
-            f"model.lora.targets: got {', '.join(strange)}; mmrl plan knows the sizes of {', '.join(known)} alone"
-        )
+    problems += _strange_targets(settled, shape)
     available = len(task.examples("train")) if examples else 0
     if examples > available:
         problems.append(f"dry: got {examples}, the train split has {available} examples")
@@ -87,6 +95,43 @@ def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:
         loads = without_endpoints(loads, settled.engine.endpoints)
         source += f"; an endpoint answers for {', '.join(settled.engine.endpoints)}"
     return Plan(config=settled, shape=shape, device=device, loads=loads, source=source)
+
+
+def hours(config: TrainCommandConfig, task: Task, forest: Forest | None = None) -> float:
+    """About how long a settled run will take on the devices of this machine.
+
+    Args:
+        forest: rollouts of a few examples that tokens are counted in; None: from declared lengths, which are those of
+            the papers' models and data, so mostly too long.
+
+    Raises:
+        ConfigError: the sizes of its model are not known.
+    """
+    shape, loads = shape_of(config.model), declared(config, task.program.modules, {})
+    if forest is not None:
+        loads = loads_of(forest, trained_calls(forest, config), config.train.batch_size / len(forest.examples))
+    if strange := _strange_targets(config, shape):
+        raise ConfigError(strange)
+    loads = without_endpoints(loads, config.engine.endpoints or {})
+
+    def on(device: Device) -> float:
+        plan = Plan(config=config, shape=shape, device=device, loads=loads, source="")
+        return config.train.steps * plan.step_seconds() / 3600
+
+    if config.hardware.device != "cpu":
+        here = gpus()
+        return on(nearest_gpu(here[0].name if here else ""))
+    longest = on(SLOW_CPU)
+    # Measuring takes a quarter of a second, which a short run need not wait for.
+    return longest if longest < 1 else on(measured_cpu(config.hardware.threads or 1))
+
+
+def _strange_targets(config: TrainCommandConfig, shape: Shape) -> list[str]:
+    """The one sentence for LoRA targets whose sizes are not known."""
+    lora, known = config.model.lora, shape.projections()
+    if lora is None or not (strange := [target for target in lora.targets if target not in known]):
+        return []
+    return [f"model.lora.targets: got {', '.join(strange)}; mmrl plan knows the sizes of {', '.join(known)} alone"]
 
 
 def _loads(

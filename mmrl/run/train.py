@@ -205,6 +205,7 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
     from mmrl.report.console import finish
     from mmrl.report.progress import Progress
     from mmrl.report.trackers import trackers
+    from mmrl.run.doctor import look_before
     from mmrl.stages.step_log import StepLog
 
     started = time.perf_counter()
@@ -232,6 +233,8 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
             with storage(rundir.path):
                 built = build_run(config, task, log, checkpoint)
                 try:
+                    if checkpoint is None:
+                        look_before(config, task, built, log)
                     before = built.evaluations.baseline()
                     for stage in built.stages:
                         stage.run(checkpoint)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from mmrl import rng
 from mmrl.algorithms import ALGORITHMS
@@ -25,6 +25,7 @@ from mmrl.errors import TooManyFailures, failed_how
 from mmrl.models.chat import encode_text, tokenizer_seconds
 from mmrl.records import Example, Forest
 from mmrl.rollout.environment import Environment, make_environment, sampling_settings
+from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import reserialised, sample
 from mmrl.rollout.teachers import LoadedTeacher, teachers_of_step
 from mmrl.stages.step_log import StepLog
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 
 Batch = TypeVar("Batch")
+Plan: TypeAlias = tuple[Example, Sequence[Tree]]
+"""An example and the trees to sample for it."""
 STOP_S = 30.0
 """Longest wait for a cancelled batch to end."""
 
@@ -231,20 +234,28 @@ class Collector:
         whole = {"generate": self.engine.busy_s - busy, "rollout": time.perf_counter() - started}
         return replace(rollouts, seconds={**rollouts.seconds, **whole})
 
-    async def _roll_out(self, examples: Sequence[Example], step: int) -> Rollouts:
-        """This process's rollouts of some examples."""
-        # May run in the prefetching thread while the trainer works: reads nothing that training changes.
-        algo, key = self.config.algo, (self.config.seed, step)
+    def planned(self, examples: Sequence[Example], key: rng.Key) -> tuple[Environment, list[Plan]]:
+        """This process's share of some examples, each with the trees to sample for it, and what they share.
+
+        Args:
+            key: (run seed, step or phase), the source of every draw.
+        """
+        algo = self.config.algo
         env = self.environment(algo, key)
         env.teachers = teachers_of_step(self.teachers, env.settings, key, self.tokenizer)
         plan, modules = ALGORITHMS[algo.name].plan, self.task.program.modules
-        plans = [(e, plan(algo, modules, (*key, e.id))) for e in self.log.processes.share(examples)]
+        return env, [(e, plan(algo, modules, (*key, e.id))) for e in self.log.processes.share(examples)]
+
+    async def _roll_out(self, examples: Sequence[Example], step: int) -> Rollouts:
+        """This process's rollouts of some examples."""
+        # May run in the prefetching thread while the trainer works: reads nothing that training changes.
+        env, plans = self.planned(examples, (self.config.seed, step))
         started, busy, tokenized = time.perf_counter(), self.engine.busy_s, tokenizer_seconds()
         forest = await sample(env, plans, self.reward_set, step)
         seconds = {
             "generate": self.engine.busy_s - busy,
             "tokenize": tokenizer_seconds() - tokenized,
-            "retrieve": env.retrieve_s,
+            "retrieve": env.retrieving.seconds,
             "rollout": time.perf_counter() - started,
         }
         return Rollouts(forest=forest, seconds=seconds)

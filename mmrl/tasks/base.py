@@ -111,6 +111,16 @@ def continuing_modules(program: Program) -> tuple[str, ...]:
 
 
 @runtime_checkable
+class Searching(Protocol):
+    """A task whose corpus is known to hold, or not to hold, what its examples ask for."""
+
+    @property
+    def gold_shares(self) -> Mapping[str, float]:
+        """Split -> share of its examples that the corpus can answer; absent where that is not known."""
+        ...
+
+
+@runtime_checkable
 class Canonical(Protocol):
     """A program that can write again its modules' outputs, in one way: what `algo.reserialise` trains on."""
 

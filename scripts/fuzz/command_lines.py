@@ -8,7 +8,7 @@ from random import Random
 COMMANDS = (
     *("train",) * 8,
     *("eval",) * 4,
-    *("plan", "compare", "credit") * 3,
+    *("plan", "doctor", "compare", "credit") * 3,
     *("show", "report", "index build", "index info", "index search", "index", "serve", "serve-retriever", "new-task")
     * 2,
     *("worker", "trian", "", "--help", "-V", "help", "-x", "-sc", "index burn"),
@@ -66,6 +66,7 @@ OWN = {
     "train": ("resume",),
     "eval": ("resume", "policy", "split"),
     "plan": ("lengths", "dry", "device"),
+    "doctor": ("examples",),
     "compare": ("plan", "algo", "task", "seed", "name", "jobs", "runs", "out", "docs"),
     "credit": ("rollouts", "run", "step", "algo"),
     "show": ("example", "step", "run_dir"),
@@ -330,6 +331,7 @@ def command_line(random: Random) -> list[str]:
 _DEEP = {
     "train": (),
     "plan": (),
+    "doctor": (),
     "eval": ("policy=tiny",),
     "compare": ("algo=grpo", "seed=0"),
     "credit": ("algo=mhgpo_rr", "rollouts=file.json"),
@@ -359,7 +361,7 @@ def _nearly_right(random: Random, command: str) -> list[str]:
 def _setting(random: Random, command: str) -> str:
     own = OWN.get(command, ())
     keys = random.choice((own, own, KEYS, GROUPS)) if own else random.choice((KEYS, GROUPS, HYDRA_KEYS))
-    if command in ("train", "eval", "plan", "credit", "compare") and random.random() < 0.5:
+    if command in ("train", "eval", "plan", "doctor", "credit", "compare") and random.random() < 0.5:
         keys = random.choice((KEYS, GROUPS, HYDRA_KEYS))
     sign = random.choice(("",) * 12 + ("+", "++", "~", "~~", "@"))
     value = random.choice(VALUES)

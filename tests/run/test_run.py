@@ -66,9 +66,12 @@ def test_the_journal_exports_the_form_that_credit_reads(random_model, tmp_path, 
         assert "--json: writes the rollouts of one step; give step=N" in capsys.readouterr().err
 
 
-def test_the_same_command_gives_the_same_numbers(random_model, tmp_path):
-    for name in ("a", "b"):
-        assert main(command(random_model, tmp_path / name, "train.steps=3")) == 0
+def test_the_same_command_gives_the_same_numbers(random_model, tmp_path, capsys):
+    # A look at a few examples before the first step changes nothing of what the run samples.
+    for name, looked in (("a", "false"), ("b", "true")):
+        assert main(command(random_model, tmp_path / name, "train.steps=3", f"run.doctor={looked}")) == 0
+        assert ("before training (run.doctor=true)" in capsys.readouterr().err) == (looked == "true")
+        assert (tmp_path / name / "doctor.json").exists() == (looked == "true")
     assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
     assert main(command(random_model, tmp_path / "c", "train.steps=3", "seed=1")) == 0
     assert numbers(tmp_path / "a") != numbers(tmp_path / "c")

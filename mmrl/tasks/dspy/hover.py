@@ -78,8 +78,8 @@ class HoverTask(DspyTask):
         self.documents = documents
         self.search_tool = SearchTool(config.retriever, {CORPUS: documents})
         self.tools = {"search": self.search}
-        self.shares = self._gold_shares()
-        for split, share in self.shares.items():
+        self.gold_shares = self._gold_shares()
+        for split, share in self.gold_shares.items():
             if share < 1:
                 log.warning(
                     "task.data.%s: %.1f %% of the claims have all gold titles in the corpus", split, 100 * share
@@ -253,7 +253,9 @@ class HoverTask(DspyTask):
         )
         if not len(self.documents):
             facts["corpus coverage"] = "not known"
-        labels = label("claims with all gold titles in it", self.shares, len(self.documents), real=bool(self.sources))
+        labels = label(
+            "claims with all gold titles in it", self.gold_shares, len(self.documents), real=bool(self.sources)
+        )
         titles = ", ".join(f"{split} {share:.1%}" for split, share in self._title_shares().items())
         return facts | {
             name: f"{text}; gold titles in it, about the most that recall can be: {titles}"

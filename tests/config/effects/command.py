@@ -17,15 +17,18 @@ from mmrl.errors import MmrlError, ToolFailure
 from mmrl.models.chat import render_prompt
 from mmrl.models.load import load_model, load_tokenizer
 from mmrl.models.policy import resolve
+from mmrl.report.findings import RunFacts
 from mmrl.report.overview import Overview
 from mmrl.report.progress import Progress
 from mmrl.report.trackers import trackers
 from mmrl.run.build import server_devices
 from mmrl.run.check import hardware_problems
+from mmrl.run.doctor import look_before
 from mmrl.run.eval import evaluation_text
 from mmrl.run.launch import must_start, wrapping
 from mmrl.run.settle import import_plugins, module_assignment, run_folder, settle
 from mmrl.stages.evaluate import Evaluations, evaluate, evaluation_metrics, too_many_failed
+from mmrl.stages.step_log import StepLog
 from mmrl.tasks import TASKS
 from mmrl.trainer import checkpoint
 from mmrl.trainer.adapters import make_adapters
@@ -306,6 +309,19 @@ acts(EVAL, "split", split, "dev", "test")
 
 # --- the run
 
+RUN_FACTS = RunFacts(
+    title="x",
+    examples=1,
+    rollouts=1,
+    seconds=1.0,
+    modules=(),
+    rewards=(0.5,),
+    groups=0,
+    equal=0.0,
+    max_tokens=1,
+    max_failed_share=0.5,
+)
+
 
 def placed(name: str, options: Options, folder: Path) -> object:
     """The run directory."""
@@ -319,6 +335,17 @@ def shown(name: str, options: Options, folder: Path) -> object:
     with patch("sys.stderr", pipe), Progress(total=1, title="run", live=config_of(options).run.progress) as progress:
         progress.step(1, {"reward/mean": 0.5})
     return "\x1b[" in pipe.getvalue()
+
+
+def looked(name: str, options: Options, folder: Path) -> object:
+    """Whether a few examples are played before training."""
+    with patch("mmrl.run.doctor._examined", lambda built, examples: (RUN_FACTS, None)):
+        notes: list[str] = []
+        run: Any = SimpleNamespace(path=folder)
+        progress: Any = SimpleNamespace(note=notes.append)
+        log = StepLog(rundir=run, progress=progress, trackers=SimpleNamespace())  # type: ignore[arg-type]
+        look_before(config_of(options), FakeTask(Chain()), SimpleNamespace(), log)  # type: ignore[arg-type]
+    return bool(notes), [path.name for path in folder.iterdir()]
 
 
 def tracked(name: str, options: Options, folder: Path) -> object:
@@ -344,6 +371,7 @@ def tracked(name: str, options: Options, folder: Path) -> object:
 acts(BOTH, "run.dir", placed, None, "outputs/mine")
 acts(TRAIN, "run.name", titled, None, "mine")
 acts(TRAIN, "run.progress", shown, None, True)
+acts(TRAIN, "run.doctor", looked, False, True)
 acts(TRAIN, "run.report_to", tracked, (), ("tensorboard",))
 acts(TRAIN, "run.report_calls", tracked, 16, 0, run__report_to=("tensorboard",))
 acts(TRAIN, "run.group", tracked, None, "mine", run__report_to=("wandb",))
@@ -351,6 +379,7 @@ acts(TRAIN, "run.tags", tracked, (), ("a", "b"), run__report_to=("wandb",))
 acts(TRAIN, "run.wandb_project", tracked, "mmrl", "mine", run__report_to=("wandb",))
 refused(EVAL, "run.name", "x", "no steps to show or send")
 refused(EVAL, "run.progress", "true", "no steps to show or send")
+refused(EVAL, "run.doctor", "true", "no steps to show or send")
 refused(EVAL, "run.report_to", "[tensorboard]", "no steps to show or send")
 refused(EVAL, "run.wandb_project", "x", "no steps to show or send")
 refused(EVAL, "run.report_calls", "3", "no steps to show or send")

@@ -1,0 +1,249 @@
+"""`mmrl doctor`: each trouble is found in exactly its case, and none in a healthy run."""
+
+import json
+import time
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mmrl.cli import main
+from mmrl.cli.hydra import composed
+from mmrl.errors import EngineFailure, LengthFailure, MmrlError, ParseFailure
+from mmrl.plan.devices import Device
+from mmrl.report.findings import find
+from mmrl.run.doctor import _long, _wanted
+from mmrl.stages.checkup import examine
+from mmrl.stages.weights import WeightStage
+from tests.config.effects.training import collector_of, config_of
+from tests.helpers.fakes import Chain, FakeEngine, seeded_letter
+from tests.helpers.runs import command
+
+OPTIONS = {"train.batch_size": 4, "algo.group_size": 4}
+
+
+@dataclass
+class Searcher(Chain):
+    """Searches, then answers one letter."""
+
+    modules: tuple[str, ...] = ("a",)
+    tool: str = "search"
+    words: Any = None
+
+    async def run(self, example, ctx):
+        await ctx.tool(self.tool, query=example.inputs["text"])
+        reply = await ctx.call("a", [{"role": "user", "content": example.inputs["text"]}], parse=self.words)
+        return reply.text
+
+
+@dataclass
+class Engine(FakeEngine):
+    """A letter per request; `finish` is why it ended."""
+
+    finish: str = "eos"
+    logprob: float = -0.5
+
+    async def generate(self, request):
+        completion = await super().generate(request)
+        return replace(completion, finish=self.finish, logprobs=(self.logprob,) * len(completion.ids))
+
+
+def stage_of(engine, program, options=None, **task):
+    """A weight stage around fakes, whose trainer has the log-probabilities of `Engine`."""
+    options = options or {}
+    collector = collector_of(config_of(options if "algo" in options else {**OPTIONS, **options}), engine)
+    collector.task.program = program
+    collector.task.tools = {"search": lambda query: [{"title": query}]}
+    for name, value in task.items():
+        setattr(collector.task, name, value)
+    forwards = SimpleNamespace(
+        accelerator=SimpleNamespace(is_fsdp2=False),
+        tries=False,
+        policy_logprobs=lambda calls: [(-0.5,) * len(call.completion_ids) for call in calls],
+    )
+    collector.trainer = SimpleNamespace(forwards=forwards)
+    collector.tokenizer = SimpleNamespace(model_max_length=10**30)
+    return WeightStage(engines=[engine], collector=collector, evaluations=SimpleNamespace())
+
+
+def found(engine=None, program=None, options=None, **task):
+    facts, _ = examine(stage_of(engine or Engine(seeded_letter), program or Searcher(), options, **task), 4)
+    return {finding.name: finding for finding in find(facts)}
+
+
+def unparsable(text):
+    raise ParseFailure("expected <answer>", present=0, expected=1)
+
+
+def half_parsable(text):
+    if text < "r":
+        raise ParseFailure("expected <answer>", present=0, expected=1)
+    return text
+
+
+def by_letter(prediction):
+    return ord(prediction[0]) % 3 / 2
+
+
+def late(query):
+    time.sleep(0.11)
+    return [query]
+
+
+def late_reward(prediction):
+    time.sleep(0.11)
+    return float(str(prediction) < "m")
+
+
+def broken(*anything):
+    raise ValueError("no field 'label' {in} mine.py")
+
+
+def failing(error):
+    async def generate(request):
+        raise error
+
+    engine = Engine(seeded_letter)
+    engine.generate = generate
+    return engine
+
+
+MMGRPO = composed("train", ["algo=mmgrpo"])["algo"]
+REFUSED = {"engine.endpoints": {"a": {"url": "http://127.0.0.1:9/v1", "model": "m"}}}
+PAIRS = {"algo.group_size": 2, "seed": 2}
+CASES = {
+    "never_parses": ({"program": Searcher(words=unparsable)}, True, "task.prompts"),
+    "seldom_parses": ({"program": Searcher(words=half_parsable), "reward": by_letter}, False, "task.prompts"),
+    "cut": ({"engine": Engine(seeded_letter, finish="length")}, False, "task.max_tokens"),
+    "zero_variance": ({"reward": lambda prediction: 0.25}, True, "algo.group_size"),
+    "slow_tool": ({"tools": {"search": late}, "options": PAIRS}, False, "task.timeout_s"),
+    "slow_metric": ({"reward": late_reward, "options": PAIRS}, False, "task.metric"),
+    "logprob_gap": ({"engine": Engine(seeded_letter, logprob=-2.5)}, True, "model.dtype"),
+    "prompt_too_long": ({"engine": failing(LengthFailure("a prompt of 99 tokens"))}, True, "task.max_context"),
+    "prompt_near_limit": ({"options": {"task.max_context": 105, "task.max_tokens": 100}}, False, "task.max_tokens"),
+    "user_code": ({"reward": broken}, True, "task.metric"),
+    "tool_faults": ({"tools": {"search": broken}}, True, "task.retriever.url"),
+    "engine_faults": ({"engine": failing(EngineFailure("out of memory"))}, True, "engine.url"),
+    "endpoint_faults": (
+        {"engine": failing(EngineFailure("no answer: connection refused")), "options": REFUSED},
+        True,
+        "engine.endpoints",
+    ),
+    "no_gold": ({"gold_shares": {"train": 0.0}}, True, "task.corpus"),
+    "empty_searches": ({"tools": {"search": lambda query: []}}, False, "task.corpus"),
+}
+
+
+def test_a_healthy_run_has_no_findings():
+    assert found() == {}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_trouble_is_found_in_exactly_its_case(name):
+    case, useless, setting = CASES[name]
+    findings = found(**case)
+    assert list(findings) == [name]
+    assert findings[name].useless == useless
+    assert setting in findings[name].change
+    assert ("a: " in findings[name].text()) == (findings[name].module == "a")
+
+
+def test_a_few_groups_of_equal_rewards_may_be_chance():
+    facts, _ = examine(stage_of(Engine(seeded_letter), Searcher()), 4)
+    few, many = replace(facts, groups=4, equal=1.0), replace(facts, groups=8, equal=1.0)
+    assert [finding.useless for one in (few, many) for finding in find(one)] == [False, True]
+
+
+def test_messages_of_user_code_and_unread_replies_are_quoted():
+    assert "no field 'label' {in} mine.py" in found(reward=broken)["user_code"].seen
+    assert "for example" in found(program=Searcher(words=unparsable))["never_parses"].seen
+
+
+def test_a_model_that_cannot_be_packed_is_found(monkeypatch):
+    def differs(forwards, calls):
+        assert len(calls) > 4
+        raise MmrlError("train.packing: on the first batch, they differ by 3; use train.packing=padded")
+
+    monkeypatch.setattr("mmrl.stages.checkup.check_tries", differs)
+    stage = stage_of(Engine(seeded_letter), Searcher())
+    stage.collector.trainer.forwards.tries = True
+    (finding,) = find(examine(stage, 4)[0])
+    assert (finding.name, finding.useless) == ("packing", True)
+    assert finding.text().count("train.packing=padded") == 1
+
+
+def test_format_rewards_can_teach_what_never_parses():
+    """Replies that never parse are no reason to give up where some of them come nearer than others."""
+
+    def graded(text):
+        raise ParseFailure("expected two fields", present=int(text < "m"), expected=2)
+
+    findings = found(program=Searcher(words=graded), options={"algo": MMGRPO})
+    assert list(findings) == ["never_parses"] and not findings["never_parses"].useless
+
+
+def test_the_command_says_what_is_wrong_and_writes_nothing(random_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["doctor", *command(random_model, "run", "examples=2")[1:], "--json"]
+    assert main([word for word in words if not word.startswith("run.dir")]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert not printed["can_train"] and "never_parses" in [one["name"] for one in printed["findings"]]
+    modules = {one["module"]: one for one in printed["facts"]["modules"]}
+    assert modules["rewriter"]["gap"] < 1e-4, "the engine samples from the weights that the trainer forwards"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_shipped_run_is_healthy(capsys):
+    assert main(["doctor", "examples=2", "hardware=cpu"]) == 0
+    text = capsys.readouterr().out
+    assert text.endswith("it can be trained\n") and "rewriter" in text
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "²", "1" * 12])
+def test_examples_must_be_a_number(text, capsys):
+    assert main(["doctor", f"examples={text}"]) == 2
+    assert f"examples: got '{text}', expected a number" in capsys.readouterr().err
+
+
+def test_runs_of_over_an_hour_are_looked_at_and_others_are_not(tmp_path, monkeypatch):
+    task, made = SimpleNamespace(program=Chain()), tmp_path / "doctor.json"
+    settled = config_of({"hardware.device": "cpu", "hardware.threads": 1})
+    # A core that does a hundredth of what any does: a run of one step is short on it, one of many is not.
+    slow = Device(name="cpu", flops=1e9, bandwidth=1e9, memory=2**30, utilisation=1.0)
+    monkeypatch.setattr("mmrl.run.plan.measured_cpu", lambda threads: slow)
+
+    def wanted(**train):
+        return _wanted(settled.model_copy(update={"train": settled.train.model_copy(update=train)}), task, made)
+
+    assert wanted(steps=1, batch_size=1) == (False, "")
+    look, why = wanted(steps=100_000)
+    assert look and "run.doctor=false" in why and ("hours" in why or "days" in why)
+    # Declared lengths are the papers'; those of the played rollouts may say that it is short.
+    steps = settled.model_copy(update={"train": settled.train.model_copy(update={"steps": 20, "batch_size": 4})})
+    _, played = examine(stage_of(Engine(seeded_letter), Searcher()), 4)
+    assert _long(steps, task)[0] and not _long(steps, task, played)[0]
+    made.write_text("{}")
+    assert wanted(steps=100_000) == (False, ""), "a start that was killed has looked already"
+
+
+def test_the_machine_is_described_and_no_key_is_shown(monkeypatch, capsys):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-never-shown-0123456789")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert main(["doctor", "--json"]) == 0
+    out = capsys.readouterr().out
+    facts = json.loads(out)["facts"]
+    assert "sk-never" not in out
+    assert (facts["OPENAI_API_KEY"], facts["HF_TOKEN"]) == ("set", "not set")
+    assert facts["hub"] == "switched off by HF_HUB_OFFLINE"
+    assert {"python", "memory", "outputs", "cache", "torch version", "vLLM", "NCCL", "C compiler"} <= set(facts)
+
+
+def test_a_missing_requirement_and_a_folder_that_cannot_be_written_are_broken(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("mmrl.report.machine.metadata.requires", lambda name: ["torch>=99", "no-such-thing>=1"])
+    monkeypatch.setattr("mmrl.run.doctor.os.access", lambda path, mode: False)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "broken: no-such-thing: is not installed" in out and "mmrl needs torch>=99" in out
+    assert "set run.dir to a folder that can" in out and "set MMRL_CACHE" in out
+    assert out.endswith("nothing can be trained here\n")
