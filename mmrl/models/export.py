@@ -33,6 +33,13 @@ CONVERSATIONS: Sequence[Sequence[dict[str, str]]] = (
     ),
 )
 """What chat templates are compared on."""
+SYSTEM_MERGED = (
+    "{%- if messages | length > 1 and messages[0].role == 'system' and messages[1].role == 'user' -%}"
+    "{%- set first = messages[0].content + '\\n\\n' + messages[1].content -%}"
+    "{%- set messages = [{'role': 'user', 'content': first}] + messages[2:] -%}"
+    "{%- endif -%}"
+)
+"""Goes before a template without a system role: the text of a system message opens the user's turn, as in training."""
 
 
 def copy_full(checkpoint: Path, target: Path) -> None:
@@ -91,9 +98,21 @@ def write_tokenizer(checkpoint: Path, targets: Iterable[Path]) -> PreTrainedToke
 
     # From the checkpoint and not the base: what the config said of the template is in it already.
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, **NO_CODE)
+    # Programs send system messages, and every user of the export would have to merge them.
+    if not _has_system_role(tokenizer):
+        tokenizer.chat_template = SYSTEM_MERGED + str(tokenizer.chat_template)
     for target in targets:
         tokenizer.save_pretrained(target)
     return tokenizer
+
+
+def _has_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template writes a system message; some refuse it, some leave it out without a word."""
+    messages = [{"role": "system", "content": "probe-text"}, {"role": "user", "content": "-"}]
+    try:
+        return "probe-text" in str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception:  # of Jinja, of a filter, of whatever a template calls
+        return False
 
 
 def check_template(folder: Path, model: ModelConfig, prompts: Iterable[Sequence[int]]) -> int:
@@ -120,8 +139,8 @@ def check_template(folder: Path, model: ModelConfig, prompts: Iterable[Sequence[
             Exception
         ):  # a template may refuse a role or an order of roles, in any words; the exported one is the same
             continue
-        found = exported.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-        if tuple(found) != expected:
+        text = str(exported.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+        if tuple(exported.encode(text, add_special_tokens=False)) != expected:
             raise CheckpointError(
                 f"{folder.name}: its chat template gives other token ids than in training for {messages!r}; nothing is "
                 "exported, since the model would be asked in words that it was not trained on"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from huggingface_hub import constants, metadata_load
 from safetensors.torch import load_file
 
 from mmrl.cli import main
+from mmrl.models.export import write_tokenizer
 from mmrl.models.policy import EXTRA, MARKER
+from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir
 from mmrl.tasks.base import Score
 from mmrl.tasks.search_program.task import MultihopQaTask
@@ -75,26 +79,31 @@ def refused(capsys: Any, run: Path, *words: str, code: int = 2) -> str:
     return error
 
 
-def texts(policy: Path, folder: Path) -> list[str]:
-    """All that a policy says in a greedy evaluation."""
-    from mmrl.report.journal import read_step
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], list[str]]:
+    """All that a policy says in a greedy evaluation; each policy is evaluated once."""
 
-    assert main(["eval", f"policy={policy}", f"run.dir={folder}", *EVAL]) == 0
-    forest = read_step(RunDir.read(folder), RunDir.read(folder).journal_steps("dev")[0], evaluation="dev")[0]
-    return [call.text for call in forest.calls.values()]
+    @functools.cache
+    def texts(policy: Path) -> list[str]:
+        folder = tmp_path_factory.mktemp("said") / "eval"
+        assert main(["eval", f"policy={policy}", f"run.dir={folder}", *EVAL]) == 0
+        run = RunDir.read(folder)
+        forest = read_step(run, run.journal_steps("dev")[0], evaluation="dev")[0]
+        return [call.text for call in forest.calls.values()]
+
+    return texts
 
 
 @pytest.mark.parametrize(
     ("kind", "words"), [("shared", []), ("shared", ["form=adapter"]), ("by_module", []), ("full", [])]
 )
-def test_an_export_says_what_its_run_says(kind: str, words: list[str], request: Any, tmp_path: Path) -> None:
+def test_an_export_says_what_its_run_says(
+    kind: str, words: list[str], request: Any, said: Any, random_model: str, tmp_path: Path
+) -> None:
     """Every greedy text of `mmrl eval policy=EXPORT` is that of `policy=RUN`, and not the base model's."""
     run = request.getfixturevalue(kind)
     out = exported(run, tmp_path / "out", *words)
-    same = texts(run, tmp_path / "run")
-    assert texts(out, tmp_path / "exported") == same
-    base = RunDir.read(run).config["model"]["path"]
-    assert texts(Path(base), tmp_path / "base") != same
+    assert said(out) == said(run) != said(Path(random_model))
 
 
 def test_merged_weights_are_base_plus_adapter(by_module: Path, random_model: str, tmp_path: Path, capsys: Any) -> None:
@@ -213,6 +222,30 @@ def test_a_template_that_renders_other_ids_is_not_exported(shared: Path, tmp_pat
     error = refused(capsys, run, f"out={tmp_path / 'out'}")
     assert "its chat template gives other token ids than in training" in error
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_template_without_a_system_role_gets_one(random_model: str, tmp_path: Path) -> None:
+    """The system text opens the user's turn; a conversation without one is rendered as before."""
+    from transformers import AutoTokenizer
+
+    base = tmp_path / "base"
+    shutil.copytree(random_model, base)
+    template = (base / "chat_template.jinja").read_text()
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    (base / "chat_template.jinja").write_text(refusing + template)
+    plain = AutoTokenizer.from_pretrained(random_model)
+    for name in ("base", "random"):
+        (tmp_path / f"{name}-out").mkdir()
+    write_tokenizer(base, [tmp_path / "base-out"])
+    write_tokenizer(Path(random_model), [tmp_path / "random-out"])
+    exported = AutoTokenizer.from_pretrained(tmp_path / "base-out")
+    user, answer = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "He."}
+    system, merged = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Be brief.\n\nWho?"}
+    for given, expected in (([system, user, answer, user], [merged, answer, user]), ([user], [user])):
+        assert exported.apply_chat_template(given, tokenize=False) == plain.apply_chat_template(
+            expected, tokenize=False
+        )
+    assert AutoTokenizer.from_pretrained(tmp_path / "random-out").chat_template == template
 
 
 def test_the_card_is_filled_in(by_module: Path, random_model: str, tmp_path: Path) -> None:

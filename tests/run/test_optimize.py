@@ -25,6 +25,7 @@ from mmrl.run import build
 from mmrl.system import objects
 from mmrl.system.objects import put
 from mmrl.tasks.mini.messages import mini_support
+from tests.helpers import TOP
 from tests.helpers.runs import numbers
 
 LABELS = tuple(sorted({example.metadata["label"] for example in mini_support("train")}))
@@ -250,3 +251,20 @@ def test_the_stop_button_of_a_notebook_ends_the_run_below_it() -> None:
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(cell())
     assert ended == ["mmrl-train"]
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code cells in order below one running event loop, as a kernel has it; without the kernel itself."""
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((TOP / "docs" / "notebooks" / "optimize.ipynb").read_text(encoding="utf-8"))["cells"]
+    names: dict[str, Any] = {"__name__": "__main__"}
+
+    async def kernel() -> None:
+        for cell in cells:
+            if cell["cell_type"] == "code":
+                exec("".join(cell["source"]), names)
+
+    asyncio.run(kernel())
+    assert names["trained"].run_dir == names["run_dir"] and RunDir.read(names["run_dir"]).finished
+    outputs = [cell["outputs"] for cell in cells if cell["cell_type"] == "code"]
+    assert any(outputs) and not any(output["output_type"] == "error" for some in outputs for output in some)
