@@ -98,7 +98,10 @@ def export(request: ExportRequest) -> int:
             f"{config.model.path}; export form=merged"
         )
     step = checkpoint_step(checkpoint) or 0
-    request.out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        request.out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out: cannot make {request.out.parent}: {error.strerror or error}") from None
     with storage(request.out), atomic_dir(request.out) as folder:
         notes = _write(folder, request, run, config, checkpoint, choice)
         text = _card(seen, request, config, choice, folder, step)

@@ -165,6 +165,8 @@ def test_nothing_is_overwritten_and_nothing_half_written(
     mine.mkdir()
     assert f"out: {mine} exists, and is left as it is" in refused(capsys, shared, f"out={mine}")
     assert list(mine.iterdir()) == []
+    (mine / "file").touch()
+    assert f"out: cannot make {mine / 'file'}: " in refused(capsys, shared, f"out={mine / 'file' / 'out'}")
 
     def fails(*_: object) -> str:
         raise KeyboardInterrupt
