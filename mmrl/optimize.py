@@ -190,7 +190,7 @@ def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
             f"{folder}: has no weights for {', '.join(missing)}; its modules are {', '.join(policy.modules)}"
         )
     resources = ExitStack()
-    engine, tokenizer = resources.enter_context(evaluation_engine(evaluation, policy, RunDir.read(folder)))
+    engine, tokenizer = resources.enter_context(evaluation_engine(evaluation, policy, folder))
     lm = ServedPolicy(f"mmrl/{folder.name}", engine, tokenizer, resources, config.task.max_tokens)
     trained = speak(program, lambda name: PolicyLM(lm, name))
     trained.run_dir = folder

@@ -13,6 +13,8 @@ import dspy
 import pytest
 
 from mmrl.models.load import ASSETS
+from mmrl.models.policy import Policy
+from mmrl.run.serve import ServeArguments, models
 from mmrl.run.snippets import ADDRESS, snippets
 from tests.helpers.servers import Seen, chat_reply, serving
 
@@ -90,6 +92,17 @@ def test_openai_and_dspy_speak_with_a_server(exported: Path, server: Any, module
         assert run(plain)[0] == "fine"
     finally:
         dspy.configure(lm=lm)
+
+
+def test_mmrl_serve_listens_where_the_lines_ask_and_knows_the_names(exported: Path) -> None:
+    given = ServeArguments()
+    assert f"http://{given.host}:{given.port}/v1" == ADDRESS
+    apart = Policy(base="tiny", modules={"say": "a", "ask": "b"})
+    for policy, modules in ((Policy(base="tiny"), ()), (apart, ("say", "ask"))):
+        names = models(given.name, policy)
+        code = dict(snippets(exported, modules, "tiny", None, modules=modules, program=False))
+        assert all(f'{next(iter(names))}"' in code[library] for library in ("openai", "DSPy"))
+        assert f"mmrl serve policy={exported}\n" in code["openai"]
 
 
 @pytest.mark.vllm
