@@ -71,7 +71,7 @@ answerer: {user: "{question", system: 3, user_without_documents: "{question:>9}"
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("rewriter: [", "is not YAML"),
+        ("rewriter: [", "prompts.yaml:1: cannot be read: not YAML"),
         ("- a", "got list"),
         ("", "got NoneType"),
         ("rewriter: text", "rewriter: got str, expected role: text"),
@@ -86,7 +86,7 @@ def test_malformed_files(tmp_path, content, expected):
 
 
 def test_missing_file(tmp_path):
-    assert "cannot read" in problems(str(tmp_path / "none.yaml"))[0]
+    assert "cannot be read: No such file" in problems(str(tmp_path / "none.yaml"))[0]
 
 
 def test_empty_system_is_left_out():
