@@ -63,6 +63,8 @@ class Tape:
     """Requests that wait for others to be replayed, the first one first."""
     under_way: int = 0
     """Requests and tools that are not done."""
+    waiting: int = 0
+    """Replayed requests that another rollout has under way."""
 
     def __post_init__(self) -> None:
         self.events = list(self.replay)
@@ -121,26 +123,40 @@ class Tape:
 
     async def outcome_of(self, event: Event) -> Any:
         """The outcome of an event that is replayed."""
+        if event.kind == "tool" and not event.outcome.done():
+            # Another rollout's tool is still running: a strand that the schedule waits for, as for one of its own.
+            self.begin()
+            try:
+                await event.delivered.wait()
+            finally:
+                self.end()
         if event.outcome.done():
             return event.outcome.result()
         # Someone else's request is still under way (a program with concurrent calls): step out of the engine's count
-        # of live programs meanwhile, or a deterministic batch would wait for this one forever.
-        self.engine.leave()
+        # of live programs meanwhile, or a deterministic batch would wait for this one forever. What other strands of the
+        # program have under way is counted by itself.
+        self.waiting += 1
+        if self.waiting == 1 and not self.under_way:
+            self.engine.leave()
         try:
             return await asyncio.shield(event.outcome)
         finally:
-            self.engine.enter()
+            self.waiting -= 1
+            if not self.waiting and not self.under_way:
+                self.engine.enter()
 
     def begin(self) -> None:
         """A request or tool is under way from now on."""
         self.under_way += 1
-        if self.under_way > 1:  # one more strand of the same program, which the schedule waits for
+        if self.under_way > 1 or self.waiting:  # one more strand of the program, which the schedule waits for
             self.engine.enter()
 
     def end(self) -> None:
         """It is no more."""
         self.under_way -= 1
-        if self.under_way:  # whichever ends first: the program itself counts for the strand that ends last
+        if (
+            self.under_way or self.waiting
+        ):  # whichever ends first: the program itself counts for the strand that ends last
             self.engine.leave()
 
     @contextmanager

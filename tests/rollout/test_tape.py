@@ -1,0 +1,58 @@
+"""The tape of programs with several strands: the same rollouts whichever tool is faster, live and in forks."""
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from mmrl.engines.embedded.batcher import Batcher
+from mmrl.records import Example
+from mmrl.rollout.plans import fork_on, fork_on_first, independent
+from mmrl.rollout.sample import sample
+from mmrl.system.user_code import threaded
+from tests.helpers.fakes import FakeTask, environment
+from tests.rollout.test_sample import Counter
+
+
+@dataclass
+class Strands:
+    """Two strands of tools and calls at once, of different lengths; then a call that sees both."""
+
+    modules: tuple[str, ...] = ("a", "b", "c")
+
+    async def strand(self, ctx, module, turns):
+        text = module
+        for turn in range(turns):
+            text += await ctx.tool("slow", text=f"{module}{turn}")
+            text += (await ctx.call(module, [{"role": "user", "content": text}], max_tokens=3 + turn)).text
+        return text
+
+    async def run(self, example, ctx):
+        left, right = await asyncio.gather(self.strand(ctx, "a", 3), self.strand(ctx, "b", 2))
+        return (await ctx.call("c", [{"role": "user", "content": left + right}])).text
+
+
+def sampled(plans, seed):
+    jitter = random.Random(seed)
+
+    def slow(text):
+        time.sleep(jitter.random() * 0.004)
+        return "+"
+
+    engine = Batcher(Counter())
+    env = environment(FakeTask(Strands(), tools={"slow": threaded(slow)}), engine, timeout_s=20)
+    forest = asyncio.run(sample(env, [(Example(id=f"q{n}", inputs={}), plans) for n in range(4)], "outcome"))
+    assert not [rollout.error_message for rollout in forest.rollouts if rollout.error] and engine.live == 0
+    return forest
+
+
+@pytest.mark.parametrize(
+    "plans", [independent(3), fork_on("a", 3), fork_on("b", 3), fork_on("c", 2), fork_on_first(("a",), 3)]
+)
+def test_strands_give_the_same_rollouts_whichever_tool_is_faster(plans):
+    first = sampled(plans, 0)
+    for seed in range(1, 5):
+        other = sampled(plans, seed)
+        assert other.calls == first.calls and other.rollouts == first.rollouts
