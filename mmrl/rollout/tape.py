@@ -133,8 +133,8 @@ class Tape:
         if event.outcome.done():
             return event.outcome.result()
         # Someone else's request is still under way (a program with concurrent calls): step out of the engine's count
-        # of live programs meanwhile, or a deterministic batch would wait for this one forever. What other strands of the
-        # program have under way is counted by itself.
+        # of live programs meanwhile, or a deterministic batch would wait for this one forever. What other strands of
+        # the program have under way is counted by itself.
         self.waiting += 1
         if self.waiting == 1 and not self.under_way:
             self.engine.leave()
