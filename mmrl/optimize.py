@@ -66,7 +66,7 @@ class MMRL(Teleprompter):
         super().__init__()
         self.metric, self.algo, self.model, self.run_dir, self.settings = metric, algo, model, run_dir, settings
 
-    def compile(  # type: ignore[override]  # DSPy's has **kwargs, which would hide a misspelt argument
+    def compile(  # DSPy's has **kwargs, which would hide a misspelt argument
         self,
         student: dspy.Module,
         *,

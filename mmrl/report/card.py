@@ -125,8 +125,9 @@ def front_matter(seen: Overview, facts: CardFacts) -> str:
         tags=["mmrl", "reinforcement-learning", algorithm, f"arxiv:{_paper(algorithm)}"],
         eval_results=results or None,
         model_name=facts.title if results else None,
-        **({"base_model_relation": "adapter" if facts.kind == "adapter" else "finetune"} if is_hub_id(base) else {}),
     )
+    if is_hub_id(base):
+        data["base_model_relation"] = "adapter" if facts.kind == "adapter" else "finetune"
     return f"---\n{data.to_yaml()}\n---"
 
 

@@ -12,7 +12,7 @@ import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -144,7 +144,7 @@ def lines_over_steps(history: History, keys: Mapping[str, str], label: str) -> s
     return result[0]
 
 
-def _layers(curves: Sequence[np.ndarray]) -> list[dict[str, float]]:
+def _layers(curves: Sequence[np.ndarray]) -> list[dict[str, Any]]:
     """How curves are drawn so that none hides another: the first lies on top, and one below it that agrees is wider."""
     span = max((float(np.ptp(np.concatenate(curves))), 1e-12))
     layers = []

@@ -322,7 +322,8 @@ def _snippets(
 ) -> Iterator[tuple[str, str]]:
     """How `folder` is used under the name `named`, and the base model under `base`."""
     rank = config.model.lora.r if choice.form == "adapter" and config.model.lora is not None else None
-    modules = tuple(choice.recorded["modules"]) if isinstance(choice.recorded.get("modules"), dict) else ()
+    spoken = choice.recorded.get("modules")
+    modules = tuple(spoken) if isinstance(spoken, dict) else ()
     return snippets(named, _names(choice), base, rank, modules=modules, program=_has_program(folder))
 
 

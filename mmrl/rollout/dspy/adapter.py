@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, cast
 
 import dspy
 from dspy.utils.exceptions import AdapterParseError
@@ -110,7 +110,7 @@ class TapeAdapter(dspy.Adapter):
 
 def tape_adapter(inner: dspy.Adapter) -> dspy.Adapter:
     """The user's adapter as a rollout uses it; the user's own stays as it is."""
-    kind = _tape_class(type(inner))
+    kind = _tape_class(cast("Hashable", type(inner)))
     made: dspy.Adapter = kind.__new__(kind)
     made.__dict__.update(inner.__dict__)
     if hasattr(made, "use_json_adapter_fallback"):

@@ -114,12 +114,13 @@ class PolicyLM(dspy.BaseLM):
         sent, asked = self._request(prompt, messages, options)
         return self._answered(prompt, sent, asked, await self.served.given(self._generate(sent, asked)))
 
-    def dump_state(self) -> None:  # type: ignore[override]  # DSPy reads no state as: the LM that is configured
+    def dump_state(self) -> None:  # DSPy reads no state as: the LM that is configured
         """Nothing, so that a saved program loads in plain DSPy and speaks with the LM that is configured there."""
 
     def __deepcopy__(self, memory: dict[int, Any]) -> PolicyLM:
         # An engine is not copied with a program that optimisers and `deepcopy` take apart.
-        return self.copy()
+        made: PolicyLM = self.copy()
+        return made
 
     def _request(
         self, prompt: str | None, messages: Sequence[Message] | None, options: Mapping[str, object]
