@@ -339,13 +339,20 @@ def _endpoints(given: Mapping[str, Mapping[str, object]]) -> str:
     fields = EndpointConfig.model_fields
     sections = []
     for module, endpoint in given.items():
-        typed = {key: value for key, value in endpoint.items() if value != fields[key].default}
-        shown = [
-            f"{key}: '{value}'" if isinstance(value, str) else f"{key}: {_as_typed(value)}"
-            for key, value in typed.items()
-        ]
-        sections.append(f"{module}: {{{', '.join(shown)}}}")
+        # a stored list is a tuple in the schema
+        defaults = {key: list(d) if isinstance(d := field.default, tuple) else d for key, field in fields.items()}
+        typed = {key: value for key, value in endpoint.items() if value != defaults.get(key)}
+        sections.append(f"{module}: {_in_braces(typed)}")
     return f"{{{', '.join(sections)}}}"
+
+
+def _in_braces(value: object) -> str:
+    """A value at any depth as one types it inside of braces."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_in_braces(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_in_braces(item) for item in value)}]"
+    return f"'{value}'" if isinstance(value, str) else str(_as_typed(value))
 
 
 def _held_out(seen: Overview) -> list[str]:
