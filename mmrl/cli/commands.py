@@ -59,9 +59,12 @@ def train(context: typer.Context) -> int:
     configs = hydra.configs("train", TrainCommandConfig, line)
     command = ["mmrl", "train", *context.args]
     if line.multirun:
-        from mmrl.run.compare import sweep
+        from mmrl.run.sweep import sweep
 
-        return sweep(configs, line.keys, command, lambda job: hydra.through_hydra("train", line, job))
+        searched = overrides.searched(line)
+        return sweep(
+            configs, line.keys, command, lambda job: hydra.through_hydra("train", line, job), searched=searched
+        )
     from mmrl.run.check import check_all
     from mmrl.run.train import train as train_one
 

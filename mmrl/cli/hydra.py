@@ -212,21 +212,27 @@ def print_only(config_name: str, line: CommandLine) -> None:
 
 
 def through_hydra(
-    config_name: str, line: CommandLine, job: Callable[[dict[str, object]], None], program: str = "mmrl"
+    config_name: str, line: CommandLine, job: Callable[[dict[str, object]], float | None], program: str = "mmrl"
 ) -> None:
     """Let Hydra's own main drive: multirun with any sweeper and launcher, `--cfg`, `--info`."""
     _put_user_folders_first(line.config_dir)
     GlobalHydra.instance().clear()
 
-    def call(config: DictConfig) -> None:
-        job(_sections(config_name, config))
+    def call(config: DictConfig) -> float | None:
+        return job(_sections(config_name, config))
 
     # A sweep goes to Hydra unexpanded: which sweeper takes it apart may be an override too.
     words = [forced(override, typed_value(override)) for override in line.overrides]
     # `hydra.main` reads the process's own arguments and has no other way in.
     saved, sys.argv = sys.argv, [program, *line.flags, *(["-m"] if line.multirun else []), *words]
+    if line.multirun:  # Hydra would print what a sweeper raises, with a traceback, and end the process
+        os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
         hydra_main(config_path=str(conf_dir()), config_name=config_name, version_base="1.3")(call)()
+    except (HydraException, OmegaConfBaseException) as error:
+        if not line.multirun:
+            raise
+        raise _refusal(error) from None
     finally:
         sys.argv = saved
 

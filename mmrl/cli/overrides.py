@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Sweep
+from hydra.core.override_parser.types import IntervalSweep, Override, Sweep
 from hydra.errors import HydraException
 
 from mmrl.cli.arguments import CommandLine, Words, typed_text
@@ -30,6 +30,11 @@ PRINTING = {
 """Hydra's own flags that print something and run nothing, and the values that they take."""
 BESIDE_CFG = {"--package": True, "--resolve": False}
 """Flags that say how `--cfg` prints; whether they take a value."""
+PLUGINS = (
+    ("hydra/launcher", "submitit", "submitit", "hydra-submitit-launcher", "slurm"),
+    ("hydra/sweeper", "optuna", "optuna", "hydra-optuna-sweeper", "optuna"),
+)
+"""Group, choice, module that must be there, its package, extra of mmrl's that installs it."""
 NO_ROW = ("experiment=null", "experiment=")
 """The default, which Hydra has no words for: it takes null for no choice at all."""
 
@@ -137,8 +142,14 @@ def typed_value(override: Override) -> str | None:
     return value if equals else None
 
 
+def searched(line: CommandLine) -> bool:
+    """Whether a sweeper chooses values as it goes (`hydra/sweeper=optuna`), so that its jobs cannot be listed."""
+    chosen = [typed_value(override) for override in line.overrides if override.key_or_group == "hydra/sweeper"]
+    return line.multirun and any(name not in (None, "basic") for name in chosen)
+
+
 def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
-    """The overrides of each job: one without `-m`, else the cross product.
+    """The overrides of each job: one without `-m`, else the cross product; two at the ends of what is searched.
 
     A group that is given a choice it does not have is added to `problems` and left at its default, so that the rest
     of the command line can still be judged.
@@ -155,19 +166,38 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
     axes: dict[str, list[tuple[Override, str | None]]] = {}
     for override in line.overrides:
         try:
-            values = _values(override)
+            values = _ends(override) if searched(line) else _values(override)
         except HydraException as error:
             raise ConfigError(f"{typed_text(override)}: {error}") from None
         axes[override.get_key_element()] = [(override, value) for value in values]
-        again = [value for value in dict.fromkeys(values) if values.count(value) > 1]
+        again = [value for value in dict.fromkeys(values) if values.count(value) > 1 and not searched(line)]
         problems += [
             f"{override.key_or_group}: got {value} more than once, which would be the same run" for value in again
+        ]
+    if searched(line):
+        # Where a search begins and where it ends, in all of its keys at once: what is wrong with a value is told before
+        # anything runs, and the sweeper cannot make more jobs than that known beforehand.
+        axes = {key: [axis[0], axis[-1]] for key, axis in axes.items()}
+        columns = list(zip(*axes.values(), strict=True))
+        unlike = columns if any(one != other for one, other in axes.values()) else columns[:1]
+        return [
+            [forced(override, value) for override, value in job if not _left_out(override, value, line, problems)]
+            for job in unlike
         ]
     # The last key varies fastest, as in Hydra's own sweeper, so that the jobs of a sweep have the same numbers there.
     return [
         [forced(override, value) for override, value in job if not _left_out(override, value, line, problems)]
         for job in itertools.product(*axes.values())
     ]
+
+
+def _ends(override: Override) -> list[str | None]:
+    """The first and the last value of a search."""
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        return [str(value.start), str(value.end)]
+    values = _values(override)
+    return [values[0], values[-1]]
 
 
 def _values(override: Override) -> list[str | None]:
@@ -180,13 +210,14 @@ def _values(override: Override) -> list[str | None]:
 def _left_out(override: Override, value: str | None, line: CommandLine, problems: list[str]) -> bool:
     """Whether Hydra must not see an override: no choice, or one that is not there (which is added to `problems`)."""
     key, choice = override.key_or_group, (value or "").strip("'\"")
-    # Hydra would list the launchers that it has and not say how to install this one.
-    if key == "hydra/launcher" and choice.startswith("submitit") and importlib.util.find_spec("submitit") is None:
-        problems.append(
-            f"hydra/launcher: got {choice}, which needs hydra-submitit-launcher, and {sys.executable} does not have "
-            "it; install it (pip install 'mmrl[slurm]'), or leave hydra/launcher out"
-        )
-        return True
+    # Hydra would list the plugins that it has and not say how to install this one.
+    for group, name, module, package, extra in PLUGINS:
+        if key == group and choice.startswith(name) and importlib.util.find_spec(module) is None:
+            problems.append(
+                f"{group}: got {choice}, which needs {package}, and {sys.executable} does not have it; install it (pip "
+                f"install 'mmrl[{extra}]'), or leave {group} out"
+            )
+            return True
     if ("/" in key or override.package is not None) and not isinstance(override.value(), str | list | Sweep | None):
         problems.append(f"{override.get_key_element()}: got {choice}, expected a name, or a list of names")
         return True

@@ -1,31 +1,28 @@
-"""`mmrl compare` and `mmrl train -m`: several runs; a comparison starts what is missing and shows all side by side."""
+"""`mmrl compare`: several runs; a comparison starts what is missing and shows all side by side."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from uuid import uuid4
 
 from pydantic import Field, ValidationError
 
-from mmrl.config import TrainCommandConfig, validate
+from mmrl.config import TrainCommandConfig
 from mmrl.config.base import Section
 from mmrl.config.validate import as_tuples, explain
-from mmrl.errors import ConfigError, DataError, MmrlError, Stopped, print_error, unknown
+from mmrl.errors import ConfigError, DataError, Stopped, unknown
 from mmrl.report.compare import Comparison, compare_runs, find_runs
 from mmrl.report.html import check_docs, write_comparison, write_docs
 from mmrl.report.overview import damage_named
 from mmrl.report.rundir import allocate
 from mmrl.report.tables import comparison_text
 from mmrl.run.check import check_all
-from mmrl.run.queue import QueuedRun, RunQueue, state_of
+from mmrl.run.queue import QueuedRun, RunQueue
 from mmrl.system.conf import conf_dir, later_wins, options, user_dirs
 from mmrl.system.files import read_yaml
 from mmrl.system.stop import stoppable
@@ -322,64 +319,3 @@ def _output() -> Iterator[tuple[Callable[[str], None], Callable[[Sequence[str]],
     console = Console(highlight=False)
     with Live(console=console, refresh_per_second=2, transient=True) as live:
         yield lambda text: console.print(Text(text)), lambda lines: live.update(Text("\n".join(lines)))
-
-
-# -- mmrl train -m -----------------------------------------------------------------------------------------------------
-
-Drive = Callable[[Callable[[Mapping[str, object]], None]], None]
-"""Calls a function with the composed config of every job, in this process or in others."""
-
-
-def sweep(configs: Sequence[TrainCommandConfig], typed: Collection[str], command: Sequence[str], drive: Drive) -> int:
-    """Run the jobs through Hydra's sweeper and launcher; a job that stops does not stop the others.
-
-    With a directory of its own for each job (`run.dir=outputs/x/s${seed}`) the same command skips what is finished and
-    continues what is not, as a comparison does; without, each run has a new directory.
-
-    Raises:
-        ConfigError: every problem of every job; nothing has started.
-    """
-    _check_sweep(configs, typed)
-    Path("outputs").mkdir(exist_ok=True)
-    # A launcher may run jobs in processes on other machines (submitit), so exit codes come back as files.
-    with TemporaryDirectory(dir="outputs", prefix=".sweep-") as folder:
-        codes = Path(folder).absolute()
-        drive(partial(_sweep_job, codes, tuple(command), len(configs)))
-        exit_codes = [int(path.read_text()) for path in codes.iterdir()]
-    failed = len(configs) - sum(code == 0 for code in exit_codes)
-    done = f"sweep: {len(configs) - failed} of {len(configs)} runs finished"
-    print(done, file=sys.stderr if failed else sys.stdout)
-    return max(exit_codes, default=1) or int(failed > 0)
-
-
-def _check_sweep(configs: Sequence[TrainCommandConfig], typed: Collection[str]) -> None:
-    folders = [config.run.dir for config in configs if config.run.dir]
-    if len(set(folders)) < len(configs):
-        check_all(configs, typed)
-        return
-    # Directories of an earlier start of the same sweep are not empty, which `check_all` would refuse.
-    elsewhere = {"run": configs[0].run.model_copy(update={"dir": None})}
-    check_all([config.model_copy(update=elsewhere) for config in configs], typed)
-    pairs = zip(folders, configs, strict=True)
-    _raise([p for path, config in pairs for p in _problems_of(partial(state_of, Path(path), config, "run.dir"))])
-
-
-def _sweep_job(codes: Path, command: Sequence[str], jobs: int, raw: Mapping[str, object]) -> None:
-    """One job of a sweep, in this process or in one that a launcher has started."""
-    from mmrl.run.train import resume, train
-
-    try:
-        config = validate(TrainCommandConfig, raw)
-        name = f"algo={config.algo.name} task={config.task.name} seed={config.seed}"
-        print(f"-- job {len(list(codes.iterdir())) + 1} of {jobs}: {name}")
-        folder = config.run.dir
-        state = state_of(Path(folder), config, "run.dir") if folder else "new"
-        if folder and state == "finished":
-            print(f"finished before, kept: {folder}")
-            code = 0
-        else:
-            code = resume(Path(folder)) if folder and state == "unfinished" else train(config, command)
-    except MmrlError as error:
-        print_error(error)
-        code = error.exit_code
-    (codes / uuid4().hex).write_text(str(code))

@@ -106,6 +106,7 @@ _STAND_INS: Mapping[str, object] = {
     "mmrl.run.eval.resume_evaluation": 0,
     "mmrl.run.check.check_all": None,
     "mmrl.run.compare.check_all": None,
+    "mmrl.run.sweep.check_all": None,
     "mmrl.run.compare.RunQueue.run": 0,
     "mmrl.run.plan.make_plan": mock.Mock(text=lambda: "plan", as_json=lambda: "{}"),
     "mmrl.run.doctor.doctor": 0,

@@ -17,7 +17,7 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import COMMANDS, main
 from mmrl.cli.arguments import ExportArguments, ShowArguments
 from mmrl.cli.hydra import composed, configs, configured, read_line
-from mmrl.cli.index import BuildArguments, InfoArguments, SearchArguments, ServeArguments
+from mmrl.cli.index import BuildArguments, CheckArguments, InfoArguments, SearchArguments, ServeArguments
 from mmrl.cli.new_task import NewTaskArguments
 from mmrl.config import ALGO_SCHEMAS, EvalCommandConfig, TrainCommandConfig, validate
 from mmrl.errors import ConfigError
@@ -332,13 +332,13 @@ def test_a_job_that_a_launcher_lost_is_counted_as_not_finished(monkeypatch, tmp_
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hydra, "through_hydra", only_the_first)
-    monkeypatch.setattr("mmrl.run.compare.check_all", lambda *_: None)
+    monkeypatch.setattr("mmrl.run.sweep.check_all", lambda *_: None)
     monkeypatch.setattr("mmrl.run.train.train", lambda config, command: 0)
     assert main(["train", "-m", "seed=1,2"]) == 1
     said = capsys.readouterr()
     assert "-- job 1 of 2: algo=mhgpo_rr task=hotpotqa seed=1" in said.out
     assert "sweep: 1 of 2 runs finished" in said.err
-    assert list((tmp_path / "outputs").iterdir()) == []
+    assert not list((tmp_path / "outputs").glob(".sweep-*")) and not list(tmp_path.rglob("*_s1"))
 
 
 def test_a_sweep_with_folders_of_its_own_keeps_what_is_finished_and_continues_the_rest(monkeypatch, tmp_path, capsys):
@@ -396,7 +396,7 @@ sys.exit(f"imported {heavy}" if heavy else code)
 """
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "index build", "index info", "index search"])
+@pytest.mark.parametrize("command", [*COMMANDS, "index build", "index info", "index search", "index check"])
 def test_help_of_a_command_is_its_own_and_light(command):
     done = subprocess.run([sys.executable, "-c", LIGHT, *command.split(), "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -414,6 +414,7 @@ def test_help_names_every_key_of_a_command_that_reads_its_own(capsys):
         "index build": BuildArguments,
         "index info": InfoArguments,
         "index search": SearchArguments,
+        "index check": CheckArguments,
         "serve-retriever": ServeArguments,
         "new-task": NewTaskArguments,
     }

@@ -1,0 +1,155 @@
+"""`mmrl train -m`: the jobs of a sweep, run by any sweeper and launcher of Hydra, and shown side by side at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from uuid import uuid4
+
+from mmrl.config import TrainCommandConfig, validate
+from mmrl.errors import CheckpointError, ConfigError, MmrlError, print_error
+from mmrl.report.compare import compare_runs
+from mmrl.report.rundir import RunDir
+from mmrl.report.stats import number
+from mmrl.report.tables import comparison_text
+from mmrl.run.check import check_all
+from mmrl.run.compare import main_metrics
+from mmrl.run.queue import state_of
+from mmrl.run.settle import run_folder
+from mmrl.system.files import JsonObject
+from mmrl.system.processes import launched
+
+Job = Callable[[Mapping[str, object]], float | None]
+Drive = Callable[[Job], None]
+"""Calls a function with the composed config of every job, in this process or in others."""
+
+
+def sweep(
+    configs: Sequence[TrainCommandConfig],
+    typed: Collection[str],
+    command: Sequence[str],
+    drive: Drive,
+    *,
+    searched: bool = False,
+) -> int:
+    """Run the jobs through Hydra's sweeper and launcher; a job that stops does not stop the others.
+
+    With a directory of its own for each job (`run.dir=outputs/x/s${seed}`) the same command skips what is finished and
+    continues what is not, as a comparison does; without, each run has a new directory. A job gives its sweeper the
+    task's main metric after training, on `eval.split`.
+
+    Args:
+        configs: of the jobs, or, where `searched`, some that lie within what the sweeper will try.
+        typed: keys that the user set.
+        command: what was typed.
+        drive: the sweeper.
+        searched: the sweeper chooses the jobs' values as it goes (optuna), so their number is not known here.
+
+    Raises:
+        ConfigError: every problem of every job; nothing has started.
+    """
+    if searched:
+        check_all([config.in_folder(None) for config in configs], typed)
+    else:
+        _check_sweep(configs, typed)
+    Path("outputs").mkdir(exist_ok=True)
+    # A launcher may run jobs in processes on other machines (submitit), so what comes of them comes back as files.
+    with TemporaryDirectory(dir="outputs", prefix=".sweep-") as folder:
+        results = Path(folder).absolute()
+        try:
+            drive(partial(_sweep_job, results, tuple(command), None if searched else len(configs)))
+        except ValueError as error:
+            # Optuna's sweeper asks for the best trial at its end; where all have failed there is none.
+            if any(result["code"] == 0 for result in _results(results)):
+                raise MmrlError(f"the sweeper stopped: {error}") from error
+        done = _results(results)
+    jobs = len(done) if searched else len(configs)
+    failed = jobs - sum(result["code"] == 0 for result in done)
+    if len(done) > 1:
+        _show([Path(result["folder"]) for result in done if result["folder"]])
+    print(f"sweep: {jobs - failed} of {jobs} runs finished", file=sys.stderr if failed else sys.stdout)
+    return max((int(result["code"]) for result in done), default=1) or int(failed > 0)
+
+
+def _results(folder: Path) -> list[JsonObject]:
+    found: list[JsonObject] = [json.loads(path.read_text()) for path in folder.iterdir()]
+    return sorted(found, key=lambda result: str(result["folder"]))
+
+
+def _show(folders: Sequence[Path]) -> None:
+    """Print the runs side by side, those of them that lie on this machine."""
+    here = []
+    for folder in dict.fromkeys(folders):
+        try:
+            RunDir.read(folder)
+        except CheckpointError:
+            continue
+        here.append(folder)
+    if len(here) < 2:
+        return
+    try:
+        print(f"\n{comparison_text(compare_runs(here, 'sweep', main_metrics()))}\n")
+    # All runs have ended by now; which of them cannot be read is told, and the exit code stays theirs.
+    except MmrlError as error:
+        print(f"the runs are not shown side by side: {error}", file=sys.stderr)
+
+
+def _check_sweep(configs: Sequence[TrainCommandConfig], typed: Collection[str]) -> None:
+    folders = [config.run.dir for config in configs if config.run.dir]
+    if len(set(folders)) < len(configs):
+        check_all(configs, typed)
+        return
+    # Directories of an earlier start of the same sweep are not empty, which `check_all` would refuse.
+    elsewhere = {"run": configs[0].run.model_copy(update={"dir": None})}
+    check_all([config.model_copy(update=elsewhere) for config in configs], typed)
+    problems: list[str] = []
+    for path, config in zip(folders, configs, strict=True):
+        try:
+            state_of(Path(path), config, "run.dir")
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+
+
+def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, raw: Mapping[str, object]) -> float | None:
+    """One job of a sweep, in this process or in one that a launcher has started. Returns its main metric."""
+    from mmrl.run.train import resume, train
+
+    folder, made = "", False
+    try:
+        config = validate(TrainCommandConfig, raw)
+        name = f"algo={config.algo.name} task={config.task.name} seed={config.seed}"
+        print(f"-- job {len(list(results.iterdir())) + 1}{f' of {jobs}' if jobs else ''}: {name}")
+        folder, state = config.run.dir or "", "new"
+        if folder:
+            state = state_of(Path(folder), config, "run.dir")
+        elif launched() is None:  # else the main process of several makes it
+            folder = run_folder(None, config.task.name, config.algo.name, suffix=f"_s{config.seed}")
+            config, made = config.in_folder(folder), True
+        if state == "finished":
+            print(f"finished before, kept: {folder}")
+            code = 0
+        else:
+            code = resume(Path(folder)) if state == "unfinished" else train(config, command)
+    except MmrlError as error:
+        print_error(error)
+        code = error.exit_code
+    if made and not any(Path(folder).iterdir()):  # refused before it wrote anything
+        Path(folder).rmdir()
+    (results / uuid4().hex).write_text(json.dumps({"code": code, "folder": folder and str(Path(folder).absolute())}))
+    return _score(Path(folder)) if code == 0 and folder else None
+
+
+def _score(folder: Path) -> float | None:
+    """The main metric of the evaluation after training; None where none was made."""
+    try:
+        summary = RunDir.read(folder).summary
+    except CheckpointError:
+        return None
+    compared = summary.get("comparison", {}).get(summary.get("main_metric"), {})
+    return number(compared.get("after"))

@@ -1,0 +1,102 @@
+import pytest
+import yaml
+
+from mmrl.cli import main
+from mmrl.cli.overrides import expand, read_line
+from mmrl.errors import ConfigError
+from mmrl.report.rundir import RunDir
+
+
+def plays(score):
+    """Stands for a training run whose main metric after training is `score(config)`."""
+
+    def train(config, command):
+        with RunDir.create(config.run.dir, config.model_dump(mode="json"), command) as run:
+            run.write_summary(
+                {"main_metric": "f1", "comparison": {"f1": {"before": 0.1, "after": score(config)}}, "split": "dev"}
+            )
+        return 0
+
+    return train
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mmrl.run.sweep.check_all", lambda *_: None)
+    return monkeypatch
+
+
+def test_a_sweep_gives_its_sweeper_the_main_metric_and_prints_its_runs_side_by_side(quick, tmp_path, capsys):
+    quick.setattr("mmrl.run.train.train", plays(lambda config: config.train.lr))
+    given = []
+    from mmrl.cli import hydra
+
+    through = hydra.through_hydra
+
+    def watched(name, line, job):
+        through(name, line, lambda raw: given.append(job(raw)) or given[-1])
+
+    quick.setattr(hydra, "through_hydra", watched)
+    assert main(["train", "-m", "train.lr=0.25,0.5"]) == 0
+    printed = capsys.readouterr().out
+    assert given == [0.25, 0.5]
+    assert "mhgpo_rr train.lr=0.25" in printed and "mhgpo_rr train.lr=0.5" in printed
+    assert "sweep: 2 of 2 runs finished" in printed
+    # in folders of the usual names (Hydra's own is `multirun`), and nothing else is left behind
+    assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"hotpotqa", "multirun"}
+
+
+def test_a_search_of_four_trials_goes_where_the_metric_is_best(quick, tmp_path, capsys):
+    pytest.importorskip("optuna", reason="needs optuna and hydra-optuna-sweeper (pip install 'mmrl[optuna]')")
+    quick.setattr("mmrl.run.train.train", plays(lambda config: config.train.lr * config.train.batch_size))
+    search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.sampler.seed=1"]
+    search += [
+        "hydra.sweeper.direction=maximize",
+        "train.lr=tag(log,interval(1e-6,1e-3))",
+        "train.batch_size=choice(2,4)",
+    ]
+    assert main(["train", "-m", *search, "seed=3", f"hydra.sweep.dir={tmp_path}/study"]) == 0
+    printed = capsys.readouterr().out
+    assert "sweep: 4 of 4 runs finished" in printed and "-- job 4: algo=mhgpo_rr task=hotpotqa seed=3" in printed
+    found = yaml.safe_load((tmp_path / "study" / "optimization_results.yaml").read_text())
+    runs = [RunDir.read(path.parent) for path in tmp_path.rglob("summary.json")]
+    best = max(runs, key=lambda run: run.summary["comparison"]["f1"]["after"]).config["train"]
+    assert len({run.config["train"]["lr"] for run in runs}) == 4
+    assert found["best_value"] == pytest.approx(best["lr"] * best["batch_size"])
+    assert found["best_params"] == {"++train.lr": best["lr"], "++train.batch_size": str(best["batch_size"])} or (
+        found["best_params"]["++train.lr"] == best["lr"]
+    )
+
+
+def test_a_search_in_which_every_trial_fails_says_so_and_is_no_traceback(quick, tmp_path, capsys):
+    pytest.importorskip("optuna", reason="needs optuna and hydra-optuna-sweeper (pip install 'mmrl[optuna]')")
+
+    def fails(config, command):
+        raise ConfigError("model.path: no weights")
+
+    quick.setattr("mmrl.run.train.train", fails)
+    search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", f"hydra.sweep.dir={tmp_path}/study"]
+    assert main(["train", "-m", *search, "train.lr=interval(0.1,0.2)"]) == 2
+    printed = capsys.readouterr()
+    assert "sweep: 0 of 2 runs finished" in printed.err and "No trials are completed" not in printed.err
+    assert not list((tmp_path / "outputs").rglob("*_s0")), "no empty folders"
+
+
+def test_what_a_search_may_try_is_validated_before_it_starts(quick, capsys):
+    quick.setattr("mmrl.cli.overrides.PLUGINS", ())
+    line = read_line(["-m", "hydra/sweeper=optuna", "train.lr=interval(0,1)", "seed=1"])
+    assert [[word for word in job if "lr" in word] for job in expand(line, [])] == [
+        ["++train.lr=0.0"],
+        ["++train.lr=1.0"],
+    ]
+    line = read_line(["-m", "hydra/sweeper=optuna", "seed=range(1,4)", "train.lr=0.1"])
+    assert [job[1] for job in expand(line, [])] == ["++seed=1", "++seed=3"]
+    # a list that is not searched is still every job of the grid
+    assert len(expand(read_line(["-m", "seed=1,2", "train.lr=0.1,0.2"]), [])) == 4
+
+
+def test_without_its_package_the_sweeper_is_refused_with_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["train", "-m", "hydra/sweeper=optuna", "seed=1"]) == 2
+    assert "hydra/sweeper: got optuna, which needs hydra-optuna-sweeper" in capsys.readouterr().err
