@@ -35,7 +35,8 @@ def train(context: typer.Context) -> int:
                                              folders of their own ('run.dir=outputs/x/s${seed}') finished runs
                                              stay and unfinished ones continue
       plugins=[PACKAGE]                      packages that add tasks or algorithms
-      resume=RUN_DIR                         continue a stopped run; no other key with it
+      resume=RUN_DIR                         continue a stopped run; no other key with it but train.steps=+N, which
+                                             takes N further steps, also of a finished run
 
     \b
     Examples:
@@ -43,16 +44,22 @@ def train(context: typer.Context) -> int:
       mmrl train algo=grpo task=2wiki train.steps=50 seed=1
       mmrl train -m algo=mhgpo_rr,grpo seed=0,1,2
       mmrl train resume=outputs/hotpotqa/mhgpo_rr/RUN
+      mmrl train resume=outputs/hotpotqa/mhgpo_rr/RUN train.steps=+100
     """
     from mmrl.cli import hydra, overrides
     from mmrl.config import TrainCommandConfig
 
     line = overrides.read_line(context.args, own=("resume",))
     if "resume" in line.own:
-        overrides.refuse_beside_resume(line)
+        overrides.refuse_beside_resume(line, "train.steps")
+        folder = Path(line.own["resume"])
+        if line.overrides:
+            from mmrl.run.extend import extend
+
+            return extend(folder, overrides.typed_value(line.overrides[0]) or "")
         from mmrl.run.train import resume
 
-        return resume(Path(line.own["resume"]))
+        return resume(folder)
     if line.flags:
         hydra.print_only("train", line)
         return 0

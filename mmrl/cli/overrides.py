@@ -242,8 +242,10 @@ def forced(override: Override, value: str | None) -> str:
     return text if as_typed or key in GROUPS or key.startswith("hydra") or "/" in key else f"++{text}"
 
 
-def refuse_beside_resume(line: CommandLine) -> None:
-    """Raises `ConfigError` for anything beside `resume=`."""
+def refuse_beside_resume(line: CommandLine, *allowed: str) -> None:
+    """Raises `ConfigError` for anything beside `resume=` but the keys that are `allowed`."""
+    line = line.without(allowed)
     if line.overrides or line.switches:
         given = ", ".join([*line.typed, *line.switches])
-        raise ConfigError(f"resume: a run continues with the config it was started with; remove {given}")
+        more = f" (but {' '.join(allowed)}: further steps)" if allowed else ""
+        raise ConfigError(f"resume: a run continues with the config it was started with{more}; remove {given}")

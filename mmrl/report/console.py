@@ -204,13 +204,14 @@ def finish(
         seconds: wall-clock time of this process's part of the run.
     """
     differences = compare_items(before, after, seed, bootstrap, main_metric)
+    facts = {**facts, **_segments_fact(run)}
     seen = Overview.of(run)
     _, rewards = series(seen.training, "reward/mean")
     # The same window as in the charts, so that numbers and curves agree.
     smooth = trailing_mean(rewards, 5)
     reward = {"first": smooth[0], "last": smooth[-1], "best": smooth.max()} if len(smooth) else {}
     results: dict[str, object] = {"seed": seed, "split": split, "seconds": seconds, "main_metric": main_metric}
-    results |= {"reward": reward, "facts": dict(facts)}
+    results |= {"reward": reward, "facts": facts}
     # First the numbers, then the page: a page that fails to draw loses nothing.
     run.write_summary(_summary(seen, differences, results))
     seen = Overview.of(run)
@@ -229,6 +230,12 @@ def finish(
     parts += [failures_text({"before": before, "after": after}), alarm_text(seen.alarms, width)]
     parts.append(further(run, seen, trouble))
     return "\n\n".join(part for part in parts if part)
+
+
+def _segments_fact(run: RunDir) -> dict[str, str]:
+    """That and where a run was extended."""
+    ends = [segment["done"] for segment in run.segments]
+    return {"extended": f"after step {', '.join(map(str, ends))} (segments.jsonl)"} if ends else {}
 
 
 def _summary(seen: Overview, differences: Mapping[str, Difference], results: Mapping[str, object]) -> dict[str, object]:

@@ -8,6 +8,7 @@ Part of `report`; used by `run` and the commands that read runs. Layout:
                        credit, a file per step    checkpoints/    the trainer's
     summary.json       before, after, verdict     report.html     for people
     digests.jsonl      of journals, evaluations   run.lock        held while a process writes here
+    segments.jsonl     a line per `train.steps=+N` beside `resume=`; absent otherwise
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +30,7 @@ from mmrl.report.ledger import LINES_DIFFER, Appended, Ledger
 from mmrl.report.machine import describe_environment
 from mmrl.system.files import (
     JsonObject,
+    append_jsonl,
     atomic_write,
     dumps,
     is_locked,
@@ -39,7 +42,7 @@ from mmrl.system.files import (
     take_lock,
 )
 
-LOCK = "run.lock"
+LOCK, SEGMENTS = "run.lock", "segments.jsonl"
 FOLDERS = ("journal", "eval", "checkpoints")
 NOT_COMPARED = ("time/", "rate/", "memory/", "endpoint/")
 """Metric families that a clock or the machine decides; all others are bit-equal on the same inputs."""
@@ -147,6 +150,7 @@ class RunDir:
         # Append-only files may end in half a line, which would join with the next.
         repair_jsonl(run.metrics_path)
         repair_jsonl(run.ledger.file.path)
+        repair_jsonl(run.path / SEGMENTS)
         if command:
             facts = run.environment
             if not facts and (run.path / "environment.json").exists():
@@ -200,12 +204,42 @@ class RunDir:
 
     @property
     def config(self) -> JsonObject:
-        """The resolved config."""
+        """The resolved config; of a run that was extended, with the steps of its last segment."""
+        config = self._stored_config()
+        if (segments := self.segments) and isinstance(config.get("train"), dict):
+            config["train"]["steps"] = segments[-1]["steps"]
+        return config
+
+    def _stored_config(self) -> JsonObject:
+        """`config.yaml`."""
         try:
             loaded = read_yaml(self.path / "config.yaml")
         except DataError as error:
             raise CheckpointError(str(error)) from None
         return loaded if isinstance(loaded, dict) else {}
+
+    @property
+    def segments(self) -> list[JsonObject]:
+        """The run's extensions, in order: `steps` (all, from then on), `done` (before it), `summary` (the one then).
+
+        Raises:
+            DataError: a damaged file.
+        """
+        path = self.path / SEGMENTS
+        segments = read_jsonl(path)
+        for number, segment in enumerate(segments, start=1):
+            if not all(isinstance(segment.get(key), int) and segment[key] > 0 for key in ("steps", "done")):
+                raise DataError(
+                    f"{path}:{number}: got {dumps(segment)[:60]}, expected numbers of steps and of done ones"
+                )
+        return segments
+
+    @property
+    def planned_steps(self) -> set[object]:
+        """Every `train.steps` that the run has had: a checkpoint was made with one of them."""
+        train = self._stored_config().get("train")
+        first = train.get("steps") if isinstance(train, dict) else None
+        return {first, *(segment["steps"] for segment in self.segments)}
 
     @property
     def environment(self) -> JsonObject:
@@ -220,7 +254,10 @@ class RunDir:
     @property
     def finished(self) -> bool:
         """Whether all is written that a run ends with: the summary and, of a training run, the report."""
-        return bool(self.summary) and (self.report_path.is_file() or "algo" not in self.config)
+        summary = self.summary
+        if (segments := self.segments) and summary.get("steps") != segments[-1]["steps"]:
+            return False  # the summary is that of the segment before
+        return bool(summary) and (self.report_path.is_file() or "algo" not in self._stored_config())
 
     def history(self) -> list[JsonObject]:
         """One mapping per step, in order (`step` is one of its keys); lines of the same step are merged."""
@@ -243,6 +280,12 @@ class RunDir:
     def append_metrics(self, step: int, metrics: Mapping[str, object]) -> None:
         """Write the metrics of one step (0: before training)."""
         self.metrics.append([{"step": step, **metrics}])
+
+    def add_segment(self, steps: int, done: int, command: Sequence[str]) -> None:
+        """Note that the run goes on to `steps`, of which `done` are done."""
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        segment = {"steps": steps, "done": done, "started": started, "command": list(command), "summary": self.summary}
+        append_jsonl(self.path / SEGMENTS, [segment])
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write `summary.json`."""

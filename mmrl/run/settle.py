@@ -143,8 +143,8 @@ def config_changes(stored: Mapping[str, object], now: Mapping[str, object]) -> d
     }
 
 
-def refuse_changes(folder: Path, stored: Mapping[str, object], now: Mapping[str, object], checkpoint: str) -> list[str]:
-    """Compare `config.yaml` of a run with the config that a checkpoint was made with.
+def refuse_changes(run: RunDir, stored: Mapping[str, object], now: Mapping[str, object], checkpoint: str) -> list[str]:
+    """Compare the config of a run with the one that a checkpoint was made with.
 
     Returns:
         Changes of machine and servers, which a user may make.
@@ -152,11 +152,15 @@ def refuse_changes(folder: Path, stored: Mapping[str, object], now: Mapping[str,
     Raises:
         CheckpointError: any other change.
     """
-    shown = {path: f"{path}={here} (was {there})" for path, (there, here) in config_changes(stored, now).items()}
+    changes = config_changes(stored, now)
+    # A run that was extended has checkpoints of earlier segments, whose steps it knows.
+    if "train.steps" in changes and changes["train.steps"][0] in run.planned_steps:
+        changes.pop("train.steps")
+    shown = {path: f"{path}={here} (was {there})" for path, (there, here) in changes.items()}
     allowed = [path for path in shown if path.startswith("hardware.") or path.rpartition(".")[2] in _SERVERS]
     if refused := [text for path, text in shown.items() if path not in allowed]:
         raise CheckpointError(
-            f"{folder}/config.yaml: is not the config that {checkpoint} was made with: {', '.join(refused)}; "
+            f"{run.path}/config.yaml: is not the config that {checkpoint} was made with: {', '.join(refused)}; "
             "put it back, or start a new run"
         )
     return [shown[path] for path in allowed]

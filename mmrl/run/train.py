@@ -151,7 +151,7 @@ def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
         changed: dict[Path, str] = {}
         moved: list[str] = []
         if record:
-            moved = refuse_changes(rundir.path, record["config"], config, checkpoint.name)
+            moved = refuse_changes(rundir, record["config"], config, checkpoint.name)
             changed = rundir.changed_since(record)
         # The weights before training are there before the checkpoint is loaded, those of the last step after it.
         evaluated = {0, step} if step == steps else {0}

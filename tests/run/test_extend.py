@@ -1,0 +1,109 @@
+import json
+import shutil
+
+import pytest
+
+from mmrl.cli import main
+from mmrl.report.rundir import RunDir, comparable
+from tests.helpers.runs import command
+
+
+@pytest.fixture(scope="module")
+def whole(random_model, tmp_path_factory):
+    """A run of 4 steps."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert main(command(random_model, folder, "train.steps=4")) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def short(random_model, tmp_path_factory):
+    """The same with 2 steps, finished."""
+    folder = tmp_path_factory.mktemp("short") / "run"
+    assert main(command(random_model, folder, "train.steps=2")) == 0
+    return folder
+
+
+def copy(run, folder):
+    return shutil.copytree(run, folder / "run")
+
+
+def weights(run, step):
+    (file,) = (run / "checkpoints" / f"checkpoint-{step}").glob("*.safetensors")
+    return file.read_bytes()
+
+
+def test_two_steps_and_two_more_are_four_bit_for_bit(whole, short, tmp_path, capsys):
+    run = copy(short, tmp_path)
+    before, config = RunDir.read(run).summary, (run / "config.yaml").read_bytes()
+    assert main(["train", f"resume={run}", "train.steps=+2"]) == 0
+    printed = capsys.readouterr()
+    assert "continuing from step 2" in printed.err and "after step 2 (segments.jsonl)" in printed.out
+    seen, expected = RunDir.read(run), RunDir.read(whole)
+    assert [comparable(record) for record in seen.history()] == [comparable(record) for record in expected.history()]
+    assert weights(run, 4) == weights(whole, 4)
+    for step in (3, 4):
+        assert seen.journal_path(step).read_bytes() == expected.journal_path(step).read_bytes()
+    # the first segment and the config stay as they were
+    (segment,) = seen.segments
+    assert (segment["steps"], segment["done"], segment["summary"]) == (4, 2, before)
+    assert segment["command"] == ["mmrl", "train", f"resume={run}", "train.steps=+2"]
+    assert (run / "config.yaml").read_bytes() == config and seen.config["train"]["steps"] == 4
+    assert seen.finished and seen.summary["steps"] == 4
+    assert "after step 2" in seen.summary["facts"]["extended"] and "after step 2" in seen.report_path.read_text()
+    # finished again, and the checkpoints of both segments are what they say
+    assert main(["train", f"resume={run}"]) == 2
+    assert "this run is finished" in capsys.readouterr().err
+
+
+def test_a_killed_extension_goes_on_and_a_changed_segment_is_noticed(short, tmp_path, capsys):
+    run = copy(short, tmp_path)
+    with RunDir.open(run) as opened:
+        opened.add_segment(3, 2, ["mmrl"])
+    assert not RunDir.read(run).finished  # killed before it began
+    assert main(["train", f"resume={run}"]) == 0
+    assert RunDir.read(run).summary["steps"] == 3
+    capsys.readouterr()
+    (run / "summary.json").unlink()
+    (run / "segments.jsonl").write_text((run / "segments.jsonl").read_text().replace('"steps":3', '"steps":9'))
+    assert json.loads((run / "segments.jsonl").read_text())["steps"] == 9
+    assert main(["train", f"resume={run}"]) == 2
+    assert "is not the config that checkpoint-3 was made with: train.steps=9 (was 3)" in capsys.readouterr().err
+    (run / "segments.jsonl").write_text('{"steps": "x"}\n')
+    assert main(["show", str(run)]) == 2
+    assert "segments.jsonl:1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["train.steps=2"], "this run is finished"),
+        (["train.steps=1"], "has done 2 steps; expected +N"),
+        (["train.steps=+0"], "this run is finished"),
+        (["train.steps=-3"], "train.steps: got '-3', expected +N"),
+        (["train.steps=ten"], "train.steps: got 'ten', expected +N"),
+        (["train.steps=+2", "train.lr=1"], "remove train.lr=1"),
+        (["train.batch_size=2"], "train.steps: further steps"),
+    ],
+)
+def test_what_a_run_cannot_go_on_with(typed, says, short, tmp_path, capsys):
+
+    def files():
+        # the lock, and that somebody tried
+        passed_over = ("run.lock", "environment.json")
+        return {p: p.read_bytes() for p in short.rglob("*") if p.is_file() and p.name not in passed_over}
+
+    before = files()
+    assert main(["train", f"resume={short}", *typed]) == 2
+    assert says in capsys.readouterr().err
+    assert files() == before
+
+
+def test_a_learning_rate_that_falls_to_the_end_of_the_run_is_refused(short, tmp_path, capsys):
+    run = copy(short, tmp_path)
+    text = (run / "config.yaml").read_text()
+    assert "schedule: constant" in text
+    (run / "config.yaml").write_text(text.replace("schedule: constant", "schedule: cosine"))
+    assert main(["train", f"resume={run}", "train.steps=4"]) == 2
+    assert "train.schedule=cosine, which ends at step 2" in capsys.readouterr().err
+    assert not (run / "segments.jsonl").exists()
