@@ -147,9 +147,9 @@ def _dispatch(words: Sequence[str]) -> int:
     elif first in ("-sc", "--shell-completion"):
         if len(words) != 2 or not re.fullmatch(r"(install|uninstall|query)=(bash|fish|zsh)", words[1]):
             raise ConfigError(f"{first}: got {' '.join(words[1:]) or 'nothing'}, expected install=bash, =zsh or =fish")
-        from mmrl.cli.hydra import complete
+        from mmrl.cli.completion import complete
 
-        complete(words)
+        complete(words[1])
     elif first not in COMMANDS and first != WORKER:
         raise ConfigError(f"unknown command '{first}'{nearest(first, COMMANDS)} (commands: {', '.join(COMMANDS)})")
     else:

@@ -237,16 +237,6 @@ def through_hydra(
         sys.argv = saved
 
 
-def complete(words: Sequence[str]) -> None:
-    """Shell completion as Hydra gives it: `eval "$(mmrl -sc install=bash)"`; the command word is hidden from Hydra."""
-    parts = os.environ.get("COMP_LINE", "").split(" ")
-    config_name = parts[1] if len(parts) > 1 and parts[1] in ("train", "eval") else "train"
-    if len(parts) > 1 and parts[1] == config_name:
-        os.environ["COMP_LINE"] = " ".join([parts[0], *parts[2:]])
-        os.environ["COMP_POINT"] = str(len(os.environ["COMP_LINE"]))
-    through_hydra(config_name, CommandLine(flags=tuple(words)), lambda config: None)
-
-
 CREDIT = ("rollouts", "run", "step", "algo")
 """Keys of `mmrl credit` itself."""
 

@@ -243,15 +243,6 @@ def test_cfg_job_prints_the_composed_config():
     assert "name: mhgpo_is" in done.stdout
 
 
-def test_shell_completion_completes_after_the_command_word():
-    import os
-
-    line = "mmrl train algo=mhgpo_f"
-    env = {**os.environ, "COMP_LINE": line, "COMP_POINT": str(len(line))}
-    done = subprocess.run([sys.executable, "-m", "mmrl", "-sc", "query=bash"], capture_output=True, text=True, env=env)
-    assert "algo=mhgpo_fof" in done.stdout, done.stdout + done.stderr
-
-
 def test_eval_needs_a_policy_and_takes_one():
     config = validate(EvalCommandConfig, composed("eval", ["++policy=tiny", "++split=test"]))
     assert (config.policy, config.split) == ("tiny", "test")
