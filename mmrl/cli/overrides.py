@@ -202,6 +202,8 @@ def _ends(override: Override) -> list[str | None]:
 
 def _values(override: Override) -> list[str | None]:
     """What follows the `=`, one for each value of a sweep; None where `~key` stands alone."""
+    if isinstance(override.value(), IntervalSweep):
+        raise HydraException("an interval is for a sweeper that searches; add hydra/sweeper=optuna, or list the values")
     if override.is_sweep_override():
         return list(override.sweep_string_iterator())
     return [override.get_value_element_as_str() if typed_value(override) is not None else None]

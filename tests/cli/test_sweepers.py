@@ -96,6 +96,11 @@ def test_what_a_search_may_try_is_validated_before_it_starts(quick, capsys):
     assert len(expand(read_line(["-m", "seed=1,2", "train.lr=0.1,0.2"]), [])) == 4
 
 
+def test_an_interval_needs_a_sweeper_that_searches(capsys):
+    assert main(["train", "-m", "train.lr=interval(0,1)"]) == 2
+    assert "train.lr=interval(0,1): an interval is for a sweeper that searches" in capsys.readouterr().err
+
+
 def test_without_its_package_the_sweeper_is_refused_with_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["train", "-m", "hydra/sweeper=optuna", "seed=1"]) == 2
