@@ -127,11 +127,15 @@ def _examined(built: BuiltRun, examples: int) -> tuple[RunFacts, Forest]:
         numpy.random.set_state(array_draws)
 
 
-def look_before(config: TrainCommandConfig, task: Task, built: BuiltRun, log: StepLog) -> None:
+def look_before(built: BuiltRun, log: StepLog, checkpoint: Path | None) -> None:
     """Before training: play a few examples where `run.doctor` says so, print and keep what was found.
 
     It stops no run: what so few examples show is for a person to judge.
     """
+    if checkpoint is not None:
+        return
+    collector = built.evaluations.collector
+    config, task = collector.config, collector.task
     wanted, reason = log.processes.first(_wanted(config, task, log.rundir.path / FILE))
     if not wanted:
         if reason:

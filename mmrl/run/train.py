@@ -21,6 +21,7 @@ from mmrl.models.policy import damage
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.run.build import RECORD, BuiltRun, build_run, build_task, check_model
 from mmrl.run.check import check_all
+from mmrl.run.doctor import look_before
 from mmrl.run.launch import adopt, must_start, released, start
 from mmrl.run.settle import import_plugins, refuse_changes, run_folder, settle, stored_config
 from mmrl.system.files import JsonObject, plain
@@ -205,7 +206,6 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
     from mmrl.report.console import finish
     from mmrl.report.progress import Progress
     from mmrl.report.trackers import trackers
-    from mmrl.run.doctor import look_before
     from mmrl.stages.step_log import StepLog
 
     started = time.perf_counter()
@@ -233,8 +233,7 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
             with storage(rundir.path):
                 built = build_run(config, task, log, checkpoint)
                 try:
-                    if checkpoint is None:
-                        look_before(config, task, built, log)
+                    look_before(built, log, checkpoint)
                     before = built.evaluations.baseline()
                     for stage in built.stages:
                         stage.run(checkpoint)
