@@ -221,20 +221,24 @@ def _outside_of_loops(work: Callable[[], T]) -> T:
         return work()
     outcome: list[T] = []
     failure: list[BaseException] = []
+    done = threading.Event()
 
     def run() -> None:
         try:
             outcome.append(work())
         except BaseException as error:  # handed on to the caller, whatever it is
             failure.append(error)
+        finally:
+            done.set()
 
     # a daemon: a kernel that is restarted must not wait for the run
     thread = threading.Thread(target=run, name="mmrl-train", daemon=True)
     thread.start()
     with _interrupts_raised():
-        while thread.is_alive():
+        # Not `join`: interrupted, it takes a thread that runs for one that has ended (CPython 3.11).
+        while not done.is_set():
             try:
-                thread.join(0.2)
+                done.wait(0.2)
             except KeyboardInterrupt:
                 to, what = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(to, what)
