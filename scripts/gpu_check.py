@@ -223,7 +223,7 @@ def peer(part: Part, mine: Mine, rows: list[Row], few: list[Row], device: str, d
 
         model_config = ModelConfig(name="gpu_check", path="tiny", lora=part.lora)
         settings = Settings(train=None, algo=None, model=model_config, seed=0)  # type: ignore[arg-type]
-        model = peft.get_peft_model(model, settings.lora())
+        model = peft.get_peft_model(model, settings.lora(model))
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

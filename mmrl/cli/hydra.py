@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from mmrl.cli.arguments import CommandLine, comma_separated, typed_text
-from mmrl.cli.overrides import expand, forced, parse, read_line, typed_value
+from mmrl.cli.overrides import expand, forced, of_policy, parse, read_line, typed_value
 from mmrl.config import AlgoConfig, RootConfig, TrainCommandConfig, validate
 from mmrl.config.schema import LARGEST_SEED
 from mmrl.config.validate import algo_section, as_tuples
@@ -119,7 +119,10 @@ def composed(config_name: str, overrides: Sequence[str], config_dir: str | None 
         ConfigError: Hydra or OmegaConf could not compose it; their message, first line.
     """
     try:
-        return _sections(config_name, _composition(config_name, overrides, config_dir))
+        sections = _sections(config_name, _composition(config_name, overrides, config_dir))
+        if config_name == "eval" and (more := of_policy(sections, overrides, config_dir)):
+            sections = _sections(config_name, _composition(config_name, [*overrides, *more], config_dir))
+        return sections
     except (HydraException, OmegaConfBaseException) as error:
         raise _refusal(error) from None
 
@@ -206,8 +209,12 @@ def print_only(config_name: str, line: CommandLine) -> None:
     jobs = expand(line, problems)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    # for its problems alone: Hydra's main has a traceback for some of them
-    _composition(config_name, jobs[0], line.config_dir)
+    # for its problems too: Hydra's main has a traceback for some of them
+    config = _composition(config_name, jobs[0], line.config_dir)
+    if config_name == "eval":
+        with suppress(OmegaConfBaseException):  # what cannot be resolved is printed as it stands
+            more = parse(of_policy(_sections(config_name, config), jobs[0], line.config_dir), problems)
+            line = replace(line, overrides=(*line.overrides, *more))
     through_hydra(config_name, line, lambda raw: None)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,7 +16,9 @@ from hydra.core.override_parser.types import IntervalSweep, Override, Sweep
 from hydra.errors import HydraException
 
 from mmrl.cli.arguments import CommandLine, Words, typed_text
+from mmrl.config.rules import value_at
 from mmrl.errors import ConfigError, unknown
+from mmrl.models.policy import model_of
 from mmrl.system.conf import GROUPS, options
 
 # Listed, since Hydra's own argument parser ends the process at the first flag that it does not know.
@@ -242,6 +244,37 @@ def forced(override: Override, value: str | None) -> str:
     # A choice of a group and Hydra's own keys take no `++`; with a `+` or `~` the user has chosen the form already.
     as_typed = override.is_add() or override.is_force_add() or override.is_delete() or override.package is not None
     return text if as_typed or key in GROUPS or key.startswith("hydra") or "/" in key else f"++{text}"
+
+
+def of_policy(sections: Mapping[str, object], words: Sequence[str], config_dir: str | None) -> list[str]:
+    """Further words of an evaluation: the `model=` of its policy, and how its run wrote prompts, where not typed.
+
+    Else every policy would be evaluated with the limits of the default model, the tiny one.
+
+    Args:
+        sections: of the words as typed, composed.
+        words: the overrides of the job.
+    """
+    model, policy = sections.get("model"), sections.get("policy")
+    if not isinstance(model, Mapping) or not isinstance(policy, str):
+        return []
+    elsewhere = value_at(sections, "engine.name") == "openai"  # then it is the name of an endpoint's model
+    name, keys = model_of(policy)
+    if elsewhere:
+        name, keys = "hf", {}
+    name = name if name in options("model", config_dir) else "hf"
+    typed = {word.partition("=")[0].lstrip("+~") for word in words}
+    chosen = model.get("name") != "tiny" or name == "tiny" or "model" in typed
+    more = [] if chosen else [f"model={name}"]
+    if model.get("path") is None or (more and name == "hf"):
+        # an endpoint's texts are read by a tokenizer that is here
+        keys = {"path": "tiny" if elsewhere else policy, **keys}
+    return more + [f"++model.{key}={_quoted(value)}" for key, value in keys.items() if f"model.{key}" not in typed]
+
+
+def _quoted(value: object) -> str:
+    """A config value in Hydra's grammar."""
+    return "'" + value.replace("'", "\\'") + "'" if isinstance(value, str) else str(value).lower()
 
 
 def refuse_beside_resume(line: CommandLine, *allowed: str) -> None:

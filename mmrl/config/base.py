@@ -9,8 +9,12 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
-from mmrl.errors import unknown
+from mmrl.errors import nearest, unknown
 from mmrl.secrets import holder, secret_name
+
+SPLITS = ("train", "dev", "test")
+MINI = "mini"
+"""In place of a file or hub id: the embedded mini world."""
 
 
 class Section(BaseModel):
@@ -121,3 +125,13 @@ SHIPPED: Mapping[str, tuple[str, ...]] = {
 def shipped_for(task: str) -> str:
     """The model that `tiny` stands for with `task`; the first one where none was made for it."""
     return next((model for model, tasks in SHIPPED.items() if task in tasks), "tiny")
+
+
+def under_tiny(name: object, path: object) -> list[str]:
+    """The one sentence for other weights under `model=tiny`, whose learning rate and limits suit none but its own."""
+    if name != "tiny" or not isinstance(path, str) or path in SHIPPED:
+        return []
+    return [
+        f"model.path: got '{path}', and model=tiny has the learning rate, steps and limits of the shipped model; use "
+        f"model=hf model.path={path}{nearest(path, tuple(SHIPPED))}"
+    ]

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from mmrl.config.base import SHIPPED, Section
+from mmrl.config.base import MINI, SHIPPED, SPLITS, Section
 
 SectionT = TypeVar("SectionT", bound=Section)
 At = Callable[[str], object]
@@ -98,7 +98,7 @@ def _no_schedule(at: At) -> bool:
 
 
 def _mini_alone(at: At) -> bool:
-    return all(at(f"task.data.{split}") == "mini" for split in ("train", "dev", "test"))
+    return all(at(f"task.data.{split}") in (None, MINI) for split in SPLITS)
 
 
 def _weights_elsewhere(at: At) -> bool:
@@ -247,6 +247,7 @@ TYPED = (
     Rule("eval.every", _EVAL, "on mmrl eval; it is an option of mmrl train"),
     Rule("model.lora", _EVAL, "on mmrl eval: policy= says which adapter there is, if any"),
     Rule("model.path", _weights_elsewhere, "on mmrl eval; policy= names the weights"),
+    Rule("model.name", _EVAL, "on mmrl eval, which names its policy=; leave it out"),
     Rule("model.gradient_checkpointing", _EVAL, "on mmrl eval, which updates nothing"),
     # Typed, and not from a profile that was made for training.
     Rule(
@@ -277,6 +278,7 @@ TYPED = (
         "where the learning rate is constant all the same; set train.warmup_steps for constant_with_warmup, more than "
         "one optimizer step for linear or cosine",
     ),
+    *(Rule(f"task.data.{split}_items", f"task.data.{split}=null", ": there is no such split") for split in SPLITS),
     # Their questions of the mini world are of one kind.
     Rule(
         "task.dataset",

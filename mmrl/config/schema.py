@@ -14,6 +14,8 @@ from mmrl.config.tasks import TASK_SCHEMAS, PluginTaskConfig, TaskConfig
 
 LARGEST_SEED = 2**32 - 1
 """What numpy's generator takes, which transformers seeds too."""
+ALL_LINEAR = "all-linear"
+"""In place of names of layers; peft's word."""
 
 
 class LoraConfig(Section):
@@ -25,8 +27,20 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"),
         min_length=1,
-        description="linear layers that get an adapter",
+        description="linear layers that get an adapter; [all-linear]: every one but the head, whatever it is called",
     )
+
+    @field_validator("targets")
+    @classmethod
+    def _alone(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+        if ALL_LINEAR in targets and len(targets) > 1:
+            raise ValueError(f"got {', '.join(targets)}, expected {ALL_LINEAR} alone or names of layers")
+        return targets
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every linear layer but the head gets an adapter."""
+        return self.targets == (ALL_LINEAR,)
 
 
 class ModuleWeights(Section):
@@ -54,7 +68,9 @@ class ModelConfig(Section):
         description="null: all modules share the weights; else an adapter for each module ({}: nothing more to say)",
     )
     gradient_checkpointing: bool = Field(False, description="the update forwards twice and keeps less in memory")
-    chat_template: str | None = Field(None, description="a Jinja file; null: the tokenizer's own")
+    chat_template: str | None = Field(
+        None, description="a Jinja file; null: the tokenizer's own; `plain`: for base models, which have none"
+    )
     thinking: bool = Field(False, description="the chat template's thinking mode, where it has one")
 
 
@@ -126,7 +142,11 @@ class EvalConfig(Section):
 
     split: Literal["train", "dev", "test"] = Field("dev", description="of a training run; mmrl eval takes split=")
     every: int = Field(20, ge=0, description="steps between evaluations; 0: only before and after")
-    items: int | None = Field(None, ge=1, description="first N items of the split; null: all")
+    items: int | None = Field(
+        None,
+        ge=1,
+        description="N items of the split, of data files N that are drawn, the same ones in every run; null: all",
+    )
     samples: int = Field(1, ge=1, description="rollouts per item, each with its own seed")
     temperature: float = Field(0.0, ge=0, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1: off")

@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
-from mmrl.config.base import Section, by_name, no_lookalike
+from mmrl.config.base import MINI, SPLITS, Section, by_name, no_lookalike
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.retriever import RETRIEVER_SCHEMAS, Bm25Config, RetrieverConfig
 
 
 class DataConfig(Section):
-    """Where examples come from: `mini` (the embedded world), a file, a hub id, or a Python object."""
+    """Where examples come from: `mini` (the embedded world), a file, a hub id, or a Python object.
 
-    train: str = Field(
-        "mini",
-        description="mini, a file, a hub id (owner/name[:config[:split]]), or a Python list (package.module:name)",
+    Where no split has any of the others, all are the mini world's; else a split without a source is absent.
+    """
+
+    train: str | None = Field(
+        None,
+        description="mini, a file, a hub id (owner/name[:config[:split]]), or a Python list (package.module:name); "
+        "null: none; all null: mini",
     )
-    dev: str = Field("mini", description="as train; the split that evaluations use by default")
-    test: str = Field("mini", description="as train")
+    dev: str | None = Field(None, description="as train; the split that evaluations use by default")
+    test: str | None = Field(None, description="as train")
     train_items: int | None = Field(None, ge=1, description="use only the first N after a seeded shuffle; null: all")
     dev_items: int | None = Field(None, ge=1, description="the same of dev; one subset, whatever the seed of the run")
     test_items: int | None = Field(None, ge=1, description="the same of test")
 
-    def source_of(self, split: str) -> str:
-        """Where the examples of `train`, `dev` or `test` come from."""
+    @model_validator(mode="before")
+    @classmethod
+    def _all_mini(cls, raw: object) -> object:
+        # Here, and not where the data are read, so that config.yaml and report say where every split came from.
+        if not isinstance(raw, Mapping) or any(raw.get(split) not in (None, MINI) for split in SPLITS):
+            return raw
+        return {**raw, **dict.fromkeys(SPLITS, MINI)}
+
+    def source_of(self, split: str) -> str | None:
+        """Where the examples of `train`, `dev` or `test` come from; None: there is no such split."""
         return {"train": self.train, "dev": self.dev, "test": self.test}[split]
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Split -> file or hub id, for the splits that have one."""
+        sources = {split: self.source_of(split) for split in SPLITS}
+        return {split: source for split, source in sources.items() if source is not None and source != MINI}
 
     def items_of(self, split: str) -> int | None:
         """How many examples of a split are used; None: all."""

@@ -8,7 +8,7 @@ from typing import TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig, MmgrpoConfig
-from mmrl.config.base import shipped_for
+from mmrl.config.base import shipped_for, under_tiny
 from mmrl.config.engines import ENGINE_SCHEMAS
 from mmrl.config.retriever import RETRIEVER_SCHEMAS
 from mmrl.config.rules import value_at
@@ -122,8 +122,8 @@ CHOICES: Mapping[str, Mapping[str, type[BaseModel]]] = {
 """Sections whose `name` picks their schema."""
 
 
-def validate(schema: type[ConfigT], raw: Mapping[str, object]) -> ConfigT:
-    """Validate a composed mapping against `schema` (`TrainCommandConfig` or `EvalCommandConfig`).
+def validate(schema: type[ConfigT], raw: Mapping[str, object], *, stored: bool = False) -> ConfigT:
+    """Validate a composed mapping, or the `stored` one of a run, against `TrainCommandConfig` or `EvalCommandConfig`.
 
     Raises:
         ConfigError: every problem in one go, each starting with the path that the user would type.
@@ -136,6 +136,7 @@ def validate(schema: type[ConfigT], raw: Mapping[str, object]) -> ConfigT:
     ]
     if half:  # pydantic could not even name such a key
         raise ConfigError(problems + half)
+    problems += [] if stored else under_tiny(value_at(raw, "model.name"), value_at(raw, "model.path"))
     try:
         config = schema.model_validate(dict(raw))
     except ValidationError as error:
@@ -186,7 +187,7 @@ def validate_stored(schema: type[ConfigT], stored: Mapping[str, object]) -> Conf
         raise ConfigError(problems)
     for path in RETIRED:  # the task first: its retriever may be retired as a whole
         _drop_retired(raw, path)
-    return validate(schema, raw)
+    return validate(schema, raw, stored=True)
 
 
 def as_tuples(value: object) -> object:
@@ -274,7 +275,8 @@ def explain(
         if kind == "extra_forbidden":
             sentences += _unknown_key(schema, parts, item["input"], raw or {}, bool(prefix))
         elif kind == "missing":
-            sentences.append(f"{path}: missing, a value is required")
+            how = "expected model.path=FOLDER_OR_HUB_ID" if path == "model.path" else "a value is required"
+            sentences.append(f"{path}: missing, {how}")
         elif kind == "value_error":
             # A section's own check names the key itself, a field's own check starts with what it got.
             for message in item["ctx"]["error"].args:

@@ -1,6 +1,7 @@
 """Messages to prompt token ids, token ids to text: one rendering for engines, trainer and stages.
 
-Only the chat template writes special tokens; text of a message that looks like one stays text.
+Only the chat template writes special tokens; text of a message that looks like one stays text. Where a template has no
+system role, the text of a system message opens the user's turn after it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ Messages = Sequence[Mapping[str, str]]
 
 _TURN = "the turn before"
 """Stands for a completion of whose turn only the end is rendered."""
+_PROBE = "what a system message says"
 _SPENT = [0.0]
 
 
@@ -26,7 +28,8 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tup
     """Prompt token ids of `messages`, generation prompt included.
 
     Equal to `tokenizer.apply_chat_template(messages, add_generation_prompt=True)`, except that text in a message's
-    content which looks like a special token (`<|im_end|>`) stays text: only the template writes special tokens.
+    content which looks like a special token (`<|im_end|>`) stays text: only the template writes special tokens; and
+    that the text of a system message opens the next user turn where the template has no system role.
     """
     renderer = _RENDERERS.get(tokenizer)
     if renderer is None:
@@ -58,6 +61,45 @@ def render_observation(
     return ids + (after[1:] if ended and after[:1] == ids[-1:] else after)
 
 
+def takes_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template writes a system message; some refuse it, some leave it out without a word.
+
+    Raises:
+        Exception: the template's own, where it cannot write a prompt with or without a system message.
+    """
+    user = {"role": "user", "content": "-"}
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "system", "content": _PROBE}, user], tokenize=False, add_generation_prompt=True
+        )
+    except Exception:  # of Jinja, of a filter, of whatever a template calls
+        try:
+            tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+        except Exception:
+            pass
+        else:
+            return False
+        raise
+    return _PROBE in str(text).lower()
+
+
+def _merged(messages: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """(role, content) of a conversation whose system texts open the user turn after them."""
+    merged: list[tuple[str, str]] = []
+    waiting: list[str] = []
+    for role, content in messages:
+        if role == "system":
+            waiting.append(content)
+            continue
+        if waiting and role != "user":
+            merged.append(("user", "\n\n".join(waiting)))
+        elif waiting:
+            content = "\n\n".join([*waiting, content])
+        waiting = []
+        merged.append((role, content))
+    return (*merged, *([("user", "\n\n".join(waiting))] if waiting else []))
+
+
 def decode_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Text of completion `ids` without special tokens, byte for byte as the tokens spell it."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -78,6 +120,8 @@ class _Renderer:
         # A value must not refer to its weak key, or neither would ever be freed.
         self.tokenizer = ref(tokenizer)
         self.template: object = None
+        self.merges = False
+        """Whether the template has no system role."""
         self.cache: OrderedDict[tuple[tuple[str, str], ...], tuple[int, ...]] = OrderedDict()
         # Only tokens flagged special can end a turn or start a role; others (<think>) are a model's ordinary words.
         self.special = {
@@ -96,6 +140,7 @@ class _Renderer:
         assert tokenizer is not None  # the caller holds it
         if tokenizer.chat_template != self.template:
             self.template = tokenizer.chat_template
+            self.merges = not takes_system_role(tokenizer)
             self.cache.clear()
         key = tuple((message["role"], message["content"]) for message in messages)
         ids = self.cache.get(key)
@@ -118,7 +163,7 @@ class _Renderer:
         mask = _unused_character(content for _, content in key)
         messages = [
             {"role": role, "content": self.pattern.sub(lambda match: f"{mask}{self.order[match[0]]}{mask}", content)}
-            for role, content in key
+            for role, content in (_merged(key) if self.merges else key)
         ]
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         if after is not None:

@@ -6,6 +6,7 @@ imports torch or transformers until it is called.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
@@ -40,6 +41,15 @@ def model_path(model: ModelConfig) -> str:
     return str(ASSETS / model.path) if model.path in SHIPPED else str(user_path(model.path))
 
 
+PLAIN = (
+    "{{ bos_token or '' }}{% for m in messages %}"
+    "{{ {'user': 'User: ', 'assistant': 'Assistant: '}.get(m.role, '') + m.content }}"
+    "{{ eos_token if m.role == 'assistant' }}{{ '\\n\\n' }}{% endfor %}"
+    "{{ 'Assistant:' if add_generation_prompt }}"
+)
+"""`model.chat_template=plain`: a transcript in plain text. A turn of the model ends with the end-of-text token."""
+LOG = logging.getLogger("mmrl.models")
+_SAID: set[str] = set()
 NO_CODE = {"trust_remote_code": False}
 """Left out, transformers would ask at the terminal whether to run the code of a model, and wait for the answer."""
 
@@ -60,16 +70,20 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(_unloadable(model, "tokenizer", error)) from error
     if model.chat_template is not None:
-        tokenizer.chat_template = _read_template(model.chat_template)
+        tokenizer.chat_template = PLAIN if model.chat_template == "plain" else _read_template(model.chat_template)
+    elif isinstance(tokenizer.chat_template, dict):  # one for each use
+        tokenizer.chat_template = tokenizer.chat_template.get("default")
     if not isinstance(tokenizer.chat_template, str):
         raise ConfigError(
-            f"model.chat_template: the tokenizer of '{model.path}' has no chat template, expected a Jinja file here"
+            f"model.chat_template: the tokenizer of '{model.path}' has no chat template, as base models have none; use "
+            "model.chat_template=plain, or a Jinja file"
         )
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"model.path: the tokenizer of '{model.path}' has no end-of-turn (eos) token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.chat_template = _with_thinking(tokenizer.chat_template, model)
+    _try_template(tokenizer, model)
     return tokenizer
 
 
@@ -159,7 +173,7 @@ def refuse_targets(model: ModelConfig) -> None:
     Raises:
         ConfigError: a name stands for no linear layer.
     """
-    if model.lora is None:
+    if model.lora is None or model.lora.everywhere:
         return
     import torch
     from transformers import AutoModelForCausalLM
@@ -212,6 +226,26 @@ def _read_template(path: str) -> str:
         return user_path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"model.chat_template: cannot read '{path}': {error}") from error
+
+
+def _try_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
+    """Refuse a template that cannot write a prompt, in its own words; say once of a model that has no system role."""
+    from mmrl.models.chat import takes_system_role
+
+    try:
+        takes = takes_system_role(tokenizer)
+    except Exception as error:  # a template calls what it likes
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ConfigError(
+            f"model.chat_template: the chat template of '{model.path}' cannot write a prompt: {reason}; give another "
+            "one, a Jinja file"
+        ) from error
+    if not takes and model.path not in _SAID:
+        _SAID.add(model.path)
+        LOG.warning(
+            "model.path: the chat template of '%s' has no system role; system texts open the first user turn",
+            model.path,
+        )
 
 
 def _with_thinking(template: str, model: ModelConfig) -> str:

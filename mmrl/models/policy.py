@@ -126,15 +126,39 @@ def other_task(text: str, evaluated: str) -> dict[str, str]:
 
     Else whoever leaves out `task=` evaluates on its default and takes the numbers for those of the run's task.
     """
+    name = _run_section(text, "task").get("name")
+    return {"trained on": f"{name} (to evaluate on that: task={name})"} if name not in (None, evaluated) else {}
+
+
+def _run_section(text: str, section: str) -> Mapping[str, object]:
+    """A section of the config of the run that a policy comes from; empty where it comes from none."""
     folder = Path(text).resolve()
     if text in SHIPPED or not folder.is_dir():
         return {}
     for run in (folder, *list(folder.parents)[:3]):  # a run, a checkpoint in it, one adapter of that
         if (run / "config.yaml").is_file() and (run / "checkpoints").is_dir():
-            config = read_yaml(run / "config.yaml")
-            name = value_at(config, "task.name")
-            return {"trained on": f"{name} (to evaluate on that: task={name})"} if name not in (None, evaluated) else {}
+            found = value_at(read_yaml(run / "config.yaml"), section)
+            return found if isinstance(found, Mapping) else {}
     return {}
+
+
+def is_shipped(text: str) -> bool:
+    """Whether `policy=` names a shipped model, or a run that trained one."""
+    return text in SHIPPED or _run_section(text, "model").get("path") in SHIPPED
+
+
+def model_of(text: str) -> tuple[str, dict[str, object]]:
+    """`model=` for a policy, and the keys of `model` that say how its prompts are written, as its run had them.
+
+    Else a policy would be evaluated with the limits of another model, or with other prompts than it was trained on.
+    """
+    if is_shipped(text):
+        return "tiny", {}
+    section = _run_section(text, "model")
+    name = section.get("name")
+    kept = {key: value for key in ("revision", "chat_template", "thinking") if (value := section.get(key))}
+    # runs of former versions trained models of any path under the name "tiny"
+    return "hf" if name in (None, "tiny") else str(name), kept
 
 
 def resolve(text: str, prompts: str | None = None) -> Policy:

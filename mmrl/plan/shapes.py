@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmrl.config.schema import ModelConfig
+from mmrl.config.schema import ALL_LINEAR, ModelConfig
 from mmrl.errors import ConfigError
 from mmrl.models.load import model_path
 
@@ -43,7 +43,8 @@ class Shape:
     def lora_parameters(self, rank: int, targets: tuple[str, ...]) -> int:
         """Parameters of one LoRA adapter of `rank` on the projections `targets`."""
         sizes = self.projections()
-        return self.layers * rank * sum(sum(sizes[target]) for target in targets if target in sizes)
+        adapted = sizes if targets == (ALL_LINEAR,) else targets
+        return self.layers * rank * sum(sum(sizes[target]) for target in adapted if target in sizes)
 
     def projections(self) -> dict[str, tuple[int, int]]:
         """Name -> inputs and outputs of each linear layer of a decoder layer."""

@@ -363,8 +363,8 @@ def _in_braces(value: object) -> str:
 
 
 def _held_out(seen: Overview) -> list[str]:
-    """What to evaluate on next: test; dev where dev is the user's own data and test still the mini world."""
-    dev, test = seen.get("task.data.dev"), seen.get("task.data.test")
-    if test not in (None, "mini"):
-        return [f"task.data.test={test}", "split=test"]
-    return [f"task.data.dev={dev}", "split=dev"] if test == "mini" and dev not in (None, "mini") else ["split=test"]
+    """What to evaluate on next: test; of the user's own data dev or train where there is no test."""
+    for split in ("test", "dev", "train"):
+        if (source := seen.get(f"task.data.{split}")) not in (None, "mini"):
+            return [f"task.data.{split}={source}", f"split={split}"]
+    return ["split=test"]

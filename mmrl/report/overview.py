@@ -154,8 +154,10 @@ class Overview:
         """Algorithm, task and model in a few words; of an evaluation policy, task and split."""
         if self.evaluates:
             return f"{self.get('policy')} on {self.get('task.name', '?')}, {self.split}"
-        names = (self.get(f"{section}.name", "?") for section in ("algo", "task", "model"))
-        return "{} on {} with {}".format(*names)
+        algo, task, model = (self.get(f"{section}.name", "?") for section in ("algo", "task", "model"))
+        # `hf` stands for any model, whose folder or hub id tells which
+        shown = str(self.get("model.path")).rstrip("/").rpartition("/")[2] if model == "hf" else model
+        return f"{algo} on {task} with {shown}"
 
     @property
     def state(self) -> str:
@@ -255,8 +257,7 @@ class Overview:
         if model in SHIPPED:
             sentences.append(
                 f"Model: the shipped tiny model ({model}), trained on the mini world only; on real "
-                "text it scores near zero. A real model: model=… (a name of conf/model) or model.path=… (a folder or "
-                "hub id)."
+                "text it scores near zero. A real model: model=hf model.path=… (a folder or hub id)."
             )
         else:
             sentences.append(f"Model: {model}.")

@@ -19,10 +19,12 @@ from mmrl.config import (
     EvalCommandConfig,
     HardwareConfig,
     ModelConfig,
+    RootConfig,
     TaskConfig,
     TrainCommandConfig,
 )
 from mmrl.config.algo import MmgrpoConfig
+from mmrl.config.base import MINI
 from mmrl.config.engines import TransformersConfig
 from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.engines import EngineSetup, NullEngine, build_engine, engine_class, needs_model
@@ -30,6 +32,7 @@ from mmrl.engines.base import Engine
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.policy import Policy, resolve
+from mmrl.records import Example
 from mmrl.rollout import with_program
 from mmrl.rollout.teachers import LoadedTeacher
 from mmrl.run.settle import module_assignment
@@ -37,6 +40,7 @@ from mmrl.stages import Stage
 from mmrl.system.files import plain
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
+from mmrl.tasks.data.layouts import subset
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,6 +86,26 @@ def reward_set(task: Task, chosen: str | None, algo: str = "") -> str:
     if algo and ALGORITHMS[algo].needs_turn_rewards:
         return next((name for name in TURN_SETS if name in task.reward_sets), task.reward_sets[0])
     return task.reward_sets[0]
+
+
+def evaluated(task: Task, config: RootConfig, split: str) -> Sequence[Example]:
+    """The examples of a split in the order in which an evaluation takes `eval.items` of them.
+
+    Of data files, which may be sorted by label, they are drawn: the same ones in every run, so that runs can be
+    compared item by item, and those of a smaller number are among those of a larger one. The mini world's are in random
+    order.
+    """
+    examples = task.examples(split)
+    drawn = config.task.data.source_of(split) != MINI
+    return subset(examples, config.eval.items, "eval", split) if drawn else examples
+
+
+def describe_evaluated(task: Task, config: RootConfig, split: str) -> dict[str, str]:
+    """The fact for a summary that says that items were drawn; none where they were not."""
+    there, items = len(task.examples(split)), config.eval.items
+    if items is None or items >= there or config.task.data.source_of(split) == MINI:
+        return {}
+    return {"evaluated": f"{items} of the {there} {split} items, drawn; the same ones in every run"}
 
 
 def check_model(model: ModelConfig) -> None:
@@ -173,7 +197,7 @@ def build_run(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
     )
     evaluations = Evaluations(
         settings=config.eval,
-        examples=task.examples(config.eval.split),
+        examples=evaluated(task, config, config.eval.split),
         last_step=config.train.steps,
         collector=collector,
     )

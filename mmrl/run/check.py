@@ -103,8 +103,7 @@ def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
     problems = across_sections(config)
     if config.hardware.processes * config.hardware.nodes != 1:
         problems.append(f"hardware: profile '{config.hardware.name}' has several processes, mmrl eval runs in one")
-    if not task.examples(config.split):
-        problems.append(f"split: the {config.split} split has no examples; set task.data.{config.split}")
+    problems += split_problems(config.task, task, config.split, "split")
     # A policy from a run with algo.frozen_serving has two sets of full weights.
     copied = served(config).initial is not None
     problems += engines.problems(
@@ -142,7 +141,9 @@ def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     )
     problems += endpoints_away(config) + teacher_problems(config, task)
     available, size = len(task.examples("train")), config.train.batch_size
-    if size > available:
+    if config.task.data.train is None:
+        problems.append("task.data.train: got null, and mmrl train needs it; expected a file or a hub id")
+    elif size > available:
         problems.append(f"train.batch_size: got {size}, the train split has {available} examples")
     if samples_dynamically(config.algo) and size == available:
         problems.append(
@@ -151,9 +152,18 @@ def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
         )
     if config.algo.minibatches > size:
         problems.append(f"algo.minibatches: got {config.algo.minibatches}, expected at most train.batch_size={size}")
-    if not task.examples(config.eval.split):
-        problems.append(f"eval.split: the {config.eval.split} split has no examples")
-    return problems
+    return problems + split_problems(config.task, task, config.eval.split, "eval.split")
+
+
+def split_problems(config: TaskConfig, task: Task, split: str, key: str) -> list[str]:
+    """The one sentence for a split that is to be evaluated and is absent or empty."""
+    if config.data.source_of(split) is None:
+        there = [f"{key}={name}" for name in config.data.files]
+        return [
+            f"{key}: got {split}, and there is no such split (task.data.{split}=null); set task.data.{split}, or "
+            f"{' or '.join(there)}"
+        ]
+    return [] if task.examples(split) else [f"{key}: the {split} split has no examples; set task.data.{split}"]
 
 
 def samples_dynamically(algo: AlgoConfig) -> bool:

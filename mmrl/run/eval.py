@@ -10,12 +10,12 @@ from pathlib import Path
 from mmrl.config import EvalCommandConfig
 from mmrl.engines.base import total_usage
 from mmrl.errors import MmrlError, StorageError, TooManyFailures, failed_how, storage
-from mmrl.models.policy import describe_weights, other_task, require_undamaged
+from mmrl.models.policy import describe_weights, is_shipped, other_task, require_undamaged
 from mmrl.records import Forest
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
 from mmrl.report.tables import align, facts_table
-from mmrl.run.build import build_task, evaluation_engine, reward_set
+from mmrl.run.build import build_task, describe_evaluated, evaluated, evaluation_engine, reward_set
 from mmrl.run.check import check_all, served
 from mmrl.run.launch import released
 from mmrl.run.settle import run_folder, settle, stored_config
@@ -104,7 +104,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
             with storage(rundir.path):
                 items = evaluate(
                     lambda key: make_environment(task, engine, tokenizer, settings, key),
-                    task.examples(config.split),
+                    evaluated(task, config, config.split),
                     config.eval,
                     config.seed,
                     reward_set(task, config.task.reward),
@@ -121,6 +121,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     # A summary of one split must not list the sizes of the others as if they counted.
     others = {f"{split} items" for split in ("train", "dev", "test") if split != config.split}
     facts = {name: fact for name, fact in task.describe().items() if name not in others}
+    facts |= describe_evaluated(task, config, config.split)
     facts |= {**usage, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
     failure = too_many_failed(items, config.eval)
     kept = (without_scores(metrics) if failure else metrics) | asked
@@ -182,7 +183,7 @@ def evaluation_text(
     again = f"\nrun again what failed {by}: mmrl eval resume={path}" if metrics["failed_share"] else ""
     again = (f"\n{by}: {failures}" if failures else "") + again
     # Numbers of the tiny model on real data look like results and are none.
-    if config.model.name == "tiny" and "mini world" not in str(facts.get("data", "mini world")):
+    if is_shipped(config.policy) and "mini world" not in str(facts.get("data", "mini world")):
         facts = {**facts, "note": "the tiny model is made for the mini world and cannot read real text"}
     return "\n\n".join(
         [

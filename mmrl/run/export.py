@@ -351,9 +351,7 @@ def _card(
         prompts=_prompt_paragraphs(folder),
         snippets=dict(_snippets(where, folder, choice, config, shown_path(config.model.path))),
         data={
-            split: source.partition(":")[0]
-            for split in ("train", "dev", "test")
-            if is_hub_data(source := config.task.data.source_of(split))
+            split: source.partition(":")[0] for split, source in config.task.data.files.items() if is_hub_data(source)
         },
     )
     return model_card(seen, facts)

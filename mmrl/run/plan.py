@@ -129,7 +129,7 @@ def hours(config: TrainCommandConfig, task: Task, forest: Forest | None = None) 
 def _strange_targets(config: TrainCommandConfig, shape: Shape) -> list[str]:
     """The one sentence for LoRA targets whose sizes are not known."""
     lora, known = config.model.lora, shape.projections()
-    if lora is None or not (strange := [target for target in lora.targets if target not in known]):
+    if lora is None or lora.everywhere or not (strange := [target for target in lora.targets if target not in known]):
         return []
     return [f"model.lora.targets: got {', '.join(strange)}; mmrl plan knows the sizes of {', '.join(known)} alone"]
 

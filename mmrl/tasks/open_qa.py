@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
 
+from mmrl.config.base import MINI, SPLITS
 from mmrl.config.retriever import Bm25Config, RetrieverConfig
 from mmrl.config.tasks import AgentJudgedConfig, CorpusConfig, OpenQaConfig
 from mmrl.errors import ConfigError, DataError, unknown
@@ -34,7 +35,6 @@ from mmrl.tasks.mini.examples import mini_corpus
 from mmrl.tasks.prompts import Templates, load_prompts
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
 
-SPLITS = ("train", "dev", "test")
 log = logging.getLogger("mmrl.data")
 
 
@@ -77,9 +77,8 @@ class OpenQaTask(BaseTask, ABC):
         records: dict[str, list[Record]] = {}
         # An unknown layout is already among the problems; data can then not be read.
         layout = LAYOUTS.get(config.dataset or "")
-        for split in SPLITS:
-            spec = config.data.source_of(split)
-            if spec == "mini" or layout is None:
+        for split, spec in config.data.files.items():
+            if layout is None:
                 continue
             try:
                 records[split] = load_records(Source(f"task.data.{split}", spec), split, layout)
@@ -104,7 +103,7 @@ class OpenQaTask(BaseTask, ABC):
         config, problems = self.config, []
         if config.dataset is not None and config.dataset not in LAYOUTS:
             problems.append(unknown("task.dataset", config.dataset, LAYOUTS))
-        elif config.dataset is None and any(config.data.source_of(split) != "mini" for split in SPLITS):
+        elif config.dataset is None and config.data.files:
             problems.append(
                 f"task.dataset: got null, expected the layout of the files in task.data: {', '.join(LAYOUTS)}"
             )
@@ -151,13 +150,15 @@ class OpenQaTask(BaseTask, ABC):
         corpora = named_corpus(self.retriever, self.corpus)
         if corpora:
             return corpora
-        if len(records) < len(SPLITS):
+        if any(self.config.data.source_of(split) == MINI for split in SPLITS):
             corpora["mini"] = mini_corpus()
         if records:
             corpora["paragraphs"] = paragraphs_of(record for split in records.values() for record in split)
         return corpora
 
     def _split(self, split: str, records: Sequence[Record] | None, seed: int, others: bool) -> list[Example]:
+        if self.config.data.source_of(split) is None:
+            return []
         natural = "mini" if records is None else "paragraphs"
         if records is None and others and natural not in self.search_tool.corpora and self.searches:
             return []  # the mini world's questions have nothing to search there
@@ -174,10 +175,7 @@ class OpenQaTask(BaseTask, ABC):
         """Splits may share a file here (a corpus is made of all of them), but nobody should learn so by accident."""
         # By the rows that a source stands for, not by how it is written: two spellings of one file are one source.
         places: dict[str, str] = {}
-        for split in SPLITS:
-            spec = self.config.data.source_of(split)
-            if spec == "mini":
-                continue
+        for split, spec in self.config.data.files.items():
             rows = Source(f"task.data.{split}", spec).identity(split)
             if rows in places:
                 log.warning(
@@ -281,7 +279,7 @@ class OpenQaTask(BaseTask, ABC):
         sources = {split: self.config.data.source_of(split) for split in SPLITS if self._examples[split]}
         facts: dict[str, object] = {
             "data": "mini world"
-            if set(sources.values()) == {"mini"}
+            if set(sources.values()) == {MINI}
             else ", ".join(f"{split} {spec}" for split, spec in sources.items())
         }
         facts |= {f"{split} items": len(self._examples[split]) for split in SPLITS}
@@ -294,7 +292,7 @@ class OpenQaTask(BaseTask, ABC):
             for name, documents in self.search_tool.corpora.items()
         )
         facts["retriever"] = self.search_tool.describe()
-        real = {split for split in SPLITS if self.config.data.source_of(split) != "mini"}
+        real = self.config.data.files
         shares = {split: share for split, share in self.gold_shares.items() if not real or split in real}
         passages = max(len(documents) for documents in self.search_tool.corpora.values())
         facts |= label("questions with all gold titles, or an answer, in it", shares, passages, real=bool(real))

@@ -110,7 +110,7 @@ def make_critic(settings: Settings, model: PreTrainedModel) -> Critic | None:
         settings.critic,
         model,
         settings.seed,
-        settings.lora(dropout=False),
+        settings.lora(model, dropout=False),
         lr=settings.train.lr * settings.critic.critic_lr_factor,
         checkpointing=settings.model.gradient_checkpointing,
     )

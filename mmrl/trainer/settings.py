@@ -17,6 +17,7 @@ from mmrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import PreTrainedModel
     from trl import GRPOConfig
 
 # torch 2.13's newer name for it is not one that accelerate passes on, nor one that torch 2.9 knows.
@@ -90,8 +91,8 @@ class Settings:
         if messages := across_sections(sections) + self.problems():
             raise ConfigError(messages)
 
-    def lora(self, *, dropout: bool = True) -> LoraConfig | None:
-        """peft's `LoraConfig`, or None when all parameters are trained."""
+    def lora(self, model: PreTrainedModel, *, dropout: bool = True) -> LoraConfig | None:
+        """peft's `LoraConfig` for `model`, or None when all parameters are trained."""
         from peft import LoraConfig
 
         lora = self.model.lora
@@ -101,7 +102,7 @@ class Settings:
             r=lora.r,
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout if dropout else 0.0,
-            target_modules=list(lora.targets),
+            target_modules=linear_layers(model) if lora.everywhere else list(lora.targets),
             task_type="CAUSAL_LM",
         )
 
@@ -160,6 +161,19 @@ class Settings:
             "eval_strategy": "no",
             "push_to_hub": False,
         }
+
+
+def linear_layers(model: PreTrainedModel) -> list[str]:
+    """Names of the linear layers of a model's blocks, whatever its architecture calls them; the head is none of them.
+
+    Not peft's own "all-linear", which writes every layer by its whole path, and in an order of the process.
+    """
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    layers = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.Linear | Conv1D)}
+    return sorted({name.rpartition(".")[2] for name, part in layers.items() if part is not head})
 
 
 def no_reward(*args: object, **kwargs: object) -> NoReturn:

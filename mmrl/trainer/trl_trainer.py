@@ -125,7 +125,7 @@ class MmrlTrainer(GRPOTrainer):
         self.compared = not tries
         # Before TRL wraps the model: the critic may copy its backbone, and the reference is the model as it is now.
         self.critic, self.critic_lr = make_critic(settings, model), 0.0
-        self.adapters, lora = adapters, settings.lora()
+        self.adapters, lora = adapters, settings.lora(model)
         if adapters is not None:
             model, lora = cast("PreTrainedModel", adapters.attach(model, lora, settings.seed)), None
         # With LoRA, the policy without its adapters is the reference.

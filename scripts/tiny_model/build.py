@@ -185,9 +185,12 @@ def build_tasks(names: Sequence[str], seed: int) -> list[Task]:
 
 
 def task_config(name: str) -> TaskConfig:
-    """The `task` section of `conf/task/<name>.yaml`."""
-    content = yaml.safe_load((ROOT / "conf" / "task" / f"{name}.yaml").read_text(encoding="utf-8"))
-    return task_schema(name).model_validate(content["task"])
+    """The `task` section of `conf/task/<name>.yaml`, with the limits of the tiny model."""
+    section: dict[str, object] = {}
+    for path in (ROOT / "conf" / "task" / f"{name}.yaml", ROOT / "conf" / "limits" / "tiny" / f"{name}.yaml"):
+        if path.is_file():
+            section |= yaml.safe_load(path.read_text(encoding="utf-8"))["task"]
+    return task_schema(name).model_validate(section)
 
 
 def demonstrate(task: Task, split: str, items: int | None = None) -> list[Demonstration]:

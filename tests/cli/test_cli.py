@@ -56,7 +56,7 @@ def test_names_in_yaml_registry_and_schema_are_the_same():
 @pytest.mark.parametrize(
     "overrides",
     [
-        [f"{group}={name}"]
+        [f"{group}={name}", *(["++model.path=a/b"] if name == "hf" else [])]
         for group in GROUPS
         if group != "experiment"  # tests/config/test_experiments.py: some rows train, some evaluate
         for name in sorted(
@@ -190,7 +190,8 @@ def test_the_users_conf_folder_overlays_the_shipped_one(tmp_path, monkeypatch):
         (["train", "task.reward=judge"], 2, "task.reward: got 'judge'"),
         (["train", "train.batch_size=1000000"], 2, "train.batch_size: got 1000000"),
         (["train", "algo.minibatches=25"], 2, "algo.minibatches: got 25"),
-        (["train", "model.path=./nowhere"], 2, "model.path: no folder './nowhere'"),
+        (["train", "model=hf", "model.path=./nowhere"], 2, "model.path: no folder './nowhere'"),
+        (["train", "model.path=./nowhere"], 2, "use model=hf model.path=./nowhere"),
         (["train", "hardware.sharding=fsdp2"], 2, "hardware.sharding: got fsdp2"),
         (["train", "algo=mmgrpo", "algo.failure_score=0"], 2, "algo.failure_score: is called algo.format_failure_best"),
         (["train", "algo=grpo", "algo.failure_score=0"], 2, "algo.failure_score: is called algo.format_failure_best"),
@@ -255,7 +256,7 @@ def test_tiny_stands_for_the_shipped_model_that_plays_the_task():
     config = validate(TrainCommandConfig, composed("train", ["task=banking77", "algo=mmgrpo", teachers]))
     assert (config.model.name, config.model.path) == ("tiny", "tiny_dspy")
     assert [teacher.policy for teacher in config.algo.teachers] == [None, "tiny_dspy"]
-    own = validate(TrainCommandConfig, composed("train", ["task=banking77", "model.path=some/folder"]))
+    own = validate(TrainCommandConfig, composed("train", ["task=banking77", "model=hf", "model.path=some/folder"]))
     assert own.model.path == "some/folder"
     assert validate(TrainCommandConfig, composed("train", ["task=tool_agent"])).model.path == "tiny"
 

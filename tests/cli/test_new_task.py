@@ -38,7 +38,7 @@ def test_the_written_tests_pass_under_pytest(written):
 def test_it_trains_and_evaluates_by_its_name_alone(name, written, random_model, monkeypatch, capsys):
     monkeypatch.chdir(written)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    small = [f"model.path={random_model}", f"run.dir=run_{name}", "hardware.threads=1", "task.max_tokens=6"]
+    small = ["model=hf", f"model.path={random_model}", f"run.dir=run_{name}", "hardware.threads=1", "task.max_tokens=6"]
     sizes = ["algo.rollouts=2", "train.steps=1", "train.batch_size=2", "eval.items=2"]
     assert main(["train", f"task={name}", "algo=mmgrpo", *small, *sizes]) == 0, capsys.readouterr()
     config = (written / f"run_{name}" / "config.yaml").read_text()

@@ -24,7 +24,7 @@ def test_the_documented_task_trains_from_the_users_own_folder(tmp_path, random_m
         "train.batch_size=2",
         "eval.items=2",
     ]
-    arguments += [f"model.path={random_model}", "task.max_tokens=4", "run.dir=run"]
+    arguments += ["model=hf", f"model.path={random_model}", "task.max_tokens=4", "run.dir=run"]
     done = subprocess.run(
         [sys.executable, "-m", "mmrl", "train", *arguments],
         cwd=tmp_path,

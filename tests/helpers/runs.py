@@ -161,8 +161,16 @@ def fake_run(path: Path, steps: int = 40, config=None, evaluate=True) -> RunDir:
     return run
 
 
+# a small random model trains all its parameters, as the tiny one does
 SMALL = [
+    "model=hf",
+    "model.lora=null",
+    "model.gradient_checkpointing=false",
     "hardware=cpu",
+    "train.steps=60",
+    "train.schedule=constant",
+    "train.warmup_steps=0",
+    "train.grad_clip=1.0",
     "hardware.threads=1",
     "train.batch_size=2",
     "algo.group_size=2",

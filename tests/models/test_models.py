@@ -29,7 +29,7 @@ THINKING = TEMPLATE + "{%- if not enable_thinking | default(true) -%}{{ '<think>
 WORDS = ["the cat sat on the mat\n\n  and the dog\n ran.", "system user assistant", "Who? 12, 345;\n\n- it's"]
 
 
-def make_tokenizer(template: str | None = TEMPLATE, rstrip: bool = False) -> PreTrainedTokenizerFast:
+def make_tokenizer(template: str | dict[str, str] | None = TEMPLATE, rstrip: bool = False) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     pieces = r"'s|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -44,7 +44,7 @@ def make_tokenizer(template: str | None = TEMPLATE, rstrip: bool = False) -> Pre
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=special[1], chat_template=template)
 
 
-def make_folder(folder, template: str | None = TEMPLATE, dropout: float = 0.0):
+def make_folder(folder, template: str | dict[str, str] | None = TEMPLATE, dropout: float = 0.0):
     tokenizer = make_tokenizer(template)
     tokenizer.save_pretrained(folder)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}

@@ -205,7 +205,7 @@ def test_text_names_modules_memory_and_time(capsys):
         (["dry=0", "train.warmup_steps=3"], "no effect with train.schedule=constant"),
         (["dry=0", "model.lora={r: 8, targets: [q_proj, lm_head]}"], "model.lora.targets: got lm_head"),
         (["model=qwen3_8b", "dry=2"], "not on this machine"),
-        (["model.path=someone/unknown-model"], "does not know the sizes"),
+        (["model=hf", "model.path=someone/unknown-model"], "does not know the sizes"),
         (["algo.group_size=1"], "algo.group_size"),
         (["-m", "seed=1,2"], "takes one run"),
     ],

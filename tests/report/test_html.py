@@ -165,6 +165,7 @@ def test_the_end_of_a_run(tmp_path):
         ({"dev": "mini", "test": "mini"}, "split=test"),
         ({"dev": "dev.json", "test": "test.json"}, "task.data.test=test.json split=test"),
         ({"dev": "dev.json", "test": "mini"}, "task.data.dev=dev.json split=dev"),
+        ({"train": "train.json", "dev": None, "test": None}, "task.data.train=train.json split=train"),
     ],
 )
 def test_the_command_that_evaluates_again_stays_on_the_users_data(tmp_path, data, says):

@@ -306,7 +306,19 @@ def test_a_killed_process_ends_the_run_and_it_continues(tmp_path):
 
 def test_a_run_resumed_where_its_gpu_is_not_is_refused(random_model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("mmrl.run.train.build_run", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert main(["train", f"model.path={random_model}", "hardware=cpu", f"run.dir={tmp_path / 'run'}"]) == 130
+    assert (
+        main(
+            [
+                "train",
+                "model=hf",
+                f"model.path={random_model}",
+                "train.batch_size=8",
+                "hardware=cpu",
+                f"run.dir={tmp_path / 'run'}",
+            ]
+        )
+        == 130
+    )
     config = tmp_path / "run" / "config.yaml"
     stored = yaml.safe_load(config.read_text())
     stored["hardware"]["device"] = "cuda"

@@ -114,15 +114,6 @@ def test_eval_of_a_run_agrees_with_the_runs_own_last_evaluation(random_model, tm
     assert "95 % interval" in capsys.readouterr().out
 
 
-def test_lora_trains_the_adapter_and_evaluates_from_it(random_model, tmp_path):
-    lora = ["model.lora.r=4", "model.lora.alpha=8", "model.lora.dropout=0.0", "model.lora.targets=[q_proj,v_proj]"]
-    assert main(command(random_model, tmp_path / "run", "train.steps=2", *lora)) == 0
-    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("checkpoint-*")
-    assert (checkpoint / "adapter_config.json").exists()
-    arguments = ["eval.items=2", "task.max_tokens=6", "hardware=cpu", f"run.dir={tmp_path / 'eval'}"]
-    assert main(["eval", f"policy={tmp_path / 'run'}", *arguments]) == 0
-
-
 def test_too_many_outside_failures_stop_the_run_with_its_state_saved(random_model, tmp_path, capsys, monkeypatch):
     from mmrl.tasks.search_tool import SearchTool
 

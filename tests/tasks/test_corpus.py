@@ -56,7 +56,11 @@ def test_bad_corpora(tmp_path, name, content, expected):
 def test_the_corpus_is_the_union_of_the_paragraphs_of_the_files(tmp_path):
     first = saved(tmp_path, [record(0)], "a.json")
     second = saved(tmp_path, [record(1, context=[["Thing", ["Made by Ada.", " In Porto."]], ["New", ["n"]]])], "b.json")
-    task = make(data=DataConfig(train=first, dev=second))
+    alone = make(data=DataConfig(train=first, dev=second))
+    (documents,) = alone.search_tool.corpora.values()  # no document of the mini world
+    assert [d.title for d in documents] == ["Thing", "Ada", "Other", "New"] and alone.examples("test") == []
+    assert "mini" not in str(alone.describe())
+    task = make(data=DataConfig(train=first, dev=second, test="mini"))
     corpus = task.examples("dev")[0].inputs["corpus"]
     assert corpus == task.examples("train")[0].inputs["corpus"] != task.examples("test")[0].inputs["corpus"]
     assert [d.title for d in task.search_tool.corpora[corpus]] == ["Thing", "Ada", "Other", "New"]
@@ -80,7 +84,8 @@ def test_a_given_corpus_serves_every_split(tmp_path):
     task = make(data=DataConfig(train=own, dev=own), corpus=corpus)
     assert {example.inputs["corpus"] for split in ("train", "dev") for example in task.examples(split)} == {"given"}
     assert task.search(["porto"], "given")[0]["title"] == "Ada"
-    assert task.examples("test") == [], "the mini world's questions have nothing to search in it"
+    mixed = make(data=DataConfig(train=own, dev=own, test="mini"), corpus=corpus)
+    assert mixed.examples("test") == [], "the mini world's questions have nothing to search in it"
     assert "test" not in task.describe()["partial corpus"] + task.describe().get("corpus coverage", "")
     assert make(corpus="mini").examples("dev")[0].inputs["corpus"] == "mini"
 
@@ -91,7 +96,7 @@ def test_missing_gold_titles_warn_with_the_share(tmp_path, caplog):
         task = make(data=DataConfig(dev=saved(tmp_path, rows)))
     assert "task.data.dev: only 66.7 % of the questions" in caplog.text
     assert "dev 66.7%" in task.describe()["partial corpus"]
-    assert task.gold_shares["train"] == 1
+    assert "train" not in task.gold_shares
 
 
 def test_bad_corpus_and_bad_data_are_config_errors(tmp_path):

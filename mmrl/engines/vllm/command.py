@@ -18,8 +18,9 @@ from pathlib import Path
 from mmrl.config.base import address_problem
 from mmrl.config.engines import VllmColocatedConfig, VllmConfig, VllmServerConfig
 from mmrl.engines.base import EngineSetup, Sampling
+from mmrl.engines.embedded.batch_rows import context_limit
 from mmrl.errors import ConfigError
-from mmrl.models.load import model_path
+from mmrl.models.load import load_configs, model_path
 
 LOG = logging.getLogger("mmrl.engines")
 
@@ -148,7 +149,9 @@ def engine_arguments(
     if weights.revision is not None:
         arguments += ["--revision", weights.revision]
     if setup.max_context is not None:
-        arguments += ["--max-model-len", str(setup.max_context)]
+        # vLLM refuses to start with more than the model's own
+        own = load_configs(weights)[0].get_text_config()
+        arguments += ["--max-model-len", str(context_limit(own, setup.max_context))]
     if setup.device == "cpu":
         # A prompt prefilled in parts takes back a draw of its seeded generator, which torch's CPU generator cannot do:
         # vLLM 0.31 dies of it ("CPU Generator does not use offset").

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, TypedDict
 
 from mmrl import rng
+from mmrl.config.base import SPLITS
 from mmrl.config.tasks import Banking77Config
 from mmrl.errors import ConfigError, DataError
 from mmrl.records import Call, Example
 from mmrl.system.files import user_path
 from mmrl.tasks.base import Score
-from mmrl.tasks.dspy.base import SPLITS, DspyTask, text_of, unique
+from mmrl.tasks.dspy.base import DspyTask, text_of, unique
 from mmrl.tasks.mini.messages import mini_support
 
 SAMPLE: Mapping[str, tuple[int, int]] = {"train": (0, 250), "dev": (250, 750)}
@@ -42,7 +43,7 @@ class Banking77Task(DspyTask):
     parts = frozenset(SAMPLE)
 
     def load(self) -> Mapping[str, Sequence[Example]]:
-        """The mini world's splits, or those of the files; a split left at `mini` beside files is empty."""
+        """The mini world's splits, or those of the files; a split without a file is empty then."""
         self.labels: tuple[str, ...] = ()
         if not self.sources:
             if self.config.labels is not None:

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mmrl.config.base import SPLITS
 from mmrl.config.tasks import SampleConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Example
@@ -25,7 +26,6 @@ from mmrl.tasks.prompts import Template, load_prompts
 if TYPE_CHECKING:
     import dspy
 
-SPLITS = ("train", "dev", "test")
 log = logging.getLogger("mmrl.data")
 
 
@@ -108,7 +108,7 @@ class DspyTask(BaseTask, ABC):
     @property
     def sources(self) -> dict[str, str]:
         """Split -> file or hub id, for the splits that have one."""
-        return {split: spec for split in SPLITS if (spec := self.config.data.source_of(split)) != "mini"}
+        return self.config.data.files
 
     def rows(self, split: str, columns: Sequence[str] = ()) -> list[Row]:
         """The rows of a split's source, each checked to be an object."""

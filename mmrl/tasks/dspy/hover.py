@@ -13,6 +13,7 @@ import unicodedata
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import ClassVar, TypedDict
 
+from mmrl.config.base import SPLITS
 from mmrl.config.tasks import HoverConfig
 from mmrl.errors import ConfigError, DataError
 from mmrl.records import Call, Example
@@ -22,7 +23,7 @@ from mmrl.tasks import metrics
 from mmrl.tasks.base import Score
 from mmrl.tasks.data.corpus import label
 from mmrl.tasks.data.rows import Row
-from mmrl.tasks.dspy.base import SPLITS, DspyTask, text_of, unique
+from mmrl.tasks.dspy.base import DspyTask, text_of, unique
 from mmrl.tasks.mini.examples import mini_corpus
 from mmrl.tasks.mini.questions import mini_claims
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
@@ -110,7 +111,7 @@ class HoverTask(DspyTask):
         return next(iter(named.values()), mini_corpus())
 
     def load(self) -> Mapping[str, Sequence[Example]]:
-        """The mini world's splits, or those of the files; a split left at `mini` beside files is empty."""
+        """The mini world's splits, or those of the files; a split without a file is empty then."""
         if not self.sources:
             if self.config.claim_hops not in (None, 3):
                 raise ConfigError(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from mmrl.config.base import SPLITS
 from mmrl.config.tasks import DspyProgramConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure
 from mmrl.records import EMPTY, Call, Example
@@ -23,7 +24,7 @@ from mmrl.system.objects import imported
 from mmrl.system.user_code import located, scored, threaded
 from mmrl.tasks.base import Context, Score, Task, Tool
 from mmrl.tasks.data.rows import FORMATS, Row
-from mmrl.tasks.dspy.base import SPLITS, DspyTask, is_dspy_module, unique
+from mmrl.tasks.dspy.base import DspyTask, is_dspy_module, unique
 
 READ = frozenset({"name", "data", "reward", "failure_score", "max_tokens", "max_context", "timeout_s"})
 """Options of `task` that every `OwnTask` reads; DSPy programs read `prompts` too."""
@@ -96,7 +97,7 @@ class _RecordTask(DspyTask):
         )
 
     def load(self) -> Mapping[str, Sequence[Example]]:
-        """The records of the files; a split left at `mini` is empty."""
+        """The records of the files; a split without one is empty."""
         if not self.sources:
             raise self.no_data()
         return {split: self._read(split) if split in self.sources else [] for split in SPLITS}

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict
 
+from mmrl.config.base import SPLITS
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.tasks import JudgeEndpointConfig, PapillonConfig
 from mmrl.engines.openai import OpenAIChat, worth_logging
@@ -21,7 +22,7 @@ from mmrl.system.replies import quoted
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import Chat, described, forget_counts, unreachable, usage_of
 from mmrl.tasks.base import Score
-from mmrl.tasks.dspy.base import SPLITS, DspyTask, text_of
+from mmrl.tasks.dspy.base import DspyTask, text_of
 from mmrl.tasks.dspy.fields import within_bounds
 from mmrl.tasks.dspy.leaks import leaked_pieces
 from mmrl.tasks.mini.messages import make_external, mini_requests
@@ -99,7 +100,7 @@ class PapillonTask(DspyTask):
         return {**usage_of(judges, "judge"), **usage_of(self.external, "external")}
 
     def load(self) -> Mapping[str, Sequence[Example]]:
-        """The mini world's splits, or those of the files; a split left at `mini` beside files is empty."""
+        """The mini world's splits, or those of the files; a split without a file is empty then."""
         if not self.sources:
             return {split: mini_requests(split) for split in SPLITS}
         return {split: self._read(split) if split in self.sources else [] for split in SPLITS}

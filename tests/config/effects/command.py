@@ -24,7 +24,6 @@ from mmrl.report.trackers import trackers
 from mmrl.run.build import server_devices
 from mmrl.run.check import hardware_problems
 from mmrl.run.doctor import look_before
-from mmrl.run.eval import evaluation_text
 from mmrl.run.launch import must_start, wrapping
 from mmrl.run.settle import import_plugins, module_assignment, run_folder, settle
 from mmrl.stages.evaluate import Evaluations, evaluate, evaluation_metrics, too_many_failed
@@ -86,7 +85,7 @@ def asked_for(name: str, options: Options, folder: Path) -> object:
         patch("mmrl.models.load.hub_answers", lambda: True),
         suppress(MmrlError),
     ):
-        load_tokenizer(root(name, {"model.path": "owner/name", **options}).model)
+        load_tokenizer(root(name, {"model.name": "hf", "model.path": "owner/name", **options}).model)
     return read.call_args.kwargs["revision"]
 
 
@@ -128,12 +127,6 @@ def titled(name: str, options: Options, folder: Path) -> object:
     return seen.name, seen.what
 
 
-def concluded(name: str, options: Options, folder: Path) -> object:
-    """What an evaluation prints of a model on real data."""
-    metrics = {"n": 1.0, "failed_share": 0.0, "model_failed": 0.0}
-    return evaluation_text(config_of(options, "eval"), {"data": "dev x.json"}, metrics, Path("run"))
-
-
 acts(TRAIN, "model.path", loaded, "tiny", "tiny_dspy")
 acts(BOTH, "model.chat_template", rendered, None, "shout.jinja")
 acts(BOTH, "model.thinking", rendered, False, True, model__chat_template="thinks.jinja")
@@ -145,7 +138,6 @@ acts(TRAIN, "model.lora.dropout", adapted, 0.0, 0.5)
 acts(TRAIN, "model.lora.targets", adapted, ("q_proj",), ("v_proj",))
 acts(TRAIN, "model.gradient_checkpointing", recomputing, False, True)
 acts(TRAIN, "model.name", titled, "one", "other")
-acts(EVAL, "model.name", concluded, "tiny", "other")
 acts(TRAIN, "model.modules.adapter", assigned, None, "mine")
 acts(TRAIN, "model.modules.lr", assigned, None, 0.5)
 acts(TRAIN, "model.modules.frozen", assigned, False, True)
@@ -174,6 +166,7 @@ refused(
     starts="model.modules",
 )
 refused(EVAL, "model.path", "tiny_dspy", "policy= names the weights")
+refused(EVAL, "model.name", "other", "which names its policy=")
 refused(EVAL, "model.lora.r model.lora.alpha", "4", "policy= says which adapter")
 refused(EVAL, "model.lora.dropout", "0.5", "policy= says which adapter")
 refused(EVAL, "model.lora.targets", "[q_proj]", "policy= says which adapter")

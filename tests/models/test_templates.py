@@ -1,0 +1,82 @@
+"""Chat templates of models that were made elsewhere: without a system role, broken, or not there at all."""
+
+import logging
+
+import pytest
+
+from mmrl.errors import ConfigError
+from mmrl.models.chat import encode_text, render_observation, render_prompt
+from mmrl.models.load import load_tokenizer
+from tests.models.test_models import TEMPLATE, make_folder, make_tokenizer
+
+# as Gemma's: https://huggingface.co/google/gemma-2-2b-it/blob/main/tokenizer_config.json
+RAISING = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
+)
+SILENT = "{% for m in messages if m.role != 'system' %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
+SYSTEM, USER = {"role": "system", "content": "the cat"}, {"role": "user", "content": "the mat"}
+MERGED = {"role": "user", "content": "the cat\n\nthe mat"}
+
+
+@pytest.mark.parametrize("template", [RAISING, SILENT])
+def test_the_system_text_opens_the_first_user_turn_where_a_template_has_no_system_role(template):
+    tokenizer = make_tokenizer(template)
+    assert render_prompt(tokenizer, [SYSTEM, USER]) == render_prompt(tokenizer, [MERGED])
+    assert render_prompt(tokenizer, [SYSTEM]) == render_prompt(tokenizer, [{"role": "user", "content": "the cat"}])
+    answer = {"role": "assistant", "content": "dog"}
+    assert render_prompt(tokenizer, [SYSTEM, USER, answer, USER]) == render_prompt(tokenizer, [MERGED, answer, USER])
+
+
+def test_a_template_with_a_system_role_keeps_it():
+    tokenizer = make_tokenizer(TEMPLATE)
+    assert render_prompt(tokenizer, [SYSTEM, USER]) != render_prompt(tokenizer, [MERGED])
+
+
+def test_a_growing_context_goes_on_under_a_template_without_a_system_role():
+    tokenizer = make_tokenizer(RAISING)
+    prompt = render_prompt(tokenizer, [SYSTEM, USER])
+    sampled = (*prompt, *encode_text(tokenizer, "the dog"), tokenizer.eos_token_id)
+    added = render_observation(tokenizer, sampled, [USER])[len(sampled) :]
+    assert tokenizer.decode(added) == "\n<|im_start|>user\nthe mat<|im_end|>\n<|im_start|>model\n"
+
+
+def test_merging_is_said_once(tmp_path, caplog):
+    config = make_folder(tmp_path, RAISING)
+    with caplog.at_level(logging.INFO, "mmrl.models"):
+        load_tokenizer(config)
+        load_tokenizer(config)
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "mmrl.models"]
+    assert "no system role" in said and str(tmp_path) in said and "first user turn" in said
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('this model wants a date') }}", "this model wants a date"),
+        ("{% for m in messages %}{{ m.content }", "unexpected '}'"),
+        ("{{ messages | no_such_filter }}", "no_such_filter"),
+    ],
+)
+def test_a_template_that_cannot_write_a_prompt_is_refused_with_its_own_words(tmp_path, template, message):
+    with pytest.raises(ConfigError) as caught:
+        load_tokenizer(make_folder(tmp_path, template))
+    assert str(caught.value).startswith("model.chat_template:") and message in str(caught.value)
+
+
+def test_a_base_model_without_a_template_is_refused_with_the_setting_that_gives_one(tmp_path):
+    config = make_folder(tmp_path, None)
+    with pytest.raises(ConfigError, match=r"has no chat template.*model.chat_template=plain"):
+        load_tokenizer(config)
+    tokenizer = load_tokenizer(config.model_copy(update={"chat_template": "plain"}))
+    text = tokenizer.decode(render_prompt(tokenizer, [SYSTEM, USER, {"role": "assistant", "content": "dog"}, USER]))
+    assert text == "the cat\n\nUser: the mat\n\nAssistant: dog<|im_end|>\n\nUser: the mat\n\nAssistant:"
+
+
+def test_of_several_templates_the_default_one_is_used(tmp_path):
+    config = make_folder(tmp_path, {"default": TEMPLATE, "tool_use": RAISING})
+    assert load_tokenizer(config).chat_template == TEMPLATE

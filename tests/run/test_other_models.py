@@ -1,0 +1,150 @@
+"""A model that was made elsewhere, and data of one's own: trained, evaluated, and refused before anything loads."""
+
+import json
+import logging
+
+import pytest
+
+from mmrl.cli import main
+from mmrl.cli.hydra import configs
+from mmrl.cli.overrides import read_line
+from mmrl.config import EvalCommandConfig, TrainCommandConfig
+from mmrl.models.chat import render_prompt
+from mmrl.report.rundir import RunDir
+from mmrl.run.build import build_task, describe_evaluated, evaluated
+from mmrl.run.check import check
+from mmrl.run.eval import evaluation_text
+from tests.models.test_templates import RAISING
+from tests.tasks.test_data import record, saved
+
+HF = ("model=hf", "model.path=a/b")
+
+
+@pytest.fixture(scope="module")
+def random_llama(random_model, tmp_path_factory):
+    """Folder of a random Llama whose chat template takes no system message."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    folder = str(tmp_path_factory.mktemp("random_llama"))
+    tokenizer = AutoTokenizer.from_pretrained(random_model)
+    tokenizer.chat_template = RAISING
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, max_position_embeddings=4096)).save_pretrained(
+        folder
+    )
+    return folder
+
+
+def test_any_causal_model_is_trained_and_evaluated_by_its_path_alone(random_llama, tmp_path, capsys, caplog):
+    small = ["task=qa_direct", "eval.items=2", "hardware=cpu", "hardware.threads=1", "task.max_tokens=6"]
+    run, evaluation = tmp_path / "run", tmp_path / "eval"
+    sizes = [
+        "algo=grpo",
+        "train.warmup_steps=0",
+        "train.steps=1",
+        "train.batch_size=2",
+        "algo.group_size=2",
+        "algo.beta=0.001",
+    ]
+    with caplog.at_level(logging.WARNING, "mmrl.models"):
+        assert main(["train", "model=hf", f"model.path={random_llama}", f"run.dir={run}", *sizes, *small]) == 0
+    assert len([r for r in caplog.records if "no system role" in r.getMessage()]) == 1
+    (checkpoint,) = (run / "checkpoints").glob("checkpoint-*")
+    adapter = json.loads((checkpoint / "adapter_config.json").read_text())
+    layers = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"}
+    assert set(adapter["target_modules"]) == layers and adapter["r"] == 16
+    assert all(record["rollouts/failed_share"] == 0 for record in RunDir.read(run).history() if record["step"])
+    assert main(["eval", f"policy={run}", f"run.dir={evaluation}", *small]) == 0
+    assert RunDir.read(evaluation).config["model"]["name"] == "hf"
+    metrics, before = RunDir.read(evaluation).summary["metrics"], RunDir.read(run).history()[-1]
+    assert metrics["f1"] == before["eval/dev/f1"]
+
+
+def test_what_an_engine_renders_is_what_the_trainer_renders(random_llama):
+    from mmrl.config import ModelConfig
+    from mmrl.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(ModelConfig(name="hf", path=random_llama))
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    text = tokenizer.decode(render_prompt(tokenizer, messages))
+    assert text == "<|im_start|>user\nBe brief.\n\nWho?<|im_end|>\n<|im_start|>model\n"
+
+
+# --- data of one's own
+
+
+def problems(command, *words):
+    schema = TrainCommandConfig if command == "train" else EvalCommandConfig
+    line = read_line(words)
+    (config,) = configs(command, schema, line)
+    return check(config, line.keys)
+
+
+def test_an_absent_split_is_refused_by_name_where_it_is_needed(tmp_path):
+    path = saved(tmp_path, [record(number) for number in range(4)])
+    small = ("train.batch_size=2",)
+    assert (
+        problems("train", *HF, *small, f"task.data.train={path}", f"task.data.dev={path}", "task.data.test=null") == []
+    )
+    (problem,) = problems("train", *HF, *small, f"task.data.train={path}")
+    assert problem == (
+        "eval.split: got dev, and there is no such split (task.data.dev=null); set task.data.dev, or eval.split=train"
+    )
+    assert problems("train", *HF, *small, f"task.data.train={path}", "eval.split=train") == []
+    (problem,) = problems("train", *HF, *small, f"task.data.dev={path}")
+    assert problem.startswith("task.data.train: got null, and mmrl train needs it")
+    (problem,) = problems(
+        "train", *HF, *small, f"task.data.train={path}", f"task.data.dev={path}", "task.data.test_items=2"
+    )
+    assert problem.startswith("task.data.test_items: got 2, which has no effect with task.data.test=null")
+    tiny = ("policy=tiny", f"task.data.dev={path}")
+    assert problems("eval", *tiny) == []
+    (problem,) = problems("eval", *tiny, "split=test")
+    assert problem.startswith("split: got test, and there is no such split (task.data.test=null)")
+    assert "split=dev" in problem
+
+
+def sorted_by_label(tmp_path, copies=20):
+    lines = [
+        f'{{"text": "query {n} about {label}", "label": "{label}"}}' for label in ("a", "b", "c") for n in range(copies)
+    ]
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def test_some_items_of_a_file_are_drawn_the_same_ones_in_every_run(tmp_path):
+    path = sorted_by_label(tmp_path)
+    words = ("policy=tiny", "task=banking77", f"task.data.dev={path}", "task.sample=all")
+
+    def drawn(*more):
+        (config,) = configs("eval", EvalCommandConfig, read_line([*words, *more]))
+        task = build_task(config.task, config.seed)
+        return evaluated(task, config, "dev")[: config.eval.items], describe_evaluated(task, config, "dev")
+
+    nine, said = drawn("eval.items=9")
+    assert {example.metadata["label"] for example in nine} == {"a", "b", "c"}
+    assert said == {"evaluated": "9 of the 60 dev items, drawn; the same ones in every run"}
+    assert drawn("eval.items=9", "seed=5")[0] == nine
+    assert drawn("eval.items=20")[0][:9] == nine
+    whole, said = drawn()
+    assert [example.metadata["label"] for example in whole] == ["a"] * 20 + ["b"] * 20 + ["c"] * 20 and said == {}
+
+
+def test_the_first_items_of_the_mini_world_stay_the_first():
+    (config,) = configs("eval", EvalCommandConfig, read_line(["policy=tiny", "eval.items=7"]))
+    task = build_task(config.task, config.seed)
+    assert list(evaluated(task, config, "dev")[:7]) == list(task.examples("dev")[:7])
+    assert describe_evaluated(task, config, "dev") == {}
+
+
+@pytest.mark.parametrize(("policy", "said"), [("tiny", True), ("some/model", False)])
+def test_only_of_the_tiny_model_an_evaluation_says_that_it_cannot_read_real_text(policy, said, tmp_path):
+    path = saved(tmp_path, [record()])
+    (config,) = configs("eval", EvalCommandConfig, read_line([f"policy={policy}", f"task.data.dev={path}"]))
+    metrics = {"n": 1.0, "failed_share": 0.0, "model_failed": 0.0}
+    text = evaluation_text(config, {"data": f"dev {path}"}, metrics, tmp_path)
+    assert ("cannot read real text" in text) == said
