@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import BaseModel, ConfigDict
 
 from mmrl.errors import nearest, unknown
-from mmrl.secrets import holder, secret_name
+from mmrl.secrets import holder, secret_name, user_in_address
 
 SPLITS = ("train", "dev", "test")
 MINI = "mini"
@@ -129,7 +129,8 @@ def shipped_for(task: str) -> str:
 
 def under_tiny(name: object, path: object) -> list[str]:
     """The one sentence for other weights under `model=tiny`, whose learning rate and limits suit none but its own."""
-    if name != "tiny" or not isinstance(path, str) or path in SHIPPED:
+    # a password in it is not repeated, and refused in a sentence of its own
+    if name != "tiny" or not isinstance(path, str) or path in SHIPPED or user_in_address(path):
         return []
     return [
         f"model.path: got '{path}', and model=tiny has the learning rate, steps and limits of the shipped model; use "

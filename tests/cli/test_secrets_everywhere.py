@@ -132,7 +132,7 @@ def test_a_secret_that_looks_like_none_is_not_repeated(capsys):
         assert main(["train", word]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert expected in line and "my-own-secret" not in line, line
-    assert main(["train", "run.name=sk-learn-baseline", "model.path=me@home", "train.lr=x"]) == 2
+    assert main(["train", "run.name=sk-learn-baseline", "model=hf", "model.path=me@home", "train.lr=x"]) == 2
     assert capsys.readouterr().err == "error: train.lr: got 'x', expected number\n"
 
 
