@@ -27,7 +27,7 @@ REPLIES = {"async": ('"0"', '"1"'), "dspy": ('{"department": "billing"}', '{"dep
 """Kind -> what the written test lets the model reply: right, wrong."""
 DSPY_NOTE = (
     "The shipped tiny model writes no DSPy field markers for a program of yours: its replies do not parse, and the\n"
-    "reward stays 0. Train a real model: model=hf model.path=FOLDER_OR_HUB_ID"
+    "reward stays 0. Train a real model: model=NAME (of conf/model), or model=hf model.path=FOLDER_OR_HUB_ID"
 )
 # The function's reply is one digit; DSPy writes its field markers around each value.
 MAX_TOKENS = {"async": "8", "dspy": "64"}
