@@ -167,7 +167,6 @@ SMALL = [
     "model.lora=null",
     "model.gradient_checkpointing=false",
     "hardware=cpu",
-    "train.steps=60",
     "train.schedule=constant",
     "train.warmup_steps=0",
     "train.grad_clip=1.0",
@@ -186,7 +185,10 @@ SMALL = [
 
 
 def command(random_model, run_dir, *overrides):
-    return ["train", *later_wins([f"model.path={random_model}", f"run.dir={run_dir}", *SMALL, *overrides])]
+    return [
+        "train",
+        *later_wins([f"model.path={random_model}", f"run.dir={run_dir}", "train.steps=60", *SMALL, *overrides]),
+    ]
 
 
 def numbers(run_dir):

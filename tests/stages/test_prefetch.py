@@ -62,7 +62,7 @@ def _a_server_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(model: str, folder: Path, *overrides: str) -> list[str]:
-    words = [f"model.path={model}", f"run.dir={folder}", *SMALL, "engine=vllm_server", *overrides]
+    words = [f"model.path={model}", f"run.dir={folder}", "train.steps=60", *SMALL, "engine=vllm_server", *overrides]
     return ["train", *later_wins(words)]
 
 
