@@ -112,6 +112,7 @@ def write_report(seen: Overview) -> Path:
         last_step=last.get("step"),
         health=_drawn(_health_curves(seen)),
         journals=_journals(seen),
+        journalled=len(seen.run.journal_steps()),
         times=_times(seen),
         command=clean(" ".join(map(str, seen.environment.get("command", [])))),
         config=yaml.safe_dump(dict(seen.config), sort_keys=False, allow_unicode=True),
@@ -297,7 +298,7 @@ def _example(forest: Forest, entries: Sequence[EntryFields], example: str, view:
     calls = [c for node in trees(forest, entries, example) if (c := shown_call(node, left, view)) is not None]
     return {
         "name": clean(example),
-        "facts": f"{len(rollouts)} rollouts, {mean}",
+        "facts": f"{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}, {mean}",
         "calls": calls,
         "hidden": max(-left[0], 0),
         "without_calls": [rollout_line(rollout) for rollout in rollouts if rollout.leaf is None],

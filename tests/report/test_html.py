@@ -275,6 +275,7 @@ def test_rollouts_of_many_steps_are_shown_within_bounds(tmp_path, monkeypatch):
         return [int(step) for step in re.findall(r"<b>Step ([0-9]+)</b>", page)], page
 
     shown, page = steps()
+    assert "16 of 40 steps are shown." in page
     assert len(shown) == 16 and shown == sorted(shown) and (shown[0], shown[-1]) == (1, 40)
     assert 'class="up4"' in page and page.count("Who made film 0") >= 16
     monkeypatch.setattr("mmrl.report.html.ROLLOUT_LIMIT", 30_000)

@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from scripts.chaos.cases import CASES
 from scripts.chaos.compare import differences
 from scripts.chaos.damage import KINDS, damage
 from scripts.chaos.hooks import PHASES
+from scripts.chaos.trial import Place, make_reference
 
 ROOT = Path(mmrl.__file__).parents[1]
 
@@ -124,3 +126,18 @@ def test_a_few_real_trials(tmp_path: Path) -> None:
     result = json.loads(out.read_text())
     assert (result["trials"], result["failed"]) == (4, 0)
     assert sum(one["struck"] for one in result["results"]) >= 3
+
+
+def test_a_run_that_outlives_its_time_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that the harness has killed, the code alone (-9) would say nothing."""
+    slow = replace(CASES["vllm"], limit_s=0.1)
+    monkeypatch.setitem(CASES, "vllm", slow)
+    assert make_reference(Place(tmp_path), "vllm").startswith(
+        "vllm: the undisturbed run ended after 0 s, its time limit"
+    )
+
+
+def test_a_server_may_take_its_time_to_start_before_its_run_is_killed() -> None:
+    for case in CASES.values():
+        given = [float(word.partition("=")[2]) for word in case.words if word.startswith("engine.start_timeout_s=")]
+        assert all(case.limit_s > 1.5 * seconds for seconds in given)
