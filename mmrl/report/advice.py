@@ -74,8 +74,9 @@ ADVICE: Mapping[str, Advice] = {
         "and see engine.logprobs; train.old_logprobs=recompute hides it from the ratio",
     ),
     "failures": Advice(
-        "{now_share} of the rollouts fail from outside causes",
-        "rollouts/failed/<kind> says why, and mmrl doctor with the run's settings shows messages; with endpoints "
+        "{now_share} of the rollouts fail by no doing of the model",
+        "rollouts/failed/<kind> says why (program, reward, replay: your code; the journal has the traceback), and mmrl "
+        "doctor with the run's settings shows messages; with endpoints "
         "raise their attempts and timeout_s (engine.endpoints, task.judge, task.external)",
     ),
     "judge_unreadable": Advice(

@@ -16,6 +16,7 @@ from pathlib import Path
 from textwrap import fill
 
 from mmrl.config import EndpointConfig
+from mmrl.errors import MODEL_CAUSED, failed_how
 from mmrl.report.alarms import Alarm
 from mmrl.report.html import write_report
 from mmrl.report.items import evaluation_text, example_text, step_text
@@ -262,17 +263,21 @@ def _summary(seen: Overview, differences: Mapping[str, Difference], results: Map
 
 
 def failures_text(evaluations: Mapping[str, Sequence[Item]]) -> str:
-    """Which evaluations have rollouts that failed from outside, where each counts as 0; empty where none has."""
+    """Which evaluations have rollouts that failed by no doing of the model, each counted as 0; empty where none has."""
     shares = {
         when: sum(i.get("failed_share", 0.0) for i in items) / len(items)
         for when, items in evaluations.items()
         if items
     }
     return "\n".join(
-        f"evaluation {when} training: {share:.1%} of the rollouts failed from outside causes and count as 0"
+        f"evaluation {when} training: {share:.1%} of the rollouts failed {_how(evaluations[when])} and count as 0"
         for when, share in shares.items()
         if share
     )
+
+
+def _how(items: Sequence[Item]) -> str:
+    return failed_how(kind for item in items for kind in item.get("errors", ()) if kind not in MODEL_CAUSED)
 
 
 def _write_report(seen: Overview) -> str:
