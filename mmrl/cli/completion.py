@@ -41,7 +41,7 @@ UNINSTALL = {
     "zsh": "compdef -d mmrl; unset -f _mmrl_completion",
     "fish": "complete -c mmrl -e; functions -e _mmrl_completion",
 }
-COMPOSED = {"train": "train", "eval": "eval", "plan": "train", "compare": "train"}
+COMPOSED = {"train": "train", "eval": "eval", "plan": "train", "doctor": "train", "compare": "train"}
 """Commands that take config keys -> the config that has them."""
 RUN_KEYS = ("resume", "run", "runs", "policy")
 """Keys whose value is a run directory."""
@@ -105,13 +105,13 @@ def _whole(words: Iterable[str]) -> list[str]:
     return [f"{word} " for word in words]
 
 
-def _config_words(config: str, words: Sequence[str], current: str) -> list[str]:
+def _config_words(config: str, typed: Sequence[str], current: str) -> list[str]:
     """Hydra's candidates."""
     from mmrl.cli.arguments import CommandLine
     from mmrl.cli.hydra import through_hydra
     from mmrl.cli.overrides import parse
 
-    parsed = [word for word in words if "=" in word and parse([word], [])]
+    parsed = [word for word in typed if "=" in word and parse([word], [])]
     os.environ["COMP_LINE"] = " ".join(["mmrl", *parsed, current])
     os.environ["COMP_POINT"] = str(len(os.environ["COMP_LINE"]))
     printed = io.StringIO()
@@ -121,7 +121,9 @@ def _config_words(config: str, words: Sequence[str], current: str) -> list[str]:
     # Half a line need not compose; then there is nothing to offer.
     except (Exception, SystemExit):
         return []
-    return [word if word.endswith(("=", ".", "/")) else f"{word} " for word in printed.getvalue().split()]
+    # Rows lie in folders, which Hydra would offer as groups of their own; comparisons are no part of a config.
+    words = ["experiment=" if word == "experiment/" else word for word in printed.getvalue().split()]
+    return [word if word.endswith(("=", ".", "/")) else f"{word} " for word in words if word != "compare="]
 
 
 def _run_dirs(start: str) -> list[str]:
