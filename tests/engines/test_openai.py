@@ -119,6 +119,8 @@ def test_retry_after_may_be_a_date() -> None:
     later = email.utils.formatdate(time.time() + 100, usegmt=True)
     assert retry_after({"retry-after": later}) == pytest.approx(100, abs=3)
     assert retry_after({"retry-after": "soon"}) is None
+    assert retry_after({"retry-after-ms": "250", "retry-after": "9"}) == 0.25
+    assert retry_after({"retry-after-ms": "x", "retry-after": "9"}) == 9
     assert retry_after({}) is None
 
 
