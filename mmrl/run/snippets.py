@@ -36,7 +36,7 @@ def snippets(
         (
             "from transformers import pipeline\n"
             f'chat = pipeline("text-generation", model="{weights}")\n'
-            f'print(chat({ASK}, max_new_tokens=64, return_full_text=False)[0]["generated_text"])'
+            f'print(chat({ASK}, max_new_tokens=64, do_sample=False, return_full_text=False)[0]["generated_text"])'
         ),
     )
     yield "vLLM", _vllm(weights, base, rank)
@@ -56,7 +56,8 @@ def snippets(
 
 def _dspy(folder: Path, served: str, apart: bool, program: bool) -> str:
     loaded = f'program = Program(); program.load("{folder}/program.json")  # Program: your dspy.Module'
-    where = f'api_base="{ADDRESS}", api_key="none"'
+    # DSPy's cache knows policies by name alone, and the next one served has the same name.
+    where = f'api_base="{ADDRESS}", api_key="none", cache=False'
     if program and apart:
         each = "for name, predictor in program.named_predictors():"
         return f'{loaded}\n{each} predictor.lm = dspy.LM(f"openai/policy/{{name}}", {where})'
