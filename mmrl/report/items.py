@@ -133,9 +133,9 @@ def example_text(run: RunDir, example: str, step: int | None, width: int) -> str
     evaluated = {key: items for key, items in _evaluated(run).items() if step in (None, key[1])}
     steps = [at for at in reversed(run.journal_steps()) if step in (None, at)]
     if not steps and not evaluated:
-        kept = _evaluated(run)
+        there = _evaluated(run)
         which = "the run has no journals yet" if step is None else f"no journal of step {step}"
-        raise CheckpointError(f"{run.path}: {which}{'; ' + _steps(run, kept) if step is not None else ''}")
+        raise CheckpointError(f"{run.path}: {which}{'; ' + _steps(run, there) if step is not None else ''}")
     ids: dict[str, None] = {}
     # From the newest step back: a journal is read whole, so the first match ends the search.
     for at in steps:
@@ -143,9 +143,9 @@ def example_text(run: RunDir, example: str, step: int | None, width: int) -> str
         if example in forest.examples:
             return render_example(forest, entries, example, width)
         ids |= dict.fromkeys(forest.examples)
-    found = {key: item for key, items in evaluated.items() for item in items if item["id"] == example}
-    if found:
-        return "\n\n".join([_item_text(example, found, width), *_item_trees(run, example, found, width)])
+    results = {key: item for key, items in evaluated.items() for item in items if item["id"] == example}
+    if results:
+        return "\n\n".join([_item_text(example, results, width), *_item_trees(run, example, results, width)])
     listed = list(ids)
     ids |= dict.fromkeys(item["id"] for items in evaluated.values() for item in items)
     if step is not None:
@@ -158,17 +158,17 @@ def example_text(run: RunDir, example: str, step: int | None, width: int) -> str
     raise ConfigError(f"example: got '{example}', which {where} has{nearest(example, list(ids))}{way}")
 
 
-def _item_text(example: str, found: Mapping[tuple[str, int], Item], width: int) -> str:
+def _item_text(example: str, results: Mapping[tuple[str, int], Item], width: int) -> str:
     """Scores and prediction of an item in each evaluation."""
-    names = metric_names(list(found.values()))[:COLUMNS]
-    rows = _item_rows("evaluation", {f"{split}, step {step}": item for (split, step), item in found.items()}, names)
+    names = metric_names(list(results.values()))[:COLUMNS]
+    rows = _item_rows("evaluation", {f"{split}, step {step}": item for (split, step), item in results.items()}, names)
     return f"item {clean(example)}\n{align(rows, width=width)}"
 
 
-def _item_trees(run: RunDir, example: str, found: Mapping[tuple[str, int], Item], width: int) -> list[str]:
+def _item_trees(run: RunDir, example: str, results: Mapping[tuple[str, int], Item], width: int) -> list[str]:
     """Its calls, where an evaluation has kept them."""
     texts = []
-    for split in dict.fromkeys(split for split, _ in found):
+    for split in dict.fromkeys(split for split, _ in results):
         # An item that was evaluated again, after a failure, is in a later journal.
         for part in reversed(run.journal_steps(split)):
             forest, _ = read_step(run, part, evaluation=split)

@@ -70,16 +70,16 @@ class TokenTexts:
         """
         if self._tokenizer is None:
             return []
-        found: list[tuple[str, int]] = []
+        parts: list[tuple[str, int]] = []
         before, first = "", 0
         for at in range(1, len(ids) + 1):
             # With the token before: some tokenizers drop the space of a text's first token.
             text = self._tokenizer.decode(list(ids[max(first - 1, 0) : at]), skip_special_tokens=False)
             if text.endswith("\ufffd") and at < len(ids):
                 continue
-            found.append((text[len(before) :], at - first))
+            parts.append((text[len(before) :], at - first))
             before, first = self._tokenizer.decode([ids[at - 1]], skip_special_tokens=False), at
-        return found
+        return parts
 
 
 def shade(advantage: float, largest: float) -> int:
@@ -90,25 +90,26 @@ def shade(advantage: float, largest: float) -> int:
 
 def largest_advantage(entries: Sequence[EntryFields]) -> float:
     """The largest size of any token's advantage."""
-    found = (number(value) for entry in entries for value in entry.get("advantages", ()))
-    return max((abs(value) for value in found if value is not None), default=0.0)
+    sizes = (number(value) for entry in entries for value in entry.get("advantages", ()))
+    return max((abs(value) for value in sizes if value is not None), default=0.0)
 
 
 def coloured(call: Call, entries: Sequence[EntryFields], texts: TokenTexts, largest: float) -> list[Piece]:
     """The completion in pieces of one shade each: one piece where all tokens have the same advantage."""
     values = [number(value) or 0.0 for value in entries[0].get("advantages", ())] if entries else []
-    found = texts.pieces(call.completion_ids) if values and min(values) != max(values) else []
-    if not found or len(values) != len(call.completion_ids):
+    tokens = texts.pieces(call.completion_ids) if values and min(values) != max(values) else []
+    if not tokens or len(values) != len(call.completion_ids):
         # Also of values that belong to other tokens than those that are here.
         return [(abridged(clean(call.text), 1200, 400), shade(fmean(values), largest) if values else 0)]
     pieces: list[Piece] = []
-    at, (head, tail) = 0, TOKENS
-    for text, count in found:
+    at, left_out, (head, tail) = 0, False, TOKENS
+    for text, count in tokens:
         level = shade(fmean(values[at : at + count]), largest)
         if at < head or at >= len(values) - tail:
             same = bool(pieces) and pieces[-1][1] == level
             pieces[-1:] = [(pieces[-1][0] + clean(text), level)] if same else [*pieces[-1:], (clean(text), level)]
-        elif at - head < count:
+        elif not left_out:
+            left_out = True
             pieces.append((f" […{len(values) - head - tail} tokens…] ", 0))
         at += count
     return pieces
