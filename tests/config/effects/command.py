@@ -51,7 +51,7 @@ def plugged(name: str, options: Options, folder: Path) -> object:
         stack.enter_context(patch.object(sys, "path", [str(folder), *sys.path]))
         stack.callback(lambda: (TASKS.clear(), TASKS.update(before)))
         stack.callback(lambda: sys.modules.pop(package, None))
-        import_plugins(package if p == "HERE" else p for p in config_of(options).plugins)
+        import_plugins([package if p == "HERE" else p for p in config_of(options).plugins])
         return sorted(TASKS)
 
 
