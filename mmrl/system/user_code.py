@@ -103,9 +103,8 @@ def located(kind: type[F], error: BaseException, before: str = "") -> F:
         before: what the message begins with.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(("<", *_LIBRARIES))]
-    # A task of mmrl's own has no other frames than mmrl's.
-    own = [frame for frame in own if not frame.filename.startswith(str(_OWN))] or own
+    # Without one (a task of mmrl's own, a server that is down) the message says what it said.
+    own = [frame for frame in frames if not frame.filename.startswith(("<", str(_OWN), *_LIBRARIES))]
     where = ""
     if own:
         # The last one: what the user's own code was doing, whichever library it called for it.

@@ -179,7 +179,7 @@ def test_an_evaluation_tells_its_outages_and_asks_again_on_resume(random_model, 
     said = capsys.readouterr().out
     assert "25.0% of the rollouts failed from outside causes" in said
     assert "dev items" in said and "train items" not in said and "test items" not in said
-    assert re.search(r"from outside: tool 1; the first, item \S+: .*retriever down\n", said)
+    assert re.search(r"from outside: tool 1; the first, item \S+: .*retriever down \(.*in breaks\)\n", said)
     assert f"mmrl eval resume={folder}" in said
     assert main(["eval", f"resume={folder}"]) == 0
     said = capsys.readouterr().out
