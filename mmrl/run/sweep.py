@@ -15,7 +15,7 @@ from mmrl.errors import CheckpointError, ConfigError, MmrlError, print_error
 from mmrl.report.compare import compare_runs
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import number
-from mmrl.report.tables import comparison_text
+from mmrl.report.tables import align, heading, summary_rows
 from mmrl.run.check import check_all
 from mmrl.run.compare import main_metrics
 from mmrl.run.queue import state_of
@@ -92,7 +92,10 @@ def _show(folders: Sequence[Path]) -> None:
     if len(here) < 2:
         return
     try:
-        print(f"\n{comparison_text(compare_runs(here, 'sweep', main_metrics()))}\n")
+        # Without the differences of all pairs: a search has many runs.
+        for panel in compare_runs(here, "sweep", main_metrics()).panels:
+            print(f"\n{heading(panel)}\n{align(summary_rows(panel))}")
+        print()
     # All runs have ended by now; which of them cannot be read is told, and the exit code stays theirs.
     except MmrlError as error:
         print(f"the runs are not shown side by side: {error}", file=sys.stderr)
