@@ -188,7 +188,11 @@ def test_what_an_endpoint_gives_away_is_nowhere(tmp_path, capsys, caplog):
         assert server.seen and server.seen[0].headers["Authorization"] == f"Bearer {KEY}"
         again = main(["eval", "resume=eval"])
         assert "gate/Pass" in server.seen[-1].path  # the address came back
-    assert code == 0 and again in (0, 2)  # the second start asks whether the endpoint answers, which it may refuse
+    assert code == 1 and again in (
+        0,
+        1,
+        2,
+    )  # most requests failed; the second start asks whether the endpoint answers, which it may refuse
     shown = capsys.readouterr()
     assert len(server.seen) > 40
     for path, text in bytes_below(tmp_path):

@@ -246,7 +246,7 @@ def test_every_rule_has_a_case():
     others |= {f"task.retriever.{key}" for key in retriever}  # in one rule with a key that has a case
     others |= {"engine.sleep", "model.path", "model.name", "model.gradient_checkpointing"}  # above; effects/command.py
     others |= {f"task.data.{split}_items" for split in ("train", "dev", "test")}  # tests/run/test_other_models.py
-    others |= {f"run.{key}" for key in ("name", "report_to", "progress")}
+    others |= {f"run.{key}" for key in ("name", "report_to", "progress", "doctor")}
     others |= {"eval.temperature", "task.max_tokens"}  # test_settings_that_an_endpoint_is_not_sent
     keys = {key for rule in (*RUNS, *TYPED) for key in rule.keys.split()}
     keys |= {f"{path}.{key}" for path, rules in SECTIONS.items() for rule in rules for key in rule.keys.split()}
