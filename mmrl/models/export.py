@@ -147,7 +147,7 @@ def check_template(folder: Path, model: ModelConfig, prompts: Iterable[Sequence[
             )
         compared += 1
     for ids in prompts:
-        text = trained.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = str(trained.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
         # Sampled turns inside a prompt need not be what their text is encoded to: then there is nothing to compare.
         if trained.encode(text, add_special_tokens=False) == list(ids):
             if exported.encode(text, add_special_tokens=False) != list(ids):

@@ -308,8 +308,11 @@ def evaluation_command(seen: Overview) -> str:
     `mmrl eval` composes a config of its own, so what was typed, or set by a row (`experiment=`), of `plugins`,
     `model=` and `task.*` is to be typed again, by the values of this run (the command of a sweep has several).
     """
-    typed = dict.fromkeys(_set_by(seen.run.environment.get("command", ())))
-    words = [f"policy={seen.run.path}", f"task={seen.get('task.name')}"]
+    command = seen.run.environment.get("command", ())
+    typed = dict.fromkeys(_set_by(command))
+    # A task of the user's own folder of configs is not called what the task it sets up is called.
+    chosen = [word.removeprefix("task=") for word in command if word.startswith("task=") and "," not in word]
+    words = [f"policy={seen.run.path}", f"task={(chosen or [seen.get('task.name')])[-1]}"]
     if "model" in typed and seen.get("model.name") != "tiny":
         words.append(f"model={seen.get('model.name')}")
     for key in typed:

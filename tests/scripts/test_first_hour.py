@@ -1,0 +1,112 @@
+"""docs/first-hour.md, run as it stands: its files are written, its commands run, what it prints is what they print."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from mmrl.cli import main
+from mmrl.system.child_process import free_port
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "first-hour.md"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PORT = "8765"
+"""The one on the page; the test takes a free one."""
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Language and text of each block of code."""
+    return BLOCK.findall(page)
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    """A console block's commands, each with the lines that are shown below it."""
+    shown: list[tuple[str, list[str]]] = []
+    for line in text.splitlines():
+        if line.startswith("$ "):
+            shown.append((line[2:], []))
+        elif line.strip():
+            shown[-1][1].append(line)
+    return shown
+
+
+def printed(expected: list[str], output: str) -> list[str]:
+    """Expected lines that the output does not have; blanks count once, … stands for anything."""
+    lines = [" ".join(line.split()) for line in output.splitlines()]
+    patterns = {line: ".*".join(map(re.escape, " ".join(line.split()).split("…"))) for line in expected}
+    return [line for line, pattern in patterns.items() if not any(re.fullmatch(pattern, one) for one in lines)]
+
+
+def test_the_check_sees_what_is_not_printed():
+    assert printed(["a  … c", "d"], "a b c\nd") == []
+    assert printed(["a … c", "d"], "a b\nd e") == ["a … c", "d"]
+
+
+def run(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    program, *words = shlex.split(command)
+    capsys.readouterr()
+    if program == "mmrl":
+        code = main(words)
+        assert code == (1 if words[0] == "doctor" and len(words) > 1 else 0), capsys.readouterr()
+    else:
+        assert program == "python"
+        runpy.run_path(words[0], run_name="__main__")
+    out, err = capsys.readouterr()
+    return out + err
+
+
+def serve(command: str, log: Path) -> subprocess.Popen[bytes]:
+    words = shlex.split(command)[1:]
+    address = f"http://127.0.0.1:{next(word for word in words if word.startswith('port=')).partition('=')[2]}/health"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mmrl", *words],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+    for _ in range(1200):
+        assert process.poll() is None, log.read_text()
+        try:
+            urlopen(address, timeout=5).close()
+            return process
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError(log.read_text())
+
+
+def test_the_page_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    page = PAGE.read_text(encoding="utf-8").replace(PORT, str(free_port()))
+    servers = []
+    try:
+        for language, text in blocks(page):
+            if language != "console":
+                file = tmp_path / text.splitlines()[0].removeprefix("# ")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text)
+                continue
+            for command, expected in commands(text):
+                if command.endswith(" &"):
+                    servers.append(serve(command.removesuffix(" &"), tmp_path / "serve.log"))
+                    output = (tmp_path / "serve.log").read_text()
+                else:
+                    output = run(command, capsys)
+                missing = printed([line for line in expected if line != "…"], output)
+                assert not missing, f"{command}\n{missing}\n{output}"
+    finally:
+        for process in servers:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
