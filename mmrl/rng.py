@@ -20,7 +20,7 @@ def digest(*key: int | str | None) -> int:
     """A 128-bit integer that depends on every part of `key` and on its order."""
     # The type is part of the text, so that step 1 and example "1" differ; the separator stands in no name.
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in key)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest(), "big")
 
 
 def stream(*key: int | str | None) -> random.Random:

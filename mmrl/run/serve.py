@@ -138,5 +138,5 @@ def snippets(names: Sequence[str] | dict[str, str], given: ServeArguments) -> st
         f"  reply = client.chat.completions.create(model='{model}', messages=[{{'role': 'user', 'content': '…'}}])\n"
         f"  print(reply.choices[0].message.content)\n\n"
         f"with DSPy:\n  {header}import dspy\n"
-        f"  dspy.configure(lm=dspy.LM('openai/{model}', api_base='{{url}}/v1', api_key={key}))\n"
+        f"  dspy.configure(lm=dspy.LM('openai/{model}', api_base='{{url}}/v1', api_key={key}, cache=False))\n"
     )

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from mmrl import rng
 from mmrl.errors import DataError
 from mmrl.records import Call
 from mmrl.report.forest import dump_forest, parse_forest
@@ -349,3 +350,8 @@ def test_a_file_that_is_wrong_throughout_gets_few_suggestions():
         parse(chain(3000, lambda n: f"cc{n}"))
     problems = caught.value.problems
     assert len(problems) == 3000 and sum("did you mean" in problem for problem in problems) == 10
+
+
+def test_half_of_a_letter_in_an_id_is_a_key_like_any_other():
+    """JSON can hold half of a UTF-16 pair, and algorithms draw by keys that ids are parts of."""
+    assert len({rng.digest("\ud800"), rng.digest("\ud801"), rng.digest("?")}) == 3

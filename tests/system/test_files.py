@@ -5,7 +5,8 @@ import zlib
 
 import pytest
 
-from mmrl.system.files import gunzip
+from mmrl.errors import DataError
+from mmrl.system.files import gunzip, read_yaml
 
 
 def test_a_zipped_file_unpacks_to_so_much_and_no_more():
@@ -23,3 +24,10 @@ def test_a_small_file_that_unpacks_to_a_gigabyte_is_never_unpacked():
     once = gzip.compress(b" " * 2**20, compresslevel=9)
     with pytest.raises(ValueError, match="unpacks to more"):
         gunzip(once * 1024, 2**21)
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "a: [1", "a: 2000-99-99"])
+def test_a_yaml_file_that_cannot_be_read_is_named(text, tmp_path):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(DataError, match=rf"{tmp_path}/config.yaml(:1)?: cannot be read: not YAML \("):
+        read_yaml(tmp_path / "config.yaml")
