@@ -286,11 +286,11 @@ def _split(train: list[dspy.Example], dev: list[dspy.Example] | None) -> tuple[l
             f"trainset: got {len(train)} examples and no valset, expected at least 2 of them, or a valset"
         )
     held = train[HELD_BACK - 1 :: HELD_BACK] or train[-1:]
-    kept = [example for example in train if not any(example is other for other in held)]
+    rest = [example for example in train if not any(example is other for other in held)]
     print(
         f"no valset: {len(held)} of {len(train)} examples of the trainset are held back for evaluation", file=sys.stderr
     )
-    return kept, held
+    return rest, held
 
 
 def _inputs(examples: Sequence[dspy.Example], what: str) -> tuple[str, ...]:
@@ -299,18 +299,18 @@ def _inputs(examples: Sequence[dspy.Example], what: str) -> tuple[str, ...]:
     Raises:
         ConfigError: an example without, or with others than the first.
     """
-    found: tuple[str, ...] = ()
+    common: tuple[str, ...] = ()
     for number, example in enumerate(examples):
         try:
             names = tuple(example.inputs().keys())
         except (ValueError, AttributeError):
             raise ConfigError(f"{what}[{number}]: names no inputs; expected dspy.Example(…).with_inputs(…)") from None
-        found = found or names
-        if set(names) != set(found):
-            raise ConfigError(f"{what}[{number}]: has the inputs {', '.join(names)}, expected {', '.join(found)}")
-    if not found:
+        common = common or names
+        if set(names) != set(common):
+            raise ConfigError(f"{what}[{number}]: has the inputs {', '.join(names)}, expected {', '.join(common)}")
+    if not common:
         raise ConfigError(f"{what}: has no examples with inputs; expected dspy.Example(…).with_inputs(…)")
-    return found
+    return common
 
 
 def _digest(examples: Sequence[dspy.Example]) -> str:

@@ -57,9 +57,9 @@ def complete(request: str) -> None:
         return
     line = os.environ.get("COMP_LINE", "")
     point = os.environ.get("COMP_POINT", "")
-    found = candidates(line[: int(point)] if point.isdecimal() else line)
+    offered = candidates(line[: int(point)] if point.isdecimal() else line)
     # fish ends a word itself
-    print("\n".join(word.rstrip() if shell == "fish" else word for word in found))
+    print("\n".join(word.rstrip() if shell == "fish" else word for word in offered))
 
 
 def candidates(line: str) -> list[str]:
@@ -93,12 +93,14 @@ def _words_of(command: CommandInfo, name: str, words: Sequence[str], current: st
         return _whole(f"{key}={choice}" for choice in listed.group(1).split("|") if choice.startswith(value))
     typed = {word.partition("=")[0] for word in words}
     keys = dict.fromkeys(re.findall(r"(?<![\w.])([a-z_]+(?:\.[a-z_]+)*)=", text))
-    found = [f"{own}=" for own in keys if own.startswith(current) and own not in typed]
+    offered = [f"{own}=" for own in keys if own.startswith(current) and own not in typed]
     if name in COMPOSED:
-        found += _config_words(COMPOSED[name], [word for word in words if word.partition("=")[0] not in keys], current)
+        offered += _config_words(
+            COMPOSED[name], [word for word in words if word.partition("=")[0] not in keys], current
+        )
     if "RUN_DIR" in str(command.options_metavar).replace("run=RUN_DIR", "") and not equals:
-        found += _run_dirs(current)
-    return found
+        offered += _run_dirs(current)
+    return offered
 
 
 def _whole(words: Iterable[str]) -> list[str]:

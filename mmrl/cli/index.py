@@ -209,10 +209,10 @@ def check(words: Sequence[str]) -> int:
     questions = questions_of(given.data, given.items)
     facts, retriever, passages = _opened(given)
     started = time.perf_counter()
-    found = check_index(retriever, passages, questions, given.top_k)
+    checked = check_index(retriever, passages, questions, given.top_k)
     print(f"index      {given.index}: {_spec_text(facts.spec)}, {facts.documents:,} passages")
     print(f"data       {given.data}")
-    print("\n".join("".join(c if c.isprintable() else " " for c in line) for line in found.lines()))
+    print("\n".join("".join(c if c.isprintable() else " " for c in line) for line in checked.lines()))
     print(f"searched in {time.perf_counter() - started:.1f} s")
     return 0
 

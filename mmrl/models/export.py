@@ -59,8 +59,8 @@ def write_merged(base: str, adapter: Path, model: ModelConfig, target: Path) -> 
     from transformers.utils import logging
 
     config, generation = load_configs(model.model_copy(update={"path": base}))
-    kept = str(config.dtype).removeprefix("torch.")
-    dtype = kept if kept in ("float32", "bfloat16", "float16") else "float32"
+    own = str(config.dtype).removeprefix("torch.")
+    dtype = own if own in ("float32", "bfloat16", "float16") else "float32"
     # On the CPU: merging is one product per layer, and a GPU may be in use by the next run.
     loaded, _, _ = load_policy(
         Policy(base=base, adapter=str(adapter)), model.model_copy(update={"dtype": dtype}), "cpu"

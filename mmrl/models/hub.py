@@ -67,10 +67,10 @@ def licence_of(model: str, revision: str | None = None) -> str | None:
         return "apache-2.0"
     folder = user_path(model)
     card = folder / "README.md" if folder.is_dir() else try_to_load_from_cache(model, "README.md", revision=revision)
-    found: object = None
+    entry: object = None
     if isinstance(card, str | Path) and Path(card).is_file():
         try:
-            found = (metadata_load(Path(card)) or {}).get("license")
+            entry = (metadata_load(Path(card)) or {}).get("license")
         except (ValueError, YAMLError):  # a front matter that is none
             return None
     elif not folder.is_dir() and hub_answers():
@@ -78,8 +78,8 @@ def licence_of(model: str, revision: str | None = None) -> str | None:
             data = model_info(model, revision=revision).card_data
         except (HfHubHTTPError, OSError, ValueError):
             return None
-        found = data.license if data is not None else None
-    return str(found) if found else None
+        entry = data.license if data is not None else None
+    return str(entry) if entry else None
 
 
 def push_problems(repository: str) -> list[str]:

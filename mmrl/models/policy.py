@@ -156,9 +156,9 @@ def model_of(text: str) -> tuple[str, dict[str, object]]:
         return "tiny", {}
     section = _run_section(text, "model")
     name = section.get("name")
-    kept = {key: value for key in ("revision", "chat_template", "thinking") if (value := section.get(key))}
+    typed = {key: value for key in ("revision", "chat_template", "thinking") if (value := section.get(key))}
     # runs of former versions trained models of any path under the name "tiny"
-    return "hf" if name in (None, "tiny") else str(name), kept
+    return "hf" if name in (None, "tiny") else str(name), typed
 
 
 def resolve(text: str, prompts: str | None = None) -> Policy:

@@ -162,13 +162,13 @@ def _results(seen: Overview, step: int) -> list[str]:
         there = ", ".join(map(str, sorted(evaluated))) or "none"
         return [f"Step {step} was not evaluated on {split} (evaluated steps: {there}).", *note]
     resamples = int(seen.get("eval.bootstrap", 1000))
-    found = compare_items(evaluated[0], evaluated[step], int(seen.get("seed", 0)), resamples, seen.main_metric)
+    compared = compare_items(evaluated[0], evaluated[step], int(seen.get("seed", 0)), resamples, seen.main_metric)
     records = {record["step"]: record for record in seen.history}
     rows = [["metric", "before", "after", "difference", ""]]
-    for name, difference in found.items():
+    for name, difference in compared.items():
         key = f"eval/{split}/{name}"
         rows.append([f"`{name}`", *(_interval(records.get(at, {}), key) for at in (0, step)), *_difference(difference)])
-    count = next(iter(found.values())).n if found else 0
+    count = next(iter(compared.values())).n if compared else 0
     samples = int(seen.get("eval.samples", 1))
     how = "greedy" if not seen.get("eval.temperature", 0.0) else f"temperature {seen.get('eval.temperature')}"
     return [
@@ -185,8 +185,8 @@ def _interval(record: JsonObject, key: str) -> str:
     return value if low is None or high is None else f"{value} [{short(low)}, {short(high)}]"
 
 
-def _difference(found: Difference) -> list[str]:
-    return [f"{found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]", found.verdict]
+def _difference(compared: Difference) -> list[str]:
+    return [f"{compared.difference:+.3f} [{compared.low:+.3f}, {compared.high:+.3f}]", compared.verdict]
 
 
 def _program(seen: Overview, facts: CardFacts) -> list[str]:
@@ -233,8 +233,8 @@ def _trained(seen: Overview) -> str:
 
 def _settings(seen: Overview) -> str:
     """The config of the run, but for what belongs to its machine."""
-    kept = {name: seen.config[name] for name in ("algo", "train", "task", "model", "eval") if name in seen.config}
-    return f"```yaml\n{yaml.safe_dump(_published(kept), sort_keys=False, allow_unicode=True)}```"
+    sections = {name: seen.config[name] for name in ("algo", "train", "task", "model", "eval") if name in seen.config}
+    return f"```yaml\n{yaml.safe_dump(_published(sections), sort_keys=False, allow_unicode=True)}```"
 
 
 def _published(value: object) -> object:

@@ -136,8 +136,8 @@ def look_before(built: BuiltRun, log: StepLog, checkpoint: Path | None) -> None:
         return
     collector = built.evaluations.collector
     config, task = collector.config, collector.task
-    wanted, reason = log.processes.first(_wanted(config, task, log.rundir.path / FILE))
-    if not wanted:
+    needed, reason = log.processes.first(_needed(config, task, log.rundir.path / FILE))
+    if not needed:
         if reason:
             log.progress.note(reason)
         return
@@ -145,13 +145,13 @@ def look_before(built: BuiltRun, log: StepLog, checkpoint: Path | None) -> None:
     findings = find(facts)
     if config.run.doctor == "auto":
         # Declared lengths are mostly too long; what was played tells, as it does `mmrl plan`.
-        wanted, reason = log.processes.first(_long(config, task, forest))
-    if wanted and log.processes.main:
+        needed, reason = log.processes.first(_long(config, task, forest))
+    if needed and log.processes.main:
         log.progress.note(f"before training ({reason}):\n{report(facts, findings)}")
         atomic_write(log.rundir.path / FILE, dumps(as_object(facts, findings), indent=1) + "\n")
 
 
-def _wanted(config: TrainCommandConfig, task: Task, made: Path) -> tuple[bool, str]:
+def _needed(config: TrainCommandConfig, task: Task, made: Path) -> tuple[bool, str]:
     """Whether to look, and why; or why it cannot be told.
 
     Args:

@@ -113,7 +113,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
                     again=again,
                 )
                 rundir.ledger.note(results)
-            usage, asked = engine.describe(), total_usage([engine, task])
+            usage, requests = engine.describe(), total_usage([engine, task])
         except (KeyboardInterrupt, StorageError):
             print(f"stopped; continue with: mmrl eval resume={rundir.path}", file=sys.stderr)
             raise
@@ -124,9 +124,9 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     facts |= describe_evaluated(task, config, config.split)
     facts |= {**usage, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
     failure = too_many_failed(items, config.eval)
-    kept = (without_scores(metrics) if failure else metrics) | asked
+    recorded = (without_scores(metrics) if failure else metrics) | requests
     rundir.write_summary(
-        {"policy": config.policy, "task": task.name, "split": config.split, "metrics": kept, "facts": facts}
+        {"policy": config.policy, "task": task.name, "split": config.split, "metrics": recorded, "facts": facts}
     )
     failures, how = infrastructure_failures(items), failed_how(failed_kinds(items))
     print(evaluation_text(config, facts, metrics, rundir.path, failures, how, scored=not failure))

@@ -204,13 +204,13 @@ def choose(policy: Policy, config: TrainCommandConfig, request: ExportRequest, m
         return Choice(form=whole, adapters=adapters, modules={**trained, **endpoints} if endpoints else {}, recorded={})
     # All parameters trained, and frozen modules that act with the initial ones.
     base = f"the initial weights, {shown_path(config.model.path)}"
-    said = {m: base if name == INITIAL else "these weights" for m, name in policy.modules.items()}
+    speakers = {m: base if name == INITIAL else "these weights" for m, name in policy.modules.items()}
     if request.module is not None:
         if policy.modules[request.module] == INITIAL:
             raise ConfigError(_frozen(request.module, config))
         return Choice(form=whole, adapters={}, modules={}, recorded={})
     recorded = {"modules": dict(policy.modules), "base": policy.initial}
-    return Choice(form=whole, adapters={}, modules={**said, **endpoints}, recorded=recorded)
+    return Choice(form=whole, adapters={}, modules={**speakers, **endpoints}, recorded=recorded)
 
 
 def _choose_adapters(
@@ -229,9 +229,9 @@ def _choose_adapters(
     # What was never trained is the base: its adapter is kept where adapters are served, and merged it would be a copy.
     written = {name: folder for name, folder in folders.items() if form == "adapter" or name not in still}
     base = f"the base model, {shown_path(config.model.path)} (frozen)"
-    said = {m: base if name in still else f"`{name}/`" for m, name in spoken.items()}
+    speakers = {m: base if name in still else f"`{name}/`" for m, name in spoken.items()}
     recorded = {"modules": spoken} if form == "adapter" else {}
-    return Choice(form=form, adapters=written, modules={**said, **endpoints}, recorded=recorded)
+    return Choice(form=form, adapters=written, modules={**speakers, **endpoints}, recorded=recorded)
 
 
 def _frozen(module: str, config: TrainCommandConfig) -> str:

@@ -127,7 +127,7 @@ def check(retriever: Retriever, passages: PassageStore, questions: Sequence[Ques
     """
     numbers = tuple(ks)
     there = {title: passages.has_title(title) for question in questions for title in question.titles}
-    found: dict[int, list[float]] = {k: [] for k in numbers}
+    recalls: dict[int, list[float]] = {k: [] for k in numbers}
     with progress("searching", len(questions), "questions") as advance:
         for start in range(0, len(questions), QUERIES):
             part = questions[start : start + QUERIES]
@@ -135,7 +135,7 @@ def check(retriever: Retriever, passages: PassageStore, questions: Sequence[Ques
             for question, documents in zip(part, results, strict=True):
                 for k in numbers:
                     first = {document.title for document in documents[:k]}
-                    found[k].append(sum(title in first for title in question.titles) / len(question.titles))
+                    recalls[k].append(sum(title in first for title in question.titles) / len(question.titles))
             advance(len(part))
     gold = [title for question in questions for title in question.titles]
     return Check(
@@ -143,6 +143,6 @@ def check(retriever: Retriever, passages: PassageStore, questions: Sequence[Ques
         titles=len(gold),
         missing=tuple(title for title in gold if not there[title]),
         answerable=sum(all(there[title] for title in question.titles) for question in questions),
-        recall={k: sum(shares) / len(shares) for k, shares in found.items()},
-        all_found={k: sum(share == 1 for share in shares) / len(shares) for k, shares in found.items()},
+        recall={k: sum(shares) / len(shares) for k, shares in recalls.items()},
+        all_found={k: sum(share == 1 for share in shares) / len(shares) for k, shares in recalls.items()},
     )

@@ -61,8 +61,8 @@ def _dspy(folder: Path, served: str, apart: bool, program: bool) -> str:
     if program and apart:
         each = "for name, predictor in program.named_predictors():"
         return f'{loaded}\n{each} predictor.lm = dspy.LM(f"openai/policy/{{name}}", {where})'
-    asked = loaded if program else 'print(dspy.Predict("question -> answer")(question="Hello").answer)'
-    return f'dspy.configure(lm=dspy.LM("openai/{served}", {where}))\n{asked}'
+    example = loaded if program else 'print(dspy.Predict("question -> answer")(question="Hello").answer)'
+    return f'dspy.configure(lm=dspy.LM("openai/{served}", {where}))\n{example}'
 
 
 def _vllm(weights: str, base: str, rank: int | None) -> str:

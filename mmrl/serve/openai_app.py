@@ -152,11 +152,11 @@ class _Server:
         self.in_flight += 1
         streams = False
         try:
-            asked, generation = await prepare(await read_body(request, LARGEST_REQUEST))
-            running = _Running(self.served, asked, generation)
+            parsed, generation = await prepare(await read_body(request, LARGEST_REQUEST))
+            running = _Running(self.served, parsed, generation)
             try:
                 await running.begun()
-                if asked.stream:
+                if parsed.stream:
                     streams = True
                     return StreamingResponse(self._stream(running, shape), media_type="text/event-stream")
                 await _until_done(running.task, request)
@@ -177,7 +177,7 @@ class _Server:
             if not streams:
                 self.in_flight -= 1
 
-    async def chat(self, asked: ChatRequest) -> Prepared:
+    async def chat(self, parsed: ChatRequest) -> Prepared:
         """A chat request for the engine.
 
         Raises:
@@ -185,16 +185,16 @@ class _Server:
         """
         from jinja2 import TemplateError
 
-        module, messages = self._module(asked), asked.rendered()
+        module, messages = self._module(parsed), parsed.rendered()
         try:
             ids = await self._in_thread(lambda: render_prompt(self.served.tokenizer, messages))
         except TemplateError as error:
             raise Refused(400, f"messages: the model's chat template refuses them: {error}", "messages") from None
-        return asked, self._generation(asked, module, ids)
+        return parsed, self._generation(parsed, module, ids)
 
-    async def plain(self, asked: CompletionRequest) -> Prepared:
+    async def plain(self, parsed: CompletionRequest) -> Prepared:
         """A request for a plain completion, for the engine; raises as `chat`."""
-        module, prompt = self._module(asked), asked.prompt
+        module, prompt = self._module(parsed), parsed.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
         if isinstance(prompt, str):
@@ -204,22 +204,22 @@ class _Server:
             ids = tuple(int(token) for token in prompt)
         else:
             raise Refused(400, "prompt: got several texts, expected one", "prompt")
-        return asked, self._generation(asked, module, ids)
+        return parsed, self._generation(parsed, module, ids)
 
-    def _module(self, asked: SamplingRequest) -> str:
-        if asked.model not in self.served.models:
-            text = f"model: got '{asked.model[:100]}', expected one of {', '.join(self.served.models)}"
+    def _module(self, parsed: SamplingRequest) -> str:
+        if parsed.model not in self.served.models:
+            text = f"model: got '{parsed.model[:100]}', expected one of {', '.join(self.served.models)}"
             raise Refused(404, text, "model", "model_not_found")
-        return self.served.models[asked.model]
+        return self.served.models[parsed.model]
 
-    def _generation(self, asked: SamplingRequest, module: str, ids: Sequence[int]) -> Request:
-        seed = secrets.randbits(64) if asked.seed is None else asked.seed
+    def _generation(self, parsed: SamplingRequest, module: str, ids: Sequence[int]) -> Request:
+        seed = secrets.randbits(64) if parsed.seed is None else parsed.seed
         sampling = Sampling(
-            max_tokens=asked.limit,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
-            stop=asked.stops,
+            max_tokens=parsed.limit,
+            temperature=parsed.temperature,
+            top_p=parsed.top_p,
+            top_k=parsed.top_k,
+            stop=parsed.stops,
             seed=rng.digest("serve", seed),
         )
         return Request(prompt_ids=tuple(ids), sampling=sampling, module=module)
@@ -237,7 +237,7 @@ class _Server:
                 yield _event(head, choices=[{"index": 0, **shape.delta(text), "finish_reason": None}])
             _, finish = running.result()
             yield _event(head, choices=[{"index": 0, **shape.delta(""), "finish_reason": finish}])
-            options = running.asked.stream_options
+            options = running.parsed.stream_options
             if options is not None and options.include_usage:
                 yield _event(head, choices=[], usage=running.usage())
         except Exception as error:  # the status is sent already
@@ -251,14 +251,14 @@ class _Server:
 class _Running:
     """One completion under way."""
 
-    def __init__(self, served: Served, asked: SamplingRequest, generation: Request):
-        self.asked = asked
+    def __init__(self, served: Served, parsed: SamplingRequest, generation: Request):
+        self.parsed = parsed
         self._tokenizer = served.tokenizer
         self._stops = generation.sampling.stop
         self._prompt_tokens = len(generation.prompt_ids)
         self._new: asyncio.Queue[int | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        if asked.stream:
+        if parsed.stream:
             # from the decoder's thread
             def heard(token: int) -> None:
                 with suppress(RuntimeError):  # the server has ended meanwhile
@@ -282,7 +282,7 @@ class _Running:
 
     def head(self, prefix: str, kind: str) -> dict[str, object]:
         """What all objects of this completion begin with."""
-        return {"id": f"{prefix}-{self._id}", "object": kind, "created": self._created, "model": self.asked.model}
+        return {"id": f"{prefix}-{self._id}", "object": kind, "created": self._created, "model": self.parsed.model}
 
     def result(self) -> tuple[str, str]:
         """Text up to the first stop string, and OpenAI's finish reason."""

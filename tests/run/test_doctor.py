@@ -13,7 +13,7 @@ from mmrl.cli.hydra import composed
 from mmrl.errors import EngineFailure, LengthFailure, MmrlError, ParseFailure
 from mmrl.plan.devices import Device
 from mmrl.report.findings import find
-from mmrl.run.doctor import _long, _wanted
+from mmrl.run.doctor import _long, _needed
 from mmrl.stages.checkup import examine
 from mmrl.stages.weights import WeightStage
 from tests.config.effects.training import collector_of, config_of
@@ -214,7 +214,7 @@ def test_runs_of_over_an_hour_are_looked_at_and_others_are_not(tmp_path, monkeyp
     monkeypatch.setattr("mmrl.run.plan.measured_cpu", lambda threads: slow)
 
     def wanted(**train):
-        return _wanted(settled.model_copy(update={"train": settled.train.model_copy(update=train)}), task, made)
+        return _needed(settled.model_copy(update={"train": settled.train.model_copy(update=train)}), task, made)
 
     assert wanted(steps=1, batch_size=1) == (False, "")
     look, why = wanted(steps=100_000)

@@ -51,8 +51,8 @@ class RecordedTool(dspy.Tool):
         host = tape.current()
         if host is None or host.on_loop():
             return dspy.Tool.__call__(self, **arguments)
-        asked = host.remember(str(self.name), _copied(arguments), lambda: self._run(arguments))
-        outcome = host.wait(asked)
+        request = host.remember(str(self.name), _copied(arguments), lambda: self._run(arguments))
+        outcome = host.wait(request)
         if outcome.error is not None:
             raise outcome.raised(outcome.error)
         return outcome.value()
@@ -63,8 +63,8 @@ class RecordedTool(dspy.Tool):
         host = tape.current()
         if host is None:
             return await dspy.Tool.acall(self, **arguments)
-        asked = host.remember(str(self.name), _copied(arguments), lambda: self._run(arguments))
-        outcome = await host.awaited(asked)
+        request = host.remember(str(self.name), _copied(arguments), lambda: self._run(arguments))
+        outcome = await host.awaited(request)
         if outcome.error is not None:
             raise outcome.raised(outcome.error)
         return outcome.value()

@@ -104,15 +104,15 @@ class PolicyLM(dspy.BaseLM):
         self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **options: object
     ) -> list[str]:
         """The texts of `n` completions of messages or a prompt."""
-        sent, asked = self._request(prompt, messages, options)
-        return self._answered(prompt, sent, asked, self.served.wait(self._generate(sent, asked)))
+        sent, settings = self._request(prompt, messages, options)
+        return self._answered(prompt, sent, settings, self.served.wait(self._generate(sent, settings)))
 
     async def acall(
         self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **options: object
     ) -> list[str]:
         """The same, awaited."""
-        sent, asked = self._request(prompt, messages, options)
-        return self._answered(prompt, sent, asked, await self.served.given(self._generate(sent, asked)))
+        sent, settings = self._request(prompt, messages, options)
+        return self._answered(prompt, sent, settings, await self.served.given(self._generate(sent, settings)))
 
     def dump_state(self) -> None:  # DSPy reads no state as: the LM that is configured
         """Nothing, so that a saved program loads in plain DSPy and speaks with the LM that is configured there."""
@@ -131,37 +131,37 @@ class PolicyLM(dspy.BaseLM):
             ConfigError: an option that would have no effect.
         """
         given = {**self.kwargs, **options}
-        asked = {name: value for name, value in given.items() if value is not None and name not in WITHOUT_EFFECT}
-        if unknown := sorted(set(asked) - OPTIONS):
+        settings = {name: value for name, value in given.items() if value is not None and name not in WITHOUT_EFFECT}
+        if unknown := sorted(set(settings) - OPTIONS):
             taken = ", ".join(sorted(OPTIONS))
             raise ConfigError(f"{', '.join(unknown)}: has no effect on the LM of a trained policy; it takes {taken}")
         sent = messages if messages is not None else [{"role": "user", "content": prompt or ""}]
-        return [{"role": str(m["role"]), "content": str(m["content"])} for m in sent], asked
+        return [{"role": str(m["role"]), "content": str(m["content"])} for m in sent], settings
 
-    async def _generate(self, messages: Sequence[Message], asked: Mapping[str, Any]) -> list[Completion]:
-        stop = asked.get("stop") or ()
+    async def _generate(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> list[Completion]:
+        stop = settings.get("stop") or ()
         samplings = [
             Sampling(
-                max_tokens=int(asked.get("max_tokens", self.served.max_tokens)),
-                temperature=float(asked.get("temperature", 0.0)),
-                top_p=float(asked.get("top_p", 1.0)),
-                top_k=int(asked.get("top_k", 0)),
+                max_tokens=int(settings.get("max_tokens", self.served.max_tokens)),
+                temperature=float(settings.get("temperature", 0.0)),
+                top_p=float(settings.get("top_p", 1.0)),
+                top_k=int(settings.get("top_k", 0)),
                 stop=(stop,) if isinstance(stop, str) else tuple(stop),
                 seed=digest("dspy", next(self.served._numbers)),
             )
-            for _ in range(int(asked.get("n", 1)))
+            for _ in range(int(settings.get("n", 1)))
         ]
         made = [self.served.generate(self.module, messages, sampling) for sampling in samplings]
         return list(await asyncio.gather(*made))
 
     def _answered(
-        self, prompt: str | None, messages: Sequence[Message], asked: Mapping[str, Any], made: Sequence[Completion]
+        self, prompt: str | None, messages: Sequence[Message], settings: Mapping[str, Any], made: Sequence[Completion]
     ) -> list[str]:
         """The texts, noted in DSPy's history and usage as those of any LM."""
         texts = [decode_text(self.served.tokenizer, completion.ids) for completion in made]
         usage = {"completion_tokens": sum(len(completion.ids) for completion in made)}
         response = SimpleNamespace(model=self.model, usage=usage, cache_hit=False)
-        self._record_response(response, prompt, list(messages), texts, dict(asked))
+        self._record_response(response, prompt, list(messages), texts, dict(settings))
         return texts
 
 
