@@ -298,7 +298,9 @@ def further(run: RunDir, seen: Overview, trouble: str = "") -> str:
     steps = run.journal_steps()
     if steps:
         rows[""] = f"mmrl show {run.path} step={steps[-1]}"
-    rows["evaluate"] = evaluation_command(seen)
+    # Objects of a Python process have names that no command can import.
+    if not str(seen.get("task.program") or "").startswith("mmrl.system.objects:"):
+        rows["evaluate"] = evaluation_command(seen)
     return facts_table(rows, indent="")
 
 
