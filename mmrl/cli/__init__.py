@@ -27,6 +27,8 @@ Usage:
   mmrl train [key=value ...]          train; ends with a table before/after and a report
   mmrl train -m [key=a,b ...]         a sweep: one run for every combination
   mmrl train resume=RUN_DIR           continue a stopped or killed run to the same numbers
+  mmrl train resume=RUN_DIR train.steps=+N
+                                      train a run N steps further
   mmrl eval policy=P [key=value ...]  evaluate a run, checkpoint, adapter, model folder or hub id
   mmrl eval -m policy=P task=a,b,c    several evaluations, side by side as columns
   mmrl eval resume=EVAL_DIR           continue a stopped evaluation
@@ -50,6 +52,8 @@ Usage:
   mmrl index build corpus=A[,B] index=DIR [retriever=bm25|dense|colbert]
   mmrl index info|search|check index=DIR [query=TEXT] [data=FILE]
                                       a retrieval index: sizes first, then built; looked into
+  mmrl serve policy=P [port=8000] [key=value ...]
+                                      serve a run, checkpoint or model folder over HTTP (OpenAI's protocol)
   mmrl serve-retriever index=DIR [port=8000]
                                       serve an index over HTTP (Search-R1's and DSPy's protocols)
   mmrl new-task NAME [kind=async|dspy] [dir=FOLDER]
