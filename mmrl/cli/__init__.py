@@ -19,6 +19,7 @@ from mmrl import __version__
 from mmrl.cli.commands import COMMANDS, WORKER, app
 from mmrl.errors import ConfigError, MmrlError, Stopped, nearest, print_error, storage
 from mmrl.secrets import HidingStream, add_environment, holder, looks_like_a_key
+from mmrl.system.stop import quiet_loops
 
 OVERVIEW = """\
 mmrl {version}: train language-model programs by reinforcement learning.
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # For the life of the process: what ends it with a traceback is printed after this function.
     sys.stdout, sys.stderr = HidingStream.around(sys.stdout), HidingStream.around(sys.stderr)
     try:
-        with storage(), _said(words):
+        with storage(), quiet_loops(), _said(words):
             return _dispatch(words)
     except MmrlError as error:
         print_error(error)

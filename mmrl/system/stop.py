@@ -27,11 +27,12 @@ class Stop:
         if first and not self._held:
             raise Stopped
 
-    def swallowed(self) -> None:
+    def swallowed(self, number: int) -> None:
         """A destructor was running when the signal came, and Python drops what is raised there: signal once more."""
-        self.requested = False
+        if number == signal.SIGTERM:
+            self.requested = False
         # a moment later, when the destructor has returned
-        self._again = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM))
+        self._again = threading.Timer(0.05, os.kill, (os.getpid(), number))
         self._again.daemon = True
         self._again.start()
 
@@ -62,6 +63,21 @@ class Stop:
 
 
 @contextmanager
+def quiet_loops() -> Iterator[None]:
+    """Inside, no word of event loops that Ctrl-C ended within their constructor: they cannot even be printed."""
+
+    def unraisable(args: sys.UnraisableHookArgs) -> None:
+        if getattr(args.object, "__qualname__", "") != "BaseEventLoop.__del__":
+            hook(args)
+
+    hook, sys.unraisablehook = sys.unraisablehook, unraisable
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+
+
+@contextmanager
 def stoppable(in_a_group: bool = False) -> Iterator[Stop]:
     """SIGTERM ends what runs inside, by `Stopped`; what is saved stays.
 
@@ -86,8 +102,8 @@ def stoppable(in_a_group: bool = False) -> Iterator[Stop]:
         before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
 
     def unraisable(args: sys.UnraisableHookArgs) -> None:
-        if args.exc_type is Stopped:
-            stop.swallowed()
+        if issubclass(args.exc_type, KeyboardInterrupt):
+            stop.swallowed(signal.SIGTERM if args.exc_type is Stopped else signal.SIGINT)
         else:
             hook(args)
 

@@ -277,6 +277,8 @@ def _fork_workers(hooks: Hooks, events: Path | None) -> None:
             if self.pid == 0:
                 code = 70
                 try:
+                    # A process that is started anew has no handlers of the one that starts it.
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
                     os.environ.update(env)
                     preexec_fn()
                     code = _main(list(command[3:]))

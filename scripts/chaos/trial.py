@@ -274,8 +274,8 @@ class _Trial:
         # Of several processes the first one ends with code 1 where another was killed.
         if found.struck and expected and found.code not in (*expected, *((1,) if len(self.case.ranks) > 1 else ())):
             self.problem(f"{self.result.kind} ended it with code {found.code}: {found.err[-200:]!r}")
-        if "Traceback (most recent" in found.err:
-            self.problem(f"a traceback: {found.err.strip().splitlines()[-1][:300]}")
+        if (start := found.err.find("Traceback (most recent")) >= 0:
+            self.problem(f"a traceback: {found.err[max(0, start - 200) : start + 3000]}")
         if found.left:
             self.problem(f"left processes: {found.left}")
         if found.code > 0 and not found.err.strip():

@@ -23,6 +23,7 @@ from mmrl.errors import ToolFailure
 from mmrl.records import Example
 from mmrl.report.journal import read_step, write_step
 from mmrl.report.rundir import RunDir
+from mmrl.report.trackers import Trackers
 from mmrl.rollout.sample import sample
 from mmrl.run.settle import module_assignment
 from mmrl.stages.collect import Prefetch, SampledBatch, dynamic_sampling
@@ -110,7 +111,7 @@ def trained(folder, *options):
         collector = SimpleNamespace(
             config=config,
             task=task,
-            log=StepLog(rundir=run, progress=None, trackers=None),
+            log=StepLog(rundir=run, progress=None, trackers=Trackers({})),
             collect=collect,
             prefetch=Prefetch(),
         )
@@ -273,7 +274,7 @@ MISTAKES = {
     "removed": (["run={run}", "step=7", "~algo.eps"], "~algo.eps: a setting of a run can be changed, not removed"),
     "too many": (["run={run}", "step=7", "algo.minibatches=9"], "algo.minibatches: got 9, expected at most 5"),
     "what it lacks": (["run={run}", "step=7", "algo=ppo"], "algo=ppo: call 'q0/0#0': values: missing"),
-    "a seed": (["run={run}", "step=7", "seed=-1"], "seed: got -1, expected a whole number, 0 or more"),
+    "a seed": (["run={run}", "step=7", "seed=-1"], "seed: got -1, expected a whole number from 0 to 4294967295"),
     "the run's keys": (["run={run}", "step=7", "run.name=x", "task=hover"], "run.name: has no effect on mmrl credit"),
 }
 

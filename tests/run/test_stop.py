@@ -1,5 +1,6 @@
 """SIGTERM, which schedulers send: the run saves, ends with 143, and goes on from there to the same numbers."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from mmrl.cli import main
 from mmrl.errors import Stopped
 from mmrl.report.rundir import RunDir
 from mmrl.stages.collect import Collector
-from mmrl.system.stop import stoppable
+from mmrl.system.stop import quiet_loops, stoppable
 from mmrl.trainer.trl_trainer import MmrlTrainer
 from tests.helpers.runs import command, numbers
 from tests.run.test_processes import STARTER
@@ -80,6 +81,23 @@ def test_a_stop_that_comes_while_a_destructor_runs_is_not_lost(capsys):
     with pytest.raises(SystemExit, match=str(Stopped.exit_code)), stoppable():
         Ends()
         time.sleep(5)
+    assert not capsys.readouterr().err
+
+
+def test_an_interrupt_that_comes_while_a_destructor_runs_is_not_lost(capsys):
+    class Ends:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), stoppable():
+        Ends()
+        time.sleep(5)
+    assert not capsys.readouterr().err
+
+
+def test_a_loop_that_was_never_whole_goes_without_a_word(capsys):
+    with quiet_loops():
+        asyncio.SelectorEventLoop.__new__(asyncio.SelectorEventLoop)
     assert not capsys.readouterr().err
 
 
