@@ -155,6 +155,12 @@ def _composition(config_name: str, overrides: Sequence[str], config_dir: str | N
 
 
 def _refusal(error: Exception) -> ConfigError:
+    before = error.__context__
+    while before is not None:
+        # Ctrl-C within OmegaConf, whose own clean-up then failed
+        if isinstance(before, KeyboardInterrupt):
+            raise before
+        before = before.__context__
     # OmegaConf's errors alone have one: where an interpolation stands
     key = getattr(error, "full_key", None)
     text = " ".join((str(error).splitlines() or [""])[0].split())

@@ -189,3 +189,17 @@ def test_a_folder_of_runs_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "outputs").write_text("a file")
     with pytest.raises(ConfigError, match=r"run\.dir: cannot make a folder below"):
         allocate(tmp_path / "outputs" / "hotpotqa", "x")
+
+
+def test_an_interrupt_within_the_composition_is_one(monkeypatch):
+    """OmegaConf's own clean-up may fail on what Ctrl-C left half-way, and that is no mistake of the user's."""
+
+    def interrupted(*arguments, **named):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            None.flags  # noqa: B018
+
+    monkeypatch.setattr("mmrl.cli.hydra.compose", interrupted)
+    assert main(["train", "--cfg", "job"]) == 130
+    assert main(["train", "seed=1"]) == 130
