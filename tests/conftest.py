@@ -1,6 +1,7 @@
 """Shared fixtures: a really small random model, one torch thread, an index cache of the test run's own."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,13 @@ settings.load_profile("mmrl")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing in a test may wait for a network
 os.environ["COLUMNS"] = "100"  # printed text is compared, whatever terminal the tests run in
+
+
+def pytest_runtest_setup(item):
+    """One thread for each test: an earlier one may have set more, and sums over several threads differ in last bits."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

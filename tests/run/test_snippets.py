@@ -106,6 +106,7 @@ def test_mmrl_serve_listens_where_the_lines_ask_and_knows_the_names(exported: Pa
         assert f"mmrl serve policy={exported}\n" in code["openai"]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("rank", [None, 2])
 def test_vllm_loads_full_weights_and_adapters(exported: Path, tmp_path: Path, rank: int | None) -> None:

@@ -149,7 +149,8 @@ def test_what_was_asked_of_the_judge_is_told(tmp_path):
         task = judge_task(tmp_path, url, "judge_turn", on_unreadable="rule")
         assert task.describe()["judge"] == f"openai/gpt-oss-120b at {url}"
         play(task, [ANSWER], "judge_turn")
-        counts = "(3 requests, 3 unreadable, 1 of 1 rollouts scored by the fixed rule)"
+        counts = "(3 requests, 3 unreadable, 30 prompt tokens, 15 completion tokens, "
+        counts += "1 of 1 rollouts scored by the fixed rule)"
         assert task.describe()["judge"] == f"openai/gpt-oss-120b at {url} {counts}"
 
 
@@ -170,7 +171,9 @@ def test_rollouts_without_a_verdict_are_told(tmp_path):
     with serving([chat_reply("no idea")]) as (url, _):
         task = judge_task(tmp_path, url, "judge_turn", retries=0)
         play(task, [ANSWER], "judge_turn")
-        assert task.describe()["judge"].endswith("(1 requests, 1 unreadable, 1 of 1 rollouts without verdict)")
+        assert task.describe()["judge"].endswith(
+            "(1 requests, 1 unreadable, 10 prompt tokens, 5 completion tokens, 1 of 1 rollouts without verdict)"
+        )
 
 
 def test_the_rule_for_unreadable_replies_is_the_agents_alone():

@@ -203,7 +203,7 @@ def test_judges_behind_an_endpoint():
         task = make("papillon", judge={**judge, "url": url})
         assert task.describe()["judge"] == f"judge at {url}"
         assert score(task).metrics == {"score": 0.25, "quality": 0.0, "leakage": 0.5}
-        assert task.describe()["judge"] == f"judge at {url} (3 requests)"
+        assert task.describe()["judge"] == f"judge at {url} (3 requests, 30 prompt tokens, 15 completion tokens)"
         prompts = [seen.body["messages"][-1]["content"] for seen in scripted.seen]
     assert "[[ ## response_A ## ]]\nnew\n" in prompts[0] and "[[ ## response_B ## ]]\ngold\n" in prompts[0]
     assert "[[ ## response_A ## ]]\ngold\n" in prompts[1] and "[[ ## response_B ## ]]\nnew\n" in prompts[1]
@@ -243,7 +243,9 @@ def test_an_unreadable_reply_is_asked_for_again_and_then_no_verdict(caplog):
         task = make("papillon", judge={**judge, "url": url})
         with pytest.raises(JudgeFailure, match="no readable reply in 2 tries"):
             score(task)
-        assert task.describe()["judge"] == f"judge at {url} (4 requests, 3 unreadable, 1 without verdict)"
+        assert task.describe()["judge"] == (
+            f"judge at {url} (4 requests, 3 unreadable, 1 without verdict, 40 prompt tokens, 20 completion tokens)"
+        )
     assert "no readable reply in 2 tries" in caplog.text and "aborted and not credited (1 so far)" in caplog.text
 
 
