@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from mmrl.cli.arguments import read_arguments
 from mmrl.config import RETRIEVER_SCHEMAS, RetrieverConfig
-from mmrl.config.base import Section, is_loopback
+from mmrl.config.base import Section, ServerArguments
 from mmrl.config.retriever import EncoderRetrieverConfig, Pooling, Stemmer, Stopwords
 from mmrl.errors import ConfigError, DataError
 from mmrl.secrets import token_of
@@ -111,23 +111,10 @@ class InfoArguments(Section):
     index: str
 
 
-class ServeArguments(Runtime):
+class ServeArguments(ServerArguments, Runtime):
     """`mmrl serve-retriever`."""
 
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535, description="0: a free one")
     max_batch: int = Field(64, ge=1, description="queries of one search")
-    parent: int | None = Field(None, description="end when this process is gone")
-    token_env: str | None = Field(None, description="environment variable with the token that every request must bring")
-
-    @model_validator(mode="after")
-    def _let_in(self) -> Self:
-        if self.token_env is None and not is_loopback(self.host):
-            raise ValueError(
-                f"host: got '{self.host}', which other machines reach; expected a token too: "
-                "token_env=NAME_OF_AN_ENVIRONMENT_VARIABLE, or leave host out (127.0.0.1)"
-            )
-        return self
 
 
 def build(words: Sequence[str]) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Self, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mmrl.errors import nearest, unknown
 from mmrl.secrets import holder, secret_name, user_in_address
@@ -83,6 +83,24 @@ def is_address(url: str) -> bool:
         return False
     known = parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
     return known and url.isprintable() and " " not in url
+
+
+class ServerArguments(Section):
+    """Where a server listens and whom it lets in, beside what it serves."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535, description="0: a free one")
+    token_env: str | None = Field(None, description="environment variable with the token that every request must bring")
+    parent: int | None = Field(None, description="end when this process is gone")
+
+    @model_validator(mode="after")
+    def _let_in(self) -> Self:
+        if self.token_env is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host: got '{self.host}', which other machines reach; expected a token too: "
+                "token_env=NAME_OF_AN_ENVIRONMENT_VARIABLE, or leave host out (127.0.0.1)"
+            )
+        return self
 
 
 def is_loopback(host: str) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mmrl.config import ModelConfig
 from mmrl.config.base import SHIPPED
 from mmrl.errors import CheckpointError
-from mmrl.models.chat import render_prompt
+from mmrl.models.chat import render_prompt, takes_system_role
 from mmrl.models.load import NO_CODE, load_configs, load_policy, load_tokenizer, model_path
 from mmrl.models.policy import Policy
 
@@ -99,20 +99,11 @@ def write_tokenizer(checkpoint: Path, targets: Iterable[Path]) -> PreTrainedToke
     # From the checkpoint and not the base: what the config said of the template is in it already.
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, **NO_CODE)
     # Programs send system messages, and every user of the export would have to merge them.
-    if not _has_system_role(tokenizer):
+    if not takes_system_role(tokenizer):
         tokenizer.chat_template = SYSTEM_MERGED + str(tokenizer.chat_template)
     for target in targets:
         tokenizer.save_pretrained(target)
     return tokenizer
-
-
-def _has_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template writes a system message; some refuse it, some leave it out without a word."""
-    messages = [{"role": "system", "content": "probe-text"}, {"role": "user", "content": "-"}]
-    try:
-        return "probe-text" in str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception:  # of Jinja, of a filter, of whatever a template calls
-        return False
 
 
 def check_template(folder: Path, model: ModelConfig, prompts: Iterable[Sequence[int]]) -> int:

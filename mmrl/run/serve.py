@@ -7,13 +7,12 @@ import sys
 import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from mmrl import engines
 from mmrl.config import EvalCommandConfig
-from mmrl.config.base import Section, is_loopback
+from mmrl.config.base import ServerArguments
 from mmrl.config.engines import TransformersConfig
 from mmrl.config.rules import engine_name
 from mmrl.errors import ConfigError
@@ -27,23 +26,10 @@ SETTINGS = ("policy", "model", "hardware", "engine")
 """Parts of an evaluation's config that say how a policy is loaded and sampled."""
 
 
-class ServeArguments(Section):
+class ServeArguments(ServerArguments):
     """`mmrl serve`, beside the config."""
 
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535, description="0: a free one")
-    token_env: str | None = Field(None, description="environment variable with the token that every request must bring")
     name: str = Field("policy", min_length=1, description="the model's name in requests")
-    parent: int | None = Field(None, description="end when this process is gone")
-
-    @model_validator(mode="after")
-    def _let_in(self) -> Self:
-        if self.token_env is None and not is_loopback(self.host):
-            raise ValueError(
-                f"host: got '{self.host}', which other machines reach; expected a token too: "
-                "token_env=NAME_OF_AN_ENVIRONMENT_VARIABLE, or leave host out (127.0.0.1)"
-            )
-        return self
 
 
 def serve_policy(config: EvalCommandConfig, given: ServeArguments, typed: Collection[str]) -> int:
