@@ -10,6 +10,8 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, fie
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
 from mmrl.config.base import Section, by_name
 from mmrl.config.engines import ENGINE_SCHEMAS, EngineConfig
+from mmrl.config.optimisers import PROMPT_SCHEMAS, PromptConfig
+from mmrl.config.sft import SftConfig
 from mmrl.config.tasks import TASK_SCHEMAS, PluginTaskConfig, TaskConfig
 
 LARGEST_SEED = 2**32 - 1
@@ -222,6 +224,19 @@ class TrainCommandConfig(RootConfig):
 
     # no schema for other names: a plugin that adds an algorithm adds its schema too
     algo: Annotated[SerializeAsAny[AlgoConfig], BeforeValidator(by_name(ALGO_SCHEMAS))]
+    train: TrainConfig
+
+
+class PromptCommandConfig(RootConfig):
+    """`mmrl train` of a stage that optimises prompts."""
+
+    algo: Annotated[SerializeAsAny[PromptConfig], BeforeValidator(by_name(PROMPT_SCHEMAS))]
+
+
+class SftCommandConfig(RootConfig):
+    """`mmrl train` of a supervised stage."""
+
+    algo: SftConfig
     train: TrainConfig
 
 
