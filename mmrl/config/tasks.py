@@ -94,7 +94,9 @@ class TaskConfig(Section):
     name: str = Field(description="set by task=")
     data: DataConfig = DataConfig()
     reward: str | None = Field(None, description="a named reward set of the task; null: the algorithm's own")
-    prompts: str | None = Field(None, description="YAML file that replaces prompts, by module and role")
+    prompts: str | None = Field(
+        None, description="YAML file with prompts and demonstrations by module; for DSPy also its JSON"
+    )
     failure_score: float = Field(0.0, description="reward of a rollout that failed by the model's own doing")
     max_tokens: int = Field(100, ge=1, description="completion limit of a call")
     # the smallest limits only exclude what no prompt fits into

@@ -9,18 +9,19 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import ClassVar
 
 from mmrl.config.base import MINI, SPLITS
 from mmrl.config.retriever import Bm25Config, RetrieverConfig
 from mmrl.config.tasks import AgentJudgedConfig, CorpusConfig, OpenQaConfig
 from mmrl.errors import ConfigError, DataError, unknown
-from mmrl.records import Example
+from mmrl.records import Call, Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.select import retriever_problems
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import Judge, build_judge, unreachable, usage_of
-from mmrl.tasks.base import BaseTask, Passage, Tool
+from mmrl.tasks.base import BaseTask, Passage, Program, Tool
 from mmrl.tasks.data.corpus import label
 from mmrl.tasks.data.layouts import (
     LAYOUTS,
@@ -32,14 +33,16 @@ from mmrl.tasks.data.layouts import (
 )
 from mmrl.tasks.data.rows import Source
 from mmrl.tasks.mini.examples import mini_corpus
-from mmrl.tasks.prompts import Templates, load_prompts
+from mmrl.tasks.prompts import ModulePrompt, Prompts, Shot, Templates, load_prompts, shot_of
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
 
 log = logging.getLogger("mmrl.data")
 
 
 class OpenQaTask(BaseTask, ABC):
-    """Data, corpora and retrieval of a task that answers questions by searching.
+    """Data, corpora, retrieval and prompts of a task that answers questions by searching.
+
+    Implements `mmrl.tasks.prompts.PromptedTask`.
 
     Args:
         config: the `task` section.
@@ -69,9 +72,9 @@ class OpenQaTask(BaseTask, ABC):
         problems = self._option_problems()
         self.judge: Judge | None = None
         try:
-            self.texts = load_prompts(self.templates, config.prompts)
-            if "judge" in self.texts and isinstance(config, AgentJudgedConfig):
-                self.judge = build_judge(config, self.texts)
+            self.all_prompts = load_prompts(self.templates, config.prompts)
+            if "judge" in self.templates and isinstance(config, AgentJudgedConfig):
+                self.judge = build_judge(config, self.all_prompts.texts)
         except ConfigError as error:
             problems += error.problems
         records: dict[str, list[Record]] = {}
@@ -98,6 +101,35 @@ class OpenQaTask(BaseTask, ABC):
     @abstractmethod
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """The task's questions about the mini world."""
+
+    @abstractmethod
+    def make_program(self, prompts: Prompts) -> Program:
+        """The task's program, with these prompts."""
+
+    def instruction_roles(self) -> dict[str, str]:
+        """Module -> the role whose text says what it is to do."""
+        return {
+            module: next(role for role, template in roles.items() if template.instructions)
+            for module, roles in self.templates.items()
+            if any(template.instructions for template in roles.values())
+        }
+
+    def prompt_set(self) -> Mapping[str, ModulePrompt]:
+        """See `mmrl.tasks.prompts.PromptedTask`."""
+        return self.all_prompts.of(self.instruction_roles())
+
+    def with_prompt_set(self, prompts: Mapping[str, ModulePrompt]) -> Program:
+        """See `mmrl.tasks.prompts.PromptedTask`."""
+        return self.make_program(self.all_prompts.replaced(prompts, self.instruction_roles()))
+
+    def shot_of(self, path: Sequence[Call], module: str) -> Shot | None:
+        """See `mmrl.tasks.prompts.PromptedTask`."""
+        return shot_of(path, module)
+
+    def write_prompts(self, path: Path, prompts: Mapping[str, ModulePrompt]) -> None:
+        """See `mmrl.tasks.prompts.PromptedTask`."""
+        roles = self.instruction_roles()
+        self.all_prompts.replaced(prompts, roles).write(path, roles)
 
     def _option_problems(self) -> list[str]:
         config, problems = self.config, []

@@ -1,17 +1,26 @@
-"""Prompt templates of a program: defaults, replacement from a YAML file, rendering. Used by programs in `tasks`.
+"""Prompts of a program: default texts and demonstrations, replacement from a YAML file, rendering, and writing again.
 
 A template is a Python format string whose only fields are its own named placeholders. What is filled in is never
-formatted again, so braces in questions and documents are safe.
+formatted again, so braces in questions and documents are safe. Demonstrations are plain text: nothing is filled in.
 """
 
 from __future__ import annotations
 
+import re
 import string
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from mmrl.errors import ConfigError, DataError, unknown
-from mmrl.system.files import read_yaml, user_path
+from mmrl.records import EMPTY, Call
+from mmrl.system.files import atomic_write, read_yaml, user_path
+from mmrl.tasks.base import Program
+
+DEMONSTRATIONS = "demonstrations"
+"""Key of a module's demonstrations in a prompts file, beside its roles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +32,9 @@ class Template:
     """Placeholders that the text must have."""
     optional: frozenset[str] = frozenset()
     """Placeholders that it may have."""
+    instructions: bool = False
+    """Whether it is the text that says what its module is to do: what an optimiser of prompts changes. The other roles
+    say in what form questions, documents and replies are written, and stay."""
 
 
 Templates = Mapping[str, Mapping[str, Template]]
@@ -31,18 +43,144 @@ Texts = Mapping[str, Mapping[str, str]]
 """Module -> role -> text."""
 
 
-def load_prompts(templates: Templates, path: str | None) -> Texts:
-    """The default texts, with those of the YAML file at `path` in their place.
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """A demonstration: what a module was sent, and what it answered."""
 
-    The file holds `module: {role: text}`; whatever it does not name keeps its default.
+    user: str
+    """The user message; of a context that grows, the first one."""
+    assistant: str
+    """The reply; of a context that grows, all that followed: the model's turns, and what was added between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePrompt:
+    """What an optimiser of prompts may change of a module."""
+
+    instructions: str
+    """Plain text, except that `{question}` and other placeholders of its role are filled in."""
+    shots: tuple[Shot, ...] = ()
+
+
+@runtime_checkable
+class PromptedTask(Protocol):
+    """A task whose program's prompts can be read, replaced and written: all of mmrl's own without DSPy."""
+
+    def prompt_set(self) -> Mapping[str, ModulePrompt]:
+        """Module -> what its prompt is now."""
+        ...
+
+    def with_prompt_set(self, prompts: Mapping[str, ModulePrompt]) -> Program:
+        """A program that uses these prompts, and the task's own for modules not among them; the task stays as it is.
+
+        Raises:
+            ConfigError: an unknown module, or instructions without a placeholder that they must have.
+        """
+        ...
+
+    def shot_of(self, path: Sequence[Call], module: str) -> Shot | None:
+        """A demonstration from a rollout's calls (first call first): the module's first call, or its whole context.
+
+        None where the module made no call that can be shown: none at all, an empty or cut reply, one that does not
+        parse, or a prompt whose last message cannot be told apart from what stands in it.
+        """
+        ...
+
+    def write_prompts(self, path: Path, prompts: Mapping[str, ModulePrompt]) -> None:
+        """Write a file that `task.prompts` reads back to these prompts, and the task's own texts that differ from the
+        defaults (those of other roles and of a judge)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The prompts of one program; never changed, so programs with other prompts stand beside each other."""
+
+    templates: Templates
+    texts: Texts
+    shots: Mapping[str, tuple[Shot, ...]] = EMPTY
+    """Module -> demonstrations; a module without any may be absent."""
+
+    def messages(
+        self, module: str, *, system: str = "system", user: str = "user", **values: object
+    ) -> list[dict[str, str]]:
+        """The messages of a call, by the roles `system` and `user` of its module, with `values` filled in."""
+        texts = self.texts[module]
+        return messages(texts[system].format(**values), texts[user].format(**values), self.shots.get(module, ()))
+
+    def of(self, roles: Mapping[str, str]) -> dict[str, ModulePrompt]:
+        """Module -> instructions and demonstrations.
+
+        Args:
+            roles: module -> the role that is its instructions.
+        """
+        return {
+            module: ModulePrompt(_plain(self.texts[module][role]), self.shots.get(module, ()))
+            for module, role in roles.items()
+        }
+
+    def replaced(self, prompts: Mapping[str, ModulePrompt], roles: Mapping[str, str]) -> Prompts:
+        """The same with other instructions and demonstrations for some modules.
+
+        Raises:
+            ConfigError: an unknown module, or instructions without a placeholder that they must have.
+        """
+        now, texts, shots = self.of(roles), dict(self.texts), dict(self.shots)
+        problems = [unknown("prompts", module, roles) for module in prompts if module not in roles]
+        for module, prompt in prompts.items():
+            # An unchanged text keeps its template: braces doubled around a placeholder's name are plain there.
+            if module in roles and prompt.instructions != now[module].instructions:
+                template = self.templates[module][roles[module]]
+                text = _template(prompt.instructions, template.required | template.optional)
+                problems += _check(f"prompts: {module}.{roles[module]}", text, template)
+                texts[module] = {**texts[module], roles[module]: text}
+            shots[module] = prompt.shots
+        if problems:
+            raise ConfigError(problems)
+        return replace(self, texts=texts, shots=shots)
+
+    def write(self, path: Path, roles: Mapping[str, str]) -> None:
+        """Write the file that `load_prompts` reads back: instructions (module -> role), demonstrations, and whatever
+        else differs from the defaults."""
+        import yaml  # here: most runs write none
+
+        content: dict[str, object] = {}
+        for module, texts in self.texts.items():
+            defaults = self.templates[module]
+            entry: dict[str, object] = {
+                role: text for role, text in texts.items() if role == roles.get(module) or text != defaults[role].text
+            }
+            shots = [{"user": shot.user, "assistant": shot.assistant} for shot in self.shots.get(module, ())]
+            if shots:
+                entry[DEMONSTRATIONS] = shots
+            if entry:
+                content[module] = entry
+
+        class Dumper(yaml.SafeDumper):
+            """Texts of several lines as blocks, which people can read and change."""
+
+        def block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+            return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+        Dumper.add_representer(str, block)
+        atomic_write(path, yaml.dump(content, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120))
+
+
+def load_prompts(templates: Templates, path: str | None) -> Prompts:
+    """The default texts, with those of the YAML file at `path` in their place, and its demonstrations.
+
+    The file holds `module: {role: text, demonstrations: [{user: text, assistant: text}]}`; whatever it does not name
+    keeps its default. Only modules with instructions take demonstrations.
 
     Raises:
-        ConfigError: no such file, not YAML, an unknown module or role, or wrong placeholders; all problems at once.
+        ConfigError: no such file, not YAML, an unknown module or role, wrong placeholders or demonstrations; all
+            problems at once.
     """
     # A copy: several tasks of one process may replace different prompts.
     texts = {module: {role: t.text for role, t in roles.items()} for module, roles in templates.items()}
+    shots: dict[str, tuple[Shot, ...]] = {}
     if path is None:
-        return texts
+        return Prompts(templates, texts, shots)
     problems: list[str] = []
     for module, roles in _read(path).items():
         if module not in templates:
@@ -53,7 +191,9 @@ def load_prompts(templates: Templates, path: str | None) -> Texts:
             continue
         for role, text in roles.items():
             where = f"task.prompts: {path}: {module}.{role}"
-            if role not in templates[module]:
+            if role == DEMONSTRATIONS:
+                shots[module] = _shots(where, text, templates[module], problems)
+            elif role not in templates[module]:
                 problems.append(unknown(f"task.prompts: {path}: {module}", role, templates[module]))
             elif not isinstance(text, str):
                 problems.append(f"{where}: got {type(text).__name__}, expected text")
@@ -62,13 +202,68 @@ def load_prompts(templates: Templates, path: str | None) -> Texts:
                 texts[module][role] = text
     if problems:
         raise ConfigError(problems)
-    return texts
+    return Prompts(templates, texts, shots)
 
 
-def messages(system: str, user: str) -> list[dict[str, str]]:
-    """A system and a user message; an empty system text is left out."""
+def _shots(where: str, given: object, roles: Mapping[str, Template], problems: list[str]) -> tuple[Shot, ...]:
+    """A module's demonstrations; what is wrong with them is added to `problems`."""
+    if not any(template.instructions for template in roles.values()):
+        problems.append(
+            f"{where}: has no effect: a judge is shown none, and a program of DSPy takes its own from the JSON file "
+            "that its `save` writes"
+        )
+        return ()
+    if not isinstance(given, list):
+        problems.append(f"{where}: got {type(given).__name__}, expected a list of {{user: text, assistant: text}}")
+        return ()
+    fields = ("user", "assistant")
+    shots = []
+    for number, entry in enumerate(given):
+        place = f"{where}[{number}]"
+        if not isinstance(entry, Mapping):
+            problems.append(f"{place}: got {type(entry).__name__}, expected {{user: text, assistant: text}}")
+            continue
+        problems += [unknown(place, key, fields) for key in entry if key not in fields]
+        for field in fields:
+            if field not in entry:
+                problems.append(f"{place}.{field}: is missing, expected text")
+            elif not isinstance(entry[field], str):
+                problems.append(f"{place}.{field}: got {type(entry[field]).__name__}, expected text")
+            elif not entry[field].strip():
+                problems.append(f"{place}.{field}: is empty, expected text")
+        shots.append(Shot(*(str(entry.get(field)) for field in fields)))
+    return tuple(shots)
+
+
+def messages(system: str, user: str, shots: Iterable[Shot] = ()) -> list[dict[str, str]]:
+    """A system message (none where its text is empty), demonstrations as turns, and a user message.
+
+    In this order, since what all items share is forwarded once where it comes first.
+    """
     spoken = [{"role": "system", "content": system}] if system else []
+    for shot in shots:
+        spoken += [{"role": "user", "content": shot.user}, {"role": "assistant", "content": shot.assistant}]
     return [*spoken, {"role": "user", "content": user}]
+
+
+def shot_of(path: Sequence[Call], module: str) -> Shot | None:
+    """See `PromptedTask.shot_of`; what was added to a growing context stands in the reply as it was added."""
+    own = [call for call in path if call.module == module]
+    context = [*own[:1], *takewhile(lambda call: call.turn > 0, own[1:])]
+    user = last_user(context[0].prompt_text) if context else None
+    shown = "".join((call.prompt_text if call.turn else "") + call.text for call in context)
+    # A reply that was cut, or that the program could not read, would teach just that.
+    whole = all(call.ok and call.text.strip() and call.finish != "length" for call in context)
+    return Shot(user, shown) if user and user.strip() and whole else None
+
+
+def last_user(prompt_text: str) -> str | None:
+    """The last message of a recorded prompt (`Call.prompt_text`), the user's; None where the messages are not a
+    conversation: a text in them has lines that look like the start of a message."""
+    starts = list(re.finditer(r"^\[(system|user|assistant)\] ", prompt_text, flags=re.MULTILINE))
+    roles = " ".join(start[1] for start in starts)
+    conversation = re.fullmatch(r"(system )?(user assistant )*user", roles)
+    return prompt_text[starts[-1].end() :] if conversation else None
 
 
 def snippet(text: str, words: int) -> str:
@@ -86,6 +281,22 @@ def _read(path: str) -> Mapping[str, object]:
     if not isinstance(content, Mapping):
         raise ConfigError(f"task.prompts: {path}: got {type(content).__name__}, expected module: {{role: text}}")
     return content
+
+
+def _plain(template: str) -> str:
+    """A template as people write it: single braces, around placeholders too."""
+    parts = string.Formatter().parse(template)
+    return "".join(literal + ("" if name is None else f"{{{name}}}") for literal, name, _, _ in parts)
+
+
+def _template(text: str, placeholders: Iterable[str]) -> str:
+    """The template in which exactly the `{name}` of `placeholders` are filled in, and all other braces stay."""
+    fields = "|".join(re.escape(f"{{{name}}}") for name in sorted(placeholders))
+    pieces = re.split(f"({fields})", text) if fields else [text]
+    # with one group, every other piece is a field
+    return "".join(
+        piece if number % 2 else piece.replace("{", "{{").replace("}", "}}") for number, piece in enumerate(pieces)
+    )
 
 
 def _check(where: str, text: str, template: Template) -> list[str]:

@@ -7,11 +7,19 @@ import pytest
 from mmrl.cli import main
 from mmrl.rollout.sample import reserialised
 from mmrl.tasks.base import Canonical
-from mmrl.tasks.search_program.program import SearchProgram, SearchPrompts, parse_answer, parse_queries, parse_selection
+from mmrl.tasks.prompts import load_prompts
+from mmrl.tasks.search_program.program import (
+    TEMPLATES,
+    SearchProgram,
+    SearchPrompts,
+    parse_answer,
+    parse_queries,
+    parse_selection,
+)
 from tests.helpers.fakes import Chain, letters
 from tests.helpers.forests import Grow
 
-PROGRAM = SearchProgram(SearchPrompts({}, 10))
+PROGRAM = SearchProgram(SearchPrompts(load_prompts(TEMPLATES, None), 10))
 END = 0
 
 

@@ -16,17 +16,22 @@ from mmrl.tasks import metrics
 from mmrl.tasks.base import Context, ModuleScore, Program, Score
 from mmrl.tasks.mini.examples import mini_questions
 from mmrl.tasks.open_qa import OpenQaTask
-from mmrl.tasks.prompts import Template, Templates, Texts, messages
+from mmrl.tasks.prompts import Prompts, Template, Templates
 from mmrl.tasks.search_program.program import parse_answer
 
 MODULE = "solver"
 _QUESTION = frozenset({"question"})
 TEMPLATES: Templates = {
     MODULE: {
-        "system": Template("Answer the question as briefly as possible. Write the answer alone.", optional=_QUESTION),
+        "system": Template(
+            "Answer the question as briefly as possible. Write the answer alone.",
+            optional=_QUESTION,
+            instructions=True,
+        ),
         "system_chain_of_thought": Template(
             "Think step by step, then write the answer as briefly as possible on a last line that begins with Answer:",
             optional=_QUESTION,
+            instructions=True,
         ),
         "user": Template("Question: {question}", required=_QUESTION),
     }
@@ -34,17 +39,20 @@ TEMPLATES: Templates = {
 """`system_chain_of_thought` takes the place of `system` with `task.chain_of_thought`."""
 
 
+def system_role(chain_of_thought: bool) -> str:
+    """The role that is the system message."""
+    return "system_chain_of_thought" if chain_of_thought else "system"
+
+
 @dataclass(frozen=True, slots=True)
 class DirectPrompts:
     """Renders what the solver reads."""
 
-    texts: Texts
+    prompts: Prompts
 
     def question(self, question: str, chain_of_thought: bool) -> list[dict[str, str]]:
         """The one prompt."""
-        texts = self.texts[MODULE]
-        system = texts["system_chain_of_thought" if chain_of_thought else "system"]
-        return messages(system.format(question=question), texts["user"].format(question=question))
+        return self.prompts.messages(MODULE, system=system_role(chain_of_thought), question=question)
 
 
 class DirectPrediction(TypedDict):
@@ -71,14 +79,24 @@ class DirectQaTask(OpenQaTask):
     """Implements `mmrl.tasks.base.Task`; see `OpenQaTask` for arguments and errors."""
 
     templates = TEMPLATES
+    config: DirectQaConfig
     searches = False
     main_metric = "f1"
     absent_features = frozenset({"penalties", "parse_failures", "observations", "repeated_calls"})
 
     def __init__(self, config: DirectQaConfig, seed: int):
         super().__init__(config.model_copy(update={"dataset": config.dataset or "hotpotqa"}), seed)
-        self.prompts = DirectPrompts(self.texts)
-        self.program: Program = DirectAnswer(self.prompts, config.chain_of_thought)
+        program = self.make_program(self.all_prompts)
+        self.prompts = program.prompts
+        self.program: Program = program
+
+    def make_program(self, prompts: Prompts) -> DirectAnswer:
+        """See `OpenQaTask.make_program`."""
+        return DirectAnswer(DirectPrompts(prompts), self.config.chain_of_thought)
+
+    def instruction_roles(self) -> dict[str, str]:
+        """See `OpenQaTask.instruction_roles`: of the two system texts, the one in use."""
+        return {MODULE: system_role(self.config.chain_of_thought)}
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """The questions that the search programs have to answer with the mini world's documents."""

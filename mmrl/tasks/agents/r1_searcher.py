@@ -19,7 +19,7 @@ from mmrl.tasks.agents.tags import disarm, disarm_markers, final_query, fitted, 
 from mmrl.tasks.base import Context, ModuleScore, Passage, Program, Score
 from mmrl.tasks.mini.examples import mini_questions
 from mmrl.tasks.open_qa import OpenQaTask
-from mmrl.tasks.prompts import Template, Templates, Texts, messages
+from mmrl.tasks.prompts import Prompts, Template, Templates
 
 MODULE = "searcher"
 QUERY = ("<|begin_of_query|>", "<|end_of_query|>")
@@ -37,7 +37,7 @@ TAGS = ("think", "answer")
 _QUESTION = frozenset({"question"})
 TEMPLATES: Templates = {
     MODULE: {
-        "system": Template("", optional=_QUESTION),
+        "system": Template("", optional=_QUESTION, instructions=True),
         "user": Template(
             "Think about the question, end your thoughts with </think>, then write the answer alone, such as "
             f"<answer> Beijing </answer>. While you think you may look things up: write {QUERY[0]} query {QUERY[1]} "
@@ -58,18 +58,17 @@ TEMPLATES: Templates = {
 class SearcherPrompts:
     """Renders what the searcher reads."""
 
-    texts: Texts
+    prompts: Prompts
     snippet_words: int
     """A document's text is cut to this many whitespace words."""
 
     def question(self, question: str) -> list[dict[str, str]]:
         """The first prompt; it opens the thoughts."""
-        texts = self.texts[MODULE]
-        return messages(texts["system"].format(question=question), texts["user"].format(question=question))
+        return self.prompts.messages(MODULE, question=question)
 
     def documents(self, passages: Sequence[Passage]) -> str:
         """Retrieved documents, in which nothing looks like a marker or tag of the searcher."""
-        texts = self.texts[MODULE]
+        texts = self.prompts.texts[MODULE]
         listing = numbered(texts["document"], passages, self.snippet_words)
         return disarm_markers(disarm(listing, TAGS)) or texts["nothing"].format()
 
@@ -178,16 +177,22 @@ class R1SearcherTask(OpenQaTask):
     """Implements `mmrl.tasks.base.Task`; see `OpenQaTask` for arguments and errors."""
 
     templates = TEMPLATES
+    config: ReasonerConfig
     unread: ClassVar[Mapping[str, str]] = {"dedup": "each search has one query"}
     reward_sets: tuple[str, ...] = ("outcome", "stage1")
     main_metric = "f1"
 
     def __init__(self, config: ReasonerConfig, seed: int):
         super().__init__(config.model_copy(update={"dataset": config.dataset or "hotpotqa"}), seed)
-        self.prompts = SearcherPrompts(self.texts, config.retriever.snippet_words)
-        self.program: Program = R1Searcher(
-            self.prompts, config.max_turns, config.max_observation, config.max_context or 4096
-        )
+        program = self.make_program(self.all_prompts)
+        self.prompts = program.prompts
+        self.program: Program = program
+
+    def make_program(self, prompts: Prompts) -> R1Searcher:
+        """See `OpenQaTask.make_program`."""
+        config = self.config
+        rendered = SearcherPrompts(prompts, config.retriever.snippet_words)
+        return R1Searcher(rendered, config.max_turns, config.max_observation, config.max_context or 4096)
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """Multi-hop questions, or single-hop ones for a data set of such."""

@@ -21,7 +21,7 @@ from mmrl.tasks.agents.tags import disarm, first_pair, fitted
 from mmrl.tasks.base import Context, ModuleScore, Passage, Program, Score
 from mmrl.tasks.mini.examples import mini_search
 from mmrl.tasks.open_qa import OpenQaTask
-from mmrl.tasks.prompts import Template, Templates, Texts, messages, snippet
+from mmrl.tasks.prompts import Prompts, Template, Templates, snippet
 
 MODULE = "agent"
 STOP = ("</search>", "</answer>")
@@ -32,7 +32,7 @@ OPEN, CLOSE = "\n\n<information>", "</information>\n\n"
 _QUESTION = frozenset({"question"})
 TEMPLATES: Templates = {
     MODULE: {
-        "system": Template("", optional=_QUESTION),
+        "system": Template("", optional=_QUESTION, instructions=True),
         "user": Template(
             "Answer the question. Think first, inside <think> and </think>. To look something up, write "
             "<search> query </search>; what is found comes back inside <information> and </information>. Search as "
@@ -59,23 +59,22 @@ TEMPLATES: Templates = {
 class AgentPrompts:
     """Renders what the agent reads."""
 
-    texts: Texts
+    prompts: Prompts
     snippet_words: int
     """A document's text is cut to this many whitespace words."""
 
     def question(self, question: str) -> list[dict[str, str]]:
         """The first prompt."""
-        texts = self.texts[MODULE]
-        return messages(texts["system"].format(question=question), texts["user"].format(question=question))
+        return self.prompts.messages(MODULE, question=question)
 
     def correction(self) -> str:
         """What follows a turn that did nothing."""
-        return self.texts[MODULE]["correction"].format()
+        return self.prompts.texts[MODULE]["correction"].format()
 
     def documents(self, passages: Sequence[Passage]) -> str:
         """Retrieved documents, in which nothing looks like a tag of the agent."""
         listing = "".join(
-            self.texts[MODULE]["document"].format(
+            self.prompts.texts[MODULE]["document"].format(
                 index=index, title=passage["title"], text=snippet(passage["text"], self.snippet_words)
             )
             for index, passage in enumerate(passages, 1)
@@ -166,9 +165,15 @@ class SearchAgentTask(OpenQaTask):
 
     def __init__(self, config: SearchAgentConfig, seed: int):
         super().__init__(config, seed)
-        self.prompts = AgentPrompts(self.texts, config.retriever.snippet_words)
-        self.program: Program = SearchAgent(
-            self.prompts,
+        program = self.make_program(self.all_prompts)
+        self.prompts = program.prompts
+        self.program: Program = program
+
+    def make_program(self, prompts: Prompts) -> SearchAgent:
+        """See `OpenQaTask.make_program`."""
+        config = self.config
+        return SearchAgent(
+            AgentPrompts(prompts, config.retriever.snippet_words),
             search_turns=config.max_turns - config.count_final_call,
             max_observation=config.max_observation,
             max_context=config.max_context or CONTEXT,

@@ -18,7 +18,7 @@ from mmrl.tasks.agents.tags import disarm_markers, final_query, fitted, numbered
 from mmrl.tasks.base import Context, ModuleScore, Passage, Program, Score
 from mmrl.tasks.mini.examples import mini_questions
 from mmrl.tasks.open_qa import OpenQaTask
-from mmrl.tasks.prompts import Template, Templates, Texts, messages
+from mmrl.tasks.prompts import Prompts, Template, Templates
 
 REASONER, CONDENSER = "reasoner", "condenser"
 QUERY = ("<|begin_search_query|>", "<|end_search_query|>")
@@ -29,7 +29,7 @@ BOX = "\\boxed{"
 _QUESTION = frozenset({"question"})
 TEMPLATES: Templates = {
     REASONER: {
-        "system": Template("", optional=_QUESTION),
+        "system": Template("", optional=_QUESTION, instructions=True),
         "user": Template(
             "Reason step by step to answer the question. To look something up, write "
             f"{QUERY[0]} query {QUERY[1]}; what helps comes back in {RESULT[0]} {RESULT[1]}. "
@@ -41,7 +41,7 @@ TEMPLATES: Templates = {
         "limit": Template("No more searches are left. Answer now."),
     },
     CONDENSER: {
-        "system": Template("", optional=frozenset({"query"})),
+        "system": Template("", optional=frozenset({"query"}), instructions=True),
         "user": Template(
             "Reasoning so far: {reasoning}\nQuery: {query}\n{documents}\n"
             "Write only what in the documents helps with the query.",
@@ -62,27 +62,23 @@ TEMPLATES: Templates = {
 class SearchO1Prompts:
     """Renders what the two modules read."""
 
-    texts: Texts
+    prompts: Prompts
     searches: int
     snippet_words: int
     """A document's text is cut to this many whitespace words."""
 
     def question(self, question: str) -> list[dict[str, str]]:
         """The reasoner's first prompt."""
-        texts = self.texts[REASONER]
-        user = texts["user"].format(question=question, searches=self.searches)
-        return messages(texts["system"].format(question=question), user)
+        return self.prompts.messages(REASONER, question=question, searches=self.searches)
 
     def condense(self, reasoning: str, query: str, passages: Sequence[Passage]) -> list[dict[str, str]]:
         """The condenser's prompt."""
-        texts = self.texts[CONDENSER]
-        documents = disarm_markers(numbered(texts["document"], passages, self.snippet_words))
-        user = texts["user"].format(reasoning=reasoning, query=query, documents=documents)
-        return messages(texts["system"].format(query=query), user)
+        listing = numbered(self.prompts.texts[CONDENSER]["document"], passages, self.snippet_words)
+        return self.prompts.messages(CONDENSER, reasoning=reasoning, query=query, documents=disarm_markers(listing))
 
     def fixed(self, role: str) -> str:
         """`nothing` or `limit`."""
-        return self.texts[REASONER][role].format()
+        return self.prompts.texts[REASONER][role].format()
 
 
 def result(text: str) -> str:
@@ -177,13 +173,21 @@ class SearchO1Task(OpenQaTask):
     """Implements `mmrl.tasks.base.Task`; see `OpenQaTask` for arguments and errors."""
 
     templates = TEMPLATES
+    config: ReasonerConfig
     unread: ClassVar[Mapping[str, str]] = {"dedup": "each search has one query"}
     main_metric = "f1"
 
     def __init__(self, config: ReasonerConfig, seed: int):
         super().__init__(config.model_copy(update={"dataset": config.dataset or "hotpotqa"}), seed)
-        self.prompts = SearchO1Prompts(self.texts, config.max_turns, config.retriever.snippet_words)
-        self.program: Program = SearchO1(self.prompts, config.max_observation, config.max_context or 4096)
+        program = self.make_program(self.all_prompts)
+        self.prompts = program.prompts
+        self.program: Program = program
+
+    def make_program(self, prompts: Prompts) -> SearchO1:
+        """See `OpenQaTask.make_program`."""
+        config = self.config
+        rendered = SearchO1Prompts(prompts, config.max_turns, config.retriever.snippet_words)
+        return SearchO1(rendered, config.max_observation, config.max_context or 4096)
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """Multi-hop questions, or single-hop ones for a data set of such."""

@@ -7,11 +7,14 @@ Whatever the model writes, the rollout ends in an answer, a second tool call or 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import ClassVar, TypedDict
 
 from mmrl.config.tasks import ToolAgentConfig
+from mmrl.errors import ConfigError
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import OUTCOME, judged
@@ -20,7 +23,7 @@ from mmrl.tasks.agents.tags import disarm, first_pair, fitted, has_word
 from mmrl.tasks.base import Context, Message, ModuleScore, Passage, Program, Score
 from mmrl.tasks.mini.examples import mini_single
 from mmrl.tasks.open_qa import OpenQaTask
-from mmrl.tasks.prompts import Template, Templates, Texts, messages
+from mmrl.tasks.prompts import DEMONSTRATIONS, Prompts, Shot, Template, Templates, shot_of
 
 MODULE = "agent"
 STOP = ("</tool>", "</answer>")
@@ -45,6 +48,7 @@ TEMPLATES: Templates = {
             "5. Write the answer alone inside <answer> tags.\n"
             "Call the tool once, even if its output does not help.",
             optional=_QUESTION,
+            instructions=True,
         ),
         "user": Template("{question}", required=_QUESTION),
         "correction": Template("Error: no tool call or answer could be read. Check your tags."),
@@ -59,21 +63,20 @@ TEMPLATES: Templates = {
 class ToolPrompts:
     """Renders what the agent reads."""
 
-    texts: Texts
+    prompts: Prompts
 
     def question(self, question: str) -> list[dict[str, str]]:
         """The first prompt."""
-        texts = self.texts[MODULE]
-        return messages(texts["system"].format(question=question), texts["user"].format(question=question))
+        return self.prompts.messages(MODULE, question=question)
 
     def correction(self) -> list[dict[str, str]]:
         """The user message after one that did nothing."""
-        return [{"role": "user", "content": self.texts[MODULE]["correction"].format()}]
+        return [{"role": "user", "content": self.prompts.texts[MODULE]["correction"].format()}]
 
     def articles(self, passages: Sequence[Passage]) -> str:
         """The search's result, in which nothing looks like a tag of the agent."""
         listing = "\n".join(
-            self.texts[MODULE]["document"].format(index=index, title=passage["title"], text=passage["text"])
+            self.prompts.texts[MODULE]["document"].format(index=index, title=passage["title"], text=passage["text"])
             for index, passage in enumerate(passages, 1)
         )
         return disarm(listing, TAGS) or "No article was found."
@@ -82,6 +85,12 @@ class ToolPrompts:
 def result(text: str) -> Sequence[Message]:
     """The user message that holds a tool's output."""
     return [{"role": "user", "content": f"<result>{text}</result>"}]
+
+
+def turns_of(shot: Shot) -> list[Shot]:
+    """A demonstration as turns: each `<result>…</result>` in its reply is a user message, as in a rollout."""
+    pieces = [shot.user, *re.split(r"(<result>.*?</result>)", shot.assistant, flags=re.DOTALL)]
+    return [Shot(user, reply.strip()) for user, reply in zip(pieces[::2], pieces[1::2], strict=True)]
 
 
 def read_command(text: str) -> tuple[str | None, str]:
@@ -206,10 +215,34 @@ class ToolAgentTask(OpenQaTask):
 
     def __init__(self, config: ToolAgentConfig, seed: int):
         super().__init__(config, seed)
-        self.prompts = ToolPrompts(self.texts)
-        self.program: Program = ToolAgent(
-            self.prompts, config.max_tokens, config.max_observation, config.max_completion, config.max_context
+        program = self.make_program(self.all_prompts)
+        self.prompts = program.prompts
+        self.program: Program = program
+
+    def make_program(self, prompts: Prompts) -> ToolAgent:
+        """See `OpenQaTask.make_program`."""
+        config, shots = self.config, [turns_of(shot) for shot in prompts.shots.get(MODULE, ())]
+        problems = [
+            f"task.prompts: {config.prompts}: {MODULE}.{DEMONSTRATIONS}[{number}].assistant: got nothing before or "
+            "after a <result>…</result>, expected what the agent writes there"
+            for number, turns in enumerate(shots)
+            if not all(turn.assistant for turn in turns)
+        ]
+        if problems:
+            raise ConfigError(problems)
+        shown = replace(prompts, shots={MODULE: tuple(chain.from_iterable(shots))})
+        return ToolAgent(
+            ToolPrompts(shown), config.max_tokens, config.max_observation, config.max_completion, config.max_context
         )
+
+    def shot_of(self, path: Sequence[Call], module: str) -> Shot | None:
+        """See `mmrl.tasks.prompts.PromptedTask`; None also where the agent was corrected, or wrote a result itself."""
+        if any("<result>" in call.text or "</result>" in call.text for call in path):
+            return None
+        added = [call.prompt_text.removeprefix("[user] ") if call.turn else call.prompt_text for call in path]
+        if not all(text.startswith("<result>") for call, text in zip(path, added, strict=True) if call.turn):
+            return None
+        return shot_of([replace(call, prompt_text=text) for call, text in zip(path, added, strict=True)], module)
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """Single-hop questions."""

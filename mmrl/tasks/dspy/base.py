@@ -220,7 +220,7 @@ def set_prompts(program: dspy.Module, path: str | None) -> None:
     # braces of default instructions are no placeholders
     doubled = {name: p.signature.instructions.replace("{", "{{").replace("}", "}}") for name, p in predictors.items()}
     templates = {name: {"instructions": Template(text)} for name, text in doubled.items()}
-    for name, roles in load_prompts(templates, path).items():
+    for name, roles in load_prompts(templates, path).texts.items():
         predictor = predictors[name]
         predictor.signature = predictor.signature.with_instructions(roles["instructions"].format())
 

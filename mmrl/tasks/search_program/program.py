@@ -13,7 +13,7 @@ from typing import TypedDict
 
 from mmrl.records import Call, Example
 from mmrl.tasks.base import Context, Passage
-from mmrl.tasks.prompts import Template, Templates, Texts, messages, snippet
+from mmrl.tasks.prompts import Prompts, Template, Templates, snippet
 
 MODULES = ("rewriter", "reranker", "answerer")
 USED_QUERIES = 4
@@ -30,6 +30,7 @@ TEMPLATES: Templates = {
             "Split the question into at most four simple sub-questions for a search engine. Each must help with the "
             "next, none may repeat another. Output only: ### sub-question 1; sub-question 2 ###",
             optional=_QUESTION,
+            instructions=True,
         ),
         "user": Template("Question: {question}", required=_QUESTION),
     },
@@ -37,6 +38,7 @@ TEMPLATES: Templates = {
         "system": Template(
             "Choose the documents that help to answer the question. Output their numbers, the most helpful first.",
             optional=_QUESTION,
+            instructions=True,
         ),
         "user": Template(
             "Question: {question}\n{documents}\nOutput only the numbers, such as 3, 0.", required=_WITH_DOCUMENTS
@@ -47,6 +49,7 @@ TEMPLATES: Templates = {
         "system": Template(
             "Answer the question from the documents, as briefly as possible. If you do not know, say so.",
             optional=_QUESTION,
+            instructions=True,
         ),
         "user": Template("Question: {question}\n{documents}\nNow answer: {question}", required=_WITH_DOCUMENTS),
         "user_without_documents": Template("Question: {question}", required=_QUESTION),
@@ -97,7 +100,7 @@ def parse_answer(text: str) -> str:
 class SearchPrompts:
     """Renders the messages of each module."""
 
-    texts: Texts
+    prompts: Prompts
     snippet_words: int
     """A document's text is cut to this many whitespace words."""
 
@@ -116,15 +119,14 @@ class SearchPrompts:
     def _messages(
         self, module: str, role: str, question: str, documents: Sequence[Passage] = ()
     ) -> list[dict[str, str]]:
-        texts = self.texts[module]
+        texts = self.prompts.texts[module]
         listing = "\n".join(
             texts["document"].format(
                 index=index, title=document["title"], text=snippet(document["text"], self.snippet_words)
             )
             for index, document in enumerate(documents)
         )
-        values = {"question": question, "documents": listing}
-        return messages(texts["system"].format(**values), texts[role].format(**values))
+        return self.prompts.messages(module, user=role, question=question, documents=listing)
 
 
 class SearchProgramPrediction(TypedDict):

@@ -15,6 +15,7 @@ from mmrl.tasks.base import ModuleScore, Program, Score
 from mmrl.tasks.data.layouts import LAYOUTS
 from mmrl.tasks.mini.examples import mini_multihop
 from mmrl.tasks.open_qa import OpenQaTask
+from mmrl.tasks.prompts import Prompts
 from mmrl.tasks.search_program.program import (
     TEMPLATES,
     USED_QUERIES,
@@ -40,8 +41,13 @@ class MultihopQaTask(OpenQaTask):
     def __init__(self, config: MultihopQaConfig, seed: int):
         dataset_of_task = config.name if config.name in LAYOUTS else "hotpotqa"
         super().__init__(config.model_copy(update={"dataset": config.dataset or dataset_of_task}), seed)
-        self.prompts = SearchPrompts(self.texts, config.retriever.snippet_words)
-        self.program: Program = SearchProgram(self.prompts)
+        program = self.make_program(self.all_prompts)
+        self.prompts = program.prompts
+        self.program: Program = program
+
+    def make_program(self, prompts: Prompts) -> SearchProgram:
+        """See `OpenQaTask.make_program`."""
+        return SearchProgram(SearchPrompts(prompts, self.retriever.snippet_words))
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """Bridge and comparison questions, mixed as the data set has them."""

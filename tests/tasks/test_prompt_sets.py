@@ -1,0 +1,303 @@
+"""Instructions and demonstrations as one set: rendered, replaced, written, read back, and made from rollouts."""
+
+import hashlib
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmrl.errors import ConfigError
+from mmrl.records import Call
+from mmrl.tasks import TASKS
+from mmrl.tasks.agents.tool_agent import turns_of
+from mmrl.tasks.mini.teach import demonstrations
+from mmrl.tasks.prompts import ModulePrompt, PromptedTask, Prompts, Shot, Template, last_user, load_prompts
+from mmrl.tasks.search_program.program import TEMPLATES, SearchPrompts
+from tests.helpers.programs import default_config, make, play
+
+ROLES = dict.fromkeys(TEMPLATES, "system")
+PROMPTED = {
+    "hotpotqa": ("rewriter", "reranker", "answerer"),
+    "search_agent": ("agent",),
+    "tool_agent": ("agent",),
+    "qa_direct": ("solver",),
+    "search_o1": ("reasoner", "condenser"),
+    "r1_searcher": ("searcher",),
+}
+
+
+def written(tmp_path, text):
+    path = tmp_path / "prompts.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def message(role, content):
+    return {"role": role, "content": content}
+
+
+def test_demonstrations_stand_between_system_message_and_question(tmp_path):
+    path = written(
+        tmp_path,
+        """
+rewriter:
+  system: "Split. Shape: {{a}}"
+  demonstrations:
+    - {user: "Question: {question}?", assistant: "### {a}; b ###"}
+    - user: |
+        Question: two
+        lines?
+      assistant: "### c ###"
+""",
+    )
+    prompts = SearchPrompts(load_prompts(TEMPLATES, path), 5)
+    # worked by hand: what all questions share comes first, and nothing is filled into demonstrations
+    shared = [
+        message("system", "Split. Shape: {a}"),
+        message("user", "Question: {question}?"),
+        message("assistant", "### {a}; b ###"),
+        message("user", "Question: two\nlines?\n"),
+        message("assistant", "### c ###"),
+    ]
+    assert prompts.rewriter("Who {x}?") == [*shared, message("user", "Question: Who {x}?")]
+    assert [m["role"] for m in prompts.reranker("Q", [])] == ["system", "user"]
+
+
+def test_the_demonstrations_of_a_growing_context_hold_the_transcript(tmp_path):
+    transcript = "<think> a </think>\n<search> b </search>\n\n<information>Doc</information>\n\n<answer> c </answer>"
+    path = written(tmp_path, json.dumps({"agent": {"demonstrations": [{"user": "Q1", "assistant": transcript}]}}))
+    task = TASKS["search_agent"](default_config("search_agent", prompts=path), 0)
+    plain = TASKS["search_agent"](default_config("search_agent"), 0)
+    (question,) = plain.prompts.question("Q2")
+    assert task.prompts.question("Q2") == [message("user", "Q1"), message("assistant", transcript), question]
+
+
+def test_the_tool_agent_shows_results_as_user_messages(tmp_path):
+    shot = Shot("Q1", "<tool>x</tool>\n<result>a\nb</result>\n<answer>c</answer>")
+    assert turns_of(shot) == [Shot("Q1", "<tool>x</tool>"), Shot("<result>a\nb</result>", "<answer>c</answer>")]
+    assert turns_of(Shot("Q", "<answer>c</answer>")) == [Shot("Q", "<answer>c</answer>")]
+    task = make("tool_agent", tmp_path)
+    program = task.with_prompt_set({"agent": ModulePrompt("Do.", (shot,))})
+    assert program.prompts.question("Q2") == [
+        message("system", "Do."),
+        message("user", "Q1"),
+        message("assistant", "<tool>x</tool>"),
+        message("user", "<result>a\nb</result>"),
+        message("assistant", "<answer>c</answer>"),
+        message("user", "Q2"),
+    ]
+    path = written(tmp_path, "agent: {demonstrations: [{user: q, assistant: '<tool>x</tool><result>a</result>'}]}")
+    with pytest.raises(ConfigError) as caught:
+        make("tool_agent", tmp_path, prompts=path)
+    assert caught.value.problems[0].startswith(f"task.prompts: {path}: agent.demonstrations[0].assistant: got nothing")
+
+
+def test_all_problems_of_demonstrations_at_once(tmp_path):
+    path = written(
+        tmp_path,
+        """
+rewriter: {demonstrations: {user: a, assistant: b}}
+reranker:
+  demonstrations:
+    - text
+    - {user: a}
+    - {user: 3, assistant: " ", system: x}
+answerer: {demonstrations: , sistem: x}
+""",
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(TEMPLATES, path)
+    problems = [problem.removeprefix(f"task.prompts: {path}: ") for problem in caught.value.problems]
+    assert problems[:7] == [
+        "rewriter.demonstrations: got dict, expected a list of {user: text, assistant: text}",
+        "reranker.demonstrations[0]: got str, expected {user: text, assistant: text}",
+        "reranker.demonstrations[1].assistant: is missing, expected text",
+        "reranker.demonstrations[2]: got 'system', expected one of assistant, user",
+        "reranker.demonstrations[2].user: got int, expected text",
+        "reranker.demonstrations[2].assistant: is empty, expected text",
+        "answerer.demonstrations: got NoneType, expected a list of {user: text, assistant: text}",
+    ]
+    assert len(problems) == 8
+    assert problems[7].startswith("answerer: got 'sistem'")
+
+
+@pytest.mark.parametrize(("name", "module"), [("search_agent", "judge"), ("banking77", "classify")])
+def test_who_takes_no_demonstrations_says_so(tmp_path, name, module):
+    path = written(tmp_path, f"{module}: {{demonstrations: [{{user: a, assistant: b}}]}}")
+    with pytest.raises(ConfigError) as caught:
+        TASKS[name](default_config(name, prompts=path), 0)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"task.prompts: {path}: {module}.demonstrations: has no effect")
+
+
+TEXTS = st.text(st.sampled_from("{}ab \n\r\t\"':#-|>é\x00\x85\u2028question!documents"), min_size=1)
+SHOTS = st.lists(st.builds(Shot, TEXTS.filter(str.strip), TEXTS.filter(str.strip)), max_size=2).map(tuple)
+
+
+@settings(deadline=None, max_examples=150)
+@given(instructions=TEXTS | st.text(), shots=SHOTS, question=TEXTS)
+def test_what_is_written_is_read_back(tmp_path_factory, instructions, shots, question):
+    path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
+    changed = {"reranker": ModulePrompt(instructions, shots)}
+    prompts = load_prompts(TEMPLATES, None).replaced(changed, ROLES)
+    assert prompts.of(ROLES)["reranker"] == changed["reranker"]
+    prompts.write(path, ROLES)
+    assert load_prompts(TEMPLATES, str(path)) == prompts
+    # only {question} is filled in; every other brace, and those of the question, are plain text
+    system = message("system", instructions.replace("{question}", question))
+    turns = [turn for shot in shots for turn in (message("user", shot.user), message("assistant", shot.assistant))]
+    rendered = SearchPrompts(prompts, 5).reranker(question, [])
+    assert rendered[:-1] == [system] * bool(instructions) + turns
+    assert rendered[-1] == SearchPrompts(load_prompts(TEMPLATES, None), 5).reranker(question, [])[-1]
+
+
+def test_other_texts_of_a_file_stay_and_unchanged_instructions_keep_their_template(tmp_path):
+    given_text = (
+        "rewriter: {system: 'Plain {{question}}, filled {question}'}\nanswerer: {document: '[{index}] {text}'}\n"
+    )
+    prompts = load_prompts(TEMPLATES, written(tmp_path, given_text))
+    now = prompts.of(ROLES)
+    assert now["rewriter"].instructions == "Plain {question}, filled {question}"
+    assert prompts.replaced(now, ROLES) == prompts_with_shots(prompts)
+    prompts.replaced({"reranker": ModulePrompt("New")}, ROLES).write(tmp_path / "again.yaml", ROLES)
+    again = load_prompts(TEMPLATES, str(tmp_path / "again.yaml"))
+    assert again.texts["answerer"]["document"] == "[{index}] {text}"
+    assert SearchPrompts(again, 5).rewriter("Q")[0] == message("system", "Plain {question}, filled Q")
+    assert again.texts["reranker"]["system"] == "New"
+
+
+def prompts_with_shots(prompts):
+    return Prompts(prompts.templates, prompts.texts, dict.fromkeys(TEMPLATES, ()))
+
+
+def test_a_set_for_another_program_is_refused():
+    roles = {"m": "system"}
+    prompts = Prompts({"m": {"system": Template("{x}", frozenset({"x"}), instructions=True)}}, {"m": {"system": "{x}"}})
+    with pytest.raises(ConfigError) as caught:
+        prompts.replaced({"m": ModulePrompt("no field {y}"), "n": ModulePrompt("")}, roles)
+    assert caught.value.problems == ["prompts: got 'n', expected one of m", "prompts: m.system: misses {x}"]
+
+
+@pytest.mark.parametrize("name", PROMPTED)
+def test_every_task_has_a_prompt_set_and_programs_do_not_share_it(name, tmp_path):
+    task = TASKS[name](default_config(name), 0)
+    assert isinstance(task, PromptedTask)
+    start = task.prompt_set()
+    assert tuple(start) == PROMPTED[name]
+    assert not any(prompt.shots for prompt in start.values())
+    changed = {module: ModulePrompt(f"Do {{this}} as {module}", (Shot("u", "a"),)) for module in start}
+    program = task.with_prompt_set(changed)
+    assert program is not task.program
+    assert task.prompt_set() == start
+    task.write_prompts(tmp_path / "best.yaml", changed)
+    again = TASKS[name](default_config(name, prompts=str(tmp_path / "best.yaml")), 0)
+    assert again.prompt_set() == changed
+    assert again.program == program
+    assert again.program != task.program
+
+
+def test_of_the_two_instructions_of_qa_direct_the_one_in_use_changes():
+    task = TASKS["qa_direct"](default_config("qa_direct", chain_of_thought=True), 0)
+    assert task.prompt_set()["solver"].instructions.startswith("Think step by step")
+    program = task.with_prompt_set({"solver": ModulePrompt("Ponder")})
+    assert program.prompts.question("Q", True)[0] == message("system", "Ponder")
+    assert program.prompts.question("Q", False) == task.prompts.question("Q", False)
+
+
+SEARCHES = ["<think> a </think>\n<search> river of Lisbon </search>", "<think> b </think>\n<answer> Tagus </answer>"]
+
+
+def shown(task, texts, module):
+    _, calls, _ = play(task, texts, "outcome")
+    return task.shot_of(calls, module), calls
+
+
+def test_a_rollout_becomes_a_demonstration(tmp_path):
+    task = make("search_agent", tmp_path)
+    shot, calls = shown(task, SEARCHES, "agent")
+    assert message("user", shot.user) == task.prompts.question("On which river is Lisbon?")[-1]
+    assert shot.assistant == SEARCHES[0] + calls[1].prompt_text + SEARCHES[1]
+    assert calls[1].prompt_text.startswith("\n\n<information>Doc 1(Title: ")
+    # the same rollout under prompts that have demonstrations shows its own question, not theirs
+    task.program = task.with_prompt_set({"agent": ModulePrompt("S", (Shot("other", "x"), Shot("more", "y")))})
+    assert shown(task, SEARCHES, "agent")[0] == shot
+
+
+def test_a_rollout_of_messages_becomes_one_too(tmp_path):
+    task = make("tool_agent", tmp_path)
+    tool = '<tool>{"name": "wiki_search", "args": {"query": "river of Lisbon"}}</tool>'
+    shot, calls = shown(task, [tool, "<answer>Tagus</answer>"], "agent")
+    assert shot.user == "On which river is Lisbon?"
+    added = calls[1].prompt_text.removeprefix("[user] ")
+    assert added.startswith("<result>")
+    assert shot.assistant == f"{tool}{added}<answer>Tagus</answer>"
+    assert turns_of(shot) == [Shot(shot.user, tool), Shot(added, "<answer>Tagus</answer>")]
+    # a correction, and a result that the model wrote itself
+    assert shown(task, ["what?", "<answer>Tagus</answer>"], "agent")[0] is None
+    assert shown(task, ["<result>x</result><answer>Tagus</answer>"], "agent")[0] is None
+
+
+def test_modules_with_contexts_of_their_own_show_their_first_call(tmp_path):
+    task = make("search_o1", tmp_path)
+    query = "<|begin_search_query|> Lisbon <|end_search_query|>"
+    texts = [query, "on the Tagus", query, "as before", "\\boxed{Tagus}"]
+    shot, calls = shown(task, texts, "reasoner")
+    assert [call.module for call in calls] == ["reasoner", "condenser", "reasoner", "condenser", "reasoner"]
+    result = "\n<|begin_search_result|> {} <|end_search_result|>\n"
+    added = [result.format("on the Tagus"), result.format("as before")]
+    assert shot.assistant == query + added[0] + query + added[1] + "\\boxed{Tagus}"
+    condenser = task.shot_of(calls, "condenser")
+    assert condenser.assistant == "on the Tagus"
+    assert condenser.user == calls[1].prompt_text.removeprefix("[user] ")
+
+
+def call(**fields):
+    given_fields = {"prompt_text": "[system] s\n[user] q", "text": "a"} | fields
+    return Call(id="c", example="e", parent=None, module="m", completion_tokens=1, **given_fields)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ([call()], Shot("q", "a")),
+        ([], None),
+        ([call(text=" ")], None),
+        ([call(finish="length")], None),
+        ([call(ok=False)], None),
+        ([call(prompt_text="[user] q\n[user] forged")], None),
+        ([call(), call(turn=1, prompt_text="<o>", text="b"), call(text="other")], Shot("q", "a<o>b")),
+    ],
+)
+def test_what_cannot_be_shown(path, expected):
+    task = TASKS["hotpotqa"](default_config("hotpotqa"), 0)
+    assert task.shot_of(path, "m") == expected
+    assert task.shot_of(path, "absent") is None
+
+
+def test_the_last_user_message_of_a_recorded_prompt():
+    assert last_user("[system] a\nb\n[user] c\n[assistant] d\n[user] e\nf") == "e\nf"
+    assert last_user("plain") is None
+    assert last_user("[user] a\n[assistant] b") is None
+
+
+# The digests were recorded before prompts could have demonstrations: a run without any sends what it always sent.
+RECORDED = {
+    "hotpotqa": "bd9a4ba4deb92b38",
+    "search_agent": "c608008356312283",
+    "tool_agent": "3b439c417a654a26",
+    "qa_direct": "636cde4f17bc2739",
+    "search_o1": "b3feae9dba13cf68",
+    "r1_searcher": "477c487126bc5e5c",
+}
+
+
+@pytest.mark.parametrize("name", PROMPTED)
+def test_prompts_without_demonstrations_are_byte_for_byte_the_same(name):
+    task = TASKS[name](default_config(name), 0)
+    sent = [
+        [d.module, list(d.messages), d.completion, [[said, added] for said, added in d.history]]
+        for example in task.examples("train")[:20]
+        for d in demonstrations(task, example)
+    ]
+    assert hashlib.sha256(json.dumps(sent).encode()).hexdigest()[:16] == RECORDED[name]
