@@ -95,7 +95,7 @@ class TaskConfig(Section):
     data: DataConfig = DataConfig()
     reward: str | None = Field(None, description="a named reward set of the task; null: the algorithm's own")
     prompts: str | None = Field(
-        None, description="YAML file with prompts and demonstrations by module; for DSPy also its JSON"
+        None, description="YAML file of prompts and demonstrations by module; of DSPy also JSON"
     )
     failure_score: float = Field(0.0, description="reward of a rollout that failed by the model's own doing")
     max_tokens: int = Field(100, ge=1, description="completion limit of a call")

@@ -99,7 +99,7 @@ class Prompts:
     templates: Templates
     texts: Texts
     shots: Mapping[str, tuple[Shot, ...]] = EMPTY
-    """Module -> demonstrations; a module without any may be absent."""
+    """Module -> demonstrations; a module without any is absent."""
 
     def messages(
         self, module: str, *, system: str = "system", user: str = "user", **values: object
@@ -137,7 +137,7 @@ class Prompts:
             shots[module] = prompt.shots
         if problems:
             raise ConfigError(problems)
-        return replace(self, texts=texts, shots=shots)
+        return replace(self, texts=texts, shots={module: own for module, own in shots.items() if own})
 
     def write(self, path: Path, roles: Mapping[str, str]) -> None:
         """Write the file that `load_prompts` reads back: instructions (module -> role), demonstrations, and whatever
@@ -202,7 +202,7 @@ def load_prompts(templates: Templates, path: str | None) -> Prompts:
                 texts[module][role] = text
     if problems:
         raise ConfigError(problems)
-    return Prompts(templates, texts, shots)
+    return Prompts(templates, texts, {module: own for module, own in shots.items() if own})
 
 
 def _shots(where: str, given: object, roles: Mapping[str, Template], problems: list[str]) -> tuple[Shot, ...]:

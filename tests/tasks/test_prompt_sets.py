@@ -122,7 +122,7 @@ answerer: {demonstrations: , sistem: x}
     assert problems[7].startswith("answerer: got 'sistem'")
 
 
-@pytest.mark.parametrize(("name", "module"), [("search_agent", "judge"), ("banking77", "classify")])
+@pytest.mark.parametrize(("name", "module"), [("search_agent", "judge"), ("banking77", "classify.predict")])
 def test_who_takes_no_demonstrations_says_so(tmp_path, name, module):
     path = written(tmp_path, f"{module}: {{demonstrations: [{{user: a, assistant: b}}]}}")
     with pytest.raises(ConfigError) as caught:
@@ -159,16 +159,12 @@ def test_other_texts_of_a_file_stay_and_unchanged_instructions_keep_their_templa
     prompts = load_prompts(TEMPLATES, written(tmp_path, given_text))
     now = prompts.of(ROLES)
     assert now["rewriter"].instructions == "Plain {question}, filled {question}"
-    assert prompts.replaced(now, ROLES) == prompts_with_shots(prompts)
+    assert prompts.replaced(now, ROLES) == prompts
     prompts.replaced({"reranker": ModulePrompt("New")}, ROLES).write(tmp_path / "again.yaml", ROLES)
     again = load_prompts(TEMPLATES, str(tmp_path / "again.yaml"))
     assert again.texts["answerer"]["document"] == "[{index}] {text}"
     assert SearchPrompts(again, 5).rewriter("Q")[0] == message("system", "Plain {question}, filled Q")
     assert again.texts["reranker"]["system"] == "New"
-
-
-def prompts_with_shots(prompts):
-    return Prompts(prompts.templates, prompts.texts, dict.fromkeys(TEMPLATES, ()))
 
 
 def test_a_set_for_another_program_is_refused():
