@@ -160,7 +160,9 @@ class Prompts:
             """Texts of several lines as blocks, which people can read and change."""
 
         def block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-            return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+            # YAML folds the line breaks of Unicode that stand outside of double quotes.
+            quoted = '"' if re.search("[\r\x85\u2028\u2029\ufeff]", text) else None
+            return dumper.represent_scalar("tag:yaml.org,2002:str", text, quoted or ("|" if "\n" in text else None))
 
         Dumper.add_representer(str, block)
         atomic_write(path, yaml.dump(content, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120))
