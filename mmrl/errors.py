@@ -29,7 +29,7 @@ class MmrlError(Exception):
 
 
 class ConfigError(MmrlError, ValueError):
-    """Bad input, found before any model loads.
+    """Bad input, reported before any model loads.
 
     Args:
         problems: one sentence each, starting with the path that the user would type
@@ -171,7 +171,7 @@ class ProgramFailure(RolloutError):
 
 
 class ReplayDivergence(RolloutError):
-    """A program, run again on its own tape, asked for something else than it did the first time."""
+    """A program, run again on its own tape, requested something else than it did the first time."""
 
     kind = "replay"
 

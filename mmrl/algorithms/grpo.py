@@ -4,7 +4,7 @@
     token weight = 1 / (B · G · |o_i|)
 
 DeepSeekMath's GRPO, in the two forms that arXiv 2505.11821 (Sec. 3) compares with. Use `grpo` as the plain baseline
-on any task; `grpo_mr` where a task has turn rewards but credit per turn is not wanted.
+on any task; `grpo_mr` where a task has turn rewards but credit per turn is not needed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Grpo:
         return plans.independent(GroupConfig.of(algo).group_size)
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
-        """See `mmrl.algorithms.base.Algorithm.credit`."""
+        """See `mmrl.algorithms.Algorithm.credit`."""
         algo = GroupConfig.of(algo)
         groups = [
             # A rollout stands for all its calls: they are one sequence of the loss.

@@ -53,7 +53,7 @@ class Mmgrpo:
         )
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
-        """See `mmrl.algorithms.base.Algorithm.credit`."""
+        """See `mmrl.algorithms.Algorithm.credit`."""
         algo = MmgrpoConfig.of(algo)
         groups = weigh(compare(module_groups(forest, algo, seed), algo), algo, minibatch)
         # Groups that count as not sampled come last (the sort is stable): shown to people, without weight.

@@ -48,7 +48,7 @@ class MtGrpo:
         return TurnRules(two_turns=True, missing=algo.missing_turn, combined=algo.no_tool == "combined")
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
-        """See `mmrl.algorithms.base.Algorithm.credit`."""
+        """See `mmrl.algorithms.Algorithm.credit`."""
         # Turns are compared on their own, then added up along the rollout: comparing the sums would be GRPO-MR again.
         algo = TurnGroupConfig.of(algo)
         examples = compare_turns(by_example(forest), algo, self.rules(algo))

@@ -1,10 +1,12 @@
-"""PPO and MT-PPO (arXiv 2505.11821, Sec. 4): a critic, and advantages by GAE over a rollout's tokens.
+"""The algorithms with a critic: PPO and MT-PPO (arXiv 2505.11821, Sec. 4), and MAPPO, a baseline of arXiv 2506.02718.
 
     delta_t = r_t + gamma · V_{t+1} - V_t;  A_t = sum over l of (gamma · lambda)^l · delta_{t+l};  returns = A + V
     trained on: A whitened over the batch; weight = 1 / trained tokens of the step
 
-`ppo` puts the outcome on the last token; `mt_ppo` adds each turn's reward on the last token of the turn. Use `mt_ppo`
-where a task can judge turns; `ppo` where only the outcome is known and a critic is affordable.
+`ppo` estimates over a rollout's tokens and puts the outcome on the last; `mt_ppo` adds each turn's reward on the last
+token of the turn; `mappo` estimates within each call. Use `mt_ppo` where a task can judge turns; `ppo` where only the
+outcome is known and a critic is affordable; `mappo` to compare group-relative credit with a critic on multi-module
+programs, at the price of a second model.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from itertools import accumulate
 
 from mmrl import rng
 from mmrl.config import AlgoConfig
-from mmrl.config.algo import TurnCriticConfig
-from mmrl.credit.entries import Credit
+from mmrl.config.algo import MappoConfig, TurnCriticConfig
+from mmrl.credit.backward import backward
+from mmrl.credit.entries import Credit, Reward
 from mmrl.credit.gae import EstimatedCall, critic_credit, critic_values, gae, kl_rewards
 from mmrl.credit.loss_weights import Unit, per_token, two_level
 from mmrl.credit.scored import ScoredRollout, by_example
-from mmrl.records import Forest
+from mmrl.records import Call, Forest
 from mmrl.rollout import plans
 
 
@@ -41,7 +44,7 @@ class Ppo:
         return plans.independent(1)
 
     def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
-        """See `mmrl.algorithms.base.Algorithm.credit`."""
+        """See `mmrl.algorithms.Algorithm.credit`."""
         algo = TurnCriticConfig.of(algo)
         rollouts = [rollout for own in by_example(forest).values() for rollout in own]
         units = [Unit(r.rollout.example, r.rollout.example, sum(c.completion_tokens for c in r.path)) for r in rollouts]
@@ -78,3 +81,37 @@ class Ppo:
             EstimatedCall(call, part, tuple(rewards[s:e]), tuple(values[s:e]), tuple(advantages[s:e]), weight)
             for call, part, s, e in zip(scored.path, parts, starts, [*starts[1:], total], strict=True)
         ]
+
+
+class Mappo(Ppo):
+    """One rollout per example, each call a sequence of its own; one critic for all modules.
+
+    A call's reward, shared outcome + R_spe, is on its last token; the terminal value is 0, and nothing is bootstrapped
+    from the next module.
+    """
+
+    def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
+        """See `mmrl.algorithms.Algorithm.credit`."""
+        algo = MappoConfig.of(algo)
+        rewards = backward(forest, algo)
+        calls = [forest.calls[call_id] for call_id in rewards]
+        # Every trained token weighs the same by default (`loss_mean=token`), whichever agent wrote it.
+        units = [Unit(call.example, call.example, call.completion_tokens) for call in calls]
+        weights = per_token(units, two_level(units, minibatch), algo, minibatch)
+        estimated = [_within_call(call, rewards[call.id], algo, w) for call, w in zip(calls, weights, strict=True)]
+        return critic_credit(self.name, estimated, algo.whiten)
+
+
+def _within_call(call: Call, reward: Reward, algo: MappoConfig, weight: float) -> EstimatedCall:
+    """GAE within one call; a call without tokens has no place for its reward."""
+    parts = dict(reward.parts)
+    token_rewards = [0.0] * call.completion_tokens
+    if algo.kl == "reward" and algo.beta:
+        token_rewards = list(kl_rewards(call, algo.beta))
+        parts["kl"] = sum(token_rewards)
+    # The shared outcome comes to every agent in full: the paper's baseline bootstraps nothing between modules.
+    if token_rewards:
+        token_rewards[-1] += reward.total
+    values = critic_values(call, observed=False)
+    advantages = gae(token_rewards, values, algo.gamma, algo.gae_lambda)
+    return EstimatedCall(call, parts, tuple(token_rewards), values, tuple(advantages), weight)

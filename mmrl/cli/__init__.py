@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # For the life of the process: what ends it with a traceback is printed after this function.
     sys.stdout, sys.stderr = HidingStream.around(sys.stdout), HidingStream.around(sys.stderr)
     try:
-        with storage(), quiet_loops(), _said(words):
+        with storage(), quiet_loops(), _sigterm_ends(words):
             return _dispatch(words)
     except MmrlError as error:
         print_error(error)
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _said(words: Sequence[str]) -> Iterator[None]:
+def _sigterm_ends(words: Sequence[str]) -> Iterator[None]:
     """SIGTERM ends with a word and its own exit code also where nothing else listens yet, as while packages load."""
     # Not a process of a run, whose parent speaks for it; nor where the caller handles signals.
     ours = words[:1] != [WORKER] and threading.current_thread() is threading.main_thread()

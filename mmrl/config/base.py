@@ -130,6 +130,28 @@ def address_problem(url: str, more: str = "") -> str | None:
     return None
 
 
+def value_at(sections: object, path: str) -> object:
+    """What stands at a path of sections or of a composed mapping; None where nothing does."""
+    value = sections
+    for part in path.split("."):
+        fields = value.__dict__ if isinstance(value, BaseModel) else value
+        value = fields.get(part) if isinstance(fields, Mapping) else None
+    return value
+
+
+def is_default(sections: Mapping[str, object] | BaseModel, path: str) -> bool:
+    """Whether a key has its default, or is not there."""
+    parent, _, key = path.rpartition(".")
+    section = value_at(sections, parent) if parent else sections
+    field = type(section).model_fields.get(key) if isinstance(section, BaseModel) else None
+    return field is None or value_at(section, key) == field.default
+
+
+def shown(value: object) -> str:
+    """A value as it would be typed."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 # The one place that knows: `validate` puts the name in, `mmrl.models.load` finds the folder.
 SHIPPED: Mapping[str, tuple[str, ...]] = {
     "tiny": ("hotpotqa", "2wiki", "musique", "tool_agent"),

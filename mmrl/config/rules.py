@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from mmrl.config.base import MINI, SHIPPED, SPLITS, Section
+from mmrl.config.base import MINI, SHIPPED, SPLITS, Section, is_default, shown, value_at
 
 SectionT = TypeVar("SectionT", bound=Section)
 At = Callable[[str], object]
@@ -51,9 +51,9 @@ class Rule:
         key, _, value = self.idle.partition("=")
         path = key.removesuffix("!")
         now = at(path)
-        if (now is None and key != path) or (_shown(now) == value) != (key == path):
+        if (now is None and key != path) or (shown(now) == value) != (key == path):
             return None
-        return f"with {path}={_shown(now)}{self.why}"
+        return f"with {path}={shown(now)}{self.why}"
 
 
 def _is(path: str, *values: object) -> Callable[[At], bool]:
@@ -317,9 +317,7 @@ TYPED = (
     ),
     Rule("algo.filler algo.fill_source algo.failing_index", _absent("repeated_calls"), _ONCE),
     Rule(
-        "algo.padding_mode",
-        lambda at: _absent("repeated_calls")(at) and at("algo.padding_mode") == "truncate",
-        _ONCE,
+        "algo.padding_mode", lambda at: _absent("repeated_calls")(at) and at("algo.padding_mode") == "truncate", _ONCE
     ),
     Rule("algo.obs", _absent("observations"), "with this task: its contexts have no observations"),
     Rule("algo.eps algo.ddof", "algo.scale=false", ": nothing is divided by a standard deviation"),
@@ -354,15 +352,7 @@ def across_sections(sections: Mapping[str, object] | BaseModel) -> list[str]:
 def _without_effect(rules: Iterable[Rule], sections: Mapping[str, object] | BaseModel) -> list[str]:
     at = partial(value_at, sections)
     keys = [(rule, key) for rule in rules for key in rule.keys.split()]
-    return [text for rule, key in keys if not _is_default(sections, key) and (text := _sentence(key, rule, at))]
-
-
-def _is_default(sections: Mapping[str, object] | BaseModel, path: str) -> bool:
-    """Whether a key has its default, or is not there."""
-    parent, _, key = path.rpartition(".")
-    section = value_at(sections, parent) if parent else sections
-    field = type(section).model_fields.get(key) if isinstance(section, BaseModel) else None
-    return field is None or value_at(section, key) == field.default
+    return [text for rule, key in keys if not is_default(sections, key) and (text := _sentence(key, rule, at))]
 
 
 def without_effect(config: BaseModel, typed: Collection[str], facts: Facts) -> list[str]:
@@ -384,22 +374,8 @@ def _sentence(key: str, rule: Rule, at: At) -> str | None:
     """None where the key has an effect."""
     value, reason = at(key), rule.reason(at)
     # a whole section would bury the sentence
-    got = "" if isinstance(value, Mapping | BaseModel) else f"got {_shown(value)}, which "
+    got = "" if isinstance(value, Mapping | BaseModel) else f"got {shown(value)}, which "
     return reason and f"{key}: {got}has no effect {reason}"
-
-
-def _shown(value: object) -> str:
-    """A value as it would be typed."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def value_at(sections: object, path: str) -> object:
-    """What stands at a path of sections or of a composed mapping; None where nothing does."""
-    value = sections
-    for part in path.split("."):
-        fields = value.__dict__ if isinstance(value, BaseModel) else value
-        value = fields.get(part) if isinstance(fields, Mapping) else None
-    return value
 
 
 def engine_name(config: BaseModel) -> str:

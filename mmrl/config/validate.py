@@ -8,10 +8,9 @@ from typing import TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig, MmgrpoConfig
-from mmrl.config.base import shipped_for, under_tiny
+from mmrl.config.base import shipped_for, shown, under_tiny, value_at
 from mmrl.config.engines import ENGINE_SCHEMAS
 from mmrl.config.retriever import RETRIEVER_SCHEMAS
-from mmrl.config.rules import value_at
 from mmrl.config.schema import EvalCommandConfig, HardwareConfig, RootConfig, TrainCommandConfig
 from mmrl.config.tasks import TASK_SCHEMAS, TaskConfig, task_schema
 from mmrl.errors import ConfigError, nearest, unknown
@@ -153,7 +152,7 @@ def _typed_secrets(schema: type[BaseModel], raw: Mapping[str, object]) -> list[s
     problems = []
     for path, value in _leaves("", raw):
         above, _, key = path.rpartition(".")
-        kept, to_put = "which every run directory would keep; put it into an environment variable", ""
+        why, to_put = "which every run directory would keep; put it into an environment variable", ""
         if value in ("", "null") or holder(value) is not None:
             continue
         if secret_name(key):
@@ -161,10 +160,10 @@ def _typed_secrets(schema: type[BaseModel], raw: Mapping[str, object]) -> list[s
             place = next((f"{above}.{way}" for name, way in KEY_PLACES.items() if name in fields), None)
             to_put = f" and name that: {place or 'engine.endpoint.key_env'}=NAME" if key not in fields else ""
             problems.append(
-                f"{path}: got a text that {key} says is a secret, {kept}{to_put or f': {path}=${{oc.env:NAME}}'}"
+                f"{path}: got a text that {key} says is a secret, {why}{to_put or f': {path}=${{oc.env:NAME}}'}"
             )
         elif user_in_address(value):
-            problems.append(f"{path}: got an address with a user or password, {kept}: '{path}=${{oc.env:NAME}}'")
+            problems.append(f"{path}: got an address with a user or password, {why}: '{path}=${{oc.env:NAME}}'")
     return problems
 
 
@@ -317,8 +316,8 @@ def _unknown_key(
     having = [name for name, other in CHOICES.get(above, {}).items() if key in other.model_fields]
     if having:
         name, users = _chosen_name(raw, above), ", ".join(having)
-        for leaf, shown in _leaves(path, value):
-            got = "" if above == "algo" else f"got {shown}, which "
+        for leaf, typed in _leaves(path, value):
+            got = "" if above == "algo" else f"got {typed}, which "
             yield f"{leaf}: {got}has no effect with {LABELS.get(above, '')}{name}; it is an option of {users}"
     else:
         yield f"{path}: unknown key{nearest(key, fields)} (valid here: {', '.join(sorted(fields))})"
@@ -331,10 +330,7 @@ def _leaves(path: str, value: object) -> Iterator[tuple[str, str]]:
         for key, item in value.items():
             yield from _leaves(f"{path}.{key}", item)
     else:
-        yield (
-            path.lstrip("."),
-            "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value),
-        )
+        yield path.lstrip("."), shown(value)
 
 
 def _texts(path: str, value: object) -> Iterator[tuple[str, str]]:

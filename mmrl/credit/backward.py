@@ -39,6 +39,7 @@ def backward(forest: Forest, algo: MhgpoConfig | MappoConfig, seed: int = 0) -> 
     # Parents come first in a forest, so the reverse order sees every successor before the calls above it.
     for call in reversed(list(forest.calls.values())):
         successors = ending.get(call.id, []) + [passed[child] for child in forest.children[call.id] if child in passed]
+        # Every rollout through this call was dropped: there is nothing to back up.
         if not successors:
             continue
         shared = _aggregate(successors, aggregate, (seed, forest.step, "aggregate", call.id))
@@ -51,6 +52,7 @@ def backward(forest: Forest, algo: MhgpoConfig | MappoConfig, seed: int = 0) -> 
 
 def _aggregate(values: Sequence[float], how: str, key: rng.Key) -> float:
     """`mean`, `max`, `min` or `random`: one of the successors that have a reward, drawn by a key of the call."""
+    # Also with `random`: nothing is drawn, so a single successor never depends on the seed.
     if len(values) == 1:
         return values[0]
     if how == "random":

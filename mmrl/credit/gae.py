@@ -35,6 +35,7 @@ def whitening(values: Sequence[float]) -> tuple[float, float]:
     """(mean, factor) such that (A - mean) · factor is white: factor = 1 / sqrt(unbiased variance + 1e-8)."""
     if not values:
         return 0.0, 1.0
+    # `fsum`: exact in any order, so how rollouts were distributed over processes changes no bit.
     mean = math.fsum(values) / len(values)
     variance = math.fsum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
     return mean, 1.0 / math.sqrt(variance + 1e-8)
@@ -129,6 +130,7 @@ def _explained(entries: Sequence[Entry]) -> dict[str, float]:
     """Share of the returns' variance that the critic's values explain: 1 is a perfect critic, 0 a constant one."""
     returns = [r for entry in entries for r in entry.returns or ()]
     errors = [a for entry in entries for a in entry.raw_advantages or ()]
+    # Constant returns have nothing to explain, and the share would be divided by rounding errors.
     spread = _variance(returns)
     return {"credit/explained_variance": 1.0 - _variance(errors) / spread} if spread > 1e-12 else {}
 

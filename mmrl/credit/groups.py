@@ -58,7 +58,7 @@ def is_constant(rewards: Sequence[float]) -> bool:
 def weigh(groups: Sequence[Group], algo: GroupConfig, minibatch: Minibatches = None) -> list[Group]:
     """Token weight 1 / (groups · G · |o|) for every member, or as `algo.loss_mean` says (GRPO, mmGRPO)."""
     units = [
-        Unit(member.call.example, group.id, 0 if group.vanished else member.tokens, kept=not group.of_one)
+        Unit(member.call.example, group.id, 0 if group.vanished else member.tokens, compared=not group.of_one)
         for group in groups
         for member in group.members
     ]

@@ -25,13 +25,13 @@ class Unit:
     """What it is averaged within: a group, or (MHGPO, Eq. 6) the slot of an example."""
     tokens: int
     """|o|: its trained tokens; 0 where it counts as not sampled."""
-    kept: bool = True
+    compared: bool = True
     """False: its share is counted and lost (a group of one)."""
 
     @property
     def counts(self) -> bool:
         """Whether it has weight."""
-        return self.kept and self.tokens > 0
+        return self.compared and self.tokens > 0
 
 
 def two_level(units: Sequence[Unit], minibatch: Minibatches = None) -> list[float]:

@@ -156,7 +156,7 @@ def weigh_slots(
     """
     # A frozen or vanished member is no sequence of the loss: no tokens, so it sets no length for `constant` either.
     units = [
-        Unit(m.call.example, slot_of(m.call), m.tokens if trains(m.call) and not g.vanished else 0, kept=not g.of_one)
+        Unit(m.call.example, slot_of(m.call), m.tokens * (trains(m.call) and not g.vanished), compared=not g.of_one)
         for g in groups
         for m in g.members
     ]
@@ -171,7 +171,7 @@ def three_level(
     """Shares 1 / (B · n · G_k) of MHGPO's Eq. 6: mean over examples, over filled slots, over the slot's units.
 
     Args:
-        filled: (example, slot) pairs that were sampled: they count in n (and B) even where no unit of theirs is kept.
+        filled: (example, slot) pairs that were sampled: they count in n (and B) even where no unit of theirs is left.
     """
     # n counts slots that were sampled, not groups: round robin puts calls of one slot into groups over the batch.
     slots: dict[str, set[Hashable]] = {}

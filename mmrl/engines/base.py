@@ -47,7 +47,7 @@ class Request:
     order: tuple[int | str, ...] = ()
     """Deterministic sort key of the request within a batch, whatever order requests arrived in."""
     on_token: Callable[[int], None] | None = None
-    """Told each sampled id as it comes, in any thread; an engine that knows whole completions alone tells none."""
+    """Called with each sampled id as it comes, in any thread; never by an engine that knows whole completions alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

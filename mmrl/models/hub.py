@@ -58,7 +58,7 @@ def encoder_problems(key: str, model: str) -> list[str]:
 
 
 def licence_of(model: str, revision: str | None = None) -> str | None:
-    """The licence of a shipped model, a folder or a hub id, as its card abbreviates it; None: none to be found."""
+    """The licence of a shipped model, a folder or a hub id, as its card abbreviates it; None: there is none."""
     from huggingface_hub import metadata_load, model_info, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
     from yaml import YAMLError
@@ -101,7 +101,7 @@ def push_folder(folder: Path, repository: str, private: bool) -> str:
     """Upload a folder as one commit; the repository is made if it is not there. Returns the commit's address.
 
     Raises:
-        ConfigError: it is there, and public where a private one was asked for, or the other way round.
+        ConfigError: it is there, and public where a private one is expected, or the other way round.
         MmrlError: the hub refuses.
     """
     from huggingface_hub import HfApi, constants
@@ -114,7 +114,7 @@ def push_folder(folder: Path, repository: str, private: bool) -> str:
         except RepositoryNotFoundError:
             api.create_repo(repository, private=private)
         else:
-            # whoever asked for a private repository must not publish by pushing to one that is there already
+            # whoever chose a private repository must not publish by pushing to one that is there already
             if there.private is not None and bool(there.private) != private:
                 kind = "private" if there.private else "public"
                 raise ConfigError(

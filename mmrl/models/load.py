@@ -49,7 +49,7 @@ PLAIN = (
 )
 """`model.chat_template=plain`: a transcript in plain text. A turn of the model ends with the end-of-text token."""
 LOG = logging.getLogger("mmrl.models")
-_SAID: set[str] = set()
+_WARNED: set[str] = set()
 NO_CODE = {"trust_remote_code": False}
 """Left out, transformers would ask at the terminal whether to run the code of a model, and wait for the answer."""
 
@@ -240,8 +240,8 @@ def _try_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> Non
             f"model.chat_template: the chat template of '{model.path}' cannot write a prompt: {reason}; give another "
             "one, a Jinja file"
         ) from error
-    if not takes and model.path not in _SAID:
-        _SAID.add(model.path)
+    if not takes and model.path not in _WARNED:
+        _WARNED.add(model.path)
         LOG.warning(
             "model.path: the chat template of '%s' has no system role; system texts open the first user turn",
             model.path,

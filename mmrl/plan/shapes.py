@@ -60,7 +60,7 @@ class Shape:
         }
 
     def activation_bytes(self, width: int, checkpointed: bool) -> int:
-        """Bytes kept for the backward per token: everything that it reads, or each layer's input and one whole layer,
+        """Bytes stored for the backward per token: everything that it reads, or each layer's input and one whole layer,
         the one that is being computed again."""
         layer = 8 * self.hidden + 3 * self.intermediate
         return (self.layers * self.hidden + layer if checkpointed else self.layers * layer) * width

@@ -121,7 +121,7 @@ def lengths_of(config: TrainCommandConfig, modules: Sequence[str], given: Mappin
     strange = [name for name in given if name not in modules]
     if strange:
         raise ConfigError(f"lengths: no module {', '.join(strange)}; expected some of {', '.join(modules)}")
-    # A guess is said to be one (`undeclared`): by the task's limits, which bound a completion and not a prompt.
+    # A guess is marked as one (`undeclared`): by the task's limits, which bound a completion and not a prompt.
     known = DECLARED.get(config.task.name, {})
     guess = Lengths(prompt=1000, completion=config.task.max_tokens)
     return {module: given.get(module, known.get(module, guess)) for module in modules}

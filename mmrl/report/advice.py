@@ -1,4 +1,4 @@
-"""What is said of each known trouble of a run: what was seen, and the setting to change; by alarms and `mmrl doctor`.
+"""The advice for each known trouble of a run: what was seen, and the setting to change; by alarms and `mmrl doctor`.
 
 One table, so that a trouble has the same sentence before a run (`report.findings`) and while it trains
 (`report.alarms`).
@@ -184,4 +184,4 @@ ADVICE: Mapping[str, Advice] = {
     "copies": Advice("texts of a group agree to {now_share}: exploration is gone", _LATER),
     "not_finite": Advice("{what}", "lower train.lr, or set model.dtype=float32"),
 }
-"""Name of a trouble -> what is said of it."""
+"""Name of a trouble -> the advice."""

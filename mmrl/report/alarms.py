@@ -53,7 +53,7 @@ class Thresholds:
     judge_fallback: float = 0.2
     """`judge_unreadable`: share of rollouts that the fixed rule scores, since no reply of the judge can be read."""
     empty_searches: float = 0.3
-    """`empty_searches`: share of a rollout's searches that found nothing; rollouts without a search count as 0."""
+    """`empty_searches`: share of a rollout's searches that brought nothing; rollouts without a search count as 0."""
     length_growth: float = 3.0
     """`length_runaway`: growth of the mean completion length..."""
     cut_rise: float = 0.3

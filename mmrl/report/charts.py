@@ -229,7 +229,7 @@ def _themed(svg: str, title: str, standalone: bool = False) -> str:
     # Without XML head: the element stands inside an HTML page.
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
-    # Ids of groups repeat from figure to figure; only those that something refers to are kept.
+    # Ids of groups repeat from figure to figure; only those that something refers to stay.
     used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', svg))
     svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in used else "", svg)
     # Size by the view box alone, so that it fills its column.

@@ -35,7 +35,8 @@ from mmrl.report.stats import (
     sparkline,
     trailing_mean,
 )
-from mmrl.report.tables import align, before_after_table, facts_table
+from mmrl.report.tables import before_after_table, facts_table
+from mmrl.report.text import align
 from mmrl.system.conf import row_keys
 
 MODULE_FACTS = ("calls", "reward", "penalty", "format_rate", "length", "entropy", "surprise", "kl", "clip_share")
@@ -46,7 +47,7 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
 
     Args:
         example: id of an example: its tree of calls, at `step` or at the last step that has it; of an item, its
-            scores, and its calls where they are kept.
+            scores, and its calls where they are stored.
         step: a step: its examples, and the items evaluated after it; with `example`, the tree.
 
     Raises:

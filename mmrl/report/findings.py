@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from mmrl.report.advice import ADVICE
 from mmrl.report.alarms import FAULT_FACTS, NEVER_FACTS, VALIDITY_FACTS, Thresholds
 from mmrl.report.stats import short
-from mmrl.report.tables import align
+from mmrl.report.text import align
 
 ALARMS = Thresholds()
 LONGEST_QUOTE = 200
@@ -183,7 +183,7 @@ FAILURES = {
     "limit": "limits",
     "length": "prompt_too_long",
 }
-"""Kind of a failed rollout -> what it is called here; `parse` is told by its module."""
+"""Kind of a failed rollout -> what it is called here; `parse` is listed by its module."""
 
 
 def _failures(facts: RunFacts, limits: Limits) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """What a step or an evaluation holds, example by example: tables, and the tree of one, for `mmrl show`.
 
 Part of `report`. A directory of `mmrl eval` has a journal for each part of its items; of the evaluations in training
-only results of items are kept.
+only results of items are stored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from mmrl.report.journal import read_step
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.report.stats import FIRST, number, short
-from mmrl.report.tables import align, facts_table
+from mmrl.report.tables import facts_table
+from mmrl.report.text import align
 from mmrl.report.trees import clean, render_example, shown_prediction
 from mmrl.system.files import read_jsonl
 
@@ -166,7 +167,7 @@ def _item_text(example: str, results: Mapping[tuple[str, int], Item], width: int
 
 
 def _item_trees(run: RunDir, example: str, results: Mapping[tuple[str, int], Item], width: int) -> list[str]:
-    """Its calls, where an evaluation has kept them."""
+    """Its calls, where an evaluation has stored them."""
     texts = []
     for split in dict.fromkeys(split for split, _ in results):
         # An item that was evaluated again, after a failure, is in a later journal.

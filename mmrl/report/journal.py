@@ -14,14 +14,18 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeAlias
 
 from mmrl.errors import CheckpointError, DataError
 from mmrl.records import Call, Forest, Rollout
-from mmrl.report.forest import read_record
+from mmrl.report.forest import check_forest, parse_forest, read_record
 from mmrl.report.rundir import RunDir
-from mmrl.system.files import JsonObject, atomic_write, dumps
+from mmrl.system.files import JsonObject, atomic_write, dumps, gunzip
 
+GZIP = b"\x1f\x8b"
+LARGEST_FILE = 2**30
+"""Bytes that a zipped file may unpack to."""
 _PROMPT = ("prompt_ids", "prompt_text")
 
 Prompt: TypeAlias = tuple[tuple[int, ...], str]
@@ -195,3 +199,37 @@ def _fields(record: object, leave_out: Sequence[str] = ()) -> JsonObject:
 def _available(run: RunDir, evaluation: str | None) -> str:
     steps = run.journal_steps(evaluation)
     return f"journals exist for steps {steps[0]} to {steps[-1]}" if steps else "the run has no journals yet"
+
+
+def load_rollouts(path: Path) -> Forest:
+    """The forest of a JSON file, or of one step of a run's journal (`journal/step-*.jsonl.gz`); either may be zipped.
+
+    Raises:
+        DataError: the file is missing or malformed.
+    """
+    try:
+        data = path.read_bytes()
+        text = (gunzip(data, LARGEST_FILE) if data.startswith(GZIP) else data).decode("utf-8-sig")
+        if _is_journal(text):
+            forest = decode_step(parse_lines(text.encode(), str(path)), str(path))[0]
+            check_forest(forest, str(path))
+            return forest
+        return parse_forest(text, str(path))
+    except OSError as error:
+        hint = "; a journal is a file in RUN_DIR/journal" if path.is_dir() else ""
+        raise DataError(f"rollouts: {path} cannot be read ({error.strerror or error}){hint}") from None
+    except UnicodeDecodeError:
+        raise DataError(f"rollouts: {path} is not UTF-8 text") from None
+    except DataError:
+        raise
+    except (EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise DataError(f"rollouts: {path} is a damaged journal ({type(error).__name__}: {error})") from None
+
+
+def _is_journal(text: str) -> bool:
+    """Whether the first line is a record of its own, as in a journal."""
+    try:
+        first = json.loads(text.partition("\n")[0])
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and "line" in first

@@ -35,7 +35,7 @@ Arguments = ParamSpec("Arguments")
 FAILED = "rollouts/failed/"
 # A display's cost must not grow with the run: both limits bound what a step looks at.
 HISTORY = 400
-"""Steps kept for sparklines."""
+"""Steps that sparklines show."""
 ALARM_FIRST, ALARM_LAST = 20, 100
 """Steps that the display's alarms look at, from the start and the end of the run; reports look at all."""
 FIRST_FACTS = ("reward", "penalty", "format_rate", "entropy", "length")

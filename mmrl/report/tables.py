@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from mmrl.report.compare import LEAST_GAIN, LEAST_ITEMS, SEEDS, Behaviour, Comparison, Line, Panel, SeedGroup
 from mmrl.report.stats import Difference, duration, short
+from mmrl.report.text import align
 from mmrl.system.files import JsonObject
 
 Rows: TypeAlias = list[list[str]]
@@ -195,30 +196,6 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     """Rows as a Markdown table."""
     lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
     lines.insert(1, f"|{'---|' * len(rows[0])}")
-    return "\n".join(lines)
-
-
-def align(rows: Sequence[Sequence[str]], indent: str = "  ", width: int | None = None) -> str:
-    """Rows of text in columns: the first column to the left, all others to the right, except a last one of words.
-
-    Args:
-        width: columns of the terminal. What does not fit is printed below, with the first column again. None: any.
-    """
-    # The widest cell of each column, head included.
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    blocks: list[list[int]] = [[]]
-    for column, own in enumerate(widths[1:], start=1):
-        taken = len(indent) + widths[0] + sum(2 + widths[other] for other in blocks[-1])
-        if width is not None and own and blocks[-1] and taken + 2 + own > width:
-            blocks.append([])
-        blocks[-1].append(column)
-    last = len(widths) - 1
-    lines: list[str] = []
-    for block in blocks:
-        lines += [""] * bool(lines)
-        for row in rows:
-            cells = [row[column] if column == last else row[column].rjust(widths[column]) for column in block]
-            lines.append((indent + "  ".join([row[0].ljust(widths[0]), *cells])).rstrip())
     return "\n".join(lines)
 
 

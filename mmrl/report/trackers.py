@@ -141,7 +141,7 @@ def open_trackers(
     Args:
         name, group: of the run, where `run.name` and `run.group` say nothing.
         device: `hardware.device`.
-        warn: told what a user should know: where wandb's data go, and later what fails.
+        warn: called with what a user should know: where wandb's data go, and later what fails.
 
     Raises:
         ConfigError: a package is not installed, or a tracker does not start.
@@ -253,7 +253,7 @@ def _started(tracker: str, run: RunDir, next_step: int, named: RunConfig, device
     folder, name, project = str(run.path), named.name, named.wandb_project
     options: dict[str, object] = {}
     if tracker == "wandb":
-        # The id is kept beside the files, so that a resumed run continues the same curve.
+        # The id is stored beside the files, so that a resumed run continues the same curve.
         id_file = run.path / "wandb_id.txt"
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4))

@@ -363,7 +363,7 @@ class View:
 def shown_call(node: Node, left: list[int], view: View) -> ShownCall | None:
     """A call for the page; `left` counts down the calls that may still be shown."""
     left[0] -= 1
-    # Children first: a call over the limit is kept where a call below it is shown.
+    # Children first: a call over the limit stays where a call below it is shown.
     is_shown = left[0] >= 0
     below = [shown for child in node.children if (shown := shown_call(child, left, view)) is not None]
     if not is_shown and not below:

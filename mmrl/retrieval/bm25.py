@@ -20,14 +20,14 @@ import numpy as np
 
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.system.artifacts import load_or_build
-from mmrl.system.progress import progress
+from mmrl.system.bar import progress
 
 if TYPE_CHECKING:
     from bm25s import BM25
 
 WORD = re.compile(r"\w+")
 COUNTED = 1000
-"""Documents after which progress is told."""
+"""Documents after which progress is reported."""
 FORMAT = 1
 """Part of the cache key: raise it when tokenisation or files change."""
 

@@ -75,7 +75,7 @@ class Encoder:
 
         Args:
             documents: the passages.
-            advance: told how many further ones are encoded.
+            advance: called with how many further ones are encoded.
         """
 
         def encode(texts: list[str]) -> Iterable[np.ndarray]:

@@ -20,10 +20,10 @@ from typing import overload
 import numpy as np
 
 from mmrl.retrieval.base import Document
-from mmrl.system.progress import progress
+from mmrl.system.bar import progress
 
 COUNTED = 1000
-"""Passages after which progress is told."""
+"""Passages after which progress is reported."""
 PASSAGES, OFFSETS, TITLES = "passages.jsonl", "offsets.npy", "titles.npy"
 
 

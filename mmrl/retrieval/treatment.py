@@ -36,7 +36,7 @@ class Treatment:
     passage_prompt: str = ""
     """In front of every query and passage."""
     given: str = ""
-    """Which of these keys said, joined by commas; the others are the encoder's."""
+    """Which of these keys were set, joined by commas; the others are the encoder's."""
 
     @classmethod
     def of(cls, settings: Mapping[str, str | float]) -> Treatment:
@@ -111,15 +111,15 @@ def changes(settings: Mapping[str, str | float], key: str) -> list[str]:
         key: that names it, for messages.
     """
     made, model = Treatment.of(settings), str(settings["model"])
-    # A preset was somebody's choice; before indexes kept their treatment, it may have been a guess.
+    # A preset was somebody's choice; before indexes stored their treatment, it may have been a guess.
     if made.encoder != "own" and "pooling" in settings:
         return []
     try:
         now = _own(model, f"{key}: its encoder")
     except DataError as error:
         return error.problems
-    kept = [name for name in CHOICES if name not in made.given.split(",")]
-    if now is None or all(getattr(made, name) == getattr(now, name) for name in kept):
+    shared = [name for name in CHOICES if name not in made.given.split(",")]
+    if now is None or all(getattr(made, name) == getattr(now, name) for name in shared):
         return []
     return [f"{key}: made with {made}; its encoder '{model}' says {now}; build it again with `mmrl index build`"]
 
@@ -148,12 +148,12 @@ def _family(model: str) -> str | None:
 
 def _check_given(config: DenseConfig, own: Treatment, model: str, section: str) -> None:
     """Refuse what would contradict, or repeat, what the model's own files say."""
-    said = f"'{model}' says it itself ({MODULES})"
+    why = f"'{model}' says it itself ({MODULES})"
     problems = []
     if config.pooling is not None:
-        problems.append(f"{section}pooling: got {config.pooling}, but {said}: {own.pooling}; leave it out")
+        problems.append(f"{section}pooling: got {config.pooling}, but {why}: {own.pooling}; leave it out")
     if config.normalise is False and _has_normalise(model, f"{section}model"):
-        problems.append(f"{section}normalise: got false, but {said}: its vectors have length 1; leave it out")
+        problems.append(f"{section}normalise: got false, but {why}: its vectors have length 1; leave it out")
     if problems:
         raise DataError(problems)
 

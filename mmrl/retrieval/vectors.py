@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmrl.retrieval.base import Document
-from mmrl.system.progress import progress
+from mmrl.system.bar import progress
 
 if TYPE_CHECKING:
     import faiss
@@ -29,11 +29,11 @@ ADD = 65_536
 """Vectors given to FAISS at once."""
 
 PIECE = 4
-"""Batches after which progress is told."""
+"""Batches after which progress is reported."""
 
 Shard = Mapping[str, np.ndarray]
 Advance = Callable[[int], None]
-"""Is told how many further passages are encoded."""
+"""Called with how many further passages are encoded."""
 
 
 def encode_shards(
@@ -44,7 +44,7 @@ def encode_shards(
     Args:
         folder: where `shard-00000.npz` and so on go; a shard is whole or absent.
         documents: the corpus, in order.
-        encode: documents, and who is told of its progress -> named arrays.
+        encode: documents, and what its progress is reported to -> named arrays.
         title: of the progress that is shown.
 
     Returns:
@@ -73,7 +73,7 @@ def encode_shards(
 def in_pieces(
     texts: Sequence[str], encode: Callable[[list[str]], Iterable[np.ndarray]], batch_size: int, advance: Advance
 ) -> list[np.ndarray]:
-    """What `encode` makes of each text, in the order of the texts; `advance` is told after every few batches."""
+    """What `encode` makes of each text, in the order of the texts; `advance` is called after every few batches."""
     # Texts of like length side by side: little padding in a batch.
     order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
     encoded: dict[int, np.ndarray] = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +16,15 @@ from pathlib import Path
 from mmrl.algorithms import assign_credit, minibatches
 from mmrl.algorithms import problems as check
 from mmrl.config import AlgoConfig, TrainCommandConfig
-from mmrl.credit.entries import Credit
+from mmrl.credit.entries import Credit, Entry
 from mmrl.errors import CheckpointError, ConfigError, DataError
-from mmrl.records import Forest
-from mmrl.report.forest import check_forest, parse_forest
-from mmrl.report.journal import decode_step, encode_step, parse_lines, read_step
+from mmrl.records import Call, Forest
+from mmrl.report.forest import VERSION, check_forest
+from mmrl.report.journal import encode_step, load_rollouts, read_step
 from mmrl.report.rundir import RunDir
-from mmrl.run.credit_report import joined, json_report, table
-from mmrl.system.files import JsonObject, dumps, gunzip
+from mmrl.report.text import filled, joined, wrapped_rows
+from mmrl.system.files import JsonObject, dumps
 
-GZIP = b"\x1f\x8b"
-LARGEST_FILE = 2**30
-"""Bytes that a zipped file may unpack to."""
 TURN_REWARD_SETS = ("outcome", "turn")
 """A file may hold both kinds of reward; whether it does is its own matter."""
 
@@ -91,40 +87,6 @@ def _origin(request: CreditRequest, source: Source, width: int | None) -> list[s
     facts += [f"{left_out} examples sampled and not trained on"] if left_out else []
     facts.append("as trained" if request.as_trained else "not as trained: settings were changed")
     return [joined(facts, width)]
-
-
-def load_rollouts(path: Path) -> Forest:
-    """The forest of a JSON file, or of one step of a run's journal (`journal/step-*.jsonl.gz`); either may be zipped.
-
-    Raises:
-        DataError: the file is missing or malformed.
-    """
-    try:
-        data = path.read_bytes()
-        text = (gunzip(data, LARGEST_FILE) if data.startswith(GZIP) else data).decode("utf-8-sig")
-        if _is_journal(text):
-            forest = decode_step(parse_lines(text.encode(), str(path)), str(path))[0]
-            check_forest(forest, str(path))
-            return forest
-        return parse_forest(text, str(path))
-    except OSError as error:
-        hint = "; a journal is a file in RUN_DIR/journal" if path.is_dir() else ""
-        raise DataError(f"rollouts: {path} cannot be read ({error.strerror or error}){hint}") from None
-    except UnicodeDecodeError:
-        raise DataError(f"rollouts: {path} is not UTF-8 text") from None
-    except DataError:
-        raise
-    except (EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise DataError(f"rollouts: {path} is a damaged journal ({type(error).__name__}: {error})") from None
-
-
-def _is_journal(text: str) -> bool:
-    """Whether the first line is a record of its own, as in a journal."""
-    try:
-        first = json.loads(text.partition("\n")[0])
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(first, dict) and "line" in first
 
 
 def run_config(folder: Path) -> TrainCommandConfig:
@@ -231,3 +193,188 @@ def unlike_journal(credit: Credit, recorded: Sequence[JsonObject]) -> str:
         f"{len(other)} of {len(own)} entries differ from the journal's, the first of call {other[0]}; "
         "another version of mmrl may have written it, or the run's config.yaml was changed"
     )
+
+
+def json_report(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit]) -> str:
+    """One object, or a list of them for several algorithms: all that the table has, and every token's numbers."""
+    records = [_credit_json(algo, forest, credit) for algo, credit in zip(algos, credits, strict=True)]
+    return json.dumps(records[0] if len(records) == 1 else records, indent=1)
+
+
+def _credit_json(algo: AlgoConfig, forest: Forest, credit: Credit) -> dict[str, object]:
+    split, credited = minibatches(forest.examples, algo.minibatches), {entry.call for entry in credit.entries}
+    return {
+        "version": VERSION,
+        "algo": credit.algo,
+        "step": forest.step,
+        "calls": [_entry_json(entry, forest.calls[entry.call], split) for entry in credit.entries],
+        "calls_without_entry": [call for call in forest.calls if call not in credited],
+    }
+
+
+def _entry_json(entry: Entry, call: Call, split: Mapping[str, int]) -> dict[str, object]:
+    return {
+        "id": entry.call,
+        "module": call.module,
+        "minibatch": split[call.example],
+        "reward": entry.reward,
+        "parts": dict(entry.parts),
+        "group": entry.group,
+        "group_size": entry.group_size,
+        "mean": entry.mean,
+        "std": entry.std,
+        "token_rewards": _list(entry.token_rewards),
+        "raw_advantages": _list(entry.raw_advantages),
+        "advantages": list(entry.advantages),
+        "returns": _list(entry.returns),
+        "weights": list(entry.weights),
+        "filler_of": entry.filler_of,
+    }
+
+
+def _list(values: Sequence[float] | None) -> list[float] | None:
+    return None if values is None else list(values)
+
+
+def table(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit], width: int | None = None) -> str:
+    """One row per entry: calls in the forest's order, algorithms side by side; then the calls without credit.
+
+    Args:
+        width: columns of the terminal; None: any number. A wider table is printed in parts, one algorithm after the
+            other: a small table per group, or per call where there is a critic.
+    """
+    splits = [minibatches(forest.examples, algo.minibatches) for algo in algos]
+    blocks = [_Block(forest, credit, split) for credit, split in zip(credits, splits, strict=True)]
+    rows = [["call", "module", *(column for block in blocks for column in block.columns)]]
+    missing: list[str] = []
+    for call in forest.calls.values():
+        height = max((len(block.rows.get(call.id, ())) for block in blocks), default=0)
+        if not height:
+            missing.append(call.id)
+        rows += [
+            [call.id, call.module, *(c for block in blocks for c in block.cells(call.id, i))] for i in range(height)
+        ]
+    if len(credits) == 1:
+        lines = [blocks[0].title, *wrapped_rows(rows)]
+    else:
+        titles = [title for block in blocks for title in [block.name, *[""] * (len(block.columns) - 1)]]
+        lines = wrapped_rows([["", "", *titles], *rows])
+    if width is not None and max(map(len, lines)) > width:
+        lines = [line for block in blocks for line in [*block.in_parts(width), ""]]
+    if missing:
+        lines.append(filled(f"calls without an entry: {', '.join(missing)}", width))
+    return "\n".join(lines).rstrip("\n")
+
+
+class _Block:
+    """What one algorithm says: the columns of the wide table, or the parts of the narrow one."""
+
+    def __init__(self, forest: Forest, credit: Credit, split: Mapping[str, int]):
+        self.name, self.forest, self.entries, self.split = credit.algo, forest, credit.entries, split
+        self.title = f"{credit.algo}: {len(credit.entries)} entries"
+        self.critic = any(entry.returns is not None for entry in credit.entries)
+        self.several = any(split.values())
+        """More than one mini-batch."""
+        tokens = ("token rewards", "raw advantage", "advantage", "returns", "weight")
+        compared = ("group", "size", "mean", "std", "advantage", "weight")
+        batch = ("minibatch",) if self.several else ()
+        self.columns = (*batch, "reward", "parts", *(tokens if self.critic else compared))
+        self.rows: dict[str, list[list[str]]] = {}
+        for entry in credit.entries:
+            self.rows.setdefault(entry.call, []).append(self._row(entry))
+
+    def cells(self, call: str, index: int) -> Sequence[str]:
+        """The `index`-th entry of a call; blanks where there is none."""
+        rows = self.rows.get(call, ())
+        return rows[index] if index < len(rows) else [""] * len(self.columns)
+
+    def _row(self, entry: Entry) -> list[str]:
+        batch = [self._batch(entry)] if self.several else []
+        first = [*batch, _number(entry.reward), _parts(entry.parts)]
+        if self.critic:
+            return [*first, *map(_per_token, _per_token_columns(entry).values())]
+        group = (entry.group or "-") + (" (filler)" if entry.filler_of else "")
+        numbers = [str(entry.group_size), _number(entry.mean), _number(entry.std)]
+        return [*first, group, *numbers, _per_token(entry.advantages), _per_token(entry.weights)]
+
+    def _batch(self, entry: Entry) -> str:
+        return str(self.split[self.forest.calls[entry.call].example])
+
+    def in_parts(self, width: int) -> list[str]:
+        """For a terminal of `width` columns: headings with what the rows below them share, and the rows."""
+        lines = [self.title]
+        for heading, rows in self._by_call() if self.critic else self._by_group():
+            lines += ["", joined(heading, width), *("  " + line for line in wrapped_rows(rows, width - 2))]
+        return lines
+
+    def _by_group(self) -> list[tuple[list[str], list[list[str]]]]:
+        groups: dict[str | None, list[Entry]] = {}
+        for entry in self.entries:
+            groups.setdefault(entry.group, []).append(entry)
+        parts = []
+        for name, entries in groups.items():
+            modules = [self.forest.calls[entry.call].module for entry in entries]
+            mixed = len(set(modules)) > 1
+            facts = ["in no group"]
+            if name is not None:
+                facts = [f"group {name}", f"size {entries[0].group_size}", f"mean {_number(entries[0].mean)}"]
+                facts.append(f"std {_number(entries[0].std)}")
+            facts += [] if mixed else [f"module {modules[0]}"]
+            facts += [f"minibatch {', '.join(sorted(set(map(self._batch, entries))))}"] if self.several else []
+            rows = [["call", *(["module"] if mixed else []), "reward", "parts", "advantage", "weight"]]
+            for entry, module in zip(entries, modules, strict=True):
+                call = entry.call + (" (filler)" if entry.filler_of else "")
+                shown = [_number(entry.reward), _parts(entry.parts), _per_token(entry.advantages)]
+                rows.append([call, *([module] if mixed else []), *shown, _per_token(entry.weights)])
+            parts.append((facts, rows))
+        return parts
+
+    def _by_call(self) -> list[tuple[list[str], list[list[str]]]]:
+        parts = []
+        for entry in self.entries:
+            facts = [f"call {entry.call}", f"module {self.forest.calls[entry.call].module}"]
+            facts += [f"minibatch {self._batch(entry)}"] if self.several else []
+            made = f" ({_parts(entry.parts)})" if entry.parts else ""
+            facts.append(f"reward {_number(entry.reward)}{made}")
+            columns = _per_token_columns(entry)
+            tokens = [[_number(value) for value in token] for token in zip(*columns.values(), strict=True)]
+            rows, first = [["tokens", *columns]], 0
+            for place, token in enumerate(tokens):
+                # Tokens that print alike share a row.
+                if tokens[place + 1 : place + 2] != [token]:
+                    rows.append([str(first) if first == place else f"{first}-{place}", *token])
+                    first = place + 1
+            parts.append((facts, rows))
+        return parts
+
+
+def _per_token_columns(entry: Entry) -> dict[str, Sequence[float]]:
+    """What there is of each token where there is a critic."""
+    return {
+        "token rewards": entry.token_rewards or (),
+        "raw advantage": entry.raw_advantages or (),
+        "advantage": entry.advantages,
+        "returns": entry.returns or (),
+        "weight": entry.weights,
+    }
+
+
+def _parts(parts: Mapping[str, float]) -> str:
+    return " ".join(f"{name}={_number(value)}" for name, value in parts.items())
+
+
+def _number(value: float | None) -> str:
+    """Six decimals, as the papers' worked examples have; six digits for what is smaller than that shows."""
+    if value is None:
+        return "-"
+    if value and abs(value) < 1e-3:
+        return f"{value:.6g}"
+    return f"{value + 0.0:.6f}".rstrip("0").rstrip(".")
+
+
+def _per_token(values: Sequence[float]) -> str:
+    """`0.5 x4` for four numbers that print alike, else each."""
+    shown = [_number(value) for value in values]
+    if len(shown) > 1 and len(set(shown)) == 1:
+        return f"{shown[0]} x{len(shown)}"
+    return " ".join(shown) or "-"

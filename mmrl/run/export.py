@@ -14,7 +14,6 @@ from typing import Literal
 
 from mmrl.config import TrainCommandConfig
 from mmrl.errors import CheckpointError, ConfigError, storage, unknown
-from mmrl.models.export import check_template, copy_adapter, copy_full, write_merged, write_tokenizer
 from mmrl.models.hub import licence_of, push_folder, push_problems
 from mmrl.models.policy import (
     EXTRA,
@@ -25,13 +24,13 @@ from mmrl.models.policy import (
     damage,
     resolve,
 )
-from mmrl.report.card import CardFacts, is_hub_id, model_card, shown_path
+from mmrl.models.save import check_template, copy_adapter, copy_full, write_merged, write_tokenizer
+from mmrl.report.card import CardFacts, is_hub_id, model_card, shown_path, snippets
 from mmrl.report.journal import read_step
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task
 from mmrl.run.settle import module_assignment, stored_config
-from mmrl.run.snippets import snippets
 from mmrl.system.files import atomic_dir, dumps, user_path
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
@@ -72,7 +71,7 @@ class Choice:
 
 
 def export(request: ExportRequest) -> int:
-    """Write the folder, push it where asked, and print how it is used. Returns the exit code.
+    """Write the folder, push it where `push` says so, and print how it is used. Returns the exit code.
 
     Raises:
         ConfigError: a choice that the run does not have, a folder that is there, a hub that is not.
@@ -82,6 +81,7 @@ def export(request: ExportRequest) -> int:
     problems = push_problems(request.push) if request.push is not None else []
     if request.push is None and not request.private:
         problems.append("private: has no effect without push=ORG/NAME")
+    # Never merged into what is there: two exports in one folder would load as a mixture.
     if request.out.exists():
         problems.append(f"out: {request.out} exists, and is left as it is; choose another folder")
     if problems:
@@ -102,6 +102,7 @@ def export(request: ExportRequest) -> int:
         request.out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out: cannot make {request.out.parent}: {error.strerror or error}") from None
+    # Beside the target and renamed: a copy that was interrupted would load, and answer nonsense.
     with storage(request.out), atomic_dir(request.out) as folder:
         notes = _write(folder, request, run, config, checkpoint, choice)
         text = _card(seen, request, config, choice, folder, step)
@@ -175,7 +176,7 @@ def _refuse_damage(run: RunDir, checkpoint: Path) -> None:
 
 
 def choose(policy: Policy, config: TrainCommandConfig, request: ExportRequest, modules: Sequence[str]) -> Choice:
-    """What is exported, as asked or as the policy has it.
+    """What is exported, as chosen or as the policy has it.
 
     Args:
         modules: the program's, as far as the run has measured them.
@@ -226,7 +227,7 @@ def _choose_adapters(
             raise ConfigError(_frozen(request.module, config))
         return Choice(form=request.form or "merged", adapters={"": folders[name]}, modules={}, recorded={})
     form = request.form or "adapter"
-    # What was never trained is the base: its adapter is kept where adapters are served, and merged it would be a copy.
+    # What was never trained is the base: its adapter stays where adapters are served, and merged it would be a copy.
     written = {name: folder for name, folder in folders.items() if form == "adapter" or name not in still}
     base = f"the base model, {shown_path(config.model.path)} (frozen)"
     speakers = {m: base if name in still else f"`{name}/`" for m, name in spoken.items()}
@@ -383,6 +384,7 @@ def _prompt_paragraphs(folder: Path) -> list[str]:
     state = json.loads((folder / PROGRAM).read_text(encoding="utf-8"))
     parts = [f"A DSPy program; `{PROGRAM}` holds its prompts and is read by `program.load`. Per predictor:"]
     for name, predictor in state.items():
+        # DSPy's versions, which are no predictor.
         if name == "metadata":
             continue
         signature, demos = predictor.get("signature") or {}, predictor.get("demos") or []

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mmrl.errors import DataError
 from mmrl.retrieval.base import Retriever
 from mmrl.retrieval.store import PassageStore
-from mmrl.system.progress import progress
+from mmrl.system.bar import progress
 from mmrl.tasks.data.layouts import LAYOUTS, OWN_LAYOUTS
 from mmrl.tasks.data.rows import Row, Source
 

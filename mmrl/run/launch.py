@@ -192,6 +192,7 @@ def passing_on(workers: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]
             if worker.poll() is None:
                 worker.send_signal(number)
 
+    # Installed once all workers are there: a signal before that ends this process, and they end with it.
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield signals

@@ -44,6 +44,8 @@ def serve_policy(config: EvalCommandConfig, given: ServeArguments, typed: Collec
     task = config.task.model_copy(update={"max_context": None})
     config = settle(config.model_copy(update={"task": task}))
     if isinstance(config.engine, TransformersConfig):
+        # Training waits for all programs so that batches repeat; here a request would wait for others that never
+        # come.
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"schedule": "greedy"})})
     require_undamaged(policy)
     import torch
@@ -103,6 +105,7 @@ def _checked(config: EvalCommandConfig, typed: Collection[str]) -> Policy:
     try:
         policy = resolve(config.policy)
     except ConfigError as error:
+        # All mistakes at once, so that nobody mends them one start at a time.
         raise ConfigError([*problems, *error.problems]) from None
     if name != "openai":
         copied = policy.initial is not None

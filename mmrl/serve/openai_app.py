@@ -118,6 +118,7 @@ def make_app(served: Served, token: str | None = None) -> FastAPI:
         status = getattr(error, "status_code", 500)
         return JSONResponse(error_object(status, f"{request.method} {request.url.path}: not here"), status_code=status)
 
+    # Plain routes, not FastAPI's typed ones: its own 422 bodies are not errors as OpenAI's clients read them.
     app.add_route("/v1/chat/completions", chat, methods=["POST"])
     app.add_route("/v1/completions", completions, methods=["POST"])
     app.add_route("/v1/models", models)
@@ -128,7 +129,7 @@ def make_app(served: Served, token: str | None = None) -> FastAPI:
 
 
 Prepared = tuple[SamplingRequest, Request]
-"""What was asked, and what the engine is asked."""
+"""A request, and what the engine gets of it."""
 
 
 class _Server:
@@ -146,6 +147,7 @@ class _Server:
         """The reply to a request, or its refusal as an OpenAI error object."""
         from fastapi.responses import JSONResponse, StreamingResponse
 
+        # Refused before the body is read: under load a refusal must cost next to nothing.
         if self.in_flight >= MOST_REQUESTS:
             refused = error_object(429, f"more than {MOST_REQUESTS} requests at once")
             return JSONResponse(refused, status_code=429, headers={"Retry-After": "1"})
@@ -155,6 +157,7 @@ class _Server:
             parsed, generation = await prepare(await read_body(request, LARGEST_REQUEST))
             running = _Running(self.served, parsed, generation)
             try:
+                # Once a stream has begun its status is sent, so what is refused at once must come before.
                 await running.begun()
                 if parsed.stream:
                     streams = True
@@ -187,6 +190,7 @@ class _Server:
 
         module, messages = self._module(parsed), parsed.rendered()
         try:
+            # A long conversation takes a while to encode, in which no other request's token could be sent.
             ids = await self._in_thread(lambda: render_prompt(self.served.tokenizer, messages))
         except TemplateError as error:
             raise Refused(400, f"messages: the model's chat template refuses them: {error}", "messages") from None
@@ -195,6 +199,7 @@ class _Server:
     async def plain(self, parsed: CompletionRequest) -> Prepared:
         """A request for a plain completion, for the engine; raises as `chat`."""
         module, prompt = self._module(parsed), parsed.prompt
+        # OpenAI's clients send one text as a list of one as often as they send it bare.
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
         if isinstance(prompt, str):
@@ -213,6 +218,7 @@ class _Server:
         return self.served.models[parsed.model]
 
     def _generation(self, parsed: SamplingRequest, module: str, ids: Sequence[int]) -> Request:
+        # Without a seed a repeated request must give another completion; with one, the same.
         seed = secrets.randbits(64) if parsed.seed is None else parsed.seed
         sampling = Sampling(
             max_tokens=parsed.limit,
@@ -264,14 +270,17 @@ class _Running:
                 with suppress(RuntimeError):  # the server has ended meanwhile
                     loop.call_soon_threadsafe(self._new.put_nowait, token)
 
+            # Only for streams: otherwise each token would wake the event loop for nobody.
             generation = replace(generation, on_token=heard)
         self.task: asyncio.Task[Completion] = loop.create_task(served.engine.generate(generation))
+        # Also where it fails or is cancelled: `pieces` must not wait for a token that never comes.
         self.task.add_done_callback(lambda task: self._new.put_nowait(None))
         self._created = int(time.time())
         self._id = secrets.token_hex(12)
 
     async def begun(self) -> None:
         """Raises what the engine refuses at once (a prompt that is too long), while there is a status to say it."""
+        # One turn of the loop: the task runs as far as the engine's own checks of the prompt.
         await asyncio.sleep(0)
         if self.task.done():
             self.task.result()
@@ -288,6 +297,7 @@ class _Running:
         """Text up to the first stop string, and OpenAI's finish reason."""
         completion = self.task.result()
         text = decode_text(self._tokenizer, completion.ids)
+        # The engine stops at the token in which a stop string ends; OpenAI's text ends before the string.
         ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         return text[: min(ends)] if ends else text, "length" if completion.finish == "length" else "stop"
 
@@ -302,6 +312,7 @@ class _Running:
 
     async def pieces(self) -> AsyncIterator[str]:
         """The text in parts, as tokens come; together they are `result`'s."""
+        # So many characters may be the beginning of a stop string, which must not be sent.
         held = max((len(stop) for stop in self._stops), default=1) - 1
         ids: list[int] = []
         # Text is decoded from a token before the new ones on: some tokenizers drop a space at the left edge.
@@ -335,6 +346,7 @@ async def _until_done(task: asyncio.Task[Completion], request: HttpRequest) -> N
     Raises:
         Refused: nobody is there to read this.
     """
+    # Nothing tells a handler that its client has gone; decoding on would keep a place in the batch.
     while not (await asyncio.wait([task], timeout=LOOKS_S))[0]:
         if await request.is_disconnected():
             raise Refused(499, "the client has gone")
@@ -357,5 +369,6 @@ def _failed(error: Exception) -> tuple[int, dict[str, object]]:
     if isinstance(error, RolloutError):
         log.warning("request failed: %s", error)
         return 500, error_object(500, str(error))
+    # The message may quote paths or code of this machine: the client gets the type alone, the log the rest.
     log.error("request failed", exc_info=error)
     return 500, error_object(500, type(error).__name__)

@@ -75,6 +75,7 @@ def _joined(content: object) -> object:
     if not isinstance(content, list):
         return content
     parts = [part if isinstance(part, Mapping) else {} for part in content]
+    # Dropped silently, an image would leave a question about nothing.
     if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in parts):
         raise ValueError("got a part that is no text, and this model reads text alone")
     return "".join(str(part["text"]) for part in parts)
@@ -113,6 +114,7 @@ class SamplingRequest(_Body):
     @property
     def limit(self) -> int:
         """New tokens at most."""
+        # Two names of one limit, of older and newer clients; where both are sent the lower one holds.
         given = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
         return min([*given, MOST_TOKENS])
 
@@ -122,6 +124,7 @@ class SamplingRequest(_Body):
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(given) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in given):
             raise Refused(400, f"stop: expected at most {MOST_STOPS} texts of {LONGEST_STOP} characters", "stop")
+        # An empty text is in every text, and would end each completion before it begins.
         return tuple(text for text in given if text)
 
 
@@ -168,6 +171,7 @@ def _read(schema: type[BodyT], body: bytes) -> BodyT:
         raise Refused(400, "the body is not JSON") from None
     if not isinstance(given, dict):
         raise Refused(400, "the body is no JSON object")
+    # Clients send many fields at their default; refusing those would refuse most clients.
     for name, harmless in NEUTRAL.items():
         value = given.pop(name, None)
         if value is not None and value not in harmless:
@@ -177,6 +181,7 @@ def _read(schema: type[BodyT], body: bytes) -> BodyT:
     try:
         return schema.model_validate(known)
     except ValidationError as error:
+        # OpenAI's error object has room for one field.
         first = error.errors()[0]
         param = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":

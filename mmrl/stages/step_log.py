@@ -19,7 +19,7 @@ from mmrl.report.journal import JournalWriter
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Trackers
-from mmrl.stages.step_metrics import told_calls
+from mmrl.stages.step_metrics import shown_calls
 from mmrl.system.processes import ALONE, Processes
 from mmrl.system.stop import Stop
 
@@ -80,7 +80,7 @@ class StepLog:
             return
         journal.write(self.rundir, forest, entries)
         if self.trackers.calls:
-            self.trackers.log_calls(forest.step, told_calls(forest, entries, self.trackers.calls))
+            self.trackers.log_calls(forest.step, shown_calls(forest, entries, self.trackers.calls))
 
     def record(self, update: Mapping[str, float]) -> dict[str, float]:
         """The metrics of a step after its last optimizer step; `update` is the trainer's part of them."""

@@ -137,13 +137,13 @@ def credit_metrics(forest: Forest, entries: Iterable[Entry]) -> dict[str, float]
     return metrics | similarity(forest, groups)
 
 
-def told_calls(forest: Forest, entries: Sequence[Entry], most: int) -> list[dict[str, object]]:
+def shown_calls(forest: Forest, entries: Sequence[Entry], most: int) -> list[dict[str, object]]:
     """Up to `most` calls as people read them, with reward and advantage (its mean over tokens; None without credit).
 
     Whole examples, those first whose rollouts differ in reward: there is something to compare.
     """
     credited = {entry.call: entry for entry in reversed(entries)}
-    told: list[dict[str, object]] = []
+    rows: list[dict[str, object]] = []
     calls: dict[str, list[Call]] = defaultdict(list)
     for call in forest.calls.values():
         calls[call.example].append(call)
@@ -152,8 +152,8 @@ def told_calls(forest: Forest, entries: Sequence[Entry], most: int) -> list[dict
             entry = credited.get(call.id)
             shown = {"example": example, "module": call.module, "prompt": call.prompt_text, "completion": call.text}
             advantage = fmean(entry.advantages) if entry is not None and entry.advantages else None
-            told.append(shown | {"reward": entry.reward if entry is not None else None, "advantage": advantage})
-    return told[:most]
+            rows.append(shown | {"reward": entry.reward if entry is not None else None, "advantage": advantage})
+    return rows[:most]
 
 
 def similarity(forest: Forest, groups: Mapping[str, Sequence[Entry]]) -> dict[str, float]:

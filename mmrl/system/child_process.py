@@ -109,6 +109,7 @@ class ChildProcess:
             EngineFailure: (or `failure`) there is no such program.
         """
         self.stop()
+        # A new one at every start: the old one may still be held by connections that are closing.
         self.port = free_port()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = list(self.command(self.port))
@@ -129,6 +130,7 @@ class ChildProcess:
         process = self._process
         if process is None:
             raise self._failure("the server has not been started")
+        # The health page and not the port alone: servers listen long before their model is loaded.
         deadline = time.monotonic() + self.timeout_s
         try:
             while not self._answers():
@@ -156,6 +158,7 @@ class ChildProcess:
         try:
             with self.log.open("rb") as file:
                 file.seek(0, os.SEEK_END)
+                # A server's log may have gigabytes by the time it fails.
                 file.seek(max(0, file.tell() - 20_000))
                 lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
         except OSError:

@@ -79,8 +79,10 @@ def serve(
     import uvicorn
 
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    # A server that was just stopped leaves its port in TIME_WAIT for a minute.
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind((host, port))
+    # Listening before the address is printed: whoever reads it may connect at once.
     listening.listen(1024)
     shown = f"[{host}]" if ":" in host else host
     config = uvicorn.Config(

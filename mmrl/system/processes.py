@@ -92,6 +92,7 @@ def join(expected: int, device: str) -> Processes:
         ConfigError: a launcher started another number of processes.
     """
     world = launched()
+    # The config's number decides shares and batches, so a launcher must not change it silently.
     if (world or 1) != expected:
         raise ConfigError(
             f"hardware.processes: the config asks for {expected} processes in all, the launcher started {world or 1}"
@@ -111,7 +112,7 @@ def lost_a_process(error: RuntimeError) -> bool:
     """Whether a collective failed because another process has ended."""
     from torch import distributed
 
-    # NCCL's errors have a type of their own; gloo's are told by the file that they come from.
+    # NCCL's errors have a type of their own; gloo's are known by the file that they come from.
     return isinstance(error, distributed.DistError) or "/gloo/transport/" in str(error)
 
 

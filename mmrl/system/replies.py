@@ -80,6 +80,7 @@ async def whole(reply: httpx.Response, limit: int) -> httpx.Response:
 
     failed = reply.status_code >= 400
     try:
+        # Of an error's page the beginning is enough to say what is wrong, however long it is.
         content = await read(reply, LONGEST_ERROR if failed else limit, cut=failed)
     finally:
         await reply.aclose()

@@ -98,6 +98,7 @@ def stoppable(in_a_group: bool = False) -> Iterator[Stop]:
     except ValueError:  # not the main thread: someone else handles signals
         yield stop
         return
+    # A second Ctrl-C, which the parent passes on too, would break the cleaning up that the first one began.
     if in_a_group:
         before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
 

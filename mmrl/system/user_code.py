@@ -1,4 +1,4 @@
-"""Code that a user wrote: run in threads of its own, and its exceptions told with file, line and traceback."""
+"""Code that a user wrote: run in threads of its own, and its exceptions reported with file, line and traceback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_AT_ONCE = 32
 """Metrics that run at once; the others wait, each in its thread."""
 MOST_FRAMES = 20
 MOST_CHARACTERS = 4000
-"""Of a traceback that is kept."""
+"""Of a traceback that is reported."""
 
 _OWN = Path(__file__).parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -103,7 +103,7 @@ def located(kind: type[F], error: BaseException, before: str = "") -> F:
         before: what the message begins with.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    # Without one (a task of mmrl's own, a server that is down) the message says what it said.
+    # Without one (a task of mmrl's own, a server that is down) the message is its own.
     own = [frame for frame in frames if not frame.filename.startswith(("<", str(_OWN), *_LIBRARIES))]
     where = ""
     if own:

@@ -314,7 +314,7 @@ class BaseTask:
         """Nothing is counted."""
 
     def endpoint_usage(self) -> Mapping[str, float]:
-        """No endpoint is asked."""
+        """No endpoint is called."""
         return {}
 
     def close(self) -> None:

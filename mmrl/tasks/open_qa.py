@@ -95,6 +95,7 @@ class OpenQaTask(BaseTask, ABC):
         self.search_tool = SearchTool(self.retriever, self._corpora(records))
         self._examples = {split: self._split(split, records.get(split), seed, bool(records)) for split in SPLITS}
         self.tools: Mapping[str, Tool] = {"search": self._search} if self.searches else {}
+        # Warnings last: a task that is refused should say nothing else.
         self._warn_shared_rows()
         self._warn_missing_titles()
 

@@ -9,8 +9,8 @@ COMMANDS = (
     *("train",) * 8,
     *("eval",) * 4,
     *("plan", "doctor", "compare", "credit") * 3,
-    *("show", "report", "index build", "index info", "index search", "index", "serve", "serve-retriever", "new-task")
-    * 2,
+    *("show", "report", "export", "serve", "serve-retriever", "new-task") * 2,
+    *("index build", "index info", "index search", "index check", "index") * 2,
     *("worker", "trian", "", "--help", "-V", "help", "-x", "-sc", "index burn"),
 )
 GROUPS = ("task", "algo", "model", "hardware", "engine", "experiment", "task.retriever", "compare")
@@ -70,9 +70,11 @@ OWN = {
     "compare": ("plan", "algo", "task", "seed", "name", "jobs", "runs", "out", "docs"),
     "credit": ("rollouts", "run", "step", "algo"),
     "show": ("example", "step", "run_dir"),
+    "export": ("run_dir", "out", "checkpoint", "form", "module", "push", "private"),
     "index build": ("corpus", "index", "retriever", "k1", "b", "model", "encoder", "faiss", "device", "plan"),
     "index search": ("index", "query", "top_k", "device", "candidates"),
     "index info": ("index",),
+    "index check": ("index", "data", "top_k", "items", "device", "batch_size", "candidates"),
     "serve": ("policy", "host", "port", "token_env", "name", "parent", "model", "hardware", "engine"),
     "serve-retriever": ("index", "host", "port", "max_batch", "parent", "device"),
     "new-task": ("kind", "dir", "name"),

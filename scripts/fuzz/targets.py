@@ -148,8 +148,7 @@ def make_forest(random: Random) -> tuple[str, int]:
 def run_forest(given: tuple[str, int]) -> str | None:
     """It is refused, or its credit is finite."""
     from mmrl.report.forest import parse_forest
-    from mmrl.run.credit import Source, credit_all
-    from mmrl.run.credit_report import json_report, table
+    from mmrl.run.credit import Source, credit_all, json_report, table
 
     written, choice = given
     forest, algos = parse_forest(written, "forest.json"), [_algorithms()[choice]]
@@ -183,7 +182,7 @@ def make_journal(random: Random) -> bytes:
 
 def run_journal(written: bytes) -> str | None:
     """`mmrl credit rollouts=` of it is refused, or reads a forest."""
-    from mmrl.run.credit import load_rollouts
+    from mmrl.report.journal import load_rollouts
 
     load_rollouts(data.file("step-000001.jsonl.gz", written))
     return None

@@ -1,0 +1,97 @@
+"""What a program of the suite is, and how it is run: two rollouts with scripted replies, and forks of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import dspy
+
+from mmrl.engines.base import Completion, Request
+from mmrl.records import Example, Forest
+from mmrl.rollout import with_program
+from mmrl.rollout.sample import sample
+from tests.helpers.fakes import FakeEngine, FakeTask, environment, letters
+
+Reply = str | Mapping[str, object]
+"""A text as the model would write it, or output fields that the adapter writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Works:
+    """A program that trains."""
+
+    name: str
+    source: str
+    """Where DSPy shows such a program, in its documentation (docs/docs) or in its tests."""
+    make: Callable[[], dspy.Module]
+    inputs: Mapping[str, Any]
+    good: Sequence[Reply]
+    """Replies of a rollout that solves its task, in the order of its calls."""
+    bad: Sequence[Reply]
+    """Of one that does not."""
+    solved: Callable[[Any], bool]
+    """Of the prediction, which is DSPy's own object."""
+    calls: Mapping[str, int]
+    """Module -> calls of the good rollout."""
+    bad_calls: Mapping[str, int] = field(default_factory=dict)
+    """Of the bad one, where they are others."""
+    adapter: Any = None
+    says: str = ""
+    """For the table: what to know of it."""
+
+    def play(self, plans: Sequence[Any]) -> tuple[Forest, Scripted]:
+        """The forest of these trees: the first tree is told the good replies, all others the bad ones."""
+        with dspy.context(adapter=self.adapter) if self.adapter else nullcontext():
+            task = with_program(FakeTask(self.make(), reward=lambda prediction: float(self.solved(prediction))))
+            engine = Scripted(answer=lambda request: "", case=self, program=task.program)
+            env = environment(task, engine)
+            forest = asyncio.run(sample(env, [(Example(id="q", inputs=dict(self.inputs)), plans)], "outcome"))
+        return forest, engine
+
+
+@dataclass
+class Scripted(FakeEngine):
+    """Call n of a rollout gets reply n: the same in a fork, so that a fork ends as the rollout that it is of."""
+
+    case: Any = None
+    program: Any = None
+    sampled: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    async def generate(self, request: Request) -> Completion:
+        self.requests.append(request)
+        await asyncio.sleep(0)
+        call_id, _ = request.order
+        path, _, number = call_id.removeprefix("q/").rpartition("#")
+        replies = self.case.good if path.split(".")[0] == "0" else self.case.bad
+        reply = replies[int(number)]
+        ids = letters(reply if isinstance(reply, str) else self.program.written(request.module, reply))
+        self.sampled[call_id] = ids
+        return Completion(ids=ids, logprobs=(-0.5,) * len(ids), finish="eos")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A program that cannot be trained as it is; said before a model loads."""
+
+    name: str
+    source: str
+    make: Callable[[], dspy.Module]
+    sentence: str
+    """How what the user is told begins, after `task.program: `."""
+    why: str
+    """For the table: the reason, and what to do instead."""
+    adapter: Any = None
+
+
+def table(works: Sequence[Works], refused: Sequence[Refused]) -> str:
+    """What `docs/dspy.md` lists, as Markdown."""
+    rows = ["| program | after DSPy's | |", "|---|---|---|"]
+    for case in works:
+        rows.append(f"| {case.name} | {case.source} | works" + (f": {case.says} |" if case.says else " |"))
+    for case in refused:
+        rows.append(f"| {case.name} | {case.source} | refused: {case.why} |")
+    return "\n".join(rows)

@@ -11,7 +11,7 @@ from typing import Any
 import dspy
 import pydantic
 
-from tests.dspy.case import Works
+from tests.dspy import Works
 
 SO = {"reasoning": "so"}
 used = itertools.count()

@@ -9,7 +9,7 @@ import dspy
 import numpy as np
 
 from mmrl.tasks.dspy.tools import use_tool, use_tool_sync
-from tests.dspy.case import Works
+from tests.dspy import Works
 
 SO = {"reasoning": "so"}
 FACTS = ["Rome lies on the Tiber.", "Paris lies on the Seine.", "Oslo lies on a fjord."]

@@ -7,7 +7,7 @@ from typing import Any
 import dspy
 from dspy.utils import DummyLM
 
-from tests.dspy.case import Refused
+from tests.dspy import Refused
 from tests.dspy.composed import Async, Rag
 
 SAMPLING = "sampling is set by algo.* and eval.*"

@@ -11,12 +11,11 @@ from mmrl.config.algo import GroupConfig, MmgrpoConfig
 from mmrl.errors import ConfigError
 from mmrl.rollout.dspy.dspy_program import DspyProgram
 from mmrl.rollout.plans import fork_on, independent
+from tests.dspy import table
 from tests.dspy.agents import AGENTS
-from tests.dspy.attempts import ATTEMPTS
-from tests.dspy.case import table
 from tests.dspy.composed import COMPOSED
 from tests.dspy.refused import REFUSED
-from tests.dspy.simple import SIMPLE
+from tests.dspy.simple import ATTEMPTS, SIMPLE
 from tests.helpers import TOP
 
 WORKS = [*SIMPLE, *COMPOSED, *ATTEMPTS, *AGENTS]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mmrl.engines.embedded import sampling
 from mmrl.engines.embedded.batch_rows import BatchRow
-from mmrl.engines.embedded.sampling import kept, sample
+from mmrl.engines.embedded.sampling import sample, surviving
 
 
 def row(uniforms: object = (0.5,), temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> BatchRow:
@@ -69,7 +69,7 @@ def test_recorded_logprob_ignores_filters_when_every_row_has_one() -> None:
 def test_filters_equal_the_slow_reference(quarters: list[int], top_k: int, top_p: float, ranked: int) -> None:
     logprobs = torch.log_softmax(torch.tensor([quarters], dtype=torch.float32) / 4 + 0.01, dim=-1)
     with patch.object(sampling, "RANKED", ranked):
-        mask = kept(logprobs, [top_k], [top_p])[0]
+        mask = surviving(logprobs, [top_k], [top_p])[0]
     fast = {token for token in range(len(quarters)) if mask[token]}
     slow = slow_kept(logprobs[0].tolist(), top_k, top_p)
     if fast != slow:  # only a nucleus whose mass equals p to the last bits may differ, by its last token
@@ -82,13 +82,13 @@ def test_filters_equal_the_slow_reference(quarters: list[int], top_k: int, top_p
 def test_rows_whose_border_lies_beyond_the_ranked_tokens_are_ranked_whole() -> None:
     peaked, flat = [8.0, *[0.0] * 199], [0.0] * 200
     logprobs = torch.log_softmax(torch.tensor([peaked, flat, flat, peaked]), dim=-1)
-    counts = kept(logprobs, [0, 0, 100, 70], [0.9, 0.9, 0.5, 1.0]).sum(dim=-1)
+    counts = surviving(logprobs, [0, 0, 100, 70], [0.9, 0.9, 0.5, 1.0]).sum(dim=-1)
     assert counts.tolist() == [1, 180, 50, 70]
 
 
 def test_filters_differ_by_row() -> None:
     logprobs = torch.log_softmax(torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 3), dim=-1)
-    assert kept(logprobs, [0, 2, 1], [1.0, 1.0, 0.2]).tolist() == [
+    assert surviving(logprobs, [0, 2, 1], [1.0, 1.0, 0.2]).tolist() == [
         [True, True, True, True],
         [False, False, True, True],
         [False, False, False, True],
@@ -97,8 +97,8 @@ def test_filters_differ_by_row() -> None:
 
 def test_of_tied_tokens_the_lower_ids_stay() -> None:
     logprobs = torch.log_softmax(torch.zeros(1, 5), dim=-1)
-    assert kept(logprobs, [2], [1.0])[0].tolist() == [True, True, False, False, False]
-    assert kept(logprobs, [0], [0.5])[0].tolist() == [True, True, True, False, False]
+    assert surviving(logprobs, [2], [1.0])[0].tolist() == [True, True, False, False, False]
+    assert surviving(logprobs, [0], [0.5])[0].tolist() == [True, True, True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from mmrl.report.html import report_run
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import module_facts
-from mmrl.report.tables import align
+from mmrl.report.text import align
 from mmrl.report.trees import abridged, advantage_of, clean, credit_line, made_of, shown_prediction
 from mmrl.system.files import append_jsonl
 from tests.helpers.runs import CONFIG, MODULES, fake_run, forest, items

@@ -22,7 +22,8 @@ from mmrl.report.stats import (
     splits_in,
     trailing_mean,
 )
-from mmrl.report.tables import align, before_after_table
+from mmrl.report.tables import before_after_table
+from mmrl.report.text import align
 
 
 def test_the_interval_is_that_of_a_plain_bootstrap():

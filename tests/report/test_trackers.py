@@ -20,7 +20,7 @@ from mmrl.credit.entries import Entry
 from mmrl.errors import ConfigError
 from mmrl.report.trackers import Trackers, missing_trackers, open_trackers, trackers, without_secrets
 from mmrl.run.check import check_all
-from mmrl.stages.step_metrics import told_calls
+from mmrl.stages.step_metrics import shown_calls
 from tests.helpers.runs import forest
 
 
@@ -155,7 +155,7 @@ def test_calls_are_sent_as_texts_so_many_and_so_long(tmp_path, wandb):
 def test_the_calls_that_are_told_are_those_of_examples_that_differ():
     made, entries = forest(1)
     entries = [Entry(**{**entry, "call": entry["call"]}) for entry in entries]
-    told = told_calls(made, entries, 7)
+    told = shown_calls(made, entries, 7)
     assert [call["example"] for call in told] == ["q0"] * 4 + ["q2"] * 3
     assert told[0] | {"prompt": ""} == {
         "example": "q0",

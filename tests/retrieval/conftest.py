@@ -1,6 +1,6 @@
 import pytest
 
-from tests.helpers.encoders import tiny_bert
+from tests.helpers.engines import tiny_bert
 
 
 @pytest.fixture(scope="package")

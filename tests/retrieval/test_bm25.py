@@ -20,7 +20,7 @@ from mmrl.retrieval.bm25 import Analysis, Bm25Retriever, tokenize, top_indices
 from mmrl.retrieval.index_folder import build_index, open_index, read_info, spec_of
 from mmrl.retrieval.store import PassageStore
 from mmrl.system.artifacts import cache_root
-from mmrl.system.progress import progress
+from mmrl.system.bar import progress
 
 TEXTS = ["red kettle on the stove", "blue kettle", "a red red door", "green lamp by the door", "kettle kettle lamp"]
 
@@ -266,7 +266,7 @@ def test_an_index_folder_keeps_how_words_are_read(tmp_path):
 
 def test_long_work_says_how_far_it_is(monkeypatch, capfd):
     clock = iter([0.0, 4.0, 11.0, 12.0, 22.0, 40.0, 41.0])
-    monkeypatch.setattr("mmrl.system.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("mmrl.system.bar.time", SimpleNamespace(monotonic=lambda: next(clock)))
     with progress("encoding", 4000) as advance:
         for piece in (500, 500, 500, 500, 2000):
             advance(piece)
@@ -274,7 +274,7 @@ def test_long_work_says_how_far_it_is(monkeypatch, capfd):
         "encoding: 1,000 of 4,000 passages, less than a minute left",
         "encoding: 2,000 of 4,000 passages, less than a minute left",
     ]
-    monkeypatch.setattr("mmrl.system.progress.time", SimpleNamespace(monotonic=iter([0.0, 100.0]).__next__))
+    monkeypatch.setattr("mmrl.system.bar.time", SimpleNamespace(monotonic=iter([0.0, 100.0]).__next__))
     with progress("writing") as advance:
         advance(7)
     assert capfd.readouterr().err == "writing: 7 passages\n"
@@ -284,7 +284,7 @@ def test_building_tells_progress_in_a_terminal_too(monkeypatch, capfd):
     Bm25Retriever(corpus())
     assert capfd.readouterr().err == ""
     monkeypatch.setattr("mmrl.retrieval.bm25.COUNTED", 2)
-    monkeypatch.setattr("mmrl.system.progress.EVERY_S", 0.0)
+    monkeypatch.setattr("mmrl.system.bar.EVERY_S", 0.0)
     Bm25Retriever(corpus())
     assert capfd.readouterr().err.startswith("reading words for BM25: 2 of 5 passages")
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the captured stream for a terminal

@@ -17,7 +17,7 @@ from mmrl.retrieval.select import index_problems, retriever_problems
 from mmrl.retrieval.store import PassageStore
 from mmrl.retrieval.treatment import PRESETS, Treatment, changes, treatment_of
 from mmrl.tasks.mini.examples import mini_corpus
-from tests.helpers.encoders import DOCUMENTS, QUERIES, by_hand
+from tests.helpers.engines import DOCUMENTS, QUERIES, by_hand
 
 pytest.importorskip("faiss")
 TEXTS = [f"{d.title} {d.text}" for d in DOCUMENTS]

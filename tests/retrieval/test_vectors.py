@@ -30,7 +30,7 @@ from mmrl.retrieval.index_folder import (
 from mmrl.retrieval.store import PassageStore
 from mmrl.retrieval.treatment import PRESETS
 from mmrl.tasks import TASKS
-from tests.helpers.encoders import DOCUMENTS, QUERIES, by_hand
+from tests.helpers.engines import DOCUMENTS, QUERIES, by_hand
 
 pytest.importorskip("faiss")
 

@@ -15,9 +15,8 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.errors import ConfigError, DataError
 from mmrl.report.forest import dump_forest
-from mmrl.report.journal import encode_step
-from mmrl.run.credit import Source, credit_all, load_rollouts
-from mmrl.run.credit_report import json_report, table
+from mmrl.report.journal import encode_step, load_rollouts
+from mmrl.run.credit import Source, credit_all, json_report, table
 from mmrl.system.files import dumps
 from tests.helpers.forests import Grow
 

@@ -17,15 +17,15 @@ from huggingface_hub import constants, metadata_load
 from safetensors.torch import load_file
 
 from mmrl.cli import main
-from mmrl.models.export import write_tokenizer
 from mmrl.models.policy import EXTRA, MARKER
+from mmrl.models.save import write_tokenizer
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir
 from mmrl.tasks.base import Score
 from mmrl.tasks.search_program.task import MultihopQaTask
 from mmrl.trainer.checkpoint import commit, temporary_folder
-from tests.helpers.hub import Hub, serving
 from tests.helpers.runs import command
+from tests.helpers.servers import Hub, serving_hub
 
 EVAL = ["eval.items=4", "task.max_tokens=6", "task.retriever.top_k=2", "hardware=cpu", "hardware.threads=1"]
 LORA = ["model.lora.r=4", "model.lora.alpha=8"]
@@ -294,7 +294,7 @@ def test_the_base_s_licence_is_the_card_s(random_model: str, tmp_path: Path) -> 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A hub on this machine that takes uploads."""
-    with serving() as server:
+    with serving_hub() as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)

@@ -56,7 +56,7 @@ class Decoder(Protocol):
         ...
 
     def forget(self) -> None:
-        """No program is live: nothing kept from earlier rows may be used again.
+        """No program is live: nothing cached of earlier rows may be used again.
 
         Bursts begin and end as timing has it, so what is shared between two of them must not depend on where the
         border lies. That no program is live is a fact of the programs, not of timing.

@@ -34,7 +34,7 @@ class NativeLoop:
 
     Args:
         model: `architecture.unsupported(model)` must be None.
-        stored_tokens: most tokens of shared prefixes kept for prompts to come.
+        stored_tokens: most tokens of shared prefixes cached for prompts to come.
         adapter: the LoRA adapter to apply; None: whichever is active.
         base: a loop with another adapter of the same model, always started before this one.
     """
@@ -55,7 +55,7 @@ class NativeLoop:
         self.stop()
 
     def start(self) -> None:
-        """Read the weights anew; prefixes kept under other weights are forgotten, however the weights were changed."""
+        """Read the weights anew; prefixes cached under other weights are forgotten, however they were changed."""
         self.weights.refresh()
         # Keys and values of stored prefixes are products of the weights: with others they would be silently wrong.
         fingerprint = self.weights.fingerprint()
@@ -285,7 +285,7 @@ class NativeLoop:
 
 
 class _Target:
-    """Where the keys and values of one pass go: rows of the cache, and the segments that are kept."""
+    """Where the keys and values of one pass go: rows of the cache, and the segments that stay."""
 
     def __init__(self, segments: Sequence[PrefixSegment], slots: Tensor, sources: Tensor):
         self.stored = [(number, segment) for number, segment in enumerate(segments) if not segment.leaf]

@@ -54,7 +54,7 @@ class DecodeLoop(Protocol):
         ...
 
     def forget(self) -> None:
-        """Forget what was kept from earlier rows for later ones."""
+        """Forget what was cached of earlier rows for later ones."""
         ...
 
 
@@ -217,7 +217,7 @@ def _exp(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _draw(scores: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor, rows: Sequence[BatchRow]) -> torch.Tensor:
-    """Inverse CDF over the kept tokens in vocabulary order, summed in float64: first the block, then the token.
+    """Inverse CDF over the surviving tokens in vocabulary order, summed in float64: first the block, then the token.
 
     Args:
         scores: (B, V), log-probabilities up to a constant per row.
@@ -232,7 +232,7 @@ def _draw(scores: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor, rows:
     size = scores.shape[1]
     filtered = [index for index, row in enumerate(rows) if row.top_p < 1 or 0 < row.top_k < size]
     if filtered:
-        keep = kept(scores[filtered], [rows[i].top_k for i in filtered], [rows[i].top_p for i in filtered])
+        keep = surviving(scores[filtered], [rows[i].top_k for i in filtered], [rows[i].top_p for i in filtered])
         some = weights[filtered]
         some.flatten(1)[:, :size].mul_(keep)
         sums[filtered] = some.sum(dim=-1, dtype=torch.float64)
@@ -250,7 +250,7 @@ def _draw(scores: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor, rows:
 def _locate(cdf: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The first index whose cdf exceeds the target, and what is left of the target there; (B, N), (B, 1) -> (B, 1).
 
-    Its own share of the cdf is above zero: the cdf before it does not exceed the target. The target is kept below
+    Its own share of the cdf is above zero: the cdf before it does not exceed the target. The target stays below
     the total, which rounding may have made it reach.
     """
     total = cdf[:, -1:]
@@ -260,7 +260,7 @@ def _locate(cdf: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torc
     return index, target - before
 
 
-def kept(scores: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
+def surviving(scores: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
     """Which tokens survive top-k and then top-p.
 
     The k most probable tokens stay (0: all), are renormalised, and of those the fewest whose probabilities sum to
@@ -280,18 +280,18 @@ def kept(scores: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> 
     counts = torch.tensor([min(k, size) if k > 0 else size for k in top_k], device=scores.device)
     masses = torch.tensor(top_p, dtype=torch.float64, device=scores.device)
     if size <= RANKED:
-        return _kept(scores, counts, masses, size)[0]
-    keep, settled = _kept(scores, counts, masses, RANKED)
+        return _surviving(scores, counts, masses, size)[0]
+    keep, settled = _surviving(scores, counts, masses, RANKED)
     if not bool(settled.all()):
         flat = ~settled
-        keep[flat] = _kept(scores[flat], counts[flat], masses[flat], size)[0]
+        keep[flat] = _surviving(scores[flat], counts[flat], masses[flat], size)[0]
     return keep
 
 
-def _kept(
+def _surviving(
     scores: torch.Tensor, counts: torch.Tensor, masses: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kept` from the `width` most probable tokens, and of which rows they are enough to tell."""
+    """`surviving` from the `width` most probable tokens, and of which rows they are enough to tell."""
     size = scores.shape[1]
     # ranked: (B, width), descending; probs and before: the same shape.
     ranked = scores.topk(width, dim=-1).values if width < size else scores.sort(dim=-1, descending=True).values

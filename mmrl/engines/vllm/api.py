@@ -119,8 +119,8 @@ class VllmApi:
 
         client = self.io.client
         try:
-            asked = client.build_request(method, self.url + path, json=body, headers=ACCEPTED)
-            response = await whole(await client.send(asked, stream=True), LARGEST_REPLY)
+            request = client.build_request(method, self.url + path, json=body, headers=ACCEPTED)
+            response = await whole(await client.send(request, stream=True), LARGEST_REPLY)
         except httpx.HTTPError as error:
             raise Unreachable(f"{method} {path}: {type(error).__name__} {quoted(str(error))}".strip()) from None
         except (ReplyTooLarge, ReplyUnreadable) as error:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PROBE = "Name the capital of Portugal, then count from one to five and say good night."
 """Text whose log-probabilities tell one set of weights from another."""
-KEPT_VERSIONS = 2
+STORED_VERSIONS = 2
 """Versions of pushed weights that stay: the newest, and the one that calls in flight may still use."""
 TOLERANCE = 1e-3
 HALF_TOLERANCE = 0.3
@@ -101,7 +101,7 @@ class ServedPolicy:
     def forget_old(self) -> None:
         """Delete the folders of versions that nobody uses any more."""
         folders = sorted((self.folder / "weights").glob("v*"), key=lambda path: int(path.name.rpartition("-")[2]))
-        for old in folders[:-KEPT_VERSIONS]:
+        for old in folders[:-STORED_VERSIONS]:
             shutil.rmtree(old, ignore_errors=True)
 
     def served_name(self, adapter: str, version: int) -> str:

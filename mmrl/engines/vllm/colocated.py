@@ -24,7 +24,7 @@ from mmrl.config.engines import VllmColocatedConfig
 from mmrl.engines.base import Completion, Engine, EngineSetup, Request, Sampling
 from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.engines.vllm.api import SEED_BITS
-from mmrl.engines.vllm.base import KEPT_VERSIONS, ServedPolicy
+from mmrl.engines.vllm.base import STORED_VERSIONS, ServedPolicy
 from mmrl.engines.vllm.command import engine_arguments, resources, sleep_problems, vllm_problems
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import model_path
@@ -310,7 +310,7 @@ class VllmColocatedEngine(Engine):
                 raise EngineFailure(f"the adapter in {folder} was not loaded")
         self._adapters = loaded
         self._loaded.append([request.lora_int_id for request in loaded.values()])
-        while len(self._loaded) > KEPT_VERSIONS:
+        while len(self._loaded) > STORED_VERSIONS:
             for number in self._loaded.pop(0):
                 self._vllm.remove_lora(number)
 

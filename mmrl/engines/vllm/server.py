@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from mmrl.config.engines import VllmServerConfig
 from mmrl.engines.base import Completion, Engine, EngineSetup, Request
 from mmrl.engines.vllm.api import Refused, Unreachable, VllmApi
-from mmrl.engines.vllm.base import KEPT_VERSIONS, ServedPolicy
+from mmrl.engines.vllm.base import STORED_VERSIONS, ServedPolicy
 from mmrl.engines.vllm.command import BASE, server_arguments, server_environment, vllm_problems
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import model_path
@@ -210,7 +210,7 @@ class VllmServerEngine(Engine):
         self._served = names
         self._loaded.append({names[adapter]: folder for adapter, folder in saved.items()})
         # The version before stays loaded, for calls that are still in flight.
-        while len(self._loaded) > KEPT_VERSIONS:
+        while len(self._loaded) > STORED_VERSIONS:
             for name in self._loaded.pop(0):
                 await self._api.unload_adapter(name)
 

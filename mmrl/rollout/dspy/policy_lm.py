@@ -68,7 +68,7 @@ class ServedPolicy:
     async def generate(self, module: str, messages: Sequence[Message], sampling: Sampling) -> Completion:
         """One completion by the weights of a module; in the engine's thread."""
         prompt = render_prompt(self.tokenizer, messages)
-        # The engine decodes when all that run have asked, so whoever has not asked is not counted.
+        # The engine decodes when all that run wait for it, so whoever does not wait is not counted.
         self.engine.enter()
         try:
             return await self.engine.generate(

@@ -132,7 +132,7 @@ def forget_counts(chat: Chat | None) -> None:
 
 
 def usage_of(chat: Chat | None, name: str) -> dict[str, float]:
-    """What was asked of an endpoint so far, by metric name (`endpoint/<name>/requests`)."""
+    """Requests to an endpoint so far, by metric name (`endpoint/<name>/requests`)."""
     return chat.usage.metrics(f"endpoint/{name}") if isinstance(chat, OpenAIChat) else {}
 
 
@@ -310,6 +310,7 @@ def read_outcome(reply: str) -> tuple[float, ...] | None:
     content = _score_block(reply)
     if content is None or not re.fullmatch(_NUMBER, content):
         return None
+    # Clamped and not refused: the judge read the rule and overshot, and its direction is clear.
     return (_clamped(float(content), OUTCOME_RANGE),)
 
 

@@ -56,7 +56,7 @@ TEMPLATES: Templates = {
     },
     "judge": {"judge_outcome": OUTCOME},
 }
-"""`correction` answers a message without an action; `document` writes the article found."""
+"""`correction` answers a message without an action; `document` writes the article."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,7 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 """`task.dataset` -> layout."""
 OWN_LAYOUTS = ("hotpotqa", "2wiki", "musique", "popqa")
-"""Those whose records bring evidence, so that a record of another one can be told."""
+"""Those whose records bring evidence, so that a record of another one is noticed."""
 
 
 def hub_columns(layout: Layout, names: Collection[str]) -> Sequence[str]:

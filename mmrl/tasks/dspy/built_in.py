@@ -125,7 +125,7 @@ class Hover(dspy.Module):
 
     Args:
         hops: searches; the first one is for the claim itself.
-        top_k: passages per query, and kept per hop, before the last hop.
+        top_k: passages per query, and per hop that stay, before the last hop.
         last_top_k: passages per query in the last hop, which keeps as many as `passages` has room for.
         passages: passages returned, at most.
     """

@@ -125,6 +125,7 @@ class _PluginTask(_RecordTask):
             self._program = _program(parts, config.name)
         except ConfigError as error:
             problems += error.problems
+        # A plain function may call tools and so have observations; what a DSPy module gets back goes into prompts.
         dspy = is_dspy_module(self._program)
         self.absent_features = frozenset({"penalties", "observations"} if dspy else {"penalties"})
         try:
@@ -146,6 +147,7 @@ class _PluginTask(_RecordTask):
 
     def example_of(self, row: Row, default_id: str) -> Example:
         """The reward sees the fields that the program does not."""
+        # Not in the inputs: a program that saw the reference could copy it.
         hidden = {field: value for field, value in row.values.items() if field not in (*self.fields, "id")}
         given = row.values.get("id")
         return Example(
@@ -168,6 +170,7 @@ class _PluginTask(_RecordTask):
         score = await scored(self.parts_given.reward, example, prediction)
         if isinstance(score, Score):
             return score
+        # Converted silently, a text or a tensor would train on whatever `float` makes of it.
         if not isinstance(score, int | float):
             raise RewardFailure(f"the reward function returned {type(score).__name__}, expected a number or a Score")
         return Score(reward=float(score))
@@ -225,6 +228,7 @@ class ImportedTask(_RecordTask):
         """The object behind `task.program`: as it is, called once, or wrapped."""
         path = str(self.config.program)
         named = imported("task.program", path)
+        # A function does not say which modules it calls, and groups, weights and metrics are by module.
         if inspect.iscoroutinefunction(named):
             if not self.config.modules:
                 raise ConfigError("task.modules: missing; expected the names that the function passes to ctx.call")
@@ -253,6 +257,7 @@ class ImportedTask(_RecordTask):
         self.check_reward_set(reward_set)
         result = await scored(self.metric, *self._arguments(example, prediction))
         numbers = _numbers(result)
+        # One NaN among the rewards of a group would make every advantage in it NaN.
         if "score" not in numbers or not math.isfinite(numbers["score"]):
             raise RewardFailure(
                 f"task.metric gave {result!r}; expected a finite number, or a mapping of numbers with 'score'"
@@ -313,6 +318,7 @@ def _program(parts: OwnTask, task: str) -> object:
 
 
 def _is_program(value: object) -> bool:
+    # A class has `modules` and `run` too, and is no program before it is called.
     if inspect.isclass(value):
         return False
     return is_dspy_module(value) or (hasattr(value, "modules") and hasattr(value, "run"))
@@ -320,6 +326,7 @@ def _is_program(value: object) -> bool:
 
 def _numbers(result: object) -> dict[str, float]:
     """The numbers of a metric's result: a number is the `score`; of a mapping, the values that are numbers."""
+    # Where DSPy was never imported nothing can be an object of it, and importing it takes seconds.
     dspy = sys.modules.get("dspy")
     values = result.toDict() if dspy is not None and isinstance(result, dspy.Example) else result
     values = values if isinstance(values, Mapping) else {"score": values}

@@ -111,6 +111,7 @@ class PapillonTask(DspyTask):
         numbered = list(enumerate(rows))
         if self.config.sample == "paper":
             first, end = ROWS[split]
+            # Fewer rows are another file, whose numbers would look like the paper's and are not.
             if len(rows) < end:
                 raise DataError(
                     f"{key}: {self.sources[split]} has {len(rows)} rows, the paper's {split} split is rows {first} to "
@@ -120,6 +121,7 @@ class PapillonTask(DspyTask):
         examples = []
         for number, row in numbered:
             target = text_of(key, row, "target_response", empty=True)
+            # Quality is judged against the target: beside an empty one every response is as good.
             if not target.strip():
                 self.left_out.append(row.where)
                 log.warning("%s: %s: target_response is empty; the row is left out", key, row.where)
@@ -176,8 +178,10 @@ class PapillonTask(DspyTask):
 
     async def _leakage(self, units: Sequence[str], request: str) -> float:
         """Share of the pieces that are in the request, limited to [0, 1]; 0 without pieces, and no request is made."""
+        # Nothing private can leak, and a request to a judge costs money.
         if not units:
             return 0.0
+        # A judge may count more pieces than it was given.
         return min(max(await self.judges.leaked(units, request), 0), len(units)) / len(units)
 
     def describe(self) -> Mapping[str, object]:

@@ -200,7 +200,7 @@ OPENINGS: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Ways to say who asks, and which facts of them are private."""
 
 LETTERS: Mapping[str, tuple[str, str]] = {
-    # what marks the request -> how it is asked, what the letter says
+    # what marks the request -> its request, what the letter says
     "price": (
         "Write a letter to {m} that asks for the price of the {x}.",
         "Dear {m}, I would like to know the price of the {x}. Yours, {name}",

@@ -32,7 +32,7 @@ class Draws:
     """
 
     def __init__(self, *key: int | str):
-        # the method itself is kept: nothing else of the generator may be used here
+        # the method itself stays: nothing else of the generator may be used here
         self._random = rng.stream("mini", *key).random
 
     def below(self, count: int) -> int:

@@ -1,7 +1,7 @@
 """Questions and claims about the mini world: bridge, comparison (HotpotQA), single-hop (NQ), claims (HoVer).
 
 A bridge question names a subject and asks for a fact of something that only the subject's document identifies (the
-director of a film). The bridge's document names the subject too, so both can be found from the question. A comparison
+director of a film). The bridge's document names the subject too, so both can be reached from the question. A comparison
 asks for a fact of two named things, a single-hop question for a fact of one. A claim names a work, company or product
 and a country: three documents in a chain (work, person, city) say whether it holds. Splits follow the parts of the
 world (see `world`).
@@ -98,7 +98,7 @@ ASKS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 
 BRIDGES: Mapping[str, tuple[str, ...]] = {
-    # relation that leads to the bridge -> kind.relation asked of the bridge
+    # relation that leads to the bridge -> kind.relation that the bridge is about
     "film.director": ("person.birth_city", "person.birth_year", "person.instrument"),
     "film.star": ("person.birth_city", "person.birth_year", "person.instrument"),
     "book.writer": ("person.birth_city", "person.birth_year", "person.instrument"),

@@ -230,7 +230,7 @@ def _turn(module: str, first: Sequence[Message], history: History, completion: s
 
 
 def _predicted(task: DspyTask, module: str, inputs: Mapping[str, object], **outputs: str) -> Demonstration:
-    """What a DSPy predictor is asked for `inputs`, and `outputs` in the form that its adapter parses."""
+    """The prompt of a DSPy predictor for `inputs`, and `outputs` in the form that its adapter parses."""
     import dspy
 
     predictor = task.predictors[module]

@@ -96,8 +96,8 @@ class _Builder:
     def __init__(self, seed: int):
         self.draws = Draws(seed, "facts")
         sizes = (COUNTRIES, COUNTRIES, RIVERS, COUNTS["city"], 60, 120, 120, 50, 60)
-        # All worlds are told in the same words and differ in who is called what and which facts hold: a model that was
-        # warmed up on other worlds knows the words of this one, as a language model would, and none of its facts.
+        # All worlds are written in the same words and differ in who is called what and which facts hold: a model
+        # that was warmed up on other worlds knows the words of this one, as a language model would, and no fact of it.
         words = iter(invent_words(Draws(WORLD_SEED, "words"), sum(sizes)))
         pools = [list(islice(words, size)) for size in sizes]
         self.country_names, self.languages, self.rivers, city_names, firsts, lasts, titles, makers, brands = pools

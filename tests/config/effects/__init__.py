@@ -9,13 +9,15 @@ config itself. `test_no_silent_option.py` runs all of them, and fails for a leaf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from inspect import get_annotations
 from pathlib import Path
 from typing import Any, get_args
 
+import httpx
 from pydantic import BaseModel
 
 from mmrl.config import (
@@ -28,6 +30,7 @@ from mmrl.config import (
 )
 from mmrl.config.tasks import BUILT_IN
 from mmrl.tasks import TASKS
+from tests.helpers.programs import write_csv
 
 Options = dict[str, Any]
 Observe = Callable[[str, Options, Path], object]
@@ -169,3 +172,58 @@ def nested(options: Mapping[str, Any]) -> Options:
             at = at.setdefault(part, {})
         at[key] = value
     return made
+
+
+class Body(httpx.AsyncByteStream):
+    """Not read yet, as a reply comes from a network."""
+
+    def __init__(self, content: object):
+        self.content = content if isinstance(content, bytes) else json.dumps(content).encode()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self.content
+
+
+def records_of(name: str, start: int) -> list[dict[str, Any]]:
+    numbers = range(start, start + 8)
+    if name == "banking77":
+        return [{"text": f"text {n}", "category": f"label {n % 2}"} for n in numbers]
+    if name == "papillon":
+        return [{"user_query": f"query {n}", "target_response": f"target {n}", "pii_units": "ann"} for n in numbers]
+    if name == "hover":
+        return [
+            {
+                "uid": f"u{n}",
+                "claim": f"claim {n}",
+                "supporting_facts": [["Lisbon", 0], ["Porto", 0]],
+                "label": "SUPPORTED",
+                "num_hops": 2 + n % 2,
+                "hpqa_id": f"q{n // 2}",
+            }
+            for n in numbers
+        ]
+    if name == "dspy":
+        return [{"id": f"r{n}", "question": f"Who made {n}?", "gold": f"a{n}"} for n in numbers]
+    context = [["Thing", ["Made by Ada.", " In Porto."]], ["Ada", ["Ada lives."]]]
+    facts = [["Thing", 0], ["Ada", 0]]
+    return [
+        {
+            "_id": f"r{n}",
+            "question": f"Who made thing {n}?",
+            "answer": "Ada",
+            "type": "bridge",
+            "level": "hard",
+            "supporting_facts": facts,
+            "context": context,
+        }
+        for n in numbers
+    ]
+
+
+def file_of(name: str, folder: Path, start: int) -> str:
+    records = records_of(name, start)
+    if name in ("banking77", "papillon"):
+        return write_csv(folder / f"{start}.csv", records)
+    path = folder / f"{start}.{'jsonl' if name == 'dspy' else 'json'}"
+    path.write_text("\n".join(map(json.dumps, records)) if name == "dspy" else json.dumps(records), encoding="utf-8")
+    return str(path)

@@ -23,8 +23,7 @@ from mmrl.errors import MmrlError
 from mmrl.rollout.teachers import LoadedTeacher
 from mmrl.run.build import _load_teachers
 from mmrl.tasks.agents.judge import JudgedTurn
-from tests.config.effects import Options, acts
-from tests.config.effects.records import Body
+from tests.config.effects import Body, Options, acts
 from tests.config.effects.task import built
 from tests.helpers.engines import tokenizer
 from tests.helpers.fakes import FakeEngine

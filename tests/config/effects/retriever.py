@@ -18,8 +18,7 @@ from mmrl.retrieval import remote
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.index_folder import spec_of
 from mmrl.retrieval.select import open_retriever
-from tests.config.effects import Options, acts
-from tests.config.effects.records import Body
+from tests.config.effects import Body, Options, acts
 from tests.config.effects.task import played, searched
 from tests.helpers.programs import DOCUMENTS
 

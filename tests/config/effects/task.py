@@ -24,8 +24,7 @@ from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.run.build import reward_set
 from mmrl.tasks import TASKS
-from tests.config.effects import Options, acts, nested, refused
-from tests.config.effects.records import file_of, records_of
+from tests.config.effects import Options, acts, file_of, nested, records_of, refused
 from tests.helpers.fakes import Chain, FakeEngine, FakeTask, environment, spelled
 from tests.helpers.programs import DOCUMENTS, EXAMPLE, Script, default_config, filled
 
@@ -288,7 +287,7 @@ acts("task.qa_direct", "chain_of_thought", prompted, False, True)
 
 def drawn(name: str, options: Options, folder: Path) -> object:
     """The training examples of a long file."""
-    with patch("tests.config.effects.records.records_of", lambda kind, start: _many(kind)):
+    with patch("tests.config.effects.records_of", lambda kind, start: _many(kind)):
         source = file_of(name, folder, 0)
     task = built(name, {"data.train": source, **options}, folder) if name != "hover" else None
     if task is None:

@@ -14,8 +14,8 @@ import pytest
 
 from mmrl.models.load import ASSETS
 from mmrl.models.policy import Policy
+from mmrl.report.card import ADDRESS, snippets
 from mmrl.run.serve import ServeArguments, models
-from mmrl.run.snippets import ADDRESS, snippets
 from tests.helpers.servers import Seen, chat_reply, serving
 
 

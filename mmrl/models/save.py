@@ -80,7 +80,7 @@ def write_merged(base: str, adapter: Path, model: ModelConfig, target: Path) -> 
 
 
 def copy_adapter(folder: Path, base: str, model: ModelConfig, target: Path) -> None:
-    """An adapter alone, which names its base so that it is found from any folder of this machine."""
+    """An adapter alone, which names its base so that it loads from any folder of this machine."""
     target.mkdir(exist_ok=True)
     for name in ADAPTER:
         shutil.copyfile(folder / name, target / name)
@@ -96,7 +96,7 @@ def write_tokenizer(checkpoint: Path, targets: Iterable[Path]) -> PreTrainedToke
     """The tokenizer that the run trained with, chat template and thinking mode included, into each folder."""
     from transformers import AutoTokenizer
 
-    # From the checkpoint and not the base: what the config said of the template is in it already.
+    # From the checkpoint and not the base: the config's settings of the template are in it already.
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, **NO_CODE)
     # Programs send system messages, and every user of the export would have to merge them.
     if not takes_system_role(tokenizer):

@@ -13,7 +13,7 @@ EVERY_S = 10.0
 
 @contextmanager
 def progress(title: str, total: int | None = None, unit: str = "passages") -> Iterator[Callable[[int], None]]:
-    """Show on stderr how far the work inside has come; yields what is told of each further piece of it.
+    """Show on stderr how far the work inside has come; yields what is called after each further piece of it.
 
     Args:
         title: what is done: `encoding`.
@@ -38,15 +38,15 @@ class _Lines:
     def __init__(self, title: str, total: int | None, unit: str):
         self._title, self._total, self._unit = title, total, unit
         self._done = 0
-        self._started = self._said = time.monotonic()
+        self._started = self._printed = time.monotonic()
 
     def advance(self, done: int) -> None:
         """Count `done` further pieces; say so when the last line is long enough ago."""
         self._done += done
         now = time.monotonic()
-        if now - self._said < EVERY_S or self._done == self._total:
+        if now - self._printed < EVERY_S or self._done == self._total:
             return
-        self._said = now
+        self._printed = now
         of = "" if self._total is None else f" of {self._total:,}"
         left = ""
         if self._total is not None and self._done:

@@ -1,0 +1,96 @@
+"""Rows and paragraphs as plain text, no wider than a terminal.
+
+Not rich's, so that what is copied or piped is the same; and without numpy, which `mmrl credit` must not wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from textwrap import fill, wrap
+
+LEAST = 8
+"""Columns that a cell keeps, however narrow the terminal."""
+
+
+def align(rows: Sequence[Sequence[str]], indent: str = "  ", width: int | None = None) -> str:
+    """Rows of text in columns: the first column to the left, all others to the right, except a last one of words.
+
+    Args:
+        width: columns of the terminal. What does not fit is printed below, with the first column again. None: any.
+    """
+    # The widest cell of each column, head included.
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    blocks: list[list[int]] = [[]]
+    for column, own in enumerate(widths[1:], start=1):
+        taken = len(indent) + widths[0] + sum(2 + widths[other] for other in blocks[-1])
+        if width is not None and own and blocks[-1] and taken + 2 + own > width:
+            blocks.append([])
+        blocks[-1].append(column)
+    last = len(widths) - 1
+    lines: list[str] = []
+    for block in blocks:
+        lines += [""] * bool(lines)
+        for row in rows:
+            cells = [row[column] if column == last else row[column].rjust(widths[column]) for column in block]
+            lines.append((indent + "  ".join([row[0].ljust(widths[0]), *cells])).rstrip())
+    return "\n".join(lines)
+
+
+def _printable(text: str) -> str:
+    """Line breaks, terminal codes and lone surrogates of a name as escapes: a row is one line on every terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def filled(text: str, width: int | None) -> str:
+    """A paragraph of at most `width` columns (None: one line)."""
+    shown = _printable(text)
+    return shown if width is None else fill(shown, width, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def joined(facts: Sequence[str], width: int | None) -> str:
+    """Facts with dots between them, where lines end if they can; at most `width` columns (None: one line)."""
+    if width is None:
+        return " · ".join(map(_printable, facts))
+    lines = [_printable(facts[0])]
+    for fact in map(_printable, facts[1:]):
+        if len(lines[-1]) + len(fact) + 5 > width:  # a dot on either side, so that no line looks like the end
+            lines[-1] += " ·"
+            lines.append("  " + fact)
+        else:
+            lines[-1] += f" · {fact}"
+    return "\n".join(fill(line, width, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+
+
+def wrapped_rows(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """Rows in columns; where they are wider than `width` the cells of the widest columns are wrapped."""
+    rows = [[_printable(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    if width is not None:
+        # Ids may be cut anywhere; other cells are wrapped between words as long as that is enough.
+        words = [
+            max(len(word) for row in rows for word in row[column].split() or [""]) for column in range(len(widths))
+        ]
+        _narrowed(widths, [LEAST, *words[1:]], width)
+        _narrowed(widths, [LEAST] * len(widths), width)
+    lines = []
+    for row in rows:
+        cells = [_wrapped(cell, own) for cell, own in zip(row, widths, strict=True)]
+        for number in range(max(map(len, cells))):
+            parts = [cell[number] if number < len(cell) else "" for cell in cells]
+            lines.append("  ".join(part.ljust(own) for part, own in zip(parts, widths, strict=True)).rstrip())
+    return lines
+
+
+def _narrowed(widths: list[int], least: Sequence[int], width: int) -> None:
+    """Take from the widest columns, of those above `least`, until a table has `width` columns."""
+    while sum(widths) + 2 * (len(widths) - 1) > width:
+        free = [(own, -column) for column, own in enumerate(widths) if own > least[column]]
+        if not free:
+            return
+        widths[-max(free)[1]] -= 1
+
+
+def _wrapped(cell: str, width: int) -> list[str]:
+    return [cell] if len(cell) <= width else wrap(cell, width, break_on_hyphens=False)
