@@ -18,7 +18,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -263,11 +263,15 @@ class RunDir:
         """One mapping per step, in order (`step` is one of its keys); lines of the same step are merged."""
         # A step has two lines where it was evaluated apart from training.
         merged: dict[int, JsonObject] = {}
-        for number, record in enumerate(read_jsonl(self.metrics_path), start=1):
-            if not isinstance(record.get("step"), int):
-                raise DataError(f"{self.metrics_path}:{number}: got no integer 'step', expected one in each line")
-            merged.setdefault(record["step"], {}).update(record)
+        for step, record in self._metrics_lines():
+            merged.setdefault(step, {}).update(record)
         return [merged[step] for step in sorted(merged)]
+
+    def _metrics_lines(self) -> Iterator[tuple[int, JsonObject]]:
+        for number, record in enumerate(read_jsonl(self.metrics_path), start=1):
+            if not isinstance(step := record.get("step"), int):
+                raise DataError(f"{self.metrics_path}:{number}: got no integer 'step', expected one in each line")
+            yield step, record
 
     def journal_steps(self, evaluation: str | None = None) -> list[int]:
         """Steps that have a journal, in order."""
@@ -311,7 +315,7 @@ class RunDir:
             record: `recorded()` at that step; None where no checkpoint has one.
         """
         if record is None:
-            records = [line for line in read_jsonl(self.metrics_path) if _step_in(line, self.metrics_path) <= step]
+            records = [record for at, record in self._metrics_lines() if at <= step]
             # Written anew and renamed: a kill in between leaves the old file whole.
             atomic_write(self.metrics_path, "".join(dumps(line) + "\n" for line in records))
             self.metrics.read()
@@ -320,8 +324,7 @@ class RunDir:
         self.ledger.cut(record["digests"] if record is not None else None)
         for folder in ("journal", "eval"):
             for file in (self.path / folder).iterdir():
-                at = step_of(file)
-                if at is not None and at > step:
+                if (step_of(file) or 0) > step:
                     file.unlink()
 
     def begin_again(self) -> None:
@@ -387,17 +390,6 @@ def _run_below(path: Path) -> str:
             if (config.parent / "journal").is_dir():
                 runs.append((config.stat().st_mtime, config.parent))
     return f"; the newest run below it is {max(runs)[1]}" if runs else ""
-
-
-def _step_in(record: JsonObject, path: Path) -> int:
-    """The step of a line of metrics.
-
-    Raises:
-        DataError: it has none.
-    """
-    if not isinstance(step := record.get("step"), int):
-        raise DataError(f"{path}: got a line without an integer 'step' ({dumps(record)[:60]}), expected one in each")
-    return step
 
 
 def _read_object(path: Path) -> JsonObject:

@@ -10,17 +10,19 @@ from pathlib import Path
 from mmrl.config import EvalCommandConfig
 from mmrl.engines.base import total_usage
 from mmrl.errors import MmrlError, StorageError, TooManyFailures, failed_how, storage
-from mmrl.models.policy import describe_weights, is_shipped, other_task, require_undamaged
-from mmrl.records import Forest
+from mmrl.models.policy import Policy, describe_weights, is_shipped, other_task, require_undamaged
+from mmrl.records import Example, Forest
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
-from mmrl.report.tables import align, facts_table
+from mmrl.report.tables import facts_table
+from mmrl.report.text import align
 from mmrl.run.build import build_task, describe_evaluated, evaluated, evaluation_engine, reward_set
 from mmrl.run.check import check_all, served
 from mmrl.run.launch import released
 from mmrl.run.settle import run_folder, settle, stored_config
 from mmrl.system.files import JsonObject
 from mmrl.system.stop import stoppable
+from mmrl.tasks.base import Task
 
 
 def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
@@ -68,10 +70,7 @@ def resume_evaluation(folder: Path) -> int:
 def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     import torch
 
-    from mmrl.rollout.environment import make_environment, sampling_settings
     from mmrl.stages.evaluate import (
-        drop_failed,
-        evaluate,
         evaluation_metrics,
         failed_kinds,
         infrastructure_failures,
@@ -79,11 +78,38 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
         without_scores,
     )
 
-    hardware = config.hardware
-    torch.set_num_threads(hardware.threads or 1)
+    torch.set_num_threads(config.hardware.threads or 1)
     task = build_task(config.task, config.seed)
     policy = served(config)
     require_undamaged(policy)
+    examples = evaluated(task, config, config.split)
+    items, usage, requests = _items(config, rundir, task, policy, examples)
+    # A summary of one split must not list the sizes of the others as if they counted.
+    others = {f"{split} items" for split in ("train", "dev", "test") if split != config.split}
+    facts = {name: fact for name, fact in task.describe().items() if name not in others}
+    facts |= describe_evaluated(task, config, config.split)
+    facts |= {**usage, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
+    metrics, failure = evaluation_metrics(items, config.eval, config.seed), too_many_failed(items, config.eval)
+    recorded = (without_scores(metrics) if failure else metrics) | requests
+    rundir.write_summary(
+        {"policy": config.policy, "task": task.name, "split": config.split, "metrics": recorded, "facts": facts}
+    )
+    failures, how = infrastructure_failures(items), failed_how(failed_kinds(items))
+    print(evaluation_text(config, facts, metrics, rundir.path, failures, how, scored=not failure))
+    if failure:
+        left = len(examples[: config.eval.items]) - len(items)
+        skipped = f"; {left} items were not begun" if left else ""
+        raise TooManyFailures(f"{failure}{skipped}; once that is mended: mmrl eval resume={rundir.path}")
+    return 0
+
+
+def _items(
+    config: EvalCommandConfig, rundir: RunDir, task: Task, policy: Policy, examples: Sequence[Example]
+) -> tuple[list[JsonObject], dict[str, str], dict[str, float]]:
+    """Results of each item, read back or made now; and facts and metrics of the engine that made them."""
+    from mmrl.rollout.environment import make_environment, sampling_settings
+    from mmrl.stages.evaluate import drop_failed, evaluate
+
     settings = sampling_settings(config.eval, config.task)
     results = rundir.eval_path(policy.step or 0, config.split)
     # What the journal says of items with an infrastructure failure stays; they are written beside it the second time.
@@ -104,7 +130,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
             with storage(rundir.path):
                 items = evaluate(
                     lambda key: make_environment(task, engine, tokenizer, settings, key),
-                    evaluated(task, config, config.split),
+                    examples,
                     config.eval,
                     config.seed,
                     reward_set(task, config.task.reward),
@@ -113,28 +139,10 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
                     again=again,
                 )
                 rundir.ledger.note(results)
-            usage, requests = engine.describe(), total_usage([engine, task])
+            return items, engine.describe(), total_usage([engine, task])
         except (KeyboardInterrupt, StorageError):
             print(f"stopped; continue with: mmrl eval resume={rundir.path}", file=sys.stderr)
             raise
-    metrics = evaluation_metrics(items, config.eval, config.seed)
-    # A summary of one split must not list the sizes of the others as if they counted.
-    others = {f"{split} items" for split in ("train", "dev", "test") if split != config.split}
-    facts = {name: fact for name, fact in task.describe().items() if name not in others}
-    facts |= describe_evaluated(task, config, config.split)
-    facts |= {**usage, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
-    failure = too_many_failed(items, config.eval)
-    recorded = (without_scores(metrics) if failure else metrics) | requests
-    rundir.write_summary(
-        {"policy": config.policy, "task": task.name, "split": config.split, "metrics": recorded, "facts": facts}
-    )
-    failures, how = infrastructure_failures(items), failed_how(failed_kinds(items))
-    print(evaluation_text(config, facts, metrics, rundir.path, failures, how, scored=not failure))
-    if failure:
-        left = len(task.examples(config.split)[: config.eval.items]) - len(items)
-        skipped = f"; {left} items were not begun" if left else ""
-        raise TooManyFailures(f"{failure}{skipped}; once that is mended: mmrl eval resume={rundir.path}")
-    return 0
 
 
 def _drop_damaged(rundir: RunDir, split: str) -> None:
