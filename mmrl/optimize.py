@@ -28,7 +28,8 @@ from typing import Any, TypeVar
 import dspy
 from dspy.teleprompt import Teleprompter
 
-from mmrl.config import EvalCommandConfig, TrainCommandConfig
+from mmrl.cli.overrides import hydra_value
+from mmrl.config import EvalCommandConfig, StageConfig, StagedCommandConfig, TrainCommandConfig
 from mmrl.config.base import SHIPPED
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.report.rundir import RunDir
@@ -102,11 +103,11 @@ class MMRL(Teleprompter):
                 return self._resume(student, train, dev, resume)
             from mmrl.cli import hydra, overrides
             from mmrl.run.check import check_all
-            from mmrl.run.train import train as train_one
+            from mmrl.run.stages import begin
 
             words = self.words(student, train, dev)
             line = overrides.read_line(words)
-            (config,) = hydra.configs("train", TrainCommandConfig, line)
+            (config,) = hydra.train_configs(line)
             if config.hardware.processes * config.hardware.nodes > 1:
                 raise ConfigError(
                     "hardware.processes: objects of this process are not in others; name them instead: "
@@ -114,7 +115,7 @@ class MMRL(Teleprompter):
                 )
             check_all([config], line.keys)
             config = _placed(config)
-            _refuse_failure(train_one(config, ["mmrl", "train", *words]), str(config.run.dir))
+            _refuse_failure(begin(config, ["mmrl", "train", *words]), str(config.run.dir))
             return Path(str(config.run.dir))
 
     def words(self, student: dspy.Module, train: Sequence[dspy.Example], dev: Sequence[dspy.Example]) -> list[str]:
@@ -137,13 +138,13 @@ class MMRL(Teleprompter):
         settings = dict(_flat(self.settings))
         if twice := sorted(set(given) & set(settings)):
             raise ConfigError(f"{key}: given by the arguments of MMRL already; leave it out" for key in twice)
-        return [f"{key}={_word(key, value)}" for key, value in {**given, **settings}.items()]
+        return [f"{key}={hydra_value(key, value)}" for key, value in {**given, **settings}.items()]
 
     def _resume(self, student: dspy.Module, train: list[dspy.Example], dev: list[dspy.Example], folder: Path) -> Path:
         """Continue a run with the objects that it was given."""
         from mmrl.run.build import forget_task
         from mmrl.run.settle import stored_config
-        from mmrl.run.train import resume
+        from mmrl.run.stages import resume
 
         run = RunDir.read(folder)
         task = run.config.get("task") or {}
@@ -261,7 +262,7 @@ def _interrupts_raised() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _placed(config: TrainCommandConfig) -> TrainCommandConfig:
+def _placed(config: StageConfig | StagedCommandConfig) -> StageConfig | StagedCommandConfig:
     """With its run directory, which the program that is returned names."""
     from mmrl.run.build import check_model
     from mmrl.run.settle import run_folder
@@ -340,23 +341,3 @@ def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
             yield from _flat(value, f"{key}.")
         else:
             yield key.removesuffix(".name") if key.removesuffix(".name") in GROUPS else key, value
-
-
-def _word(key: str, value: object) -> str:
-    """A value in Hydra's grammar.
-
-    Raises:
-        ConfigError: it is no text, number, truth value, None, list or mapping of these.
-    """
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str | Path):
-        text = str(value).replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{text}"'
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{_word(key, inner)}" for name, inner in value.items()) + "}"
-    if isinstance(value, Sequence):
-        return f"[{','.join(_word(key, inner) for inner in value)}]"
-    raise ConfigError(f"{key}: got a {type(value).__name__}, expected text, a number, true, false, None or a list")

@@ -26,12 +26,11 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
       mmrl plan model=llama31_8b_instruct device=h100 lengths=rewriter:300/40
     """
     from mmrl.cli import hydra, overrides
-    from mmrl.config import TrainCommandConfig
 
     line = overrides.read_line(context.args, own=("lengths", "dry", "device"))
     if line.switches:
         raise ConfigError("mmrl plan: takes one run and no flags but --json")
-    (config,) = hydra.configs("train", TrainCommandConfig, line)
+    config = hydra.weight_config("mmrl plan", line)
     from mmrl.run.plan import PlanRequest, make_plan
 
     made = make_plan(config, PlanRequest.read(line.own))
@@ -63,12 +62,11 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
 
         return look_at_machine(as_json=as_json)
     from mmrl.cli import hydra, overrides
-    from mmrl.config import TrainCommandConfig
 
     line = overrides.read_line(context.args, own=("examples",))
     if line.switches:
         raise ConfigError("mmrl doctor: takes one run and no flags but --json")
-    (config,) = hydra.configs("train", TrainCommandConfig, line)
+    config = hydra.weight_config("mmrl doctor", line)
     from mmrl.run.check import check_all
 
     check_all([config.in_folder(None)], line.keys)

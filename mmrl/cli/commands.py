@@ -28,6 +28,8 @@ def train(context: typer.Context) -> int:
     \b
     Keys (docs/configuration.md lists them all):
       task= algo= model= hardware= engine=   what a run is composed of; `mmrl --help` lists the choices
+      stages=[A,B] stage.A.KEY=              several stages, each from the policy before, by their names after algo=;
+                                             and settings of one of them
       experiment=                            everything for one row of a paper's table
       train.* algo.* task.* model.* eval.*   any setting of these parts: train.steps=100 algo.group_size=8
       seed=                                  of every random choice
@@ -47,7 +49,6 @@ def train(context: typer.Context) -> int:
       mmrl train resume=outputs/hotpotqa/mhgpo_rr/RUN train.steps=+100
     """
     from mmrl.cli import hydra, overrides
-    from mmrl.config import TrainCommandConfig
 
     line = overrides.read_line(context.args, own=("resume",))
     if "resume" in line.own:
@@ -57,13 +58,13 @@ def train(context: typer.Context) -> int:
             from mmrl.run.extend import extend
 
             return extend(folder, overrides.typed_value(line.overrides[0]) or "")
-        from mmrl.run.train import resume
+        from mmrl.run.stages import resume
 
         return resume(folder)
     if line.flags:
         hydra.print_only("train", line)
         return 0
-    configs = hydra.configs("train", TrainCommandConfig, line)
+    configs = hydra.train_configs(line)
     command = ["mmrl", "train", *context.args]
     if line.multirun:
         from mmrl.run.sweep import sweep
@@ -73,10 +74,10 @@ def train(context: typer.Context) -> int:
             configs, line.keys, command, lambda job: hydra.through_hydra("train", line, job), searched=searched
         )
     from mmrl.run.check import check_all
-    from mmrl.run.train import train as train_one
+    from mmrl.run.stages import begin
 
     check_all(configs, line.keys)
-    return train_one(configs[0], command)
+    return begin(configs[0], command)
 
 
 @app.command("eval", context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...] [-m]", epilog=HYDRA_FLAGS)
@@ -200,7 +201,6 @@ def compare(context: typer.Context) -> int:
       mmrl compare outputs/hotpotqa/mhgpo_rr/RUN outputs/hotpotqa/grpo/RUN
     """
     from mmrl.cli import hydra, overrides
-    from mmrl.config import TrainCommandConfig
     from mmrl.run.compare import KEYS, ComparisonRequest, look_at_runs, run_comparison
 
     line = overrides.read_line(context.args, own=KEYS, names=True)
@@ -210,7 +210,7 @@ def compare(context: typer.Context) -> int:
     request = ComparisonRequest(line.own, line.names, line.typed, line.keys, line.config_dir)
     if request.of_existing_runs:
         return look_at_runs(request)
-    return run_comparison(request, lambda words: hydra.configured(TrainCommandConfig, words, line.config_dir))
+    return run_comparison(request, lambda words: hydra.configured(words, line.config_dir))
 
 
 @app.command(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from hydra import compose, initialize_config_dir
 from hydra import main as hydra_main
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
@@ -28,15 +29,18 @@ from omegaconf.resolvers import oc
 
 from mmrl.cli.arguments import CommandLine, comma_separated, typed_text
 from mmrl.cli.overrides import expand, forced, of_policy, parse, read_line, typed_value
-from mmrl.config import AlgoConfig, RootConfig, TrainCommandConfig, validate
+from mmrl.cli.stages import train_config
+from mmrl.config import AlgoConfig, RootConfig, StageConfig, StagedCommandConfig, TrainCommandConfig, validate
 from mmrl.config.schema import LARGEST_SEED
 from mmrl.config.validate import algo_section, as_tuples
 from mmrl.errors import ConfigError
 from mmrl.run.credit import CreditRequest, run_config
 from mmrl.secrets import environment_value
-from mmrl.system.conf import conf_dir, user_dirs
+from mmrl.system.conf import conf_dir, row_keys, user_dirs
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
+Build = Callable[[], StageConfig | StagedCommandConfig]
+"""Makes the config of a job that Hydra has composed, or raises `ConfigError`."""
 
 
 def _env(*names: str) -> object:
@@ -52,6 +56,42 @@ OmegaConf.register_new_resolver("oc.env", _env, replace=True)
 
 def configs(command: str, schema: type[ConfigT], line: CommandLine) -> list[ConfigT]:
     """Every job's config, validated; the problems of all jobs together, each once."""
+    return _configs(command, line, lambda raw, job: validate(schema, raw))
+
+
+def train_configs(line: CommandLine) -> list[StageConfig | StagedCommandConfig]:
+    """Those of `mmrl train`, whose jobs may be of several stages, or of one that trains no weights."""
+
+    def build(raw: Mapping[str, object], job: Sequence[str]) -> StageConfig | StagedCommandConfig:
+        return _train_config(raw, job, line.config_dir)
+
+    return _configs("train", line, build)
+
+
+def weight_config(command: str, line: CommandLine) -> TrainCommandConfig:
+    """The one config of a command that looks at the training of weights by reinforcement learning.
+
+    Raises:
+        ConfigError: it is of several stages, or trains none; or every problem of it.
+    """
+    (config,) = train_configs(line)
+    if not isinstance(config, TrainCommandConfig):
+        raise ConfigError(f"algo: got {config.algo.name}, and {command} looks at one stage of reinforcement learning")
+    return config
+
+
+def _train_config(
+    raw: Mapping[str, object], words: Sequence[str], config_dir: str | None
+) -> StageConfig | StagedCommandConfig:
+    keys = [word.lstrip("+~").partition("=")[0] for word in words]
+    row = next((word.partition("=")[2] for word in words if word.startswith("experiment=")), None)
+    set_by_row = row_keys(row, config_dir) if row else []
+    return train_config(raw, words, [*keys, *set_by_row], lambda job: composed("train", job, config_dir), config_dir)
+
+
+def _configs(
+    command: str, line: CommandLine, build: Callable[[Mapping[str, object], Sequence[str]], ConfigT]
+) -> list[ConfigT]:
     problems: list[str] = []
     if command == "eval":
         # The composed config cannot tell: a `model=` brings `train.*` into an evaluation too (see `_sections`).
@@ -64,10 +104,10 @@ def configs(command: str, schema: type[ConfigT], line: CommandLine) -> list[Conf
     import_plugins_of(line)
     # A row of the other command fails in ways that do not mention the row; the hint names the command to use instead.
     row = next((override.value() for override in line.overrides if override.key_or_group == "experiment"), None)
-    valid = []
+    valid: list[ConfigT] = []
     for job in jobs:
         try:
-            valid.append(validate(schema, composed(command, job, line.config_dir)))
+            valid.append(build(composed(command, job, line.config_dir), job))
         except ConfigError as error:
             for problem in error.problems:
                 hint = _row_of_other_command(command, row, "policy" in line.keys, problem)
@@ -77,13 +117,13 @@ def configs(command: str, schema: type[ConfigT], line: CommandLine) -> list[Conf
     return valid
 
 
-def configured(schema: type[ConfigT], words: Sequence[str], config_dir: str | None = None) -> ConfigT:
+def configured(words: Sequence[str], config_dir: str | None = None) -> StageConfig | StagedCommandConfig:
     """The config that `mmrl train WORDS` would run with, before its cross-section checks.
 
     Raises:
         ConfigError: every problem.
     """
-    (config,) = configs("train", schema, replace(read_line(words, once=False), config_dir=config_dir))
+    (config,) = train_configs(replace(read_line(words, once=False), config_dir=config_dir))
     return config
 
 
@@ -174,6 +214,7 @@ def _sections(config_name: str, config: DictConfig) -> dict[str, object]:
     raw = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     assert isinstance(raw, dict)
     left_out = {"experiment", "hydra", *(("train", "algo") if config_name == "eval" else ())}
+    left_out |= {key for key in ("stages", "stage") if not raw.get(key)}
     sections = {str(key): _plain(value) for key, value in raw.items() if key not in left_out and value != "???"}
     plugins = sections.get("plugins")
     # anything but a list is for validation to refuse
@@ -225,14 +266,24 @@ def print_only(config_name: str, line: CommandLine) -> None:
 
 
 def through_hydra(
-    config_name: str, line: CommandLine, job: Callable[[dict[str, object]], float | None], program: str = "mmrl"
+    config_name: str, line: CommandLine, job: Callable[[Build], float | None], program: str = "mmrl"
 ) -> None:
     """Let Hydra's own main drive: multirun with any sweeper and launcher, `--cfg`, `--info`."""
     _put_user_folders_first(line.config_dir)
     GlobalHydra.instance().clear()
 
     def call(config: DictConfig) -> float | None:
-        return job(_sections(config_name, config))
+        words = list(HydraConfig.get().overrides.task)
+        driving = GlobalHydra.instance().hydra
+
+        def build() -> StageConfig | StagedCommandConfig:
+            try:
+                return _train_config(_sections(config_name, config), words, line.config_dir)
+            finally:
+                # Stages are composed each by itself, which takes the place of the Hydra that drives the sweep.
+                GlobalHydra.instance().hydra = driving
+
+        return job(build)
 
     # A sweep goes to Hydra unexpanded: which sweeper takes it apart may be an override too.
     words = [forced(override, typed_value(override)) for override in line.overrides]

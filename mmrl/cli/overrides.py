@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from mmrl.cli.arguments import CommandLine, Words, typed_text
 from mmrl.config.rules import value_at
 from mmrl.errors import ConfigError, unknown
-from mmrl.models.policy import model_of
+from mmrl.models.policy import model_of, prompts_of
 from mmrl.system.conf import GROUPS, options
 
 # Listed, since Hydra's own argument parser ends the process at the first flag that it does not know.
@@ -269,7 +269,12 @@ def of_policy(sections: Mapping[str, object], words: Sequence[str], config_dir: 
     if model.get("path") is None or (more and name == "hf"):
         # an endpoint's texts are read by a tokenizer that is here
         keys = {"path": "tiny" if elsewhere else policy, **keys}
-    return more + [f"++model.{key}={_quoted(value)}" for key, value in keys.items() if f"model.{key}" not in typed]
+    more += [f"++model.{key}={_quoted(value)}" for key, value in keys.items() if f"model.{key}" not in typed]
+    task, prompts = prompts_of(policy) if not elsewhere else (None, None)
+    # Weights that were trained with prompts of their own are evaluated with these, on the task that they are for.
+    if prompts is not None and value_at(sections, "task.name") == task and "task.prompts" not in typed:
+        more.append(f"++task.prompts={_quoted(prompts)}")
+    return more
 
 
 def _quoted(value: object) -> str:
@@ -284,3 +289,23 @@ def refuse_beside_resume(line: CommandLine, *allowed: str) -> None:
         given = ", ".join([*line.typed, *line.switches])
         more = f" (but {' '.join(allowed)}: further steps)" if allowed else ""
         raise ConfigError(f"resume: a run continues with the config it was started with{more}; remove {given}")
+
+
+def hydra_value(key: str, value: object) -> str:
+    """A value in Hydra's grammar.
+
+    Raises:
+        ConfigError: it is no text, number, truth value, None, list or mapping of these.
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str | Path):
+        text = str(value).replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{text}"'
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{hydra_value(key, inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, Sequence):
+        return f"[{','.join(hydra_value(key, inner) for inner in value)}]"
+    raise ConfigError(f"{key}: got a {type(value).__name__}, expected text, a number, true, false, None or a list")

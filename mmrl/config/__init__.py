@@ -18,8 +18,11 @@ from mmrl.config.schema import (
     RootConfig,
     RunConfig,
     SftCommandConfig,
+    StageConfig,
+    StagedCommandConfig,
     TrainCommandConfig,
     TrainConfig,
+    stage_schema,
 )
 from mmrl.config.tasks import TASK_SCHEMAS, DataConfig, JudgeConfig, TaskConfig
 from mmrl.config.validate import validate, validate_stored
@@ -45,9 +48,12 @@ __all__ = [
     "RootConfig",
     "RunConfig",
     "SftCommandConfig",
+    "StageConfig",
+    "StagedCommandConfig",
     "TaskConfig",
     "TrainCommandConfig",
     "TrainConfig",
+    "stage_schema",
     "validate",
     "validate_stored",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
 
@@ -11,7 +11,7 @@ from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
 from mmrl.config.base import Section, by_name
 from mmrl.config.engines import ENGINE_SCHEMAS, EngineConfig
 from mmrl.config.optimisers import PROMPT_SCHEMAS, PromptConfig
-from mmrl.config.sft import SftConfig
+from mmrl.config.sft import SFT, SftConfig
 from mmrl.config.tasks import TASK_SCHEMAS, PluginTaskConfig, TaskConfig
 
 LARGEST_SEED = 2**32 - 1
@@ -238,6 +238,42 @@ class SftCommandConfig(RootConfig):
 
     algo: SftConfig
     train: TrainConfig
+
+
+StageConfig: TypeAlias = TrainCommandConfig | PromptCommandConfig | SftCommandConfig
+"""One stage of a run: it trains weights, optimises prompts, or is supervised."""
+
+
+def stage_schema(name: object) -> type[TrainCommandConfig] | type[PromptCommandConfig] | type[SftCommandConfig]:
+    """The schema of `mmrl train algo=name`; for unknown names that of the algorithms, which refuses them."""
+    if name in PROMPT_SCHEMAS:
+        return PromptCommandConfig
+    return SftCommandConfig if name == SFT else TrainCommandConfig
+
+
+def _stage(raw: object) -> object:
+    if not isinstance(raw, Mapping):
+        return raw
+    algo = raw.get("algo")
+    return stage_schema(algo.get("name") if isinstance(algo, Mapping) else None).model_validate(dict(raw))
+
+
+class Method(Section):
+    """What a run of several stages is called."""
+
+    name: str
+
+
+class StagedCommandConfig(RootConfig):
+    """`mmrl train stages=[A,B]`: stages one after the other, each from the policy that the one before has made.
+
+    The sections that all commands have are the first stage's.
+    """
+
+    algo: Method
+    stages: tuple[Annotated[SerializeAsAny[RootConfig], BeforeValidator(_stage)], ...] = Field(
+        min_length=1, description="names of algo= in the order of the stages, each a run of its own"
+    )
 
 
 class EvalCommandConfig(RootConfig):

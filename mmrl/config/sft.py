@@ -6,6 +6,9 @@ from typing import Literal
 
 from mmrl.config.base import Section
 
+SFT = "sft"
+"""Its name after `algo=`."""
+
 
 class SftConfig(Section):
     """Supervised training on demonstrations."""

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from mmrl.config import AlgoConfig, ModelConfig, ModuleWeights
 from mmrl.config.algo import MhgpoConfig, TurnCriticConfig
+from mmrl.config.sft import SftConfig
 from mmrl.errors import unknown
 from mmrl.models.policy import INITIAL, TRAINED, describe_weights
 
@@ -32,7 +33,7 @@ class ModuleAssignment:
     """
 
     model: ModelConfig
-    algo: AlgoConfig
+    algo: AlgoConfig | SftConfig
     modules: tuple[str, ...]
     answered: Mapping[str, str] = field(default_factory=dict)
     """Module -> name of the endpoint's model."""
@@ -132,7 +133,7 @@ class ModuleAssignment:
         ]
         named = {
             "algo.train_modules": getattr(self.algo, "train_modules", None) or (),
-            "algo.advantage_scale": self.algo.advantage_scale or (),
+            "algo.advantage_scale": getattr(self.algo, "advantage_scale", None) or (),
         }
         problems += [
             f"{key}: names '{m}', for which an endpoint answers (engine.endpoints), so it is not trained; leave one of "

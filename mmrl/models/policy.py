@@ -9,19 +9,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mmrl.config.base import SHIPPED
+from mmrl.config.optimisers import PROMPT_SCHEMAS
 from mmrl.config.rules import value_at
 from mmrl.errors import ConfigError
+from mmrl.system.files import atomic_write, read_yaml
 from mmrl.system.files import digests as file_digests
-from mmrl.system.files import read_yaml
 
+POLICY = "policy.json"
+"""Of a run without checkpoints: what its policy is, once it has one (`write_policy`)."""
 MARKER = "complete.json"
 """Of a checkpoint: names, sizes and SHA-256 of its files, written last."""
 EXTRA = "extra.json"
 """Of a checkpoint: what else was stored with it, such as which module speaks with which weights."""
+STAGES = "stages"
+"""Folder of a run of several stages: each is a run of its own, in a folder there."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 TRAINED, INITIAL = "trained", "initial"
@@ -144,7 +149,10 @@ def _run_section(text: str, section: str) -> Mapping[str, object]:
 
 def is_shipped(text: str) -> bool:
     """Whether `policy=` names a shipped model, or a run that trained one."""
-    return text in SHIPPED or _run_section(text, "model").get("path") in SHIPPED
+    path = _run_section(text, "model").get("path")
+    # A later stage of a run began with the weights of an earlier one.
+    elsewhere = isinstance(path, str) and path != text and Path(path).is_dir()
+    return text in SHIPPED or path in SHIPPED or (elsewhere and is_shipped(str(path)))
 
 
 def model_of(text: str) -> tuple[str, dict[str, object]]:
@@ -161,6 +169,55 @@ def model_of(text: str) -> tuple[str, dict[str, object]]:
     return "hf" if name in (None, "tiny") else str(name), typed
 
 
+def write_policy(folder: Path, *, weights: str, prompts: str | None, task: str) -> None:
+    """Write what the policy of a run is. Paths below its folder are written relative to it, so that it may be moved.
+
+    Args:
+        weights: as `policy=`, or `model.path` of the run.
+        prompts: a file as `task.prompts`; None: the task's own.
+        task: whose prompts they are.
+    """
+
+    def written(path: str | None) -> str | None:
+        inside = path is not None and Path(path).exists() and Path(path).resolve().is_relative_to(folder.resolve())
+        return str(Path(path).resolve().relative_to(folder.resolve())) if inside and path is not None else path
+
+    content = {"weights": written(weights), "prompts": written(prompts), "task": task}
+    atomic_write(folder / POLICY, json.dumps(content, indent=1) + "\n")
+
+
+def _written(folder: Path) -> dict[str, str]:
+    """`policy.json`, with whole paths.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        content = json.loads((folder / POLICY).read_text(encoding="utf-8"))
+        stated = {key: content[key] for key in ("weights", "prompts", "task") if content[key] is not None}
+        if "weights" not in stated or not all(isinstance(value, str) for value in stated.values()):
+            raise ValueError(f"got {list(stated)}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"policy: {folder / POLICY} cannot be read ({error}); restore it") from None
+    for key in ("weights", "prompts"):
+        if key in stated and (folder / stated[key]).exists():
+            stated[key] = str(folder / stated[key])
+    return stated
+
+
+def prompts_of(text: str) -> tuple[str | None, str | None]:
+    """The task and the file of the prompts that a policy was made with; None, None where it has none of its own."""
+    folder = Path(text)
+    if text in SHIPPED or not folder.is_dir():
+        return None, None
+    if (folder / POLICY).is_file():
+        stated = _written(folder)
+        return (stated["task"], stated["prompts"]) if "prompts" in stated else (None, None)
+    section = _run_section(text, "task")
+    name, prompts = section.get("name"), section.get("prompts")
+    return (str(name), str(prompts)) if prompts else (None, None)
+
+
 def resolve(text: str, prompts: str | None = None) -> Policy:
     """The policy behind `policy=`: a run directory (its newest complete checkpoint), a checkpoint, an adapter, a
     folder with weights, `tiny`, or a hub id.
@@ -173,7 +230,12 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
         return Policy(base=text, prompts=prompts)
     if not folder.is_dir():
         raise ConfigError(f"policy: got '{text}', expected a run, checkpoint, adapter, model folder or hub id")
+    if (folder / POLICY).is_file():
+        # A run of prompts has the weights that it started with, one of several stages has those of the last stage.
+        return replace(resolve(_written(folder)["weights"]), prompts=prompts or prompts_of(text)[1])
     if (folder / "config.yaml").is_file():
+        if _run_section(text, "algo").get("name") in PROMPT_SCHEMAS or (folder / STAGES).is_dir():
+            raise ConfigError(f"policy: run {text} has not ended; continue it with: mmrl train resume={text}")
         # The same test as a resume: a run that was killed while it saved is evaluated as it would go on.
         newest = newest_checkpoint(folder)
         if newest is None:

@@ -120,6 +120,8 @@ def check_model(model: ModelConfig) -> None:
 class BuiltRun:
     """The parts of a training run."""
 
+    config: TrainCommandConfig
+    task: Task
     stages: Sequence[Stage]
     """In the order in which a run goes through them."""
     evaluations: Evaluations
@@ -202,7 +204,9 @@ def build_run(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
         collector=collector,
     )
     stage = WeightStage(engines=engines, collector=collector, evaluations=evaluations, frozen=assignment.frozen)
-    return BuiltRun(stages=[stage], evaluations=evaluations, engines=engines, assignment=assignment)
+    return BuiltRun(
+        config=config, task=task, stages=[stage], evaluations=evaluations, engines=engines, assignment=assignment
+    )
 
 
 def _build_engines(

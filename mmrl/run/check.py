@@ -19,7 +19,10 @@ from mmrl.config import (
     AlgoConfig,
     EvalCommandConfig,
     HardwareConfig,
+    PromptCommandConfig,
     RootConfig,
+    SftCommandConfig,
+    StagedCommandConfig,
     TaskConfig,
     TrainCommandConfig,
 )
@@ -66,6 +69,8 @@ def check_all(configs: Sequence[RootConfig], typed: Collection[str] = ()) -> Non
 def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     """Problems of one config across its sections, data files included."""
     problems = _directory_problems(config.run.dir)
+    if isinstance(config, StagedCommandConfig):
+        return problems + _stages_problems(config, typed)
     # A task refuses what it cannot be built from (prompts, a program, files) by a `ConfigError` of its own.
     task = build_task(config.task, config.seed)
     if config.task.reward is not None and config.task.reward not in task.reward_sets:
@@ -81,10 +86,59 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
         )
         problems += without_effect(config, typed, facts)
     problems += task.server_problems()
+    if isinstance(config, PromptCommandConfig | SftCommandConfig):
+        return problems + _stage_problems(config, task)
     if isinstance(config, EvalCommandConfig):
         return problems + _evaluation_problems(config, task)
     assert isinstance(config, TrainCommandConfig)
     return problems + plan_problems(config, task) + _training_problems(config, task)
+
+
+def _stages_problems(config: StagedCommandConfig, typed: Collection[str]) -> list[str]:
+    """Problems of each stage, and of their order. Prompts and weights of earlier stages are not there yet."""
+    problems = []
+    if config.hardware.nodes > 1:
+        problems.append(
+            f"stages: profile '{config.hardware.name}' has several machines, and stages are started by one process; "
+            "start them one by one, each from the run before (model.path=, task.prompts=)"
+        )
+    for number, stage in enumerate(config.stages, start=1):
+        assert isinstance(stage, TrainCommandConfig | PromptCommandConfig | SftCommandConfig)
+        name = stage.algo.name
+        own = [f"stage.{name}.", f"stage.{number}."]
+        keys = [key for key in typed if not key.startswith("stage.")]
+        keys += [key.removeprefix(prefix) for key in typed for prefix in own if key.startswith(prefix)]
+        last = number == len(config.stages)
+        if stage.model.modules is not None and not last and not isinstance(stage, PromptCommandConfig):
+            problems.append(
+                f"stages: stage {number} ({name}) trains weights for each module apart (model.modules), from which no "
+                "further stage can start; make it the last one"
+            )
+        try:
+            found = check(stage.in_folder(None), keys)
+        except ConfigError as error:
+            found = error.problems
+        problems += [f"stage {number} ({name}): {problem}" for problem in found]
+    return problems
+
+
+def _stage_problems(config: PromptCommandConfig | SftCommandConfig, task: Task) -> list[str]:
+    """What stands against a stage that optimises prompts, or a supervised one."""
+    problems = across_sections(config) + endpoint_problems(config, task) + missing_packages(config.hardware)
+    problems += missing_trackers(config.run.report_to) + split_problems(
+        config.task, task, config.eval.split, "eval.split"
+    )
+    problems += split_problems(config.task, task, "train", "task.data.train")
+    if isinstance(config, PromptCommandConfig):
+        from mmrl.stages.prompts.split import prompt_problems
+
+        name = engine_name(config)
+        problems += unreachable({"algo.prompt_model": model} if (model := config.algo.prompt_model) else {})
+        problems += engines.problems(config.engine, name, training=False, copied=False, device=config.hardware.device)
+        return problems + prompt_problems(config, task)
+    from mmrl.stages.sft_data import sft_problems
+
+    return problems + sft_problems(config, task)
 
 
 def _directory_problems(folder: str | None) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from mmrl.config import TrainCommandConfig
+from mmrl.config import StageConfig, StagedCommandConfig
 from mmrl.config.base import Section
 from mmrl.config.validate import as_tuples, explain
 from mmrl.errors import ConfigError, DataError, Stopped, unknown
@@ -32,7 +32,7 @@ TOP = Path("outputs") / "compare"
 KEYS = ("plan", "algo", "task", "seed", "name", "jobs", "runs", "out", "docs")
 """Keys of the command itself; all others are overrides of its runs."""
 
-Compose = Callable[[Sequence[str]], TrainCommandConfig]
+Compose = Callable[[Sequence[str]], StageConfig | StagedCommandConfig]
 """Overrides to a validated config; raises `ConfigError`. Composition is the command line's: Hydra is not known here."""
 
 

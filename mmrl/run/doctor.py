@@ -134,8 +134,7 @@ def look_before(built: BuiltRun, log: StepLog, checkpoint: Path | None) -> None:
     """
     if checkpoint is not None:
         return
-    collector = built.evaluations.collector
-    config, task = collector.config, collector.task
+    config, task = built.config, built.task
     needed, reason = log.processes.first(_needed(config, task, log.rundir.path / FILE))
     if not needed:
         if reason:

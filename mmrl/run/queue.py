@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mmrl.config import TrainCommandConfig
+from mmrl.config import RootConfig, SftCommandConfig, StageConfig, StagedCommandConfig, TrainCommandConfig
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import FOLDERS, LOCK, RunDir
 from mmrl.report.stats import duration, number, short
@@ -37,7 +37,7 @@ LOCK_S = 30.0
 State = Literal["new", "unfinished", "finished"]
 
 
-def state_of(path: Path, config: TrainCommandConfig, key: str) -> State:
+def state_of(path: Path, config: RootConfig, key: str) -> State:
     """What a run directory holds of the run of `config`; leftovers of a start that was killed at once are removed.
 
     Args:
@@ -70,7 +70,7 @@ class QueuedRun:
     algo: str
     seed: int
     overrides: Sequence[str]
-    config: TrainCommandConfig
+    config: StageConfig | StagedCommandConfig
     path: Path
     metric: str
     code: int | None = None
@@ -112,13 +112,16 @@ class QueuedRun:
                 value = number(record.get(key)) if key in record else value
             self.cached = (size, (done, value))
         done, value = self.cached[1]
-        return done, self.config.train.steps, value
+        config = self.config
+        # How many trials an optimiser of prompts makes shows only as it goes.
+        return done, config.train.steps if isinstance(config, TrainCommandConfig | SftCommandConfig) else 0, value
 
     def line(self) -> str:
         """How far it is."""
         done, total, value = self.progress()
         score = f"  {self.metric} {short(value)}" if value is not None else ""
-        return f"{self.name}: step {done} of {total}{score}  {duration(time.monotonic() - self.started)}"
+        of = f" of {total}" if total else ""
+        return f"{self.name}: step {done}{of}{score}  {duration(time.monotonic() - self.started)}"
 
     def trouble(self) -> str:
         """The last error that a failed run printed."""
@@ -249,7 +252,7 @@ class RunQueue:
                 process.wait()
 
 
-def differences(stored: Mapping[str, object], requested: TrainCommandConfig) -> list[str]:
+def differences(stored: Mapping[str, object], requested: RootConfig) -> list[str]:
     """Settings in which a run directory's config is another than the one requested, as `path=there (requested: here)`.
 
     Where it lies and what depends on the machine do not count.
@@ -264,7 +267,7 @@ def differences(stored: Mapping[str, object], requested: TrainCommandConfig) -> 
     ]
 
 
-def _refuse_other_settings(path: Path, config: TrainCommandConfig, key: str) -> None:
+def _refuse_other_settings(path: Path, config: RootConfig, key: str) -> None:
     try:
         different = differences(RunDir.read(path).config, config)
     except ConfigError as error:

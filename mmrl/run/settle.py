@@ -14,7 +14,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
-from mmrl.config import AlgoConfig, EndpointConfig, ModelConfig, RootConfig, TrainCommandConfig, validate_stored
+from mmrl.config import (
+    AlgoConfig,
+    EndpointConfig,
+    EvalCommandConfig,
+    ModelConfig,
+    PromptCommandConfig,
+    RootConfig,
+    StagedCommandConfig,
+    stage_schema,
+    validate_stored,
+)
+from mmrl.config.sft import SftConfig
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.report.compare import flattened
@@ -93,7 +104,10 @@ def settle(config: ConfigT, device: str | None = None, planned: bool = False) ->
 
 
 def module_assignment(
-    model: ModelConfig, algo: AlgoConfig, modules: Sequence[str], endpoints: Mapping[str, EndpointConfig] | None
+    model: ModelConfig,
+    algo: AlgoConfig | SftConfig,
+    modules: Sequence[str],
+    endpoints: Mapping[str, EndpointConfig] | None,
 ) -> ModuleAssignment:
     """Which module of a program speaks with which weights in a training run."""
     answered = {module: endpoint.model for module, endpoint in (endpoints or {}).items()}
@@ -134,7 +148,7 @@ def config_changes(stored: Mapping[str, object], now: Mapping[str, object]) -> d
         ConfigError: the stored config is none that this version understands.
     """
     # Validated first: keys that a newer version added have their defaults, and are no difference.
-    there = flattened(plain(validate_stored(TrainCommandConfig, stored).model_dump(mode="json")))
+    there = flattened(plain(validate_stored(schema_of(stored), stored).model_dump(mode="json")))
     here = flattened(plain(now))
     return {
         path: (there.get(path, "absent"), here.get(path, "absent"))
@@ -166,6 +180,16 @@ def refuse_changes(run: RunDir, stored: Mapping[str, object], now: Mapping[str, 
     return [shown[path] for path in allowed]
 
 
+def schema_of(stored: Mapping[str, object]) -> type[RootConfig]:
+    """The schema of a run's `config.yaml`."""
+    if "policy" in stored:
+        return EvalCommandConfig
+    if "stages" in stored:
+        return StagedCommandConfig
+    algo = stored.get("algo")
+    return stage_schema(algo.get("name") if isinstance(algo, Mapping) else None)
+
+
 def stored_config(folder: Path, schema: type[ConfigT]) -> ConfigT:
     """The config of a run that is to be continued, with its plugins imported; writes nothing.
 
@@ -175,12 +199,16 @@ def stored_config(folder: Path, schema: type[ConfigT]) -> ConfigT:
     """
     # No lock is taken here: the processes of the run take it, and may be others than this one.
     stored = RunDir.read(folder).config
-    # Each command's config has a key that the other's has not.
-    other, key = ("eval", "policy") if schema is TrainCommandConfig else ("train", "algo")
-    if key in stored:
+    there = schema_of(stored)
+    if (there is EvalCommandConfig) != (schema is EvalCommandConfig):
+        other = "eval" if there is EvalCommandConfig else "train"
         raise CheckpointError(
             f"{folder}: this is a run of mmrl {other}; continue it with: mmrl {other} resume={folder}"
         )
+    if there is StagedCommandConfig and schema is not there:
+        raise CheckpointError(f"{folder}: this is a run of several stages; give one of them: {folder}/stages/…")
+    if there is PromptCommandConfig and schema is not there:
+        raise CheckpointError(f"{folder}: this run has optimised prompts and trained no weights")
     plugins = stored.get("plugins", ())
     # anything but names is for validation to refuse
     import_plugins([name for name in plugins if isinstance(name, str)] if isinstance(plugins, list) else ())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from uuid import uuid4
 
-from mmrl.config import TrainCommandConfig, validate
+from mmrl.config import StageConfig, StagedCommandConfig
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, print_error
 from mmrl.report.compare import compare_runs
 from mmrl.report.rundir import RunDir
@@ -23,13 +23,15 @@ from mmrl.run.settle import run_folder
 from mmrl.system.files import JsonObject
 from mmrl.system.processes import launched
 
-Job = Callable[[Mapping[str, object]], float | None]
+Build = Callable[[], StageConfig | StagedCommandConfig]
+"""Makes the config of a job, or raises `ConfigError`."""
+Job = Callable[[Build], float | None]
 Drive = Callable[[Job], None]
-"""Calls a function with the composed config of every job, in this process or in others."""
+"""Calls a function with the config of every job, in this process or in others."""
 
 
 def sweep(
-    configs: Sequence[TrainCommandConfig],
+    configs: Sequence[StageConfig | StagedCommandConfig],
     typed: Collection[str],
     command: Sequence[str],
     drive: Drive,
@@ -101,7 +103,7 @@ def _show(folders: Sequence[Path]) -> None:
         print(f"the runs are not shown side by side: {error}", file=sys.stderr)
 
 
-def _check_sweep(configs: Sequence[TrainCommandConfig], typed: Collection[str]) -> None:
+def _check_sweep(configs: Sequence[StageConfig | StagedCommandConfig], typed: Collection[str]) -> None:
     folders = [config.run.dir for config in configs if config.run.dir]
     if len(set(folders)) < len(configs):
         check_all(configs, typed)
@@ -119,13 +121,13 @@ def _check_sweep(configs: Sequence[TrainCommandConfig], typed: Collection[str]) 
         raise ConfigError(dict.fromkeys(problems))
 
 
-def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, raw: Mapping[str, object]) -> float | None:
+def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: Build) -> float | None:
     """One job of a sweep, in this process or in one that a launcher has started. Returns its main metric."""
-    from mmrl.run.train import resume, train
+    from mmrl.run.stages import begin, resume
 
     folder, made = "", False
     try:
-        config = validate(TrainCommandConfig, raw)
+        config = build()
         name = f"algo={config.algo.name} task={config.task.name} seed={config.seed}"
         print(f"-- job {len(list(results.iterdir())) + 1}{f' of {jobs}' if jobs else ''}: {name}")
         folder, state = config.run.dir or "", "new"
@@ -138,7 +140,7 @@ def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, raw: Map
             print(f"finished before, kept: {folder}")
             code = 0
         else:
-            code = resume(Path(folder)) if state == "unfinished" else train(config, command)
+            code = resume(Path(folder)) if state == "unfinished" else begin(config, command)
     except MmrlError as error:
         print_error(error)
         code = error.exit_code

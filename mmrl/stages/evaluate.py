@@ -12,17 +12,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 from mmrl import rng
-from mmrl.config import EvalConfig
+from mmrl.config import EvalConfig, RootConfig
 from mmrl.errors import MODEL_CAUSED, OWN_CODE, DataError, TooManyFailures, failed_how
 from mmrl.records import Example, Forest
 from mmrl.report.stats import bootstrap_interval
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
-from mmrl.stages.collect import Collector
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import failed_share, module_metrics, never
 from mmrl.system.files import append_jsonl, atomic_write, dumps, read_jsonl, repair_jsonl
@@ -85,6 +84,34 @@ def evaluate(
     return [done[example.id] for example in chosen if example.id in done]
 
 
+class Player(Protocol):
+    """What plays the rollouts of a run's evaluations: a weight stage's collector, or another stage's."""
+
+    @property
+    def config(self) -> RootConfig:
+        """The run's."""
+        ...
+
+    @property
+    def reward_set(self) -> str:
+        """Of the run."""
+        ...
+
+    @property
+    def log(self) -> StepLog:
+        """The run's."""
+        ...
+
+    def environment(self, phase: EvalConfig, key: rng.Key, /) -> Environment:
+        """What the rollouts of an evaluation share, with the policy of now."""
+        ...
+
+    @property
+    def sync(self) -> Callable[[int], None]:
+        """Has the policy after so many steps served. (steps)"""
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class Evaluations:
     """The evaluations of a training run on `eval.split`; per-item results stay in the run directory."""
@@ -94,7 +121,7 @@ class Evaluations:
     """The split."""
     last_step: int
     """`train.steps`, after which the policy is always evaluated."""
-    collector: Collector
+    collector: Player
     """What samples in training evaluates too: the same task, engine and weights."""
     _failure: str = ""
     """What `too_many_failed` said of the last evaluation."""

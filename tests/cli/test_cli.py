@@ -16,10 +16,12 @@ import pytest
 from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import COMMANDS, main
 from mmrl.cli.arguments import ExportArguments, ShowArguments
-from mmrl.cli.hydra import composed, configs, configured, read_line
+from mmrl.cli.hydra import composed, configs, configured, read_line, train_configs
 from mmrl.cli.index import BuildArguments, CheckArguments, InfoArguments, SearchArguments, ServeArguments
 from mmrl.cli.new_task import NewTaskArguments
-from mmrl.config import ALGO_SCHEMAS, EvalCommandConfig, TrainCommandConfig, validate
+from mmrl.config import ALGO_SCHEMAS, EvalCommandConfig, StagedCommandConfig, TrainCommandConfig, validate
+from mmrl.config.optimisers import PROMPT_SCHEMAS
+from mmrl.config.sft import SFT
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import RunDir
 from mmrl.run.compare import KEYS
@@ -47,10 +49,13 @@ def test_help_imports_neither_torch_nor_hydra():
 
 
 def test_names_in_yaml_registry_and_schema_are_the_same():
-    assert options("algo") == sorted(ALGO_SCHEMAS) == sorted(ALGORITHMS)
-    for name in options("algo"):
+    assert sorted(ALGO_SCHEMAS) == sorted(ALGORITHMS)
+    shown = options("algo")
+    lists = [name for name in shown if composed("train", [f"algo={name}"]).get("stages")]
+    assert [name for name in shown if name not in lists] == sorted([*ALGO_SCHEMAS, *PROMPT_SCHEMAS, SFT])
+    for name in shown:
         raw = composed("train", [f"algo={name}"])
-        assert raw["algo"]["name"] == name
+        assert name in lists or raw["algo"]["name"] == name
 
 
 @pytest.mark.parametrize(
@@ -66,14 +71,16 @@ def test_names_in_yaml_registry_and_schema_are_the_same():
     ids=lambda overrides: overrides[0],
 )
 def test_every_shipped_config_composes_and_validates(overrides):
-    config = validate(TrainCommandConfig, composed("train", overrides))
+    (config,) = train_configs(read_line(overrides))
     group, _, name = overrides[0].partition("=")
-    if group in ("task", "algo", "model", "hardware", "engine"):
+    if isinstance(config, StagedCommandConfig):
+        assert len(config.stages) > 1
+    elif group in ("task", "algo", "model", "hardware", "engine"):
         assert getattr(config, group).name == name
 
 
 def test_the_tiny_model_scales_every_algorithm_down():
-    for algo, model in itertools.product(options("algo"), ["tiny"]):
+    for algo, model in itertools.product(ALGO_SCHEMAS, ["tiny"]):
         config = validate(TrainCommandConfig, composed("train", [f"algo={algo}", f"model={model}"]))
         assert config.train.batch_size <= 64
         assert config.model.lora is None
@@ -320,12 +327,12 @@ def test_a_job_that_a_launcher_lost_is_counted_as_not_finished(monkeypatch, tmp_
 
     def only_the_first(name, line, job):
         assert pickle.loads(pickle.dumps(job)).args == job.args
-        job(hydra.composed("train", ["seed=1"]))
+        job(lambda: configured(["seed=1"]))
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hydra, "through_hydra", only_the_first)
     monkeypatch.setattr("mmrl.run.sweep.check_all", lambda *_: None)
-    monkeypatch.setattr("mmrl.run.train.train", lambda config, command: 0)
+    monkeypatch.setattr("mmrl.run.stages.begin", lambda config, command: 0)
     assert main(["train", "-m", "seed=1,2"]) == 1
     said = capsys.readouterr()
     assert "-- job 1 of 2: algo=mhgpo_rr task=hotpotqa seed=1" in said.out
@@ -337,14 +344,14 @@ def test_a_sweep_with_folders_of_its_own_keeps_what_is_finished_and_continues_th
     monkeypatch.chdir(tmp_path)
     words = ["train", "-m", "seed=0,1,2", "train.steps=2", "run.dir=runs/s${seed}"]
     for seed in (0, 1):
-        config = configured(TrainCommandConfig, [f"seed={seed}", "train.steps=2"])
+        config = configured([f"seed={seed}", "train.steps=2"])
         with RunDir.create(f"runs/s{seed}", config.model_dump(mode="json"), ["mmrl"]) as run:
             if seed == 0:
                 run.write_summary({"main_metric": "f1"})
                 (run.path / "report.html").write_text("<html></html>")
     done = []
-    monkeypatch.setattr("mmrl.run.train.train", lambda config, command: done.append(("train", config.run.dir)) or 0)
-    monkeypatch.setattr("mmrl.run.train.resume", lambda folder: done.append(("resume", str(folder))) or 0)
+    monkeypatch.setattr("mmrl.run.stages.begin", lambda config, command: done.append(("train", config.run.dir)) or 0)
+    monkeypatch.setattr("mmrl.run.stages.resume", lambda folder: done.append(("resume", str(folder))) or 0)
     assert main(words) == 0
     assert done == [("resume", "runs/s1"), ("train", "runs/s2")]
     assert "finished before, kept: runs/s0" in capsys.readouterr().out

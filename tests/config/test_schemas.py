@@ -112,7 +112,7 @@ def test_a_mistake_below_a_chosen_schema_has_one_sentence(arguments: list[str], 
 
 
 @pytest.mark.parametrize(
-    ("task", "algo"), [(task, "grpo") for task in options("task")] + [("hotpotqa", algo) for algo in options("algo")]
+    ("task", "algo"), [(task, "grpo") for task in options("task")] + [("hotpotqa", algo) for algo in ALGO_SCHEMAS]
 )
 def test_every_task_and_every_algorithm_composes(task: str, algo: str) -> None:
     config = validate(TrainCommandConfig, raw_of(f"task={task}", f"algo={algo}"))

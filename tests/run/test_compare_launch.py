@@ -12,7 +12,7 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.cli.hydra import configured
-from mmrl.config import ALGO_SCHEMAS, TrainCommandConfig
+from mmrl.config import ALGO_SCHEMAS
 from mmrl.config.base import SHIPPED
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import RunDir
@@ -35,7 +35,7 @@ if given.get("algo") == os.environ.get("BREAKS", "none"):
 if "resume" in given:
     run = RunDir.open(given["resume"])
 else:
-    config = configured(TrainCommandConfig, [word for word in words if not word.startswith("run.")])
+    config = configured([word for word in words if not word.startswith("run.")])
     run = RunDir.create(given["run.dir"], config.model_dump(mode="json"), ["mmrl"])
 with run:
     for step in range(len(run.history()), 3):
@@ -194,7 +194,7 @@ def test_every_run_of_a_shipped_plan_composes(path):
         for task in part.task:
             for algo in part.algo:
                 own = [*plan.settings, *part.settings, *plan.algo.get(algo, ())]
-                config = configured(TrainCommandConfig, [f"task={task}", f"algo={algo}", *own])
+                config = configured([f"task={task}", f"algo={algo}", *own])
                 assert (config.eval.items or 200) >= 200, "needed to say that it learns"
     assert len(plan.seed) >= 3
 

@@ -18,7 +18,6 @@ from mmrl import rng
 from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import main
 from mmrl.cli.hydra import configured
-from mmrl.config import TrainCommandConfig
 from mmrl.errors import ToolFailure
 from mmrl.records import Example
 from mmrl.report.journal import read_step, write_step
@@ -91,7 +90,7 @@ def with_numbers(forest, critic):
 
 def trained(folder, *options):
     """A run directory with the journal of one step, and what the trainer was given."""
-    config = configured(TrainCommandConfig, [*options, "train.batch_size=5"]).in_folder(str(folder))
+    config = configured([*options, "train.batch_size=5"]).in_folder(str(folder))
     task = Turns(Agents())
 
     def roll_out(examples):

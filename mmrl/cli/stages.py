@@ -1,0 +1,152 @@
+"""From one composed job of `mmrl train` to its config: one stage, or several (`stages=[A,B]`), each composed by itself.
+
+A stage `A` is what the same words with `algo=A` would be, and with what `stage.A.KEY=` (or `stage.1.KEY=`) says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+from mmrl.cli.overrides import hydra_value
+from mmrl.config import RootConfig, StageConfig, StagedCommandConfig, TrainCommandConfig, stage_schema, validate
+from mmrl.config.optimisers import PROMPT_SCHEMAS
+from mmrl.config.sft import SFT, SftConfig
+from mmrl.errors import ConfigError, unknown
+from mmrl.system.conf import GROUPS, options
+
+Compose = Callable[[Sequence[str]], dict[str, object]]
+"""Composes the words of a job to a plain mapping."""
+SECTIONS = ("algo", "train")
+"""Sections that the files of `model=` set for algorithms: a stage of another kind takes of them what it knows."""
+
+
+def train_config(
+    raw: Mapping[str, object], words: Sequence[str], typed: Collection[str], compose: Compose, config_dir: str | None
+) -> StageConfig | StagedCommandConfig:
+    """The config of a job.
+
+    Args:
+        raw: the job, composed.
+        words: its overrides.
+        typed: keys that the user set, in words or in a row.
+
+    Raises:
+        ConfigError: every problem.
+    """
+    sections = dict(raw)
+    names, own = sections.pop("stages", None), sections.pop("stage", None) or {}
+    if not names:
+        if own:
+            raise ConfigError(f"{key}: has no effect without stages=[…]" for key, _ in _flat({"stage": own}))
+        return _stage(sections, typed)
+    listed = _listed(names, own, config_dir)
+    problems = [f"{key}: say of which stage: stage.{listed[0]}.{key}" for key in typed if key.startswith("algo.")]
+    if "algo" in typed and "stages" in typed:
+        problems.append(f"algo: has no effect beside stages=[{','.join(listed)}]; leave one of them out")
+    stages: list[StageConfig] = []
+    for number, name in enumerate(listed, start=1):
+        of_stage = _words_of(own, name, number)
+        kept = [word for word in words if not _is_of(word, ("algo", "stages", "stage"))]
+        mapping = compose([*kept, f"algo={name}", *(word for _, word in of_stage)])
+        if mapping.pop("stages", None) and name not in (SFT, *PROMPT_SCHEMAS) and "name" not in _section(mapping):
+            problems.append(f"stages: got {name}, which stands for several stages itself; list them")
+            continue
+        mapping.pop("stage", None)
+        try:
+            stages.append(_stage(mapping, [key for key, _ in of_stage]))
+        except ConfigError as error:
+            problems += [f"stage {number} ({name}): {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    shared = {name: getattr(stages[0], name) for name in RootConfig.model_fields}
+    method = {"name": "+".join(listed)}
+    return StagedCommandConfig.model_validate({**shared, "algo": method, "stages": tuple(stages)})
+
+
+def _stage(sections: Mapping[str, object], typed: Collection[str]) -> StageConfig:
+    """One stage, by the schema of its kind."""
+    algo = _section(sections)
+    schema = stage_schema(algo.get("name"))
+    if schema is TrainCommandConfig:
+        return validate(TrainCommandConfig, sections)
+    # A `model=` sets what suits it in training by algorithms; that is no mistake here. What the user typed is.
+    fields = (
+        PROMPT_SCHEMAS[str(algo["name"])].model_fields if algo["name"] in PROMPT_SCHEMAS else SftConfig.model_fields
+    )
+    mapping = dict(sections)
+    mapping["algo"] = {key: value for key, value in algo.items() if key in fields or f"algo.{key}" in typed}
+    problems = []
+    if "train" not in schema.model_fields:
+        mapping.pop("train", None)
+        problems = [
+            f"{key}: has no effect with algo={algo['name']}, which trains no weights"
+            for key in typed
+            if key.partition(".")[0] == "train"
+        ]
+    try:
+        config: StageConfig = validate(schema, mapping)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _section(sections: Mapping[str, object]) -> Mapping[str, object]:
+    algo = sections.get("algo")
+    return algo if isinstance(algo, Mapping) else {}
+
+
+def _listed(names: object, own: object, config_dir: str | None) -> list[str]:
+    """The names of the stages.
+
+    Raises:
+        ConfigError: they are none, or `stage.*` names others.
+    """
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"stages: got {names!r}, expected names of algo= in a list: stages=[miprov2,mmgrpo]")
+    choices = options("algo", config_dir)
+    problems = [unknown("stages", name, choices) for name in names if name not in choices]
+    if not isinstance(own, Mapping):
+        problems.append(f"stage: got {own!r}, expected stage.NAME.KEY=VALUE")
+    else:
+        numbers = [str(number) for number in range(1, len(names) + 1)]
+        problems += [
+            f"stage.{key}: no such stage (stages: {', '.join(names)}; also by number: {', '.join(numbers)})"
+            for key in map(str, own)
+            if key not in (*names, *numbers)
+        ]
+        problems += [
+            f"stage.{key}: expected a key of that stage: stage.{key}.KEY=VALUE"
+            for key, value in own.items()
+            if not isinstance(value, Mapping)
+        ]
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    return list(names)
+
+
+def _words_of(own: object, name: str, number: int) -> list[tuple[str, str]]:
+    """What `stage.*` says of one stage: keys, and the words that set them; the number's come last, so they win."""
+    assert isinstance(own, Mapping)
+    said = [*_flat(own.get(name) or {}), *_flat(own.get(str(number)) or own.get(number) or {})]
+    return [
+        (key, f"{key}={value}" if key in GROUPS and isinstance(value, str) else f"++{key}={hydra_value(key, value)}")
+        for key, value in dict(said).items()
+    ]
+
+
+def _is_of(word: str, sections: Collection[str]) -> bool:
+    """Whether an override sets one of the sections, or something in it."""
+    key = word.lstrip("+~").partition("=")[0].partition("@")[0]
+    return key.partition(".")[0] in sections
+
+
+def _flat(section: object, above: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted keys of a mapping of mappings, and their values."""
+    if isinstance(section, Mapping):
+        for key, value in section.items():
+            if isinstance(value, Mapping) and value:
+                yield from _flat(value, f"{above}{key}.")
+            else:
+                yield f"{above}{key}", value
