@@ -22,6 +22,7 @@ from mmrl.report.html import write_report
 from mmrl.report.items import evaluation_text, example_text, step_text
 from mmrl.report.overview import Item, Overview, damage_named
 from mmrl.report.rundir import RunDir
+from mmrl.report.stages import stage_facts, stage_rows
 from mmrl.report.stats import (
     ASCII_BLOCKS,
     BLOCKS,
@@ -82,6 +83,8 @@ def overview_text(seen: Overview, width: int = 100) -> str:
         parts.append("first against last evaluation, " + before_after_table(seen.differences, seen.split, width))
     if seen.modules:
         parts.append(_module_table(seen, width))
+    if facts := stage_facts(seen.run.path):
+        parts.append(f"stages\n{align(stage_rows(facts))}")
     parts.append(alarm_text(seen.alarms, width))
     parts.append(_further(seen))
     return "\n\n".join(part for part in parts if part)
@@ -224,6 +227,8 @@ def finish(
         "\n".join(fill(sentence, width) for sentence in seen.kind) + ("\n" + facts_table(facts) if facts else ""),
         before_after_table(differences, split, width),
     ]
+    if stages := stage_facts(run.path):
+        parts.append(f"stages\n{align(stage_rows(stages))}")
     if len(rewards):
         first, last, best = (short(value) for value in (smooth[0], smooth[-1], smooth.max()))
         parts.append(
@@ -253,6 +258,7 @@ def _summary(seen: Overview, differences: Mapping[str, Difference], results: Map
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "split": results["split"],
         "main_metric": results["main_metric"],
+        **({"stages": stages} if (stages := stage_facts(seen.run.path)) else {}),
         "comparison": {
             name: asdict(difference) | {"certain": difference.certain} for name, difference in differences.items()
         },

@@ -30,6 +30,7 @@ from mmrl.report.items import item_rows, score_rows
 from mmrl.report.journal import read_step
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
+from mmrl.report.stages import stage_facts, stage_rows
 from mmrl.report.stats import Difference, duration, number, series, short
 from mmrl.report.tables import (
     AGAINST,
@@ -100,6 +101,7 @@ def write_report(seen: Overview) -> Path:
         kind=seen.kind,
         details=list((seen.summary.get("facts") or {}).items()),
         split=seen.split,
+        stages=stage_rows(facts) if (facts := stage_facts(seen.run.path)) else [],
         tiles=[_tile(name, difference) for name, difference in list(seen.differences.items())[:3]],
         differences=[_difference_row(name, difference) for name, difference in seen.differences.items()],
         scores=list(_scores(seen)) if seen.evaluates else [],

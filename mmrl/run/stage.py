@@ -63,8 +63,8 @@ def improve(config: Config, command: Sequence[str], resumed: bool = False) -> in
 def _cut(config: Config, rundir: RunDir) -> None:
     """Take the run's files back to where it goes on from.
 
-    Prompts have no checkpoint: their optimiser runs again from its seed, a store answers what it has had before, and the
-    trials that are in the history stay there.
+    Prompts have no checkpoint: their optimiser runs again from its seed, a store answers what it has had before, and
+    the trials that are in the history stay there.
     """
     if isinstance(config, SftCommandConfig):
         reread(plain(config.model_dump(mode="json")), config.train.steps, rundir)

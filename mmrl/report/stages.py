@@ -1,0 +1,86 @@
+"""What each stage of a run has cost and gained: one row per stage, for the terminal, the page and the summary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmrl.errors import CheckpointError
+from mmrl.models.policy import STAGES
+from mmrl.report.rundir import RunDir
+from mmrl.report.stats import duration, number, short
+from mmrl.system.files import JsonObject
+
+COUNTS = {
+    "rollouts": ("rollouts/count", "prompts/rollouts"),
+    "calls": ("rollouts/calls", "prompts/calls"),
+    "tokens": ("rollouts/tokens", "prompts/completion_tokens"),
+    "trained": ("train/tokens",),
+    "proposals": ("prompts/writer/requests",),
+}
+"""Count of a stage -> metrics of its steps that are summed."""
+MONEY = ("endpoint/cost", "endpoint/judge/cost", "endpoint/external/cost")
+"""Counted since the process started, so the last value of each start is its cost."""
+
+
+def stage_folders(run: Path) -> list[Path]:
+    """The stages of a run that have begun, in order; empty for a run that is one stage."""
+    folders = [path for path in (run / STAGES).glob("*_*") if path.name.partition("_")[0].isdigit()]
+    return sorted(folders, key=lambda path: int(path.name.partition("_")[0]))
+
+
+def stage_facts(run: Path) -> list[JsonObject]:
+    """Cost and gain of each stage: counts, seconds, USD, and the main metric before and after with its interval.
+
+    `difference`, `low` and `high` compare item by item what the stage started from with what it made; absent while the
+    stage goes on.
+    """
+    facts: list[JsonObject] = []
+    for path in stage_folders(run):
+        try:
+            stage = RunDir.read(path)
+        except CheckpointError:  # a kill came before its config was written
+            continue
+        summary, history = stage.summary, stage.history()
+        fact: JsonObject = {"stage": path.name, "steps": max((int(line["step"]) for line in history), default=0)}
+        for name, keys in COUNTS.items():
+            fact[name] = int(sum(number(line.get(key)) or 0.0 for line in history for key in keys))
+        fact["seconds"] = number(summary.get("seconds"))
+        money = sum(_paid([number(line.get(key)) for line in history]) for key in MONEY)
+        fact["cost"] = money + sum(number(line.get("prompts/writer/cost")) or 0.0 for line in history)
+        metric = summary.get("main_metric")
+        compared = summary.get("comparison", {}).get(metric) or {}
+        fact["metric"] = metric
+        fact |= {key: compared.get(key) for key in ("before", "after", "difference", "low", "high", "n")}
+        facts.append(fact)
+    return facts
+
+
+def _paid(values: Sequence[float | None]) -> float:
+    """The sum over process starts of a count that each start begins anew."""
+    paid, last = 0.0, 0.0
+    for value in values:
+        if value is None:
+            continue
+        if value < last:  # a process started again
+            paid += last
+        last = value
+    return paid + last
+
+
+def stage_rows(facts: Sequence[JsonObject]) -> list[list[str]]:
+    """A header and a row per stage."""
+    metric = next((str(fact["metric"]) for fact in facts if fact["metric"]), "score")
+    money = any(fact["cost"] for fact in facts)
+    header = ["stage", metric, "gain", "95 % interval", "steps", "rollouts", "calls", "tokens sampled", "time"]
+    rows = [[*header, "USD"] if money else header]
+    for fact in facts:
+        if fact["after"] is None:
+            scores = ["", "", ""]
+        else:
+            scores = [f"{fact['before']:.3f} → {fact['after']:.3f}", f"{fact['difference']:+.3f}"]
+            scores.append(f"{fact['low']:+.3f} to {fact['high']:+.3f}")
+        counts = [str(fact["steps"]), *(short(float(fact[name])) for name in ("rollouts", "calls", "tokens"))]
+        time = duration(fact["seconds"]) if fact["seconds"] is not None else "not ended"
+        rows.append([fact["stage"], *scores, *counts, time, *([f"{fact['cost']:.2f}"] if money else [])])
+    return rows
