@@ -1,23 +1,201 @@
-"""`algo.*` of a stage that optimises prompts: one schema per optimiser of DSPy."""
+"""`algo.*` of a stage that optimises prompts: one schema per optimiser of DSPy, with DSPy's names for its options."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
 
 from mmrl.config.base import Section
+from mmrl.config.endpoint import EndpointConfig
+
+Auto = Literal["light", "medium", "heavy"]
+SMALLEST_MINIBATCHED = 50
+"""Validation examples up to which DSPy's MIPROv2 evaluates every trial on all of them."""
 
 
 class PromptConfig(Section):
-    """What every optimiser of prompts has."""
+    """What every optimiser of prompts has.
+
+    Rollouts are sampled as in evaluation (`eval.temperature`, `eval.top_p`, `eval.top_k`, `eval.parse_retries`).
+    """
 
     name: str
 
 
-class Miprov2Config(PromptConfig):
-    """MIPROv2: instructions and demonstrations of all modules together (arXiv 2406.11695)."""
+class ValidatedConfig(PromptConfig):
+    """What optimisers have that hold a part of the train split for validation."""
+
+    validation: float = Field(
+        0.8, gt=0, lt=1, description="share of the train split, its end, that candidates are compared on"
+    )
+    validation_items: int | None = Field(None, ge=1, description="most examples of it; null: 1000, as in MIPROv2")
+
+
+class BootstrapConfig(ValidatedConfig):
+    """What optimisers have that take demonstrations from rollouts that went well (DSPy's BootstrapFewShot)."""
+
+    max_bootstrapped_demos: int = Field(4, ge=0, description="most demonstrations from rollouts, per module")
+    max_labeled_demos: int = Field(
+        4, ge=0, description="most demonstrations per module, those from rollouts and plain examples together"
+    )
+    metric_threshold: float | None = Field(
+        None, description="reward from which a rollout is a demonstration; null: any above 0"
+    )
+    bootstrap_ahead: int = Field(
+        8, ge=1, description="examples rolled out at once for demonstrations, twice as many whenever more are needed"
+    )
+
+    @field_validator("metric_threshold")
+    @classmethod
+    def _threshold(cls, threshold: float | None) -> float | None:
+        # DSPy takes 0 for no threshold
+        if threshold == 0:
+            raise ValueError("got 0, which DSPy takes for none; expected another number, or null: any above 0")
+        return threshold
+
+
+class ProposingConfig(Section):
+    """What optimisers have that a model writes instructions for."""
+
+    prompt_model: EndpointConfig | None = Field(
+        None, description="the model that writes instructions, behind an endpoint; null: the policy itself"
+    )
+    prompt_max_tokens: int = Field(1024, ge=16, description="limit of one of its completions")
+
+
+class Miprov2Config(BootstrapConfig, ProposingConfig):
+    """MIPROv2: instructions and demonstrations of all modules together, by Bayesian search (arXiv 2406.11695)."""
 
     name: Literal["miprov2"]
+    auto: Auto | None = Field(
+        "medium",
+        description="light, medium, heavy: 6, 12, 18 sets of demonstrations, half as many instructions, at most 100, "
+        "300, 1000 validation examples, and trials by DSPy's formula; null: as num_candidates and num_trials say",
+    )
+    num_candidates: int | None = Field(None, ge=1, description="sets of demonstrations per module; null: as auto says")
+    num_instruct_candidates: int | None = Field(
+        None, ge=1, description="instructions per module, the start's included; null: as auto or num_candidates says"
+    )
+    num_trials: int | None = Field(None, ge=1, description="combinations that are tried; null: as auto says")
+    minibatch: bool | None = Field(
+        None,
+        description=f"trials on minibatches; null: with more than {SMALLEST_MINIBATCHED} validation examples, as auto",
+    )
+    minibatch_size: int = Field(35, ge=1, description="validation examples of a trial on a minibatch")
+    minibatch_full_eval_steps: int = Field(
+        5, ge=1, description="trials on minibatches before the best one is evaluated on all validation examples"
+    )
+    program_aware_proposer: bool = Field(True, description="the prompt model sees the program's source")
+    data_aware_proposer: bool = Field(True, description="the prompt model sees a summary of the train part")
+    view_data_batch_size: int = Field(10, ge=1, description="examples per request of that summary")
+    tip_aware_proposer: bool = Field(True, description="the prompt model gets one of DSPy's tips, drawn each time")
+    fewshot_aware_proposer: bool = Field(True, description="the prompt model sees demonstrations")
+    init_temperature: float = Field(1.0, ge=0, description="of the prompt model when it writes an instruction")
+
+    @model_validator(mode="after")
+    def _counts(self) -> Self:
+        own = ("num_candidates", "num_instruct_candidates", "num_trials", "minibatch")
+        if self.auto is not None:
+            given = [name for name in own if name in self.model_fields_set and vars(self)[name] is not None]
+            problems = [f"{name}: has no effect with auto={self.auto}; set auto=null" for name in given]
+        else:
+            missing = [name for name in ("num_candidates", "num_trials") if vars(self)[name] is None]
+            problems = [f"{name}: got null with auto=null, expected a number" for name in missing]
+        if self.max_bootstrapped_demos == 0 < self.max_labeled_demos:
+            # DSPy draws a number of demonstrations between 1 and this one
+            problems.append(
+                "max_bootstrapped_demos: got 0 beside max_labeled_demos="
+                f"{self.max_labeled_demos}, which MIPROv2 cannot; set both to 0 (instructions alone) or this one above"
+            )
+        if problems:
+            raise ValueError(*problems)
+        return self
 
 
-PROMPT_SCHEMAS: dict[str, type[PromptConfig]] = {"miprov2": Miprov2Config}
+class BootstrapFewshotConfig(BootstrapConfig):
+    """BootstrapFewShotWithRandomSearch: demonstrations alone, the best of several random sets."""
+
+    name: Literal["bootstrap_fewshot"]
+    max_bootstrapped_demos: int = Field(4, ge=1, description="most demonstrations from rollouts, per module")
+    max_labeled_demos: int = Field(
+        16, ge=0, description="most demonstrations per module, those from rollouts and plain examples together"
+    )
+    max_rounds: int = Field(1, ge=1, description="rollouts per example until one goes well; later ones at temperature 1")
+    num_candidate_programs: int = Field(
+        16, ge=0, description="random sets that are tried, beside none, plain examples alone, and one in their order"
+    )
+    labeled_sample: bool = Field(
+        True, description="the set of plain examples alone is drawn; false: the first ones of the train part"
+    )
+    stop_at_score: float | None = Field(
+        None, description="end with the first candidate whose validation reward, times 100, is this; null: try all"
+    )
+
+
+class GepaConfig(ValidatedConfig, ProposingConfig):
+    """GEPA: instructions that the prompt model rewrites after reading rollouts and what was wrong with them
+    (arXiv 2507.19457)."""
+
+    name: Literal["gepa"]
+    validation: float = Field(
+        0.5, gt=0, lt=1, description="share of the train split, its end, that candidates are compared on"
+    )
+    auto: Auto | None = Field("light", description="rollouts by DSPy's formula; null: as one of the next two says")
+    max_full_evals: int | None = Field(
+        None, ge=1, description="rollouts as for so many evaluations on all train and validation examples"
+    )
+    max_metric_calls: int | None = Field(None, ge=1, description="rollouts")
+    reflection_minibatch_size: int = Field(3, ge=1, description="rollouts that the prompt model reads at once")
+    candidate_selection_strategy: Literal["pareto", "current_best"] = Field(
+        "pareto",
+        description="whose instructions are rewritten: one of those best on some example, or the best on average",
+    )
+    skip_perfect_score: bool = Field(True, description="nothing is rewritten where all rollouts read were perfect")
+    perfect_score: float = Field(1.0, description="the reward that is perfect")
+    add_format_failure_as_feedback: bool = Field(
+        True, description="the prompt model reads replies that could not be parsed too"
+    )
+    component_selector: Literal["round_robin", "all"] = Field(
+        "round_robin", description="modules rewritten at once: one after the other, or all"
+    )
+    use_merge: bool = Field(True, description="instructions of two candidates are merged")
+    max_merge_invocations: int | None = Field(5, ge=1, description="merges that are tried; null: no limit")
+    prompt_temperature: float = Field(1.0, ge=0, description="of the prompt model")
+
+    @model_validator(mode="after")
+    def _budget(self) -> Self:
+        budgets = ("auto", "max_full_evals", "max_metric_calls")
+        given = [f"{name}={vars(self)[name]}" for name in budgets if vars(self)[name] is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"got {', '.join(given) or 'no budget'}, expected one of {', '.join(budgets)} (and the others null)"
+            )
+        if not self.use_merge and "max_merge_invocations" in self.model_fields_set and self.max_merge_invocations != 5:
+            raise ValueError("max_merge_invocations: has no effect with use_merge=false; leave it out")
+        return self
+
+
+class SimbaConfig(PromptConfig, ProposingConfig):
+    """SIMBA: demonstrations, and rules that the prompt model draws from a good and a bad rollout of one example."""
+
+    name: Literal["simba"]
+    bsize: int = Field(32, ge=1, description="examples of a minibatch")
+    num_candidates: int = Field(6, ge=2, description="rollouts per example, and new candidates, of a step")
+    max_steps: int = Field(8, ge=1, description="minibatches")
+    max_demos: int = Field(4, ge=0, description="demonstrations per module beyond which some are dropped; 0: rules alone")
+    demo_input_field_maxlen: int = Field(
+        100_000, ge=0, description="characters of an input of a demonstration, which is cut there; 0: never"
+    )
+    temperature_for_sampling: float = Field(0.2, gt=0, description="of the choice among candidates for a rollout")
+    temperature_for_candidates: float = Field(0.2, gt=0, description="of the choice of the candidate that is changed")
+    prompt_temperature: float = Field(1.0, ge=0, description="of the prompt model")
+
+
+PROMPT_SCHEMAS: dict[str, type[PromptConfig]] = {
+    "miprov2": Miprov2Config,
+    "bootstrap_fewshot": BootstrapFewshotConfig,
+    "gepa": GepaConfig,
+    "simba": SimbaConfig,
+}
 """Optimiser -> schema. The same names are in `conf/algo/`."""

@@ -79,12 +79,16 @@ class DspyProgram:
 
     async def run(self, example: Example, ctx: Context) -> object:
         """See `mmrl.tasks.base.Program.run`."""
+        return await self.run_traced(example, ctx, [])
+
+    async def run_traced(self, example: Example, ctx: Context, trace: list[Any]) -> object:
+        """`run`, with DSPy's trace put into a list: predictor, inputs, prediction of each that returned."""
         host = Host(ctx, self.structure, asyncio.get_running_loop())
         adapter = tape_adapter(dspy.settings.adapter or dspy.ChatAdapter())
-        settings = {"lm": TapeLM(host), "adapter": adapter, "disable_history": True, "track_usage": False, "trace": []}
+        settings = {"lm": TapeLM(host), "adapter": adapter, "disable_history": True, "track_usage": False}
         try:
             # DSPy's settings are context variables: rollouts that run at once do not see each other's.
-            with dspy.context(**settings), tape.running(host):
+            with dspy.context(**settings, trace=trace), tape.running(host):
                 if _awaits(self.module):
                     output: object = await self.module.acall(**example.inputs)
                 else:

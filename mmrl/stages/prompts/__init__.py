@@ -1,0 +1,1 @@
+"""Optimisation of prompts: DSPy's optimisers on mmrl's rollouts"""

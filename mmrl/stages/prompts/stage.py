@@ -1,0 +1,259 @@
+"""The stage that optimises prompts: DSPy's optimiser on the run's task, engine and examples; resumable at any moment.
+
+Writes below the run directory:
+
+    prompts.json, prompts.yaml   the optimised prompts, as `task.prompts=` reads them (yaml: no DSPy program)
+    prompts/trials.jsonl         every trial: its candidate, its score, the best so far
+    prompts/proposals.jsonl      every instruction that the prompt model proposed, and why one was not used
+    prompts/rollouts.jsonl       every rollout; a resume reads it instead of sampling again
+    prompts/completions.jsonl    every completion of the prompt model, likewise
+    prompts/optimiser.log        what DSPy prints
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import dspy
+
+from mmrl.config import PromptCommandConfig
+from mmrl.config.optimisers import ProposingConfig
+from mmrl.engines.base import Engine
+from mmrl.engines.openai import OpenAIChat
+from mmrl.report.rundir import RunDir
+from mmrl.stages.prompts.model import Writer, WriterUsage
+from mmrl.stages.prompts.optimisers import Bench, optimise
+from mmrl.stages.prompts.rollouts import AS_EVALUATED, Abort, Need, Rollouts, State, Usage, failures, state_of
+from mmrl.stages.prompts.split import split
+from mmrl.stages.prompts.store import Store, Table
+from mmrl.stages.prompts.students import student_of
+from mmrl.stages.step_log import StepLog
+from mmrl.system.files import JsonObject
+from mmrl.tasks.base import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FOLDER = "prompts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptResult:
+    """What a prompt stage has made."""
+
+    prompts: Path
+    """The prompts to go on with, in the run directory; those of the start where nothing was better."""
+    improved: bool
+    start: float
+    """Reward of the start on the optimiser's validation examples."""
+    best: float
+    """That of `prompts`."""
+    trials: int
+    validation: int
+    """Validation examples."""
+    student: Usage
+    """The task's own calls."""
+    writer: WriterUsage
+    """The prompt model's."""
+
+    def describe(self) -> dict[str, str]:
+        """Facts for the run's summary."""
+        change = f"{self.start:.4f} to {self.best:.4f}" if self.improved else f"nothing better than the start ({self.start:.4f})"
+        paid = (
+            f"{self.student.rollouts} rollouts, {self.student.calls} calls, "
+            f"{self.student.prompt_tokens + self.student.completion_tokens} tokens"
+        )
+        facts = {"prompts": f"{change} on {self.validation} validation examples, {self.trials} trials", "paid": paid}
+        if self.writer.requests:
+            tokens = self.writer.prompt_tokens + self.writer.completion_tokens
+            cost = f", {self.writer.cost:.4f} USD" if self.writer.cost else ""
+            facts["prompt model"] = f"{self.writer.requests} requests, {tokens} tokens{cost}"
+        return facts
+
+
+@dataclass(kw_only=True)
+class PromptStage:
+    """One optimisation of prompts.
+
+    `run` again on the same run directory, in any process, goes on where it was: DSPy's optimiser runs from its seed,
+    and all that is stored is answered from the store.
+    """
+
+    config: PromptCommandConfig
+    task: Task
+    """With the prompts to start from."""
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    reward_set: str
+    rundir: RunDir
+    log: StepLog
+    trials: int = field(init=False, default=0)
+    _best: float | None = field(init=False, default=None)
+    _spent: dict[str, float] = field(init=False, default_factory=dict)
+
+    def run(self) -> PromptResult:
+        """Optimise.
+
+        Raises:
+            TooManyFailures: more than `eval.max_failed_share` of a batch failed by no doing of the model.
+            EngineFailure: the prompt model's endpoint gave no completion.
+            CheckpointError: the stored trials are not those of this run.
+        """
+        folder, algo = self.rundir.path / FOLDER, self.config.algo
+        train, validation = split(algo, self.task.examples("train"), self.config.seed)
+        self.log.begin()
+        self._logged = {int(record["step"]) for record in self.rundir.history()}
+        self._table, self._proposals = Table(folder / "trials.jsonl"), Table(folder / "proposals.jsonl")
+        self._rollouts = rollouts = Rollouts(
+            examples=self.task.examples("train"),
+            task=self.config.task,
+            settings=self.config.eval,
+            seed=self.config.seed,
+            engine=self.engine,
+            tokenizer=self.tokenizer,
+            reward_set=self.reward_set,
+            failure_score=self.task.failure_score,
+            store=Store(folder / "rollouts.jsonl"),
+            log=self.log,
+            on_batch=self._on_batch,
+        )
+        self._validation = frozenset(example.id for example in validation)
+        rollouts.student = student = student_of(self.task, rollouts)
+        start = student.module.deepcopy()
+        endpoint = self._endpoint()
+        self._writer = self._make_writer(folder, endpoint)
+        try:
+            with open(folder / "optimiser.log", "a", encoding="utf-8") as log:
+                bench = Bench(
+                    rollouts=rollouts,
+                    student=student.module,
+                    train=rollouts.given(train),
+                    validation=rollouts.given(validation),
+                    seed=self.config.seed,
+                    writer=self._writer,
+                    note=self._note,
+                    log=log,
+                )
+                program = optimise(algo, bench)
+            scores = {}
+            for name, module in (("start", start), ("best", program)):
+                needs = rollouts.needs(module, validation)
+                rollouts.obtain(needs)
+                scores[name] = self._score(needs)
+        except Abort as abort:
+            raise abort.cause from abort.cause.__cause__
+        finally:
+            if endpoint is not None:
+                endpoint.close()
+        improved = scores["best"] > scores["start"]
+        return PromptResult(
+            prompts=self._saved(program if improved else start),
+            improved=improved,
+            start=scores["start"],
+            best=scores["best"] if improved else scores["start"],
+            trials=self.trials,
+            validation=len(validation),
+            student=rollouts.usage,
+            writer=self._writer.usage if self._writer is not None else WriterUsage(),
+        )
+
+    def _endpoint(self) -> OpenAIChat | None:
+        algo = self.config.algo
+        if not isinstance(algo, ProposingConfig) or algo.prompt_model is None:
+            return None
+        return OpenAIChat(algo.prompt_model, "algo.prompt_model")
+
+    def _make_writer(self, folder: Path, endpoint: OpenAIChat | None) -> Writer | None:
+        algo = self.config.algo
+        if not isinstance(algo, ProposingConfig):
+            return None
+        return Writer(
+            engine=self.engine,
+            tokenizer=self.tokenizer,
+            module=self.task.program.modules[0],
+            endpoint=endpoint,
+            max_tokens=algo.prompt_max_tokens,
+            seed=self.config.seed,
+            store=Store(folder / "completions.jsonl"),
+        )
+
+    def _saved(self, module: dspy.Module) -> Path:
+        """The prompts of a candidate, in a file of the run directory."""
+        path = self.rundir.path / "prompts.json"
+        candidate = self._rollouts.student.candidate(state_of(module))
+        temporary = path.with_name(f".{path.stem}.{os.getpid()}.json")
+        try:
+            candidate.save(temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path
+
+    # --- trials
+
+    def _note(self, module: str, proposal: str, problem: str) -> None:
+        self._proposals.add({"module": module, "instructions": proposal, "usable": not problem, "problem": problem})
+
+    def _score(self, needs: Sequence[Need]) -> float:
+        return fmean(float(self._rollouts.results[need.key]["score"]) for need in needs)
+
+    def _on_batch(self, needs: Sequence[Need]) -> None:
+        """A batch of DSPy's is a trial of each candidate in it; rollouts at another temperature are no trials."""
+        try:
+            for candidate in dict.fromkeys(need.candidate for need in needs if need.draw == AS_EVALUATED):
+                self._trial([need for need in needs if need.draw == AS_EVALUATED and need.candidate == candidate])
+        except Exception as error:
+            raise Abort(error) from error
+
+    def _trial(self, needs: Sequence[Need]) -> None:
+        self.trials += 1
+        score, results = self._score(needs), [self._rollouts.results[need.key] for need in needs]
+        full = {need.example for need in needs} == self._validation
+        if full and (self._best is None or score > self._best):
+            self._best = score
+        failed = failures(results)
+        self._table.add(
+            {
+                "trial": self.trials,
+                "candidate": needs[0].candidate[:12],
+                "score": score,
+                "items": len(needs),
+                "full": full,
+                "best": self._best,
+                "failed": failed,
+                "modules": shown(self._rollouts.states[needs[0].candidate]),
+            }
+        )
+        metrics = {
+            "prompts/score": score,
+            "prompts/items": float(len(needs)),
+            "prompts/full": float(full),
+            "prompts/failed_share": sum(failed.values()) / len(needs),
+            **({} if self._best is None else {"prompts/best": self._best}),
+            **self._paid(),
+        }
+        if self.trials not in self._logged:
+            self.log.write(self.trials, self.log.record(metrics))
+        self.log.begin()
+
+    def _paid(self) -> dict[str, float]:
+        """What was paid for since the trial before."""
+        usage, writer = self._rollouts.usage, self._writer.usage if self._writer is not None else WriterUsage()
+        now = {f"prompts/{name}": float(count) for name, count in asdict(usage).items()}
+        now |= {f"prompts/writer/{name}": float(count) for name, count in asdict(writer).items()}
+        spent = {name: count - self._spent.get(name, 0.0) for name, count in now.items()}
+        self._spent = now
+        return spent
+
+
+def shown(state: State) -> dict[str, JsonObject]:
+    """Module -> its instructions and demonstrations, for people."""
+    return {
+        name: {"instructions": part["signature"]["instructions"], "demonstrations": part["demos"]}
+        for name, part in state.items()
+    }
