@@ -121,7 +121,9 @@ class BootstrapFewshotConfig(BootstrapConfig):
     max_labeled_demos: int = Field(
         16, ge=0, description="most demonstrations per module, those from rollouts and plain examples together"
     )
-    max_rounds: int = Field(1, ge=1, description="rollouts per example until one goes well; later ones at temperature 1")
+    max_rounds: int = Field(
+        1, ge=1, description="rollouts per example until one goes well; later ones at temperature 1"
+    )
     num_candidate_programs: int = Field(
         16, ge=0, description="random sets that are tried, beside none, plain examples alone, and one in their order"
     )
@@ -183,7 +185,9 @@ class SimbaConfig(PromptConfig, ProposingConfig):
     bsize: int = Field(32, ge=1, description="examples of a minibatch")
     num_candidates: int = Field(6, ge=2, description="rollouts per example, and new candidates, of a step")
     max_steps: int = Field(8, ge=1, description="minibatches")
-    max_demos: int = Field(4, ge=0, description="demonstrations per module beyond which some are dropped; 0: rules alone")
+    max_demos: int = Field(
+        4, ge=0, description="demonstrations per module beyond which some are dropped; 0: rules alone"
+    )
     demo_input_field_maxlen: int = Field(
         100_000, ge=0, description="characters of an input of a demonstration, which is cut there; 0: never"
     )

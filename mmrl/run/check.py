@@ -28,6 +28,7 @@ from mmrl.config import (
 )
 from mmrl.config.algo import CriticConfig, GroupConfig, MmgrpoConfig
 from mmrl.config.endpoint import EndpointConfig
+from mmrl.config.optimisers import ProposingConfig
 from mmrl.config.retriever import Bm25Config
 from mmrl.config.rules import Facts, across_sections, engine_name, without_effect
 from mmrl.config.tasks import BUILT_IN, CorpusConfig, JudgedConfig, PapillonConfig
@@ -133,7 +134,8 @@ def _stage_problems(config: PromptCommandConfig | SftCommandConfig, task: Task) 
         from mmrl.stages.prompts.split import prompt_problems
 
         name = engine_name(config)
-        problems += unreachable({"algo.prompt_model": model} if (model := config.algo.prompt_model) else {})
+        model = config.algo.prompt_model if isinstance(config.algo, ProposingConfig) else None
+        problems += unreachable({} if model is None else {"algo.prompt_model": model})
         problems += engines.problems(config.engine, name, training=False, copied=False, device=config.hardware.device)
         return problems + prompt_problems(config, task)
     from mmrl.stages.sft_data import sft_problems

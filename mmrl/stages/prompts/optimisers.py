@@ -154,7 +154,9 @@ class _Proposer(GroundedProposer):
         super().__init__(**options)
         self._note = note
 
-    def propose_instruction_for_predictor(self, program: dspy.Module, predictor: Any, pred_i: int, **options: Any) -> str:
+    def propose_instruction_for_predictor(
+        self, program: dspy.Module, predictor: Any, pred_i: int, **options: Any
+    ) -> str:
         """See `GroundedProposer.propose_instruction_for_predictor`."""
         proposal, problem = "", ""
         try:

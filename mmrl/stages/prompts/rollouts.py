@@ -193,9 +193,7 @@ class Rollouts:
 
     def given(self, examples: Iterable[Example]) -> list[dspy.Example]:
         """Examples as DSPy takes them: metadata are labels, which demonstrations may show."""
-        return [
-            dspy.Example(**{**as_json(e.metadata), **as_json(e.inputs)}).with_inputs(*e.inputs) for e in examples
-        ]
+        return [dspy.Example(**{**as_json(e.metadata), **as_json(e.inputs)}).with_inputs(*e.inputs) for e in examples]
 
     def forward(self, module: dspy.Module, inputs: Mapping[str, object]) -> Played:
         """What a student's `forward` returns: the prediction of a rollout with its prompts; the trace is DSPy's.
@@ -222,7 +220,9 @@ class Rollouts:
                     trace.append((predictors[step["module"]], dict(step["inputs"]), outputs))
         return Played.of(result)
 
-    def batch(self, function: Callable[[Any], object], data: Sequence[Any]) -> tuple[Callable[[Any], object], list[Need]]:
+    def batch(
+        self, function: Callable[[Any], object], data: Sequence[Any]
+    ) -> tuple[Callable[[Any], object], list[Need]]:
         """Have all rollouts that `function` asks for on `data`; a function that gets them, and which they were."""
         needs = self.noted(function, data)
         self._guarded(needs)
@@ -300,7 +300,9 @@ class Rollouts:
         tasks = []
         try:
             for number, ((candidate, draw), members) in enumerate(groups.items()):
-                tasks.append(asyncio.create_task(self._group(number, candidate, draw, [by_id[m.example] for m in members])))
+                tasks.append(
+                    asyncio.create_task(self._group(number, candidate, draw, [by_id[m.example] for m in members]))
+                )
             await asyncio.sleep(0)
         finally:
             self.engine.leave()
@@ -371,7 +373,7 @@ class Rollouts:
 
     # --- who asks
 
-    def _need(self, module: dspy.Module, inputs: Mapping[str, object]) -> Asked:
+    def _need(self, module: dspy.Module, inputs: Mapping[str, object]) -> Need:
         lms = [predictor.lm for predictor in module.predictors() if predictor.lm is not None]
         options = (lms[0] if lms else dspy.settings.lm).kwargs
         draw = (options.get("temperature"), options.get("rollout_id"))

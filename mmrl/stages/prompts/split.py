@@ -5,6 +5,7 @@ Imports neither DSPy nor torch: whoever checks a config asks here before a model
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -53,6 +54,28 @@ def minibatched(config: Miprov2Config, validation: int) -> bool:
     return config.minibatch if config.minibatch is not None else validation > SMALLEST_MINIBATCHED
 
 
+def expected_trials(config: PromptConfig, modules: int, validation: int) -> int:
+    """About how many trials the optimiser will make, for a progress bar.
+
+    Args:
+        modules: of the program.
+        validation: examples, as `split` gives them.
+    """
+    if isinstance(config, BootstrapFewshotConfig):
+        return config.num_candidate_programs + 3
+    if isinstance(config, Miprov2Config):
+        trials = config.num_trials
+        if trials is None:
+            candidates = {"light": 6, "medium": 12, "heavy": 18}[config.auto or "medium"]
+            sets = 1 if config.max_bootstrapped_demos == config.max_labeled_demos == 0 else 2
+            trials = int(max(2 * sets * modules * math.log2(candidates), 1.5 * candidates))
+        every = config.minibatch_full_eval_steps
+        return 1 + trials + (trials // every + bool(trials % every) if minibatched(config, validation) else 0)
+    if isinstance(config, SimbaConfig):
+        return config.max_steps * (config.num_candidates + 1) + config.num_candidates + 1
+    return 0  # GEPA: as many as its budget of rollouts allows
+
+
 def prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
     """Why the optimiser cannot run on this task: one sentence each, with the key that the user would type."""
     algo, examples = config.algo, task.examples("train")
@@ -68,10 +91,10 @@ def prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
             f"{have}, of which algo.validation={share:g} leaves {len(train)} to learn from and {len(validation)} to "
             f"compare candidates on; algo={algo.name} needs at least one of each: give more examples"
         ]
-    if isinstance(algo, Miprov2Config) and minibatched(algo, len(validation)):
-        if algo.minibatch_size > len(validation):
-            return [
-                f"algo.minibatch_size: got {algo.minibatch_size}, more than the {len(validation)} validation examples "
-                f"(algo.validation={algo.validation:g} of {len(examples)} in task.data.train)"
-            ]
+    batched = isinstance(algo, Miprov2Config) and minibatched(algo, len(validation))
+    if isinstance(algo, Miprov2Config) and batched and algo.minibatch_size > len(validation):
+        return [
+            f"algo.minibatch_size: got {algo.minibatch_size}, more than the {len(validation)} validation examples "
+            f"(algo.validation={algo.validation:g} of the {len(examples)} in task.data.train)"
+        ]
     return []

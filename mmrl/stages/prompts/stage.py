@@ -63,7 +63,11 @@ class PromptResult:
 
     def describe(self) -> dict[str, str]:
         """Facts for the run's summary."""
-        change = f"{self.start:.4f} to {self.best:.4f}" if self.improved else f"nothing better than the start ({self.start:.4f})"
+        change = (
+            f"{self.start:.4f} to {self.best:.4f}"
+            if self.improved
+            else f"nothing better than the start ({self.start:.4f})"
+        )
         paid = (
             f"{self.student.rollouts} rollouts, {self.student.calls} calls, "
             f"{self.student.prompt_tokens + self.student.completion_tokens} tokens"

@@ -1,4 +1,4 @@
-"""What DSPy optimises in the place of a task's program: a module with the same predictors, whose `forward` is a rollout.
+"""What DSPy optimises in the place of a task's program: a module with its predictors whose `forward` is a rollout.
 
 DSPy changes the instructions and demonstrations of its predictors; a candidate is the task's program with these.
 """
@@ -89,7 +89,12 @@ def student_class(kind: Any, rollouts: Rollouts) -> Any:
     def forward(self: dspy.Module, **inputs: object) -> dspy.Prediction:
         return rollouts.forward(self, inputs)
 
-    names = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    names = {
+        "forward": forward,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
     return type(kind)(kind.__name__, (kind,), names)
 
 

@@ -1,0 +1,115 @@
+"""Stages that optimise prompts, on banking77's mini world: an engine whose answers a function of messages decides."""
+
+import asyncio
+import hashlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from mmrl.config import EvalConfig, HardwareConfig, ModelConfig, PromptCommandConfig, RunConfig
+from mmrl.config.tasks import task_schema
+from mmrl.engines.base import Completion, Engine
+from mmrl.models.chat import encode_text
+from mmrl.models.load import load_tokenizer
+from mmrl.report.rundir import RunDir
+from mmrl.run.build import build_task
+from mmrl.stages.prompts.stage import PromptStage
+from mmrl.stages.step_log import StepLog
+
+MODEL = ModelConfig(name="tiny", path="tiny_dspy")
+
+
+class ScriptedEngine(Engine):
+    """Answers messages by `answer(messages, temperature, seed)`; an answer may be an exception."""
+
+    def __init__(self, answer: Any):
+        self.answer, self.tokenizer = answer, load_tokenizer(MODEL)
+        self.requests: list[Any] = []
+        self.waiting = self.most = 0
+
+    async def generate(self, request: Any) -> Completion:
+        self.requests.append(request)
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        await asyncio.sleep(0)
+        self.waiting -= 1
+        text = self.answer(request.messages, request.sampling.temperature, request.sampling.seed)
+        if isinstance(text, BaseException):
+            raise text
+        ids = (*encode_text(self.tokenizer, text), self.tokenizer.eos_token_id)
+        return Completion(ids=ids, logprobs=None, finish="eos")
+
+
+def field(name: str, text: str) -> str:
+    return f"[[ ## {name} ## ]]\n{text}\n\n"
+
+
+def proposal(messages: Any, seed: int) -> str | None:
+    """An instruction, or what DSPy's proposers ask before it; None for a request of the task's."""
+    wanted = messages[-1]["content"].split("Respond with the corresponding output fields")[-1]
+    for name in ("proposed_instruction", "observations", "summary", "program_description", "module_description"):
+        if f"[[ ## {name} ## ]]" in wanted:
+            return field(name, f"Classify it, {name} {seed % 1000}.") + "[[ ## completed ## ]]"
+    return None
+
+
+def banking(items: int = 24) -> Any:
+    config = task_schema("banking77").model_validate({"name": "banking77", "data": {"train_items": items}})
+    return config, build_task(config, 0)
+
+
+def labelled(task: Any, label: str) -> str:
+    return field("reasoning", "as it says") + field("label", label) + "[[ ## completed ## ]]"
+
+
+def text_in(messages: Any) -> str:
+    return messages[-1]["content"].split("[[ ## text ## ]]\n")[1].split("\n\nRespond")[0]
+
+
+def share(text: str) -> float:
+    """A number in [0, 1) that belongs to a text."""
+    return int(hashlib.md5(text.encode()).hexdigest(), 16) % 1000 / 1000
+
+
+def better_with_demonstrations(task: Any, base: float = 0.3, each: float = 0.2) -> Any:
+    """Right on a share of the examples that grows with each demonstration in the prompt; proposals are texts."""
+    gold = {e.inputs["text"]: e.metadata["label"] for e in task.examples("train")}
+    wrong = min(gold.values())
+
+    def answer(messages: Any, temperature: float, seed: int) -> str:
+        made = proposal(messages, seed)
+        if made is not None:
+            return made
+        text, shown = text_in(messages), sum(m["role"] == "assistant" for m in messages)
+        right = share(text) < base + each * shown
+        return labelled(task, gold[text] if right else next(x for x in gold.values() if x not in (gold[text], wrong)))
+
+    return answer
+
+
+def prompt_stage(folder: Path, task: Any, engine: Any, algo: str, seed: int = 3, **options: Any) -> PromptStage:
+    """A stage on a run directory, new or begun before."""
+    config, built = task
+    command = PromptCommandConfig(
+        seed=seed,
+        task=config,
+        model=MODEL,
+        hardware=HardwareConfig(name="cpu"),
+        engine={"name": "transformers"},
+        eval=EvalConfig(parse_retries=0),
+        run=RunConfig(),
+        algo={"name": algo, **options},
+    )
+    there = (folder / "config.yaml").exists()
+    rundir = RunDir.open(folder) if there else RunDir.create(folder, {"seed": seed, "algo": {"name": algo}}, ["mmrl"])
+    quiet = SimpleNamespace(step=lambda *_: None, note=lambda *_: None, status=lambda *_: None)
+    log = StepLog(rundir=rundir, progress=quiet, trackers=SimpleNamespace(calls=0, log=lambda *_: None))
+    return PromptStage(
+        config=command,
+        task=built,
+        engine=engine,
+        tokenizer=load_tokenizer(MODEL),
+        reward_set="outcome",
+        rundir=rundir,
+        log=log,
+    )
