@@ -286,5 +286,6 @@ def _arguments(output: Path, settings: WarmStartSettings, device: str, *, bf16: 
         save_strategy="no",
         logging_steps=settings.log_every,
         disable_tqdm=True,
+        log_level="error",
         report_to=[],
     )
