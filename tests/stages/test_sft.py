@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mmrl.config import SftCommandConfig, validate
+from mmrl.config.rules import Facts, without_effect
 from mmrl.engines.base import Completion
 from mmrl.errors import CheckpointError, ConfigError, DataError, Stopped, ToolFailure, TooManyFailures
 from mmrl.models.assignment import ModuleAssignment
@@ -409,6 +410,22 @@ def test_weights_per_module_need_the_module_of_a_chat(tmp_path):
 def test_options_without_effect_are_refused(options, says):
     with pytest.raises(ConfigError, match=says):
         config_of(options)
+
+
+@pytest.mark.parametrize("key", ["packing", "old_logprobs", "tis", "staleness", "max_failed_share", "schedule"])
+def test_options_of_training_by_reinforcement_are_refused_where_they_are_typed(key):
+    facts = Facts(reward_set="outcome")
+    options = {"train.schedule": "cosine", "train.steps": 1} if key == "schedule" else {}
+    (problem,) = without_effect(config_of(options), {f"train.{key}"}, facts)
+    assert problem.startswith(f"train.{key}: got ")
+    assert bool(without_effect(config_of({**options, **OWN}), {f"train.{key}"}, facts)) == (key != "max_failed_share")
+    assert without_effect(config_of(), {"train.lr", "train.batch_size", "train.microbatch_tokens"}, facts) == []
+
+
+@pytest.mark.parametrize("key", ["rollouts", "min_reward", "per_example", "temperature", "top_p", "top_k"])
+def test_options_of_own_rollouts_are_refused_without_them(key):
+    with pytest.raises(ConfigError, match=f"algo.{key}: got .*, which has no effect with source=task; set source"):
+        config_of({f"algo.{key}": {"rollouts": 2, "per_example": None, "top_k": 3}.get(key, 0.5)})
 
 
 def test_rollouts_that_fail_stop_the_stage(tmp_path):
