@@ -80,6 +80,8 @@ def _other_set(at: At) -> bool:
 
 def _updates(at: At) -> int:
     """Optimizer steps of one batch of rollouts."""
+    if _SFT(at):
+        return 1
     epochs, minibatches = at("algo.epochs"), at("algo.minibatches")
     return epochs * minibatches if isinstance(epochs, int) and isinstance(minibatches, int) else 0
 
@@ -135,6 +137,7 @@ _PARSED = "with this task: nothing its modules write fails to parse"
 _ONCE = "with this task, whose program calls each module at most once: there are no lists of unequal length"
 _ONE = _is("facts.modules", 1)
 _EVAL = _given("policy")  # a key that `mmrl eval` alone has
+_SFT = _is("algo.name", "sft")
 
 # Within one section, which refuses them itself (`checked`), also where Python builds it. Any value but the default
 # counts: a file may name an option at the value that it has anyway.
@@ -155,6 +158,12 @@ SECTIONS: Mapping[str, tuple[Rule, ...]] = {
             "whiten",
             lambda at: at("obs") == "skip" and at("whiten") == "all",
             "with obs=skip, which passes over observation tokens: all needs obs=all",
+        ),
+        Rule("file", "source!=file", "; set source=file or leave it out"),
+        Rule(
+            "rollouts min_reward per_example temperature top_p top_k parse_retries",
+            "source!=rollouts",
+            "; set source=rollouts or leave it out",
         ),
     ),
     "task.retriever": (
@@ -322,6 +331,16 @@ TYPED = (
     Rule("algo.obs", _absent("observations"), "with this task: its contexts have no observations"),
     Rule("algo.eps algo.ddof", "algo.scale=false", ": nothing is divided by a standard deviation"),
     Rule("algo.kl", "algo.beta=0.0", "; set algo.beta"),
+    Rule(
+        "train.packing train.old_logprobs train.tis train.staleness",
+        _SFT,
+        "with algo=sft, which trains on given texts in padded batches and compares with no other policy; leave it out",
+    ),
+    Rule(
+        "train.max_failed_share",
+        lambda at: _SFT(at) and at("algo.source") != "rollouts",
+        "with algo=sft on given examples; set algo.source=rollouts or leave it out",
+    ),
     Rule("algo.critic_warmup_steps algo.value_clip", "algo.critic_lr_factor=0.0", ": the critic is not trained"),
 )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from mmrl import rng
 from mmrl.config import AlgoConfig, EvalConfig, TaskConfig
+from mmrl.config.sft import SftConfig
 from mmrl.engines.base import Engine
 from mmrl.models.chat import decode_text, render_observation, render_prompt
 from mmrl.records import Call
@@ -36,7 +37,7 @@ class SamplingSettings:
     """Longest that one rollout may take."""
 
 
-def sampling_settings(phase: AlgoConfig | EvalConfig, task: TaskConfig) -> SamplingSettings:
+def sampling_settings(phase: AlgoConfig | SftConfig | EvalConfig, task: TaskConfig) -> SamplingSettings:
     """Sampling in training (`algo.*`) or in evaluation (`eval.*`)."""
     return SamplingSettings(
         temperature=phase.temperature,

@@ -278,24 +278,26 @@ class Collector:
             forest = annotate(self.trainer.forwards, forest)
         forest = self.log.processes.forest(forest, examples)
         # On the whole forest, so that all processes stop together.
-        self._check_failures(forest, step)
+        check_failures(forest, self.config.train.max_failed_share, f"step {step}")
         algo, program = self.config.algo, self.task.program
         if isinstance(algo, MmgrpoConfig) and algo.reserialise and isinstance(program, Canonical):
             encode = partial(encode_text, self.tokenizer)
             forest = reserialised(forest, program, encode, self.tokenizer.eos_token_id)
         return forest
 
-    def _check_failures(self, forest: Forest, step: int) -> None:
-        share, limit = failed_share(forest.rollouts), self.config.train.max_failed_share
-        if share <= limit:
-            return
-        failed = [rollout for rollout in forest.rollouts if rollout.reward is None]
-        how, first = failed_how(rollout.error or "" for rollout in failed), failed[0]
-        trace = f"\n{first.error_traceback.rstrip()}" if first.error_traceback else ""
-        raise TooManyFailures(
-            f"step {step}: {share:.0%} of the rollouts failed {how}, more than "
-            f"train.max_failed_share={limit:.0%}; the first: {first.error} in {first.id}: {first.error_message}{trace}"
-        )
+
+def check_failures(forest: Forest, limit: float, where: str) -> None:
+    """Raises `TooManyFailures` where more than `limit` of the rollouts failed by no doing of the model."""
+    share = failed_share(forest.rollouts)
+    if share <= limit:
+        return
+    failed = [rollout for rollout in forest.rollouts if rollout.reward is None]
+    how, first = failed_how(rollout.error or "" for rollout in failed), failed[0]
+    trace = f"\n{first.error_traceback.rstrip()}" if first.error_traceback else ""
+    raise TooManyFailures(
+        f"{where}: {share:.0%} of the rollouts failed {how}, more than "
+        f"train.max_failed_share={limit:.0%}; the first: {first.error} in {first.id}: {first.error_message}{trace}"
+    )
 
 
 def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> list[Example]:

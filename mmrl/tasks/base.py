@@ -149,6 +149,19 @@ class Described(Protocol):
 
 
 @runtime_checkable
+class FieldProgram(Protocol):
+    """A program whose modules read and write named fields (DSPy's), so that fields are enough for a demonstration."""
+
+    def demonstration(self, module: str, inputs: Mapping[str, object], outputs: Mapping[str, object]) -> Demonstration:
+        """What a rollout would send for `inputs` to a module, and `outputs` as the module would write them.
+
+        Raises:
+            ConfigError: fields that the module does not have or that are missing, or values of another type.
+        """
+        ...
+
+
+@runtime_checkable
 class FieldWriter(Protocol):
     """A program whose modules write named output fields (DSPy's): `rollout.scripted` lets it write scripted replies."""
 
@@ -203,6 +216,15 @@ class Demonstration:
     completion: str
     history: Sequence[tuple[str, str | Sequence[Message]]] = ()
     """Earlier turns of the same context, in order: a completion, and what was added after it. Seen, never trained."""
+
+
+@runtime_checkable
+class Demonstrating(Protocol):
+    """A task that makes supervised examples itself, for `algo=sft` (the built-in ones: `mmrl.tasks.mini.teach`)."""
+
+    def demonstrations(self, example: Example) -> Sequence[Demonstration]:
+        """What good modules would write on the way through an example, by its metadata; empty where nobody knows."""
+        ...
 
 
 # What a task says here decides which options are refused as having no effect, so a wrong entry hides an option.

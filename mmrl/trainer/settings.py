@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
+from mmrl.config import LoraConfig as LoraSection
 from mmrl.config.algo import CriticConfig
 from mmrl.config.rules import across_sections
 from mmrl.errors import ConfigError
@@ -93,18 +94,7 @@ class Settings:
 
     def lora(self, model: PreTrainedModel, *, dropout: bool = True) -> LoraConfig | None:
         """peft's `LoraConfig` for `model`, or None when all parameters are trained."""
-        from peft import LoraConfig
-
-        lora = self.model.lora
-        if lora is None:
-            return None
-        return LoraConfig(
-            r=lora.r,
-            lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout if dropout else 0.0,
-            target_modules=linear_layers(model) if lora.everywhere else list(lora.targets),
-            task_type="CAUSAL_LM",
-        )
+        return None if self.model.lora is None else lora_config(self.model.lora, model, dropout=dropout)
 
     def arguments(self, folder: Path, *, on_cpu: bool, autocast: bool, dense: bool) -> dict[str, Any]:
         """Arguments of TRL's `GRPOConfig`.
@@ -161,6 +151,19 @@ class Settings:
             "eval_strategy": "no",
             "push_to_hub": False,
         }
+
+
+def lora_config(lora: LoraSection, model: PreTrainedModel, *, dropout: bool = True) -> LoraConfig:
+    """peft's `LoraConfig` for `model` from a `model.lora` section."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout if dropout else 0.0,
+        target_modules=linear_layers(model) if lora.everywhere else list(lora.targets),
+        task_type="CAUSAL_LM",
+    )
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:

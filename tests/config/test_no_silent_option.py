@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.cli.hydra import configs, read_line
-from mmrl.config import EvalCommandConfig, TrainCommandConfig
+from mmrl.cli.hydra import configs, read_line, train_configs
+from mmrl.config import EvalCommandConfig
 from mmrl.errors import ConfigError
 from mmrl.run.check import check_all
 from tests.config.effects import EFFECTS, Acts, Refused, all_leaves, same_code
 
-for module in ("algo", "training", "command", "engine", "task", "endpoints", "retriever"):
+for module in ("algo", "training", "command", "engine", "task", "endpoints", "retriever", "sft"):
     import_module(f"tests.config.effects.{module}")
 
 ACTING = {leaf: effect for leaf, effect in EFFECTS.items() if isinstance(effect, Acts)}
@@ -55,11 +55,11 @@ def problems_of(section: str, part: str) -> list[str]:
     refused = [leaf for leaf in REFUSED if leaf[0] == section and leaf[1].partition(".")[0] == part]
     typed = [REFUSED[leaf].typed for leaf in refused]
     command = "eval" if section == "eval command" else "train"
-    start = ["policy=tiny"] if command == "eval" else [f"{group}={name}"] if name else []
+    chosen = "algo=sft" if group == "supervised" else f"{group}={name}"
+    start = ["policy=tiny"] if command == "eval" else [chosen] if name else []
     line = read_line([*start, *typed])
-    schema = EvalCommandConfig if command == "eval" else TrainCommandConfig
     try:
-        check_all(configs(command, schema, line), line.keys)
+        check_all(configs(command, EvalCommandConfig, line) if command == "eval" else train_configs(line), line.keys)
     except ConfigError as error:
         return list(error.problems)
     return []

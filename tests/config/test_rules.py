@@ -248,6 +248,9 @@ def test_every_rule_has_a_case():
     others |= {f"task.data.{split}_items" for split in ("train", "dev", "test")}  # tests/run/test_other_models.py
     others |= {f"run.{key}" for key in ("name", "report_to", "progress", "doctor")}
     others |= {"eval.temperature", "task.max_tokens"}  # test_settings_that_an_endpoint_is_not_sent
+    sft = {"file", "rollouts", "min_reward", "per_example", "temperature", "top_p", "top_k"}
+    others |= {f"algo.{key}" for key in sft}  # these two: tests/stages/test_sft.py
+    others |= {f"train.{key}" for key in ("packing", "tis", "staleness", "max_failed_share")}
     keys = {key for rule in (*RUNS, *TYPED) for key in rule.keys.split()}
     keys |= {f"{path}.{key}" for path, rules in SECTIONS.items() for rule in rules for key in rule.keys.split()}
     assert keys <= tested | others

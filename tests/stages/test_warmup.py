@@ -150,7 +150,7 @@ def test_prompt_weight_adds_the_prompts_own_tokens(tmp_path):
 
 def test_padding_is_never_trained_or_seen():
     encoded = encode(TOKENIZER, demonstrations(9))
-    made = _Collator(encoded, pad_id=5)([{"rows": [0, 17]}])
+    (made,) = _Collator(encoded, 5, SETTINGS)([{"batches": [[0, 17]]}])["batches"]
     for row, item in enumerate([encoded[0], encoded[17]]):
         assert made["input_ids"][row, : len(item)].tolist() == list(item.prompt_ids + item.completion_ids)
         trained = made["labels"][row] != -100

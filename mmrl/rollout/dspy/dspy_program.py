@@ -12,7 +12,7 @@ import asyncio
 import copy
 import functools
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,13 +21,13 @@ from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.parallelizer import ParallelExecutor
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from mmrl.errors import ParseFailure, ProgramFailure
+from mmrl.errors import ConfigError, ParseFailure, ProgramFailure, unknown
 from mmrl.records import Call, Example
-from mmrl.rollout.dspy.host import Host, Parse, record_tools
+from mmrl.rollout.dspy.host import Host, Parse, checked_messages, record_tools
 from mmrl.rollout.dspy.structure import Structure
 from mmrl.system.replies import quoted
 from mmrl.system.user_code import in_thread
-from mmrl.tasks.base import Context, Message
+from mmrl.tasks.base import Context, Demonstration, Message
 from mmrl.tasks.dspy import tools as tape
 from mmrl.tasks.dspy.fields import within_bounds
 
@@ -73,6 +73,28 @@ class DspyProgram:
         adapter = dspy.settings.adapter or dspy.ChatAdapter()
         return str(adapter.format_assistant_message_content(self.structure.signature(module), fields))
 
+    def demonstration(self, module: str, inputs: Fields, outputs: Fields) -> Demonstration:
+        """See `mmrl.tasks.base.FieldProgram`: rendered by the predictor itself, its own demonstrations included."""
+        predictor = dict(self.module.named_predictors()).get(module)
+        if predictor is None:
+            raise ConfigError(unknown("module", module, (name for name, _ in self.module.named_predictors())))
+        signature = predictor.signature
+        problems = _field_problems("inputs", inputs, signature.input_fields)
+        problems += _field_problems("outputs", outputs, signature.output_fields)
+        if problems:
+            raise ConfigError(problems)
+        adapter = dspy.settings.adapter or dspy.ChatAdapter()
+        text = self.written(module, outputs).strip()
+        try:
+            within_bounds(signature, text, adapter.parse)
+        except AdapterParseError as error:
+            raise ConfigError(f"outputs: {parse_failure(error, signature)}") from None
+        try:
+            messages = sent(predictor, inputs)
+        except ProgramFailure as failure:
+            raise ConfigError(f"inputs: {failure}") from None
+        return Demonstration(module=module, messages=messages, completion=text)
+
     def description(self, prediction: Any) -> object:
         """See `mmrl.tasks.base.Described`."""
         return _plain(prediction)
@@ -101,6 +123,13 @@ class DspyProgram:
             host.close()
         host.raise_failure()
         return output
+
+
+def _field_problems(part: str, given: Fields, fields: Collection[str]) -> list[str]:
+    """Fields that are missing, and others that a signature does not have."""
+    missing = [name for name in fields if name not in given]
+    strange = [unknown(part, name, fields) for name in given if name not in fields]
+    return [f"{part}: {', '.join(missing)} missing, expected {', '.join(fields)}"] * bool(missing) + strange
 
 
 def _awaits(module: dspy.Module) -> bool:
@@ -204,6 +233,41 @@ class TapeLM(dspy.BaseLM):
         other = copy.copy(self)
         other.parse = parse
         return other
+
+
+class _Sent(Exception):  # a request on its way and no error
+    """What an adapter was about to send."""
+
+    def __init__(self, messages: Sequence[Message]):
+        self.messages = messages
+
+
+class _SendingLM(TapeLM):
+    """Stops each request before it leaves."""
+
+    def __init__(self) -> None:
+        dspy.BaseLM.__init__(self, model="mmrl", cache=False)
+
+    def __call__(
+        self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **options: object
+    ) -> list[str]:
+        """Called by adapters."""
+        raise _Sent(messages or ())
+
+
+def sent(predictor: dspy.Predict, inputs: Fields) -> list[Message]:
+    """The messages that a rollout would send for the inputs of a predictor, by the adapter in use.
+
+    Raises:
+        ProgramFailure: something other than text among them.
+    """
+    adapter = tape_adapter(dspy.settings.adapter or dspy.ChatAdapter())
+    try:
+        with dspy.context(lm=_SendingLM(), adapter=adapter, disable_history=True, track_usage=False, trace=[]):
+            predictor(**inputs)
+    except _Sent as request:
+        return checked_messages(type(predictor).__name__, request.messages)
+    raise ProgramFailure(f"{type(predictor).__name__} sent nothing")
 
 
 class TapeAdapter(dspy.Adapter):

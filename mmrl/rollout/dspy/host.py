@@ -48,7 +48,7 @@ class Host:
             stop = options.get("stop") or ()
             reply = await self.ctx.call(
                 name,
-                _checked_messages(name, messages),
+                checked_messages(name, messages),
                 parse=parse,
                 max_tokens=options.get("max_tokens"),
                 stop=(stop,) if isinstance(stop, str) else tuple(stop),
@@ -156,7 +156,12 @@ class _Remember:
             self.host.failure = error
 
 
-def _checked_messages(name: str, messages: Sequence[object]) -> list[Message]:
+def checked_messages(name: str, messages: Sequence[object]) -> list[Message]:
+    """A predictor's messages, if all of them are text.
+
+    Raises:
+        ProgramFailure: they are not.
+    """
     checked: list[Message] = []
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):

@@ -83,8 +83,8 @@ class Source:
         if looks_like_file:
             what = "is a folder" if path.is_dir() else "no such file"
             raise DataError(
-                f"{self.key}: '{self.spec}': {what}; expected mini, a {', '.join(FORMATS)} file, "
-                "or a hub id owner/name[:config[:split]]"
+                f"{self.key}: '{self.spec}': {what}; expected {'' if self.key == 'algo.file' else 'mini, '}a "
+                f"{', '.join(FORMATS)} file, or a hub id owner/name[:config[:split]]"
             )
         return None
 

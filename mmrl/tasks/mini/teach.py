@@ -1,8 +1,8 @@
-"""What good modules would write about the mini world: supervised examples for warm starts and the shipped tiny models.
+"""What good modules would write about the mini world: supervised examples for `algo=sft` and the shipped tiny models.
 
 One function for each task that has mini-world data, since a demonstration needs the prompts of the task's own program.
-All are made from `metadata` that only mini-world examples have; for other data there are none. What is varied is drawn
-by the example's id, so the same example always gives the same demonstrations.
+All are made from `metadata` that only mini-world examples have, but for the labels of `banking77`; for other data there
+are none. What is varied is drawn by the example's id, so the same example always gives the same demonstrations.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ History = tuple[tuple[str, str | Sequence[Message]], ...]
 def demonstrations(task: object, example: Example) -> list[Demonstration]:
     """Supervised examples from one example of a task, by the task's class.
 
-    Empty for a task that is not listed here, for data from files or the hub, and where the retriever misses a document
-    that the reasoning needs: what a module says it read must be true.
+    Empty for a task that is not listed here, for data from files or the hub (but `banking77`'s), and where the
+    retriever misses a document that the reasoning needs: what a module says it read must be true.
     """
     return []
 
@@ -173,11 +173,9 @@ def _qa_direct(task: qa_direct.DirectQaTask, example: Example) -> list[Demonstra
 
 @demonstrations.register
 def _banking77(task: Banking77Task, example: Example) -> list[Demonstration]:
-    """A short reason and the label."""
-    reason = example.metadata.get("reason")
-    if reason is None:
-        return []
-    return [_predicted(task, "classify.predict", example.inputs, reasoning=reason, label=example.metadata["label"])]
+    """A short reason and the label; of data files, which hold labels alone, the label after no reason."""
+    reason, label = example.metadata.get("reason", ""), example.metadata["label"]
+    return [_predicted(task, "classify.predict", example.inputs, reasoning=reason, label=label)]
 
 
 @demonstrations.register

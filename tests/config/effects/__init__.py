@@ -27,7 +27,9 @@ from mmrl.config import (
     TASK_SCHEMAS,
     EvalCommandConfig,
     TrainCommandConfig,
+    TrainConfig,
 )
+from mmrl.config.sft import SftConfig
 from mmrl.config.tasks import BUILT_IN
 from mmrl.tasks import TASKS
 from tests.helpers.programs import write_csv
@@ -42,6 +44,8 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
     **{f"task.{name}": TASK_SCHEMAS[name] for name in BUILT_IN},
     **{f"engine.{name}": schema for name, schema in ENGINE_SCHEMAS.items()},
     **{f"retriever.{name}": schema for name, schema in RETRIEVER_SCHEMAS.items()},
+    "supervised.algo": SftConfig,
+    "supervised.train": TrainConfig,
     "train command": TrainCommandConfig,
     "eval command": EvalCommandConfig,
 }

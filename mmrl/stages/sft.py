@@ -1,0 +1,268 @@
+"""The supervised stage: demonstrations, a user's file or the policy's own best rollouts -> TRL's SFT -> a checkpoint.
+
+Its rollouts are mmrl's own, and what is trained of them are the sampled token ids. They are written to the journal
+before anything is trained, so that a stage that was killed samples none of them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from peft import get_peft_model
+from transformers import set_seed
+
+from mmrl.config import SftCommandConfig
+from mmrl.engines.base import Engine
+from mmrl.errors import ConfigError, DataError
+from mmrl.models.assignment import ModuleAssignment
+from mmrl.models.policy import newest_checkpoint
+from mmrl.records import Example, Forest
+from mmrl.report.journal import read_step, write_step
+from mmrl.rollout.environment import make_environment, sampling_settings
+from mmrl.rollout.plans import independent
+from mmrl.rollout.sample import sample
+from mmrl.stages.collect import check_failures
+from mmrl.stages.evaluate import chunks
+from mmrl.stages.sft_data import best_rollouts, read_examples
+from mmrl.stages.step_log import StepLog
+from mmrl.stages.step_metrics import rollout_metrics
+from mmrl.stages.warmup import Encoded, context_length, encode_one, fit
+from mmrl.tasks.base import Task
+from mmrl.trainer.adapters import make_adapters
+from mmrl.trainer.packing import token_budget
+from mmrl.trainer.settings import lora_config
+from mmrl.trainer.supervised import WarmStartSettings
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+NAMED = 5
+"""Sequences that are too long which are named; the others are counted."""
+
+
+def trainable(
+    model: PreTrainedModel, config: SftCommandConfig, assignment: ModuleAssignment
+) -> PreTrainedModel | PeftModel:
+    """The policy of a supervised stage: `model` with its LoRA adapters, or as it is; an engine samples from it.
+
+    Raises:
+        ConfigError: names of adapters that the model's parts have too.
+    """
+    if config.model.lora is None:
+        return model
+    lora, adapters = lora_config(config.model.lora, model), make_adapters(assignment)
+    if adapters is not None:
+        return adapters.attach(model, lora, config.seed)
+    # peft draws the start of an adapter from the global source.
+    set_seed(config.seed % 2**32)
+    return cast("PeftModel", get_peft_model(model, lora))
+
+
+@dataclass(slots=True, kw_only=True)
+class SftStage:
+    """Trains a policy on given completions.
+
+    Args:
+        model: from `trainable`, with the weights before training; holds the trained ones after `run`.
+        engine: serves `model`; samples the rollouts of `algo.source=rollouts`.
+        reward_set: which of the task's reward sets scores them.
+        log: the run's.
+        extra: given the step, what else a checkpoint's `extra.json` says.
+        evaluate: the metrics of an evaluation after so many steps, where `eval.every` says that one is due.
+    """
+
+    config: SftCommandConfig
+    task: Task
+    model: PreTrainedModel | PeftModel
+    tokenizer: PreTrainedTokenizerBase
+    assignment: ModuleAssignment
+    engine: Engine
+    reward_set: str
+    log: StepLog
+    extra: Callable[[int], Mapping[str, object]] = lambda step: {}
+    evaluate: Callable[[int], Mapping[str, float]] = lambda step: {}
+    facts: dict[str, float] = field(default_factory=dict)
+    """What the sequences came to, by the names of docs/metrics.md."""
+
+    def run(self, resumed: bool) -> Path:
+        """Train to `train.steps`, from the newest complete checkpoint where there is one.
+
+        Returns:
+            The checkpoint after the last step.
+
+        Raises:
+            ConfigError: there is nothing to train on.
+            TooManyFailures: more than `train.max_failed_share` of the rollouts failed by no doing of the model.
+            CheckpointError: the checkpoint belongs to other sequences.
+            Stopped: the run is to end; what was trained is saved.
+        """
+        config, folder = self.config, self.log.rundir.checkpoints
+        start = newest_checkpoint(folder) if resumed else None
+        encoded = self._fitting(self._sampled() if config.algo.source == "rollouts" else self._given())
+        self.log.progress.note(self._said(encoded))
+        if start is None:
+            self.log.rundir.append_metrics(0, self.facts)
+        self.log.begin()
+        with self.log.stop.held():
+            fit(
+                self.model,
+                self.tokenizer,
+                encoded,
+                self._settings(),
+                folder,
+                start=start,
+                adapters=make_adapters(self.assignment),
+                on_step=self._on_step,
+                stopping=lambda: self.log.stop.requested,
+                extra=lambda step: {**self.assignment.record(), **self.extra(step)},
+            )
+        self.model.eval()
+        self.log.obey_stop()
+        return folder / f"checkpoint-{config.train.steps}"
+
+    def describe(self) -> dict[str, str]:
+        """Facts for the summary, once `run` has begun."""
+        facts = {key.removeprefix("sft/"): f"{value:,.0f}" for key, value in self.facts.items() if key in _SHOWN}
+        return {"supervised": ", ".join(f"{value} {_SHOWN[f'sft/{key}']}" for key, value in facts.items())}
+
+    def _settings(self) -> WarmStartSettings:
+        train, algo, model = self.config.train, self.config.algo, self.config.model
+        return WarmStartSettings(
+            steps=train.steps,
+            examples=train.batch_size,
+            batch_tokens=token_budget(
+                train.microbatch_tokens,
+                cast("PreTrainedModel", self.model),
+                checkpointing=model.gradient_checkpointing,
+            ),
+            prompt_weight=algo.prompt_weight,
+            lr=train.lr,
+            schedule=train.schedule,
+            warmup_steps=train.warmup_steps,
+            weight_decay=train.weight_decay,
+            adam_beta1=train.adam_beta1,
+            adam_beta2=train.adam_beta2,
+            grad_clip=train.grad_clip,
+            gradient_checkpointing=model.gradient_checkpointing,
+            mix=algo.modules or {},
+            seed=self.config.seed,
+            save_every=train.save_every,
+            keep=train.keep,
+            log_every=train.steps,
+        )
+
+    def _given(self) -> list[tuple[str, Encoded]]:
+        """The sequences of the task's demonstrations or of the file, each with its place."""
+        examples = read_examples(self.config, self.task, tuple(self.assignment.untrained))
+        return [(item.where, encode_one(self.tokenizer, item.demonstration)) for item in examples]
+
+    def _sampled(self) -> list[tuple[str, Encoded]]:
+        """The calls of the best rollouts, as they were sampled, each with its id."""
+        algo, untrained = self.config.algo, self.assignment.untrained
+        forest = self._rollouts()
+        check_failures(forest, self.config.train.max_failed_share, "algo.source=rollouts")
+        best = best_rollouts(forest, algo, self.config.seed)
+        self.facts = rollout_metrics(forest.rollouts) | {
+            "sft/rollouts": float(len(best)),
+            "sft/examples": float(len({rollout.example for rollout in best})),
+        }
+        calls = [
+            call
+            for rollout in best
+            for call in forest.path(rollout)
+            if call.module not in untrained and (algo.modules is None or call.module in algo.modules)
+        ]
+        if not calls:
+            raise ConfigError(f"algo.modules: no rollout that is trained on calls {', '.join(algo.modules or ())}")
+        return [(f"call {call.id}", Encoded(call.module, call.prompt_ids, call.completion_ids)) for call in calls]
+
+    def _rollouts(self) -> Forest:
+        """All rollouts of the train split, sampled now or read back from the journal."""
+        examples = self.task.examples("train")
+        forests: list[Forest] = []
+        for number, chunk in enumerate(chunks(examples)):
+            name = f"rollouts-{number:03d}"
+            if not self.log.rundir.journal_path(0, name).is_file():
+                self.log.progress.status(f"sampling rollouts {sum(len(f.rollouts) for f in forests)} …")
+                write_step(self.log.rundir, self._roll_out(chunk), evaluation=name, step=0)
+            # Read back where they have just been written too: a resumed stage trains on the very same numbers.
+            forests.append(read_step(self.log.rundir, 0, evaluation=name)[0])
+        self.engine.sleep()
+        return Forest(
+            calls={key: call for forest in forests for key, call in forest.calls.items()},
+            rollouts=tuple(rollout for forest in forests for rollout in forest.rollouts),
+            modules=tuple(self.task.program.modules),
+        )
+
+    def _roll_out(self, examples: Sequence[Example]) -> Forest:
+        """`algo.rollouts` independent rollouts of each example."""
+        self.model.eval()
+        settings = sampling_settings(self.config.algo, self.config.task)
+        # One key for all chunks: what is sampled of an example does not depend on where a chunk begins.
+        env = make_environment(self.task, self.engine, self.tokenizer, settings, (self.config.seed, "sft"))
+        plans = [(example, independent(self.config.algo.rollouts)) for example in examples]
+        return asyncio.run(sample(env, plans, self.reward_set))
+
+    def _fitting(self, sequences: Sequence[tuple[str, Encoded]]) -> list[Encoded]:
+        """The sequences that fit into the context; the others are counted, and some of them named.
+
+        Raises:
+            DataError: none fits.
+        """
+        limits = [limit for limit in (context_length(self.model), self.config.task.max_context) if limit is not None]
+        limit = min(limits, default=None)
+        longer = [(where, item) for where, item in sequences if limit is not None and len(item) > limit]
+        if longer:
+            named = ", ".join(
+                f"{where} ({item.module or 'no module'}, {len(item):,})" for where, item in longer[:NAMED]
+            )
+            text = (
+                f"{len(longer)} of {len(sequences)} sequences have more than the {limit:,} tokens of the context and "
+                f"are left out: {named}{', …' if len(longer) > NAMED else ''}"
+            )
+            if len(longer) == len(sequences):
+                raise DataError(f"algo.source: {text}; nothing is left to train on")
+            self.log.progress.note(f"warning: {text}")
+        skipped = {id(item) for _, item in longer}
+        fitting = [item for _, item in sequences if id(item) not in skipped]
+        self.facts |= {
+            "sft/sequences": float(len(fitting)),
+            "sft/tokens": float(sum(len(item.completion_ids) for item in fitting)),
+            "sft/too_long": float(len(longer)),
+        }
+        return fitting
+
+    def _said(self, encoded: Sequence[Encoded]) -> str:
+        """What is trained on, in one line."""
+        counts = Counter(item.module or "no module" for item in encoded)
+        of = {"task": "demonstrations of the task", "file": str(self.config.algo.file), "rollouts": "own rollouts"}
+        shown = ", ".join(f"{module} {count}" for module, count in counts.items())
+        return f"training on {len(encoded)} sequences from {of[self.config.algo.source]}: {shown}"
+
+    def _on_step(self, step: int, update: dict[str, float]) -> None:
+        """The record of a step, with an evaluation where one is due; the next step begins."""
+        metrics = self.log.record(update)
+        # Nothing is sampled in a step of this stage.
+        metrics = {name: value for name, value in metrics.items() if name not in _NOT_HERE}
+        metrics["rate/tokens_per_s"] = update["train/tokens_forwarded"] / metrics["time/step"]
+        every = self.config.eval.every
+        if every and step % every == 0 and step < self.config.train.steps:
+            metrics |= self.evaluate(step)
+        self.log.write(step, metrics)
+        self.log.begin()
+
+
+_SHOWN = {
+    "sft/examples": "examples",
+    "sft/rollouts": "rollouts",
+    "sft/sequences": "sequences",
+    "sft/tokens": "trained tokens",
+    "sft/too_long": "too long",
+}
+_NOT_HERE = frozenset(f"time/{part}" for part in ("generate", "retrieve", "rollout", "annotate", "tokenize"))

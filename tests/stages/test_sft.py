@@ -1,0 +1,441 @@
+"""stages.sft: what is trained on, from which source; every refusal; a killed stage continues to the same weights."""
+
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmrl.config import SftCommandConfig, validate
+from mmrl.config.rules import Facts, without_effect
+from mmrl.engines.base import Completion
+from mmrl.errors import CheckpointError, ConfigError, DataError, Stopped, ToolFailure, TooManyFailures
+from mmrl.models.assignment import ModuleAssignment
+from mmrl.models.chat import encode_text, render_prompt
+from mmrl.models.policy import newest_checkpoint, resolve
+from mmrl.report.rundir import RunDir
+from mmrl.stages.sft import SftStage, trainable
+from mmrl.stages.sft_data import best_rollouts, read_examples, sft_problems
+from mmrl.stages.step_log import StepLog
+from mmrl.tasks.base import Demonstration
+from mmrl.trainer import checkpoint
+from tests.config.effects import nested
+from tests.helpers.fakes import Chain, FakeEngine, FakeTask, seeded_letter
+from tests.helpers.forests import Grow
+from tests.helpers.programs import make_dspy
+from tests.stages.test_warmup import TOKENIZER, new_model, weights
+
+MINE = {"role": "user", "content": "Say 3"}
+CHAT = {"messages": [MINE, {"role": "assistant", "content": "three"}]}
+SMALL = {
+    "train.steps": 4,
+    "train.batch_size": 3,
+    "train.lr": 1e-3,
+    "train.save_every": 2,
+    "train.microbatch_tokens": 64,
+}
+LORA = {"model.lora.r": 2, "model.lora.targets": ("q_proj", "v_proj")}
+
+
+class Teachable(FakeTask):
+    """Two modules, of which each example shows both."""
+
+    def demonstrations(self, example):
+        text = example.inputs["text"]
+        return [shown("a", text, f"{text[-1]}{text[-1]}"), shown("b", f"{text} again", text[-1])]
+
+
+def shown(module, content, completion):
+    return Demonstration(module=module, messages=[{"role": "user", "content": content}], completion=completion)
+
+
+def config_of(options=()):
+    sections = {
+        "task": {"name": "dspy"},
+        "model": {"name": "x", "path": "x", "dtype": "float32"},
+        "hardware": {"name": "cpu", "device": "cpu"},
+        "engine": {"name": "transformers"},
+        "eval": {"every": 0},
+        "run": {},
+        "algo": {"name": "sft"},
+        "train": {},
+    }
+    for path, value in nested({**SMALL, **dict(options)}).items():
+        sections[path] = {**sections[path], **value}
+    return validate(SftCommandConfig, sections)
+
+
+def stage_of(folder, options=(), task=None, engine=None, stopping=None, **more):
+    """A stage in a run directory, which is made where it is not there yet."""
+    config = config_of(options)
+    rundir = RunDir.read(folder) if (folder / "config.yaml").exists() else RunDir.create(folder, {"seed": 0}, ["test"])
+    notes = []
+    progress = SimpleNamespace(note=notes.append, status=lambda text: None, step=lambda step, metrics: None)
+    log = StepLog(rundir=rundir, progress=progress, trackers=SimpleNamespace(log=lambda step, metrics: None))
+    if stopping is not None:
+        progress.step = lambda step, metrics: setattr(log.stop, "requested", step == stopping)
+    task = task or Teachable(Chain(("a", "b")))
+    assignment = ModuleAssignment(model=config.model, algo=config.algo, modules=tuple(task.program.modules))
+    stage = SftStage(
+        config=config,
+        task=task,
+        model=trainable(new_model(), config, assignment),
+        tokenizer=TOKENIZER,
+        assignment=assignment,
+        engine=engine or FakeEngine(seeded_letter),
+        reward_set="outcome",
+        log=log,
+        **more,
+    )
+    rundir.close()
+    return stage, notes
+
+
+def run(folder, options=(), resumed=False, **more):
+    stage, _ = stage_of(folder, options, **more)
+    path = stage.run(resumed)
+    return path, weights(stage.model), stage.log.rundir.history()
+
+
+def written(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return {"algo.source": "file", "algo.file": str(path)}
+
+
+def problems(options, task=None, frozen=()):
+    return sft_problems(config_of(options), task or Teachable(Chain(("a", "b"))), frozen)
+
+
+# --- what is trained on
+
+
+def test_demonstrations_of_the_task_are_trained_as_a_rollout_would_send_them(tmp_path):
+    stage, notes = stage_of(tmp_path / "run")
+    sequences = dict(stage._given())
+    assert len(stage._given()) == 16
+    last = sequences["example q7"]
+    assert last.prompt_ids == render_prompt(TOKENIZER, [{"role": "user", "content": "train7 again"}])
+    assert last.completion_ids == (*encode_text(TOKENIZER, "7"), TOKENIZER.eos_token_id)
+    path = stage.run(False)
+    assert path == tmp_path / "run/checkpoints/checkpoint-4" and checkpoint.unusable(path) == ""
+    assert notes == ["training on 16 sequences from demonstrations of the task: a 8, b 8"]
+    history = stage.log.rundir.history()
+    assert [record["step"] for record in history] == [0, 1, 2, 3, 4]
+    assert history[0]["sft/sequences"] == 16 and history[0]["sft/too_long"] == 0
+    assert history[4]["train/loss"] < history[1]["train/loss"] and history[1]["train/lr"] == 1e-3
+    assert history[1]["train/sequences"] == 3
+    assert 0 <= history[1]["module/a/token_accuracy"] <= 1 and "time/generate" not in history[1]
+
+
+def test_a_mini_world_task_and_labelled_rows_make_demonstrations(tmp_path):
+    task = make_dspy("banking77")
+    (first, *_) = read_examples(config_of(), task)
+    assert first.demonstration.module == "classify.predict" and "[[ ## label ## ]]" in first.demonstration.completion
+    rows = tmp_path / "rows.csv"
+    rows.write_text("text,category\nwhere is my card,card_arrival\nis it open,hours\n", encoding="utf-8")
+    labelled = make_dspy("banking77", data={"train": str(rows)}, sample="all")
+    completions = [item.demonstration.completion for item in read_examples(config_of(), labelled)]
+    assert completions[0].split("\n")[4] == "card_arrival" and "hours" in completions[1]
+
+
+def test_a_chat_trains_the_last_message_of_the_assistant(tmp_path):
+    talk = {"messages": [*CHAT["messages"], MINE, {"role": "assistant", "content": "3"}], "module": "b"}
+    stage, _ = stage_of(tmp_path / "run", written(tmp_path / "chat.jsonl", talk, CHAT))
+    (_, first), (where, second) = stage._given()
+    assert first.module == "b" and second.module == "" and where.endswith("chat.jsonl line 2")
+    assert first.prompt_ids == render_prompt(TOKENIZER, talk["messages"][:-1])
+    assert first.completion_ids == (*encode_text(TOKENIZER, "3"), TOKENIZER.eos_token_id)
+
+
+def test_fields_of_a_dspy_module_are_sent_as_a_rollout_sends_them(tmp_path):
+    task = make_dspy("banking77")
+    label = task.labels[1]
+    fields = {"inputs": {"text": "where is it"}, "outputs": {"reasoning": "asks", "label": label}}
+    stage, _ = stage_of(tmp_path / "run", written(tmp_path / "dspy.jsonl", fields), task=task)
+    ((_, item),) = stage._given()
+    engine = FakeEngine(lambda request: task.program.written(request.module, fields["outputs"]))
+    live, _ = stage_of(tmp_path / "live", {"algo.source": "rollouts", "algo.rollouts": 1}, task=task, engine=engine)
+    asked = task.examples("train")[0]
+    live._roll_out([type(asked)(id="x", inputs=fields["inputs"], metadata=asked.metadata)])
+    assert item.prompt_ids == engine.requests[0].prompt_ids
+    assert TOKENIZER.decode(item.completion_ids[:-1]) == task.program.written(item.module, fields["outputs"]).strip()
+
+
+class Ids(FakeEngine):
+    """Samples ids that no text of theirs would be encoded to again."""
+
+    async def generate(self, request):
+        made = await super().generate(request)
+        return Completion(ids=(*made.ids, 101, 104), logprobs=(-0.5,) * (len(made.ids) + 2), finish="stop")
+
+
+OWN = {"algo.source": "rollouts", "algo.rollouts": 4, "algo.min_reward": 0.05}
+
+
+def test_own_rollouts_are_trained_on_the_sampled_ids(tmp_path):
+    engine = Ids(seeded_letter)
+    stage, _ = stage_of(tmp_path / "run", OWN, engine=engine)
+    sequences = stage._sampled()
+    sent = Counter((request.module, request.prompt_ids) for request in engine.requests)
+    assert len(engine.requests) == 8 * 4 * 2 and len(sequences) == 8 * 2  # one rollout of each example, two calls
+    for _, item in sequences:
+        assert sent[item.module, item.prompt_ids] and item.completion_ids[-2:] == (101, 104)
+    assert stage.facts["sft/rollouts"] == 8 and stage.facts["rollouts/count"] == 32
+
+
+def test_the_best_of_each_example_are_chosen():
+    grown = Grow(("a",))
+    for example, rewards in {"q1": (0.2, 1.0, 0.6, 1.0), "q2": (0.1, 0.2), "q3": (0.7,)}.items():
+        for number, reward in enumerate(rewards):
+            grown.end(grown.call(f"{example}/{number}#0", None, "a"), reward)
+    grown.end(grown.call("q3/1#0", None, "a"), 1.0, error="parse")
+    forest = grown.forest
+
+    def chosen(**options):
+        algo = config_of({"algo.source": "rollouts", **{f"algo.{key}": value for key, value in options.items()}}).algo
+        return sorted(rollout.reward for rollout in best_rollouts(forest, algo, 0))
+
+    assert chosen(min_reward=0.5) == [0.7, 1.0]
+    assert chosen(min_reward=0.5, per_example=2) == [0.7, 1.0, 1.0]
+    assert chosen(min_reward=0.5, per_example=None) == [0.6, 0.7, 1.0, 1.0]
+    with pytest.raises(ConfigError, match=r"algo.min_reward: none of the 8 rollouts has 2 or more, the best has 1;"):
+        chosen(min_reward=2.0)
+
+
+def test_modules_are_chosen_and_mixed(tmp_path):
+    stage, _ = stage_of(tmp_path / "run", {"algo.modules": {"b": 1.0}})
+    assert {item.module for _, item in stage._given()} == {"b"}
+    stage, _ = stage_of(tmp_path / "own", {**OWN, "algo.modules": {"b": 1.0}})
+    assert {item.module for _, item in stage._sampled()} == {"b"}
+    _, _, history = run(
+        tmp_path / "mix", {"algo.modules": {"a": 0.25, "b": 1.0}, "train.steps": 1, "train.batch_size": 100}
+    )
+    assert history[1]["train/sequences"] == 100
+    loss = history[1]
+    assert "module/a/loss" in loss and "module/b/loss" in loss
+
+
+def test_sequences_longer_than_the_context_are_counted_and_named(tmp_path):
+    long = {"messages": [{"role": "user", "content": "the cat " * 400}, CHAT["messages"][1]]}
+    stage, notes = stage_of(tmp_path / "run", written(tmp_path / "chat.jsonl", CHAT, long))
+    stage.run(False)
+    assert notes[0].startswith(
+        "warning: 1 of 2 sequences have more than the 256 tokens of the context and are left out:"
+    )
+    assert "chat.jsonl line 2 (no module, " in notes[0]
+    assert stage.log.rundir.history()[0]["sft/too_long"] == 1
+    stage, _ = stage_of(
+        tmp_path / "short", {**written(tmp_path / "chat.jsonl", CHAT), "task.name": "dspy", "task.max_context": 16}
+    )
+    with pytest.raises(DataError, match="nothing is left to train on"):
+        stage.run(False)
+
+
+# --- the checkpoint, and a stage that was killed
+
+
+@pytest.mark.parametrize("options", [{}, {**LORA, "model.lora.dropout": 0.5}], ids=["full", "lora"])
+def test_a_killed_stage_continues_to_the_same_weights(tmp_path, options):
+    path, whole, history = run(tmp_path / "whole", options)
+    killed = tmp_path / "killed"
+    with pytest.raises(ZeroDivisionError):
+        run(killed, {**options, "eval.every": 3}, evaluate=lambda step: {"x": 1 / (step - 3)})
+    assert newest_checkpoint(killed).name == "checkpoint-2"
+    RunDir.read(killed).truncate_after(2, None)
+    again, continued, resumed = run(killed, options, resumed=True)
+    assert all(torch.equal(whole[name], continued[name]) for name in whole)
+    assert not all(
+        torch.equal(whole[name], first) for name, first in weights(stage_of(killed, options)[0].model).items()
+    )
+    exact = {name for name in history[4] if not name.startswith(("time/", "rate/", "memory/"))}
+    assert [{name: record[name] for name in exact & set(record)} for record in resumed] == [
+        {name: record[name] for name in exact & set(record)} for record in history
+    ]
+    assert sorted(file.name for file in again.iterdir()) == sorted(file.name for file in path.iterdir())
+    # Once more from the last step: nothing is left to do, and the weights are those of the checkpoint.
+    _, loaded, _ = run(killed, options, resumed=True)
+    assert all(torch.equal(whole[name], loaded[name]) for name in whole)
+
+
+def test_a_stop_saves_the_step_under_way(tmp_path):
+    folder = tmp_path / "run"
+    stage, _ = stage_of(folder, stopping=3)
+    with pytest.raises(Stopped):
+        stage.run(False)
+    assert newest_checkpoint(folder).name == "checkpoint-3"
+    _, continued, _ = run(folder, resumed=True)
+    _, whole, _ = run(tmp_path / "whole")
+    assert all(torch.equal(whole[name], continued[name]) for name in whole)
+
+
+def test_sampled_rollouts_are_never_sampled_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("mmrl.stages.evaluate.CHUNK", 3)
+    folder, first, second = tmp_path / "run", FakeEngine(seeded_letter), FakeEngine(seeded_letter)
+    roll_out = SftStage._roll_out
+
+    def killed_in_the_second_chunk(stage, examples):
+        if first.requests:
+            raise ZeroDivisionError
+        return roll_out(stage, examples)
+
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(SftStage, "_roll_out", killed_in_the_second_chunk)
+        run(folder, OWN, engine=first)
+    _, continued, _ = run(folder, OWN, resumed=True, engine=second)
+    assert (len(first.requests), len(second.requests)) == (3 * 4 * 2, 5 * 4 * 2)
+    _, whole, _ = run(tmp_path / "whole", OWN)
+    assert all(torch.equal(whole[name], continued[name]) for name in whole)
+
+
+def test_weights_per_module_are_trained_by_their_own_modules_and_saved_apart(tmp_path):
+    options = {**LORA, "model.modules": {"a": {"adapter": "first"}, "b": {"adapter": "second", "lr": 1e-2}}}
+    before = weights(stage_of(tmp_path / "start", options)[0].model)
+    path, after, history = run(tmp_path / "run", options)
+    _, alone, _ = run(tmp_path / "alone", {**options, "algo.modules": {"a": 1.0}})
+    moved = {name for name in before if "lora_B" in name and not torch.equal(before[name], after[name])}
+    assert {part for name in moved for part in ("first", "second") if f".{part}." in name} == {"first", "second"}
+    assert all(torch.equal(before[name], alone[name]) for name in before if ".second." in name)
+    assert history[1]["adapter/second/lr"] == 1e-2 and history[1]["adapter/first/lr"] == 1e-3
+    policy = resolve(str(path))
+    assert policy.modules == {"a": "first", "b": "second"} and set(policy.adapters) == {"first", "second"}
+    killed = tmp_path / "killed"
+    with pytest.raises(ZeroDivisionError):
+        run(killed, {**options, "eval.every": 3}, evaluate=lambda step: {"x": 1 / (step - 3)})
+    _, continued, _ = run(killed, options, resumed=True)
+    assert all(torch.equal(after[name], continued[name]) for name in after)
+
+
+def test_a_checkpoint_of_other_sequences_is_refused(tmp_path):
+    run(tmp_path / "run", written(tmp_path / "chat.jsonl", CHAT, CHAT))
+    with pytest.raises(CheckpointError, match="made with other data"):
+        run(tmp_path / "run", written(tmp_path / "chat.jsonl", CHAT), resumed=True)
+
+
+def test_evaluations_are_due_between_the_first_and_the_last_step(tmp_path):
+    seen = []
+    _, _, history = run(
+        tmp_path / "run", {"eval.every": 2}, evaluate=lambda step: seen.append(step) or {"eval/dev/x": 1}
+    )
+    assert seen == [2] and [record["step"] for record in history if "eval/dev/x" in record] == [2]
+
+
+# --- what is refused
+
+
+def test_nothing_to_train_on_is_one_sentence_before_a_model_loads(tmp_path):
+    none = FakeTask(Chain(("a", "b")))
+    assert problems({}, none) == [
+        "algo.source: task=fake makes no demonstrations of its train examples; use algo.source=file algo.file=FILE, "
+        "or algo.source=rollouts"
+    ]
+    assert problems({}) == [] and problems(OWN, none) == []
+    assert (
+        "makes no demonstrations of c" in problems({"algo.modules": {"c": 1.0}}, Teachable(Chain(("a", "b", "c"))))[0]
+    )
+    assert problems({"algo.modules": {"d": 1.0}}) == ["algo.modules: got 'd', expected one of a, b"]
+    assert "out of the loss" in problems({"algo.modules": {"a": 1.0}}, frozen=("a",))[0]
+    none.examples = lambda split: []
+    assert problems(OWN, none)[0].startswith("task.data.train: there are no train examples")
+    of_b = {**CHAT, "module": "b"}
+    assert problems({**written(tmp_path / "b.jsonl", of_b), "algo.modules": {"a": 1.0}})[0].endswith("no examples of a")
+
+
+def test_what_one_process_cannot_do_is_refused():
+    assert problems({"hardware.processes": 2})[0].startswith("hardware: profile 'cpu' has several processes")
+    assert problems({"model.dtype": "float16"})[0].startswith("model.dtype")
+    assert problems({"train.warmup_steps": 4, "train.schedule": "cosine"})[0].startswith("train.warmup_steps: got 4")
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ([1], "expected an object"),
+        ({"text": "x"}, "got an object with text, expected messages, or inputs and outputs"),
+        ({"inputs": {"text": "x"}}, "without outputs"),
+        ({**CHAT, "weight": 2}, "unknown field weight"),
+        ({**CHAT, "module": "z"}, "module: got 'z', expected one of a, b"),
+        ({"messages": [MINE]}, "at least two"),
+        ({"messages": [MINE, MINE]}, "the last one is the user's"),
+        ({"messages": [{"role": "tool", "content": "x"}, MINE]}, r"messages\[0\]: expected an object with role"),
+        ({"messages": [{"role": "user", "content": [1]}, MINE]}, r"messages\[0\]: expected an object with role"),
+        ({"inputs": {}, "outputs": {}}, "module: missing, expected one of a, b"),
+        ({"inputs": {}, "outputs": {}, "module": "a"}, "is no DSPy program"),
+    ],
+)
+def test_records_that_are_none_are_named(tmp_path, record, says):
+    options = written(tmp_path / "x.jsonl", CHAT, record)
+    with pytest.raises(DataError, match=f"algo.file: .*x.jsonl line 2: .*{says}"):
+        read_examples(config_of(options), Teachable(Chain(("a", "b"))))
+    assert len(problems(options)) == 1
+
+
+def test_fields_that_a_dspy_module_does_not_have_are_named(tmp_path):
+    task = make_dspy("banking77")
+    good = {"inputs": {"text": "x"}, "outputs": {"reasoning": "", "label": task.labels[0]}}
+    bad = [
+        {**good, "outputs": {"label": task.labels[0]}},
+        {**good, "inputs": {"text": "x", "more": 1}},
+        {**good, "outputs": {"reasoning": "", "label": "nothing"}},
+    ]
+    with pytest.raises(DataError) as refused:
+        read_examples(config_of(written(tmp_path / "x.jsonl", good, *bad)), task)
+    assert [problem.partition(".jsonl line ")[2][:40] for problem in refused.value.problems] == [
+        "2: outputs: reasoning missing, expected ",
+        "3: inputs: got 'more', expected one of t",
+        "4: outputs: Failed to parse field label ",
+    ]
+
+
+def test_at_most_five_problems_of_a_file_are_listed(tmp_path):
+    found = problems(written(tmp_path / "x.jsonl", *[{"x": 1}] * 9))
+    assert len(found) == 6 and found[-1] == "algo.file: 4 more problems like these"
+    assert "no such file" in problems({"algo.source": "file", "algo.file": str(tmp_path / "none.jsonl")})[0]
+
+
+def test_weights_per_module_need_the_module_of_a_chat(tmp_path):
+    options = {**written(tmp_path / "x.jsonl", CHAT), **LORA, "model.modules": {}}
+    assert "module: missing" in problems(options)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"algo.source": "file"}, "algo.file: missing"),
+        ({"algo.file": "x.jsonl"}, "algo.file: got x.jsonl, which has no effect with source=task"),
+        ({"algo.min_reward": 0.5}, "algo.min_reward: got 0.5, which has no effect with source=task"),
+        ({"algo.modules": {"a": 0.0}}, "algo.modules.a: got 0.0, expected a number above 0"),
+    ],
+)
+def test_options_without_effect_are_refused(options, says):
+    with pytest.raises(ConfigError, match=says):
+        config_of(options)
+
+
+@pytest.mark.parametrize("key", ["packing", "old_logprobs", "tis", "staleness", "max_failed_share", "schedule"])
+def test_options_of_training_by_reinforcement_are_refused_where_they_are_typed(key):
+    facts = Facts(reward_set="outcome")
+    options = {"train.schedule": "cosine", "train.steps": 1} if key == "schedule" else {}
+    (problem,) = without_effect(config_of(options), {f"train.{key}"}, facts)
+    assert problem.startswith(f"train.{key}: got ")
+    assert bool(without_effect(config_of({**options, **OWN}), {f"train.{key}"}, facts)) == (key != "max_failed_share")
+    assert without_effect(config_of(), {"train.lr", "train.batch_size", "train.microbatch_tokens"}, facts) == []
+
+
+@pytest.mark.parametrize("key", ["rollouts", "min_reward", "per_example", "temperature", "top_p", "top_k"])
+def test_options_of_own_rollouts_are_refused_without_them(key):
+    with pytest.raises(ConfigError, match=f"algo.{key}: got .*, which has no effect with source=task; set source"):
+        config_of({f"algo.{key}": {"rollouts": 2, "per_example": None, "top_k": 3}.get(key, 0.5)})
+
+
+def test_rollouts_that_fail_stop_the_stage(tmp_path):
+    class Broken(FakeEngine):
+        async def generate(self, request):
+            raise ToolFailure("down")
+
+    stage, _ = stage_of(tmp_path / "run", OWN, engine=Broken(seeded_letter))
+    with pytest.raises(TooManyFailures, match=r"algo.source=rollouts: 100% of the rollouts failed"):
+        stage.run(False)
+    stage, _ = stage_of(tmp_path / "poor", {**OWN, "algo.min_reward": 5.0})
+    with pytest.raises(ConfigError, match=r"algo.min_reward: none of the 32 rollouts has 5 or more"):
+        stage.run(False)
