@@ -82,7 +82,7 @@ def _one(stage: StageConfig, path: Path, before: Path | None, command: Sequence[
         shutil.rmtree(path)
     made = stage if before is None else after(stage, before)
     if before is not None:
-        check_all([made])  # prompts and weights are there only now
+        check_all([made.in_folder(None)])  # prompts and weights are there only now
     return begin(made.in_folder(str(path)), command)
 
 
