@@ -112,7 +112,7 @@ def _merged(before: Path, stage: StageConfig) -> str:
 
     So the reference of a KL term is the policy that the stage starts from.
     """
-    from mmrl.models.export import write_merged, write_tokenizer
+    from mmrl.models.save import write_merged, write_tokenizer
 
     target = before / "merged"
     checkpoint = newest_checkpoint(before)
