@@ -1,4 +1,4 @@
-"""`mmrl plan` and `mmrl doctor`: what a run will do and cost, and what is wrong with it, before it starts."""
+"""The commands before a run: what it will do and cost, what is wrong with it, and the index that it searches."""
 
 from __future__ import annotations
 
@@ -75,3 +75,133 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     from mmrl.run.doctor import examples_of
 
     return examine(config, examples_of(line.own), as_json=as_json)
+
+
+index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: sizes first, then built; looked into.")
+
+
+@index_app.command("build", context_settings=SETTINGS, options_metavar="corpus=A[,B] index=DIR [KEY=VALUE ...]")
+def index_build(context: typer.Context) -> int:
+    """Build an index of a corpus; sizes are printed first, and a build that was stopped goes on.
+
+    \b
+    Keys:
+      corpus=A,B                      files, folders or names of a corpus
+      index=DIR                       folder that is made
+      retriever=bm25|dense|colbert    bm25
+      k1= b=                          bm25
+      stemmer=porter|english|…        bm25: takes the endings of words off (31 languages); none
+      stopwords=english|none|…        bm25: words that are left out (12 languages)
+      model= device= batch_size=      dense, colbert: the encoder, where it runs, texts at once
+      faiss=flat|hnsw                 dense, colbert
+      encoder=own|contriever|e5       dense: how texts become vectors; own: as the model's files say
+      pooling= normalise=             dense: the same for a model that does not say it
+      query_prompt= passage_prompt=   dense: text in front of queries and passages
+      plan=true                       print sizes and stop
+
+    \b
+    Examples:
+      mmrl index build corpus=passages.jsonl index=indexes/bm25
+      mmrl index build corpus=passages.jsonl index=indexes/e5 retriever=dense model=intfloat/e5-base-v2 plan=true
+    """
+    from mmrl.cli.arguments import read_arguments
+    from mmrl.config.retriever import BuildIndexArguments
+
+    given = read_arguments("mmrl index build", BuildIndexArguments, context.args)
+    from mmrl.run.index import build
+
+    return build(given)
+
+
+@index_app.command("info", context_settings=SETTINGS, options_metavar="index=DIR")
+def index_info(context: typer.Context) -> int:
+    """Print what an index holds.
+
+    \b
+    Examples:
+      mmrl index info index=indexes/bm25
+    """
+    from mmrl.cli.arguments import read_arguments
+    from mmrl.config.retriever import IndexInfoArguments
+
+    given = read_arguments("mmrl index info", IndexInfoArguments, context.args)
+    from mmrl.run.index import info
+
+    return info(given)
+
+
+@index_app.command("search", context_settings=SETTINGS, options_metavar="index=DIR query=TEXT [KEY=VALUE ...]")
+def index_search(context: typer.Context) -> int:
+    """Search an index.
+
+    \b
+    Keys:
+      index=DIR query=TEXT   what is searched for
+      top_k=                 passages; 5
+      device= batch_size=    dense, colbert
+      candidates=            colbert: nearest tokens of each query token
+
+    \b
+    Examples:
+      mmrl index search index=indexes/bm25 query="capital of France" top_k=3
+    """
+    from mmrl.cli.arguments import read_arguments
+    from mmrl.config.retriever import SearchIndexArguments
+
+    given = read_arguments("mmrl index search", SearchIndexArguments, context.args)
+    from mmrl.run.index import search
+
+    return search(given)
+
+
+@index_app.command("check", context_settings=SETTINGS, options_metavar="index=DIR data=FILE [KEY=VALUE ...]")
+def index_check(context: typer.Context) -> int:
+    """Print how many gold titles of a question file an index holds, and how many it finds.
+
+    \b
+    Keys:
+      index=DIR data=FILE    records of HotpotQA, 2WikiMultihopQA, MuSiQue, PopQA or HoVer, by file or hub id
+      top_k=2,5,10           numbers of passages in which a title counts as a hit
+      items=                 the first so many questions; all
+      device= batch_size=    dense, colbert
+      candidates=            colbert: nearest tokens of each query token
+
+    \b
+    Examples:
+      mmrl index check index=indexes/bm25 data=hotpot_dev_distractor_v1.json top_k=2,10
+    """
+    from mmrl.cli.arguments import read_arguments
+    from mmrl.config.retriever import CheckIndexArguments
+
+    given = read_arguments("mmrl index check", CheckIndexArguments, context.args)
+    from mmrl.run.index import check
+
+    return check(given)
+
+
+@app.command("serve-retriever", context_settings=SETTINGS, options_metavar="index=DIR [KEY=VALUE ...]")
+def serve_retriever(context: typer.Context) -> int:
+    """Serve an index over HTTP, in Search-R1's and DSPy's protocols, until Ctrl-C.
+
+    \b
+    Keys:
+      index=DIR             what is served
+      host= port=           127.0.0.1 and 8000; port=0: a free one
+      token_env=NAME        environment variable with the token that every request must bring; needed with any host
+                            that other machines reach
+      max_batch=            queries of one search
+      parent=PID            end when this process is gone
+      device= batch_size=   dense, colbert
+      candidates=           colbert: nearest tokens of each query token
+
+    \b
+    Examples:
+      mmrl serve-retriever index=indexes/bm25 port=8000
+    """
+    from mmrl.cli.arguments import read_arguments
+    from mmrl.config.retriever import ServeIndexArguments
+
+    given = read_arguments("mmrl serve-retriever", ServeIndexArguments, context.args)
+    from mmrl.run.index import serve
+
+    return serve(given)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import typer
 
-import mmrl.cli.before_commands  # noqa: F401 - declares mmrl plan and mmrl doctor
 from mmrl.cli.app import HYDRA_FLAGS, SETTINGS, JsonFlag, app
-from mmrl.cli.index_commands import index_app
+from mmrl.cli.before_commands import index_app
 from mmrl.errors import ConfigError, MmrlError
 
 WORKER = "worker"
@@ -55,7 +54,7 @@ def train(context: typer.Context) -> int:
         overrides.refuse_beside_resume(line, "train.steps")
         folder = Path(line.own["resume"])
         if line.overrides:
-            from mmrl.run.extend import extend
+            from mmrl.run.train import extend
 
             return extend(folder, overrides.typed_value(line.overrides[0]) or "")
         from mmrl.run.stages import resume

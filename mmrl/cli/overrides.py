@@ -16,7 +16,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override, Sweep
 from hydra.errors import HydraException
 
 from mmrl.cli.arguments import CommandLine, Words, typed_text
-from mmrl.config.rules import value_at
+from mmrl.config.base import value_at
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.policy import model_of, prompts_of
 from mmrl.system.conf import GROUPS, options
@@ -177,8 +177,8 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
             f"{override.key_or_group}: got {value} more than once, which would be the same run" for value in again
         ]
     if searched(line):
-        # Where a search begins and where it ends, in all of its keys at once: what is wrong with a value is told before
-        # anything runs, and the sweeper cannot make more jobs than that known beforehand.
+        # Where a search begins and where it ends, in all of its keys at once: what is wrong with a value is reported
+        # before anything runs, and the sweeper cannot make more jobs than that known beforehand.
         axes = {key: [axis[0], axis[-1]] for key, axis in axes.items()}
         columns = list(zip(*axes.values(), strict=True))
         unlike = columns if any(one != other for one, other in axes.values()) else columns[:1]

@@ -1,4 +1,7 @@
-"""`task.retriever.*`: one schema per retriever, so that a key which has no effect with a retriever is not there."""
+"""`task.retriever.*`: one schema per retriever, so that a key which has no effect with a retriever is not there.
+
+And what `mmrl index` and `mmrl serve-retriever` take, whose keys are those of the retrievers.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from mmrl.config.base import Section, address_problem
+from mmrl.config.base import Section, ServerArguments, address_problem
 from mmrl.config.rules import checked
 
 
@@ -189,3 +192,92 @@ RETRIEVER_SCHEMAS: dict[str, type[RetrieverConfig]] = {
     "remote": RemoteRetrieverConfig,
 }
 """`task.retriever.name` -> schema."""
+
+
+class IndexArguments(Section):
+    """How `mmrl index search`, `check` and `mmrl serve-retriever` use an index."""
+
+    index: str = Field(description="folder of the index")
+    device: Literal["cpu", "cuda"] = "cpu"
+    batch_size: int = Field(32, ge=1, description="dense, colbert: texts encoded at once")
+    candidates: int = Field(256, ge=1, description="colbert: nearest tokens of each query token")
+
+
+class BuildIndexArguments(Section):
+    """`mmrl index build`."""
+
+    corpus: tuple[str, ...]
+    index: str
+    retriever: Literal["bm25", "dense", "colbert"] = "bm25"
+    k1: float = Field(0.9, gt=0)
+    b: float = Field(0.4, ge=0, le=1)
+    stemmer: Stemmer = "none"
+    stopwords: Stopwords = "english"
+    model: str | None = None
+    encoder: Literal["own", "contriever", "e5"] | None = None
+    pooling: Pooling | None = None
+    normalise: bool | None = None
+    query_prompt: str | None = None
+    passage_prompt: str | None = None
+    faiss: Literal["flat", "hnsw"] = "flat"
+    device: Literal["cpu", "cuda"] = "cpu"
+    batch_size: int = Field(32, ge=1)
+    plan: bool = Field(False, description="print sizes and stop")
+
+    @model_validator(mode="after")
+    def _options(self) -> Self:
+        read = RETRIEVER_SCHEMAS[self.retriever].model_fields
+        options = [name for name in type(self).model_fields if name not in ("corpus", "index", "retriever", "plan")]
+        wrong = [
+            f"{option}: got {getattr(self, option)}, which has no effect with retriever={self.retriever}"
+            for option in options
+            if option not in read and getattr(self, option) != type(self).model_fields[option].default
+        ]
+        if wrong:
+            raise ValueError(*wrong)
+        return self
+
+    def section(self) -> RetrieverConfig:
+        """The same as a `task.retriever` section."""
+        schema = RETRIEVER_SCHEMAS[self.retriever]
+        given = self.model_dump(exclude={"retriever", "corpus", "index", "plan"})
+        return schema(name=self.retriever, **{name: given[name] for name in given if name in schema.model_fields})
+
+
+class SearchIndexArguments(IndexArguments):
+    """`mmrl index search`."""
+
+    query: str
+    top_k: int = Field(5, ge=1)
+
+
+class CheckIndexArguments(IndexArguments):
+    """`mmrl index check`."""
+
+    data: str
+    top_k: tuple[int, ...] = Field((2, 5, 10), min_length=1)
+    items: int | None = Field(None, ge=1)
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _numbers(cls, parts: tuple[str, ...]) -> tuple[object, ...]:
+        return tuple(sorted({int(part) if str(part).isdecimal() else part for part in parts}, key=str))
+
+    @field_validator("top_k")
+    @classmethod
+    def _positive(cls, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        if min(numbers) < 1:
+            raise ValueError("expected numbers of passages from 1, such as 2,10")
+        return tuple(sorted(numbers))
+
+
+class IndexInfoArguments(Section):
+    """`mmrl index info`."""
+
+    index: str
+
+
+class ServeIndexArguments(ServerArguments, IndexArguments):
+    """`mmrl serve-retriever`."""
+
+    max_batch: int = Field(64, ge=1, description="queries of one search")

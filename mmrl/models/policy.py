@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mmrl.config.base import SHIPPED
+from mmrl.config.base import SHIPPED, value_at
 from mmrl.config.optimisers import PROMPT_SCHEMAS
-from mmrl.config.rules import value_at
 from mmrl.errors import ConfigError
 from mmrl.system.files import atomic_write, read_yaml
 from mmrl.system.files import digests as file_digests
@@ -142,8 +141,8 @@ def _run_section(text: str, section: str) -> Mapping[str, object]:
         return {}
     for run in (folder, *list(folder.parents)[:3]):  # a run, a checkpoint in it, one adapter of that
         if (run / "config.yaml").is_file() and (run / "checkpoints").is_dir():
-            found = value_at(read_yaml(run / "config.yaml"), section)
-            return found if isinstance(found, Mapping) else {}
+            stored = value_at(read_yaml(run / "config.yaml"), section)
+            return stored if isinstance(stored, Mapping) else {}
     return {}
 
 

@@ -63,27 +63,6 @@ def comparable(metrics: Mapping[str, Value]) -> dict[str, Value | str]:
     }
 
 
-def allocate(parent: Path, name: str) -> Path:
-    """Make and return a new folder `parent/name`, or `name-2`, `name-3`… when others were faster.
-
-    Raises:
-        ConfigError: nothing can be made there.
-    """
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        # `mkdir` is the test itself: two processes can never get one folder.
-        for number in range(1, 10_000):
-            path = parent / (name if number == 1 else f"{name}-{number}")
-            try:
-                path.mkdir()
-            except FileExistsError:
-                continue
-            return path
-    except OSError as error:
-        raise ConfigError(f"run.dir: cannot make a folder below {parent}: {error.strerror or error}") from None
-    raise ConfigError(f"run.dir: no free name like {parent / name}; set run.dir")
-
-
 def step_of(path: Path) -> int | None:
     """The step in a file name like `step-000012.jsonl.gz`; None without one."""
     match = _STEP.search(path.name)

@@ -19,10 +19,10 @@ from mmrl.errors import ConfigError, DataError, Stopped, unknown
 from mmrl.report.compare import Comparison, compare_runs, find_runs
 from mmrl.report.html import check_docs, write_comparison, write_docs
 from mmrl.report.overview import damage_named
-from mmrl.report.rundir import allocate
 from mmrl.report.tables import comparison_text
 from mmrl.run.check import check_all
 from mmrl.run.queue import QueuedRun, RunQueue
+from mmrl.run.settle import allocate
 from mmrl.system.conf import conf_dir, later_wins, options, user_dirs
 from mmrl.system.files import read_yaml
 from mmrl.system.stop import stoppable
@@ -70,6 +70,7 @@ def read_comparison(path: Path) -> ComparisonFile:
     except ValidationError as error:
         raise ConfigError(f"plan: {path}: {problem}" for problem in explain(ComparisonFile, error)) from None
     known = {algo for part in file.parts for algo in part.algo}
+    # A misspelt name would leave its settings without effect.
     stray = [f"plan: {path}: algo.{name}: no part runs this algorithm" for name in file.algo if name not in known]
     if stray:
         raise ConfigError(stray)
@@ -114,6 +115,7 @@ def look_at_runs(request: ComparisonRequest) -> int:
     # A folder of runs is a comparison by itself and is named by it; single run directories are not.
     one_folder = len(paths) == 1 and runs[0].resolve() != paths[0].resolve()
     name = given.get("name") or (paths[0].resolve().name if one_folder else "runs")
+    # Before the runs are read, which takes a while: a document without a place for the table is refused at once.
     if "docs" in given:
         check_docs(Path(given["docs"]), name)
     if "out" in given:
@@ -153,6 +155,7 @@ def run_comparison(request: ComparisonRequest, compose: Compose) -> int:
             say("stopped; the same command continues where this one stopped")
             return stop.exit_code if isinstance(stop, Stopped) else 130
     notes = [f"{run.name}: failed: {run.trouble()}" for run in runs if run.code != 0]
+    # Nothing was even begun, so there is nothing to compare; the reasons are all that can be said.
     if not any((run.path / "config.yaml").is_file() for run in runs):
         print("\n".join(f"error: {note}" for note in notes), file=sys.stderr)
         return 1
@@ -231,6 +234,7 @@ def _requested(request: ComparisonRequest, problems: list[str]) -> ComparisonFil
     for key, names in chosen.items():
         has = {name for part in file.parts for name in (part.algo if key == "algo" else part.task)}
         problems += [unknown(f"{key} (of plan {plan})", name, has) for name in names if name not in has]
+    # A plan's settings belong to its parts, so choosing from it takes parts apart and leaves their settings.
     parts = []
     for part in file.parts:
         algos = tuple(name for name in part.algo if not chosen["algo"] or name in chosen["algo"])
@@ -316,6 +320,7 @@ def _output() -> Iterator[tuple[Callable[[str], None], Callable[[Sequence[str]],
     from rich.live import Live
     from rich.text import Text
 
+    # Without highlighting: rich would colour numbers and paths within names.
     console = Console(highlight=False)
     with Live(console=console, refresh_per_second=2, transient=True) as live:
         yield lambda text: console.print(Text(text)), lambda lines: live.update(Text("\n".join(lines)))

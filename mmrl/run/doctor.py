@@ -27,7 +27,7 @@ from mmrl.errors import ConfigError
 from mmrl.records import Forest
 from mmrl.report.findings import RunFacts, as_object, find, report
 from mmrl.report.machine import cpu_name, unmet, versions
-from mmrl.report.tables import align
+from mmrl.report.text import align
 from mmrl.run.build import BuiltRun, build_run, build_task, check_model
 from mmrl.run.launch import released
 from mmrl.run.settle import settle
@@ -39,7 +39,7 @@ from mmrl.tasks.base import Task
 EXAMPLES, FEW = 8, 4
 """Examples that `mmrl doctor` plays, and `mmrl train` before a long run."""
 FILE = "doctor.json"
-"""In a run directory: what was found before training."""
+"""In a run directory: the findings before training."""
 LONG = 1.0
 """Hours from which on a run is looked at before it trains."""
 
@@ -128,7 +128,7 @@ def _examined(built: BuiltRun, examples: int) -> tuple[RunFacts, Forest]:
 
 
 def look_before(built: BuiltRun, log: StepLog, checkpoint: Path | None) -> None:
-    """Before training: play a few examples where `run.doctor` says so, print and keep what was found.
+    """Before training: play a few examples where `run.doctor` says so, print and keep the findings.
 
     It stops no run: what so few examples show is for a person to judge.
     """
@@ -151,11 +151,12 @@ def look_before(built: BuiltRun, log: StepLog, checkpoint: Path | None) -> None:
 
 
 def _needed(config: TrainCommandConfig, task: Task, made: Path) -> tuple[bool, str]:
-    """Whether to look, and why; or why it cannot be told.
+    """Whether to look, and why; or why that is not known.
 
     Args:
         made: what a start of this run that was killed may have left.
     """
+    # A resumed start would print the same findings again, and they cost rollouts.
     if made.exists():
         return False, ""
     if config.run.doctor != "auto":
@@ -164,7 +165,7 @@ def _needed(config: TrainCommandConfig, task: Task, made: Path) -> tuple[bool, s
 
 
 def _long(config: TrainCommandConfig, task: Task, forest: Forest | None = None) -> tuple[bool, str]:
-    """Whether a run takes over an hour, and the sentence for it; or why that cannot be told."""
+    """Whether a run takes over an hour, and the sentence for it; or why that is not known."""
     # Here, since it is of no use to most runs.
     from mmrl.run.plan import duration, hours
 
@@ -180,7 +181,7 @@ def _long(config: TrainCommandConfig, task: Task, forest: Forest | None = None) 
 # --- without a run: the machine
 
 KEYS = ("OPENAI_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "ANTHROPIC_API_KEY", "COMET_API_KEY")
-"""Environment variables that hold keys; only whether they are set is told."""
+"""Environment variables that hold keys; only whether they are set is printed."""
 HUB_S = 8.0
 """Longest wait for the hub; a name that cannot be resolved has no limit of its own."""
 SMI_S = 10.0
@@ -192,7 +193,7 @@ GIB = 2**30
 
 @dataclass(slots=True)
 class Machine:
-    """What was found of this machine, and what of it stands against a run."""
+    """What this machine has, and what of it stands against a run."""
 
     facts: dict[str, object] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
@@ -218,6 +219,7 @@ def look_at_machine(*, as_json: bool) -> int:
     machine.facts["cores"] = f"{cores} usable of {os.cpu_count()}"
     machine.facts["memory"] = f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB"
     _devices(machine)
+    # The two places that runs write to; each may be on a disk of its own.
     _disk(machine, "outputs", Path("outputs"))
     _disk(machine, "cache", cache_root(None))
     machine.facts |= {f"{name} version": version for name, version in versions().items()}
@@ -235,13 +237,14 @@ def _devices(machine: Machine) -> None:
     try:
         import torch
 
-        from mmrl.plan.devices import gpus
+        from mmrl.plan.cost import gpus
 
         here = gpus()
     # Whatever a broken installation raises when it is imported: to say so is what this command is for.
     except Exception as error:
         machine.broken.append(f"torch: cannot be used ({type(error).__name__}: {error}); install it again")
         return
+    # Read apart from torch: a driver that is there beside a torch that sees none is the commonest mistake.
     listed = _driver()
     for number, gpu in enumerate(here):
         free = f"{gpu.free / GIB:.1f} GiB free of {gpu.memory / GIB:.1f} GiB"
@@ -286,6 +289,7 @@ def _driver() -> list[str]:
 
 def _disk(machine: Machine, name: str, folder: Path) -> None:
     """Free room in a folder, or where it would be made, and whether it can be written."""
+    # The folder itself may not be made yet: the disk is that of the nearest one above.
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(above).free
     machine.facts[name] = f"{folder}: {free / GIB:.1f} GiB free"

@@ -12,10 +12,22 @@ from mmrl.config import TrainCommandConfig
 from mmrl.config.engines import TransformersConfig, VllmConfig
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.load import model_path
-from mmrl.plan.cost import engine_memory, host_memory, memory, seconds, sleeps, weight_layout
-from mmrl.plan.devices import GIB, SLOW_CPU, Device, gpus, measured_cpu, nearest_gpu
-from mmrl.plan.devices import NAMES as DEVICES
-from mmrl.plan.devices import device as find_device
+from mmrl.plan.cost import (
+    GIB,
+    SLOW_CPU,
+    Device,
+    engine_memory,
+    gpus,
+    host_memory,
+    measured_cpu,
+    memory,
+    nearest_gpu,
+    seconds,
+    sleeps,
+    weight_layout,
+)
+from mmrl.plan.cost import NAMES as DEVICES
+from mmrl.plan.cost import device as find_device
 from mmrl.plan.shapes import Shape, shape_of
 from mmrl.plan.workload import (
     Lengths,
@@ -30,7 +42,7 @@ from mmrl.plan.workload import (
     without_endpoints,
 )
 from mmrl.records import Forest
-from mmrl.report.tables import align
+from mmrl.report.text import align
 from mmrl.run.build import build_task, reward_set
 from mmrl.run.check import on_mini_world, plan_problems
 from mmrl.run.settle import settle
@@ -84,6 +96,7 @@ def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:
     name = request.device or ("cpu" if settled.hardware.device == "cpu" else "h100")
     device = find_device(name, config.hardware.threads or 1)
     problems = plan_problems(settled, task)
+    # Without their sizes the plan would count no adapter there and promise too little memory.
     problems += _strange_targets(settled, shape)
     available = len(task.examples("train")) if examples else 0
     if examples > available:
@@ -120,6 +133,7 @@ def hours(config: TrainCommandConfig, task: Task, forest: Forest | None = None) 
 
     if config.hardware.device != "cpu":
         here = gpus()
+        # The first stands for all: the GPUs of one machine are mostly of one kind.
         return on(nearest_gpu(here[0].name if here else ""))
     longest = on(SLOW_CPU)
     # Measuring takes a quarter of a second, which a short run need not wait for.
@@ -179,7 +193,7 @@ class Plan:
         return memory(self.config, self.shape, self.step, longest, self.device)
 
     def rollout_memory(self) -> dict[str, float]:
-        """Bytes per device kept for rollouts, by part; empty without such devices."""
+        """Bytes per device reserved for rollouts, by part; empty without such devices."""
         if not self.config.hardware.rollout_devices:
             return {}
         return engine_memory(self.config, self.shape, self.step, self.device)

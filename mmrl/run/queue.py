@@ -126,6 +126,7 @@ class QueuedRun:
     def trouble(self) -> str:
         """The last error that a failed run printed."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
+        # Of a run that was killed there is no error line: then its last words are the best hint.
         errors = [line for line in lines if line.startswith("error: ")] or [line for line in lines if line.strip()]
         return f"exit code {self.code}{f', {errors[-1].strip()[:300]}' if errors else ''} (log: {self.log})"
 
@@ -195,6 +196,7 @@ class RunQueue:
             command += [f"resume={run.path}"]
         else:
             command += ["--config-dir", self.config_dir] if self.config_dir else []
+            # A live display would fill the log with its redrawn lines.
             command += [*run.overrides, f"run.dir={run.path}", "run.progress=false"]
         run.path.parent.mkdir(parents=True, exist_ok=True)
         # Runs side by side would otherwise each take all CPUs and wait for one another.

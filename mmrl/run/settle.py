@@ -29,7 +29,7 @@ from mmrl.config.sft import SftConfig
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.report.compare import flattened
-from mmrl.report.rundir import RunDir, allocate
+from mmrl.report.rundir import RunDir
 from mmrl.system.files import plain
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
@@ -135,6 +135,27 @@ def run_folder(given: str | None, *below: str, suffix: str = "") -> str:
         return given
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     return str(allocate(Path("outputs", *below), stamp + suffix))
+
+
+def allocate(parent: Path, name: str) -> Path:
+    """Make and return a new folder `parent/name`, or `name-2`, `name-3`… when others were faster.
+
+    Raises:
+        ConfigError: nothing can be made there.
+    """
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        # `mkdir` is the test itself: two processes can never get one folder.
+        for number in range(1, 10_000):
+            path = parent / (name if number == 1 else f"{name}-{number}")
+            try:
+                path.mkdir()
+            except FileExistsError:
+                continue
+            return path
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot make a folder below {parent}: {error.strerror or error}") from None
+    raise ConfigError(f"run.dir: no free name like {parent / name}; set run.dir")
 
 
 _SERVERS = frozenset({"url", "key_env", "python", "timeout_s", "start_timeout_s", "sync_timeout_s", "restarts"})

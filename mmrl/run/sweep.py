@@ -15,7 +15,8 @@ from mmrl.errors import CheckpointError, ConfigError, MmrlError, print_error
 from mmrl.report.compare import compare_runs
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import number
-from mmrl.report.tables import align, heading, summary_rows
+from mmrl.report.tables import heading, summary_rows
+from mmrl.report.text import align
 from mmrl.run.check import check_all
 from mmrl.run.compare import main_metrics
 from mmrl.run.queue import state_of
@@ -54,6 +55,7 @@ def sweep(
     Raises:
         ConfigError: every problem of every job; nothing has started.
     """
+    # The values that a search will try are not known, so the ends of its ranges stand for them.
     if searched:
         check_all([config.in_folder(None) for config in configs], typed)
     else:
@@ -78,8 +80,8 @@ def sweep(
 
 
 def _results(folder: Path) -> list[JsonObject]:
-    found: list[JsonObject] = [json.loads(path.read_text()) for path in folder.iterdir()]
-    return sorted(found, key=lambda result: str(result["folder"]))
+    results: list[JsonObject] = [json.loads(path.read_text()) for path in folder.iterdir()]
+    return sorted(results, key=lambda result: str(result["folder"]))
 
 
 def _show(folders: Sequence[Path]) -> None:
@@ -98,7 +100,7 @@ def _show(folders: Sequence[Path]) -> None:
         for panel in compare_runs(here, "sweep", main_metrics()).panels:
             print(f"\n{heading(panel)}\n{align(summary_rows(panel))}")
         print()
-    # All runs have ended by now; which of them cannot be read is told, and the exit code stays theirs.
+    # All runs have ended by now; which of them cannot be read is printed, and the exit code stays theirs.
     except MmrlError as error:
         print(f"the runs are not shown side by side: {error}", file=sys.stderr)
 
@@ -146,6 +148,7 @@ def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: B
         code = error.exit_code
     if made and not any(Path(folder).iterdir()):  # refused before it wrote anything
         Path(folder).rmdir()
+    # A name of its own for each job: launchers run them at the same time, on machines that share this folder.
     (results / uuid4().hex).write_text(json.dumps({"code": code, "folder": folder and str(Path(folder).absolute())}))
     return _score(Path(folder)) if code == 0 and folder else None
 

@@ -5,6 +5,7 @@ Called by `cli` once `check` has passed. Every process of a run goes this way; t
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,9 @@ from mmrl.system.files import JsonObject, plain
 from mmrl.system.processes import ALONE, Processes, join, launched, lost_a_process
 from mmrl.system.stop import stoppable
 from mmrl.tasks.base import Task
+
+STEADY = ("constant", "constant_with_warmup")
+"""Schedules that do not depend on the number of steps."""
 
 
 def train(config: TrainCommandConfig, command: Sequence[str], resumed: bool = False) -> int:
@@ -76,6 +80,46 @@ def train(config: TrainCommandConfig, command: Sequence[str], resumed: bool = Fa
 def resume(folder: Path) -> int:
     """Continue a stopped or killed run from its newest complete checkpoint, to the numbers it would have had."""
     return train(stored_config(folder, TrainCommandConfig), ["mmrl", "train", f"resume={folder}"], resumed=True)
+
+
+def extend(folder: Path, typed: str) -> int:
+    """`resume=RUN train.steps=+100`: continue a run, finished or not, to another number of steps. Returns exit code.
+
+    `config.yaml` stays as it was; `segments.jsonl` gets a line: the new number of steps, the steps done, and the
+    summary that the run had then. The steps of an extended run equal, bit for bit, those of a run started with all of
+    them, for learning rates that do not fall towards its end; with others an extension is refused. Its record may have
+    one more evaluation, the one after what was then the last step.
+
+    Args:
+        folder: the run directory.
+        typed: `+N` for N further steps than the run has now, or their number, which is more than are done.
+
+    Raises:
+        ConfigError: no such number, or a schedule that depends on it.
+        CheckpointError: it is no training run, or another process has it.
+    """
+    config = stored_config(folder, TrainCommandConfig).train
+    if not re.fullmatch(r"\+?[0-9]{1,9}", typed):
+        raise ConfigError(f"train.steps: got '{typed}', expected +N (further steps) or a number of steps")
+    steps = int(typed) + (config.steps if typed.startswith("+") else 0)
+    # Not an extension: the run may have been killed on its way to this very number.
+    if steps == config.steps:
+        return resume(folder)
+    # Its learning rate at every step depends on the last one, so the steps done so far would have been others.
+    if config.schedule not in STEADY:
+        raise ConfigError(
+            f"train.steps: {folder} has train.schedule={config.schedule}, which ends at step {config.steps}: with more "
+            f"steps it is another run; start one: mmrl train train.steps={steps} …"
+        )
+    with RunDir.open(folder) as run:
+        done = max((int(record["step"]) for record in run.history()), default=0)
+        if steps <= done:
+            raise ConfigError(
+                f"train.steps: got {typed}, but {folder} has done {done} steps; expected +N (further steps), or more "
+                f"than {done}"
+            )
+        run.add_segment(steps, done, ["mmrl", "train", f"resume={folder}", f"train.steps={typed}"])
+    return resume(folder)
 
 
 def work(job: JsonObject) -> int:

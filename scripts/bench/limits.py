@@ -2,7 +2,7 @@
 
 Prints, for the MHGPO shapes of the papers (512 questions), tokens before and after sharing and the least seconds that
 arithmetic allows on one device for the update, one extra forward, and the rollout's prefill: FLOPs over what the device
-reaches in a matrix product (`mmrl.plan.devices`). With `gpu=cpu` this machine is measured, and a packed update of a
+reaches in a matrix product (`mmrl.plan.cost`). With `gpu=cpu` this machine is measured, and a packed update of a
 random model is timed: the percent of the floor that it reaches. For a GPU that percent comes from the JSON that
 `scripts/gpu_check.py` wrote (`result=`); without one it is not known, and the table says so.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrl.plan.devices import NAMES, Device, device
+from mmrl.plan.cost import NAMES, Device, device
 from mmrl.plan.shapes import KNOWN, Shape, read_shape
 from mmrl.trainer.objective import TrainCall
 from scripts.bench.common import MODELS, Bar, finish, make_model, once, options

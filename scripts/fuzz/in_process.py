@@ -113,7 +113,7 @@ _STAND_INS: Mapping[str, object] = {
     "mmrl.run.doctor.look_at_machine": 0,
     "mmrl.run.serve.serve_policy": 0,
     "mmrl.system.http_server.serve": None,
-    "mmrl.retrieval.index_folder.build_index": mock.Mock(build_seconds=0.0, kind="bm25"),
+    "mmrl.run.index.build_index": mock.Mock(build_seconds=0.0, kind="bm25"),
     "mmrl.models.hub.encoder_problems": [],
 }
 """What a command hands over to -> what its stand-in returns."""

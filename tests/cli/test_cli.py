@@ -17,10 +17,16 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import COMMANDS, main
 from mmrl.cli.arguments import ExportArguments, ShowArguments
 from mmrl.cli.hydra import composed, configs, configured, read_line, train_configs
-from mmrl.cli.index import BuildArguments, CheckArguments, InfoArguments, SearchArguments, ServeArguments
 from mmrl.cli.new_task import NewTaskArguments
 from mmrl.config import ALGO_SCHEMAS, EvalCommandConfig, StagedCommandConfig, TrainCommandConfig, validate
 from mmrl.config.optimisers import PROMPT_SCHEMAS
+from mmrl.config.retriever import (
+    BuildIndexArguments,
+    CheckIndexArguments,
+    IndexInfoArguments,
+    SearchIndexArguments,
+    ServeIndexArguments,
+)
 from mmrl.config.sft import SFT
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import RunDir
@@ -410,11 +416,11 @@ def test_help_names_every_key_of_a_command_that_reads_its_own(capsys):
     sections = {
         "show": ShowArguments,
         "export": ExportArguments,
-        "index build": BuildArguments,
-        "index info": InfoArguments,
-        "index search": SearchArguments,
-        "index check": CheckArguments,
-        "serve-retriever": ServeArguments,
+        "index build": BuildIndexArguments,
+        "index info": IndexInfoArguments,
+        "index search": SearchIndexArguments,
+        "index check": CheckIndexArguments,
+        "serve-retriever": ServeIndexArguments,
         "new-task": NewTaskArguments,
     }
     for command, section in sections.items():

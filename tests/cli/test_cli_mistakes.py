@@ -184,7 +184,7 @@ def test_what_cannot_be_resumed_is_left_as_it_is(command, config, says, tmp_path
 
 def test_a_folder_of_runs_that_cannot_be_made_is_named(tmp_path):
     from mmrl.errors import ConfigError
-    from mmrl.report.rundir import allocate
+    from mmrl.run.settle import allocate
 
     (tmp_path / "outputs").write_text("a file")
     with pytest.raises(ConfigError, match=r"run\.dir: cannot make a folder below"):

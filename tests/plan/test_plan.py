@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mmrl.cli import main
 from mmrl.errors import ConfigError
-from mmrl.plan.devices import GIB, GPUS, device
+from mmrl.plan.cost import GIB, GPUS, device
 from mmrl.plan.shapes import KNOWN, read_shape
 from mmrl.plan.workload import Lengths, parse_lengths, unique_tokens
 from mmrl.run.plan import duration

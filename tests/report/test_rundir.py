@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from mmrl.errors import CheckpointError, ConfigError, DataError
-from mmrl.report.rundir import RunDir, allocate, comparable
+from mmrl.report.rundir import RunDir, comparable
+from mmrl.run.settle import allocate
 from mmrl.system.files import append_jsonl, atomic_dir, atomic_write, read_jsonl
 
 

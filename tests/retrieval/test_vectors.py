@@ -238,7 +238,7 @@ def test_a_dense_task_index_is_built_once_and_rebuilt_when_model_or_file_change(
 def test_importing_brings_no_torch_and_no_faiss():
     code = (
         "import sys, mmrl.retrieval.dense, mmrl.retrieval.colbert, mmrl.retrieval.select, mmrl.retrieval.serving, "
-        "mmrl.cli.index; heavy = {'torch', 'transformers', 'faiss', 'sentence_transformers', 'fastapi', 'uvicorn', "
+        "mmrl.run.index; heavy = {'torch', 'transformers', 'faiss', 'sentence_transformers', 'fastapi', 'uvicorn', "
         "'httpx'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,7 @@ import pytest
 from mmrl.cli import main
 from mmrl.cli.hydra import composed
 from mmrl.errors import EngineFailure, LengthFailure, MmrlError, ParseFailure
-from mmrl.plan.devices import Device
+from mmrl.plan.cost import Device
 from mmrl.report.findings import find
 from mmrl.run.doctor import _long, _needed
 from mmrl.stages.checkup import examine

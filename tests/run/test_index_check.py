@@ -6,7 +6,7 @@ from mmrl.cli import main
 from mmrl.errors import DataError
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.index_folder import IndexSpec, build_index
-from mmrl.run.index_check import questions_of
+from mmrl.run.index import questions_of
 
 TITLES = ["Lisbon", "Porto", "Tagus", "Douro"]
 HOTPOT = [

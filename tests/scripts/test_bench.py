@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmrl.plan.devices import GPUS
+from mmrl.plan.cost import GPUS
 from mmrl.plan.shapes import KNOWN
 from scripts import gpu_check
 from scripts.bench import __main__ as suite

@@ -1,129 +1,187 @@
-"""`mmrl index build|info|search|check` and `mmrl serve-retriever`: index folders made, looked into, and served."""
+"""`mmrl index build|info|search|check` and `mmrl serve-retriever`: index folders made, looked into, and served.
+
+Sizes come before anything long: an index of a whole encyclopedia takes hours and a disk.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
-
-from mmrl.cli.arguments import read_arguments
-from mmrl.config import RETRIEVER_SCHEMAS, RetrieverConfig
-from mmrl.config.base import Section, ServerArguments
-from mmrl.config.retriever import EncoderRetrieverConfig, Pooling, Stemmer, Stopwords
+from mmrl.config.retriever import (
+    BuildIndexArguments,
+    CheckIndexArguments,
+    EncoderRetrieverConfig,
+    IndexArguments,
+    IndexInfoArguments,
+    SearchIndexArguments,
+    ServeIndexArguments,
+)
 from mmrl.errors import ConfigError, DataError
+from mmrl.retrieval.base import Retriever
+from mmrl.retrieval.index_folder import (
+    IndexInfo,
+    IndexSpec,
+    build_index,
+    estimated_bytes,
+    open_index,
+    partial_of,
+    read_info,
+    spec_of,
+)
+from mmrl.retrieval.select import encoder_and_treatment_problems, index_problems, packages_missing, server_problems
+from mmrl.retrieval.serving import make_app
+from mmrl.retrieval.store import CorpusFacts, PassageStore
 from mmrl.secrets import token_of
+from mmrl.system.bar import progress
 from mmrl.system.files import user_path
-
-if TYPE_CHECKING:
-    from mmrl.retrieval.base import Retriever
-    from mmrl.retrieval.index_folder import IndexInfo, IndexSpec
-    from mmrl.retrieval.store import CorpusFacts, PassageStore
+from mmrl.tasks.data.corpus import Corpus
+from mmrl.tasks.data.layouts import LAYOUTS, OWN_LAYOUTS
+from mmrl.tasks.data.rows import Row, Source
 
 KEY = "index"
 PASSAGE_BYTES = 620
 """Text of a passage of 100 words, for estimates before a corpus is read."""
+QUERIES = 64
+"""Queries of one search."""
+SHOWN = 5
+"""Missing titles that are named."""
 
 
-class Runtime(Section):
-    """How an index is used."""
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is searched for, and the titles that should come back."""
 
-    index: str = Field(description="folder of the index")
-    device: Literal["cpu", "cuda"] = "cpu"
-    batch_size: int = Field(32, ge=1, description="dense, colbert: texts encoded at once")
-    candidates: int = Field(256, ge=1, description="colbert: nearest tokens of each query token")
+    text: str
+    titles: tuple[str, ...]
 
 
-class BuildArguments(Section):
-    """`mmrl index build`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """The result of `measure`."""
 
-    corpus: tuple[str, ...]
-    index: str
-    retriever: Literal["bm25", "dense", "colbert"] = "bm25"
-    k1: float = Field(0.9, gt=0)
-    b: float = Field(0.4, ge=0, le=1)
-    stemmer: Stemmer = "none"
-    stopwords: Stopwords = "english"
-    model: str | None = None
-    encoder: Literal["own", "contriever", "e5"] | None = None
-    pooling: Pooling | None = None
-    normalise: bool | None = None
-    query_prompt: str | None = None
-    passage_prompt: str | None = None
-    faiss: Literal["flat", "hnsw"] = "flat"
-    device: Literal["cpu", "cuda"] = "cpu"
-    batch_size: int = Field(32, ge=1)
-    plan: bool = Field(False, description="print sizes and stop")
+    questions: int
+    titles: int
+    """Gold titles, each question's counted for itself."""
+    missing: tuple[str, ...]
+    """Those that no passage has, in order, with repetitions."""
+    answerable: int
+    """Questions of which the corpus has all gold titles."""
+    recall: dict[int, float]
+    """k -> share of a question's gold titles among its first k passages, mean over questions."""
+    all_found: dict[int, float]
+    """k -> share of questions with all gold titles among their first k passages."""
 
-    @model_validator(mode="after")
-    def _options(self) -> Self:
-        read = RETRIEVER_SCHEMAS[self.retriever].model_fields
-        options = [name for name in type(self).model_fields if name not in ("corpus", "index", "retriever", "plan")]
-        wrong = [
-            f"{option}: got {getattr(self, option)}, which has no effect with retriever={self.retriever}"
-            for option in options
-            if option not in read and getattr(self, option) != type(self).model_fields[option].default
+    def lines(self) -> list[str]:
+        """For people."""
+        there, whole = 1 - len(self.missing) / self.titles, self.answerable / self.questions
+        lines = [
+            f"questions  {self.questions:,} with {self.titles:,} gold titles",
+            f"coverage   {there:.1%} of the gold titles are in the corpus; {whole:.1%} of the questions have all there",
         ]
-        if wrong:
-            raise ValueError(*wrong)
-        return self
-
-    def section(self) -> RetrieverConfig:
-        """The same as a `task.retriever` section."""
-        schema = RETRIEVER_SCHEMAS[self.retriever]
-        given = self.model_dump(exclude={"retriever", "corpus", "index", "plan"})
-        return schema(name=self.retriever, **{name: given[name] for name in given if name in schema.model_fields})
+        if names := list(dict.fromkeys(self.missing)):
+            more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+            lines.append(f"missing    {'; '.join(names[:SHOWN])}{more}")
+        lines.append("passages   " + "".join(f"{f'first {k}':>10}" for k in self.recall))
+        lines.append("recall     " + "".join(f"{share:>10.3f}" for share in self.recall.values()))
+        lines.append("all found  " + "".join(f"{share:>10.3f}" for share in self.all_found.values()))
+        return lines
 
 
-class SearchArguments(Runtime):
-    """`mmrl index search`."""
+def questions_of(spec: str, items: int | None, key: str = "data") -> list[Question]:
+    """Questions with gold titles, from records of HotpotQA, 2WikiMultihopQA, MuSiQue, PopQA or HoVer.
 
-    query: str
-    top_k: int = Field(5, ge=1)
+    Args:
+        spec: file or hub id.
+        items: the first so many; None: all.
+        key: that named it, for messages.
 
-
-class CheckArguments(Runtime):
-    """`mmrl index check`."""
-
-    data: str
-    top_k: tuple[int, ...] = Field((2, 5, 10), min_length=1)
-    items: int | None = Field(None, ge=1)
-
-    @field_validator("top_k", mode="before")
-    @classmethod
-    def _numbers(cls, parts: tuple[str, ...]) -> tuple[object, ...]:
-        return tuple(sorted({int(part) if str(part).isdecimal() else part for part in parts}, key=str))
-
-    @field_validator("top_k")
-    @classmethod
-    def _positive(cls, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        if min(numbers) < 1:
-            raise ValueError("expected numbers of passages from 1, such as 2,10")
-        return tuple(sorted(numbers))
-
-
-class InfoArguments(Section):
-    """`mmrl index info`."""
-
-    index: str
+    Raises:
+        DataError: no such file, or records of another kind.
+    """
+    questions: list[Question] = []
+    reader = ""
+    for row in Source(key, spec).stream("dev"):
+        reader = reader or _reader(row, key)
+        question = _question(row, reader, key)
+        # PopQA's and unlabelled records may name none
+        if question.titles:
+            questions.append(question)
+        if items is not None and len(questions) == items:
+            break
+    if not questions:
+        raise DataError(f"{key}: {spec}: no record names gold titles (supporting_facts, or is_supporting)")
+    return questions
 
 
-class ServeArguments(ServerArguments, Runtime):
-    """`mmrl serve-retriever`."""
+def _reader(row: Row, key: str) -> str:
+    """The layout of a record."""
+    for name in ("hover", *OWN_LAYOUTS):
+        try:
+            if _question(row, name, key).titles:
+                return name
+        except DataError:
+            continue
+    raise DataError(
+        f"{key}: {row.where}: names no gold titles; expected a record of HotpotQA, 2WikiMultihopQA, MuSiQue, PopQA or "
+        "HoVer (question or claim, and supporting_facts or paragraphs with is_supporting)"
+    )
 
-    max_batch: int = Field(64, ge=1, description="queries of one search")
+
+def _question(row: Row, reader: str, key: str) -> Question:
+    try:
+        if reader != "hover":
+            record = LAYOUTS[reader].read(row.values)
+            return Question(record.question, record.titles)
+        claim, facts = row.values["claim"], row.values["supporting_facts"]
+        titles = facts["key"] if isinstance(facts, dict) else [title for title, _ in facts]
+        if not isinstance(claim, str) or not all(isinstance(title, str) for title in titles):
+            raise TypeError("claim and supporting_facts: expected text and [title, sentence] pairs")
+        return Question(claim, tuple(dict.fromkeys(titles)))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{key}: {row.where}: not a record of {reader}: {error}") from None
 
 
-def build(words: Sequence[str]) -> int:
+def measure(retriever: Retriever, passages: PassageStore, questions: Sequence[Question], ks: Iterable[int]) -> Check:
+    """Search for every question as it stands: recall at k of its gold titles, and which of them the index has at all.
+
+    Titles are compared letter by letter, passages counted as the index returns them: a title with several passages may
+    take several of the k places.
+
+    Args:
+        retriever: of the index.
+        passages: of the index.
+        questions: each with a gold title at least.
+        ks: numbers of passages, ascending.
+    """
+    numbers = tuple(ks)
+    there = {title: passages.has_title(title) for question in questions for title in question.titles}
+    recalls: dict[int, list[float]] = {k: [] for k in numbers}
+    with progress("searching", len(questions), "questions") as advance:
+        for start in range(0, len(questions), QUERIES):
+            part = questions[start : start + QUERIES]
+            results = retriever.search([question.text for question in part], [numbers[-1]] * len(part))
+            for question, documents in zip(part, results, strict=True):
+                for k in numbers:
+                    first = {document.title for document in documents[:k]}
+                    recalls[k].append(sum(title in first for title in question.titles) / len(question.titles))
+            advance(len(part))
+    gold = [title for question in questions for title in question.titles]
+    return Check(
+        questions=len(questions),
+        titles=len(gold),
+        missing=tuple(title for title in gold if not there[title]),
+        answerable=sum(all(there[title] for title in question.titles) for question in questions),
+        recall={k: sum(shares) / len(shares) for k, shares in recalls.items()},
+        all_found={k: sum(share == 1 for share in shares) / len(shares) for k, shares in recalls.items()},
+    )
+
+
+def build(given: BuildIndexArguments) -> int:
     """`mmrl index build`."""
-    from mmrl.retrieval.index_folder import build_index, partial_of, spec_of
-    from mmrl.retrieval.select import encoder_and_treatment_problems, packages_missing
-    from mmrl.tasks.data.corpus import Corpus
-
-    given = read_arguments("mmrl index build", BuildArguments, words)
     section, folder = given.section(), user_path(given.index)
     # Nothing is downloaded or read before all of this is right.
     problems = packages_missing(section)
@@ -164,18 +222,15 @@ def build(words: Sequence[str]) -> int:
     return 0
 
 
-def info(words: Sequence[str]) -> int:
+def info(given: IndexInfoArguments) -> int:
     """`mmrl index info`."""
-    from mmrl.retrieval.index_folder import read_info
-
-    folder = user_path(read_arguments("mmrl index info", InfoArguments, words).index)
+    folder = user_path(given.index)
     print(_info_text(folder, read_info(folder, KEY)))
     return 0
 
 
-def search(words: Sequence[str]) -> int:
+def search(given: SearchIndexArguments) -> int:
     """`mmrl index search`."""
-    given = read_arguments("mmrl index search", SearchArguments, words)
     _, retriever, _ = _opened(given)
     started = time.perf_counter()
     (documents,) = retriever.search([given.query], [given.top_k])
@@ -186,17 +241,13 @@ def search(words: Sequence[str]) -> int:
     return 0
 
 
-def check(words: Sequence[str]) -> int:
+def check(given: CheckIndexArguments) -> int:
     """`mmrl index check`."""
-    from mmrl.run.index_check import check as check_index
-    from mmrl.run.index_check import questions_of
-
-    given = read_arguments("mmrl index check", CheckArguments, words)
     # Before an encoder is loaded.
     questions = questions_of(given.data, given.items)
     facts, retriever, passages = _opened(given)
     started = time.perf_counter()
-    checked = check_index(retriever, passages, questions, given.top_k)
+    checked = measure(retriever, passages, questions, given.top_k)
     print(f"index      {given.index}: {_spec_text(facts.spec)}, {facts.documents:,} passages")
     print(f"data       {given.data}")
     print("\n".join("".join(c if c.isprintable() else " " for c in line) for line in checked.lines()))
@@ -209,12 +260,8 @@ def _line(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
-def serve(words: Sequence[str]) -> int:
+def serve(given: ServeIndexArguments) -> int:
     """`mmrl serve-retriever`."""
-    from mmrl.retrieval.select import server_problems
-    from mmrl.retrieval.serving import make_app
-
-    given = read_arguments("mmrl serve-retriever", ServeArguments, words)
     if problems := server_problems("mmrl serve-retriever"):
         raise ConfigError(problems)
     token = None if given.token_env is None else token_of(given.token_env, "mmrl serve-retriever: token_env")
@@ -265,8 +312,6 @@ def _corpus_text(spec: IndexSpec, corpus: CorpusFacts) -> str:
 
 def _sizes_text(spec: IndexSpec, passages: int, text_bytes: int) -> str:
     """One line of estimated sizes."""
-    from mmrl.retrieval.index_folder import estimated_bytes
-
     sizes = estimated_bytes(spec, passages, text_bytes)
     more = f" and {_bytes_text(sizes['work'])} more while building" if sizes["work"] else ""
     return (
@@ -308,12 +353,8 @@ def _bytes_text(size: float) -> str:
     return f"{size:.1f} TB"
 
 
-def _opened(given: Runtime) -> tuple[IndexInfo, Retriever, PassageStore]:
+def _opened(given: IndexArguments) -> tuple[IndexInfo, Retriever, PassageStore]:
     """Info, retriever and passages of an index folder."""
-    from mmrl.retrieval.index_folder import open_index, read_info
-    from mmrl.retrieval.select import index_problems
-    from mmrl.retrieval.store import PassageStore
-
     folder = user_path(given.index)
     facts = read_info(folder, KEY)
     if problems := index_problems(KEY, facts):
