@@ -21,6 +21,7 @@ from scripts.bench.common import Bar, finish, options
 
 SUITE: dict[str, list[str]] = {
     "update": ["repeats=1", "micro=4"],
+    "demonstrations": ["repeats=1"],
     "step": ["steps=1", "micro=4"],
     "rollout": ["repeats=1"],
     "program": ["repeats=3"],

@@ -15,7 +15,19 @@ from mmrl.plan.cost import GPUS
 from mmrl.plan.shapes import KNOWN
 from scripts import gpu_check
 from scripts.bench import __main__ as suite
-from scripts.bench import common, critic, limits, memory, overhead, program, rollout, scaling, step, update
+from scripts.bench import (
+    common,
+    critic,
+    demonstrations,
+    limits,
+    memory,
+    overhead,
+    program,
+    rollout,
+    scaling,
+    step,
+    update,
+)
 from scripts.bench.common import Bar
 from scripts.bench.update_shapes import SHAPES, Dice, calls
 
@@ -158,6 +170,7 @@ def test_memory_sides_compute_the_same() -> None:
     [
         (rollout, ["repeats=1"], 2),
         (update, ["repeats=1", "shape=is", "micro=8"], 3),
+        (demonstrations, ["repeats=1"], 4),
         (step, ["steps=1", "micro=4"], 2),
         (program, ["repeats=1", "latency=0,2ms"], 2),
         (critic, ["repeats=1"], 3),
@@ -213,6 +226,17 @@ def test_gpu_check_without_a_gpu_says_so() -> None:
         pytest.skip("there is a GPU")
     with pytest.raises(SystemExit, match="no CUDA device"):
         gpu_check.main([])
+
+
+def test_demonstrations_are_shared_by_all_rows_and_queries_by_their_rollouts() -> None:
+    rows = demonstrations.rows_of(Dice(2048))
+    prompts = {row.prompt for row in rows}
+    assert (len(rows), len(prompts)) == (48, 4)
+    shared = sum(len(set(tokens)) == 1 for tokens in zip(*prompts, strict=False))
+    assert 1500 <= shared <= 2000
+    assert len({prompt[:1500] for prompt in prompts}) == 1
+    assert all(25 <= len(prompt) - shared <= 50 for prompt in prompts)
+    assert all(5 <= len(row.completion) <= 30 for row in rows)
 
 
 def test_shapes_shrink_for_quick_runs() -> None:

@@ -1,0 +1,135 @@
+"""Demonstrations before short queries: `python -m scripts.bench.demonstrations [model=1M] [threads=1] [repeats=3]`.
+
+The shape of weights trained on optimised prompts: 77 demonstrations (one per intent of Banking77), a query of some 40
+tokens, 12 rollouts of each of 4 queries, short completions. Two things are timed, each against plain padding: the
+update (a padded loop in micro-batches of `micro` rows) and the prefill (Hugging Face `generate` of one token). Nothing
+is taken from one run to the next. Beside each ratio stands what counting allows: all tokens over unique ones. Before
+anything is timed, log-probabilities and gradients of the two sides must agree.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmrl.config.engines import TransformersConfig
+from mmrl.engines.base import Request, Sampling
+from mmrl.engines.embedded.transformers_engine import TransformersEngine
+from mmrl.plan.workload import unique_tokens
+from scripts.bench.common import MODELS, Bar, clock, finish, make_model, once, options
+from scripts.bench.rollout import NoTokenizer, run_engine, run_generate
+from scripts.bench.rollout import check as difference
+from scripts.bench.sides import Ours, Plain, check
+from scripts.bench.update_shapes import GROUP, Dice, Row, calls
+
+DEMONSTRATIONS, QUERIES, ROLLOUTS = 77, 4, 12
+BAR = 16.0
+"""Half of what counting allows for the update (some 32): not all of the work shrinks with the tokens."""
+
+
+def rows_of(dice: Dice) -> list[Row]:
+    """Rollouts whose prompts are the demonstrations, 1,500 to 2,000 tokens in all, and a query."""
+    shared = tuple(token for _ in range(DEMONSTRATIONS) for token in dice.ids(20, 26))
+    prompts = [shared + dice.ids(30, 50) for _ in range(QUERIES)]
+    return [Row(prompt, (dice.ids(5, 30),), dice.random.random()) for prompt in prompts for _ in range(ROLLOUTS)]
+
+
+def seconds_of(sides: dict[str, Callable[[], object]], counts: int, repeats: int) -> dict[str, float]:
+    """The best of `repeats` runs of each, alternating."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, run in sides.items():
+            found[name].append(once(run)[counts])
+    return {name: min(several) for name, several in found.items()}
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One of the two comparisons."""
+
+    what: str
+    sequences: list[tuple[int, ...]]
+    """What plain padding forwards."""
+    unique: int
+    """Tokens left when every shared prefix counts once."""
+    seconds: dict[str, float]
+    """By side, `plain` and `ours`."""
+
+    @property
+    def real(self) -> int:
+        """Tokens of all sequences."""
+        return sum(map(len, self.sequences))
+
+    @property
+    def bars(self) -> list[Bar]:
+        """The measured ratio, and the counted one."""
+        padded = len(self.sequences) * max(map(len, self.sequences))
+        ratio = self.seconds["plain"] / self.seconds["ours"]
+        return [
+            Bar(
+                what=f"demonstrations, {self.what}: {what}",
+                value=value,
+                bar=bar,
+                padded=padded,
+                real=self.real,
+                unique=self.unique,
+            )
+            for what, value, bar in (("plain / mmrl", ratio, BAR), ("counted", self.real / self.unique, None))
+        ]
+
+
+def updates(rows: list[Row], size: str, micro: int, counts: int, repeats: int) -> tuple[Timed, dict[str, float]]:
+    """One update of all rows; and how far the sides agree on one group of each of two queries."""
+    folder = Path(tempfile.mkdtemp())
+    # The check also runs every code path once.
+    some = rows[:GROUP] + rows[ROLLOUTS : ROLLOUTS + GROUP]
+    agreement = check(Ours(make_model(size), calls(some), folder / "check"), Plain(make_model(size), some, micro))
+    ours, plain = Ours(make_model(size), calls(rows), folder / "ours"), Plain(make_model(size), rows, micro)
+    seconds = seconds_of({"plain": plain.run, "ours": ours.run}, counts, repeats)
+    return Timed("update", [row.prompt + row.completion for row in rows], ours.tokens, seconds), agreement
+
+
+def prefills(rows: list[Row], size: str, threads: int, counts: int, repeats: int) -> tuple[Timed, float]:
+    """All prompts and one token of each; and the largest difference of a log-probability from a plain forward's."""
+    model = make_model(size)
+    asked = [
+        Request(prompt_ids=row.prompt, sampling=Sampling(max_tokens=1, seed=number), order=(number,))
+        for number, row in enumerate(rows)
+    ]
+
+    def engine() -> TransformersEngine:
+        # Another one each time: it has not seen the demonstrations before.
+        return TransformersEngine(model, NoTokenizer(), TransformersConfig(loop="own"), threads=threads)  # type: ignore[arg-type]
+
+    worst = difference(model, engine(), asked)
+    if worst > 1e-4:
+        raise SystemExit(f"prefill: log-probabilities differ by {worst:.2g}, expected at most 1e-4")
+    sides = {"plain": lambda: run_generate(model, asked), "ours": lambda: run_engine(engine(), asked)}
+    prompts = [row.prompt for row in rows]
+    return Timed("prefill", prompts, unique_tokens(set(prompts)), seconds_of(sides, counts, repeats)), worst
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table, write the JSON; returns 1 when a bar is missed."""
+    given = options(arguments, {"model": "1M", "repeats": "3", "micro": "4", "quick": ""})
+    size, threads = "test" if given["quick"] else given["model"], int(given["threads"])
+    counts, repeats = clock(threads), int(given["repeats"])
+    rows = rows_of(Dice(MODELS[size][-1], scale=8 if given["quick"] else 1))
+    print(f"{size}, {threads} threads, load {os.getloadavg()}")
+    update, agreement = updates(rows, size, int(given["micro"]), counts, repeats)
+    prefill, worst = prefills(rows, size, threads, counts, repeats)
+    lines = []
+    for timed in (update, prefill):
+        s = timed.seconds
+        print(f"{timed.what:8} plain {s['plain']:8.3f} s, mmrl {s['ours']:8.3f} s", flush=True)
+        lines.append({"what": timed.what, "seconds": s, "clock": ("cpu", "wall")[counts]})
+    bars = update.bars + prefill.bars
+    return finish("demonstrations", bars, given["out"], model=size, lines=lines, prefill_difference=worst, **agreement)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
