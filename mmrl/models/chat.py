@@ -21,6 +21,7 @@ Messages = Sequence[Mapping[str, str]]
 _TURN = "the turn before"
 """Stands for a completion of whose turn only the end is rendered."""
 _PROBE = "what a system message says"
+_THOUGHTS = ("<think>", "</think>")
 _SPENT = [0.0]
 
 
@@ -28,8 +29,9 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tup
     """Prompt token ids of `messages`, generation prompt included.
 
     Equal to `tokenizer.apply_chat_template(messages, add_generation_prompt=True)`, except that text in a message's
-    content which looks like a special token (`<|im_end|>`) stays text: only the template writes special tokens; and
-    that the text of a system message opens the next user turn where the template has no system role.
+    content which looks like a special token (`<|im_end|>`) stays text: only the template writes special tokens; that
+    the text of a system message opens the next user turn where the template has no system role; and that replies shown
+    in the prompt are whole, also where the template would cut thoughts (`<think>`) out of them.
     """
     renderer = _RENDERERS.get(tokenizer)
     if renderer is None:
@@ -132,8 +134,12 @@ class _Renderer:
         # Longest first, since one special token may begin like another.
         longest_first = sorted(self.special, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self.markers = longest_first
-        self.order = {marker: index for index, marker in enumerate(longest_first)}
+        # Templates of reasoning models drop all of an earlier reply up to its last `</think>`. A demonstration is sent
+        # as it is written, so they must not see that mark.
+        thoughts = [mark for mark in _THOUGHTS if mark not in self.special]
+        self.in_reply = re.compile("|".join(map(re.escape, [*longest_first, *thoughts])))
+        self.markers = [*longest_first, *thoughts]
+        self.order = {marker: index for index, marker in enumerate(self.markers)}
 
     def __call__(self, messages: Messages) -> tuple[int, ...]:
         tokenizer = self.tokenizer()
@@ -162,7 +168,12 @@ class _Renderer:
         # knows, so that every special token in the rendered text is one of the template's own.
         mask = _unused_character(content for _, content in key)
         messages = [
-            {"role": role, "content": self.pattern.sub(lambda match: f"{mask}{self.order[match[0]]}{mask}", content)}
+            {
+                "role": role,
+                "content": (self.in_reply if role == "assistant" else self.pattern).sub(
+                    lambda match: f"{mask}{self.order[match[0]]}{mask}", content
+                ),
+            }
             for role, content in (_merged(key) if self.merges else key)
         ]
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

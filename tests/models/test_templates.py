@@ -45,6 +45,22 @@ def test_a_growing_context_goes_on_under_a_template_without_a_system_role():
     assert tokenizer.decode(added) == "\n<|im_start|>user\nthe mat<|im_end|>\n<|im_start|>model\n"
 
 
+# as Qwen3's: thoughts of earlier replies are left out, and with them what comes before the last of them
+CUTTING = TEMPLATE.replace(
+    "message.content",
+    "(message.content.split('</think>')[-1].lstrip('\n') if message.role == 'assistant' else message.content)",
+)
+
+
+def test_replies_shown_in_a_prompt_are_whole_where_a_template_cuts_thoughts():
+    tokenizer, plain = make_tokenizer(CUTTING), make_tokenizer(TEMPLATE)
+    reply = "<think> the cat </think> the mat <think> dog </think> <answer> the dog </answer>"
+    shown = [SYSTEM, USER, {"role": "assistant", "content": reply}, USER]
+    assert reply not in tokenizer.apply_chat_template(shown, tokenize=False)
+    assert reply in tokenizer.decode(render_prompt(tokenizer, shown))
+    assert render_prompt(tokenizer, shown) == render_prompt(plain, shown)
+
+
 def test_merging_is_said_once(tmp_path, caplog):
     config = make_folder(tmp_path, RAISING)
     with caplog.at_level(logging.INFO, "mmrl.models"):

@@ -1,7 +1,9 @@
 """Instructions and demonstrations as one set: rendered, replaced, written, read back, and made from rollouts."""
 
+import asyncio
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,12 +11,15 @@ from hypothesis import strategies as st
 
 from mmrl.errors import ConfigError
 from mmrl.records import Call
+from mmrl.rollout.plans import independent
+from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS
 from mmrl.tasks.agents.tool_agent import turns_of
 from mmrl.tasks.mini.teach import demonstrations
 from mmrl.tasks.prompts import ModulePrompt, PromptedTask, Prompts, Shot, Template, last_user, load_prompts
 from mmrl.tasks.search_program.program import TEMPLATES, SearchPrompts
-from tests.helpers.programs import default_config, make, play
+from tests.helpers.fakes import environment
+from tests.helpers.programs import EXAMPLE, Script, default_config, make, play
 
 ROLES = dict.fromkeys(TEMPLATES, "system")
 PROMPTED = {
@@ -246,6 +251,21 @@ def test_modules_with_contexts_of_their_own_show_their_first_call(tmp_path):
     condenser = task.shot_of(calls, "condenser")
     assert condenser.assistant == "on the Tagus"
     assert condenser.user == calls[1].prompt_text.removeprefix("[user] ")
+
+
+def test_demonstrations_that_leave_no_room_fail_as_any_long_prompt_does():
+    task = TASKS["qa_direct"](default_config("qa_direct"), 0)
+    room = sum(len(m["content"]) + 1 for m in task.prompts.question(EXAMPLE.inputs["question"], False)) + 100
+
+    def played(shots):
+        task.program = task.with_prompt_set({"solver": ModulePrompt(task.prompt_set()["solver"].instructions, shots)})
+        env = environment(task, Script(texts=["Tagus"]))
+        env.settings = replace(env.settings, max_context=room)
+        (rollout,) = asyncio.run(sample(env, [(EXAMPLE, independent(1))], "outcome")).rollouts
+        return rollout.error, rollout.reward
+
+    assert played((Shot("u" * 40, "a" * 40),)) == (None, 1.0)
+    assert played((Shot("u" * 40, "a" * 80),)) == ("length", 0.0)
 
 
 def call(**fields):
