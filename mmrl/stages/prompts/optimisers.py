@@ -6,6 +6,7 @@ bootstrapping looks ahead, and proposals that cannot be used are noted instead o
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +18,25 @@ from typing import Any, TextIO
 import dspy
 from dspy.propose import GroundedProposer
 from dspy.teleprompt import BootstrapFewShot, BootstrapFewShotWithRandomSearch, MIPROv2, mipro_optimizer_v2
+from dspy.teleprompt.gepa.gepa import GEPA
+from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
+from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
+from dspy.teleprompt.simba import SIMBA
+from dspy.teleprompt.simba_utils import append_a_rule
 from dspy.utils.parallelizer import ParallelExecutor
 
-from mmrl.config.optimisers import BootstrapConfig, BootstrapFewshotConfig, Miprov2Config, PromptConfig
+from mmrl.config.optimisers import (
+    BootstrapConfig,
+    BootstrapFewshotConfig,
+    GepaConfig,
+    Miprov2Config,
+    PromptConfig,
+    SimbaConfig,
+)
 from mmrl.stages.evaluate import CHUNK
 from mmrl.stages.prompts.model import PromptLM, TaskLM, Writer
 from mmrl.stages.prompts.rollouts import Played, Rollouts
+from mmrl.stages.prompts.sampling import Student
 from mmrl.stages.prompts.split import minibatched
 
 NO_LIMIT = 10**9
@@ -39,7 +53,7 @@ class Bench:
     """What an optimiser works with."""
 
     rollouts: Rollouts
-    student: dspy.Module
+    student: Student
     train: list[dspy.Example]
     validation: list[dspy.Example]
     seed: int
@@ -56,13 +70,14 @@ def optimise(algo: PromptConfig, bench: Bench) -> dspy.Module:
     Raises:
         Abort: a rollout or a completion could not be had.
     """
-    run = {"miprov2": _miprov2, "bootstrap_fewshot": _bootstrap_fewshot}[algo.name]
+    run = {"miprov2": _miprov2, "bootstrap_fewshot": _bootstrap_fewshot, "gepa": _gepa, "simba": _simba}[algo.name]
     with ExitStack() as stack:
         stack.enter_context(_printing_to(bench.log, bench.rollouts))
         stack.enter_context(
             dspy.context(lm=TaskLM(), trace=None, disable_history=True, track_usage=False, max_errors=NO_LIMIT)
         )
         stack.enter_context(_replaced(ParallelExecutor, "execute", partial(_execute, bench.rollouts)))
+        stack.enter_context(_replaced(DspyAdapter, "batch_evaluate", _one_by_one))
         if isinstance(algo, BootstrapConfig):
             ahead = partial(_bootstrap_one, bench.rollouts, algo.bootstrap_ahead)
             stack.enter_context(_replaced(BootstrapFewShot, "_bootstrap_one_example", ahead))
@@ -109,9 +124,9 @@ def _miprov2(algo: PromptConfig, bench: Bench) -> dspy.Module:
     )
     if algo.num_instruct_candidates is not None:
         optimiser.num_instruct_candidates = algo.num_instruct_candidates
-    with _replaced(mipro_optimizer_v2, "GroundedProposer", partial(_Proposer, bench.note)):
+    with _replaced(mipro_optimizer_v2, "GroundedProposer", partial(_Proposer, bench)):
         program: dspy.Module = optimiser.compile(
-            bench.student,
+            bench.student.module,
             trainset=bench.train,
             valset=bench.validation,
             num_trials=algo.num_trials,
@@ -139,20 +154,90 @@ def _bootstrap_fewshot(algo: PromptConfig, bench: Bench) -> dspy.Module:
         metric_threshold=algo.metric_threshold,
     )
     program: dspy.Module = optimiser.compile(
-        bench.student, trainset=bench.train, valset=bench.validation, labeled_sample=algo.labeled_sample
+        bench.student.module, trainset=bench.train, valset=bench.validation, labeled_sample=algo.labeled_sample
     )
     return program
 
 
+def _gepa(algo: PromptConfig, bench: Bench) -> dspy.Module:
+    assert isinstance(algo, GepaConfig) and bench.writer is not None
+    bench.rollouts.shows_failures = algo.add_format_failure_as_feedback
+
+    def metric(
+        gold: dspy.Example, pred: Played, trace: object = None, pred_name: str | None = None, pred_trace: object = None
+    ) -> Any:
+        return score(gold, pred) if pred_name is None else with_feedback(gold, pred)
+
+    optimiser = GEPA(
+        metric=metric,
+        auto=algo.auto,
+        max_full_evals=algo.max_full_evals,
+        max_metric_calls=algo.max_metric_calls,
+        reflection_minibatch_size=algo.reflection_minibatch_size,
+        candidate_selection_strategy=algo.candidate_selection_strategy,
+        reflection_lm=PromptLM(bench.writer, algo.prompt_temperature),
+        skip_perfect_score=algo.skip_perfect_score,
+        add_format_failure_as_feedback=algo.add_format_failure_as_feedback,
+        instruction_proposer=_Rewriter(bench),
+        component_selector=algo.component_selector,
+        use_merge=algo.use_merge,
+        max_merge_invocations=algo.max_merge_invocations,
+        num_threads=1,
+        failure_score=bench.rollouts.sampler.failure_score,
+        perfect_score=algo.perfect_score,
+        warn_on_score_mismatch=False,
+        seed=bench.seed,
+    )
+    program: dspy.Module = optimiser.compile(bench.student.module, trainset=bench.train, valset=bench.validation)
+    return program
+
+
+def _simba(algo: PromptConfig, bench: Bench) -> dspy.Module:
+    assert isinstance(algo, SimbaConfig) and bench.writer is not None
+    optimiser = SIMBA(
+        metric=with_feedback,
+        bsize=algo.bsize,
+        num_candidates=algo.num_candidates,
+        max_steps=algo.max_steps,
+        max_demos=algo.max_demos,
+        prompt_model=PromptLM(bench.writer, algo.prompt_temperature),
+        demo_input_field_maxlen=algo.demo_input_field_maxlen,
+        num_threads=1,
+        temperature_for_sampling=algo.temperature_for_sampling,
+        temperature_for_candidates=algo.temperature_for_candidates,
+    )
+    optimiser.strategies = [_noting(bench, one) if one is append_a_rule else one for one in optimiser.strategies]
+    program: dspy.Module = optimiser.compile(bench.student.module, trainset=bench.train, seed=bench.seed)
+    return program
+
+
+LONGEST = 1000
+"""Characters of one value in the feedback of a rollout."""
+
+
+def with_feedback(example: dspy.Example, prediction: Played, trace: object = None) -> dspy.Prediction:
+    """The reward of a rollout and, in words, what is known of it: failure, metrics, parts of the reward, labels."""
+    result = prediction.rollout_result
+    lines = [f"The reward is {result['score']:g}."]
+    if result["error"] is not None:
+        lines.append(f"It failed ({result['error']}): {result['message'][:LONGEST]}")
+    for title, numbers in (("Metrics", result["metrics"]), ("Parts of the reward", result["parts"])):
+        if numbers:
+            lines.append(f"{title}: " + ", ".join(f"{name} {value:g}" for name, value in numbers.items()))
+    for name, value in example.labels().items():
+        lines.append(f"{name} of this example: {str(value)[:LONGEST]}")
+    return dspy.Prediction(score=float(result["score"]), feedback="\n".join(lines))
+
+
 class _Proposer(GroundedProposer):
-    """DSPy's proposer, where a proposal that cannot be used leaves the instruction as it is.
+    """MIPROv2's proposer, where a proposal that cannot be used leaves the instruction as it is.
 
     DSPy's own ends the whole search at a reply that does not parse.
     """
 
-    def __init__(self, note: Note, **options: Any):
+    def __init__(self, bench: Bench, **options: Any):
+        self._bench = bench
         super().__init__(**options)
-        self._note = note
 
     def propose_instruction_for_predictor(
         self, program: dspy.Module, predictor: Any, pred_i: int, **options: Any
@@ -164,11 +249,62 @@ class _Proposer(GroundedProposer):
                 program=program, predictor=predictor, pred_i=pred_i, **options
             )
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        if not problem and not proposal.strip():
-            problem = "empty"
-        self._note(program.named_predictors()[pred_i][0], proposal, problem)
-        return str(predictor.signature.instructions) if problem else proposal
+            problem = _unusable(error)
+        name = program.named_predictors()[pred_i][0]
+        return proposal if _usable(self._bench, name, proposal, problem) else str(predictor.signature.instructions)
+
+
+class _Rewriter(InstructionProposer):
+    """GEPA's proposer; GEPA itself passes over a proposal that cannot be used."""
+
+    def __init__(self, bench: Bench):
+        super().__init__()
+        self._bench = bench
+
+    def __call__(self, candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
+        """See `InstructionProposer.__call__`."""
+        texts: dict[str, str] = {}
+        for name in components_to_update:
+            proposal, problem = "", ""
+            try:
+                proposal = super().__call__(candidate, reflective_dataset, [name]).get(name, "")
+            except Exception as error:
+                problem = _unusable(error)
+            if _usable(self._bench, name, proposal, problem):
+                texts[name] = proposal
+        return texts
+
+
+def _noting(bench: Bench, strategy: Callable[..., bool]) -> Callable[..., bool]:
+    """SIMBA's strategy that appends rules to instructions; what was appended is noted, or why nothing was."""
+
+    @functools.wraps(strategy)
+    def noting(bucket: Any, system: dspy.Module, **options: Any) -> bool:
+        before = {name: predictor.signature.instructions for name, predictor in system.named_predictors()}
+        try:
+            done = strategy(bucket, system, **options)
+        except Exception as error:
+            bench.note("", "", _unusable(error))
+            raise
+        for name, predictor in system.named_predictors():
+            now = predictor.signature.instructions
+            if now != before[name] and not _usable(bench, name, now, ""):
+                predictor.signature = predictor.signature.with_instructions(before[name])
+        return done
+
+    return noting
+
+
+def _usable(bench: Bench, module: str, proposal: str, problem: str) -> bool:
+    """Whether a module can have the proposed instructions; the proposal is noted."""
+    problem = problem or ("" if proposal.strip() else "empty") or bench.student.problem(module, proposal)
+    bench.note(module, proposal, problem)
+    return not problem
+
+
+def _unusable(error: Exception) -> str:
+    # DSPy's messages quote the whole reply, which is among the completions.
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 # DSPy calls these two as methods of its objects, which come after the first arguments.
@@ -206,6 +342,11 @@ def _bootstrap_one(rollouts: Rollouts, ahead: int, optimiser: Any, example: dspy
         # Where few go well, one goes through many: at most as many again as are needed are rolled out for nothing.
         setattr(optimiser, AHEAD, min(2 * size, CHUNK))
     return _dspy_bootstrap_one(optimiser, example, round_idx)
+
+
+def _one_by_one(adapter: Any, items: Sequence[Any], *, capture_traces: bool = True) -> list[Any]:
+    """GEPA's evaluations of several candidates, which it runs in threads."""
+    return [adapter.evaluate(batch, candidate, capture_traces=capture_traces) for candidate, batch in items]
 
 
 @contextmanager
@@ -271,9 +412,9 @@ def _printing_to(log: TextIO, rollouts: Rollouts) -> Iterator[None]:
         with printed.aside(), logged.aside():
             yield
 
-    sys.stdout, sys.stderr, rollouts.aside = printed, logged, aside  # type: ignore[assignment]
+    sys.stdout, sys.stderr, rollouts.sampler.aside = printed, logged, aside  # type: ignore[assignment]
     try:
         yield
     finally:
-        sys.stdout, sys.stderr, rollouts.aside = out, err, nullcontext
+        sys.stdout, sys.stderr, rollouts.sampler.aside = out, err, nullcontext
         log.flush()

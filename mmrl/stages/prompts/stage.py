@@ -13,6 +13,7 @@ Writes below the run directory:
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,7 +29,8 @@ from mmrl.engines.openai import OpenAIChat
 from mmrl.report.rundir import RunDir
 from mmrl.stages.prompts.model import Writer, WriterUsage
 from mmrl.stages.prompts.optimisers import Bench, optimise
-from mmrl.stages.prompts.rollouts import AS_EVALUATED, Abort, Need, Rollouts, State, Usage, failures, state_of
+from mmrl.stages.prompts.rollouts import Abort, Rollouts
+from mmrl.stages.prompts.sampling import AS_EVALUATED, Need, Sampler, State, Usage, state_of
 from mmrl.stages.prompts.split import split
 from mmrl.stages.prompts.store import Store, Table
 from mmrl.stages.prompts.students import student_of
@@ -113,7 +115,7 @@ class PromptStage:
         self.log.begin()
         self._logged = {int(record["step"]) for record in self.rundir.history()}
         self._table, self._proposals = Table(folder / "trials.jsonl"), Table(folder / "proposals.jsonl")
-        self._rollouts = rollouts = Rollouts(
+        self._sampler = sampler = Sampler(
             examples=self.task.examples("train"),
             task=self.config.task,
             settings=self.config.eval,
@@ -124,10 +126,10 @@ class PromptStage:
             failure_score=self.task.failure_score,
             store=Store(folder / "rollouts.jsonl"),
             log=self.log,
-            on_batch=self._on_batch,
         )
+        rollouts = Rollouts(sampler, self._on_batch)
         self._validation = frozenset(example.id for example in validation)
-        rollouts.student = student = student_of(self.task, rollouts)
+        sampler.student = student = student_of(self.task, rollouts)
         start = student.module.deepcopy()
         endpoint = self._endpoint()
         self._writer = self._make_writer(folder, endpoint)
@@ -135,7 +137,7 @@ class PromptStage:
             with open(folder / "optimiser.log", "a", encoding="utf-8") as log:
                 bench = Bench(
                     rollouts=rollouts,
-                    student=student.module,
+                    student=student,
                     train=rollouts.given(train),
                     validation=rollouts.given(validation),
                     seed=self.config.seed,
@@ -146,8 +148,8 @@ class PromptStage:
                 program = optimise(algo, bench)
             scores = {}
             for name, module in (("start", start), ("best", program)):
-                needs = rollouts.needs(module, validation)
-                rollouts.obtain(needs)
+                needs = sampler.needs(module, validation)
+                sampler.obtain(needs)
                 scores[name] = self._score(needs)
         except Abort as abort:
             raise abort.cause from abort.cause.__cause__
@@ -162,7 +164,7 @@ class PromptStage:
             best=scores["best"] if improved else scores["start"],
             trials=self.trials,
             validation=len(validation),
-            student=rollouts.usage,
+            student=sampler.usage,
             writer=self._writer.usage if self._writer is not None else WriterUsage(),
         )
 
@@ -188,9 +190,9 @@ class PromptStage:
 
     def _saved(self, module: dspy.Module) -> Path:
         """The prompts of a candidate, in a file of the run directory."""
-        path = self.rundir.path / "prompts.json"
-        candidate = self._rollouts.student.candidate(state_of(module))
-        temporary = path.with_name(f".{path.stem}.{os.getpid()}.json")
+        path = (self.rundir.path / "prompts").with_suffix(self._sampler.student.suffix)
+        candidate = self._sampler.student.candidate(state_of(module))
+        temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
         try:
             candidate.save(temporary)
             os.replace(temporary, path)
@@ -204,7 +206,7 @@ class PromptStage:
         self._proposals.add({"module": module, "instructions": proposal, "usable": not problem, "problem": problem})
 
     def _score(self, needs: Sequence[Need]) -> float:
-        return fmean(float(self._rollouts.results[need.key]["score"]) for need in needs)
+        return fmean(float(self._sampler.results[need.key]["score"]) for need in needs)
 
     def _on_batch(self, needs: Sequence[Need]) -> None:
         """A batch of DSPy's is a trial of each candidate in it; rollouts at another temperature are no trials."""
@@ -216,11 +218,11 @@ class PromptStage:
 
     def _trial(self, needs: Sequence[Need]) -> None:
         self.trials += 1
-        score, results = self._score(needs), [self._rollouts.results[need.key] for need in needs]
+        score, results = self._score(needs), [self._sampler.results[need.key] for need in needs]
         full = {need.example for need in needs} == self._validation
         if full and (self._best is None or score > self._best):
             self._best = score
-        failed = failures(results)
+        failed = dict(Counter(result["error"] for result in results if result["error"] is not None))
         self._table.add(
             {
                 "trial": self.trials,
@@ -230,7 +232,7 @@ class PromptStage:
                 "full": full,
                 "best": self._best,
                 "failed": failed,
-                "modules": shown(self._rollouts.states[needs[0].candidate]),
+                "modules": shown(self._sampler.states[needs[0].candidate]),
             }
         )
         metrics = {
@@ -247,7 +249,7 @@ class PromptStage:
 
     def _paid(self) -> dict[str, float]:
         """What was paid for since the trial before."""
-        usage, writer = self._rollouts.usage, self._writer.usage if self._writer is not None else WriterUsage()
+        usage, writer = self._sampler.usage, self._writer.usage if self._writer is not None else WriterUsage()
         now = {f"prompts/{name}": float(count) for name, count in asdict(usage).items()}
         now |= {f"prompts/writer/{name}": float(count) for name, count in asdict(writer).items()}
         spent = {name: count - self._spent.get(name, 0.0) for name, count in now.items()}

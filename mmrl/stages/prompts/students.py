@@ -1,46 +1,71 @@
 """What DSPy optimises in the place of a task's program: a module with its predictors whose `forward` is a rollout.
 
-DSPy changes the instructions and demonstrations of its predictors; a candidate is the task's program with these.
+DSPy changes the instructions and demonstrations of its predictors; a candidate is the task's program with these. The
+prompts of a program without DSPy are predictors of one input and one output: what a module is sent and what it replies.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import dspy
+from dspy.utils.callback import BaseCallback
 
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, ParseFailure
 from mmrl.records import Example, Forest, Rollout
 from mmrl.rollout.dspy.dspy_program import DspyProgram
-from mmrl.stages.prompts.rollouts import Candidate, Rollouts, State, Student
+from mmrl.stages.prompts.rollouts import Rollouts
+from mmrl.stages.prompts.sampling import Candidate, State, Student
 from mmrl.stages.prompts.store import as_json
 from mmrl.system.files import JsonObject
 from mmrl.tasks.base import Context, Task
+from mmrl.tasks.prompts import ModulePrompt, PromptedTask, Shot, last_user
 
 MARK = "mmrl_module"
-"""Key in the description of a signature's fields: the predictor that it belongs to."""
+"""Key in the description of a signature's field: the predictor that it belongs to."""
+
+
+def student_of(task: Task, rollouts: Rollouts) -> Student:
+    """The student of a task.
+
+    Raises:
+        ConfigError: its program has no prompts that can be changed.
+    """
+    if isinstance(task.program, DspyProgram):
+        return DspyStudent(task, task.program, rollouts)
+    if isinstance(task, PromptedTask):
+        return PromptedStudent(task, rollouts)
+    raise ConfigError(f"task: the program of '{task.name}' has no prompts that could be optimised")
 
 
 class DspyStudent:
-    """The student of a task with a DSPy program: a copy of it, predictors and all.
+    """The student of a DSPy program: a copy of it, predictors and all.
 
     Its class has the name and source of the user's, which some optimisers show to the prompt model.
     """
 
-    def __init__(self, task: Task, rollouts: Rollouts):
-        assert isinstance(task.program, DspyProgram)
-        self._task, self._program = task, task.program
-        self.module = task.program.module.deepcopy()
-        self.module.__class__ = student_class(type(self.module), rollouts)
-        distinguish(self.module)
+    suffix = ".json"
+
+    def __init__(self, task: Task, program: DspyProgram, rollouts: Rollouts):
+        self._task, self._program = task, program
+        self.module = program.module.deepcopy()
+        self.module.__class__ = _student_class(type(self.module), type(self.module), rollouts)
+        _distinguish(self.module)
 
     def candidate(self, state: State) -> Candidate:
-        """See `rollouts.Student.candidate`."""
+        """See `sampling.Student.candidate`."""
         module = self._program.module.deepcopy()
-        put(module, state)
+        for name, predictor in module.named_predictors():
+            # As loading a file of them would.
+            predictor.load_state({**copy.deepcopy(state[name]), "lm": None})
         return DspyCandidate(self._task, module)
+
+    def problem(self, module: str, instructions: str) -> str:
+        """Any text will do."""
+        return ""
 
 
 class DspyCandidate:
@@ -48,14 +73,18 @@ class DspyCandidate:
 
     def __init__(self, task: Task, module: dspy.Module):
         self.program = _Traced(module)
-        self.task = with_other_program(task, self.program)
+        self.task = _with_program(task, self.program)
 
     def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
-        """See `rollouts.Candidate.steps`."""
-        return self.program.traces.pop(rollout.example, [])
+        """See `sampling.Candidate.steps`."""
+        steps, failed = self.program.traces.pop(rollout.example, ([], None))
+        calls = forest.path(rollout)
+        if rollout.error == ParseFailure.kind and failed is not None and calls:
+            steps = [*steps, {**failed, "outputs": None, "text": calls[-1].text}]
+        return steps
 
     def save(self, path: Path) -> None:
-        """See `rollouts.Candidate.save`."""
+        """See `sampling.Candidate.save`."""
         self.program.save(path)
 
 
@@ -64,41 +93,129 @@ class _Traced(DspyProgram):
 
     def __init__(self, module: dspy.Module):
         super().__init__(module)
-        self.traces: dict[str, list[JsonObject]] = {}
+        self.traces: dict[str, tuple[list[JsonObject], JsonObject | None]] = {}
+        """Example -> steps, and the one that did not end."""
 
     async def run(self, example: Example, ctx: Context) -> object:
         """See `DspyProgram.run`."""
         trace: list[tuple[Any, dict[str, Any], dspy.Prediction]] = []
+        begun = _Begun()
         try:
-            return await self.run_traced(example, ctx, trace)
+            with dspy.context(callbacks=[*(dspy.settings.callbacks or ()), begun]):
+                return await self.run_traced(example, ctx, trace)
         finally:
             # `BestOfN` and `Refine` run copies of predictors, which have the names of what they were copied from.
-            self.traces[example.id] = [
-                {
-                    "module": self.structure.name_of([predictor]),
-                    "inputs": as_json(inputs),
-                    "outputs": as_json(dict(outputs.items())),
-                }
+            steps = [
+                {"module": self._name(predictor), "inputs": as_json(inputs), "outputs": as_json(dict(outputs.items()))}
                 for predictor, inputs, outputs in trace
             ]
+            last = next(reversed(begun.calls.values()), None)
+            failed = last and {"module": self._name(last[0]), "inputs": as_json(last[1])}
+            self.traces[example.id] = (steps, failed)
+
+    def _name(self, predictor: Any) -> str | None:
+        return self.structure.name_of([predictor])
 
 
-def student_class(kind: Any, rollouts: Rollouts) -> Any:
-    """A subclass of a module's class whose `forward` is a rollout; by name and place it is that class."""
+class _Begun(BaseCallback):
+    """Calls of predictors that have begun and not ended well."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, tuple[Any, dict[str, Any]]] = {}
+
+    def on_module_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
+        """See `BaseCallback`."""
+        if isinstance(instance, dspy.Predict):
+            self.calls[call_id] = (instance, inputs.get("kwargs", {}))
+
+    def on_module_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
+        """See `BaseCallback`."""
+        if exception is None:
+            self.calls.pop(call_id, None)
+
+
+class PromptedStudent:
+    """The student of a program without DSPy: one predictor for each module's prompt."""
+
+    suffix = ".yaml"
+
+    def __init__(self, task: Task, rollouts: Rollouts):
+        assert isinstance(task, PromptedTask)
+        self._task, self._prompted = task, task
+        self._start = task.prompt_set()
+        self.module = _student_class(dspy.Module, type(task.program), rollouts)()
+        self._shown: dict[str, str] = {}
+        for name, prompt in self._start.items():
+            predictor = dspy.Predict(dspy.Signature("prompt -> reply", prompt.instructions))
+            predictor.demos = [dspy.Example(augmented=True, prompt=s.user, reply=s.assistant) for s in prompt.shots]
+            # As DSPy shows it: without spaces at its ends, or a sentence of DSPy's own where it is empty.
+            self._shown[name] = predictor.signature.instructions
+            setattr(self.module, name, predictor)
+        _distinguish(self.module)
+
+    def candidate(self, state: State) -> Candidate:
+        """See `sampling.Student.candidate`."""
+        prompts = {name: self._prompt(name, state[name]) for name in self._start}
+        return PromptedCandidate(self._task, self._prompted, prompts)
+
+    def _prompt(self, name: str, state: JsonObject) -> ModulePrompt:
+        instructions = state["signature"]["instructions"]
+        if instructions == self._shown[name]:
+            instructions = self._start[name].instructions
+        # A plain example of the task holds no reply of a module.
+        shots = [Shot(demo["prompt"], demo["reply"]) for demo in state["demos"] if {"prompt", "reply"} <= set(demo)]
+        return ModulePrompt(instructions, tuple(shots))
+
+    def problem(self, module: str, instructions: str) -> str:
+        """See `sampling.Student.problem`: placeholders that the module needs may be missing."""
+        try:
+            self._prompted.with_prompt_set({module: ModulePrompt(instructions)})
+        except ConfigError as error:
+            return "; ".join(error.problems)
+        return ""
+
+
+class PromptedCandidate:
+    """A program without DSPy, with other prompts."""
+
+    def __init__(self, task: Task, prompted: PromptedTask, prompts: Mapping[str, ModulePrompt]):
+        self._prompted, self._prompts = prompted, prompts
+        self.task = _with_program(task, prompted.with_prompt_set(prompts))
+
+    def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
+        """See `sampling.Candidate.steps`."""
+        path = forest.path(rollout)
+        steps: list[JsonObject] = []
+        for module in self._prompts:
+            shot = self._prompted.shot_of(path, module)
+            if shot is not None:
+                steps.append({"module": module, "inputs": {"prompt": shot.user}, "outputs": {"reply": shot.assistant}})
+        if path and not path[-1].ok:
+            call = path[-1]
+            sent = last_user(call.prompt_text) or call.prompt_text
+            steps.append({"module": call.module, "inputs": {"prompt": sent}, "outputs": None, "text": call.text})
+        return steps
+
+    def save(self, path: Path) -> None:
+        """See `sampling.Candidate.save`."""
+        self._prompted.write_prompts(path, self._prompts)
+
+
+def _student_class(kind: Any, source: Any, rollouts: Rollouts) -> Any:
+    """A subclass of a module's class whose `forward` is a rollout.
+
+    Args:
+        source: the class whose name and place, and with them source code, it has.
+    """
 
     def forward(self: dspy.Module, **inputs: object) -> dspy.Prediction:
         return rollouts.forward(self, inputs)
 
-    names = {
-        "forward": forward,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-    }
-    return type(kind)(kind.__name__, (kind,), names)
+    names = {"__module__": source.__module__, "__qualname__": source.__qualname__, "__doc__": source.__doc__}
+    return type(kind)(source.__name__, (kind,), {**names, "forward": forward})
 
 
-def distinguish(module: dspy.Module) -> None:
+def _distinguish(module: dspy.Module) -> None:
     """Give predictors with equal signatures unequal ones: GEPA knows a predictor's part of a trace by its signature.
 
     The mark is beside what prompts are made of, and no saved program has it.
@@ -114,26 +231,8 @@ def distinguish(module: dspy.Module) -> None:
         predictor.signature = predictor.signature.with_updated_fields(field, **{MARK: name})
 
 
-def put(module: dspy.Module, state: State) -> None:
-    """Give a program the prompts of a candidate, as loading them from a file would."""
-    for name, predictor in module.named_predictors():
-        given = {key: copy.deepcopy(value) for key, value in state[name].items()}
-        predictor.load_state({**given, "lm": None})
-
-
-def with_other_program(task: Task, program: Any) -> Task:
+def _with_program(task: Task, program: Any) -> Task:
     """The same task, with the same data, tools and reward, around another program."""
     made = copy.copy(task)
     made.program = program
     return made
-
-
-def student_of(task: Task, rollouts: Rollouts) -> Student:
-    """The student of a task.
-
-    Raises:
-        ConfigError: its program has no prompts that can be changed.
-    """
-    if isinstance(task.program, DspyProgram):
-        return DspyStudent(task, rollouts)
-    raise ConfigError(f"task: {task.name} has no prompts that can be optimised")
