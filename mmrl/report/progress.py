@@ -241,6 +241,9 @@ class Progress:
             equal = self._history[-1].get("credit/zero_variance_share")
             note = f"best {short(rewards.max())}" + ("" if equal is None else f"  equal groups {_percent(equal)}")
             rows.append(("reward", short(rewards[-1]), f"{self._spark(list(rewards), room)}  {note}"))
+        elif len(losses := series(list(self._history), "train/loss")[1]):  # of a supervised stage
+            note = f"token accuracy {_percent(self._history[-1].get('train/token_accuracy'))}"
+            rows.append(("loss", short(losses[-1]), f"{self._spark(list(losses), room)}  {note}"))
         # The newest evaluation as a number, the earlier ones as a curve before it.
         for split, evaluations in self._evaluations.items():
             step, newest = evaluations[-1]
@@ -311,7 +314,12 @@ class Progress:
 
     def _line(self, step: int) -> str:
         last = self._history[-1]
-        parts = [f"step {step}/{self._task.total:.0f}", f"reward {short(last.get('reward/mean'))}"]
+        reward, accuracy = last.get("reward/mean"), number(last.get("train/token_accuracy"))
+        parts = [f"step {step}/{self._task.total:.0f}"]
+        if reward is not None or accuracy is None:
+            parts.append(f"reward {short(reward)}")
+        else:
+            parts.append(f"loss {short(last.get('train/loss'))}  token accuracy {_percent(accuracy)}")
         for key in dict.fromkeys((self._main, "f1")):
             if number(last.get(f"task/{key}")) is not None:
                 parts.append(f"{key} {short(last[f'task/{key}'])}")
