@@ -24,6 +24,7 @@ from pydantic_core import PydanticUndefined
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS, ENGINE_SCHEMAS, RETRIEVER_SCHEMAS, TASK_SCHEMAS, TrainCommandConfig
+from mmrl.config.sft import SftConfig
 from mmrl.config.tasks import BUILT_IN
 from mmrl.system.conf import options
 from mmrl.tasks import TASKS
@@ -90,6 +91,10 @@ def keys() -> str:
         model = model_of(field)
         if name in CHOSEN:
             parts += [chosen_table(name)]
+            if name == "algo":
+                parts.append(
+                    f"### `algo` with `algo=sft`\n\n{doc(SftConfig)} See [sft](sft.md).\n\n{table(SftConfig, name)}"
+                )
         elif model is not None:
             parts.append(f"### `{name}`\n\n{doc(model)}\n\n{table(model, name)}")
     top = {k: f for k, f in TrainCommandConfig.model_fields.items() if model_of(f) is None and k not in CHOSEN}

@@ -337,6 +337,12 @@ TYPED = (
         "with algo=sft, which trains on given texts in padded batches and compares with no other policy; leave it out",
     ),
     Rule(
+        "engine hardware.engine",
+        lambda at: _SFT(at) and _engine(at) != "transformers",
+        "with algo=sft, which samples and evaluates from the very weights that it trains; use engine=transformers",
+    ),
+    Rule("run.doctor", _SFT, "with algo=sft, whose examples are checked before a model loads"),
+    Rule(
         "train.max_failed_share",
         lambda at: _SFT(at) and at("algo.source") != "rollouts",
         "with algo=sft on given examples; set algo.source=rollouts or leave it out",

@@ -129,7 +129,8 @@ def _stage_problems(config: PromptCommandConfig | SftCommandConfig, task: Task) 
     problems += missing_trackers(config.run.report_to) + split_problems(
         config.task, task, config.eval.split, "eval.split"
     )
-    problems += split_problems(config.task, task, "train", "task.data.train")
+    if isinstance(config, PromptCommandConfig) or config.algo.source != "file":
+        problems += split_problems(config.task, task, "train", "task.data.train")
     if isinstance(config, PromptCommandConfig):
         from mmrl.stages.prompts.split import prompt_problems
 
@@ -140,7 +141,8 @@ def _stage_problems(config: PromptCommandConfig | SftCommandConfig, task: Task) 
         return problems + prompt_problems(config, task)
     from mmrl.stages.sft_data import sft_problems
 
-    return problems + sft_problems(config, task)
+    assignment = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints)
+    return problems + assignment.problems() + sft_problems(config, task, tuple(assignment.untrained))
 
 
 def _directory_problems(folder: str | None) -> list[str]:

@@ -257,7 +257,7 @@ def _sft(config: SftCommandConfig, task: Task, log: StepLog) -> Iterator[_Work]:
             def evaluate(step: int) -> Mapping[str, float]:
                 return evaluations.metrics(step) if evaluations.due(step) and step < config.train.steps else {}
 
-            SftStage(
+            stage = SftStage(
                 config=config,
                 task=task,
                 tokenizer=tokenizer,
@@ -268,8 +268,9 @@ def _sft(config: SftCommandConfig, task: Task, log: StepLog) -> Iterator[_Work]:
                 assignment=assignment,
                 extra=lambda step: {RECORD: {"config": stored, **log.rundir.recorded()}},
                 evaluate=evaluate,
-            ).run(resumed)
-            return assignment.describe()
+            )
+            stage.run(resumed)
+            return {**stage.describe(), **assignment.describe()}
 
         yield _Work(player=player, run=run)
     finally:

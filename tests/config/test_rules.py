@@ -251,6 +251,7 @@ def test_every_rule_has_a_case():
     sft = {"file", "rollouts", "min_reward", "per_example", "temperature", "top_p", "top_k"}
     others |= {f"algo.{key}" for key in sft}  # these two: tests/stages/test_sft.py
     others |= {f"train.{key}" for key in ("packing", "tis", "staleness", "max_failed_share")}
+    others |= {"engine"}
     keys = {key for rule in (*RUNS, *TYPED) for key in rule.keys.split()}
     keys |= {f"{path}.{key}" for path, rules in SECTIONS.items() for rule in rules for key in rule.keys.split()}
     assert keys <= tested | others

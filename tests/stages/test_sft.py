@@ -419,7 +419,13 @@ def test_options_of_training_by_reinforcement_are_refused_where_they_are_typed(k
     (problem,) = without_effect(config_of(options), {f"train.{key}"}, facts)
     assert problem.startswith(f"train.{key}: got ")
     assert bool(without_effect(config_of({**options, **OWN}), {f"train.{key}"}, facts)) == (key != "max_failed_share")
-    assert without_effect(config_of(), {"train.lr", "train.batch_size", "train.microbatch_tokens"}, facts) == []
+    assert without_effect(config_of({"engine.name": "vllm_server"}), {"engine"}, facts)[0].startswith(
+        "engine: has no effect"
+    )
+    assert without_effect(config_of(), {"run.doctor"}, facts)[0].startswith("run.doctor: got auto, which has no effect")
+    assert (
+        without_effect(config_of(), {"engine", "train.lr", "train.batch_size", "train.microbatch_tokens"}, facts) == []
+    )
 
 
 @pytest.mark.parametrize("key", ["rollouts", "min_reward", "per_example", "temperature", "top_p", "top_k"])
