@@ -73,6 +73,7 @@ class OpenQaTask(BaseTask, ABC):
         self.judge: Judge | None = None
         try:
             self.all_prompts = load_prompts(self.templates, config.prompts)
+            problems += self.demonstration_problems()
             if "judge" in self.templates and isinstance(config, AgentJudgedConfig):
                 self.judge = build_judge(config, self.all_prompts.texts)
         except ConfigError as error:
@@ -106,6 +107,10 @@ class OpenQaTask(BaseTask, ABC):
     @abstractmethod
     def make_program(self, prompts: Prompts) -> Program:
         """The task's program, with these prompts."""
+
+    def demonstration_problems(self) -> list[str]:
+        """What of the demonstrations of `task.prompts` the program could not send."""
+        return []
 
     def instruction_roles(self) -> dict[str, str]:
         """Module -> the role whose text says what it is to do."""

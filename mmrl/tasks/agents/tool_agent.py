@@ -14,7 +14,6 @@ from itertools import chain
 from typing import ClassVar, TypedDict
 
 from mmrl.config.tasks import ToolAgentConfig
-from mmrl.errors import ConfigError
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import OUTCOME, judged
@@ -221,19 +220,21 @@ class ToolAgentTask(OpenQaTask):
 
     def make_program(self, prompts: Prompts) -> ToolAgent:
         """See `OpenQaTask.make_program`."""
-        config, shots = self.config, [turns_of(shot) for shot in prompts.shots.get(MODULE, ())]
-        problems = [
-            f"task.prompts: {config.prompts}: {MODULE}.{DEMONSTRATIONS}[{number}].assistant: got nothing before or "
-            "after a <result>…</result>, expected what the agent writes there"
-            for number, turns in enumerate(shots)
-            if not all(turn.assistant for turn in turns)
-        ]
-        if problems:
-            raise ConfigError(problems)
-        shown = replace(prompts, shots={MODULE: tuple(chain.from_iterable(shots))})
+        config = self.config
+        turns = chain.from_iterable(turns_of(shot) for shot in prompts.shots.get(MODULE, ()))
+        shown = replace(prompts, shots={MODULE: tuple(turns)})
         return ToolAgent(
             ToolPrompts(shown), config.max_tokens, config.max_observation, config.max_completion, config.max_context
         )
+
+    def demonstration_problems(self) -> list[str]:
+        """See `OpenQaTask.demonstration_problems`."""
+        return [
+            f"task.prompts: {self.config.prompts}: {MODULE}.{DEMONSTRATIONS}[{number}].assistant: got nothing before "
+            "or after a <result>…</result>, expected what the agent writes there"
+            for number, shot in enumerate(self.all_prompts.shots.get(MODULE, ()))
+            if not all(turn.assistant for turn in turns_of(shot))
+        ]
 
     def shot_of(self, path: Sequence[Call], module: str) -> Shot | None:
         """See `mmrl.tasks.prompts.PromptedTask`; None also where the agent was corrected, or wrote a result itself."""
