@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
-from typing import TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig, MmgrpoConfig
 from mmrl.config.base import shipped_for, shown, under_tiny, value_at
 from mmrl.config.engines import ENGINE_SCHEMAS
+from mmrl.config.optimisers import PROMPT_SCHEMAS
 from mmrl.config.retriever import RETRIEVER_SCHEMAS
 from mmrl.config.schema import EvalCommandConfig, HardwareConfig, RootConfig, TrainCommandConfig
+from mmrl.config.sft import SFT, SftConfig
 from mmrl.config.tasks import TASK_SCHEMAS, TaskConfig, task_schema
 from mmrl.errors import ConfigError, nearest, unknown
 from mmrl.secrets import holder, reveal, secret_name, user_in_address
@@ -113,7 +116,7 @@ RETIRED: Mapping[str, Mapping[str, object]] = {
 }
 """Keys that every task, retriever and engine once had, and the defaults that run directories of that time hold."""
 CHOICES: Mapping[str, Mapping[str, type[BaseModel]]] = {
-    "algo": ALGO_SCHEMAS,
+    "algo": ChainMap[str, type[Any]](ALGO_SCHEMAS, PROMPT_SCHEMAS, {SFT: SftConfig}),  # live: plugins add to it
     "task": TASK_SCHEMAS,
     "task.retriever": RETRIEVER_SCHEMAS,
     "engine": ENGINE_SCHEMAS,

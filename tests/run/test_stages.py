@@ -1,0 +1,240 @@
+"""Runs of several stages: how they are composed, gone through, stopped, continued, shown and used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mmrl.cli import main
+from mmrl.cli.hydra import configs, train_configs
+from mmrl.cli.overrides import read_line
+from mmrl.config import (
+    EvalCommandConfig,
+    PromptCommandConfig,
+    SftCommandConfig,
+    StagedCommandConfig,
+    TrainCommandConfig,
+)
+from mmrl.errors import ConfigError
+from mmrl.models.policy import prompts_of, resolve, write_policy
+from mmrl.report.rundir import RunDir, comparable
+from mmrl.report.stages import stage_facts, stage_rows
+from mmrl.run.check import check
+from mmrl.system.files import append_jsonl, digests
+
+SMALL = [
+    "task=banking77",
+    "eval.items=6",
+    "train.save_every=1",
+    "stage.sft.train.steps=2",
+    "stage.sft.train.batch_size=2",
+    "stage.mmgrpo.train.steps=1",
+    "stage.mmgrpo.train.batch_size=2",
+    "stage.mmgrpo.algo.rollouts=2",
+]
+
+
+def staged(*words: str) -> StagedCommandConfig:
+    (config,) = train_configs(read_line(words))
+    assert isinstance(config, StagedCommandConfig)
+    return config
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        train_configs(read_line(words))
+    return "\n".join(caught.value.problems)
+
+
+def test_better_together_is_prompts_then_weights():
+    config = staged("algo=better_together", "task=banking77")
+    assert config.algo.name == "miprov2+mmgrpo"
+    assert [type(stage) for stage in config.stages] == [PromptCommandConfig, TrainCommandConfig]
+    assert config == staged("stages=[miprov2,mmgrpo]", "task=banking77")
+
+
+def test_a_stage_is_what_the_same_words_with_its_algorithm_would_be():
+    words = ["task=hotpotqa", "seed=3", "train.batch_size=5"]
+    config = staged(
+        "stages=[sft,mhgpo_fof,miprov2]", *words, "stage.mhgpo_fof.algo.group_size=2", "stage.1.train.steps=7"
+    )
+    first, second, third = config.stages
+    assert [second] == train_configs(read_line([*words, "algo=mhgpo_fof", "algo.group_size=2"]))
+    assert [first] == train_configs(read_line([*words, "algo=sft", "train.steps=7"]))
+    assert [third] == train_configs(read_line(["task=hotpotqa", "seed=3", "algo=miprov2"]))
+
+
+def test_settings_of_a_stage_by_number_win_over_those_by_name():
+    config = staged("stages=[sft,sft]", "stage.sft.train.steps=5", "stage.2.train.steps=9")
+    assert [stage.train.steps for stage in config.stages if isinstance(stage, SftCommandConfig)] == [5, 9]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["stages=[mmgrop]"], "stages: got 'mmgrop'"),
+        (["stages=miprov2"], "stages: got 'miprov2', expected names of algo= in a list"),
+        (["stages=[sft,mmgrpo]", "stage.ppo.train.steps=1"], "stage.ppo: no such stage (stages: sft, mmgrpo"),
+        (["stages=[sft,mmgrpo]", "stage.3.train.steps=1"], "stage.3: no such stage"),
+        (["stages=[sft,mmgrpo]", "stage.sft=1"], "stage.sft: expected a key of that stage"),
+        (["stages=[sft,mmgrpo]", "algo.rollouts=2"], "algo.rollouts: say of which stage: stage.sft.algo.rollouts"),
+        (["stages=[sft,mmgrpo]", "algo=grpo"], "algo: has no effect beside stages=[sft,mmgrpo]"),
+        (["stage.sft.train.steps=1"], "stage.sft.train.steps: has no effect without stages="),
+        (["stages=[sft,better_together]"], "stages: got better_together, which stands for several stages itself"),
+        (["stages=[sft,mmgrpo]", "stage.mmgrpo.train.lrr=1"], "stage 2 (mmgrpo): train.lrr: unknown key"),
+        (["stages=[miprov2,mmgrpo]", "stage.miprov2.train.steps=1"], "train.steps: has no effect with algo=miprov2"),
+        (["algo=miprov2", "train.steps=1"], "train.steps: has no effect with algo=miprov2, which trains no weights"),
+        (["algo=miprov2", "algo.group_size=1"], "algo.group_size"),
+    ],
+)
+def test_a_list_that_makes_no_sense_is_refused_by_the_key_that_was_typed(words, says):
+    assert says in refusal("task=banking77", *words)
+
+
+def test_weights_of_each_module_apart_end_a_list():
+    words = ["stages=[mmgrpo,miprov2]", "task=hover", "stage.mmgrpo.model.modules={}", "+model.lora={r: 4}"]
+    assert any("stage 1 (mmgrpo) trains weights for each module apart" in text for text in check(staged(*words)))
+
+
+def trained(folder: Path) -> dict[str, object]:
+    """What two runs must share."""
+    run = RunDir.read(folder)
+    stages = sorted((folder / "stages").iterdir())
+    weights = [path / "model.safetensors" for stage in stages for path in sorted((stage / "checkpoints").glob("ch*"))]
+    return {
+        "history": [comparable(record) for record in run.history()],
+        "of stages": [[comparable(record) for record in RunDir.read(path).history()] for path in stages],
+        "weights": digests(weights),
+        "items": [path.read_bytes() for path in sorted((folder / "eval").iterdir())],
+        "gains": [{key: fact[key] for key in ("stage", "steps", "before", "after")} for fact in stage_facts(folder)],
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("staged") / "run"
+    assert main(["train", "stages=[sft,mmgrpo]", *SMALL, f"run.dir={folder}"]) == 0
+    return folder
+
+
+def test_the_second_stage_starts_from_what_the_first_has_made(whole):
+    first, second = (RunDir.read(whole / "stages" / name) for name in ("1_sft", "2_mmgrpo"))
+    assert second.config["model"]["path"] == str(first.checkpoints / "checkpoint-2")
+    # one policy, evaluated where one stage ends and where the next begins
+    assert first.eval_path(2, "dev").read_text() == second.eval_path(0, "dev").read_text()
+    run = RunDir.read(whole)
+    assert [record["step"] for record in run.history()] == [0, 1, 2, 3]
+    assert run.eval_path(3, "dev").read_text() == second.eval_path(1, "dev").read_text()
+    assert [fact["stage"] for fact in run.summary["stages"]] == ["1_sft", "2_mmgrpo"]
+    assert resolve(str(whole)).base == str(second.checkpoints / "checkpoint-1")
+    assert "stages" in (whole / "report.html").read_text().lower()
+
+
+def test_a_finished_run_is_not_run_again(whole, capsys):
+    assert main(["train", f"resume={whole}"]) == 2
+    assert "this run is finished" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stopped", ["1_sft", "2_mmgrpo"])
+def test_a_run_stopped_in_any_stage_goes_on_to_the_same_numbers(stopped, whole, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    write = RunDir.append_metrics
+
+    def dies(run: RunDir, step: int, metrics: object) -> None:
+        write(run, step, metrics)
+        if run.path.name == stopped and step == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunDir, "append_metrics", dies)
+    assert main(["train", "stages=[sft,mmgrpo]", *SMALL, f"run.dir={folder}"]) == 130
+    monkeypatch.setattr(RunDir, "append_metrics", write)
+    before = {path: path.stat().st_mtime_ns for path in (folder / "stages" / "1_sft").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert main(["train", f"resume={folder}"]) == 0
+    if stopped == "2_mmgrpo":
+        kept = {path: path.stat().st_mtime_ns for path in before}
+        assert kept == before, "a stage that has ended is left as it is"
+        assert "ended before" in capsys.readouterr().out
+    assert trained(folder) == trained(whole)
+
+
+def test_a_run_that_was_moved_has_its_policy(whole, tmp_path):
+    moved = shutil.copytree(whole, tmp_path / "moved")
+    assert resolve(str(moved)).base == str(moved / "stages" / "2_mmgrpo" / "checkpoints" / "checkpoint-1")
+
+
+def test_a_policy_is_evaluated_with_the_prompts_that_it_was_made_with(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    prompts = folder / "prompts.json"
+    prompts.write_text("{}")
+    write_policy(folder, weights=str(folder / "stages" / "2_mmgrpo"), prompts=str(prompts), task="banking77")
+    assert prompts_of(str(folder)) == ("banking77", str(prompts))
+
+    def of(*words: str) -> str | None:
+        (config,) = configs("eval", EvalCommandConfig, read_line([f"policy={folder}", *words]))
+        return config.task.prompts
+
+    assert of("task=banking77") == str(prompts)
+    assert of("task=banking77", "task.prompts=mine.json") == "mine.json"
+    # the prompts of one task are none of another's
+    assert of("task=hotpotqa") is None
+
+
+def test_prompts_with_which_weights_were_trained_belong_to_them(tmp_path):
+    folder = tmp_path / "run"
+    (config,) = train_configs(read_line(["task=banking77", "algo=mmgrpo", "task.prompts=mine.json"]))
+    with RunDir.create(folder, config.model_dump(mode="json"), ["mmrl"]):
+        assert prompts_of(str(folder)) == ("banking77", "mine.json")
+
+
+def test_a_run_without_an_ended_stage_has_no_policy(tmp_path):
+    with RunDir.create(tmp_path / "run", staged("stages=[sft,mmgrpo]").model_dump(mode="json"), ["mmrl"]):
+        (tmp_path / "run" / "stages").mkdir()
+        with pytest.raises(ConfigError, match="has not ended; continue it with"):
+            resolve(str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"weights": 3, "prompts": null, "task": "x"}', "{"])
+def test_a_damaged_policy_file_is_named(content, tmp_path):
+    (tmp_path / "policy.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"policy\.json cannot be read"):
+        resolve(str(tmp_path))
+
+
+def test_costs_and_gains_by_hand(tmp_path):
+    """Two stages: counts are summed over steps, money over the starts of a process, each of which counts from 0."""
+    config = staged("stages=[miprov2,mmgrpo]", "task=banking77").model_dump(mode="json")
+    lines = [
+        [
+            {"step": 1, "prompts/rollouts": 30.0, "prompts/calls": 33.0, "prompts/completion_tokens": 90.0},
+            {"step": 2, "prompts/rollouts": 12.0, "prompts/calls": 12.0, "prompts/completion_tokens": 10.0}
+            | {"prompts/writer/requests": 4.0, "prompts/writer/cost": 0.25},
+        ],
+        [
+            {"step": 1, "rollouts/count": 8.0, "rollouts/calls": 9.0, "rollouts/tokens": 50.0, "endpoint/cost": 0.5},
+            {"step": 2, "rollouts/count": 8.0, "rollouts/calls": 7.0, "rollouts/tokens": 40.0, "endpoint/cost": 0.75},
+            {"step": 3, "rollouts/count": 8.0, "rollouts/calls": 8.0, "rollouts/tokens": 10.0, "endpoint/cost": 0.5},
+        ],
+    ]
+    gain = {"n": 4, "before": 0.25, "after": 0.5, "difference": 0.25, "low": 0.0, "high": 0.5}
+    for name, records in zip(("1_miprov2", "2_mmgrpo"), lines, strict=True):
+        with RunDir.create(tmp_path / "stages" / name, config, ["mmrl"]) as run:
+            append_jsonl(run.metrics_path, records)
+            if name == "1_miprov2":
+                run.write_summary({"seconds": 90.0, "main_metric": "em", "comparison": {"em": gain}})
+    first, second = stage_facts(tmp_path)
+    assert (first["rollouts"], first["calls"], first["tokens"], first["cost"]) == (42, 45, 100, 0.25)
+    assert (second["rollouts"], second["calls"], second["tokens"], second["cost"]) == (24, 24, 100, 1.25)
+    header, one, two = stage_rows([first, second])
+    assert header[:2] == ["stage", "em"] and header[-1] == "USD"
+    assert one[1:4] == ["0.250 → 0.500", "+0.250", "+0.000 to +0.500"] and one[-1] == "0.25"
+    assert two[1:4] == ["", "", ""] and two[-2:] == ["not ended", "1.25"]
+
+
+def test_a_stage_alone_is_stored_and_read_back(whole):
+    config = RunDir.read(whole).config
+    assert [stage["algo"]["name"] for stage in config["stages"]] == ["sft", "mmgrpo"]
+    assert json.loads(json.dumps(config)) == config
