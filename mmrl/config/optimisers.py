@@ -36,8 +36,11 @@ class BootstrapConfig(ValidatedConfig):
     """What optimisers have that take demonstrations from rollouts that went well (DSPy's BootstrapFewShot)."""
 
     max_bootstrapped_demos: int = Field(4, ge=0, description="most demonstrations from rollouts, per module")
-    max_labeled_demos: int = Field(
-        4, ge=0, description="most demonstrations per module, those from rollouts and plain examples together"
+    max_labeled_demos: int | None = Field(
+        None,
+        ge=0,
+        description="most demonstrations per module, those from rollouts and plain examples together; null: 4, and 0 "
+        "for a program without DSPy, whose examples hold no replies of its modules",
     )
     metric_threshold: float | None = Field(
         None, description="reward from which a rollout is a demonstration; null: any above 0"
@@ -102,11 +105,11 @@ class Miprov2Config(BootstrapConfig, ProposingConfig):
         else:
             missing = [name for name in ("num_candidates", "num_trials") if vars(self)[name] is None]
             problems = [f"{name}: got null with auto=null, expected a number" for name in missing]
-        if self.max_bootstrapped_demos == 0 < self.max_labeled_demos:
+        if self.max_bootstrapped_demos == 0 and self.max_labeled_demos != 0:
             # DSPy draws a number of demonstrations between 1 and this one
             problems.append(
-                "max_bootstrapped_demos: got 0 beside max_labeled_demos="
-                f"{self.max_labeled_demos}, which MIPROv2 cannot; set both to 0 (instructions alone) or this one above"
+                "max_bootstrapped_demos: got 0 without max_labeled_demos=0, which MIPROv2 cannot; set both to 0 "
+                "(instructions alone), or this one to at least 1"
             )
         if problems:
             raise ValueError(*problems)
@@ -118,8 +121,11 @@ class BootstrapFewshotConfig(BootstrapConfig):
 
     name: Literal["bootstrap_fewshot"]
     max_bootstrapped_demos: int = Field(4, ge=1, description="most demonstrations from rollouts, per module")
-    max_labeled_demos: int = Field(
-        16, ge=0, description="most demonstrations per module, those from rollouts and plain examples together"
+    max_labeled_demos: int | None = Field(
+        None,
+        ge=0,
+        description="most demonstrations per module, those from rollouts and plain examples together; null: 16, and 0 "
+        "for a program without DSPy, whose examples hold no replies of its modules",
     )
     max_rounds: int = Field(
         1, ge=1, description="rollouts per example until one goes well; later ones at temperature 1"

@@ -21,6 +21,7 @@ from mmrl.report.alarms import Alarm
 from mmrl.report.html import write_report
 from mmrl.report.items import evaluation_text, example_text, step_text
 from mmrl.report.overview import Item, Overview, damage_named
+from mmrl.report.prompts import prompts_text
 from mmrl.report.rundir import RunDir
 from mmrl.report.stages import stage_facts, stage_rows
 from mmrl.report.stats import (
@@ -86,6 +87,7 @@ def overview_text(seen: Overview, width: int = 100) -> str:
     if facts := stage_facts(seen.run.path):
         parts.append(f"stages\n{align(stage_rows(facts))}")
     parts.append(alarm_text(seen.alarms, width))
+    parts.append(prompts_text(seen.run.path, width))
     parts.append(_further(seen))
     return "\n\n".join(part for part in parts if part)
 

@@ -314,7 +314,8 @@ class Progress:
 
     def _line(self, step: int) -> str:
         last = self._history[-1]
-        reward, accuracy = last.get("reward/mean"), number(last.get("train/token_accuracy"))
+        reward = last.get("reward/mean", last.get("prompts/score"))
+        accuracy = number(last.get("train/token_accuracy"))
         parts = [f"step {step}/{self._task.total:.0f}"]
         if reward is not None or accuracy is None:
             parts.append(f"reward {short(reward)}")

@@ -37,7 +37,8 @@ from mmrl.stages.evaluate import CHUNK
 from mmrl.stages.prompts.model import PromptLM, TaskLM, Writer
 from mmrl.stages.prompts.rollouts import Played, Rollouts
 from mmrl.stages.prompts.sampling import Student
-from mmrl.stages.prompts.split import minibatched
+from mmrl.stages.prompts.split import labeled_demos, minibatched
+from mmrl.tasks.base import Task
 
 NO_LIMIT = 10**9
 """Of errors: a failed rollout is no error here, so that DSPy's limits have nothing to count."""
@@ -52,6 +53,7 @@ Note = Callable[[str, str, str], None]
 class Bench:
     """What an optimiser works with."""
 
+    task: Task
     rollouts: Rollouts
     student: Student
     train: list[dspy.Example]
@@ -114,7 +116,7 @@ def _miprov2(algo: PromptConfig, bench: Bench) -> dspy.Module:
         prompt_model=PromptLM(bench.writer, algo.init_temperature),
         task_model=TaskLM(),
         max_bootstrapped_demos=algo.max_bootstrapped_demos,
-        max_labeled_demos=algo.max_labeled_demos,
+        max_labeled_demos=labeled_demos(algo, bench.task),
         auto=algo.auto,
         num_candidates=algo.num_candidates,
         seed=bench.seed,
@@ -147,7 +149,7 @@ def _bootstrap_fewshot(algo: PromptConfig, bench: Bench) -> dspy.Module:
     optimiser = BootstrapFewShotWithRandomSearch(
         metric=worth_showing(algo.metric_threshold),
         max_bootstrapped_demos=algo.max_bootstrapped_demos,
-        max_labeled_demos=algo.max_labeled_demos,
+        max_labeled_demos=labeled_demos(algo, bench.task),
         max_rounds=algo.max_rounds,
         num_candidate_programs=algo.num_candidate_programs,
         stop_at_score=algo.stop_at_score,

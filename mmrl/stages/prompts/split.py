@@ -13,6 +13,7 @@ from mmrl import rng
 from mmrl.config import PromptCommandConfig
 from mmrl.config.optimisers import (
     SMALLEST_MINIBATCHED,
+    BootstrapConfig,
     BootstrapFewshotConfig,
     Miprov2Config,
     PromptConfig,
@@ -21,6 +22,7 @@ from mmrl.config.optimisers import (
 )
 from mmrl.records import Example
 from mmrl.tasks.base import Task
+from mmrl.tasks.prompts import PromptedTask
 
 MOST_VALIDATION = 1000
 """DSPy's limit for MIPROv2, where `algo.validation_items` says nothing."""
@@ -67,7 +69,7 @@ def expected_trials(config: PromptConfig, modules: int, validation: int) -> int:
         trials = config.num_trials
         if trials is None:
             candidates = {"light": 6, "medium": 12, "heavy": 18}[config.auto or "medium"]
-            sets = 1 if config.max_bootstrapped_demos == config.max_labeled_demos == 0 else 2
+            sets = 2 if config.max_bootstrapped_demos else 1
             trials = int(max(2 * sets * modules * math.log2(candidates), 1.5 * candidates))
         every = config.minibatch_full_eval_steps
         return 1 + trials + (trials // every + bool(trials % every) if minibatched(config, validation) else 0)
@@ -76,14 +78,31 @@ def expected_trials(config: PromptConfig, modules: int, validation: int) -> int:
     return 0  # GEPA: as many as its budget of rollouts allows
 
 
+def labeled_demos(config: BootstrapConfig, task: Task) -> int:
+    """`algo.max_labeled_demos`, with what null stands for."""
+    if config.max_labeled_demos is not None:
+        return config.max_labeled_demos
+    if isinstance(task, PromptedTask):
+        return 0
+    return 16 if isinstance(config, BootstrapFewshotConfig) else 4
+
+
 def prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
     """Why the optimiser cannot run on this task: one sentence each, with the key that the user would type."""
     algo, examples = config.algo, task.examples("train")
+    prompted = isinstance(task, PromptedTask)
+    if not prompted and not hasattr(task.program, "module"):  # DSPy's program is not imported for this
+        return [f"task: '{task.name}' has no prompts that can be optimised: they are its program's own code"]
     have = f"task.data.train: has {len(examples)} examples"
     if isinstance(algo, SimbaConfig):
         if len(examples) < algo.bsize:
             return [f"{have}, fewer than algo.bsize={algo.bsize}; give more examples, or a smaller minibatch"]
         return []
+    if isinstance(algo, BootstrapConfig) and prompted and algo.max_labeled_demos:
+        return [
+            f"algo.max_labeled_demos: got {algo.max_labeled_demos}, which has no effect with the program of this task: "
+            "its examples hold no replies of its modules; leave it out"
+        ]
     train, validation = split(algo, examples, config.seed)
     if not train or not validation:
         share = algo.validation if isinstance(algo, ValidatedConfig) else 0.0

@@ -3,6 +3,8 @@
 Writes below the run directory:
 
     prompts.json, prompts.yaml   the optimised prompts, as `task.prompts=` reads them (yaml: no DSPy program)
+    prompts/start.json           what it started from, and
+    prompts/result.json          what it ended with, for people
     prompts/trials.jsonl         every trial: its candidate, its score, the best so far
     prompts/proposals.jsonl      every instruction that the prompt model proposed, and why one was not used
     prompts/rollouts.jsonl       every rollout; a resume reads it instead of sampling again
@@ -26,6 +28,8 @@ from mmrl.config import PromptCommandConfig
 from mmrl.config.optimisers import ProposingConfig
 from mmrl.engines.base import Engine
 from mmrl.engines.openai import OpenAIChat
+from mmrl.errors import MODEL_CAUSED
+from mmrl.report.prompts import FOLDER, TRIALS
 from mmrl.report.rundir import RunDir
 from mmrl.stages.prompts.model import Writer, WriterUsage
 from mmrl.stages.prompts.optimisers import Bench, optimise
@@ -35,13 +39,11 @@ from mmrl.stages.prompts.split import split
 from mmrl.stages.prompts.store import Store, Table
 from mmrl.stages.prompts.students import student_of
 from mmrl.stages.step_log import StepLog
-from mmrl.system.files import JsonObject
+from mmrl.system.files import JsonObject, atomic_write, dumps
 from mmrl.tasks.base import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-FOLDER = "prompts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,7 @@ class PromptStage:
         train, validation = split(algo, self.task.examples("train"), self.config.seed)
         self.log.begin()
         self._logged = {int(record["step"]) for record in self.rundir.history()}
-        self._table, self._proposals = Table(folder / "trials.jsonl"), Table(folder / "proposals.jsonl")
+        self._table, self._proposals = Table(folder / TRIALS), Table(folder / "proposals.jsonl")
         self._sampler = sampler = Sampler(
             examples=self.task.examples("train"),
             task=self.config.task,
@@ -131,11 +133,13 @@ class PromptStage:
         self._validation = frozenset(example.id for example in validation)
         sampler.student = student = student_of(self.task, rollouts)
         start = student.module.deepcopy()
+        self._note_prompts("start", start)
         endpoint = self._endpoint()
         self._writer = self._make_writer(folder, endpoint)
         try:
             with open(folder / "optimiser.log", "a", encoding="utf-8") as log:
                 bench = Bench(
+                    task=self.task,
                     rollouts=rollouts,
                     student=student,
                     train=rollouts.given(train),
@@ -157,8 +161,10 @@ class PromptStage:
             if endpoint is not None:
                 endpoint.close()
         improved = scores["best"] > scores["start"]
+        made = program if improved else start
+        self._note_prompts("result", made, improved=improved, validation=len(validation), **scores)
         return PromptResult(
-            prompts=self._saved(program if improved else start),
+            prompts=self._saved(made),
             improved=improved,
             start=scores["start"],
             best=scores["best"] if improved else scores["start"],
@@ -187,6 +193,11 @@ class PromptStage:
             seed=self.config.seed,
             store=Store(folder / "completions.jsonl"),
         )
+
+    def _note_prompts(self, name: str, module: dspy.Module, **facts: object) -> None:
+        """Prompts for people, with what is known of them."""
+        text = dumps({**facts, "modules": shown(state_of(module))}, indent=1)
+        atomic_write(self.rundir.path / FOLDER / f"{name}.json", text + "\n")
 
     def _saved(self, module: dspy.Module) -> Path:
         """The prompts of a candidate, in a file of the run directory."""
@@ -239,12 +250,15 @@ class PromptStage:
             "prompts/score": score,
             "prompts/items": float(len(needs)),
             "prompts/full": float(full),
-            "prompts/failed_share": sum(failed.values()) / len(needs),
+            "rollouts/failed_share": sum(failed[kind] for kind in failed if kind not in MODEL_CAUSED) / len(needs),
+            **{f"rollouts/failed/{kind}": float(count) for kind, count in failed.items()},
             **({} if self._best is None else {"prompts/best": self._best}),
             **self._paid(),
         }
         if self.trials not in self._logged:
-            self.log.write(self.trials, self.log.record(metrics))
+            record = self.log.record(metrics)
+            record["rate/tokens_per_s"] = metrics["prompts/completion_tokens"] / record["time/step"]
+            self.log.write(self.trials, record)
         self.log.begin()
 
     def _paid(self) -> dict[str, float]:
