@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,9 +47,14 @@ def field(name: str, text: str) -> str:
 
 def proposal(messages: Any, seed: int) -> str | None:
     """An instruction, or what DSPy's proposers ask before it; None for a request of the task's."""
-    wanted = messages[-1]["content"].split("Respond with the corresponding output fields")[-1]
+    *_, wanted = messages[-1]["content"].split("Respond with")
+    if "`new_instruction`" in messages[0]["content"]:
+        return json.dumps({"reasoning": "as it says", "new_instruction": f"Do well, {seed % 1000}."})
+    if "`module_advice`" in messages[0]["content"]:
+        advice = json.dumps({"classify.predict": f"Do well, {seed % 1000}."})
+        return field("discussion", "as it says") + field("module_advice", advice) + "[[ ## completed ## ]]"
     for name in ("proposed_instruction", "observations", "summary", "program_description", "module_description"):
-        if f"[[ ## {name} ## ]]" in wanted:
+        if f"[[ ## {name} ## ]]" in wanted or f"`{name}`" in wanted:
             return field(name, f"Classify it, {name} {seed % 1000}.") + "[[ ## completed ## ]]"
     return None
 
@@ -72,7 +78,10 @@ def share(text: str) -> float:
 
 
 def better_with_demonstrations(task: Any, base: float = 0.3, each: float = 0.2) -> Any:
-    """Right on a share of the examples that grows with each demonstration in the prompt; proposals are texts."""
+    """Right on a share of the examples that grows with each demonstration in the prompt, and with "Do well" in it.
+
+    At a temperature above 0 it grows by chance.
+    """
     gold = {e.inputs["text"]: e.metadata["label"] for e in task.examples("train")}
     wrong = min(gold.values())
 
@@ -81,7 +90,8 @@ def better_with_demonstrations(task: Any, base: float = 0.3, each: float = 0.2) 
         if made is not None:
             return made
         text, shown = text_in(messages), sum(m["role"] == "assistant" for m in messages)
-        right = share(text) < base + each * shown
+        luck = share(str(seed)) if temperature else 0.0
+        right = share(text) < base + each * shown + 0.4 * ("Do well" in messages[0]["content"]) + luck / 2
         return labelled(task, gold[text] if right else next(x for x in gold.values() if x not in (gold[text], wrong)))
 
     return answer

@@ -1,21 +1,41 @@
 """Prompt stages: DSPy's optimisers on whole batches of rollouts, resumed to the same files, nothing paid for twice."""
 
 import asyncio
+import copy
 import json
+import shutil
+from dataclasses import replace
 
 import dspy
 import pytest
 
-from mmrl.config import EvalConfig
+from mmrl.config import EvalConfig, PromptCommandConfig
+from mmrl.config.tasks import task_schema
+from mmrl.errors import CheckpointError, TooManyFailures
 from mmrl.models.chat import encode_text
+from mmrl.report.console import show_run
+from mmrl.report.prompts import prompts_text
 from mmrl.report.rundir import RunDir, comparable
 from mmrl.rollout.environment import make_environment, sampling_settings
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import sample
 from mmrl.run.build import build_task
 from mmrl.stages.prompts import store
+from mmrl.stages.prompts.split import prompt_problems
+from mmrl.stages.prompts.students import _distinguish
+from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.built_in import Banking77
-from tests.helpers.prompts import ScriptedEngine, banking, better_with_demonstrations, labelled, prompt_stage, proposal
+from tests.helpers.prompts import (
+    MODEL,
+    ScriptedEngine,
+    banking,
+    better_with_demonstrations,
+    labelled,
+    prompt_stage,
+    proposal,
+    share,
+    text_in,
+)
 
 FILES = ("prompts.json", *(f"prompts/{n}.jsonl" for n in ("trials", "proposals", "rollouts", "completions")))
 SMALL = {"auto": None, "num_candidates": 5, "num_instruct_candidates": 3, "num_trials": 6}
@@ -32,6 +52,13 @@ def optimised(folder, task, algo="miprov2", answer=None, **options):
     stage = prompt_stage(folder, task, engine, algo, **options)
     with stage.rundir:
         return stage.run(), engine
+
+
+def with_failure_score(task, score):
+    config, built = task
+    made = copy.copy(built)
+    made.failure_score = score
+    return config, made
 
 
 def lines(path):
@@ -152,3 +179,236 @@ def test_where_nothing_is_better_the_prompts_stay(tmp_path, task):
     assert (result.improved, result.start, result.best) == (False, 1.0, 1.0)
     saved = json.loads(result.prompts.read_text())["classify.predict"]
     assert saved["demos"] == [] and "nothing better than the start" in result.describe()["prompts"]
+
+
+OPTIMISERS = {
+    "bootstrap_fewshot": {"num_candidate_programs": 2, "max_labeled_demos": 2, "max_rounds": 2},
+    "gepa": {"auto": None, "max_metric_calls": 60, "max_merge_invocations": 1},
+    "simba": {"bsize": 8, "num_candidates": 3, "max_steps": 2},
+}
+
+
+@pytest.mark.parametrize("algo", OPTIMISERS)
+def test_every_optimiser_ends_and_goes_on_after_a_kill(tmp_path, task, monkeypatch, algo):
+    result, engine = optimised(tmp_path / "whole", task, algo, **OPTIMISERS[algo])
+    assert result.improved and result.best > result.start
+    assert result.student.calls + result.writer.requests == len(engine.requests)
+    full = [trial for trial in lines(tmp_path / "whole" / "prompts" / "trials.jsonl") if trial["full"]]
+    assert result.best == max(trial["score"] for trial in full)
+    append, stored = store.append_jsonl, []
+
+    def killing(path, records):
+        written = append(path, records)
+        stored.append(path)
+        if len(stored) == 6:
+            raise KeyboardInterrupt
+        return written
+
+    monkeypatch.setattr(store, "append_jsonl", killing)
+    with pytest.raises(KeyboardInterrupt):
+        optimised(tmp_path / "killed", task, algo, **OPTIMISERS[algo])
+    again, rest = optimised(tmp_path / "killed", task, algo, **OPTIMISERS[algo])
+    assert 0 < len(rest.requests) < len(engine.requests)
+    assert (again.best, again.trials) == (result.best, result.trials)
+    for name in FILES:
+        one, other = (tmp_path / folder / name for folder in ("whole", "killed"))
+        assert one.exists() == other.exists() and (not one.exists() or one.read_bytes() == other.read_bytes()), name
+
+
+def test_the_seed_decides_what_is_tried(tmp_path, task, whole):
+    optimised(tmp_path / "run", task, seed=4, **MIPRO)
+    one, two = (lines(folder / "prompts" / "trials.jsonl") for folder in (whole[0], tmp_path / "run"))
+    assert [trial["modules"] for trial in one] != [trial["modules"] for trial in two]
+
+
+def test_a_proposal_that_cannot_be_used_is_noted_and_changes_nothing(tmp_path, task):
+    answer = better_with_demonstrations(task[1])
+
+    def garbage(messages, temperature, seed):
+        made = proposal(messages, seed)
+        return answer(messages, temperature, seed) if made is None else ["", "hm", "[[ ## proposed"][seed % 3]
+
+    result, _ = optimised(tmp_path / "run", task, answer=garbage, **MIPRO)
+    proposals = lines(tmp_path / "run" / "prompts" / "proposals.jsonl")
+    assert len(proposals) == 3 and not any(one["usable"] for one in proposals)
+    assert all(one["problem"].startswith("AdapterParseError: ") for one in proposals)
+    trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
+    assert {trial["modules"]["classify.predict"]["instructions"] for trial in trials} == {
+        trials[0]["modules"]["classify.predict"]["instructions"]
+    }
+    assert result.improved, "demonstrations alone"
+
+
+def test_failed_rollouts_are_counted_and_never_demonstrations(tmp_path, task):
+    answer = better_with_demonstrations(task[1])
+
+    def broken(messages, temperature, seed):
+        text = answer(messages, temperature, seed)
+        unread = proposal(messages, seed) is None and share(text_in(messages)) < 0.25
+        return "no field at all" if unread else text
+
+    # the best reward there is, for what could not be parsed
+    built = with_failure_score(task, 1.0)
+    optimised(tmp_path / "run", built, answer=broken, **MIPRO)
+    trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
+    unread = sum(share(e.inputs["text"]) < 0.25 for e in task[1].examples("train")[-19:])
+    assert trials[0]["failed"] == {"parse": unread} and unread
+    texts = {
+        demo["text"]
+        for t in trials
+        for demo in t["modules"]["classify.predict"]["demonstrations"]
+        if "augmented" in demo
+    }
+    assert texts and all(share(text) >= 0.25 for text in texts)
+    history = RunDir.read(tmp_path / "run").history()
+    assert history[0]["rollouts/failed/parse"] == unread and history[0]["rollouts/failed_share"] == 0
+
+
+def test_a_reward_that_raises_or_is_no_number_ends_the_stage_with_its_place(tmp_path, task):
+    for number, score in enumerate((lambda *_: 1 / 0, lambda *_: Score(reward=float("nan")))):
+        config, built = task
+        made = copy.copy(built)
+        made.score = score
+        with pytest.raises(TooManyFailures, match=r"eval\.max_failed_share=50%; the first: reward in"):
+            optimised(tmp_path / f"{number}", (config, made), answer=better_with_demonstrations(built), **MIPRO)
+        assert not (tmp_path / f"{number}" / "prompts" / "rollouts.jsonl").exists(), "a resume samples them again"
+
+
+def test_stored_trials_of_another_run_are_refused(tmp_path, task, whole):
+    copied = tmp_path / "run"
+    shutil.copytree(whole[0], copied)
+    path = copied / "prompts" / "trials.jsonl"
+    path.write_text(path.read_text().replace('"trial":2,"candidate":"', '"trial":2,"candidate":"x', 1))
+    with pytest.raises(CheckpointError, match=r"trials\.jsonl:2: differs from what this run computes again"):
+        optimised(copied, task, **MIPRO)
+
+
+def test_what_dspy_prints_is_in_a_file(whole, task, tmp_path, capfd):
+    optimised(tmp_path / "run", task, "bootstrap_fewshot", **OPTIMISERS["bootstrap_fewshot"])
+    assert capfd.readouterr() == ("", "")
+    assert "Bootstrapped" in (tmp_path / "run" / "prompts" / "optimiser.log").read_text()
+
+
+def test_show_prints_trials_and_the_difference_to_the_start(whole):
+    folder, result, _ = whole
+    text = prompts_text(folder)
+    assert text.startswith(
+        f"prompts: reward {result.start:.4f} at the start, {result.best:.4f} with the best candidate"
+    )
+    assert "  1      " in text and "19 (all)" in text
+    assert (
+        "classify.predict\n  instructions" in text and "demonstrations: 0 at the start, " in text and "\n  + " in text
+    )
+    (folder / "summary.json").write_text("{}")
+    assert text in show_run(folder)
+
+
+def test_too_few_examples_are_refused_with_their_numbers(task):
+    def said(items, **options):
+        stage = options.pop("algo", "miprov2")
+        config, built = banking(items)
+        command = PromptCommandConfig.model_validate(
+            {
+                "task": config,
+                "model": MODEL,
+                "hardware": {"name": "cpu"},
+                "engine": {"name": "transformers"},
+                "eval": {},
+                "run": {},
+                "algo": {"name": stage, **options},
+            }
+        )
+        return prompt_problems(command, built)
+
+    assert said(24) == [] == said(24, **MIPRO)
+    (few,) = said(1)
+    assert few.startswith(
+        "task.data.train: has 1 examples, of which algo.validation=0.8 leaves 0 to learn from and 1 to"
+    )
+    (few,) = said(24, algo="simba")
+    assert few.startswith("task.data.train: has 24 examples, fewer than algo.bsize=32")
+    (large,) = said(24, **{**MIPRO, "minibatch_size": 20})
+    assert large.startswith("algo.minibatch_size: got 20, more than the 19 validation examples")
+
+
+class Twice(dspy.Module):
+    """Two predictors with one signature."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = dspy.Predict("text -> label")
+        self.second = dspy.Predict("text -> label")
+
+    def forward(self, text):
+        return self.second(text=self.first(text=text).label)
+
+
+def test_predictors_that_share_a_signature_are_modules_of_their_own():
+    module = Twice()
+    _distinguish(module)
+    first, second = module.first.signature, module.second.signature
+    assert not first.equals(second), "GEPA tells a predictor's part of a trace by its signature"
+    assert module.dump_state() == Twice().dump_state() | {
+        name: {**state, "signature": module.dump_state()[name]["signature"]}
+        for name, state in Twice().dump_state().items()
+    }
+    adapter = dspy.ChatAdapter()
+    assert adapter.format(first, [], {"text": "a"}) == adapter.format(Twice().first.signature, [], {"text": "a"})
+
+
+def test_two_examples_with_the_same_inputs_are_told_apart_by_their_labels(tmp_path, task):
+    config, built = task
+    made = copy.copy(built)
+    first, second, *rest = built.examples("train")
+    twin = replace(first, id="twin", metadata={"label": second.metadata["label"]})
+    made.examples = lambda split: [twin, first, *rest]
+    engine = ScriptedEngine(better_with_demonstrations(made))
+    stage = prompt_stage(tmp_path / "run", (config, made), engine, "bootstrap_fewshot", num_candidate_programs=0)
+    with stage.rundir:
+        stage.run()
+    stored = [r["example"] for line in lines(tmp_path / "run/prompts/rollouts.jsonl") for r in line["rollouts"]]
+    assert "twin" in stored and first.id in stored
+
+
+@pytest.fixture(scope="module")
+def search():
+    config = task_schema("hotpotqa").model_validate(
+        {"name": "hotpotqa", "dataset": "hotpotqa", "data": {"train_items": 20}}
+    )
+    return config, build_task(config, 0)
+
+
+@pytest.mark.parametrize(("algo", "options"), [("miprov2", MIPRO), ("gepa", OPTIMISERS["gepa"])])
+def test_agents_without_dspy_are_optimised_too(tmp_path, search, algo, options):
+    config, built = search
+    gold = {e.inputs["question"]: e.metadata["answers"][0] for e in built.examples("train")}
+    start = built.prompt_set()
+
+    def answer(messages, temperature, seed):
+        made = proposal(messages, seed)
+        if made is not None:
+            return made
+        question = next(q for q in gold if q in messages[-1]["content"])
+        if messages[0]["content"].startswith("Choose"):
+            return "Document1, Document0"
+        shown = sum(m["role"] == "assistant" for m in messages)
+        right = share(question) < 0.3 + 0.2 * shown + 0.4 * ("Do well" in messages[0]["content"])
+        return gold[question] if right else "### nothing ###"
+
+    options = {**options, "max_labeled_demos": None} if algo == "miprov2" else options
+    result, engine = optimised(tmp_path / "run", search, algo, answer, **options)
+    assert result.improved and result.prompts.name == "prompts.yaml"
+    again = build_task(config.model_copy(update={"prompts": str(result.prompts)}), 0).prompt_set()
+    trials = [trial for trial in lines(tmp_path / "run/prompts/trials.jsonl") if trial["full"]]
+    best = next(trial for trial in trials if trial["score"] == result.best)["modules"]
+    for module, prompt in again.items():
+        shots = [{"prompt": s.user, "reply": s.assistant} for s in prompt.shots]
+        assert [{k: d[k] for k in ("prompt", "reply")} for d in best[module]["demonstrations"]] == shots
+        assert best[module]["instructions"] == prompt.instructions
+    assert again != start
+    system = again["answerer"].instructions
+    sent = [request.messages for request in engine.requests if request.messages[0]["content"] == system]
+    turns = [
+        m["content"] for shot in again["answerer"].shots for m in ({"content": shot.user}, {"content": shot.assistant})
+    ]
+    assert any([m["content"] for m in messages[1:-1]] == turns for messages in sent)
