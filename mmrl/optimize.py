@@ -29,13 +29,15 @@ import dspy
 from dspy.teleprompt import Teleprompter
 
 from mmrl.cli.overrides import hydra_value
-from mmrl.config import EvalCommandConfig, StageConfig, StagedCommandConfig, TrainCommandConfig
+from mmrl.config import EvalCommandConfig, StageConfig, StagedCommandConfig
 from mmrl.config.base import SHIPPED
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
+from mmrl.models.policy import prompts_of
 from mmrl.report.rundir import RunDir
 from mmrl.rollout.dspy.policy_lm import PolicyLM, ServedPolicy, speak
 from mmrl.secrets import HidingStream, add_environment
 from mmrl.system.objects import is_given, put
+from mmrl.tasks.dspy.base import set_prompts
 
 Metric = Callable[..., Any]
 T = TypeVar("T")
@@ -143,7 +145,7 @@ class MMRL(Teleprompter):
     def _resume(self, student: dspy.Module, train: list[dspy.Example], dev: list[dspy.Example], folder: Path) -> Path:
         """Continue a run with the objects that it was given."""
         from mmrl.run.build import forget_task
-        from mmrl.run.settle import stored_config
+        from mmrl.run.settle import schema_of, stored_config
         from mmrl.run.stages import resume
 
         run = RunDir.read(folder)
@@ -160,7 +162,7 @@ class MMRL(Teleprompter):
         objects = {"train": train, "dev": dev, "program": student.deepcopy(), "metric": self.metric}
         for what, value in objects.items():
             put(stored[what].partition(":")[2], value)
-        config = stored_config(folder, TrainCommandConfig)
+        config = stored_config(folder, schema_of(run.config))
         forget_task(config.task, config.seed)
         _refuse_failure(resume(folder), str(folder))
         return folder
@@ -178,10 +180,10 @@ def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
     """
     from mmrl.run.build import evaluation_engine
     from mmrl.run.check import served
-    from mmrl.run.settle import settle, stored_config
+    from mmrl.run.settle import schema_of, settle, stored_config
 
     folder = Path(run_dir)
-    config = stored_config(folder, TrainCommandConfig)
+    config = stored_config(folder, schema_of(RunDir.read(folder).config))
     shared = {name: getattr(config, name) for name in ("seed", "task", "model", "hardware", "engine", "eval", "run")}
     evaluation = settle(EvalCommandConfig(policy=str(folder), plugins=config.plugins, **shared))
     policy = served(evaluation)
@@ -194,6 +196,11 @@ def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
     engine, tokenizer = resources.enter_context(evaluation_engine(evaluation, policy, folder))
     lm = ServedPolicy(f"mmrl/{folder.name}", engine, tokenizer, resources, config.task.max_tokens)
     trained = speak(program, lambda name: PolicyLM(lm, name))
+    if (prompts := prompts_of(str(folder))[1]) is not None:
+        set_prompts(trained, prompts)
+        # a saved state may name LMs, which are not the policy
+        for name, predictor in trained.named_predictors():
+            predictor.lm = PolicyLM(lm, name)
     trained.run_dir = folder
     return trained
 

@@ -30,11 +30,10 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
     line = overrides.read_line(context.args, own=("lengths", "dry", "device"))
     if line.switches:
         raise ConfigError("mmrl plan: takes one run and no flags but --json")
-    config = hydra.weight_config("mmrl plan", line)
-    from mmrl.run.plan import PlanRequest, make_plan
+    (config,) = hydra.train_configs(line)
+    from mmrl.run.plan import PlanRequest, planned
 
-    made = make_plan(config, PlanRequest.read(line.own))
-    print(made.as_json() if as_json else made.text())
+    print(planned(config, PlanRequest.read(line.own), as_json=as_json))
     return 0
 
 

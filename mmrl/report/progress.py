@@ -316,7 +316,8 @@ class Progress:
         last = self._history[-1]
         reward = last.get("reward/mean", last.get("prompts/score"))
         accuracy = number(last.get("train/token_accuracy"))
-        parts = [f"step {step}/{self._task.total:.0f}"]
+        # An optimiser of prompts may not know how many trials it will make.
+        parts = [f"step {step}/{total:.0f}" if (total := self._task.total) else f"step {step}"]
         if reward is not None or accuracy is None:
             parts.append(f"reward {short(reward)}")
         else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mmrl.config import TrainCommandConfig
+from mmrl.config import SftCommandConfig, TrainCommandConfig
 from mmrl.errors import CheckpointError, ConfigError, storage, unknown
 from mmrl.models.hub import licence_of, push_folder, push_problems
 from mmrl.models.policy import (
@@ -30,12 +30,13 @@ from mmrl.report.journal import read_step
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task
-from mmrl.run.settle import module_assignment, stored_config
+from mmrl.run.settle import module_assignment, weight_run
 from mmrl.system.files import atomic_dir, dumps, user_path
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 from mmrl.tasks.dspy.base import DspyTask
 
+Config = TrainCommandConfig | SftCommandConfig
 PROGRAM = "program.json"
 PROMPTS = "prompts.yaml"
 COMPARED_PROMPTS = 8
@@ -117,17 +118,14 @@ def export(request: ExportRequest) -> int:
     return 0
 
 
-def _run_of(path: Path) -> tuple[RunDir, TrainCommandConfig]:
+def _run_of(path: Path) -> tuple[RunDir, Config]:
     """The run, and its config."""
     if checkpoint_step(path) is not None and path.parent.name == "checkpoints":
         raise ConfigError(
             f"mmrl export: {path} is a checkpoint; give its run: mmrl export {path.parent.parent} "
             f"checkpoint={checkpoint_step(path)}"
         )
-    run = RunDir.read(path)
-    if "policy" in run.config:
-        raise CheckpointError(f"{path}: this is an evaluation, which has no weights; export the run that it evaluated")
-    return run, stored_config(path, TrainCommandConfig)
+    return weight_run(path)
 
 
 def chosen_checkpoint(seen: Overview, text: str) -> Path:
@@ -175,7 +173,7 @@ def _refuse_damage(run: RunDir, checkpoint: Path) -> None:
             raise CheckpointError(f"{path} {problem}; its numbers would stand in the model card, so restore it")
 
 
-def choose(policy: Policy, config: TrainCommandConfig, request: ExportRequest, modules: Sequence[str]) -> Choice:
+def choose(policy: Policy, config: Config, request: ExportRequest, modules: Sequence[str]) -> Choice:
     """What is exported, as chosen or as the policy has it.
 
     Args:
@@ -214,9 +212,7 @@ def choose(policy: Policy, config: TrainCommandConfig, request: ExportRequest, m
     return Choice(form=whole, adapters={}, modules={**speakers, **endpoints}, recorded=recorded)
 
 
-def _choose_adapters(
-    policy: Policy, config: TrainCommandConfig, request: ExportRequest, endpoints: Mapping[str, str]
-) -> Choice:
+def _choose_adapters(policy: Policy, config: Config, request: ExportRequest, endpoints: Mapping[str, str]) -> Choice:
     """Weights per module: an adapter each, on one base."""
     spoken = dict(policy.modules or {})
     still = module_assignment(config.model, config.algo, tuple(spoken), config.engine.endpoints).frozen_adapters
@@ -235,7 +231,7 @@ def _choose_adapters(
     return Choice(form=form, adapters=written, modules={**speakers, **endpoints}, recorded=recorded)
 
 
-def _frozen(module: str, config: TrainCommandConfig) -> str:
+def _frozen(module: str, config: Config) -> str:
     return (
         f"module: {module} was frozen in the run and speaks with {config.model.path} as it is; export a module that "
         "was trained"
@@ -252,7 +248,7 @@ def _refuse_module(module: str, names: Sequence[str], endpoints: Mapping[str, st
 
 
 def _write(
-    folder: Path, request: ExportRequest, run: RunDir, config: TrainCommandConfig, checkpoint: Path, choice: Choice
+    folder: Path, request: ExportRequest, run: RunDir, config: Config, checkpoint: Path, choice: Choice
 ) -> list[str]:
     """All but the card. Returns what the user should know."""
     notes = []
@@ -295,7 +291,7 @@ def _copy_prompts(given: str, folder: Path) -> list[str]:
     return []
 
 
-def _write_program(folder: Path, config: TrainCommandConfig) -> list[str]:
+def _write_program(folder: Path, config: Config) -> list[str]:
     """`program.json`, which plain DSPy loads, where the task is a DSPy program."""
     factory = TASKS.get(config.task.name)
     # Other tasks are not built for this: their corpora may be large.
@@ -318,9 +314,7 @@ def _has_program(folder: Path) -> bool:
     return (folder / PROGRAM).is_file()
 
 
-def _snippets(
-    named: Path, folder: Path, choice: Choice, config: TrainCommandConfig, base: str
-) -> Iterator[tuple[str, str]]:
+def _snippets(named: Path, folder: Path, choice: Choice, config: Config, base: str) -> Iterator[tuple[str, str]]:
     """How `folder` is used under the name `named`, and the base model under `base`."""
     rank = config.model.lora.r if choice.form == "adapter" and config.model.lora is not None else None
     spoken = choice.recorded.get("modules")
@@ -337,9 +331,7 @@ def _names(choice: Choice) -> tuple[str, ...]:
     return tuple(name for name in choice.adapters if name)
 
 
-def _card(
-    seen: Overview, request: ExportRequest, config: TrainCommandConfig, choice: Choice, folder: Path, step: int
-) -> str:
+def _card(seen: Overview, request: ExportRequest, config: Config, choice: Choice, folder: Path, step: int) -> str:
     title = request.push.rpartition("/")[2] if request.push else request.out.name
     where = Path(request.push) if request.push else Path(request.out.name)
     facts = CardFacts(
@@ -363,7 +355,7 @@ def is_hub_data(source: str) -> bool:
     return source.partition(":")[0].count("/") == 1 and is_hub_id(source)
 
 
-def _holds(choice: Choice, config: TrainCommandConfig) -> str:
+def _holds(choice: Choice, config: Config) -> str:
     names = _names(choice)
     many = f"in {len(names)} folders ({', '.join(names)}), one for each module or group of modules"
     if choice.form == "full":

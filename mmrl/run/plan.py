@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mmrl.config import TrainCommandConfig
+from mmrl.config import PromptCommandConfig, SftCommandConfig, StageConfig, StagedCommandConfig, TrainCommandConfig
 from mmrl.config.engines import TransformersConfig, VllmConfig
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.load import model_path
@@ -46,6 +46,7 @@ from mmrl.report.text import align
 from mmrl.run.build import build_task, reward_set
 from mmrl.run.check import on_mini_world, plan_problems
 from mmrl.run.settle import settle
+from mmrl.stages.prompts.split import expected_trials, prompt_problems, split
 from mmrl.tasks.base import Task
 
 
@@ -71,6 +72,55 @@ class PlanRequest:
         if lengths and dry not in (None, "0"):
             raise ConfigError("lengths: has no effect with dry rollouts, which are counted; leave one of the two out")
         return cls(parse_lengths(lengths), None if dry is None else int(dry), values.get("device"))
+
+
+def planned(config: StageConfig | StagedCommandConfig, request: PlanRequest, *, as_json: bool) -> str:
+    """What a run of any kind of stages will do and cost, as text or as JSON.
+
+    Raises:
+        ConfigError: as `make_plan`, of every stage.
+    """
+    if isinstance(config, TrainCommandConfig):
+        plan = make_plan(config, request)
+        return plan.as_json() if as_json else plan.text()
+    stages = config.stages if isinstance(config, StagedCommandConfig) else (config,)
+    texts, objects, problems = [], [], []
+    for number, stage in enumerate(stages, start=1):
+        try:
+            if isinstance(stage, PromptCommandConfig | SftCommandConfig):
+                text, content = _other_stage(stage)
+            else:
+                assert isinstance(stage, TrainCommandConfig)
+                text, content = (plan := make_plan(stage, request)).text(), json.loads(plan.as_json())
+        except ConfigError as error:
+            problems += [f"stage {number}: {problem}" for problem in error.problems]
+            continue
+        texts.append(f"stage {number}: {text}")
+        objects.append({"stage": number, **content})
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    return json.dumps({"version": 1, "stages": objects}, indent=1) if as_json else "\n\n".join(texts)
+
+
+def _other_stage(config: PromptCommandConfig | SftCommandConfig) -> tuple[str, dict[str, object]]:
+    """What a stage does that optimises prompts, or a supervised one: counts, as text and as an object."""
+    where = f"{config.algo.name} on {config.task.name} with {config.model.path}"
+    if isinstance(config, SftCommandConfig):
+        steps, size = config.train.steps, config.train.batch_size
+        return f"{where}: {steps} steps of {size} sequences", {"steps": steps, "sequences": steps * size}
+    task = build_task(config.task, config.seed)
+    if problems := prompt_problems(config, task):
+        raise ConfigError(problems)
+    train, validation = split(config.algo, task.examples("train"), config.seed)
+    modules = len(task.program.modules)
+    trials, most = expected_trials(config.algo, modules, len(validation)), len(validation)
+    facts: dict[str, object] = {"trials": trials, "train_examples": len(train), "validation_examples": most}
+    if not trials:
+        return f"{where}: as many rollouts as its budget allows", facts
+    # At most: rollouts of a candidate that was tried before come from the store.
+    facts["rollouts_at_most"] = rollouts = trials * most + len(train)
+    text = f"{where}: about {trials} trials on {most} validation examples and {len(train)} for demonstrations, at most"
+    return f"{text} {rollouts:,} rollouts of {modules} modules; the same one is never run twice", facts
 
 
 def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:

@@ -21,15 +21,19 @@ from mmrl.config import (
     ModelConfig,
     PromptCommandConfig,
     RootConfig,
+    SftCommandConfig,
     StagedCommandConfig,
+    TrainCommandConfig,
     stage_schema,
     validate_stored,
 )
 from mmrl.config.sft import SftConfig
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.assignment import ModuleAssignment
+from mmrl.models.policy import newest_checkpoint, prompts_of
 from mmrl.report.compare import flattened
 from mmrl.report.rundir import RunDir
+from mmrl.report.stages import stage_folders
 from mmrl.system.files import plain
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
@@ -209,6 +213,33 @@ def schema_of(stored: Mapping[str, object]) -> type[RootConfig]:
         return StagedCommandConfig
     algo = stored.get("algo")
     return stage_schema(algo.get("name") if isinstance(algo, Mapping) else None)
+
+
+def weight_run(path: Path) -> tuple[RunDir, TrainCommandConfig | SftCommandConfig]:
+    """The run that has trained the weights of the policy at `path`, and its config with the policy's prompts.
+
+    Of a run of several stages, the last stage that has trained weights.
+
+    Raises:
+        CheckpointError: no weights were trained, or it is no training run.
+    """
+    run = RunDir.read(path)
+    config = stored_config(path, schema_of(run.config)) if "policy" not in run.config else None
+    if isinstance(config, StagedCommandConfig):
+        trained = [stage for stage in stage_folders(path) if newest_checkpoint(stage) is not None]
+        if not trained:
+            raise CheckpointError(f"{path}: none of its stages has trained weights yet")
+        run, config = weight_run(trained[-1])
+        task = config.task.model_copy(update={"prompts": prompts_of(str(path))[1]})
+        config = config.model_copy(update={"task": task})
+    if isinstance(config, PromptCommandConfig):
+        raise CheckpointError(
+            f"{path}: this run has optimised prompts and trained no weights; its prompts are "
+            f"{prompts_of(str(path))[1] or 'the ones that it started with'}"
+        )
+    if not isinstance(config, TrainCommandConfig | SftCommandConfig):
+        raise CheckpointError(f"{path}: this is an evaluation, which has no weights; give the run that it evaluated")
+    return run, config
 
 
 def stored_config(folder: Path, schema: type[ConfigT]) -> ConfigT:

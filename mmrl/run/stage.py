@@ -26,6 +26,7 @@ from mmrl.run.check import check_all
 from mmrl.run.launch import released
 from mmrl.run.settle import module_assignment, run_folder, settle
 from mmrl.run.train import reread, step_number
+from mmrl.stages.prompts.split import expected_trials, split
 from mmrl.system.files import plain
 from mmrl.system.stop import stoppable
 from mmrl.tasks.base import Task
@@ -110,7 +111,7 @@ def _run(config: Config, rundir: RunDir, *, resumed: bool) -> int:
     started = time.perf_counter()
     torch.set_num_threads(config.hardware.threads or 1)
     task = build_task(config.task, config.seed)
-    steps = config.train.steps if isinstance(config, SftCommandConfig) else 0
+    steps = _steps(config, task)
     name = config.run.name or f"{config.algo.name}-{task.name}-s{config.seed}"
     sent = {"name": name, "group": f"{config.algo.name}-{task.name}", "device": config.hardware.device}
     done = step_number(newest_checkpoint(rundir.path)) if resumed else 0
@@ -157,6 +158,14 @@ def _run(config: Config, rundir: RunDir, *, resumed: bool) -> int:
             raise
     print(text)
     return 0 if rundir.finished else 1
+
+
+def _steps(config: Config, task: Task) -> int:
+    """Steps of a supervised stage; about as many trials as an optimiser of prompts makes, 0 where it does not say."""
+    if isinstance(config, SftCommandConfig):
+        return config.train.steps
+    _, validation = split(config.algo, task.examples("train"), config.seed)
+    return expected_trials(config.algo, len(task.program.modules), len(validation))
 
 
 @dataclass(kw_only=True)
