@@ -42,6 +42,7 @@ from mmrl.stages.warmup import Encoded, WarmStartSettings, encode, warm_start
 from mmrl.tasks import TASKS as FACTORIES
 from mmrl.tasks.agents.qa_direct import DirectQaTask
 from mmrl.tasks.base import Demonstration, Task
+from mmrl.tasks.dspy.base import DspyTask
 from mmrl.tasks.mini import teach
 from mmrl.tasks.mini.messages import make_external, make_requests, make_support
 from mmrl.tasks.mini.questions import make_bridges, make_claims, make_questions, make_singles
@@ -52,7 +53,8 @@ from scripts.tiny_model.drills import drills
 from scripts.tiny_model.facts import facts
 from scripts.tiny_model.habits import habits
 from scripts.tiny_model.phrases import extend
-from scripts.tiny_model.recipes import RECIPES
+from scripts.tiny_model.recipes import RECIPES, Phase
+from scripts.tiny_model.shots import varied
 from scripts.tiny_model.tokenizer import load_or_train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,9 +75,6 @@ def main() -> None:
         worlds = [WORLD_SEED + 1 + number for number in range(args.worlds)]
         demonstrations = [found for seed in worlds for found in demonstrations_of(args.tasks, seed, recipe.drill_tasks)]
     say(f"{len(demonstrations)} demonstrations from {len(worlds)} worlds in {time.monotonic() - started:.0f} s")
-    mixed = [
-        found for seed in worlds for task in build_tasks(args.tasks, seed) for found in habits(task, "train", seed)
-    ]
     model, tokenizer = start(args, work, demonstrations, worlds)
     own = build_tasks(args.tasks, WORLD_SEED)
     dev = encode(tokenizer, [d for task in own for d in demonstrate(task, "dev", args.dev_items)])
@@ -101,7 +100,7 @@ def main() -> None:
         model = warm_start(
             model,
             tokenizer,
-            mixed if phase.habits else demonstrations,
+            shown_in(phase, args.tasks, worlds) or demonstrations,
             settings,
             work / phase.name,
             resume=True,
@@ -210,6 +209,16 @@ def demonstrations_of(names: Sequence[str], seed: int, drilled: Sequence[str] = 
             if isinstance(task, MultihopQaTask):
                 found += drills(task, split, seed)
     return found
+
+
+def shown_in(phase: Phase, names: Sequence[str], worlds: Sequence[int]) -> list[Demonstration]:
+    """What a phase with habits or other prompts shows, of the train split of each world; nothing for other phases."""
+    tasks = [(task, seed) for seed in worlds for task in build_tasks(names, seed)]
+    if phase.prompts:
+        found = [varied(task, "train", seed, phase.habits) for task, seed in tasks if isinstance(task, DspyTask)]
+    else:
+        found = [habits(task, "train", seed) for task, seed in tasks if phase.habits]
+    return [demonstration for several in found for demonstration in several]
 
 
 def knowledge(names: Sequence[str]) -> list[Demonstration]:

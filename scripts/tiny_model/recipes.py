@@ -26,6 +26,8 @@ class Phase:
     """Module -> share of its demonstrations that a pass sees; modules not named are left out."""
     habits: bool = False
     """On demonstrations of which a share is poor (`scripts/tiny_model/habits.py`)."""
+    prompts: bool = False
+    """On prompts with demonstrations and other instructions (`scripts/tiny_model/shots.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,17 @@ DSPY = Recipe(
     ),
 )
 
+PROMPTS = Recipe(
+    tasks=("banking77", "papillon", "hover"),
+    worlds=2,
+    init="tiny_dspy",
+    phases=(
+        # First to answer at all under other prompts, then to be as good as the demonstrations are.
+        Phase("prompts", 200, 2e-3, "linear", 4, dict.fromkeys(_DSPY, 1.0), prompts=True),
+        Phase("habits", 300, 1.5e-3, "linear", 4, dict.fromkeys(_DSPY, 1.0), habits=True, prompts=True),
+    ),
+)
+
 _SEARCH: Mapping[str, float] = {"agent": 0.5, "reasoner": 0.4, "condenser": 0.4, "searcher": 0.5}
 QA = Recipe(
     tasks=("search_agent", "search_o1", "r1_searcher"),
@@ -132,5 +145,11 @@ DIRECT = Recipe(
     ),
 )
 
-RECIPES: Mapping[str, Recipe] = {"tiny": AGENTS, "tiny_dspy": DSPY, "tiny_qa": QA, "tiny_direct": DIRECT}
+RECIPES: Mapping[str, Recipe] = {
+    "tiny": AGENTS,
+    "tiny_dspy": DSPY,
+    "tiny_prompts": PROMPTS,
+    "tiny_qa": QA,
+    "tiny_direct": DIRECT,
+}
 """Model (a folder of `mmrl/assets`) -> how it is made."""

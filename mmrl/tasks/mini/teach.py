@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import singledispatch
 
 from mmrl.records import Example
@@ -171,15 +172,44 @@ def _qa_direct(task: qa_direct.DirectQaTask, example: Example) -> list[Demonstra
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """The fields of one call of a DSPy predictor."""
+
+    module: str
+    inputs: Mapping[str, object]
+    outputs: Mapping[str, str]
+
+
 @demonstrations.register
-def _banking77(task: Banking77Task, example: Example) -> list[Demonstration]:
+def _dspy(task: DspyTask, example: Example) -> list[Demonstration]:
+    """The prompts of the program's predictors, as they are now, and outputs in the form that their adapter parses."""
+    import dspy
+
+    adapter, shown = dspy.settings.adapter or dspy.ChatAdapter(), []
+    for call in filled(task, example):
+        predictor = task.predictors[call.module]
+        messages = adapter.format(predictor.signature, predictor.demos, dict(call.inputs))
+        completion = adapter.format_assistant_message_content(predictor.signature, dict(call.outputs)).strip()
+        shown.append(_single(call.module, messages, completion))
+    return shown
+
+
+@singledispatch
+def filled(task: object, example: Example) -> list[Filled]:
+    """What the modules of a DSPy task would be given and write for an example, first call first; empty as above."""
+    return []
+
+
+@filled.register
+def _banking77(task: Banking77Task, example: Example) -> list[Filled]:
     """A short reason and the label; of data files, which hold labels alone, the label after no reason."""
     reason, label = example.metadata.get("reason", ""), example.metadata["label"]
-    return [_predicted(task, "classify.predict", example.inputs, reasoning=reason, label=label)]
+    return [Filled("classify.predict", example.inputs, {"reasoning": reason, "label": label})]
 
 
-@demonstrations.register
-def _papillon(task: PapillonTask, example: Example) -> list[Demonstration]:
+@filled.register
+def _papillon(task: PapillonTask, example: Example) -> list[Filled]:
     """A request without the private pieces, and the external model's text made out in the asker's name."""
     ask = example.metadata.get("ask")
     if ask is None:
@@ -188,13 +218,13 @@ def _papillon(task: PapillonTask, example: Example) -> list[Demonstration]:
     related = {"related_llm_request": ask, "related_llm_response": task.by_rule(ask), "user_query": query}
     craft, respond = "craft_redacted_request.predict", "respond_to_query"
     return [
-        _predicted(task, craft, {"user_query": query}, reasoning=f"Private: {private}", llm_request=ask),
-        _predicted(task, respond, related, response=example.metadata["target"]),
+        Filled(craft, {"user_query": query}, {"reasoning": f"Private: {private}", "llm_request": ask}),
+        Filled(respond, related, {"response": example.metadata["target"]}),
     ]
 
 
-@demonstrations.register
-def _hover(task: HoverTask, example: Example) -> list[Demonstration]:
+@filled.register
+def _hover(task: HoverTask, example: Example) -> list[Filled]:
     """Each hop notes what its document says and asks for what that names."""
     notes, titles = example.metadata.get("notes"), example.metadata["titles"]
     if notes is None:
@@ -207,13 +237,13 @@ def _hover(task: HoverTask, example: Example) -> list[Demonstration]:
         if hop:
             queries = {"search_query1": query, "search_query2": "None", "search_query3": "None"}
             reasoning = f"{query} is next" if hop < len(titles) else "all is found"
-            shown.append(_predicted(task, "generate_query.predict", inputs, reasoning=reasoning, **queries))
+            shown.append(Filled("generate_query.predict", inputs, {"reasoning": reasoning, **queries}))
         if hop < min(task.config.search_hops - 1, len(titles)):
             passages = task.passages_now([query if hop else claim], task.top_k[0])
             if any(passage.startswith(f"{titles[hop]} | ") for passage in passages):
                 outputs = {"reasoning": f"{titles[hop]} tells", "new_key_facts": notes[hop]}
                 inputs = {**inputs, "new_search_results": passages}
-                shown.append(_predicted(task, "append_notes.predict", inputs, **outputs))
+                shown.append(Filled("append_notes.predict", inputs, outputs))
     return shown
 
 
@@ -225,16 +255,3 @@ def _single(module: str, messages: Sequence[Message], completion: str) -> Demons
 def _turn(module: str, first: Sequence[Message], history: History, completion: str) -> Demonstration:
     """The next turn of a context that began with the prompt `first`."""
     return Demonstration(module=module, messages=first, history=history, completion=completion)
-
-
-def _predicted(task: DspyTask, module: str, inputs: Mapping[str, object], **outputs: str) -> Demonstration:
-    """The prompt of a DSPy predictor for `inputs`, and `outputs` in the form that its adapter parses."""
-    import dspy
-
-    predictor = task.predictors[module]
-    adapter = dspy.settings.adapter or dspy.ChatAdapter()
-    return Demonstration(
-        module=module,
-        messages=adapter.format(predictor.signature, predictor.demos, dict(inputs)),
-        completion=adapter.format_assistant_message_content(predictor.signature, outputs).strip(),
-    )
