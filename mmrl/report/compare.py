@@ -282,9 +282,11 @@ def compare_runs(runs: Sequence[Path], name: str, main_metrics: Mapping[str, str
 
 
 def flattened(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Config path -> value, lists as tuples so that values can be compared and counted."""
+    """Config path -> value; lists as tuples, so that values can be compared and counted, sections in them by number."""
     flat: dict[str, object] = {}
     for key, value in config.items():
+        if isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
+            value = {str(number): item for number, item in enumerate(value, start=1)}
         if isinstance(value, Mapping) and value:
             flat |= flattened(value, f"{prefix}{key}.")
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Collection, Mapping, Sequence
@@ -178,8 +179,13 @@ def config_changes(stored: Mapping[str, object], now: Mapping[str, object]) -> d
     return {
         path: (there.get(path, "absent"), here.get(path, "absent"))
         for path in dict.fromkeys([*here, *there])
-        if there.get(path) != here.get(path) and not path.startswith("run.")
+        if there.get(path) != here.get(path) and not in_section(path, "run")
     }
+
+
+def in_section(path: str, section: str) -> bool:
+    """Whether a config path lies in a section, or in that of one of several stages."""
+    return re.sub(r"^stages\.\d+\.", "", path).startswith(f"{section}.")
 
 
 def refuse_changes(run: RunDir, stored: Mapping[str, object], now: Mapping[str, object], checkpoint: str) -> list[str]:
