@@ -29,6 +29,7 @@ from mmrl.config import (
     TrainCommandConfig,
     TrainConfig,
 )
+from mmrl.config.optimisers import PROMPT_SCHEMAS
 from mmrl.config.sft import SftConfig
 from mmrl.config.tasks import BUILT_IN
 from mmrl.tasks import TASKS
@@ -44,6 +45,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
     **{f"task.{name}": TASK_SCHEMAS[name] for name in BUILT_IN},
     **{f"engine.{name}": schema for name, schema in ENGINE_SCHEMAS.items()},
     **{f"retriever.{name}": schema for name, schema in RETRIEVER_SCHEMAS.items()},
+    **{f"prompts.{name}": schema for name, schema in PROMPT_SCHEMAS.items()},
     "supervised.algo": SftConfig,
     "supervised.train": TrainConfig,
     "train command": TrainCommandConfig,
