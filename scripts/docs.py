@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from pydoc import locate
-from typing import Any, get_args, get_origin
+from typing import Any, TypeAlias, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -24,6 +24,7 @@ from pydantic_core import PydanticUndefined
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS, ENGINE_SCHEMAS, RETRIEVER_SCHEMAS, TASK_SCHEMAS, TrainCommandConfig
+from mmrl.config.optimisers import PROMPT_SCHEMAS
 from mmrl.config.sft import SftConfig
 from mmrl.config.tasks import BUILT_IN
 from mmrl.system.conf import options
@@ -92,6 +93,7 @@ def keys() -> str:
         if name in CHOSEN:
             parts += [chosen_table(name)]
             if name == "algo":
+                parts.append(chosen_table(name, PROMPTS, "`algo` of prompt optimisers"))
                 parts.append(
                     f"### `algo` with `algo=sft`\n\n{doc(SftConfig)} See [sft](sft.md).\n\n{table(SftConfig, name)}"
                 )
@@ -126,7 +128,9 @@ def field_rows(path: str, field: FieldInfo) -> list[str]:
     return [head, *table(nested, path).splitlines()[2:]]
 
 
-CHOSEN: dict[str, tuple[Mapping[str, type[BaseModel]], str, str]] = {
+Chosen: TypeAlias = tuple[Mapping[str, type[BaseModel]], str, str]
+"""Schemas by name, what the names are called, and a sentence above their table."""
+CHOSEN: dict[str, Chosen] = {
     "task": (
         {name: TASK_SCHEMAS[name] for name in BUILT_IN},
         "tasks",
@@ -146,12 +150,20 @@ CHOSEN: dict[str, tuple[Mapping[str, type[BaseModel]], str, str]] = {
         "here.",
     ),
 }
-"""Sections with a schema for each name -> the schemas, what the names are called, and a sentence above the table."""
+"""Sections with a schema for each name."""
 
 
-def chosen_table(path: str) -> str:
+PROMPTS: Chosen = (
+    PROMPT_SCHEMAS,
+    "optimisers",
+    "`algo=miprov2`, `bootstrap_fewshot`, `gepa`, `simba`: DSPy's names and defaults, but where `conf/algo/<name>.yaml` "
+    "says otherwise. See [prompts](prompts.md).",
+)
+
+
+def chosen_table(path: str, chosen: Chosen | None = None, title: str = "") -> str:
     """Keys of a section with a schema for each name, and the names that have each key."""
-    schemas, called, sentence = CHOSEN[path]
+    schemas, called, sentence = chosen or CHOSEN[path]
     seen: dict[str, dict[str, FieldInfo]] = {}
     for choice, schema in schemas.items():
         for name, field in schema.model_fields.items():
@@ -167,7 +179,7 @@ def chosen_table(path: str) -> str:
             rows.append(f"{line} {'all' if len(having) == len(schemas) else ', '.join(having)} |")
     head = [f"| key | type | schema default | meaning | {called} |", "|---|---|---|---|---|"]
     nested = [chosen_table(below) for below in CHOSEN if below.startswith(f"{path}.")]
-    return "\n\n".join([f"### `{path}`\n\n{sentence}\n\n" + "\n".join([*head, *rows]), *nested])
+    return "\n\n".join([f"### {title or f'`{path}`'}\n\n{sentence}\n\n" + "\n".join([*head, *rows]), *nested])
 
 
 def row(path: str, field: FieldInfo) -> str:
