@@ -156,8 +156,8 @@ CHOSEN: dict[str, Chosen] = {
 PROMPTS: Chosen = (
     PROMPT_SCHEMAS,
     "optimisers",
-    "`algo=miprov2`, `bootstrap_fewshot`, `gepa`, `simba`: DSPy's names and defaults, but where `conf/algo/<name>.yaml` "
-    "says otherwise. See [prompts](prompts.md).",
+    "`algo=miprov2`, `bootstrap_fewshot`, `gepa`, `simba`: DSPy's names and defaults, but where "
+    "`conf/algo/<name>.yaml` says otherwise. See [prompts](prompts.md).",
 )
 
 
