@@ -18,7 +18,7 @@ from mmrl.config.engines import TransformersConfig
 from mmrl.engines import EngineSetup, build_engine, needs_model
 from mmrl.engines.base import Engine
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
-from mmrl.models.policy import Policy, newest_checkpoint, write_policy
+from mmrl.models.policy import POLICY, Policy, newest_checkpoint, write_policy
 from mmrl.report.rundir import RunDir
 from mmrl.rollout.environment import Environment, make_environment, sampling_settings
 from mmrl.run.build import RECORD, build_task, check_model, describe_evaluated, evaluated, reward_set, server_devices
@@ -228,6 +228,9 @@ def _prompts(config: PromptCommandConfig, task: Task, log: StepLog) -> Iterator[
                 player.task = build_task(config.task, config.seed, str(result.prompts))
             kept = str(result.prompts) if result.improved else config.task.prompts
             write_policy(log.rundir.path, weights=config.model.path, prompts=kept, task=task.name)
+            # A further stage begins with these files, perhaps days later.
+            log.rundir.ledger.note(log.rundir.path / POLICY)
+            log.rundir.ledger.note(result.prompts)
             return result.describe()
 
         yield _Work(player=player, run=run)

@@ -20,7 +20,7 @@ from mmrl.config import (
     TrainCommandConfig,
 )
 from mmrl.errors import CheckpointError, ConfigError, storage
-from mmrl.models.policy import STAGES, newest_checkpoint, prompts_of, resolve, write_policy
+from mmrl.models.policy import STAGES, newest_checkpoint, prompts_of, require_undamaged, resolve, write_policy
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.run import train as weights
 from mmrl.run.check import check_all
@@ -74,7 +74,10 @@ def _in_turn(config: StagedCommandConfig, command: Sequence[str], resumed: bool)
 def _one(stage: StageConfig, path: Path, before: Path | None, command: Sequence[str]) -> int:
     """One stage: started, continued, or left as it is where it has ended."""
     if (path / "config.yaml").is_file():
-        if RunDir.read(path).finished:
+        if (run := RunDir.read(path)).finished:
+            if changed := run.ledger.changed(None):
+                file, problem = next(iter(changed.items()))
+                raise CheckpointError(f"{file} {problem}; restore it from a copy, or start a new run")
             print(f"ended before: {path}")
             return 0
         return resume(path)
@@ -93,6 +96,7 @@ def after(stage: StageConfig, before: Path) -> StageConfig:
         ConfigError: weights that no further stage can start from.
     """
     policy = resolve(str(before))
+    require_undamaged(policy)
     changed: dict[str, object] = {}
     if policy.modules:
         raise ConfigError(

@@ -80,6 +80,13 @@ def _passages() -> str:
 BUILD = ("index", "build", f"corpus={PASSAGES}", f"index={RUN}")
 EVAL = ("eval", "policy=tiny", "task=qa_direct", "eval.items=8", "seed=0", "hardware.threads=1", f"run.dir={RUN}")
 VLLM = ("engine=vllm_server", "engine.start_timeout_s=900")
+STAGES = (
+    *("train", "stages=[miprov2,sft,mmgrpo]", "task=banking77", "seed=0", "hardware.threads=1", "run.progress=false"),
+    *(f"run.dir={RUN}", "eval.items=2", "eval.bootstrap=100", "eval.every=1", "task.data.train_items=12"),
+    *("train.steps=2", "train.batch_size=2", "train.save_every=1", "stage.mmgrpo.algo.rollouts=2"),
+    *("stage.miprov2.algo.auto=null", "stage.miprov2.algo.num_candidates=2", "stage.miprov2.algo.num_trials=3"),
+    "stage.miprov2.algo.prompt_max_tokens=32",
+)
 DOWNLOAD = (
     "eval",
     "policy=chaos/tiny",
@@ -104,6 +111,7 @@ CASES: dict[str, Case] = {
         stop=None,
         ranks=(0, 1, None),
     ),
+    "stages": Case(words=STAGES, again=("train", f"resume={RUN}"), share=2),
     "eval": Case(words=EVAL, again=("eval", f"resume={RUN}"), share=2, stop=("summary", 1)),
     "index": Case(words=BUILD, again=BUILD, share=2, stop=("index finish", 1), files={PASSAGES: _passages()}),
     "download": Case(

@@ -10,7 +10,7 @@ from typing import Any
 
 from mmrl.report.rundir import comparable
 
-PER_START = ("environment.json", "run.lock")
+PER_START = ("environment.json", "run.lock", "optimiser.log")
 """Files that say who ran where and when."""
 
 
@@ -73,9 +73,20 @@ def _metrics(one: Path, two: Path) -> str:
 
 
 def _objects(one: Path, two: Path, without: tuple[str, ...]) -> str:
-    expected, actual = (json.loads(path.read_text()) for path in (one, two))
+    expected, actual = (_kept(json.loads(path.read_text()), without) for path in (one, two))
     keys = [k for k in {*expected, *actual} - set(without) if expected.get(k) != actual.get(k)]
     return f"differs in {', '.join(sorted(keys))}" if keys else ""
+
+
+def _kept(value: Any, without: tuple[str, ...]) -> Any:
+    """A JSON value without some keys, in lists of objects too: what each stage of a run took."""
+    if isinstance(value, list):
+        return [_kept(item, without) for item in value]
+    return (
+        {k: _kept(v, without) if isinstance(v, list) else v for k, v in value.items() if k not in without}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def _page(one: Path, two: Path) -> str:
