@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 
 from mmrl.config.base import SHIPPED
+from mmrl.config.sft import SFT
 from mmrl.models.load import ASSETS
 from mmrl.report.overview import Item, Overview
 from mmrl.report.stats import Difference, compare_items, number, short
@@ -58,8 +59,7 @@ def model_card(seen: Overview, facts: CardFacts) -> str:
     parts = [
         front_matter(seen, facts),
         f"# {facts.title}",
-        f"{named}, trained for {facts.step} steps by reinforcement learning with `{algorithm}` "
-        f"([arXiv {_paper(algorithm)}](https://arxiv.org/abs/{_paper(algorithm)})) on the task `{task}`, with "
+        f"{named}, trained for {facts.step} steps {_how(algorithm)} on the task `{task}`, with "
         f"mmrl {_version(seen)}. {facts.holds}",
     ]
     if facts.snippets:
@@ -86,9 +86,9 @@ def checkpoint_card(config: JsonObject, step: int) -> str:
         **({"base_model": base} if base and is_hub_id(base) else {}),
         "library_name": "peft" if model.get("lora") else "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["mmrl", "reinforcement-learning", *([algorithm] if algorithm else [])],
+        "tags": [tag for tag in _tags(algorithm) if tag],
     }
-    how = f" by reinforcement learning with `{algorithm}` on the task `{task.get('name')}`" if algorithm else ""
+    how = f" {_how(algorithm, paper=False)} on the task `{task.get('name')}`" if algorithm else ""
     named = f"`{shown_path(base)}`" if base else "a model"
     return (
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# Step {step}\n\n{named}, trained for {step} steps{how}, "
@@ -123,7 +123,7 @@ def front_matter(seen: Overview, facts: CardFacts) -> str:
         library_name="peft" if facts.kind == "adapter" else "transformers",
         license=facts.licence,
         pipeline_tag="text-generation",
-        tags=["mmrl", "reinforcement-learning", algorithm, f"arxiv:{_paper(algorithm)}"],
+        tags=[*_tags(algorithm), *([] if algorithm == SFT else [f"arxiv:{_paper(algorithm)}"])],
         eval_results=results or None,
         model_name=facts.title if results else None,
     )
@@ -144,6 +144,19 @@ def shown_path(text: str) -> str:
 
 def _mini(seen: Overview, split: str) -> bool:
     return (seen.get("task.data") or {}).get(split) == "mini"
+
+
+def _how(algorithm: str, paper: bool = True) -> str:
+    """How weights were trained, in words."""
+    if algorithm == SFT:
+        return f"by supervised training (`{SFT}`)"
+    link = f" ([arXiv {_paper(algorithm)}](https://arxiv.org/abs/{_paper(algorithm)}))" if paper else ""
+    return f"by reinforcement learning with `{algorithm}`{link}"
+
+
+def _tags(algorithm: str) -> list[str]:
+    """What the hub lists a model under."""
+    return ["mmrl", "supervised", SFT] if algorithm == SFT else ["mmrl", "reinforcement-learning", algorithm]
 
 
 def _paper(algorithm: str) -> str:
@@ -206,6 +219,7 @@ def _training(seen: Overview, facts: CardFacts, base: str) -> str:
     sources = seen.get("task.data") or {}
     data = {split: shown_path(str(source)) for split, source in sources.items() if split in ("train", seen.split)}
     counts = seen.summary.get("facts") or {}
+    of = "sequences" if seen.get("algo.name") == SFT else "examples"
     rows = [
         ["", ""],
         ["base model", base],
@@ -214,7 +228,7 @@ def _training(seen: Overview, facts: CardFacts, base: str) -> str:
         *([["reward", f"`{seen.get('task.reward')}`"]] if seen.get("task.reward") else []),
         *([f"{split} data", _counted(source, counts.get(f"{split} items"))] for split, source in data.items()),
         ["algorithm", f"`{seen.get('algo.name')}`"],
-        ["steps", f"{facts.step} of {seen.get('train.steps')}, {seen.get('train.batch_size')} examples each"],
+        ["steps", f"{facts.step} of {seen.get('train.steps')}, {seen.get('train.batch_size')} {of} each"],
         ["seed", str(seen.get("seed"))],
     ]
     return markdown(rows)

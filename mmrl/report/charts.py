@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from mmrl.report.compare import WINDOW, Band, Comparison, Panel, SeedGroup, evaluation_band, training_band
-from mmrl.report.stats import History, series, trailing_mean
+from mmrl.report.stats import History, learning, series, trailing_mean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,11 +85,11 @@ LineStyle: TypeAlias = tuple[str, str, Dash]
 
 
 def reward_curve(history: History) -> str:
-    """Training reward per step, and its trailing mean; empty without values."""
-    steps, values = series(history, "reward/mean")
+    """Training reward per step (of a supervised stage the loss), and its trailing mean; empty without values."""
+    name, steps, values = learning(history)
     if not len(values):
         return ""
-    with _axes("training reward") as (axes, result):
+    with _axes(f"training {name}") as (axes, result):
         axes.plot(*_thin(steps, values), color=LINES[0], alpha=0.35, linewidth=1, label="per step")
         # Below one window the mean would only repeat the points.
         if len(values) > WINDOW:

@@ -31,8 +31,8 @@ from mmrl.report.stats import (
     binned,
     compare_items,
     duration,
+    learning,
     module_facts,
-    series,
     short,
     sparkline,
     trailing_mean,
@@ -42,6 +42,7 @@ from mmrl.report.text import align
 from mmrl.system.conf import row_keys
 
 MODULE_FACTS = ("calls", "reward", "penalty", "format_rate", "length", "entropy", "surprise", "kl", "clip_share")
+MODULE_FACTS += ("loss", "token_accuracy")
 
 
 def show_run(path: Path | str, example: str | None = None, step: int | None = None) -> str:
@@ -73,11 +74,11 @@ def overview_text(seen: Overview, width: int = 100) -> str:
     """Curve, evaluations, modules and alarms of a run."""
     total = f" of {seen.total}" if seen.total is not None else ""
     parts = [f"{seen.name}: {seen.what}, {seen.done}{total} steps, {seen.state}\n{seen.run.path}"]
-    steps, rewards = series(seen.training, "reward/mean")
-    if len(rewards):
+    name, steps, values = learning(seen.training)
+    if len(values):
         # Short runs are drawn as they are: a mean of five would leave nothing to see.
-        title = "reward per step" if len(rewards) < 20 else "reward per step (mean of 5)"
-        smooth = rewards if len(rewards) < 20 else trailing_mean(rewards, 5)
+        title = f"{name} per step" if len(values) < 20 else f"{name} per step (mean of 5)"
+        smooth = values if len(values) < 20 else trailing_mean(values, 5)
         parts.append(f"{title}\n{text_plot(smooth.tolist(), int(steps[0]), int(steps[-1]), width)}")
     parts += [_evaluation_table(seen, split, width) for split in _splits(seen)]
     if seen.differences:
@@ -213,12 +214,13 @@ def finish(
     differences = compare_items(before, after, seed, bootstrap, main_metric)
     facts = {**facts, **_segments_fact(run)}
     seen = Overview.of(run)
-    _, rewards = series(seen.training, "reward/mean")
+    name, _, values = learning(seen.training)
     # The same window as in the charts, so that numbers and curves agree.
-    smooth = trailing_mean(rewards, 5)
-    reward = {"first": smooth[0], "last": smooth[-1], "best": smooth.max()} if len(smooth) else {}
+    smooth = trailing_mean(values, 5)
+    best = max if name == "reward" else min
+    curve = {"first": smooth[0], "last": smooth[-1], "best": best(smooth)} if len(smooth) else {}
     results: dict[str, object] = {"seed": seed, "split": split, "seconds": seconds, "main_metric": main_metric}
-    results |= {"reward": reward, "facts": facts}
+    results |= {"reward": curve if name == "reward" else {}, "facts": facts}
     # First the numbers, then the page: a page that fails to draw loses nothing.
     run.write_summary(_summary(seen, differences, results))
     seen = Overview.of(run)
@@ -231,10 +233,10 @@ def finish(
     ]
     if stages := stage_facts(run.path):
         parts.append(f"stages\n{align(stage_rows(stages))}")
-    if len(rewards):
-        first, last, best = (short(value) for value in (smooth[0], smooth[-1], smooth.max()))
+    if curve:
+        first, last, top = (short(curve[key]) for key in ("first", "last", "best"))
         parts.append(
-            f"training reward  {first} → {last} (best {best}, means of 5 steps)\n  {sparkline(rewards.tolist(), 60)}"
+            f"training {name}  {first} → {last} (best {top}, means of 5 steps)\n  {sparkline(values.tolist(), 60)}"
         )
     parts += [failures_text({"before": before, "after": after}), alarm_text(seen.alarms, width)]
     parts.append(further(run, seen, trouble))

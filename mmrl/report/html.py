@@ -31,7 +31,7 @@ from mmrl.report.journal import read_step
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.report.stages import stage_facts, stage_rows
-from mmrl.report.stats import Difference, duration, number, series, short
+from mmrl.report.stats import Difference, duration, learning, number, series, short
 from mmrl.report.tables import (
     AGAINST,
     LEARNS,
@@ -200,7 +200,7 @@ def _curves(seen: Overview) -> dict[str, str]:
     shown = [name for name in names if name is not None and name in offered][:4]
     curves = {name: seen.evaluations(seen.split, name) for name in shown}
     return {
-        "Reward in training": reward_curve(seen.training),
+        f"{learning(seen.training)[0].capitalize()} in training": reward_curve(seen.training),
         f"Evaluation on {seen.split} (band: 95 % interval of {shown[0] if shown else ''})": evaluation_curve(
             curves, seen.split
         ),

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from mmrl.errors import MODEL_CAUSED, OWN_CODE, failed_how
 from mmrl.report.alarms import Alarm, current
-from mmrl.report.stats import Metrics, duration, module_facts, modules_in, number, series, short, sparkline
+from mmrl.report.stats import Metrics, duration, learning, module_facts, modules_in, number, short, sparkline
 from mmrl.secrets import hide
 from mmrl.system.files import JsonObject
 
@@ -236,14 +236,13 @@ class Progress:
         """Reward and evaluations, a row each: name, newest value, curve of at most `room` characters with notes."""
         table = Table.grid(Column(style="bold"), Column(justify="right"), Column(ratio=1), padding=(0, 1))
         rows: list[tuple[str, str, str]] = []
-        _, rewards = series(list(self._history), "reward/mean")
-        if len(rewards):
+        name, _, values = learning(list(self._history))
+        if len(values):
             equal = self._history[-1].get("credit/zero_variance_share")
-            note = f"best {short(rewards.max())}" + ("" if equal is None else f"  equal groups {_percent(equal)}")
-            rows.append(("reward", short(rewards[-1]), f"{self._spark(list(rewards), room)}  {note}"))
-        elif len(losses := series(list(self._history), "train/loss")[1]):  # of a supervised stage
-            note = f"token accuracy {_percent(self._history[-1].get('train/token_accuracy'))}"
-            rows.append(("loss", short(losses[-1]), f"{self._spark(list(losses), room)}  {note}"))
+            note = f"best {short(values.max())}" + ("" if equal is None else f"  equal groups {_percent(equal)}")
+            if name == "loss":
+                note = f"token accuracy {_percent(self._history[-1].get('train/token_accuracy'))}"
+            rows.append((name, short(values[-1]), f"{self._spark(list(values), room)}  {note}"))
         # The newest evaluation as a number, the earlier ones as a curve before it.
         for split, evaluations in self._evaluations.items():
             step, newest = evaluations[-1]

@@ -41,6 +41,15 @@ def series(history: History, key: str) -> tuple[np.ndarray, np.ndarray]:
     return steps, np.array([value for _, value in points], dtype=np.float64)
 
 
+def learning(history: History) -> tuple[str, np.ndarray, np.ndarray]:
+    """What tells whether training gets on, its steps and values: the reward, of a supervised stage the loss."""
+    steps, rewards = series(history, "reward/mean")
+    # Of reinforcement learning the loss says nothing about success; only a supervised stage has this accuracy.
+    if len(rewards) or not any("train/token_accuracy" in record for record in history):
+        return "reward", steps, rewards
+    return "loss", *series(history, "train/loss")
+
+
 def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Mean over the last `window` values at each place (fewer at the start); same length as `values`."""
     if not len(values):

@@ -71,6 +71,15 @@ def test_without_a_terminal_there_are_few_plain_lines():
     assert "a checkpoint was saved" in lines
 
 
+def test_a_supervised_stage_shows_its_loss():
+    told = {"train/loss": 0.75, "train/token_accuracy": 0.5, "module/a/loss": 0.75, "rate/tokens_per_s": 9.0}
+    for console in (pipe(), terminal()):
+        with Progress(total=2, console=console) as progress:
+            progress.step(1, told)
+        shown = written(console)
+        assert "loss" in shown and "0.75" in shown and "token accuracy 50" in shown and "reward" not in shown
+
+
 def test_short_runs_show_every_step():
     console = pipe()
     played(console, steps=5, total=5)

@@ -14,7 +14,10 @@ from mmrl.errors import CheckpointError, ConfigError, DataError, Stopped, ToolFa
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.chat import encode_text, render_prompt
 from mmrl.models.policy import newest_checkpoint, resolve
+from mmrl.report.console import overview_text
+from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
+from mmrl.report.stats import learning
 from mmrl.stages.sft import SftStage, trainable
 from mmrl.stages.sft_data import best_rollouts, read_examples, sft_problems
 from mmrl.stages.step_log import StepLog
@@ -126,6 +129,16 @@ def test_demonstrations_of_the_task_are_trained_as_a_rollout_would_send_them(tmp
     assert history[4]["train/loss"] < history[1]["train/loss"] and history[1]["train/lr"] == 1e-3
     assert history[1]["train/sequences"] == 3
     assert 0 <= history[1]["module/a/token_accuracy"] <= 1 and "time/generate" not in history[1]
+
+
+def test_its_curve_is_the_loss(tmp_path):
+    _, _, history = run(tmp_path / "run")
+    name, steps, values = learning(history)
+    assert (name, steps.tolist()) == ("loss", [1, 2, 3, 4]) and values[0] == history[1]["train/loss"]
+    assert learning([{"step": 1, "reward/mean": 0.5, "train/token_accuracy": 0.1}])[0] == "reward"
+    assert learning([{"step": 1, "train/loss": 0.5}])[0] == "reward"
+    shown = overview_text(Overview.of(RunDir.read(tmp_path / "run")))
+    assert "loss per step" in shown and "token_accuracy" in shown
 
 
 def test_a_mini_world_task_and_labelled_rows_make_demonstrations(tmp_path):
