@@ -41,8 +41,8 @@ from mmrl.report.tables import before_after_table, facts_table
 from mmrl.report.text import align
 from mmrl.system.conf import row_keys
 
-MODULE_FACTS = ("calls", "reward", "penalty", "format_rate", "length", "entropy", "surprise", "kl", "clip_share")
-MODULE_FACTS += ("loss", "token_accuracy")
+MODULE_FACTS: tuple[str, ...] = ("calls", "reward", "penalty", "format_rate", "length", "entropy", "surprise", "kl")
+MODULE_FACTS += ("clip_share", "loss", "token_accuracy")
 
 
 def show_run(path: Path | str, example: str | None = None, step: int | None = None) -> str:

@@ -236,13 +236,13 @@ class Progress:
         """Reward and evaluations, a row each: name, newest value, curve of at most `room` characters with notes."""
         table = Table.grid(Column(style="bold"), Column(justify="right"), Column(ratio=1), padding=(0, 1))
         rows: list[tuple[str, str, str]] = []
-        name, _, values = learning(list(self._history))
-        if len(values):
+        name, _, curve = learning(list(self._history))
+        if len(curve):
             equal = self._history[-1].get("credit/zero_variance_share")
-            note = f"best {short(values.max())}" + ("" if equal is None else f"  equal groups {_percent(equal)}")
+            note = f"best {short(curve.max())}" + ("" if equal is None else f"  equal groups {_percent(equal)}")
             if name == "loss":
                 note = f"token accuracy {_percent(self._history[-1].get('train/token_accuracy'))}"
-            rows.append((name, short(values[-1]), f"{self._spark(list(values), room)}  {note}"))
+            rows.append((name, short(curve[-1]), f"{self._spark(list(curve), room)}  {note}"))
         # The newest evaluation as a number, the earlier ones as a curve before it.
         for split, evaluations in self._evaluations.items():
             step, newest = evaluations[-1]

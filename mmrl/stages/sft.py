@@ -176,7 +176,10 @@ class SftStage:
             call
             for rollout in best
             for call in forest.path(rollout)
-            if call.module not in untrained and (algo.modules is None or call.module in algo.modules)
+            # A context that was full before the first token leaves nothing to train on.
+            if call.completion_ids
+            and call.module not in untrained
+            and (algo.modules is None or call.module in algo.modules)
         ]
         if not calls:
             raise ConfigError(f"algo.modules: no rollout that is trained on calls {', '.join(algo.modules or ())}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
 from mmrl.config import LoraConfig as LoraSection
@@ -18,9 +18,9 @@ from mmrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from transformers import PreTrainedModel
-    from trl import GRPOConfig
+    from transformers import PreTrainedModel, TrainingArguments
 
+ArgumentsT = TypeVar("ArgumentsT", bound="TrainingArguments")
 # torch 2.13's newer name for it is not one that accelerate passes on, nor one that torch 2.9 knows.
 warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
 
@@ -184,7 +184,7 @@ def no_reward(*args: object, **kwargs: object) -> NoReturn:
     raise RuntimeError("rewards come from mmrl.credit; TRL's own reward path must never run")
 
 
-def one_device(args: GRPOConfig) -> GRPOConfig:
+def one_device(args: ArgumentsT) -> ArgumentsT:
     """One process trains on one device, however many are visible (`Trainer` would wrap in DataParallel)."""
     import torch
 

@@ -167,7 +167,7 @@ class SupervisedTrainer(SFTTrainer):
         """Forward and backward of every batch of a step."""
         self.sums = _StepSums()
         model.train()
-        batches: list[Batch] = self._prepare_inputs(inputs)["batches"]
+        batches = cast("list[Batch]", self._prepare_inputs(inputs)["batches"])
         total = 0.0
         for batch in batches:
             if self.adapters is not None:
@@ -233,7 +233,7 @@ class SupervisedTrainer(SFTTrainer):
     def end_step(self, control: TrainerControl) -> None:
         """After an optimizer step: its metrics, whether a checkpoint is due, whether this is the last one."""
         step = int(self.state.global_step)
-        self.model.eval()
+        cast("torch.nn.Module", self.model).eval()
         rates: dict[str, float] = {}
         if self.adapters is not None and self.optimizer is not None:
             groups = self.optimizer.param_groups
