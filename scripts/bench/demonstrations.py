@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def rows_of(dice: Dice) -> list[Row]:
     return [Row(prompt, (dice.ids(5, 30),), dice.random.random()) for prompt in prompts for _ in range(ROLLOUTS)]
 
 
-def seconds_of(sides: dict[str, Callable[[], object]], counts: int, repeats: int) -> dict[str, float]:
+def seconds_of(sides: Mapping[str, Callable[[], object]], counts: int, repeats: int) -> dict[str, float]:
     """The best of `repeats` runs of each, alternating."""
     found: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats):

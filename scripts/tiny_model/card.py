@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 
+from mmrl.models.policy import newest_checkpoint
+from mmrl.stages.warmup import FINGERPRINT
 from mmrl.tasks.mini.world import WORLD_SEED
+from mmrl.trainer.checkpoint import saved_extra
 from scripts.tiny_model.drills import MODULE as DRILL
 from scripts.tiny_model.recipes import RECIPES
 
@@ -33,11 +36,9 @@ def build_facts(
     started: float,
 ) -> dict[str, Any]:
     """What the shipped files are, for people and for later builds; `worlds` are those that it has learnt from."""
-    phases = {
-        p.name: json.loads((Path(args.work) / p.name / "warmup.json").read_text("utf-8"))
-        for p, steps in zip(RECIPES[args.model].phases, args.steps, strict=True)
-        if steps
-    }
+    done = [p.name for p, steps in zip(RECIPES[args.model].phases, args.steps, strict=True) if steps]
+    checkpoints = {name: newest_checkpoint(Path(args.work) / name) for name in done}
+    phases = {name: saved_extra(path)[FINGERPRINT] for name, path in checkpoints.items() if path is not None}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "model": args.model,
