@@ -28,7 +28,7 @@ def prompts_text(run: Path, width: int = 100) -> str:
     trials = read_jsonl(run / FOLDER / TRIALS)
     if not trials:
         return ""
-    start, result = (_read(run / FOLDER / name) for name in ("start.json", "result.json"))
+    start, result = _read(run / FOLDER / "start.json").get("modules", {}), _read(run / FOLDER / "result.json")
     full = [trial for trial in trials if trial["full"]]
     best = max(full, key=lambda trial: float(trial["score"]), default=None)
     if result:

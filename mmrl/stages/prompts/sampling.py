@@ -38,6 +38,9 @@ Draw = tuple[float | None, int | None]
 AS_EVALUATED: Draw = (None, None)
 """As an evaluation would sample it."""
 
+MOST_CANDIDATES = 32
+"""Candidates that stay built."""
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -224,6 +227,9 @@ class Sampler:
     async def _group(self, number: int, digest: str, draw: Draw, needs: Sequence[Need]) -> tuple[Candidate, Forest]:
         """Rollouts of one candidate."""
         if digest not in self._candidates:
+            # Each is a copy of the program, and whatever it holds: the oldest go.
+            if len(self._candidates) >= MOST_CANDIDATES:
+                self._candidates.pop(next(iter(self._candidates)))
             self._candidates[digest] = self.student.candidate(self.states[digest])
         candidate = self._candidates[digest]
         settings = sampling_settings(self.settings, self.task)

@@ -42,13 +42,18 @@ def split(config: PromptConfig, examples: Sequence[Example], seed: int) -> tuple
     count = min(most, max(1, int(len(examples) * config.validation)))
     cut = len(examples) - count
     train, validation = list(examples[:cut]), list(examples[cut:])
-    if isinstance(config, Miprov2Config) and config.auto is not None:
-        # DSPy's own draw, with its generator, so that the examples of its first full evaluation are known here.
-        size = min(AUTO_VALIDATION[config.auto], count)
-        validation = [validation[i] for i in random.Random(seed).sample(range(count), size)]
     if isinstance(config, BootstrapFewshotConfig):
         rng.stream(seed, "prompts").shuffle(train)
     return train, validation
+
+
+def compared(config: PromptConfig, validation: Sequence[Example], seed: int) -> list[Example]:
+    """The examples of the validation part that a full evaluation has: with MIPROv2's `auto`, DSPy draws them."""
+    if not isinstance(config, Miprov2Config) or config.auto is None:
+        return list(validation)
+    # DSPy's own draw, the first one of its generator.
+    size = min(AUTO_VALIDATION[config.auto], len(validation))
+    return [validation[i] for i in random.Random(seed).sample(range(len(validation)), size)]
 
 
 def minibatched(config: Miprov2Config, validation: int) -> bool:
@@ -110,10 +115,10 @@ def prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
             f"{have}, of which algo.validation={share:g} leaves {len(train)} to learn from and {len(validation)} to "
             f"compare candidates on; algo={algo.name} needs at least one of each: give more examples"
         ]
-    batched = isinstance(algo, Miprov2Config) and minibatched(algo, len(validation))
-    if isinstance(algo, Miprov2Config) and batched and algo.minibatch_size > len(validation):
+    count = len(compared(algo, validation, config.seed))
+    if isinstance(algo, Miprov2Config) and minibatched(algo, count) and algo.minibatch_size > count:
         return [
-            f"algo.minibatch_size: got {algo.minibatch_size}, more than the {len(validation)} validation examples "
+            f"algo.minibatch_size: got {algo.minibatch_size}, more than the {count} validation examples "
             f"(algo.validation={algo.validation:g} of the {len(examples)} in task.data.train)"
         ]
     return []

@@ -35,7 +35,7 @@ from mmrl.stages.prompts.model import Writer, WriterUsage
 from mmrl.stages.prompts.optimisers import Bench, optimise
 from mmrl.stages.prompts.rollouts import Abort, Rollouts
 from mmrl.stages.prompts.sampling import AS_EVALUATED, Need, Sampler, State, Usage, state_of
-from mmrl.stages.prompts.split import split
+from mmrl.stages.prompts.split import compared, split
 from mmrl.stages.prompts.store import Store, Table
 from mmrl.stages.prompts.students import student_of
 from mmrl.stages.step_log import StepLog
@@ -113,7 +113,8 @@ class PromptStage:
             CheckpointError: the stored trials are not those of this run.
         """
         folder, algo = self.rundir.path / FOLDER, self.config.algo
-        train, validation = split(algo, self.task.examples("train"), self.config.seed)
+        train, held = split(algo, self.task.examples("train"), self.config.seed)
+        validation = compared(algo, held, self.config.seed)
         self.log.begin()
         self._logged = {int(record["step"]) for record in self.rundir.history()}
         self._table, self._proposals = Table(folder / TRIALS), Table(folder / "proposals.jsonl")
@@ -143,7 +144,7 @@ class PromptStage:
                     rollouts=rollouts,
                     student=student,
                     train=rollouts.given(train),
-                    validation=rollouts.given(validation),
+                    validation=rollouts.given(held),
                     seed=self.config.seed,
                     writer=self._writer,
                     note=self._note,

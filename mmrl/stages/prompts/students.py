@@ -53,6 +53,8 @@ class DspyStudent:
         self._task, self._program = task, program
         self.module = program.module.deepcopy()
         self.module.__class__ = _student_class(type(self.module), type(self.module), rollouts)
+        # A program that was compiled before may be compiled again, demonstrations and all.
+        self.module._compiled = False
         _distinguish(self.module)
 
     def candidate(self, state: State) -> Candidate:
