@@ -181,6 +181,54 @@ def test_where_nothing_is_better_the_prompts_stay(tmp_path, task):
     assert saved["demos"] == [] and "nothing better than the start" in result.describe()["prompts"]
 
 
+class InThreads(Banking77):
+    """As plain DSPy runs it."""
+
+    def forward(self, text):
+        return self.classify(text=text)
+
+
+def test_the_result_is_that_of_plain_dspy(tmp_path, task):
+    built = task[1]
+    answer = better_with_demonstrations(built)
+
+    def fixed(messages, temperature, seed):
+        return answer(messages, 0.0, int(1000 * share("".join(m["content"] for m in messages))))
+
+    class Scripted(dspy.BaseLM):
+        def __call__(self, prompt=None, *, messages=None, **options):
+            return [fixed(messages, 0.0, 0)]
+
+    examples = [dspy.Example(**e.inputs, **e.metadata).with_inputs(*e.inputs) for e in built.examples("train")]
+    lm = Scripted("scripted", cache=False)
+    with dspy.context(lm=lm, track_usage=False):
+        optimiser = dspy.MIPROv2(
+            metric=lambda gold, prediction, trace=None: float(gold.label == prediction.label),
+            prompt_model=lm,
+            task_model=lm,
+            max_labeled_demos=2,
+            auto=None,
+            num_candidates=5,
+            seed=3,
+            num_threads=1,
+        )
+        optimiser.num_instruct_candidates = 3
+        options = {
+            "num_trials": 6,
+            "minibatch_size": 8,
+            "minibatch_full_eval_steps": 3,
+            "program_aware_proposer": False,
+        }
+        theirs = optimiser.compile(InThreads(built.labels), trainset=examples, **options)
+    ours, _ = optimised(tmp_path / "run", task, answer=fixed, **MIPRO, program_aware_proposer=False)
+    saved = json.loads(ours.prompts.read_text())
+    del saved["metadata"]
+    assert saved == json.loads(json.dumps(theirs.dump_state()))
+    trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
+    logs = [log.get("full_eval_score", log.get("mb_score")) for _, log in sorted(theirs.trial_logs.items())]
+    assert [round(100 * trial["score"], 2) for trial in trials] == logs
+
+
 OPTIMISERS = {
     "bootstrap_fewshot": {"num_candidate_programs": 2, "max_labeled_demos": 2, "max_rounds": 2},
     "gepa": {"auto": None, "max_metric_calls": 60, "max_merge_invocations": 1},

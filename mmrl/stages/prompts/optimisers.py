@@ -1,29 +1,23 @@
 """DSPy's optimisers as `algo.*` says: their own classes, on mmrl's rollouts and prompt model.
 
-What they do one after the other, or in threads, is replaced here while they run: batches go to `Rollouts.batch`,
-bootstrapping looks ahead, and proposals that cannot be used are noted instead of ending the search.
+A proposal of the prompt model that cannot be used is noted, and ends no search.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TextIO
 
 import dspy
 from dspy.propose import GroundedProposer
-from dspy.teleprompt import BootstrapFewShot, BootstrapFewShotWithRandomSearch, MIPROv2, mipro_optimizer_v2
+from dspy.teleprompt import BootstrapFewShotWithRandomSearch, MIPROv2, mipro_optimizer_v2
 from dspy.teleprompt.gepa.gepa import GEPA
-from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 from dspy.teleprompt.simba import SIMBA
 from dspy.teleprompt.simba_utils import append_a_rule
-from dspy.utils.parallelizer import ParallelExecutor
 
 from mmrl.config.optimisers import (
     BootstrapConfig,
@@ -33,17 +27,13 @@ from mmrl.config.optimisers import (
     PromptConfig,
     SimbaConfig,
 )
-from mmrl.stages.evaluate import CHUNK
 from mmrl.stages.prompts.model import PromptLM, TaskLM, Writer
 from mmrl.stages.prompts.rollouts import Played, Rollouts
+from mmrl.stages.prompts.running import on_rollouts, replaced
 from mmrl.stages.prompts.sampling import Student
 from mmrl.stages.prompts.split import labeled_demos, minibatched
 from mmrl.tasks.base import Task
 
-NO_LIMIT = 10**9
-"""Of errors: a failed rollout is no error here, so that DSPy's limits have nothing to count."""
-AHEAD = "mmrl_ahead"
-"""Attribute of one bootstrapping: how many examples it rolls out at once next."""
 Metric = Callable[..., Any]
 Note = Callable[[str, str, str], None]
 """Called with a module, the instruction that was proposed for it, and why it cannot be used (empty: it can)."""
@@ -73,16 +63,8 @@ def optimise(algo: PromptConfig, bench: Bench) -> dspy.Module:
         Abort: a rollout or a completion could not be had.
     """
     run = {"miprov2": _miprov2, "bootstrap_fewshot": _bootstrap_fewshot, "gepa": _gepa, "simba": _simba}[algo.name]
-    with ExitStack() as stack:
-        stack.enter_context(_printing_to(bench.log, bench.rollouts))
-        stack.enter_context(
-            dspy.context(lm=TaskLM(), trace=None, disable_history=True, track_usage=False, max_errors=NO_LIMIT)
-        )
-        stack.enter_context(_replaced(ParallelExecutor, "execute", partial(_execute, bench.rollouts)))
-        stack.enter_context(_replaced(DspyAdapter, "batch_evaluate", _one_by_one))
-        if isinstance(algo, BootstrapConfig):
-            ahead = partial(_bootstrap_one, bench.rollouts, algo.bootstrap_ahead)
-            stack.enter_context(_replaced(BootstrapFewShot, "_bootstrap_one_example", ahead))
+    ahead = algo.bootstrap_ahead if isinstance(algo, BootstrapConfig) else 1
+    with on_rollouts(bench.rollouts, bench.log, ahead):
         return run(algo, bench)
 
 
@@ -126,7 +108,7 @@ def _miprov2(algo: PromptConfig, bench: Bench) -> dspy.Module:
     )
     if algo.num_instruct_candidates is not None:
         optimiser.num_instruct_candidates = algo.num_instruct_candidates
-    with _replaced(mipro_optimizer_v2, "GroundedProposer", partial(_Proposer, bench)):
+    with replaced(mipro_optimizer_v2, "GroundedProposer", partial(_Proposer, bench)):
         program: dspy.Module = optimiser.compile(
             bench.student.module,
             trainset=bench.train,
@@ -307,116 +289,3 @@ def _usable(bench: Bench, module: str, proposal: str, problem: str) -> bool:
 def _unusable(error: Exception) -> str:
     # DSPy's messages quote the whole reply, which is among the completions.
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
-# DSPy calls these two as methods of its objects, which come after the first arguments.
-_dspy_execute = ParallelExecutor.execute
-_dspy_bootstrap_one = BootstrapFewShot._bootstrap_one_example
-
-
-def _execute(rollouts: Rollouts, executor: Any, function: Callable[[Any], object], data: Sequence[Any]) -> Any:
-    """DSPy's batches: evaluations, and pairs of program and example."""
-    served, needs = rollouts.batch(function, data)
-    # Nothing is left to wait for, and one thread has one order.
-    executor.num_threads, executor.disable_progress_bar = 1, True
-    results = _dspy_execute(executor, served, data)
-    rollouts.on_batch(needs)
-    return results
-
-
-def _bootstrap_one(rollouts: Rollouts, ahead: int, optimiser: Any, example: dspy.Example, round_idx: int = 0) -> Any:
-    """One example of DSPy's bootstrapping, with the rollouts of those that may come after it."""
-
-    def attempt(one: dspy.Example) -> object:
-        # The original takes the example itself out of the demonstrations, and puts it back only where nothing raises.
-        demos = {name: predictor.demos for name, predictor in optimiser.teacher.named_predictors()}
-        try:
-            return _dspy_bootstrap_one(optimiser, one, round_idx)
-        finally:
-            for name, predictor in optimiser.teacher.named_predictors():
-                predictor.demos = demos[name]
-
-    place = next(i for i, one in enumerate(optimiser.trainset) if one is example)
-    size = vars(optimiser).setdefault(AHEAD, ahead)
-    # A second round is for the examples that failed in the first, of which the next is not known.
-    following = optimiser.trainset[place + 1 : place + size] if round_idx == 0 else []
-    if rollouts.ahead(attempt, example, following):
-        # Where few go well, one goes through many: at most as many again as are needed are rolled out for nothing.
-        setattr(optimiser, AHEAD, min(2 * size, CHUNK))
-    return _dspy_bootstrap_one(optimiser, example, round_idx)
-
-
-def _one_by_one(adapter: Any, items: Sequence[Any], *, capture_traces: bool = True) -> list[Any]:
-    """GEPA's evaluations of several candidates, which it runs in threads."""
-    return [adapter.evaluate(batch, candidate, capture_traces=capture_traces) for candidate, batch in items]
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Another attribute inside; a function becomes a method as the one before it was."""
-    before = vars(owner)[name]
-    if isinstance(owner, type):
-        function = value
-
-        def method(self: Any, *args: Any, **options: Any) -> Any:
-            return function(self, *args, **options)
-
-        value = method
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@dataclass
-class _Printed:
-    """Standard output or error while DSPy runs: what its code prints goes to a file, all else where it went before."""
-
-    log: TextIO
-    before: Any
-    thread: int = field(default_factory=threading.get_ident)
-    diverted: bool = True
-
-    def write(self, text: str) -> int:
-        """See `TextIO.write`."""
-        # Other threads draw the display, and run the rollouts of the user's program.
-        here = self.diverted and threading.get_ident() == self.thread
-        return int((self.log if here else self.before).write(text))
-
-    def flush(self) -> None:
-        """See `TextIO.flush`."""
-        self.log.flush()
-        self.before.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        # rich draws to the terminal behind a file that stands in its place
-        return getattr(self.before, name)
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Inside, nothing is diverted: code of the user's runs."""
-        before, self.diverted = self.diverted, False
-        try:
-            yield
-        finally:
-            self.diverted = before
-
-
-@contextmanager
-def _printing_to(log: TextIO, rollouts: Rollouts) -> Iterator[None]:
-    """What DSPy and Optuna print, log and draw goes to a file."""
-    out, err = sys.stdout, sys.stderr
-    printed, logged = _Printed(log, out), _Printed(log, err)
-
-    @contextmanager
-    def aside() -> Iterator[None]:
-        with printed.aside(), logged.aside():
-            yield
-
-    sys.stdout, sys.stderr, rollouts.sampler.aside = printed, logged, aside  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr, rollouts.sampler.aside = out, err, nullcontext
-        log.flush()

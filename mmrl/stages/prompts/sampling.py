@@ -21,7 +21,7 @@ from mmrl.records import Example, Forest, Rollout
 from mmrl.rollout.environment import make_environment, sampling_settings
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import sample
-from mmrl.stages.evaluate import chunks
+from mmrl.stages.evaluate import CHUNK
 from mmrl.stages.prompts.store import Store, as_json
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import failed_share
@@ -180,9 +180,10 @@ class Sampler:
             TooManyFailures: more than `eval.max_failed_share` failed by no doing of the model; they are not stored.
         """
         new = list({need.key: need for need in needs if need.key not in self.results}.values())
-        for part in chunks([need for need in new if need.key not in self._stored]):
+        missing = [need for need in new if need.key not in self._stored]
+        for start in range(0, len(missing), CHUNK):
             with self.aside():
-                sampled = asyncio.run(self._sampled(part))
+                sampled = asyncio.run(self._sampled(missing[start : start + CHUNK]))
             # Before any of them is used: what an optimiser has seen is never sampled again.
             line = self.store.append({"rollouts": sampled})
             self._stored |= {result["key"]: result for result in line["rollouts"]}
@@ -200,8 +201,8 @@ class Sampler:
         # Until all have begun: no batch may start without those that begin last.
         self.engine.enter()
         try:
-            for number, ((candidate, draw), members) in enumerate(groups.items()):
-                tasks.append(asyncio.create_task(self._group(number, candidate, draw, members)))
+            for number, ((digest, draw), members) in enumerate(groups.items()):
+                tasks.append(asyncio.create_task(self._group(number, digest, draw, members)))
             await asyncio.sleep(0)
         finally:
             self.engine.leave()
@@ -215,11 +216,11 @@ class Sampler:
         self.log.add("rollout", time.perf_counter() - started)
         self._check_failures([rollout for _, forest in sampled for rollout in forest.rollouts])
         results: list[JsonObject] = []
-        for ((name, draw), members), (candidate, forest) in zip(groups.items(), sampled, strict=True):
+        for ((digest, draw), members), (played, forest) in zip(groups.items(), sampled, strict=True):
             rollouts = {rollout.example: rollout for rollout in forest.rollouts}
             results += [
-                {"key": need.key, "candidate": name[:12], "temperature": draw[0], "number": draw[1]}
-                | self._result(candidate, forest, rollouts[need.example])
+                {"key": need.key, "candidate": digest[:12], "temperature": draw[0], "number": draw[1]}
+                | self._result(played, forest, rollouts[need.example])
                 for need in members
             ]
         return results
