@@ -162,7 +162,8 @@ class Rollouts:
 
 
 def _fields(example: Example) -> dict[str, object]:
-    return {**as_json(example.metadata), **as_json(example.inputs)}
+    inputs = as_json(example.inputs)
+    return inputs | {key: value for key, value in as_json(example.metadata).items() if key not in inputs}
 
 
 def _example_in(item: object) -> dspy.Example | None:
