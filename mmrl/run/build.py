@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from mmrl.models.load import ServedWeights
+    from mmrl.stages.collect import Collector
     from mmrl.stages.evaluate import Evaluations
     from mmrl.stages.step_log import StepLog
 
@@ -88,24 +89,20 @@ def reward_set(task: Task, chosen: str | None, algo: str = "") -> str:
     return task.reward_sets[0]
 
 
-def evaluated(task: Task, config: RootConfig, split: str) -> Sequence[Example]:
-    """The examples of a split in the order in which an evaluation takes `eval.items` of them.
+def evaluated(task: Task, config: RootConfig, split: str) -> tuple[Sequence[Example], dict[str, str]]:
+    """The examples of a split, in the order in which an evaluation takes `eval.items`; and what a summary says of that.
 
     Of data files, which may be sorted by label, they are drawn: the same ones in every run, so that runs can be
     compared item by item, and those of a smaller number are among those of a larger one. The mini world's are in random
-    order.
+    order, and of those nothing is said.
     """
-    examples = task.examples(split)
-    drawn = config.task.data.source_of(split) != MINI
-    return subset(examples, config.eval.items, "eval", split) if drawn else examples
-
-
-def describe_evaluated(task: Task, config: RootConfig, split: str) -> dict[str, str]:
-    """The fact for a summary that says that items were drawn; none where they were not."""
-    there, items = len(task.examples(split)), config.eval.items
-    if items is None or items >= there or config.task.data.source_of(split) == MINI:
-        return {}
-    return {"evaluated": f"{items} of the {there} {split} items, drawn; the same ones in every run"}
+    examples, items = task.examples(split), config.eval.items
+    if config.task.data.source_of(split) == MINI:
+        return examples, {}
+    drawn = subset(examples, items, "eval", split)
+    if items is None or items >= len(examples):
+        return drawn, {}
+    return drawn, {"evaluated": f"{items} of the {len(examples)} {split} items, drawn; the same ones in every run"}
 
 
 def check_model(model: ModelConfig) -> None:
@@ -120,8 +117,7 @@ def check_model(model: ModelConfig) -> None:
 class BuiltRun:
     """The parts of a training run."""
 
-    config: TrainCommandConfig
-    task: Task
+    collector: Collector
     stages: Sequence[Stage]
     """In the order in which a run goes through them."""
     evaluations: Evaluations
@@ -131,7 +127,7 @@ class BuiltRun:
 
     def describe(self) -> dict[str, str]:
         """Facts for the summary."""
-        facts = self.assignment.describe()
+        facts = {**self.evaluations.facts, **self.assignment.describe()}
         return facts | {key: fact for engine in self.engines for key, fact in engine.describe().items()}
 
     def close(self) -> None:
@@ -197,15 +193,11 @@ def build_run(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
         log=log,
         teachers=teachers,
     )
-    evaluations = Evaluations(
-        settings=config.eval,
-        examples=evaluated(task, config, config.eval.split),
-        last_step=config.train.steps,
-        collector=collector,
-    )
+    examples, facts = evaluated(task, config, config.eval.split)
+    evaluations = Evaluations(examples=examples, facts=facts, last_step=config.train.steps, collector=collector)
     stage = WeightStage(engines=engines, collector=collector, evaluations=evaluations, frozen=assignment.frozen)
     return BuiltRun(
-        config=config, task=task, stages=[stage], evaluations=evaluations, engines=engines, assignment=assignment
+        collector=collector, stages=[stage], evaluations=evaluations, engines=engines, assignment=assignment
     )
 
 

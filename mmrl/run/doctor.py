@@ -134,7 +134,7 @@ def look_before(built: BuiltRun, log: StepLog, checkpoint: Path | None) -> None:
     """
     if checkpoint is not None:
         return
-    config, task = built.config, built.task
+    config, task = built.collector.config, built.collector.task
     needed, reason = log.processes.first(_needed(config, task, log.rundir.path / FILE))
     if not needed:
         if reason:

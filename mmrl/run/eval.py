@@ -16,7 +16,7 @@ from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
 from mmrl.report.tables import facts_table
 from mmrl.report.text import align
-from mmrl.run.build import build_task, describe_evaluated, evaluated, evaluation_engine, reward_set
+from mmrl.run.build import build_task, evaluated, evaluation_engine, reward_set
 from mmrl.run.check import check_all, served
 from mmrl.run.launch import released
 from mmrl.run.settle import run_folder, settle, stored_config
@@ -82,13 +82,12 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     task = build_task(config.task, config.seed)
     policy = served(config)
     require_undamaged(policy)
-    examples = evaluated(task, config, config.split)
+    examples, drawn = evaluated(task, config, config.split)
     items, usage, requests = _items(config, rundir, task, policy, examples)
     # A summary of one split must not list the sizes of the others as if they counted.
     others = {f"{split} items" for split in ("train", "dev", "test") if split != config.split}
     facts = {name: fact for name, fact in task.describe().items() if name not in others}
-    facts |= describe_evaluated(task, config, config.split)
-    facts |= {**usage, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
+    facts |= {**drawn, **usage, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
     metrics, failure = evaluation_metrics(items, config.eval, config.seed), too_many_failed(items, config.eval)
     recorded = (without_scores(metrics) if failure else metrics) | requests
     rundir.write_summary(

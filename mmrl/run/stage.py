@@ -21,7 +21,7 @@ from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.models.policy import POLICY, Policy, newest_checkpoint, write_policy
 from mmrl.report.rundir import RunDir
 from mmrl.rollout.environment import Environment, make_environment, sampling_settings
-from mmrl.run.build import RECORD, build_task, check_model, describe_evaluated, evaluated, reward_set, server_devices
+from mmrl.run.build import RECORD, build_task, check_model, evaluated, reward_set, server_devices
 from mmrl.run.check import check_all
 from mmrl.run.launch import released
 from mmrl.run.settle import module_assignment, run_folder, settle
@@ -131,16 +131,12 @@ def _run(config: Config, rundir: RunDir, *, resumed: bool) -> int:
         try:
             with storage(rundir.path), _built(config, task, log) as work:
                 begun = True
-                evaluations = Evaluations(
-                    settings=config.eval,
-                    examples=evaluated(task, config, config.eval.split),
-                    last_step=steps,
-                    collector=work.player,
-                )
+                examples, drawn = evaluated(task, config, config.eval.split)
+                evaluations = Evaluations(examples=examples, facts=drawn, last_step=steps, collector=work.player)
                 before = evaluations.baseline()
                 facts_of_stage = work.run(evaluations, resumed)
                 after = evaluations.final()
-                described = {**task.describe(), **describe_evaluated(task, config, config.eval.split), **facts_of_stage}
+                described = {**task.describe(), **evaluations.facts, **facts_of_stage}
                 text = finish(
                     rundir,
                     {**described, **work.player.engine.describe()},

@@ -20,7 +20,7 @@ from mmrl.config import HardwareConfig, RunConfig, TrainCommandConfig, validate_
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.models.policy import damage
 from mmrl.report.rundir import RunDir, step_of
-from mmrl.run.build import RECORD, BuiltRun, build_run, build_task, check_model, describe_evaluated
+from mmrl.run.build import RECORD, BuiltRun, build_run, build_task, check_model
 from mmrl.run.check import check_all
 from mmrl.run.doctor import look_before
 from mmrl.run.launch import adopt, must_start, released, start
@@ -286,7 +286,7 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
                     built.close()
                 if not processes.main:
                     return 0
-                facts = {**task.describe(), **describe_evaluated(task, config, config.eval.split), **built.describe()}
+                facts = {**task.describe(), **built.describe()}
                 text = finish(
                     rundir,
                     facts,

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -116,9 +116,10 @@ class Player(Protocol):
 class Evaluations:
     """The evaluations of a training run on `eval.split`; per-item results stay in the run directory."""
 
-    settings: EvalConfig
     examples: Sequence[Example]
     """The split."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What the summary says of the examples."""
     last_step: int
     """`train.steps`, after which the policy is always evaluated."""
     collector: Player
@@ -130,6 +131,11 @@ class Evaluations:
     def log(self) -> StepLog:
         """The run's."""
         return self.collector.log
+
+    @property
+    def settings(self) -> EvalConfig:
+        """The run's."""
+        return self.collector.config.eval
 
     def baseline(self) -> list[Item]:
         """Evaluate before training; on a resumed run, read back the results of then.

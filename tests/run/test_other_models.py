@@ -11,7 +11,7 @@ from mmrl.cli.overrides import read_line
 from mmrl.config import EvalCommandConfig, TrainCommandConfig
 from mmrl.models.chat import render_prompt
 from mmrl.report.rundir import RunDir
-from mmrl.run.build import build_task, describe_evaluated, evaluated
+from mmrl.run.build import build_task, evaluated
 from mmrl.run.check import check
 from mmrl.run.eval import evaluation_text
 from tests.models.test_templates import RAISING
@@ -123,7 +123,8 @@ def test_some_items_of_a_file_are_drawn_the_same_ones_in_every_run(tmp_path):
     def drawn(*more):
         (config,) = configs("eval", EvalCommandConfig, read_line([*words, *more]))
         task = build_task(config.task, config.seed)
-        return evaluated(task, config, "dev")[: config.eval.items], describe_evaluated(task, config, "dev")
+        examples, facts = evaluated(task, config, "dev")
+        return examples[: config.eval.items], facts
 
     nine, said = drawn("eval.items=9")
     assert {example.metadata["label"] for example in nine} == {"a", "b", "c"}
@@ -137,8 +138,8 @@ def test_some_items_of_a_file_are_drawn_the_same_ones_in_every_run(tmp_path):
 def test_the_first_items_of_the_mini_world_stay_the_first():
     (config,) = configs("eval", EvalCommandConfig, read_line(["policy=tiny", "eval.items=7"]))
     task = build_task(config.task, config.seed)
-    assert list(evaluated(task, config, "dev")[:7]) == list(task.examples("dev")[:7])
-    assert describe_evaluated(task, config, "dev") == {}
+    examples, facts = evaluated(task, config, "dev")
+    assert (list(examples[:7]), facts) == (list(task.examples("dev")[:7]), {})
 
 
 @pytest.mark.parametrize(("policy", "said"), [("tiny", True), ("some/model", False)])

@@ -142,12 +142,12 @@ def test_the_evaluations_of_a_run_go_without_scores_where_too_much_failed_and_th
         log = StepLog(rundir=rundir, progress=quiet, trackers=quiet)
         collector = SimpleNamespace(
             log=log,
-            config=SimpleNamespace(seed=0),
+            config=SimpleNamespace(seed=0, eval=SETTINGS),
             reward_set="outcome",
             sync=lambda step: None,
             environment=lambda settings, key: environment(task, engine, key=key),
         )
-        run = Evaluations(settings=SETTINGS, examples=task.examples("dev"), last_step=2, collector=collector)
+        run = Evaluations(examples=task.examples("dev"), last_step=2, collector=collector)
         down[0] = True
         with pytest.raises(TooManyFailures, match=r"^evaluation before training: 100% of .*tool 16; the first"):
             run.baseline()
