@@ -138,6 +138,8 @@ _ONCE = "with this task, whose program calls each module at most once: there are
 _ONE = _is("facts.modules", 1)
 _EVAL = _given("policy")  # a key that `mmrl eval` alone has
 _SFT = _is("algo.name", "sft")
+_OWN = "; set source=rollouts or leave it out"
+_GIVEN = "with algo=sft, which trains on given texts in padded batches and compares with no other policy; leave it out"
 
 # Within one section, which refuses them itself (`checked`), also where Python builds it. Any value but the default
 # counts: a file may name an option at the value that it has anyway.
@@ -160,11 +162,7 @@ SECTIONS: Mapping[str, tuple[Rule, ...]] = {
             "with obs=skip, which passes over observation tokens: all needs obs=all",
         ),
         Rule("file", "source!=file", "; set source=file or leave it out"),
-        Rule(
-            "rollouts min_reward per_example temperature top_p top_k parse_retries",
-            "source!=rollouts",
-            "; set source=rollouts or leave it out",
-        ),
+        Rule("rollouts min_reward per_example temperature top_p top_k parse_retries", "source!=rollouts", _OWN),
     ),
     "task.retriever": (
         Rule(
@@ -331,22 +329,14 @@ TYPED = (
     Rule("algo.obs", _absent("observations"), "with this task: its contexts have no observations"),
     Rule("algo.eps algo.ddof", "algo.scale=false", ": nothing is divided by a standard deviation"),
     Rule("algo.kl", "algo.beta=0.0", "; set algo.beta"),
-    Rule(
-        "train.packing train.old_logprobs train.tis train.staleness",
-        _SFT,
-        "with algo=sft, which trains on given texts in padded batches and compares with no other policy; leave it out",
-    ),
+    Rule("train.packing train.old_logprobs train.tis train.staleness", _SFT, _GIVEN),
     Rule(
         "engine hardware.engine",
         lambda at: _SFT(at) and _engine(at) != "transformers",
         "with algo=sft, which samples and evaluates from the very weights that it trains; use engine=transformers",
     ),
     Rule("run.doctor", _SFT, "with algo=sft, whose examples are checked before a model loads"),
-    Rule(
-        "train.max_failed_share",
-        lambda at: _SFT(at) and at("algo.source") != "rollouts",
-        "with algo=sft on given examples; set algo.source=rollouts or leave it out",
-    ),
+    Rule("train.max_failed_share", _is("algo.source", "task", "file"), "without rollouts; set algo.source=rollouts"),
     Rule("algo.critic_warmup_steps algo.value_clip", "algo.critic_lr_factor=0.0", ": the critic is not trained"),
 )
 

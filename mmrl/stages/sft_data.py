@@ -204,9 +204,9 @@ def best_rollouts(forest: Forest, algo: SftConfig, seed: int) -> list[Rollout]:
         chosen += good[: algo.per_example]
     if not chosen:
         best = max((r.reward for r in scored if r.reward is not None), default=None)
-        said = "all of them failed" if best is None else f"the best has {best:g}"
+        reached = "all of them failed" if best is None else f"the best has {best:g}"
         raise ConfigError(
-            f"algo.min_reward: none of the {len(forest.rollouts)} rollouts has {algo.min_reward:g} or more, {said}; "
+            f"algo.min_reward: none of the {len(forest.rollouts)} rollouts has {algo.min_reward:g} or more, {reached}; "
             "set a smaller one, or more algo.rollouts"
         )
     return chosen
