@@ -154,7 +154,8 @@ class SftStage:
             seed=self.config.seed,
             save_every=train.save_every,
             keep=train.keep,
-            log_every=train.steps,
+            # never: transformers' own means begin anew where a run is continued; metrics.jsonl has each step
+            log_every=train.steps + 1,
         )
 
     def _given(self) -> list[tuple[str, Encoded]]:
