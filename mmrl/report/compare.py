@@ -7,6 +7,7 @@ in it by algorithm; runs of one algorithm whose configs differ are separate and 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -294,6 +295,11 @@ def flattened(config: Mapping[str, object], prefix: str = "") -> dict[str, objec
     return flat
 
 
+def of_stage(path: str) -> str:
+    """A config path as it is within its stage: `stages.2.train.lr` is the second one's `train.lr`."""
+    return re.sub(r"^stages\.\d+\.", "", path)
+
+
 def _hashable(value: object) -> object:
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
@@ -308,7 +314,7 @@ def _labels(members: Sequence[Overview]) -> list[str]:
     names = [str(one.get("algo.name", "?")) for one in members]
     # Values that do not change what is learned (seed, paths, machine) do not make a variant.
     flat = [
-        {path: value for path, value in flattened(one.config).items() if not path.startswith(NOT_VARIANTS)}
+        {path: value for path, value in flattened(one.config).items() if not of_stage(path).startswith(NOT_VARIANTS)}
         for one in members
     ]
     labels = []

@@ -18,9 +18,10 @@ from typing import Literal
 
 from mmrl.config import RootConfig, SftCommandConfig, StageConfig, StagedCommandConfig, TrainCommandConfig
 from mmrl.errors import ConfigError
+from mmrl.report.compare import of_stage
 from mmrl.report.rundir import FOLDERS, LOCK, RunDir
 from mmrl.report.stats import duration, number, short
-from mmrl.run.settle import config_changes, in_section
+from mmrl.run.settle import config_changes
 from mmrl.system.child_process import end_with_parent
 from mmrl.system.files import read_jsonl
 
@@ -265,7 +266,7 @@ def differences(stored: Mapping[str, object], requested: RootConfig) -> list[str
     return [
         f"{path}={there} (requested: {here})"
         for path, (there, here) in config_changes(stored, requested.model_dump(mode="json")).items()
-        if not in_section(path, "hardware") and not (path.endswith("engine.name") and here == "auto")
+        if not of_stage(path).startswith("hardware.") and not (of_stage(path) == "engine.name" and here == "auto")
     ]
 
 

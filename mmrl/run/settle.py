@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import sys
 import traceback
 from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +31,7 @@ from mmrl.config.sft import SftConfig
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.policy import newest_checkpoint, prompts_of
-from mmrl.report.compare import flattened
+from mmrl.report.compare import flattened, of_stage
 from mmrl.report.rundir import RunDir
 from mmrl.report.stages import stage_folders
 from mmrl.system.files import plain
@@ -179,13 +178,8 @@ def config_changes(stored: Mapping[str, object], now: Mapping[str, object]) -> d
     return {
         path: (there.get(path, "absent"), here.get(path, "absent"))
         for path in dict.fromkeys([*here, *there])
-        if there.get(path) != here.get(path) and not in_section(path, "run")
+        if there.get(path) != here.get(path) and not of_stage(path).startswith("run.")
     }
-
-
-def in_section(path: str, section: str) -> bool:
-    """Whether a config path lies in a section, or in that of one of several stages."""
-    return re.sub(r"^stages\.\d+\.", "", path).startswith(f"{section}.")
 
 
 def refuse_changes(run: RunDir, stored: Mapping[str, object], now: Mapping[str, object], checkpoint: str) -> list[str]:
