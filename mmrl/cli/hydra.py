@@ -29,7 +29,7 @@ from omegaconf.resolvers import oc
 
 from mmrl.cli.arguments import CommandLine, comma_separated, typed_text
 from mmrl.cli.overrides import expand, forced, of_policy, parse, read_line, typed_value
-from mmrl.cli.stages import train_config
+from mmrl.cli.stage_words import train_config
 from mmrl.config import AlgoConfig, RootConfig, StageConfig, StagedCommandConfig, TrainCommandConfig, validate
 from mmrl.config.schema import LARGEST_SEED
 from mmrl.config.validate import algo_section, as_tuples

@@ -21,9 +21,8 @@ from mmrl.report.alarms import Alarm
 from mmrl.report.html import write_report
 from mmrl.report.items import evaluation_text, example_text, step_text
 from mmrl.report.overview import Item, Overview, damage_named
-from mmrl.report.prompts import prompts_text
 from mmrl.report.rundir import RunDir
-from mmrl.report.stages import stage_facts, stage_rows
+from mmrl.report.stage_costs import stage_facts, stage_rows
 from mmrl.report.stats import (
     ASCII_BLOCKS,
     BLOCKS,
@@ -39,6 +38,7 @@ from mmrl.report.stats import (
 )
 from mmrl.report.tables import before_after_table, facts_table
 from mmrl.report.text import align
+from mmrl.report.trials import prompts_text
 from mmrl.system.conf import row_keys
 
 MODULE_FACTS: tuple[str, ...] = ("calls", "reward", "penalty", "format_rate", "length", "entropy", "surprise", "kl")

@@ -30,7 +30,7 @@ from mmrl.report.items import item_rows, score_rows
 from mmrl.report.journal import read_step
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
-from mmrl.report.stages import stage_facts, stage_rows
+from mmrl.report.stage_costs import stage_facts, stage_rows
 from mmrl.report.stats import Difference, duration, learning, number, series, short
 from mmrl.report.tables import (
     AGAINST,

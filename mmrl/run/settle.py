@@ -33,7 +33,7 @@ from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.policy import newest_checkpoint, prompts_of
 from mmrl.report.compare import flattened, of_stage
 from mmrl.report.rundir import RunDir
-from mmrl.report.stages import stage_folders
+from mmrl.report.stage_costs import stage_folders
 from mmrl.system.files import plain
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)

@@ -34,7 +34,7 @@ def begin(config: StageConfig | StagedCommandConfig, command: Sequence[str], res
         return weights.train(config, command, resumed)
     if isinstance(config, StagedCommandConfig):
         return _in_turn(config, command, resumed)
-    from mmrl.run.stage import improve
+    from mmrl.run.improve import improve
 
     return improve(config, command, resumed)
 

@@ -21,7 +21,7 @@ from mmrl.config import (
 from mmrl.errors import ConfigError
 from mmrl.models.policy import prompts_of, resolve, write_policy
 from mmrl.report.rundir import RunDir, comparable
-from mmrl.report.stages import stage_facts, stage_rows
+from mmrl.report.stage_costs import stage_facts, stage_rows
 from mmrl.run.check import check
 from mmrl.system.files import append_jsonl, digests
 

@@ -14,8 +14,8 @@ from mmrl.config.tasks import task_schema
 from mmrl.errors import CheckpointError, TooManyFailures
 from mmrl.models.chat import encode_text
 from mmrl.report.console import show_run
-from mmrl.report.prompts import prompts_text
 from mmrl.report.rundir import RunDir, comparable
+from mmrl.report.trials import prompts_text
 from mmrl.rollout.environment import make_environment, sampling_settings
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import sample

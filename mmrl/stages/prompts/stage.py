@@ -29,8 +29,8 @@ from mmrl.config.optimisers import ProposingConfig
 from mmrl.engines.base import Engine
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import MODEL_CAUSED
-from mmrl.report.prompts import FOLDER, TRIALS
 from mmrl.report.rundir import RunDir
+from mmrl.report.trials import FOLDER, TRIALS
 from mmrl.stages.prompts.model import Writer, WriterUsage
 from mmrl.stages.prompts.optimisers import Bench, optimise
 from mmrl.stages.prompts.rollouts import Abort, Rollouts
