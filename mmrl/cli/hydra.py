@@ -36,7 +36,7 @@ from mmrl.config.validate import algo_section, as_tuples
 from mmrl.errors import ConfigError
 from mmrl.run.credit import CreditRequest, run_config
 from mmrl.secrets import environment_value
-from mmrl.system.conf import conf_dir, row_keys, user_dirs
+from mmrl.system.conf import conf_dir, user_dirs
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 Build = Callable[[], StageConfig | StagedCommandConfig]
@@ -83,10 +83,9 @@ def weight_config(command: str, line: CommandLine) -> TrainCommandConfig:
 def _train_config(
     raw: Mapping[str, object], words: Sequence[str], config_dir: str | None
 ) -> StageConfig | StagedCommandConfig:
-    keys = [word.lstrip("+~").partition("=")[0] for word in words]
-    row = next((word.partition("=")[2] for word in words if word.startswith("experiment=")), None)
-    set_by_row = row_keys(row, config_dir) if row else []
-    return train_config(raw, words, [*keys, *set_by_row], lambda job: composed("train", job, config_dir), config_dir)
+    # Not what a row (`experiment=`) sets: of `algo` and `train` that belongs to the algorithm that the row is about.
+    typed = [word.lstrip("+~").partition("=")[0] for word in words]
+    return train_config(raw, words, typed, lambda job: composed("train", job, config_dir), config_dir)
 
 
 def _configs(

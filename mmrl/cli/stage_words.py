@@ -28,7 +28,7 @@ def train_config(
     Args:
         raw: the job, composed.
         words: its overrides.
-        typed: keys that the user set, in words or in a row.
+        typed: keys of the words.
 
     Raises:
         ConfigError: every problem.
