@@ -47,20 +47,21 @@ def field(name: str, text: str) -> str:
 
 def proposal(messages: Any, seed: int) -> str | None:
     """An instruction, or what DSPy's proposers ask before it; None for a request of the task's."""
-    *_, wanted = messages[-1]["content"].split("Respond with")
+    *_, last = messages[-1]["content"].split("Respond with")
     if "`new_instruction`" in messages[0]["content"]:
         return json.dumps({"reasoning": "as it says", "new_instruction": f"Do well, {seed % 1000}."})
     if "`module_advice`" in messages[0]["content"]:
         advice = json.dumps({"classify.predict": f"Do well, {seed % 1000}."})
         return field("discussion", "as it says") + field("module_advice", advice) + "[[ ## completed ## ]]"
     for name in ("proposed_instruction", "observations", "summary", "program_description", "module_description"):
-        if f"[[ ## {name} ## ]]" in wanted or f"`{name}`" in wanted:
+        if f"[[ ## {name} ## ]]" in last or f"`{name}`" in last:
             return field(name, f"Classify it, {name} {seed % 1000}.") + "[[ ## completed ## ]]"
     return None
 
 
-def banking(items: int = 24) -> Any:
-    config = task_schema("banking77").model_validate({"name": "banking77", "data": {"train_items": items}})
+def banking(items: int = 24, **options: Any) -> Any:
+    """The config and the task."""
+    config = task_schema("banking77").model_validate({"name": "banking77", "data": {"train_items": items}, **options})
     return config, build_task(config, 0)
 
 

@@ -352,7 +352,7 @@ def test_show_prints_trials_and_the_difference_to_the_start(whole):
 
 
 def test_too_few_examples_are_refused_with_their_numbers(task):
-    def said(items, **options):
+    def problems(items, **options):
         stage = options.pop("algo", "miprov2")
         config, built = banking(items)
         command = PromptCommandConfig.model_validate(
@@ -368,14 +368,14 @@ def test_too_few_examples_are_refused_with_their_numbers(task):
         )
         return prompt_problems(command, built)
 
-    assert said(24) == [] == said(24, **MIPRO)
-    (few,) = said(1)
+    assert problems(24) == [] == problems(24, **MIPRO)
+    (few,) = problems(1)
     assert few.startswith(
         "task.data.train: has 1 examples, of which algo.validation=0.8 leaves 0 to learn from and 1 to"
     )
-    (few,) = said(24, algo="simba")
+    (few,) = problems(24, algo="simba")
     assert few.startswith("task.data.train: has 24 examples, fewer than algo.bsize=32")
-    (large,) = said(24, **{**MIPRO, "minibatch_size": 20})
+    (large,) = problems(24, **{**MIPRO, "minibatch_size": 20})
     assert large.startswith("algo.minibatch_size: got 20, more than the 19 validation examples")
 
 
@@ -404,7 +404,7 @@ def test_predictors_that_share_a_signature_are_modules_of_their_own():
     assert adapter.format(first, [], {"text": "a"}) == adapter.format(Twice().first.signature, [], {"text": "a"})
 
 
-def test_two_examples_with_the_same_inputs_are_told_apart_by_their_labels(tmp_path, task):
+def test_two_examples_with_the_same_inputs_differ_by_their_labels(tmp_path, task):
     config, built = task
     made = copy.copy(built)
     first, second, *rest = built.examples("train")

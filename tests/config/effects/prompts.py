@@ -98,7 +98,7 @@ def received(name: str, options: Options, folder: Path) -> object:
 
 
 def metric(name: str, options: Options, folder: Path) -> object:
-    """What DSPy's bootstrapping is told of failed and of poor rollouts."""
+    """What DSPy's bootstrapping learns of failed and of poor rollouts."""
     threshold = section(name, options).metric_threshold
     results = ({"score": score, "error": error} for score in (0.2, 0.7) for error in (None, "parse"))
     return [
