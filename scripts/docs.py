@@ -24,8 +24,7 @@ from pydantic_core import PydanticUndefined
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS, ENGINE_SCHEMAS, RETRIEVER_SCHEMAS, TASK_SCHEMAS, TrainCommandConfig
-from mmrl.config.optimisers import PROMPT_SCHEMAS
-from mmrl.config.sft import SftConfig
+from mmrl.config.other_stages import PROMPT_SCHEMAS, SftConfig
 from mmrl.config.tasks import BUILT_IN
 from mmrl.system.conf import options
 from mmrl.tasks import TASKS

@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from mmrl.cli.overrides import hydra_value
 from mmrl.config import RootConfig, StageConfig, StagedCommandConfig, TrainCommandConfig, stage_schema, validate
-from mmrl.config.optimisers import PROMPT_SCHEMAS
-from mmrl.config.sft import SFT, SftConfig
+from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
 from mmrl.errors import ConfigError, unknown
 from mmrl.system.conf import GROUPS, options
 

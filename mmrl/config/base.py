@@ -156,6 +156,7 @@ def shown(value: object) -> str:
 SHIPPED: Mapping[str, tuple[str, ...]] = {
     "tiny": ("hotpotqa", "2wiki", "musique", "tool_agent"),
     "tiny_dspy": ("banking77", "papillon", "hover"),
+    "tiny_prompts": (),  # the same, which has seen other instructions and demonstrations too: model.path=tiny_prompts
     "tiny_qa": ("search_agent", "search_o1", "r1_searcher"),
     "tiny_direct": ("qa_direct",),
 }

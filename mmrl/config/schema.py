@@ -10,8 +10,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, fie
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
 from mmrl.config.base import Section, by_name
 from mmrl.config.engines import ENGINE_SCHEMAS, EngineConfig
-from mmrl.config.optimisers import PROMPT_SCHEMAS, PromptConfig
-from mmrl.config.sft import SFT, SftConfig
+from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, PromptConfig, SftConfig
 from mmrl.config.tasks import TASK_SCHEMAS, PluginTaskConfig, TaskConfig
 
 LARGEST_SEED = 2**32 - 1

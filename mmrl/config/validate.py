@@ -11,10 +11,9 @@ from pydantic import BaseModel, ValidationError
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig, MmgrpoConfig
 from mmrl.config.base import shipped_for, shown, under_tiny, value_at
 from mmrl.config.engines import ENGINE_SCHEMAS
-from mmrl.config.optimisers import PROMPT_SCHEMAS
+from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
 from mmrl.config.retriever import RETRIEVER_SCHEMAS
 from mmrl.config.schema import EvalCommandConfig, HardwareConfig, RootConfig, TrainCommandConfig
-from mmrl.config.sft import SFT, SftConfig
 from mmrl.config.tasks import TASK_SCHEMAS, TaskConfig, task_schema
 from mmrl.errors import ConfigError, nearest, unknown
 from mmrl.secrets import holder, reveal, secret_name, user_in_address

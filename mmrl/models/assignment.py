@@ -13,7 +13,7 @@ from functools import cached_property
 
 from mmrl.config import AlgoConfig, ModelConfig, ModuleWeights
 from mmrl.config.algo import MhgpoConfig, TurnCriticConfig
-from mmrl.config.sft import SftConfig
+from mmrl.config.other_stages import SftConfig
 from mmrl.errors import unknown
 from mmrl.models.policy import INITIAL, TRAINED, describe_weights
 

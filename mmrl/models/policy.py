@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mmrl.config.base import SHIPPED, value_at
-from mmrl.config.optimisers import PROMPT_SCHEMAS
+from mmrl.config.other_stages import PROMPT_SCHEMAS
 from mmrl.errors import ConfigError
 from mmrl.system.files import atomic_write, read_yaml
 from mmrl.system.files import digests as file_digests

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from mmrl.config.base import SHIPPED
-from mmrl.config.sft import SFT
+from mmrl.config.other_stages import SFT
 from mmrl.models.load import ASSETS
 from mmrl.report.overview import Item, Overview
 from mmrl.report.stats import Difference, compare_items, number, short

@@ -28,7 +28,7 @@ from mmrl.config import (
 )
 from mmrl.config.algo import CriticConfig, GroupConfig, MmgrpoConfig
 from mmrl.config.endpoint import EndpointConfig
-from mmrl.config.optimisers import ProposingConfig
+from mmrl.config.other_stages import ProposingConfig
 from mmrl.config.retriever import Bm25Config
 from mmrl.config.rules import Facts, across_sections, engine_name, without_effect
 from mmrl.config.tasks import BUILT_IN, CorpusConfig, JudgedConfig, PapillonConfig

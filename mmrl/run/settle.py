@@ -27,7 +27,7 @@ from mmrl.config import (
     stage_schema,
     validate_stored,
 )
-from mmrl.config.sft import SftConfig
+from mmrl.config.other_stages import SftConfig
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.policy import newest_checkpoint, prompts_of

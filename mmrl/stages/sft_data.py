@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mmrl import rng
 from mmrl.config import SftCommandConfig
-from mmrl.config.sft import SftConfig
+from mmrl.config.other_stages import SftConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Forest, Rollout
 from mmrl.tasks.base import Demonstrating, Demonstration, FieldProgram, Message, Task

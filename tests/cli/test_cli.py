@@ -19,7 +19,7 @@ from mmrl.cli.arguments import ExportArguments, ShowArguments
 from mmrl.cli.hydra import composed, configs, configured, read_line, train_configs
 from mmrl.cli.new_task import NewTaskArguments
 from mmrl.config import ALGO_SCHEMAS, EvalCommandConfig, StagedCommandConfig, TrainCommandConfig, validate
-from mmrl.config.optimisers import PROMPT_SCHEMAS
+from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT
 from mmrl.config.retriever import (
     BuildIndexArguments,
     CheckIndexArguments,
@@ -27,7 +27,6 @@ from mmrl.config.retriever import (
     SearchIndexArguments,
     ServeIndexArguments,
 )
-from mmrl.config.sft import SFT
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import RunDir
 from mmrl.run.compare import KEYS

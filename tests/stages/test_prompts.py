@@ -20,7 +20,7 @@ from mmrl.rollout.environment import make_environment, sampling_settings
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import sample
 from mmrl.run.build import build_task
-from mmrl.stages.prompts import store
+from mmrl.stages.prompts import trial_store as store
 from mmrl.stages.prompts.split import prompt_problems
 from mmrl.stages.prompts.students import _distinguish
 from mmrl.tasks.base import Score

@@ -23,7 +23,7 @@ from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import LengthFailure
 from mmrl.models.chat import decode_text, render_prompt
 from mmrl.stages.prompts.rollouts import Abort
-from mmrl.stages.prompts.store import Store
+from mmrl.stages.prompts.trial_store import Store
 from mmrl.system.files import JsonObject
 from mmrl.tasks.base import Message
 

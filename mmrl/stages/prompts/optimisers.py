@@ -19,7 +19,7 @@ from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 from dspy.teleprompt.simba import SIMBA
 from dspy.teleprompt.simba_utils import append_a_rule
 
-from mmrl.config.optimisers import (
+from mmrl.config.other_stages import (
     BootstrapConfig,
     BootstrapFewshotConfig,
     GepaConfig,
@@ -30,8 +30,8 @@ from mmrl.config.optimisers import (
 from mmrl.stages.prompts.model import PromptLM, TaskLM, Writer
 from mmrl.stages.prompts.rollouts import Played, Rollouts
 from mmrl.stages.prompts.running import on_rollouts, replaced
-from mmrl.stages.prompts.sampling import Student
 from mmrl.stages.prompts.split import labeled_demos, minibatched
+from mmrl.stages.prompts.stored_rollouts import Student
 from mmrl.tasks.base import Task
 
 Metric = Callable[..., Any]

@@ -17,8 +17,8 @@ import dspy
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 
 from mmrl.records import Example
-from mmrl.stages.prompts.sampling import AS_EVALUATED, Need, Sampler
-from mmrl.stages.prompts.store import as_json
+from mmrl.stages.prompts.stored_rollouts import AS_EVALUATED, Need, Sampler
+from mmrl.stages.prompts.trial_store import as_json
 from mmrl.system.files import JsonObject
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from mmrl import rng
 from mmrl.config import PromptCommandConfig
-from mmrl.config.optimisers import (
+from mmrl.config.other_stages import (
     SMALLEST_MINIBATCHED,
     BootstrapConfig,
     BootstrapFewshotConfig,

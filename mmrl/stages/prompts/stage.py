@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import dspy
 
 from mmrl.config import PromptCommandConfig
-from mmrl.config.optimisers import ProposingConfig
+from mmrl.config.other_stages import ProposingConfig
 from mmrl.engines.base import Engine
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import MODEL_CAUSED
@@ -34,10 +34,10 @@ from mmrl.report.trials import FOLDER, TRIALS
 from mmrl.stages.prompts.model import Writer, WriterUsage
 from mmrl.stages.prompts.optimisers import Bench, optimise
 from mmrl.stages.prompts.rollouts import Abort, Rollouts
-from mmrl.stages.prompts.sampling import AS_EVALUATED, Need, Sampler, State, Usage, state_of
 from mmrl.stages.prompts.split import compared, split
-from mmrl.stages.prompts.store import Store, Table
+from mmrl.stages.prompts.stored_rollouts import AS_EVALUATED, Need, Sampler, State, Usage, state_of
 from mmrl.stages.prompts.students import student_of
+from mmrl.stages.prompts.trial_store import Store, Table
 from mmrl.stages.step_log import StepLog
 from mmrl.system.files import JsonObject, atomic_write, dumps
 from mmrl.tasks.base import Task

@@ -18,8 +18,8 @@ from mmrl.errors import ConfigError, ParseFailure
 from mmrl.records import Example, Forest, Rollout
 from mmrl.rollout.dspy.dspy_program import DspyProgram
 from mmrl.stages.prompts.rollouts import Rollouts
-from mmrl.stages.prompts.sampling import Candidate, State, Student
-from mmrl.stages.prompts.store import as_json
+from mmrl.stages.prompts.stored_rollouts import Candidate, State, Student
+from mmrl.stages.prompts.trial_store import as_json
 from mmrl.system.files import JsonObject
 from mmrl.tasks.base import Context, Task
 from mmrl.tasks.prompts import ModulePrompt, PromptedTask, Shot, last_user

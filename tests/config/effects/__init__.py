@@ -29,8 +29,7 @@ from mmrl.config import (
     TrainCommandConfig,
     TrainConfig,
 )
-from mmrl.config.optimisers import PROMPT_SCHEMAS
-from mmrl.config.sft import SftConfig
+from mmrl.config.other_stages import PROMPT_SCHEMAS, SftConfig
 from mmrl.config.tasks import BUILT_IN
 from mmrl.tasks import TASKS
 from tests.helpers.programs import write_csv

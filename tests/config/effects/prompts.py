@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from dspy.teleprompt import BootstrapFewShot
 
-from mmrl.config.optimisers import PROMPT_SCHEMAS, PromptConfig
+from mmrl.config.other_stages import PROMPT_SCHEMAS, PromptConfig
 from mmrl.engines.base import Completion, Request
 from mmrl.records import Example
 from mmrl.stages.prompts import optimisers

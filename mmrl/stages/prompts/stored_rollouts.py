@@ -22,7 +22,7 @@ from mmrl.rollout.environment import make_environment, sampling_settings
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import sample
 from mmrl.stages.evaluate import CHUNK
-from mmrl.stages.prompts.store import Store, as_json
+from mmrl.stages.prompts.trial_store import Store, as_json
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import failed_share
 from mmrl.system.files import JsonObject
