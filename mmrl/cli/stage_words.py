@@ -15,8 +15,8 @@ from mmrl.system.conf import GROUPS, options
 
 Compose = Callable[[Sequence[str]], dict[str, object]]
 """Composes the words of a job to a plain mapping."""
-SECTIONS = ("algo", "train")
-"""Sections that the files of `model=` set for algorithms: a stage of another kind takes of them what it knows."""
+OF_A_STAGE = ("algo", "train", "model", "hardware", "engine", "eval.every", "run.doctor")
+"""What may differ between the stages of a run. They evaluate the same items, so that they can be compared."""
 
 
 def train_config(
@@ -34,7 +34,7 @@ def train_config(
     """
     sections = dict(raw)
     names, own = sections.pop("stages", None), sections.pop("stage", None) or {}
-    if not names:
+    if names is None:
         if own:
             raise ConfigError(f"{key}: has no effect without stages=[…]" for key, _ in _flat({"stage": own}))
         return _stage(sections, typed)
@@ -45,6 +45,7 @@ def train_config(
     stages: list[StageConfig] = []
     for number, name in enumerate(listed, start=1):
         of_stage = _words_of(own, name, number)
+        problems += _shared_problems([key for key, _ in of_stage], name, number)
         kept = [word for word in words if not _is_of(word, ("algo", "stages", "stage"))]
         mapping = compose([*kept, f"algo={name}", *(word for _, word in of_stage)])
         if mapping.pop("stages", None) and name not in (SFT, *PROMPT_SCHEMAS) and "name" not in _section(mapping):
@@ -102,7 +103,7 @@ def _listed(names: object, own: object, config_dir: str | None) -> list[str]:
     Raises:
         ConfigError: they are none, or `stage.*` names others.
     """
-    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"stages: got {names!r}, expected names of algo= in a list: stages=[miprov2,mmgrpo]")
     choices = options("algo", config_dir)
     problems = [unknown("stages", name, choices) for name in names if name not in choices]
@@ -133,6 +134,17 @@ def _words_of(own: object, name: str, number: int) -> list[tuple[str, str]]:
         (key, f"{key}={value}" if key in GROUPS and isinstance(value, str) else f"++{key}={hydra_value(key, value)}")
         for key, value in dict(said).items()
     ]
+
+
+def _shared_problems(keys: Sequence[str], name: str, number: int) -> list[str]:
+    """Keys of `stage.*` that all stages share, and weights that a later stage has from the one before."""
+    problems = []
+    for key in keys:
+        if not any(f"{key}.".startswith(f"{part}.") for part in OF_A_STAGE):
+            problems.append(f"stage.{name}.{key}: is the same for all stages; set {key} without stage.{name}")
+        elif key in ("model", "model.path", "model.name", "model.revision") and number > 1:
+            problems.append(f"stage.{name}.{key}: has no effect, the weights are those of the stage before")
+    return problems
 
 
 def _is_of(word: str, sections: Collection[str]) -> bool:

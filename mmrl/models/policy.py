@@ -201,6 +201,8 @@ def _written(folder: Path) -> dict[str, str]:
     for key in ("weights", "prompts"):
         if key in stated and (folder / stated[key]).exists():
             stated[key] = str(folder / stated[key])
+    if Path(stated["weights"]).resolve() == folder.resolve():
+        raise ConfigError(f"policy: {folder / POLICY} cannot be read (its weights are itself); restore it")
     return stated
 
 

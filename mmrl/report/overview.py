@@ -165,7 +165,7 @@ class Overview:
         if self.summary:  # the process that writes the report of a finished run still holds the lock
             return "finished"
         # The lock is looked at each time: a state that was cached would be wrong a moment later.
-        again = f"mmrl {'eval' if self.evaluates else 'train'} resume={self.run.path}"
+        again = f"mmrl {'eval' if self.evaluates else 'train'} resume={self.run.resumed_as}"
         return "running" if self.run.in_use else f"stopped; continue with: {again}"
 
     @property

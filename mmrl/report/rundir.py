@@ -182,6 +182,12 @@ class RunDir:
         return self.path / "eval" / f"step-{step:06d}-{split}.jsonl"
 
     @property
+    def resumed_as(self) -> Path:
+        """What a user continues: the run itself, or the run of several stages that it is a stage of."""
+        above = self.path.parent.parent
+        return above if self.path.parent.name == "stages" and (above / "config.yaml").is_file() else self.path
+
+    @property
     def config(self) -> JsonObject:
         """The resolved config; of a run that was extended, with the steps of its last segment."""
         config = self._stored_config()

@@ -13,12 +13,13 @@ from mmrl.system.files import JsonObject
 
 COUNTS = {
     "rollouts": ("rollouts/count", "prompts/rollouts"),
-    "calls": ("rollouts/calls", "prompts/calls"),
-    "tokens": ("rollouts/tokens", "prompts/completion_tokens"),
+    "calls": ("rollouts/calls", "prompts/calls", "prompts/writer/requests"),
+    "tokens": ("rollouts/tokens", "prompts/completion_tokens", "prompts/writer/completion_tokens"),
     "trained": ("train/tokens",),
-    "proposals": ("prompts/writer/requests",),
 }
-"""Count of a stage -> metrics of its steps that are summed."""
+"""Count of a stage -> metrics of its steps that are summed; those of the model that writes instructions among them."""
+TIMES = ("time/step", "time/eval")
+"""Seconds that stay in the history where a stage was stopped and continued."""
 MONEY = ("endpoint/cost", "endpoint/judge/cost", "endpoint/external/cost")
 """Counted since the process started, so the last value of each start is its cost."""
 
@@ -45,7 +46,7 @@ def stage_facts(run: Path) -> list[JsonObject]:
         fact: JsonObject = {"stage": path.name, "steps": max((int(line["step"]) for line in history), default=0)}
         for name, keys in COUNTS.items():
             fact[name] = int(sum(number(line.get(key)) or 0.0 for line in history for key in keys))
-        fact["seconds"] = number(summary.get("seconds"))
+        fact["seconds"] = sum(number(line.get(key)) or 0.0 for line in history for key in TIMES)
         money = sum(_paid([number(line.get(key)) for line in history]) for key in MONEY)
         fact["cost"] = money + sum(number(line.get("prompts/writer/cost")) or 0.0 for line in history)
         metric = summary.get("main_metric")
@@ -72,15 +73,16 @@ def stage_rows(facts: Sequence[JsonObject]) -> list[list[str]]:
     """A header and a row per stage."""
     metric = next((str(fact["metric"]) for fact in facts if fact["metric"]), "score")
     money = any(fact["cost"] for fact in facts)
-    header = ["stage", metric, "gain", "95 % interval", "steps", "rollouts", "calls", "tokens sampled", "time"]
-    rows = [[*header, "USD"] if money else header]
+    header = ["stage", metric, "gain", "95 % interval", "steps", "rollouts", "calls", "tokens sampled", "trained"]
+    rows = [[*header, "time", *(["USD"] if money else [])]]
     for fact in facts:
         if fact["after"] is None:
             scores = ["", "", ""]
         else:
             scores = [f"{fact['before']:.3f} → {fact['after']:.3f}", f"{fact['difference']:+.3f}"]
             scores.append(f"{fact['low']:+.3f} to {fact['high']:+.3f}")
-        counts = [str(fact["steps"]), *(short(float(fact[name])) for name in ("rollouts", "calls", "tokens"))]
-        time = duration(fact["seconds"]) if fact["seconds"] is not None else "not ended"
-        rows.append([fact["stage"], *scores, *counts, time, *([f"{fact['cost']:.2f}"] if money else [])])
+        counts = [short(float(n)) if (n := fact[name]) else "0" for name in ("rollouts", "calls", "tokens", "trained")]
+        time = duration(fact["seconds"]) + ("" if fact["metric"] else ", not ended")
+        cost = [f"{fact['cost']:.2f}"] if money else []
+        rows.append([fact["stage"], *scores, str(fact["steps"]), *counts, time, *cost])
     return rows

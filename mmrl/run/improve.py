@@ -150,7 +150,7 @@ def _run(config: Config, rundir: RunDir, *, resumed: bool) -> int:
                 )
         except (MmrlError, KeyboardInterrupt) as error:
             if begun or not isinstance(error, ConfigError):
-                progress.note(f"stopped; continue with: mmrl train resume={rundir.path}")
+                progress.note(f"stopped; continue with: mmrl train resume={rundir.resumed_as}")
             raise
     print(text)
     return 0 if rundir.finished else 1

@@ -47,6 +47,7 @@ from mmrl.run.build import build_task, reward_set
 from mmrl.run.check import on_mini_world, plan_problems
 from mmrl.run.settle import settle
 from mmrl.stages.prompts.split import expected_trials, prompt_problems, split
+from mmrl.stages.sft_data import sft_problems
 from mmrl.tasks.base import Task
 
 
@@ -105,10 +106,12 @@ def planned(config: StageConfig | StagedCommandConfig, request: PlanRequest, *, 
 def _other_stage(config: PromptCommandConfig | SftCommandConfig) -> tuple[str, dict[str, object]]:
     """What a stage does that optimises prompts, or a supervised one: counts, as text and as an object."""
     where = f"{config.algo.name} on {config.task.name} with {config.model.path}"
+    task = build_task(config.task, config.seed)
     if isinstance(config, SftCommandConfig):
+        if problems := sft_problems(config, task):
+            raise ConfigError(problems)
         steps, size = config.train.steps, config.train.batch_size
         return f"{where}: {steps} steps of {size} sequences", {"steps": steps, "sequences": steps * size}
-    task = build_task(config.task, config.seed)
     if problems := prompt_problems(config, task):
         raise ConfigError(problems)
     train, validation = split(config.algo, task.examples("train"), config.seed)

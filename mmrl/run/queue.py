@@ -57,7 +57,7 @@ def state_of(path: Path, config: RootConfig, key: str) -> State:
         return "finished" if RunDir.read(path).finished else "unfinished"
     if path.is_symlink():
         raise ConfigError(f"{key}: {path} is a link, nothing was touched; take another {key}=, or remove the link")
-    if path.is_dir() and _holds_only_leftovers(path):
+    if path.is_dir() and holds_only_leftovers(path):
         shutil.rmtree(path)
         return "new"
     raise ConfigError(f"{key}: {path} holds no run of a comparison, nothing was touched; take another {key}=")
@@ -282,7 +282,7 @@ def _refuse_other_settings(path: Path, config: RootConfig, key: str) -> None:
         )
 
 
-def _holds_only_leftovers(path: Path) -> bool:
+def holds_only_leftovers(path: Path) -> bool:
     """Whether only what a run makes before its config is there."""
     # What `RunDir.create` makes, in its order; config.yaml comes last and makes it a run.
     for entry in path.iterdir():

@@ -258,7 +258,8 @@ def stored_config(folder: Path, schema: type[ConfigT]) -> ConfigT:
             f"{folder}: this is a run of mmrl {other}; continue it with: mmrl {other} resume={folder}"
         )
     if there is StagedCommandConfig and schema is not there:
-        raise CheckpointError(f"{folder}: this is a run of several stages; give one of them: {folder}/stages/…")
+        stages = ", ".join(map(str, stage_folders(folder))) or "none has begun"
+        raise CheckpointError(f"{folder}: this is a run of several stages; give one of them: {stages}")
     if there is PromptCommandConfig and schema is not there:
         raise CheckpointError(f"{folder}: this run has optimised prompts and trained no weights")
     plugins = stored.get("plugins", ())

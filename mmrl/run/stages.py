@@ -24,6 +24,7 @@ from mmrl.models.policy import STAGES, newest_checkpoint, prompts_of, require_un
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.run import train as weights
 from mmrl.run.check import check_all
+from mmrl.run.queue import holds_only_leftovers
 from mmrl.run.settle import run_folder, schema_of, stored_config
 from mmrl.system.files import atomic_dir, atomic_write, dumps, plain, read_jsonl
 
@@ -80,13 +81,30 @@ def _one(stage: StageConfig, path: Path, before: Path | None, command: Sequence[
                 raise CheckpointError(f"{file} {problem}; restore it from a copy, or start a new run")
             print(f"ended before: {path}")
             return 0
+        if before is not None:
+            _refuse_moved(run, after(stage, before))
         return resume(path)
     if path.is_dir():  # a kill came before its config was written
+        if not holds_only_leftovers(path):
+            raise CheckpointError(f"{path}: has no config.yaml; restore it from a copy, or move the folder away")
         shutil.rmtree(path)
     made = stage if before is None else after(stage, before)
     if before is not None:
         check_all([made.in_folder(None)])  # prompts and weights are there only now
     return begin(made.in_folder(str(path)), command)
+
+
+def _refuse_moved(run: RunDir, now: StageConfig) -> None:
+    """Raises `CheckpointError` where a stage under way began with other files than those of this folder."""
+    config = stored_config(run.path, type(now))
+    pairs = (("model.path", config.model.path, now.model.path), ("task.prompts", config.task.prompts, now.task.prompts))
+    for key, began, here in pairs:
+        # Both may be files, typed in two ways.
+        if began != here and Path(str(began)).resolve() != Path(str(here)).resolve():
+            raise CheckpointError(
+                f"{run.path}: began with {key}={began}, and the stage before is {here} now: the run was moved, or is "
+                "continued from another folder; put it back, or continue it from the folder that it was started in"
+            )
 
 
 def after(stage: StageConfig, before: Path) -> StageConfig:

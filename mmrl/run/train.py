@@ -300,7 +300,7 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
                 )
         except (MmrlError, KeyboardInterrupt) as error:
             if built is not None or not isinstance(error, ConfigError):  # a wrong setting would stop it again
-                progress.note(f"stopped; continue with: mmrl train resume={rundir.path}")
+                progress.note(f"stopped; continue with: mmrl train resume={rundir.resumed_as}")
             raise
     print(text)
     return 0 if rundir.finished else 1

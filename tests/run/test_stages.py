@@ -77,6 +77,10 @@ def test_settings_of_a_stage_by_number_win_over_those_by_name():
     [
         (["stages=[mmgrop]"], "stages: got 'mmgrop'"),
         (["stages=miprov2"], "stages: got 'miprov2', expected names of algo= in a list"),
+        (["stages=[]"], "stages: got ()"),
+        (["stages=[sft,mmgrpo]", "stage.sft.eval.split=test"], "stage.sft.eval.split: is the same for all stages"),
+        (["stages=[sft,mmgrpo]", "stage.sft.task=hover"], "stage.sft.task: is the same for all stages"),
+        (["stages=[sft,mmgrpo]", "stage.2.model=hf"], "stage.mmgrpo.model: has no effect, the weights are those of"),
         (["stages=[sft,mmgrpo]", "stage.ppo.train.steps=1"], "stage.ppo: no such stage (stages: sft, mmgrpo"),
         (["stages=[sft,mmgrpo]", "stage.3.train.steps=1"], "stage.3: no such stage"),
         (["stages=[sft,mmgrpo]", "stage.sft=1"], "stage.sft: expected a key of that stage"),
@@ -166,6 +170,28 @@ def test_a_run_that_was_moved_has_its_policy(whole, tmp_path):
     assert resolve(str(moved)).base == str(moved / "stages" / "2_mmgrpo" / "checkpoints" / "checkpoint-1")
 
 
+def test_a_stage_that_lost_its_config_is_not_removed(whole, tmp_path, capsys):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    for name in ("summary.json", "stages/2_mmgrpo/config.yaml"):
+        (folder / name).unlink()
+    assert main(["train", f"resume={folder}"]) == 2
+    assert "2_mmgrpo: has no config.yaml; restore it from a copy" in capsys.readouterr().err
+    assert (folder / "stages" / "2_mmgrpo" / "checkpoints").is_dir()
+
+
+def test_a_stage_under_way_is_not_continued_from_a_copy(whole, tmp_path, capsys):
+    """Its first weights are those of the folder that it was started in, which a copy does not hold."""
+    folder = shutil.copytree(whole, tmp_path / "run")
+    for name in ("summary.json", "stages/2_mmgrpo/summary.json"):
+        (folder / name).unlink()
+    assert main(["train", f"resume={folder}"]) == 2
+    assert "the run was moved, or is continued from another folder" in capsys.readouterr().err
+
+
+def test_what_is_continued_is_the_whole_run(whole):
+    assert RunDir.read(whole / "stages" / "1_sft").resumed_as == whole == RunDir.read(whole).resumed_as
+
+
 def test_a_policy_is_evaluated_with_the_prompts_that_it_was_made_with(whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "run")
     prompts = folder / "prompts.json"
@@ -197,7 +223,10 @@ def test_a_run_without_an_ended_stage_has_no_policy(tmp_path):
             resolve(str(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"weights": 3, "prompts": null, "task": "x"}', "{"])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"weights": ".", "prompts": null, "task": "x"}', '{"weights": 3, "prompts": null, "task": "x"}', "{"],
+)
 def test_a_damaged_policy_file_is_named(content, tmp_path):
     (tmp_path / "policy.json").write_text(content)
     with pytest.raises(ConfigError, match=r"policy\.json cannot be read"):
@@ -211,10 +240,11 @@ def test_costs_and_gains_by_hand(tmp_path):
         [
             {"step": 1, "prompts/rollouts": 30.0, "prompts/calls": 33.0, "prompts/completion_tokens": 90.0},
             {"step": 2, "prompts/rollouts": 12.0, "prompts/calls": 12.0, "prompts/completion_tokens": 10.0}
-            | {"prompts/writer/requests": 4.0, "prompts/writer/cost": 0.25},
+            | {"prompts/writer/requests": 4.0, "prompts/writer/completion_tokens": 5.0, "prompts/writer/cost": 0.25},
         ],
         [
-            {"step": 1, "rollouts/count": 8.0, "rollouts/calls": 9.0, "rollouts/tokens": 50.0, "endpoint/cost": 0.5},
+            {"step": 1, "rollouts/count": 8.0, "rollouts/calls": 9.0, "rollouts/tokens": 50.0, "endpoint/cost": 0.5}
+            | {"time/step": 5.0, "time/eval": 2.0},
             {"step": 2, "rollouts/count": 8.0, "rollouts/calls": 7.0, "rollouts/tokens": 40.0, "endpoint/cost": 0.75},
             {"step": 3, "rollouts/count": 8.0, "rollouts/calls": 8.0, "rollouts/tokens": 10.0, "endpoint/cost": 0.5},
         ],
@@ -226,12 +256,12 @@ def test_costs_and_gains_by_hand(tmp_path):
             if name == "1_miprov2":
                 run.write_summary({"seconds": 90.0, "main_metric": "em", "comparison": {"em": gain}})
     first, second = stage_facts(tmp_path)
-    assert (first["rollouts"], first["calls"], first["tokens"], first["cost"]) == (42, 45, 100, 0.25)
+    assert (first["rollouts"], first["calls"], first["tokens"], first["cost"]) == (42, 49, 105, 0.25)
     assert (second["rollouts"], second["calls"], second["tokens"], second["cost"]) == (24, 24, 100, 1.25)
     header, one, two = stage_rows([first, second])
     assert header[:2] == ["stage", "em"] and header[-1] == "USD"
     assert one[1:4] == ["0.250 → 0.500", "+0.250", "+0.000 to +0.500"] and one[-1] == "0.25"
-    assert two[1:4] == ["", "", ""] and two[-2:] == ["not ended", "1.25"]
+    assert two[1:4] == ["", "", ""] and two[-2:] == ["7.0 s, not ended", "1.25"]
 
 
 def test_a_stage_alone_is_stored_and_read_back(whole):

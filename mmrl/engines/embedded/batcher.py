@@ -169,6 +169,8 @@ class Batcher:
         if self._driver is None or self._driver.done():
             self._changed = asyncio.Event()
             self._driver = loop.create_task(self._drive())
+            # Whatever ends it ends every program that waits for it too, and is raised there.
+            self._driver.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._wake()
         try:
             return await job.future
