@@ -34,7 +34,7 @@ BESIDE_CFG = {"--package": True, "--resolve": False}
 """Flags that say how `--cfg` prints; whether they take a value."""
 PLUGINS = (
     ("hydra/launcher", "submitit", "submitit", "hydra-submitit-launcher", "slurm"),
-    ("hydra/sweeper", "optuna", "optuna", "hydra-optuna-sweeper", "optuna"),
+    ("hydra/sweeper", "optuna", "hydra_plugins.hydra_optuna_sweeper", "hydra-optuna-sweeper", "optuna"),
 )
 """Group, choice, module that must be there, its package, extra of mmrl's that installs it."""
 NO_ROW = ("experiment=null", "experiment=")

@@ -245,7 +245,8 @@ StageConfig: TypeAlias = TrainCommandConfig | PromptCommandConfig | SftCommandCo
 
 def stage_schema(name: object) -> type[TrainCommandConfig] | type[PromptCommandConfig] | type[SftCommandConfig]:
     """The schema of `mmrl train algo=name`; for unknown names that of the algorithms, which refuses them."""
-    if name in PROMPT_SCHEMAS:
+    # a damaged file may hold anything
+    if isinstance(name, str) and name in PROMPT_SCHEMAS:
         return PromptCommandConfig
     return SftCommandConfig if name == SFT else TrainCommandConfig
 

@@ -104,9 +104,8 @@ def run(given: tuple[str, str, bytes]) -> str | None:
 @cache
 def _task_section(name: str) -> dict[str, Any]:
     from mmrl.cli.hydra import configured
-    from mmrl.config import TrainCommandConfig
 
-    config = configured(TrainCommandConfig, [f"task={name}", "algo=mmgrpo"], None)
+    config = configured([f"task={name}", "algo=mmgrpo"], None)
     section: dict[str, Any] = config.task.model_dump(mode="json")
     return section
 

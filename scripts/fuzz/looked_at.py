@@ -43,7 +43,6 @@ def _run_dir() -> tuple[Path, str]:
     import matplotlib.font_manager  # noqa: F401  # lists the fonts when it is first used, in a file of its own
 
     from mmrl.cli.hydra import configured
-    from mmrl.config import TrainCommandConfig
     from mmrl.report.forest import parse_forest
     from mmrl.report.journal import write_step
     from mmrl.report.rundir import RunDir
@@ -51,7 +50,7 @@ def _run_dir() -> tuple[Path, str]:
 
     forest = parse_forest(FOREST.read_text(), "forest")
     folder = Path(tempfile.mkdtemp(prefix="mmrl-fuzz-")) / "run"
-    config = configured(TrainCommandConfig, ["algo=mhgpo_rr"], None).model_dump(mode="json")
+    config = configured(["algo=mhgpo_rr"], None).model_dump(mode="json")
     with RunDir.create(folder, config, ["mmrl", "train", "algo=mhgpo_rr"]) as run:
         for step in range(STEPS + 1):
             items = [{"id": f"d{n}", "metrics": {"f1": 0.5, "reward": 0.5}} for n in range(4)]

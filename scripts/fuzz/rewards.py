@@ -95,12 +95,11 @@ def run(given: Played) -> str | None:
 @cache
 def _task(name: str) -> Any:
     from mmrl.cli.hydra import configured
-    from mmrl.config import TrainCommandConfig
     from mmrl.tasks import TASKS as KNOWN
 
     corpus = Path(tempfile.mkdtemp(prefix="mmrl-fuzz-")) / "corpus.json"
     corpus.write_text(json.dumps([{"title": "Porto", "text": "A city on the Douro."}]), encoding="utf-8")
-    config = configured(TrainCommandConfig, [f"task={name}", "algo=grpo", f"task.corpus={corpus}"], None)
+    config = configured([f"task={name}", "algo=grpo", f"task.corpus={corpus}"], None)
     return with_program(KNOWN[name](config.task, 0))
 
 

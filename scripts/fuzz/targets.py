@@ -62,7 +62,7 @@ def outcome(target: Target, given: Any) -> str | None:
 def configs() -> tuple[Mapping[str, Any], ...]:
     """Plain mappings of right configs: every algorithm on a task that it fits, and evaluations."""
     from mmrl.cli.hydra import configs, configured, read_line
-    from mmrl.config import EvalCommandConfig, TrainCommandConfig
+    from mmrl.config import EvalCommandConfig
 
     lines = (
         *(f"algo={algo}" for algo in ("grpo", "mhgpo_rr", "mhgpo_is", "mhgpo_fof", "mhgpo_fof_os", "mappo", "mmgrpo")),
@@ -70,7 +70,7 @@ def configs() -> tuple[Mapping[str, Any], ...]:
         *("algo=mmgrpo task=banking77", "algo=mmgrpo task=hover", "algo=grpo task=r1_searcher hardware=cpu2"),
         *("algo=grpo_mr task=tool_agent model.lora={r:8}", "algo=grpo task=search_o1 engine=vllm_server"),
     )
-    trained = [configured(TrainCommandConfig, line.split(), None) for line in lines]
+    trained = [configured(line.split(), None) for line in lines]
     evaluated = configs("eval", EvalCommandConfig, read_line(["policy=tiny"]))
     return tuple(config.model_dump(mode="json") for config in (*trained, *evaluated))
 

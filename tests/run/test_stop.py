@@ -89,9 +89,14 @@ def test_an_interrupt_that_comes_while_a_destructor_runs_is_not_lost(capsys):
         def __del__(self):
             os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt), stoppable():
-        Ends()
-        time.sleep(5)
+    # a shell's background job begins with Ctrl-C ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), stoppable():
+            Ends()
+            time.sleep(5)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not capsys.readouterr().err
 
 

@@ -19,7 +19,7 @@ def sequences(name: str, options: Options, folder: Path) -> object:
     for number in (1, 2):
         (folder / f"{number}.jsonl").write_text(f"{json.dumps(CHAT)}\n" * number, encoding="utf-8")
     own = {f"algo.{key}": str(folder / value) if key == "file" else value for key, value in options.items()}
-    task = Teachable(Chain(("a", "b")), reward=lambda prediction: 1.0 + sum(c in "abcdefghijklm" for c in prediction))
+    task = Teachable(Chain(("a", "b")), reward=lambda prediction: 1.0 + sum(map(ord, prediction)) % 3)
     stage, _ = stage_of(folder / "run", own, task=task)
     taken = stage._sampled() if stage.config.algo.source == "rollouts" else stage._given()
     return [(item.module, item.completion_ids) for _, item in taken]
@@ -81,7 +81,7 @@ acts(ALGO, "file", sequences, "1.jsonl", "2.jsonl", source="file")
 acts(ALGO, "modules", sequences, None, {"b": 1.0})
 acts(ALGO, "prompt_weight", trained, 0.0, 0.5)
 acts(ALGO, "rollouts", sequences, 1, 2, source="rollouts", per_example=None)
-acts(ALGO, "min_reward", sequences, 1.0, 3.0, source="rollouts")
+acts(ALGO, "min_reward", sequences, 1.0, 3.0, source="rollouts", per_example=None)
 acts(ALGO, "per_example", sequences, 1, 2, source="rollouts", rollouts=2)
 acts(ALGO, "temperature", requested, 1.0, 0.5)
 acts(ALGO, "top_p", requested, 1.0, 0.5)
