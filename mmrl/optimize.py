@@ -178,7 +178,7 @@ def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
     Raises:
         ConfigError: the program has other predictors than the run's, or the run has no checkpoint.
     """
-    from mmrl.run.build import evaluation_engine
+    from mmrl.run.build import fixed_engine
     from mmrl.run.check import served
     from mmrl.run.settle import schema_of, settle, stored_config
 
@@ -193,7 +193,7 @@ def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
             f"{folder}: has no weights for {', '.join(missing)}; its modules are {', '.join(policy.modules)}"
         )
     resources = ExitStack()
-    engine, tokenizer = resources.enter_context(evaluation_engine(evaluation, policy, folder))
+    engine, tokenizer = resources.enter_context(fixed_engine(evaluation, policy, folder, evaluation.policy))
     lm = ServedPolicy(f"mmrl/{folder.name}", engine, tokenizer, resources, config.task.max_tokens)
     trained = speak(program, lambda name: PolicyLM(lm, name))
     if (prompts := prompts_of(str(folder))[1]) is not None:

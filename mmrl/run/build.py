@@ -16,7 +16,6 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms.checks import TURN_SETS
 from mmrl.config import (
     AlgoConfig,
-    EvalCommandConfig,
     HardwareConfig,
     ModelConfig,
     RootConfig,
@@ -312,13 +311,15 @@ def _load_teachers(
 
 
 @contextmanager
-def evaluation_engine(
-    config: EvalCommandConfig, policy: Policy, folder: Path
+def fixed_engine(
+    config: RootConfig, policy: Policy, folder: Path, served: str = "", devices: tuple[int, ...] = ()
 ) -> Iterator[tuple[Engine, PreTrainedTokenizerBase]]:
-    """The engine that serves `policy`, and the tokenizer; closed at the end.
+    """The engine that serves a policy whose weights stay, and the tokenizer; closed at the end.
 
     Args:
         folder: logs of a server go there.
+        served: the policy's name at an endpoint.
+        devices: GPUs of a managed server; empty: all of them.
     """
     from mmrl.models.load import load_policy, load_tokenizer
 
@@ -337,8 +338,9 @@ def evaluation_engine(
         weights=weights,
         folders=policy.adapters or ({"default": policy.adapter} if policy.adapter is not None else {}),
         device=config.hardware.device,
+        devices=devices,
         folder=folder,
-        served=config.policy,
+        served=served,
     )
     engine = build_engine(config.engine, model, tokenizer, setup)
     try:

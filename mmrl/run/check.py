@@ -137,8 +137,14 @@ def _stage_problems(config: PromptCommandConfig | SftCommandConfig, task: Task) 
         name = engine_name(config)
         model = config.algo.prompt_model if isinstance(config.algo, ProposingConfig) else None
         problems += unreachable({} if model is None else {"algo.prompt_model": model})
+        if name == "openai":
+            # `policy=` names it in an evaluation; a run of this kind has no such key
+            problems.append(
+                "engine: openai, whose model nothing names in a run that optimises prompts; give the endpoint for each "
+                "module: engine.endpoints.MODULE.model=NAME"
+            )
         problems += engines.problems(config.engine, name, training=False, copied=False, device=config.hardware.device)
-        return problems + prompt_problems(config, task)
+        return problems + prompt_problems(config, task) + endpoints_away(config)
     from mmrl.stages.sft_data import sft_problems
 
     assignment = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints)

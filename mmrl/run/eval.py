@@ -16,7 +16,7 @@ from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
 from mmrl.report.tables import facts_table
 from mmrl.report.text import align
-from mmrl.run.build import build_task, evaluated, evaluation_engine, reward_set
+from mmrl.run.build import build_task, evaluated, fixed_engine, reward_set
 from mmrl.run.check import check_all, served
 from mmrl.run.launch import released
 from mmrl.run.settle import run_folder, settle, stored_config
@@ -124,7 +124,7 @@ def _items(
         if results.exists():
             rundir.ledger.note(results)
 
-    with stoppable(), released(task), evaluation_engine(config, policy, rundir.path) as (engine, tokenizer):
+    with stoppable(), released(task), fixed_engine(config, policy, rundir.path, config.policy) as (engine, tokenizer):
         try:
             with storage(rundir.path):
                 items = evaluate(

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from mmrl import rng
 from mmrl.config import EvalConfig, PromptCommandConfig, RootConfig, SftCommandConfig
 from mmrl.config.engines import TransformersConfig
-from mmrl.engines import EngineSetup, build_engine, needs_model
+from mmrl.engines import EngineSetup, build_engine
 from mmrl.engines.base import Engine
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.models.policy import POLICY, Policy, newest_checkpoint, write_policy
 from mmrl.report.rundir import RunDir
 from mmrl.rollout.environment import Environment, make_environment, sampling_settings
-from mmrl.run.build import RECORD, build_task, check_model, evaluated, reward_set, server_devices
+from mmrl.run.build import RECORD, build_task, check_model, evaluated, fixed_engine, reward_set, server_devices
 from mmrl.run.check import check_all
 from mmrl.run.launch import released
 from mmrl.run.settle import module_assignment, run_folder, settle
@@ -32,9 +32,8 @@ from mmrl.system.stop import stoppable
 from mmrl.tasks.base import Task
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
-    from mmrl.models.load import ServedWeights
     from mmrl.stages.evaluate import Evaluations
     from mmrl.stages.step_log import StepLog
 
@@ -182,32 +181,14 @@ def _built(config: Config, task: Task, log: StepLog) -> Iterator[_Work]:
 
 @contextmanager
 def _prompts(config: PromptCommandConfig, task: Task, log: StepLog) -> Iterator[_Work]:
-    from mmrl.models.load import load_policy, load_tokenizer
     from mmrl.stages.prompts.stage import PromptStage
 
-    policy, hardware = Policy(base=config.model.path), config.hardware
-    model: PreTrainedModel | None = None
-    serving: ServedWeights = {"adapters": None, "initial": None}
-    if needs_model(config.engine.name):
-        model, tokenizer, serving = load_policy(policy, config.model, hardware.device)
-    else:
-        tokenizer = load_tokenizer(config.model)
-    setup = EngineSetup(
-        max_context=config.task.max_context,
-        threads=hardware.threads,
-        **serving,
-        weights=config.model,
-        device=hardware.device,
-        devices=server_devices(hardware),
-        folder=log.rundir.path,
-    )
-    engine = build_engine(config.engine, model, tokenizer, setup)
-    try:
-        rewards = reward_set(task, config.task.reward)
+    rewards, devices = reward_set(task, config.task.reward), server_devices(config.hardware)
+    start = Policy(base=config.model.path)
+    with fixed_engine(config, start, log.rundir.path, devices=devices) as (engine, tokenizer):
         player = StagePlayer(
             config=config, task=task, engine=engine, tokenizer=tokenizer, reward_set=rewards, log=log, trains=False
         )
-        engine.set_version(0)
 
         def run(evaluations: Evaluations, resumed: bool) -> Mapping[str, str]:
             result = PromptStage(
@@ -230,8 +211,6 @@ def _prompts(config: PromptCommandConfig, task: Task, log: StepLog) -> Iterator[
             return result.describe()
 
         yield _Work(player=player, run=run)
-    finally:
-        engine.close()
 
 
 @contextmanager

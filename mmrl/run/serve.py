@@ -17,7 +17,7 @@ from mmrl.config.engines import TransformersConfig
 from mmrl.config.rules import engine_name
 from mmrl.errors import ConfigError
 from mmrl.models.policy import Policy, require_undamaged, resolve
-from mmrl.run.build import evaluation_engine
+from mmrl.run.build import fixed_engine
 from mmrl.run.settle import settle
 from mmrl.secrets import token_of
 from mmrl.system.stop import stoppable
@@ -58,7 +58,7 @@ def serve_policy(config: EvalCommandConfig, given: ServeArguments, typed: Collec
     with (
         tempfile.TemporaryDirectory(prefix="mmrl-serve-") as folder,
         stoppable(),
-        evaluation_engine(config, policy, Path(folder)) as (engine, tokenizer),
+        fixed_engine(config, policy, Path(folder), config.policy) as (engine, tokenizer),
     ):
         app = make_app(Served(engine=engine, tokenizer=tokenizer, models=names), token)
         try:

@@ -103,6 +103,11 @@ def test_weights_of_each_module_apart_end_a_list():
     assert any("stage 1 (mmgrpo) trains weights for each module apart" in text for text in check(staged(*words)))
 
 
+def test_an_endpoint_without_a_models_name_is_refused():
+    (config,) = train_configs(read_line(["algo=miprov2", "task=banking77", "engine=openai"]))
+    assert any("engine: openai, whose model nothing names" in text for text in check(config))
+
+
 def trained(folder: Path) -> dict[str, object]:
     """What two runs must share."""
     run = RunDir.read(folder)
