@@ -40,7 +40,7 @@ class ComparisonPart(Section):
     """Algorithms that are compared with each other on each of some tasks."""
 
     task: tuple[str, ...] = Field(min_length=1)
-    algo: tuple[str, ...] = Field(min_length=1)
+    algo: tuple[str, ...] = Field(min_length=1, description="names; A+B is the list of stages [A, B]")
     settings: tuple[str, ...] = Field((), description="overrides of every run of the part")
 
 
@@ -219,7 +219,7 @@ def _requested(request: ComparisonRequest, problems: list[str]) -> ComparisonFil
     seeds = _whole_numbers(request.listed("seed"), "seed", 0, problems)
     for key, names in chosen.items():
         known = options(key, request.config_dir)
-        problems += [unknown(key, name, known) for name in names if name not in known]
+        problems += [unknown(key, part, known) for name in names for part in name.split("+") if part not in known]
         problems += [f"{key}: got an empty list, expected one or more names"] * (key in request.given and not names)
     plan = request.given.get("plan")
     if plan is None:
@@ -276,7 +276,7 @@ def _runs(
     ]
     for seed, part, task, algo in every:
         settings = [*file.settings, *part.settings, *file.algo.get(algo, ()), *single, *request.overrides]
-        words = later_wins([f"task={task}", f"algo={algo}", f"seed={seed}", *settings])
+        words = later_wins([f"task={task}", method_word(algo), f"seed={seed}", *settings])
         path = top / task / algo / f"s{seed}"
         try:
             config = compose(words)
@@ -288,6 +288,11 @@ def _runs(
             runs[path] = QueuedRun(task, algo, seed, words, config, path, metrics.get(config.task.name, "reward"))
     _raise(problems)
     return list(runs.values())
+
+
+def method_word(algo: str) -> str:
+    """The override that chooses an algorithm of a comparison; `A+B` is the list of stages [A, B]."""
+    return f"stages=[{algo.replace('+', ',')}]" if "+" in algo else f"algo={algo}"
 
 
 def main_metrics() -> dict[str, str]:

@@ -17,7 +17,7 @@ from mmrl.config.base import SHIPPED
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import RunDir
 from mmrl.run import queue
-from mmrl.run.compare import read_comparison
+from mmrl.run.compare import method_word, read_comparison
 
 FAKE = """
 import os, sys, time
@@ -166,6 +166,7 @@ def test_leftovers_of_a_start_killed_at_once_do_not_block(calls):
         (["algo=mhgpo_fof", "jobs=0"], "jobs: got '0', expected a whole number from 1"),
         (["algo=mhgpo_fof", "seed=0,x"], "seed: got 'x'"),
         (["algo="], "algo: got an empty list"),
+        (["algo=miprov2+nope"], "algo: got 'nope'"),
         ([], "algo: missing"),
         (["plan=maxi"], "plan: got 'maxi', expected one of mini"),
         (["plan=mini", "algo=mmgrpo", "task=tool_agent"], "plan mini runs none of these algorithms on these tasks"),
@@ -194,7 +195,7 @@ def test_every_run_of_a_shipped_plan_composes(path):
         for task in part.task:
             for algo in part.algo:
                 own = [*plan.settings, *part.settings, *plan.algo.get(algo, ())]
-                config = configured([f"task={task}", f"algo={algo}", *own])
+                config = configured([f"task={task}", method_word(algo), *own])
                 assert (config.eval.items or 200) >= 200, "needed to say that it learns"
     assert len(plan.seed) >= 3
 
@@ -202,7 +203,14 @@ def test_every_run_of_a_shipped_plan_composes(path):
 def test_the_shipped_plans_run_every_task_of_the_mini_world_and_every_algorithm():
     parts = [part for path in SHIPPED_PLANS for part in read_comparison(path).parts]
     assert {task for part in parts for task in part.task} == {task for tasks in SHIPPED.values() for task in tasks}
-    assert {algo for part in parts for algo in part.algo} == {*ALGO_SCHEMAS, "miprov2", "better_together"}
+    named = {name for part in parts for algo in part.algo for name in algo.split("+")}
+    assert named == {*ALGO_SCHEMAS, "miprov2", "better_together"}
+
+
+def test_names_joined_by_plus_are_the_stages_of_one_run():
+    assert method_word("grpo") == "algo=grpo"
+    config = configured(["task=hotpotqa", method_word("miprov2+mhgpo_fof"), "stage.mhgpo_fof.train.steps=3"])
+    assert [stage.algo.name for stage in config.stages] == ["miprov2", "mhgpo_fof"]
 
 
 @pytest.mark.parametrize(
