@@ -1,7 +1,6 @@
-"""The command line: composition, one clear error for each mistake, exit code 2, light imports."""
+"""The command line: help, one clear error for each mistake, exit code 2, light imports; credit; stops."""
 
 import importlib.util
-import itertools
 import json
 import os
 import pickle
@@ -9,17 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import COMMANDS, main
 from mmrl.cli.arguments import ExportArguments, ShowArguments
-from mmrl.cli.hydra import composed, configs, configured, read_line, train_configs
+from mmrl.cli.hydra import configured
 from mmrl.cli.new_task import NewTaskArguments
-from mmrl.config import ALGO_SCHEMAS, EvalCommandConfig, StagedCommandConfig, TrainCommandConfig, validate
-from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT
+from mmrl.config import ALGO_SCHEMAS
 from mmrl.config.retriever import (
     BuildIndexArguments,
     CheckIndexArguments,
@@ -27,16 +23,8 @@ from mmrl.config.retriever import (
     SearchIndexArguments,
     ServeIndexArguments,
 )
-from mmrl.errors import ConfigError
 from mmrl.report.rundir import RunDir
 from mmrl.run.compare import KEYS
-from mmrl.system.conf import GROUPS, conf_dir, options
-
-
-def problems(*arguments):
-    with pytest.raises(ConfigError) as caught:
-        configs("train", TrainCommandConfig, read_line(arguments))
-    return caught.value.problems
 
 
 def test_help_imports_neither_torch_nor_hydra():
@@ -51,140 +39,6 @@ def test_help_imports_neither_torch_nor_hydra():
         assert f"mmrl {command}" in done.stdout
     for algo in ALGO_SCHEMAS:
         assert algo in done.stdout
-
-
-def test_names_in_yaml_registry_and_schema_are_the_same():
-    assert sorted(ALGO_SCHEMAS) == sorted(ALGORITHMS)
-    shown = options("algo")
-    lists = [name for name in shown if composed("train", [f"algo={name}"]).get("stages")]
-    assert [name for name in shown if name not in lists] == sorted([*ALGO_SCHEMAS, *PROMPT_SCHEMAS, SFT])
-    for name in shown:
-        raw = composed("train", [f"algo={name}"])
-        assert name in lists or raw["algo"]["name"] == name
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [f"{group}={name}", *(["++model.path=a/b"] if name == "hf" else [])]
-        for group in GROUPS
-        if group != "experiment"  # tests/config/test_experiments.py: some rows train, some evaluate
-        for name in sorted(
-            p.relative_to(conf_dir() / group).with_suffix("").as_posix() for p in (conf_dir() / group).rglob("*.yaml")
-        )
-    ],
-    ids=lambda overrides: overrides[0],
-)
-def test_every_shipped_config_composes_and_validates(overrides):
-    (config,) = train_configs(read_line(overrides))
-    group, _, name = overrides[0].partition("=")
-    if isinstance(config, StagedCommandConfig):
-        assert len(config.stages) > 1
-    elif group in ("task", "algo", "model", "hardware", "engine"):
-        assert getattr(config, group).name == name
-
-
-def test_the_tiny_model_scales_every_algorithm_down():
-    for algo, model in itertools.product(ALGO_SCHEMAS, ["tiny"]):
-        config = validate(TrainCommandConfig, composed("train", [f"algo={algo}", f"model={model}"]))
-        assert config.train.batch_size <= 64
-        assert config.model.lora is None
-
-
-def test_the_paper_values_come_back_with_another_model():
-    config = validate(TrainCommandConfig, composed("train", ["algo=mhgpo_rr", "model=llama31_8b_instruct"]))
-    assert (config.train.lr, config.train.batch_size, config.train.steps) == (5e-7, 512, 176)
-    assert (config.algo.beta, config.algo.clip, config.algo.top_p) == (0.001, 0.2, 0.9)
-
-
-def test_all_errors_come_at_once_in_the_words_of_the_command_line():
-    found = problems("algo=mhgpo_fo", "task=hotpot", "seed=abc", "train.lrr=3", "train.lr=x", "modl=tiny")
-    text = "\n".join(found)
-    for start in (
-        "algo: got 'mhgpo_fo'",
-        "task: got 'hotpot'",
-        "seed: got 'abc'",
-        "train.lrr: unknown key",
-        "train.lr: got 'x'",
-        "modl: unknown key",
-    ):
-        assert any(problem.startswith(start) for problem in found), (start, text)
-    assert "did you mean 'mhgpo_fof'?" in text
-    assert "did you mean 'lr'?" in text
-    assert len(found) == 6
-
-
-@pytest.mark.parametrize(
-    ("override", "starts", "says"),
-    [
-        ("algo.group_size=1", "algo.group_size: got 1", "2"),
-        ("algo.group_size=2.5", "algo.group_size: got 2.5", "integer"),
-        ("algo.fork_probs=[.5,.1,.1]", "algo.fork_probs: got [0.5, 0.1, 0.1]", "sum to 1"),
-        ("algo.clip=-1", "algo.clip: got -1", "greater than 0"),
-        ("train.steps=0", "train.steps: got 0", "1"),
-        ("train.steps=true", "train.steps: got True", "integer"),
-        ("eval.split=validation", "eval.split: got 'validation'", "'dev'"),
-        ("run.report_to=[comet]", "run.report_to.0: got 'comet'", "'wandb'"),
-        ("model.path=null", "model.path: got None", "string"),
-        ("train.lr=${nope}", "train.lr: Interpolation key 'nope' not found", ""),
-    ],
-)
-def test_a_wrong_value_is_named_with_what_was_expected(override, starts, says):
-    (problem,) = problems(override)
-    assert problem.startswith(starts)
-    assert says in problem
-
-
-def test_an_option_without_effect_is_refused_and_its_users_are_named():
-    (problem,) = problems("algo=mhgpo_fof", "algo.fork_probs=[1,0,0]")
-    assert problem.startswith("algo.fork_probs: has no effect")
-    assert "mhgpo_rr" in problem
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["train.steps"], "expected key=value"),
-        (["=1"], "=1: expected key=value"),
-        (["--foo"], "unknown flag"),
-        (["algo={"], "not an override"),
-        (["seed=1,2"], "run a sweep with -m"),
-        (["--config-dir", "nowhere"], "no folder 'nowhere'"),
-    ],
-)
-def test_arguments_that_cannot_be_read(arguments, says):
-    assert any(says in problem for problem in problems(*arguments))
-
-
-def test_a_sweep_isvalidated_whole_before_anything_runs():
-    found = configs("train", TrainCommandConfig, read_line(["-m", "algo=mhgpo_fof,mhgpo_rr", "seed=1,2"]))
-    assert [(c.algo.name, c.seed) for c in found] == [
-        ("mhgpo_fof", 1),
-        ("mhgpo_fof", 2),
-        ("mhgpo_rr", 1),
-        ("mhgpo_rr", 2),
-    ]
-    assert problems("-m", "seed=1,x,y") == ["seed: got 'x', expected integer", "seed: got 'y', expected integer"]
-
-
-def test_the_users_conf_folder_overlays_the_shipped_one(tmp_path, monkeypatch):
-    (tmp_path / "conf" / "algo").mkdir(parents=True)
-    (tmp_path / "conf" / "model").mkdir()
-    (tmp_path / "conf" / "algo" / "mine.yaml").write_text(
-        "# @package _global_\nalgo: {name: mhgpo_rr, group_size: 7}\n"
-    )
-    (tmp_path / "conf" / "model" / "tiny.yaml").write_text(
-        "# @package _global_\nmodel: {name: tiny, path: tiny}\ntrain: {lr: 0.5}\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    assert "mine" in options("algo")
-    config = validate(TrainCommandConfig, composed("train", ["algo=mine"]))
-    assert (config.algo.group_size, config.train.lr) == (7, 0.5)
-    monkeypatch.chdir(Path(__file__).parents[1])
-    assert "mine" not in options("algo")
-    assert validate(TrainCommandConfig, composed("train", [])).train.lr == 3e-4
-    config = validate(TrainCommandConfig, composed("train", ["algo=mine"], str(tmp_path / "conf")))
-    assert config.algo.group_size == 7
 
 
 @pytest.mark.parametrize(
@@ -254,23 +108,6 @@ def test_cfg_job_prints_the_composed_config():
     )
     assert done.returncode == 0, done.stderr
     assert "name: mhgpo_is" in done.stdout
-
-
-def test_eval_needs_a_policy_and_takes_one():
-    config = validate(EvalCommandConfig, composed("eval", ["++policy=tiny", "++split=test"]))
-    assert (config.policy, config.split) == ("tiny", "test")
-
-
-def test_tiny_stands_for_the_shipped_model_that_plays_the_task():
-    found = validate(EvalCommandConfig, composed("eval", ["task=papillon", "++policy=tiny"]))
-    assert (found.policy, found.model.path) == ("tiny_dspy", "tiny_dspy")
-    teachers = "algo.teachers=[{name: student}, {name: gpt, policy: tiny}]"
-    config = validate(TrainCommandConfig, composed("train", ["task=banking77", "algo=mmgrpo", teachers]))
-    assert (config.model.name, config.model.path) == ("tiny", "tiny_dspy")
-    assert [teacher.policy for teacher in config.algo.teachers] == [None, "tiny_dspy"]
-    own = validate(TrainCommandConfig, composed("train", ["task=banking77", "model=hf", "model.path=some/folder"]))
-    assert own.model.path == "some/folder"
-    assert validate(TrainCommandConfig, composed("train", ["task=tool_agent"])).model.path == "tiny"
 
 
 FOREST = {
@@ -450,13 +287,6 @@ def test_words_that_no_command_takes_are_named_on_one_line(words, says, capsys, 
     assert main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and says in error and len(error.splitlines()) == 1
-
-
-def test_no_row_may_be_said(capsys):
-    assert main(["train", "experiment=null", "--cfg", "job"]) == 0
-    assert "Traceback" not in capsys.readouterr().err
-    assert main(["train", "-m", "experiment=null,mhgpo/table1/mhgpo_rr", "seed=x"]) == 2
-    assert capsys.readouterr().err.startswith("error: seed: got 'x'")
 
 
 def test_ctrl_c_while_a_command_is_starting_is_said(capsys, monkeypatch):

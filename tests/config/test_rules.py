@@ -249,7 +249,7 @@ def test_every_rule_has_a_case():
     others |= {f"run.{key}" for key in ("name", "report_to", "progress", "doctor")}
     others |= {"eval.temperature", "task.max_tokens"}  # test_settings_that_an_endpoint_is_not_sent
     sft = {"file", "rollouts", "min_reward", "per_example", "temperature", "top_p", "top_k"}
-    others |= {f"algo.{key}" for key in sft}  # these two: tests/stages/test_sft.py
+    others |= {f"algo.{key}" for key in sft}  # these two: tests/stages/test_sft_refusals.py
     others |= {f"train.{key}" for key in ("packing", "tis", "staleness", "max_failed_share")}
     others |= {"engine"}
     keys = {key for rule in (*RUNS, *TYPED) for key in rule.keys.split()}

@@ -18,6 +18,22 @@ from mmrl.stages.prompts.stage import PromptStage
 from mmrl.stages.step_log import StepLog
 
 MODEL = ModelConfig(name="tiny", path="tiny_dspy")
+# What small optimisers take, of seconds.
+MIPRO: dict[str, Any] = {
+    "auto": None,
+    "num_candidates": 5,
+    "num_instruct_candidates": 3,
+    "num_trials": 6,
+    "minibatch": True,
+    "minibatch_size": 8,
+    "minibatch_full_eval_steps": 3,
+    "max_labeled_demos": 2,
+}
+OPTIMISERS: dict[str, dict[str, Any]] = {
+    "bootstrap_fewshot": {"num_candidate_programs": 2, "max_labeled_demos": 2, "max_rounds": 2},
+    "gepa": {"auto": None, "max_metric_calls": 60, "max_merge_invocations": 1},
+    "simba": {"bsize": 8, "num_candidates": 3, "max_steps": 2},
+}
 
 
 class ScriptedEngine(Engine):
@@ -124,3 +140,15 @@ def prompt_stage(folder: Path, task: Any, engine: Any, algo: str, seed: int = 3,
         rundir=rundir,
         log=log,
     )
+
+
+def optimised(folder: Path, task: Any, algo: str = "miprov2", answer: Any = None, **options: Any) -> Any:
+    """The result of a stage that runs to its end, and the engine that it sent its requests to."""
+    engine = ScriptedEngine(answer or better_with_demonstrations(task[1]))
+    stage = prompt_stage(folder, task, engine, algo, **options)
+    with stage.rundir:
+        return stage.run(), engine
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,5 +1,6 @@
 """Runs for tests: made-up histories and forests for reports, and small real ones through the command line."""
 
+import json
 import math
 import random
 import subprocess
@@ -193,6 +194,25 @@ def command(random_model, run_dir, *overrides):
 
 def numbers(run_dir):
     return [comparable(record) for record in RunDir.read(run_dir).history()]
+
+
+def saved_each_step(random_model, folder):
+    """A run of three steps, each saved, evaluated before and after."""
+    return command(random_model, folder, "train.steps=3", "train.save_every=1", "eval.every=0")
+
+
+def contents(run):
+    """What an interrupted run shares with an uninterrupted one, bit for bit."""
+    summary = json.loads((run / "summary.json").read_text())
+    kept = {name: value for name, value in summary.items() if name not in ("seconds", "finished")}
+    parts = ("journal", "eval", "digests.jsonl", "checkpoints")
+    same = [path for part in parts for path in sorted((run / part).rglob("*"))] + [run / "digests.jsonl"]
+    skipped = ("complete.json", "extra.json", "training_args.bin", "trainer_state.json")
+    data = {
+        str(path.relative_to(run)): path.read_bytes() for path in same if path.is_file() and path.name not in skipped
+    }
+    folders = sorted(path.name for path in (run / "checkpoints").iterdir())
+    return numbers(run), kept, data, folders, (run / "report.html").is_file(), sorted(p.name for p in run.iterdir())
 
 
 def start(arguments):

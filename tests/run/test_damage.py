@@ -1,6 +1,5 @@
 """A run that was killed at its end, or whose files have changed: completed, continued from before, or refused."""
 
-import errno
 import json
 import os
 import pickle
@@ -18,25 +17,12 @@ from mmrl.run.settle import stored_config
 from mmrl.run.train import reread
 from mmrl.system import files
 from mmrl.trainer import checkpoint
-from tests.helpers.runs import command, numbers
-
-
-def small(random_model, folder):
-    """A run of three steps, each saved, evaluated before and after."""
-    return command(random_model, folder, "train.steps=3", "train.save_every=1", "eval.every=0")
-
-
-@pytest.fixture(scope="module")
-def whole(random_model, tmp_path_factory):
-    """A finished run of three steps, with the checkpoints of the last two."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    assert main(small(random_model, folder)) == 0
-    return folder
+from tests.helpers.runs import contents
 
 
 @pytest.fixture
 def run(whole, tmp_path):
-    """A copy of it, as it was before its summary."""
+    """A copy of the finished run, as it was before its summary."""
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()
     (tmp_path / "run" / "report.html").unlink()
@@ -49,20 +35,6 @@ def chosen(run):
         config = stored_config(run, TrainCommandConfig)
         found = reread(config.model_dump(mode="json"), config.train.steps, rundir)
     return found and found.name
-
-
-def contents(run):
-    """What an interrupted run shares with an uninterrupted one, bit for bit."""
-    summary = json.loads((run / "summary.json").read_text())
-    kept = {name: value for name, value in summary.items() if name not in ("seconds", "finished")}
-    parts = ("journal", "eval", "digests.jsonl", "checkpoints")
-    same = [path for part in parts for path in sorted((run / part).rglob("*"))] + [run / "digests.jsonl"]
-    skipped = ("complete.json", "extra.json", "training_args.bin", "trainer_state.json")
-    data = {
-        str(path.relative_to(run)): path.read_bytes() for path in same if path.is_file() and path.name not in skipped
-    }
-    folders = sorted(path.name for path in (run / "checkpoints").iterdir())
-    return numbers(run), kept, data, folders, (run / "report.html").is_file(), sorted(p.name for p in run.iterdir())
 
 
 @pytest.mark.parametrize("left", [("report.html",), ("summary.json", "report.html")], ids=["report", "both"])
@@ -350,76 +322,6 @@ def test_what_is_missing_or_damaged_of_an_evaluation_is_made_again(name, damage,
         "journal/step-000000-eval-dev.jsonl.gz",
     ):
         assert (folder / file).read_bytes() == (evaluation / file).read_bytes(), file
-
-
-# -- a full disk ---------------------------------------------------------------------------------------------------
-
-
-def full(number=errno.ENOSPC):
-    return OSError(number, os.strerror(number))
-
-
-PLACES = ["metrics.jsonl", "journal/", "eval/", "checkpoint-2", "summary.json", "report.html"]
-
-
-@pytest.mark.parametrize(
-    ("name", "number"), [*((place, errno.ENOSPC) for place in PLACES), ("metrics.jsonl", errno.EROFS)]
-)
-def test_a_full_disk_is_one_line_and_the_run_goes_on_from_what_is_saved(
-    name, number, random_model, whole, tmp_path, capsys, monkeypatch
-):
-    run = tmp_path / "run"
-    append = os.write
-
-    def refuse(path):
-        if name in path:
-            raise full(number)
-
-    def broken_fsync(descriptor):
-        refuse(os.readlink(f"/proc/self/fd/{descriptor}"))
-
-    def broken_write(descriptor, data):
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
-        # What is there, then nothing more: step 1 has room in the metrics, and step 2 for half a line.
-        if name in path and (name == "eval/" or os.path.getsize(path) > 4000):
-            append(descriptor, data[:20])
-            refuse(path)
-        return append(descriptor, data)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", broken_fsync)
-        patched.setattr(os, "write", broken_write)
-        code = main(small(random_model, run))
-    shown = capsys.readouterr().err
-    (line,) = [line for line in shown.splitlines() if line.startswith("error: ")]
-    assert code == 1 and "Traceback" not in shown
-    assert name in line and os.strerror(number) in line
-    assert f"mmrl train resume={run}" in " ".join(shown.split())
-    assert not list(run.rglob("*.tmp")) and not list(run.rglob(".writing-*"))
-    assert main(["train", f"resume={run}"]) == 0
-    assert contents(run) == contents(whole)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("[enforce fail at inline_container.cc:664] . PytorchStreamWriter failed writing file data/3"),
-        checkpoint.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-        OSError(errno.ENOSPC, "No space left on device"),
-    ],
-)
-def test_what_libraries_say_of_a_full_disk_is_understood(error, tmp_path):
-    found = checkpoint._refused(error, tmp_path / "checkpoint-4")
-    assert f"{tmp_path}/checkpoint-4: No space left on device; free some space" in str(found)
-    assert checkpoint._refused(RuntimeError("shapes differ"), tmp_path) is None
-
-
-def test_a_run_that_cannot_begin_leaves_its_folder_free(random_model, tmp_path, capsys, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(full()))
-        assert main(command(random_model, tmp_path / "run", "train.steps=1")) == 1
-    assert "environment.json: No space left on device; free some space" in capsys.readouterr().err
-    assert {path.name for path in (tmp_path / "run").iterdir()} <= {"run.lock"}
 
 
 def test_no_checkpoint_at_all_begins_again(run):

@@ -5,15 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 from mmrl.errors import CheckpointError, ConfigError, DataError
 from mmrl.models.chat import render_prompt
 from mmrl.stages.warmup import WarmStartSettings, _Collator, encode, plan_batches, warm_start
 from mmrl.tasks.base import Demonstration
-from tests.models.test_models import make_tokenizer
+from tests.helpers.sft import TOKENIZER, new_model, shown, weights
 
-TOKENIZER = make_tokenizer()
 SETTINGS = WarmStartSettings(steps=12, batch_tokens=600, lr=3e-3, save_every=4, log_every=1, seed=3)
 
 
@@ -23,18 +22,6 @@ def demonstrations(count: int = 30) -> list[Demonstration]:
         made.append(shown("say", f"Say {number % 7}", f"{number % 7}"))
         made.append(shown("twice", "the cat " * (number % 9) + f"{number % 5}?", f"{number % 5}{number % 5}"))
     return made
-
-
-def shown(module: str, content: str, completion: str) -> Demonstration:
-    return Demonstration(module=module, messages=[{"role": "user", "content": content}], completion=completion)
-
-
-def new_model(context: int = 256) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    config = Qwen3Config(vocab_size=len(TOKENIZER), max_position_embeddings=context, **sizes, **heads)
-    return Qwen3ForCausalLM(config)
 
 
 class StopAt(TrainerCallback):
@@ -52,10 +39,6 @@ class Record(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
             self.losses[state.global_step] = float(logs["loss"])
-
-
-def weights(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def test_ids_are_the_rollouts_prompt_and_the_completion_with_its_end():

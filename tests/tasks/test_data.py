@@ -1,6 +1,5 @@
 import json
 import os
-import time
 from pathlib import Path
 
 import pyarrow
@@ -9,8 +8,8 @@ import pytest
 
 from mmrl.config import DataConfig
 from mmrl.config.retriever import Bm25Config
-from mmrl.config.tasks import Banking77Config, MultihopQaConfig
-from mmrl.errors import ConfigError, DataError
+from mmrl.config.tasks import MultihopQaConfig
+from mmrl.errors import DataError
 from mmrl.tasks import TASKS
 from mmrl.tasks.data.layouts import LAYOUTS, load_records, subset, to_example
 from mmrl.tasks.data.rows import Source
@@ -154,131 +153,9 @@ def test_a_folder_is_no_file(tmp_path):
         load(str(tmp_path))
 
 
-def test_hub_data_set_through_local_parquet_of_the_same_schema(tmp_path, monkeypatch):
-    # `datasets` takes a local folder by the same call as a hub id; nothing is fetched
-    for split, rows in (("train", [record(0), record(1)]), ("validation", [record(2)])):
-        saved(tmp_path, [hub_columns(row) for row in rows], f"hotpotqa/hotpot_qa/{split}.parquet")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    assert [r.id for r in load("hotpotqa/hotpot_qa", split="train")] == ["r0", "r1"]
-    assert load("hotpotqa/hotpot_qa", split="dev")[0] == load(saved(tmp_path, [record(2)]))[0]
-    assert [r.id for r in load("hotpotqa/hotpot_qa:default:train", split="dev")] == ["r0", "r1"]
-    with pytest.raises(DataError, match=r"split test\) from the hub"):
-        load("hotpotqa/hotpot_qa", split="test")
-    with pytest.raises(DataError, match="misses the columns paragraphs"):
-        load("hotpotqa/hotpot_qa", "musique")
-
-
-PARAGRAPHS = [{"idx": 0, "title": "T", "paragraph_text": "x", "is_supporting": True}]
-TRIVIA = {"value": "Ada", "aliases": ["Ada", "A."], "normalized_aliases": ["ada", "a"]}
-HUB = [
-    # id, split of the repository, layout, a row with its columns, accepted answers
-    ("google-research-datasets/nq_open", "validation", "nq", {"question": "Q?", "answer": ["Ada", "A."]}, 2),
-    (
-        "mandarjoshi/trivia_qa",
-        "validation",
-        "triviaqa",
-        {"question": "Q?", "question_id": "t1", "question_source": "s", "answer": TRIVIA},
-        2,
-    ),
-    (
-        "akariasai/PopQA",
-        "test",
-        "popqa",
-        {"id": 7, "subj": "S", "prop": "capital", "question": "Q?", "possible_answers": '["Ada", "A."]'},
-        2,
-    ),
-    *(
-        (
-            "RUC-NLPIR/FlashRAG_datasets",
-            "test",
-            layout,
-            {"id": "dev_0", "question": "Q?", "golden_answers": ["Ada", "A."]},
-            2,
-        )
-        for layout in ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique")
-    ),
-    (
-        "dgslibisey/MuSiQue",
-        "validation",
-        "musique",
-        {"id": "2hop__1", "question": "Q?", "answer": "Ada", "answer_aliases": ["A."], "paragraphs": PARAGRAPHS},
-        2,
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "split", "layout", "row", "answers"), HUB)
-def test_columns_of_the_hub_data_sets_through_local_parquet(tmp_path, monkeypatch, name, split, layout, row, answers):
-    saved(tmp_path, [row], f"{name}/{split}.parquet")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    (found,) = load(f"{name}::{split}", layout)
-    assert (found.question, len(found.answers)) == ("Q?", answers)
-    assert bool(found.paragraphs) == ("paragraphs" in row)
-
-
 def test_ids_of_several_sets_in_one_are_told_apart(tmp_path):
     rows = [{"id": "train_0", "data_source": name, "question": "Q?", "golden_answers": ["A"]} for name in ("nq", "h")]
     assert [r.id for r in load(saved(tmp_path, rows, "mix.parquet"), "nq")] == ["nq-train_0", "h-train_0"]
-
-
-def test_a_hub_data_set_without_answers_is_told_which_column_is_missing(tmp_path, monkeypatch):
-    saved(tmp_path, [{"id": "x", "question": "Q?"}], "some/set/validation.parquet")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    for layout in LAYOUTS:
-        with pytest.raises(DataError) as caught:
-            load("some/set", layout)
-        assert str(caught.value) == (
-            "task.data.dev: some/set: misses the columns possible_answers or golden_answers or answers or answer; "
-            "it has id, question"
-        )
-
-
-def test_an_unreachable_hub_id_is_one_clear_error(monkeypatch):
-    import datasets
-
-    def refuse(*_args, **_options):
-        raise ConnectionError("Couldn't\nreach the Hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
-    said = "task.data.dev: cannot load 'hotpotqa/hotpot_qa:distractor' (split validation) from the hub: "
-    for answers, why in (
-        (True, "ConnectionError: Couldn't reach the Hub"),
-        (False, "the hub does not answer, and it is"),
-    ):
-        monkeypatch.setattr("mmrl.tasks.data.rows.hub_answers", lambda answers=answers: answers)
-        with pytest.raises(DataError) as caught:
-            load("hotpotqa/hotpot_qa:distractor")
-        assert str(caught.value).startswith(said + why)
-
-
-def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(monkeypatch, capfd):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr("mmrl.tasks.data.rows.hub_answers", lambda: False)
-    before, started = constants.HF_HUB_OFFLINE, time.perf_counter()
-    with pytest.raises(DataError, match="the hub does not answer"):
-        load("nobody/none-like-this")
-    assert time.perf_counter() - started < 8, "its client alone retries for 25 s"
-    assert "Retrying" not in capfd.readouterr().err and before == constants.HF_HUB_OFFLINE
-
-
-def test_splits_of_one_hub_id_are_sources_of_their_own(tmp_path, monkeypatch):
-    def identities(*specs):
-        return [Source("x", spec).identity(split) for split, spec in zip(("train", "test"), specs, strict=True)]
-
-    one, other = identities("mteb/banking77", "mteb/banking77")
-    assert one != other
-    one, other = identities("mteb/banking77", "mteb/banking77::train")
-    assert one == other, "whatever way it is typed"
-    monkeypatch.chdir(tmp_path)
-    path = saved(tmp_path, [{"text": "hi", "label": "a"}])
-    one, other = identities(path, "data.json")
-    assert one == other
-    with pytest.raises(ConfigError, match=r"task\.data: train and test are all of .*data\.json"):
-        TASKS["banking77"](Banking77Config(name="banking77", data=DataConfig(train=path, test="./data.json")), 0)
 
 
 def test_subset_is_stable_and_seeded():

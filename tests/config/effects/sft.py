@@ -9,7 +9,7 @@ from mmrl.engines.base import Completion, Request
 from mmrl.errors import ParseFailure, ToolFailure, TooManyFailures
 from tests.config.effects import Options, acts, refused
 from tests.helpers.fakes import Chain, FakeEngine, seeded_letter
-from tests.stages.test_sft import CHAT, OWN, Teachable, run, stage_of
+from tests.helpers.sft import CHAT, OWN, Teachable, run, stage_of
 
 ALGO, TRAIN = "supervised.algo", "supervised.train"
 

@@ -1,0 +1,77 @@
+"""A disk that is full or read-only: one line that names the file, and a run that goes on from what is saved."""
+
+import errno
+import os
+
+import pytest
+
+from mmrl.cli import main
+from mmrl.trainer import checkpoint
+from tests.helpers.runs import command, contents, saved_each_step
+
+
+def full(number=errno.ENOSPC):
+    return OSError(number, os.strerror(number))
+
+
+PLACES = ["metrics.jsonl", "journal/", "eval/", "checkpoint-2", "summary.json", "report.html"]
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [*((place, errno.ENOSPC) for place in PLACES), ("metrics.jsonl", errno.EROFS)]
+)
+def test_a_full_disk_is_one_line_and_the_run_goes_on_from_what_is_saved(
+    name, number, random_model, whole, tmp_path, capsys, monkeypatch
+):
+    run = tmp_path / "run"
+    append = os.write
+
+    def refuse(path):
+        if name in path:
+            raise full(number)
+
+    def broken_fsync(descriptor):
+        refuse(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def broken_write(descriptor, data):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        # What is there, then nothing more: step 1 has room in the metrics, and step 2 for half a line.
+        if name in path and (name == "eval/" or os.path.getsize(path) > 4000):
+            append(descriptor, data[:20])
+            refuse(path)
+        return append(descriptor, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", broken_fsync)
+        patched.setattr(os, "write", broken_write)
+        code = main(saved_each_step(random_model, run))
+    shown = capsys.readouterr().err
+    (line,) = [line for line in shown.splitlines() if line.startswith("error: ")]
+    assert code == 1 and "Traceback" not in shown
+    assert name in line and os.strerror(number) in line
+    assert f"mmrl train resume={run}" in " ".join(shown.split())
+    assert not list(run.rglob("*.tmp")) and not list(run.rglob(".writing-*"))
+    assert main(["train", f"resume={run}"]) == 0
+    assert contents(run) == contents(whole)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at inline_container.cc:664] . PytorchStreamWriter failed writing file data/3"),
+        checkpoint.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        OSError(errno.ENOSPC, "No space left on device"),
+    ],
+)
+def test_what_libraries_say_of_a_full_disk_is_understood(error, tmp_path):
+    found = checkpoint._refused(error, tmp_path / "checkpoint-4")
+    assert f"{tmp_path}/checkpoint-4: No space left on device; free some space" in str(found)
+    assert checkpoint._refused(RuntimeError("shapes differ"), tmp_path) is None
+
+
+def test_a_run_that_cannot_begin_leaves_its_folder_free(random_model, tmp_path, capsys, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(full()))
+        assert main(command(random_model, tmp_path / "run", "train.steps=1")) == 1
+    assert "environment.json: No space left on device; free some space" in capsys.readouterr().err
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {"run.lock"}

@@ -1,0 +1,174 @@
+"""Prompt stages where something is off: unusable proposals, rollouts that fail, nothing better, too few examples."""
+
+import copy
+import json
+from dataclasses import replace
+
+import dspy
+import pytest
+
+from mmrl.config import PromptCommandConfig
+from mmrl.errors import TooManyFailures
+from mmrl.report.rundir import RunDir
+from mmrl.stages.prompts.split import prompt_problems
+from mmrl.stages.prompts.students import _distinguish
+from mmrl.tasks.base import Score
+from tests.helpers.prompts import (
+    MIPRO,
+    MODEL,
+    ScriptedEngine,
+    banking,
+    better_with_demonstrations,
+    labelled,
+    lines,
+    optimised,
+    prompt_stage,
+    proposal,
+    share,
+    text_in,
+)
+
+
+@pytest.fixture(scope="module")
+def task():
+    return banking()
+
+
+def with_failure_score(task, score):
+    config, built = task
+    made = copy.copy(built)
+    made.failure_score = score
+    return config, made
+
+
+def test_where_nothing_is_better_the_prompts_stay(tmp_path, task):
+    gold = {e.inputs["text"]: e.metadata["label"] for e in task[1].examples("train")}
+
+    def all_right(messages, temperature, seed):
+        made = proposal(messages, seed)
+        return made or labelled(task[1], gold[messages[-1]["content"].split("]]\n")[1].split("\n\nRespond")[0]])
+
+    result, _ = optimised(tmp_path / "run", task, answer=all_right, **MIPRO)
+    assert (result.improved, result.start, result.best) == (False, 1.0, 1.0)
+    saved = json.loads(result.prompts.read_text())["classify.predict"]
+    assert saved["demos"] == [] and "nothing better than the start" in result.describe()["prompts"]
+
+
+def test_a_proposal_that_cannot_be_used_is_noted_and_changes_nothing(tmp_path, task):
+    answer = better_with_demonstrations(task[1])
+
+    def garbage(messages, temperature, seed):
+        made = proposal(messages, seed)
+        return answer(messages, temperature, seed) if made is None else ["", "hm", "[[ ## proposed"][seed % 3]
+
+    result, _ = optimised(tmp_path / "run", task, answer=garbage, **MIPRO)
+    proposals = lines(tmp_path / "run" / "prompts" / "proposals.jsonl")
+    assert len(proposals) == 3 and not any(one["usable"] for one in proposals)
+    assert all(one["problem"].startswith("AdapterParseError: ") for one in proposals)
+    trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
+    assert {trial["modules"]["classify.predict"]["instructions"] for trial in trials} == {
+        trials[0]["modules"]["classify.predict"]["instructions"]
+    }
+    assert result.improved, "demonstrations alone"
+
+
+def test_failed_rollouts_are_counted_and_never_demonstrations(tmp_path, task):
+    answer = better_with_demonstrations(task[1])
+
+    def broken(messages, temperature, seed):
+        text = answer(messages, temperature, seed)
+        unread = proposal(messages, seed) is None and share(text_in(messages)) < 0.25
+        return "no field at all" if unread else text
+
+    # the best reward there is, for what could not be parsed
+    built = with_failure_score(task, 1.0)
+    optimised(tmp_path / "run", built, answer=broken, **MIPRO)
+    trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
+    unread = sum(share(e.inputs["text"]) < 0.25 for e in task[1].examples("train")[-19:])
+    assert trials[0]["failed"] == {"parse": unread} and unread
+    texts = {
+        demo["text"]
+        for t in trials
+        for demo in t["modules"]["classify.predict"]["demonstrations"]
+        if "augmented" in demo
+    }
+    assert texts and all(share(text) >= 0.25 for text in texts)
+    history = RunDir.read(tmp_path / "run").history()
+    assert history[0]["rollouts/failed/parse"] == unread and history[0]["rollouts/failed_share"] == 0
+
+
+def test_a_reward_that_raises_or_is_no_number_ends_the_stage_with_its_place(tmp_path, task):
+    for number, score in enumerate((lambda *_: 1 / 0, lambda *_: Score(reward=float("nan")))):
+        config, built = task
+        made = copy.copy(built)
+        made.score = score
+        with pytest.raises(TooManyFailures, match=r"eval\.max_failed_share=50%; the first: reward in"):
+            optimised(tmp_path / f"{number}", (config, made), answer=better_with_demonstrations(built), **MIPRO)
+        assert not (tmp_path / f"{number}" / "prompts" / "rollouts.jsonl").exists(), "a resume samples them again"
+
+
+def test_too_few_examples_are_refused_with_their_numbers(task):
+    def problems(items, **options):
+        stage = options.pop("algo", "miprov2")
+        config, built = banking(items)
+        command = PromptCommandConfig.model_validate(
+            {
+                "task": config,
+                "model": MODEL,
+                "hardware": {"name": "cpu"},
+                "engine": {"name": "transformers"},
+                "eval": {},
+                "run": {},
+                "algo": {"name": stage, **options},
+            }
+        )
+        return prompt_problems(command, built)
+
+    assert problems(24) == [] == problems(24, **MIPRO)
+    (few,) = problems(1)
+    assert few.startswith(
+        "task.data.train: has 1 examples, of which algo.validation=0.8 leaves 0 to learn from and 1 to"
+    )
+    (few,) = problems(24, algo="simba")
+    assert few.startswith("task.data.train: has 24 examples, fewer than algo.bsize=32")
+    (large,) = problems(24, **{**MIPRO, "minibatch_size": 20})
+    assert large.startswith("algo.minibatch_size: got 20, more than the 19 validation examples")
+
+
+class Twice(dspy.Module):
+    """Two predictors with one signature."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = dspy.Predict("text -> label")
+        self.second = dspy.Predict("text -> label")
+
+    def forward(self, text):
+        return self.second(text=self.first(text=text).label)
+
+
+def test_predictors_that_share_a_signature_are_modules_of_their_own():
+    module = Twice()
+    _distinguish(module)
+    first, second = module.first.signature, module.second.signature
+    assert not first.equals(second), "GEPA tells a predictor's part of a trace by its signature"
+    assert module.dump_state() == Twice().dump_state() | {
+        name: {**state, "signature": module.dump_state()[name]["signature"]}
+        for name, state in Twice().dump_state().items()
+    }
+    adapter = dspy.ChatAdapter()
+    assert adapter.format(first, [], {"text": "a"}) == adapter.format(Twice().first.signature, [], {"text": "a"})
+
+
+def test_two_examples_with_the_same_inputs_differ_by_their_labels(tmp_path, task):
+    config, built = task
+    made = copy.copy(built)
+    first, second, *rest = built.examples("train")
+    twin = replace(first, id="twin", metadata={"label": second.metadata["label"]})
+    made.examples = lambda split: [twin, first, *rest]
+    engine = ScriptedEngine(better_with_demonstrations(made))
+    stage = prompt_stage(tmp_path / "run", (config, made), engine, "bootstrap_fewshot", num_candidate_programs=0)
+    with stage.rundir:
+        stage.run()
+    stored = [r["example"] for line in lines(tmp_path / "run/prompts/rollouts.jsonl") for r in line["rollouts"]]
+    assert "twin" in stored and first.id in stored
