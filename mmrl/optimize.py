@@ -103,13 +103,13 @@ class MMRL(Teleprompter):
         with _as_the_command():
             if resume is not None:
                 return self._resume(student, train, dev, resume)
-            from mmrl.cli import hydra, overrides
+            from mmrl.cli import configs, overrides
             from mmrl.run.check import check_all
             from mmrl.run.stages import begin
 
             words = self.words(student, train, dev)
             line = overrides.read_line(words)
-            (config,) = hydra.train_configs(line)
+            (config,) = configs.train_configs(line)
             if config.hardware.processes * config.hardware.nodes > 1:
                 raise ConfigError(
                     "hardware.processes: objects of this process are not in others; name them instead: "

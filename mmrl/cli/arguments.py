@@ -1,7 +1,7 @@
 """The words after a command, read in one way by all commands: `key=value`, at most one name, and flags.
 
 Typer hands on every word that it does not know (`mmrl.cli`). Commands that Hydra does not compose read theirs here into
-a pydantic section; the others give them to `mmrl.cli.hydra`.
+a pydantic section; the others give them to `mmrl.cli.configs`.
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
       mmrl plan experiment=mhgpo/table1/mhgpo_rr device=h200
       mmrl plan model=llama31_8b_instruct device=h100 lengths=rewriter:300/40
     """
-    from mmrl.cli import hydra, overrides
+    from mmrl.cli import configs, overrides
 
     line = overrides.read_line(context.args, own=("lengths", "dry", "device"))
     if line.switches:
         raise ConfigError("mmrl plan: takes one run and no flags but --json")
-    (config,) = hydra.train_configs(line)
+    (config,) = configs.train_configs(line)
     from mmrl.run.plan import PlanRequest, planned
 
     print(planned(config, PlanRequest.read(line.own), as_json=as_json))
@@ -60,12 +60,12 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
         from mmrl.run.doctor import look_at_machine
 
         return look_at_machine(as_json=as_json)
-    from mmrl.cli import hydra, overrides
+    from mmrl.cli import configs, overrides
 
     line = overrides.read_line(context.args, own=("examples",))
     if line.switches:
         raise ConfigError("mmrl doctor: takes one run and no flags but --json")
-    config = hydra.weight_config("mmrl doctor", line)
+    config = configs.weight_config("mmrl doctor", line)
     from mmrl.run.check import check_all
 
     check_all([config.in_folder(None)], line.keys)

@@ -47,7 +47,7 @@ def train(context: typer.Context) -> int:
       mmrl train resume=outputs/hotpotqa/mhgpo_rr/RUN
       mmrl train resume=outputs/hotpotqa/mhgpo_rr/RUN train.steps=+100
     """
-    from mmrl.cli import hydra, overrides
+    from mmrl.cli import configs, hydra, overrides
 
     line = overrides.read_line(context.args, own=("resume",))
     if "resume" in line.own:
@@ -63,20 +63,18 @@ def train(context: typer.Context) -> int:
     if line.flags:
         hydra.print_only("train", line)
         return 0
-    configs = hydra.train_configs(line)
+    jobs = configs.train_configs(line)
     command = ["mmrl", "train", *context.args]
     if line.multirun:
         from mmrl.run.sweep import sweep
 
         searched = overrides.searched(line)
-        return sweep(
-            configs, line.keys, command, lambda job: hydra.through_hydra("train", line, job), searched=searched
-        )
+        return sweep(jobs, line.keys, command, lambda job: configs.swept(line, job), searched=searched)
     from mmrl.run.check import check_all
     from mmrl.run.stages import begin
 
-    check_all(configs, line.keys)
-    return begin(configs[0], command)
+    check_all(jobs, line.keys)
+    return begin(jobs[0], command)
 
 
 @app.command("eval", context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...] [-m]", epilog=HYDRA_FLAGS)
@@ -98,7 +96,7 @@ def evaluate(context: typer.Context) -> int:
       mmrl eval policy=outputs/hotpotqa/mhgpo_rr/RUN task=2wiki split=test
       mmrl eval -m policy=tiny task=hotpotqa,2wiki,musique
     """
-    from mmrl.cli import hydra, overrides
+    from mmrl.cli import configs, hydra, overrides
     from mmrl.config import EvalCommandConfig
 
     line = overrides.read_line(context.args, own=("resume",))
@@ -110,17 +108,17 @@ def evaluate(context: typer.Context) -> int:
     if line.flags:
         hydra.print_only("eval", line)
         return 0
-    configs = hydra.configs("eval", EvalCommandConfig, line)
+    jobs = configs.configs("eval", EvalCommandConfig, line)
     from mmrl.run.check import check_all
     from mmrl.run.eval import evaluate_columns, evaluate_policy
 
-    check_all(configs, line.keys)
+    check_all(jobs, line.keys)
     command = ["mmrl", "eval", *context.args]
     if not line.multirun:
-        return evaluate_policy(configs[0], command=command)
+        return evaluate_policy(jobs[0], command=command)
     from mmrl.report.tables import column_names
 
-    columns = dict(zip(column_names(overrides.expand(line, [])), configs, strict=True))
+    columns = dict(zip(column_names(overrides.expand(line, [])), jobs, strict=True))
     return evaluate_columns(columns, command=command)
 
 
@@ -199,7 +197,7 @@ def compare(context: typer.Context) -> int:
       mmrl compare plan=mini
       mmrl compare outputs/hotpotqa/mhgpo_rr/RUN outputs/hotpotqa/grpo/RUN
     """
-    from mmrl.cli import hydra, overrides
+    from mmrl.cli import configs, overrides
     from mmrl.run.compare import KEYS, ComparisonRequest, look_at_runs, run_comparison
 
     line = overrides.read_line(context.args, own=KEYS, names=True)
@@ -209,7 +207,7 @@ def compare(context: typer.Context) -> int:
     request = ComparisonRequest(line.own, line.names, line.typed, line.keys, line.config_dir)
     if request.of_existing_runs:
         return look_at_runs(request)
-    return run_comparison(request, lambda words: hydra.configured(words, line.config_dir))
+    return run_comparison(request, lambda words: configs.configured(words, line.config_dir))
 
 
 @app.command(
@@ -305,7 +303,7 @@ def serve(context: typer.Context) -> int:
       mmrl serve policy=tiny port=0
       mmrl serve policy=RUN host=0.0.0.0 token_env=SERVE_TOKEN engine=vllm_server
     """
-    from mmrl.cli import hydra, overrides
+    from mmrl.cli import configs, overrides
     from mmrl.cli.arguments import read_arguments
     from mmrl.config import EvalCommandConfig
     from mmrl.run.serve import ServeArguments, serve_policy
@@ -314,7 +312,7 @@ def serve(context: typer.Context) -> int:
     if line.switches:
         raise ConfigError(f"{' '.join(line.switches)}: not for mmrl serve, which serves one policy")
     given = read_arguments("mmrl serve", ServeArguments, [f"{key}={value}" for key, value in line.own.items()])
-    (config,) = hydra.configs("eval", EvalCommandConfig, line)
+    (config,) = configs.configs("eval", EvalCommandConfig, line)
     return serve_policy(config, given, line.keys)
 
 

@@ -119,7 +119,7 @@ def _config_words(config: str, typed: Sequence[str], current: str) -> list[str]:
     printed = io.StringIO()
     try:
         with redirect_stdout(printed), redirect_stderr(io.StringIO()):
-            through_hydra(config, CommandLine(flags=("-sc", "query=bash")), lambda raw: None)
+            through_hydra(config, CommandLine(flags=("-sc", "query=bash")), lambda sections, words: None)
     # Half a line need not compose; then there is nothing to offer.
     except (Exception, SystemExit):
         return []

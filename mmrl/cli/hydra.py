@@ -1,4 +1,4 @@
-"""Hydra's compositions: words in, one composed plain mapping or validated config per job out.
+"""Hydra's compositions: the words of one job in, one composed plain mapping out; what `mmrl credit` composes of them.
 
 Hydra composes, pydantic judges: value overrides are forced in (`++key=value`), so all mistakes are reported together.
 """
@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from hydra import compose, initialize_config_dir
 from hydra import main as hydra_main
@@ -29,8 +28,7 @@ from omegaconf.resolvers import oc
 
 from mmrl.cli.arguments import CommandLine, comma_separated, typed_text
 from mmrl.cli.overrides import expand, forced, of_policy, parse, read_line, typed_value
-from mmrl.cli.stage_words import train_config
-from mmrl.config import AlgoConfig, RootConfig, StageConfig, StagedCommandConfig, TrainCommandConfig, validate
+from mmrl.config import AlgoConfig, TrainCommandConfig
 from mmrl.config.schema import LARGEST_SEED
 from mmrl.config.validate import algo_section, as_tuples
 from mmrl.errors import ConfigError
@@ -38,9 +36,8 @@ from mmrl.run.credit import CreditRequest, run_config
 from mmrl.secrets import environment_value
 from mmrl.system.conf import conf_dir, user_dirs
 
-ConfigT = TypeVar("ConfigT", bound=RootConfig)
-Build = Callable[[], StageConfig | StagedCommandConfig]
-"""Makes the config of a job that Hydra has composed, or raises `ConfigError`."""
+Job = Callable[[Callable[[], dict[str, object]], Sequence[str]], float | None]
+"""Runs one job of Hydra's: given what composes its sections, and its words."""
 
 
 def _env(*names: str) -> object:
@@ -52,87 +49,6 @@ def _env(*names: str) -> object:
 
 
 OmegaConf.register_new_resolver("oc.env", _env, replace=True)
-
-
-def configs(command: str, schema: type[ConfigT], line: CommandLine) -> list[ConfigT]:
-    """Every job's config, validated; the problems of all jobs together, each once."""
-    return _configs(command, line, lambda raw, job: validate(schema, raw))
-
-
-def train_configs(line: CommandLine) -> list[StageConfig | StagedCommandConfig]:
-    """Those of `mmrl train`, whose jobs may be of several stages, or of one that trains no weights."""
-
-    def build(raw: Mapping[str, object], job: Sequence[str]) -> StageConfig | StagedCommandConfig:
-        return _train_config(raw, job, line.config_dir)
-
-    return _configs("train", line, build)
-
-
-def weight_config(command: str, line: CommandLine) -> TrainCommandConfig:
-    """The one config of a command that looks at the training of weights by reinforcement learning.
-
-    Raises:
-        ConfigError: it is of several stages, or trains none; or every problem of it.
-    """
-    (config,) = train_configs(line)
-    if not isinstance(config, TrainCommandConfig):
-        raise ConfigError(f"algo: got {config.algo.name}, and {command} looks at one stage of reinforcement learning")
-    return config
-
-
-def _train_config(
-    raw: Mapping[str, object], words: Sequence[str], config_dir: str | None
-) -> StageConfig | StagedCommandConfig:
-    # Not what a row (`experiment=`) sets: of `algo` and `train` that belongs to the algorithm that the row is about.
-    typed = [word.lstrip("+~").partition("=")[0] for word in words]
-    return train_config(raw, words, typed, lambda job: composed("train", job, config_dir), config_dir)
-
-
-def _configs(
-    command: str, line: CommandLine, build: Callable[[Mapping[str, object], Sequence[str]], ConfigT]
-) -> list[ConfigT]:
-    problems: list[str] = []
-    if command == "eval":
-        # The composed config cannot tell: a `model=` brings `train.*` into an evaluation too (see `_sections`).
-        stray = sorted({key for key in line.keys if key.partition(".")[0] in ("train", "algo")})
-        problems += [f"{key}: has no effect on mmrl eval; it is an option of mmrl train" for key in stray]
-        line = line.without(stray)
-    jobs = expand(line, problems)
-    # Keys of a group whose choice is unknown cannot be judged: they belong to another schema.
-    unjudged = tuple(f"{problem.partition(':')[0]}." for problem in problems)
-    import_plugins_of(line)
-    # A row of the other command fails in ways that do not mention the row; the hint names the command to use instead.
-    row = next((override.value() for override in line.overrides if override.key_or_group == "experiment"), None)
-    valid: list[ConfigT] = []
-    for job in jobs:
-        try:
-            valid.append(build(composed(command, job, line.config_dir), job))
-        except ConfigError as error:
-            for problem in error.problems:
-                hint = _row_of_other_command(command, row, "policy" in line.keys, problem)
-                problems += [] if problem.startswith(unjudged) and hint is None else [hint or problem]
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
-    return valid
-
-
-def configured(words: Sequence[str], config_dir: str | None = None) -> StageConfig | StagedCommandConfig:
-    """The config that `mmrl train WORDS` would run with, before its cross-section checks.
-
-    Raises:
-        ConfigError: every problem.
-    """
-    (config,) = train_configs(replace(read_line(words, once=False), config_dir=config_dir))
-    return config
-
-
-def _row_of_other_command(command: str, row: object, policy_typed: bool, problem: str) -> str | None:
-    """What to say instead of `problem` where it comes from a row (`experiment=`) of the other command."""
-    if row and command == "train" and problem.startswith("policy: unknown key") and not policy_typed:
-        return f"experiment: got '{row}', which evaluates and does not train: mmrl eval experiment={row}"
-    if row and command == "eval" and "Could not override 'algo'" in problem:
-        return f"experiment: got '{row}', which trains: mmrl train experiment={row}"
-    return None
 
 
 def import_plugins_of(line: CommandLine) -> None:
@@ -173,7 +89,8 @@ def _composition(config_name: str, overrides: Sequence[str], config_dir: str | N
         ConfigError: Hydra could not compose it.
     """
     _put_user_folders_first(config_dir)
-    # Hydra refuses a second composition in one process otherwise.
+    # Hydra refuses a second composition in one process otherwise; a sweep is put back for whoever drives it.
+    driving = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name=config_name):
@@ -191,6 +108,8 @@ def _composition(config_name: str, overrides: Sequence[str], config_dir: str | N
         raise _refusal(error) from None
     except (AssertionError, RecursionError) as error:
         raise _refusal(error) from None
+    finally:
+        GlobalHydra.instance().hydra = driving
 
 
 def _refusal(error: Exception) -> ConfigError:
@@ -261,28 +180,16 @@ def print_only(config_name: str, line: CommandLine) -> None:
         with suppress(OmegaConfBaseException):  # what cannot be resolved is printed as it stands
             more = parse(of_policy(_sections(config_name, config), jobs[0], line.config_dir), problems)
             line = replace(line, overrides=(*line.overrides, *more))
-    through_hydra(config_name, line, lambda raw: None)
+    through_hydra(config_name, line, lambda sections, words: None)
 
 
-def through_hydra(
-    config_name: str, line: CommandLine, job: Callable[[Build], float | None], program: str = "mmrl"
-) -> None:
+def through_hydra(config_name: str, line: CommandLine, job: Job, program: str = "mmrl") -> None:
     """Let Hydra's own main drive: multirun with any sweeper and launcher, `--cfg`, `--info`."""
     _put_user_folders_first(line.config_dir)
     GlobalHydra.instance().clear()
 
     def call(config: DictConfig) -> float | None:
-        words = list(HydraConfig.get().overrides.task)
-        driving = GlobalHydra.instance().hydra
-
-        def build() -> StageConfig | StagedCommandConfig:
-            try:
-                return _train_config(_sections(config_name, config), words, line.config_dir)
-            finally:
-                # Stages are composed each by itself, which takes the place of the Hydra that drives the sweep.
-                GlobalHydra.instance().hydra = driving
-
-        return job(build)
+        return job(lambda: _sections(config_name, config), list(HydraConfig.get().overrides.task))
 
     # A sweep goes to Hydra unexpanded: which sweeper takes it apart may be an override too.
     words = [forced(override, typed_value(override)) for override in line.overrides]

@@ -36,8 +36,8 @@ FOREST = {
 }
 TASK = """
 from mmrl.run import check as prepare
-from mmrl.cli.hydra import configs
-from mmrl.cli.hydra import read_line
+from mmrl.cli.configs import configs
+from mmrl.cli.overrides import read_line
 from mmrl.config import TrainCommandConfig
 (config,) = configs("train", TrainCommandConfig, read_line([]))
 prepare.build_task(config.task, config.seed)

@@ -103,7 +103,7 @@ def run(given: tuple[str, str, bytes]) -> str | None:
 
 @cache
 def _task_section(name: str) -> dict[str, Any]:
-    from mmrl.cli.hydra import configured
+    from mmrl.cli.configs import configured
 
     config = configured([f"task={name}", "algo=mmgrpo"], None)
     section: dict[str, Any] = config.task.model_dump(mode="json")

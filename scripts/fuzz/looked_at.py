@@ -42,7 +42,7 @@ def _run_dir() -> tuple[Path, str]:
 
     import matplotlib.font_manager  # noqa: F401  # lists the fonts when it is first used, in a file of its own
 
-    from mmrl.cli.hydra import configured
+    from mmrl.cli.configs import configured
     from mmrl.report.forest import parse_forest
     from mmrl.report.journal import write_step
     from mmrl.report.rundir import RunDir

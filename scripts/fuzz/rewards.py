@@ -94,7 +94,7 @@ def run(given: Played) -> str | None:
 
 @cache
 def _task(name: str) -> Any:
-    from mmrl.cli.hydra import configured
+    from mmrl.cli.configs import configured
     from mmrl.tasks import TASKS as KNOWN
 
     corpus = Path(tempfile.mkdtemp(prefix="mmrl-fuzz-")) / "corpus.json"

@@ -61,7 +61,8 @@ def outcome(target: Target, given: Any) -> str | None:
 @cache
 def configs() -> tuple[Mapping[str, Any], ...]:
     """Plain mappings of right configs: every algorithm on a task that it fits, and evaluations."""
-    from mmrl.cli.hydra import configs, configured, read_line
+    from mmrl.cli.configs import configs, configured
+    from mmrl.cli.overrides import read_line
     from mmrl.config import EvalCommandConfig
 
     lines = (

@@ -13,7 +13,7 @@ import pytest
 
 from mmrl.cli import COMMANDS, main
 from mmrl.cli.arguments import ExportArguments, ShowArguments
-from mmrl.cli.hydra import configured
+from mmrl.cli.configs import configured
 from mmrl.cli.new_task import NewTaskArguments
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.config.retriever import (

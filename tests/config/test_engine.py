@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from mmrl import engines
-from mmrl.cli.hydra import configs, read_line
+from mmrl.cli.configs import configs
+from mmrl.cli.overrides import read_line
 from mmrl.config import EngineConfig, TrainCommandConfig
 from mmrl.config.engines import TransformersConfig, VllmServerConfig
 from mmrl.config.rules import Facts, without_effect

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from mmrl.cli.hydra import composed, configs
+from mmrl.cli.configs import configs
+from mmrl.cli.hydra import composed
 from mmrl.cli.overrides import read_line
 from mmrl.config import DataConfig, EvalCommandConfig, TrainCommandConfig, validate, validate_stored
 from mmrl.errors import ConfigError

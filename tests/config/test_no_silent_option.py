@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.cli.hydra import configs, read_line, train_configs
+from mmrl.cli.configs import configs, train_configs
+from mmrl.cli.overrides import read_line
 from mmrl.config import EvalCommandConfig
 from mmrl.errors import ConfigError
 from mmrl.run.check import check_all

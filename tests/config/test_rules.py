@@ -2,7 +2,8 @@
 
 import pytest
 
-from mmrl.cli.hydra import configs, read_line
+from mmrl.cli.configs import configs
+from mmrl.cli.overrides import read_line
 from mmrl.config import EvalCommandConfig, TrainCommandConfig
 from mmrl.config.engines import VllmServerConfig
 from mmrl.config.rules import RUNS, SECTIONS, TYPED

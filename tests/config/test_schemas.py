@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from mmrl.cli.hydra import composed, configs, read_line
+from mmrl.cli.configs import configs
+from mmrl.cli.hydra import composed
+from mmrl.cli.overrides import read_line
 from mmrl.config import (
     ALGO_SCHEMAS,
     ENGINE_SCHEMAS,

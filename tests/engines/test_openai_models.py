@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mmrl.cli import main
-from mmrl.cli.hydra import configs, read_line
+from mmrl.cli.configs import configs
+from mmrl.cli.overrides import read_line
 from mmrl.config import TrainCommandConfig
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.engines.openai import OpenAIChat, described

@@ -13,7 +13,8 @@ import pytest
 from accelerate.tracking import GeneralTracker
 
 from mmrl import secrets as hidden
-from mmrl.cli.hydra import configs, read_line
+from mmrl.cli.configs import configs
+from mmrl.cli.overrides import read_line
 from mmrl.config import RunConfig, TrainCommandConfig
 from mmrl.config.schema import TrackerName
 from mmrl.credit.entries import Entry

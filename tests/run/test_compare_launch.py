@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.cli import main
-from mmrl.cli.hydra import configured
+from mmrl.cli.configs import configured
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.config.base import SHIPPED
 from mmrl.errors import ConfigError
@@ -22,7 +22,7 @@ from mmrl.run.compare import method_word, read_comparison
 FAKE = """
 import os, sys, time
 from pathlib import Path
-from mmrl.cli.hydra import configured
+from mmrl.cli.configs import configured
 from mmrl.config import TrainCommandConfig
 from mmrl.system.files import append_jsonl
 from mmrl.report.rundir import RunDir

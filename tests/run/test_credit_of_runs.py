@@ -17,7 +17,7 @@ import pytest
 from mmrl import rng
 from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import main
-from mmrl.cli.hydra import configured
+from mmrl.cli.configs import configured
 from mmrl.errors import ToolFailure
 from mmrl.records import Example
 from mmrl.report.journal import read_step, write_step

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from mmrl.cli import main
-from mmrl.cli.hydra import configs
+from mmrl.cli.configs import configs
 from mmrl.cli.overrides import read_line
 from mmrl.config import EvalCommandConfig, TrainCommandConfig
 from mmrl.models.chat import render_prompt

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.cli import main
-from mmrl.cli.hydra import configs, train_configs
+from mmrl.cli.configs import configs, train_configs
 from mmrl.cli.overrides import read_line
 from mmrl.config import (
     EvalCommandConfig,

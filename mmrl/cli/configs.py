@@ -1,37 +1,123 @@
-"""From one composed job of `mmrl train` to its config: one stage, or several (`stages=[A,B]`), each composed by itself.
+"""From the words of a command to its validated configs, one per job; of `mmrl train` also of several stages.
 
-A stage `A` is what the same words with `algo=A` would be, and with what `stage.A.KEY=` (or `stage.1.KEY=`) says.
+A stage `A` of `stages=[A,B]` is what the same words with `algo=A` would be, and with what `stage.A.KEY=` (or
+`stage.1.KEY=`) says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
-from mmrl.cli.overrides import hydra_value
+from mmrl.cli.arguments import CommandLine
+from mmrl.cli.hydra import composed, import_plugins_of, through_hydra
+from mmrl.cli.overrides import expand, hydra_value, read_line
 from mmrl.config import RootConfig, StageConfig, StagedCommandConfig, TrainCommandConfig, stage_schema, validate
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
 from mmrl.errors import ConfigError, unknown
 from mmrl.system.conf import GROUPS, options
 
-Compose = Callable[[Sequence[str]], dict[str, object]]
-"""Composes the words of a job to a plain mapping."""
+if TYPE_CHECKING:
+    from mmrl.run.sweep import Job
+
+ConfigT = TypeVar("ConfigT", bound=RootConfig)
 OF_A_STAGE = ("algo", "train", "model", "hardware", "engine", "eval.every", "run.doctor")
 """What may differ between the stages of a run. They evaluate the same items, so that they can be compared."""
 
 
-def train_config(
-    raw: Mapping[str, object], words: Sequence[str], typed: Collection[str], compose: Compose, config_dir: str | None
-) -> StageConfig | StagedCommandConfig:
-    """The config of a job.
+def configs(command: str, schema: type[ConfigT], line: CommandLine) -> list[ConfigT]:
+    """Every job's config, validated; the problems of all jobs together, each once."""
+    return _configs(command, line, lambda raw, job: validate(schema, raw))
 
-    Args:
-        raw: the job, composed.
-        words: its overrides.
-        typed: keys of the words.
+
+def train_configs(line: CommandLine) -> list[StageConfig | StagedCommandConfig]:
+    """Those of `mmrl train`, whose jobs may be of several stages, or of one that trains no weights."""
+
+    def build(raw: Mapping[str, object], job: Sequence[str]) -> StageConfig | StagedCommandConfig:
+        return _train_config(raw, job, line.config_dir)
+
+    return _configs("train", line, build)
+
+
+def weight_config(command: str, line: CommandLine) -> TrainCommandConfig:
+    """The one config of a command that looks at the training of weights by reinforcement learning.
+
+    Raises:
+        ConfigError: it is of several stages, or trains none; or every problem of it.
+    """
+    (config,) = train_configs(line)
+    if not isinstance(config, TrainCommandConfig):
+        raise ConfigError(f"algo: got {config.algo.name}, and {command} looks at one stage of reinforcement learning")
+    return config
+
+
+def _configs(
+    command: str, line: CommandLine, build: Callable[[Mapping[str, object], Sequence[str]], ConfigT]
+) -> list[ConfigT]:
+    problems: list[str] = []
+    if command == "eval":
+        # The composed config cannot tell: a `model=` brings `train.*` into an evaluation too (see `hydra._sections`).
+        stray = sorted({key for key in line.keys if key.partition(".")[0] in ("train", "algo")})
+        problems += [f"{key}: has no effect on mmrl eval; it is an option of mmrl train" for key in stray]
+        line = line.without(stray)
+    jobs = expand(line, problems)
+    # Keys of a group whose choice is unknown cannot be judged: they belong to another schema.
+    unjudged = tuple(f"{problem.partition(':')[0]}." for problem in problems)
+    import_plugins_of(line)
+    # A row of the other command fails in ways that do not mention the row; the hint names the command to use instead.
+    row = next((override.value() for override in line.overrides if override.key_or_group == "experiment"), None)
+    valid: list[ConfigT] = []
+    for job in jobs:
+        try:
+            valid.append(build(composed(command, job, line.config_dir), job))
+        except ConfigError as error:
+            for problem in error.problems:
+                hint = _row_of_other_command(command, row, "policy" in line.keys, problem)
+                problems += [] if problem.startswith(unjudged) and hint is None else [hint or problem]
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    return valid
+
+
+def configured(words: Sequence[str], config_dir: str | None = None) -> StageConfig | StagedCommandConfig:
+    """The config that `mmrl train WORDS` would run with, before its cross-section checks.
 
     Raises:
         ConfigError: every problem.
     """
+    (config,) = train_configs(replace(read_line(words, once=False), config_dir=config_dir))
+    return config
+
+
+def swept(line: CommandLine, job: Job) -> None:
+    """Let Hydra go through the jobs of a sweep of `mmrl train`, by any sweeper and launcher."""
+    through_hydra("train", line, lambda sections, words: job(lambda: _train_config(sections(), words, line.config_dir)))
+
+
+def _row_of_other_command(command: str, row: object, policy_typed: bool, problem: str) -> str | None:
+    """What to say instead of `problem` where it comes from a row (`experiment=`) of the other command."""
+    if row and command == "train" and problem.startswith("policy: unknown key") and not policy_typed:
+        return f"experiment: got '{row}', which evaluates and does not train: mmrl eval experiment={row}"
+    if row and command == "eval" and "Could not override 'algo'" in problem:
+        return f"experiment: got '{row}', which trains: mmrl train experiment={row}"
+    return None
+
+
+def _train_config(
+    raw: Mapping[str, object], words: Sequence[str], config_dir: str | None
+) -> StageConfig | StagedCommandConfig:
+    """The config of a job of `mmrl train`.
+
+    Args:
+        raw: the job, composed.
+        words: its overrides.
+
+    Raises:
+        ConfigError: every problem.
+    """
+    # Not what a row (`experiment=`) sets: of `algo` and `train` that belongs to the algorithm that the row is about.
+    typed = [word.lstrip("+~").partition("=")[0] for word in words]
     sections = dict(raw)
     names, own = sections.pop("stages", None), sections.pop("stage", None) or {}
     if names is None:
@@ -47,7 +133,7 @@ def train_config(
         of_stage = _words_of(own, name, number)
         problems += _shared_problems([key for key, _ in of_stage], name, number)
         kept = [word for word in words if not _is_of(word, ("algo", "stages", "stage"))]
-        mapping = compose([*kept, f"algo={name}", *(word for _, word in of_stage)])
+        mapping = composed("train", [*kept, f"algo={name}", *(word for _, word in of_stage)], config_dir)
         if mapping.pop("stages", None) and name not in (SFT, *PROMPT_SCHEMAS) and "name" not in _section(mapping):
             problems.append(f"stages: got {name}, which stands for several stages itself; list them")
             continue
