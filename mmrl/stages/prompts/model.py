@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -160,17 +160,3 @@ class PromptLM(dspy.BaseLM):
             self.writer.write(plain, 1.0 if temperature is None else float(temperature), given.get("rollout_id"))
             for _ in range(int(given.get("n") or 1))
         ]
-
-
-class TaskLM(dspy.BaseLM):
-    """The place of the task's model in DSPy's settings: optimisers copy it with the options that they sample with.
-
-    Never called itself: a rollout has an LM of its own.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(model="mmrl", cache=False)
-
-    def __call__(self, prompt: str | None = None, *, messages: Any = None, **options: Mapping[str, Any]) -> list[str]:
-        """Never."""
-        raise TypeError("a request outside of a rollout")

@@ -27,11 +27,10 @@ from mmrl.config.other_stages import (
     PromptConfig,
     SimbaConfig,
 )
-from mmrl.stages.prompts.model import PromptLM, TaskLM, Writer
-from mmrl.stages.prompts.rollouts import Played, Rollouts
-from mmrl.stages.prompts.running import on_rollouts, replaced
+from mmrl.stages.prompts.model import PromptLM, Writer
+from mmrl.stages.prompts.rollouts import Played, Rollouts, TaskLM, on_rollouts, replaced
 from mmrl.stages.prompts.split import labeled_demos, minibatched
-from mmrl.stages.prompts.stored_rollouts import Student
+from mmrl.stages.prompts.students import Student
 from mmrl.tasks.base import Task
 
 Metric = Callable[..., Any]

@@ -35,8 +35,8 @@ from mmrl.stages.prompts.model import Writer, WriterUsage
 from mmrl.stages.prompts.optimisers import Bench, optimise
 from mmrl.stages.prompts.rollouts import Abort, Rollouts
 from mmrl.stages.prompts.split import compared, split
-from mmrl.stages.prompts.stored_rollouts import AS_EVALUATED, Need, Sampler, State, Usage, state_of
-from mmrl.stages.prompts.students import student_of
+from mmrl.stages.prompts.stored_rollouts import AS_EVALUATED, Need, Sampler, Usage
+from mmrl.stages.prompts.students import State, state_of, student_of
 from mmrl.stages.prompts.trial_store import Store, Table
 from mmrl.stages.step_log import StepLog
 from mmrl.system.files import JsonObject, atomic_write, dumps
@@ -118,21 +118,10 @@ class PromptStage:
         self.log.begin()
         self._logged = {int(record["step"]) for record in self.rundir.history()}
         self._table, self._proposals = Table(folder / TRIALS), Table(folder / "proposals.jsonl")
-        self._sampler = sampler = Sampler(
-            examples=self.task.examples("train"),
-            task=self.config.task,
-            settings=self.config.eval,
-            seed=self.config.seed,
-            engine=self.engine,
-            tokenizer=self.tokenizer,
-            reward_set=self.reward_set,
-            failure_score=self.task.failure_score,
-            store=Store(folder / "rollouts.jsonl"),
-            log=self.log,
-        )
+        self._sampler = sampler = self._make_sampler(folder)
         rollouts = Rollouts(sampler, self._on_batch)
         self._validation = frozenset(example.id for example in validation)
-        sampler.student = student = student_of(self.task, rollouts)
+        sampler.student = student = student_of(self.task, rollouts.forward)
         start = student.module.deepcopy()
         self._note_prompts("start", start)
         endpoint = self._endpoint()
@@ -173,6 +162,20 @@ class PromptStage:
             validation=len(validation),
             student=sampler.usage,
             writer=self._writer.usage if self._writer is not None else WriterUsage(),
+        )
+
+    def _make_sampler(self, folder: Path) -> Sampler:
+        return Sampler(
+            examples=self.task.examples("train"),
+            task=self.config.task,
+            settings=self.config.eval,
+            seed=self.config.seed,
+            engine=self.engine,
+            tokenizer=self.tokenizer,
+            reward_set=self.reward_set,
+            failure_score=self.task.failure_score,
+            store=Store(folder / "rollouts.jsonl"),
+            log=self.log,
         )
 
     def _endpoint(self) -> OpenAIChat | None:

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import dspy
 
@@ -22,17 +21,15 @@ from mmrl.rollout.environment import make_environment, sampling_settings
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import sample
 from mmrl.stages.evaluate import CHUNK
+from mmrl.stages.prompts.students import Candidate, State, Student, state_of
 from mmrl.stages.prompts.trial_store import Store, as_json
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import failed_share
 from mmrl.system.files import JsonObject
-from mmrl.tasks.base import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-State = Mapping[str, JsonObject]
-"""Module -> what DSPy saves of its predictor: instructions, fields, demonstrations. All that a candidate is."""
 Draw = tuple[float | None, int | None]
 """A temperature and DSPy's number of the sample."""
 AS_EVALUATED: Draw = (None, None)
@@ -55,39 +52,6 @@ class Need:
     def key(self) -> str:
         """Its name in the store."""
         return f"{rng.digest(self.candidate, self.example, *_plain(self.draw)):032x}"
-
-
-class Candidate(Protocol):
-    """Some prompts as a program."""
-
-    task: Task
-
-    def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
-        """What each module was given and gave (`module`, `inputs`, `outputs`), in order.
-
-        A reply that could not be parsed is the last, with `outputs` None and its `text`.
-        """
-        ...
-
-    def save(self, path: Path) -> None:
-        """Write its prompts as `task.prompts=` reads them."""
-        ...
-
-
-class Student(Protocol):
-    """The program that DSPy optimises in the place of the task's."""
-
-    module: dspy.Module
-    suffix: str
-    """Of files with its prompts."""
-
-    def candidate(self, state: State) -> Candidate:
-        """The task's program with other prompts."""
-        ...
-
-    def problem(self, module: str, instructions: str) -> str:
-        """Why a module cannot have these instructions; empty where it can."""
-        ...
 
 
 @dataclass(slots=True)
@@ -270,17 +234,6 @@ class Sampler:
             f"{share:.0%} of the rollouts of a batch failed {how}, more than eval.max_failed_share={limit:.0%}; "
             f"the first: {first.error} in {first.id}: {first.error_message}{trace}"
         )
-
-
-def state_of(module: dspy.Module) -> State:
-    """All that a candidate is, as JSON: what a saved program is loaded from, but for LMs."""
-    own = ("demos", "signature", "fields")
-    state = {
-        name: {key: value for key, value in predictor.dump_state().items() if key in own}
-        for name, predictor in module.named_predictors()
-    }
-    made: State = as_json(state)
-    return made
 
 
 def _plain(draw: Draw) -> tuple[str | None, int | None]:

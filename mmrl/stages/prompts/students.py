@@ -7,9 +7,9 @@ prompts of a program without DSPy are predictors of one input and one output: wh
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import dspy
 from dspy.utils.callback import BaseCallback
@@ -17,8 +17,6 @@ from dspy.utils.callback import BaseCallback
 from mmrl.errors import ConfigError, ParseFailure
 from mmrl.records import Example, Forest, Rollout
 from mmrl.rollout.dspy.dspy_program import DspyProgram
-from mmrl.stages.prompts.rollouts import Rollouts
-from mmrl.stages.prompts.stored_rollouts import Candidate, State, Student
 from mmrl.stages.prompts.trial_store import as_json
 from mmrl.system.files import JsonObject
 from mmrl.tasks.base import Context, Task
@@ -26,18 +24,55 @@ from mmrl.tasks.prompts import ModulePrompt, PromptedTask, Shot, last_user
 
 MARK = "mmrl_module"
 """Key in the description of a signature's field: the predictor that it belongs to."""
+State = Mapping[str, JsonObject]
+"""Module -> what DSPy saves of its predictor: instructions, fields, demonstrations. All that a candidate is."""
+Forward = Callable[[dspy.Module, Mapping[str, object]], dspy.Prediction]
+"""What a student's `forward` does: its prompts and the inputs of an example, to the prediction of a rollout."""
 
 
-def student_of(task: Task, rollouts: Rollouts) -> Student:
+class Candidate(Protocol):
+    """Some prompts as a program."""
+
+    task: Task
+
+    def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
+        """What each module was given and gave (`module`, `inputs`, `outputs`), in order.
+
+        A reply that could not be parsed is the last, with `outputs` None and its `text`.
+        """
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write its prompts as `task.prompts=` reads them."""
+        ...
+
+
+class Student(Protocol):
+    """The program that DSPy optimises in the place of the task's."""
+
+    module: dspy.Module
+    suffix: str
+    """Of files with its prompts."""
+
+    def candidate(self, state: State) -> Candidate:
+        """The task's program with other prompts."""
+        ...
+
+    def problem(self, module: str, instructions: str) -> str:
+        """Why a module cannot have these instructions; empty where it can."""
+        ...
+
+
+def student_of(task: Task, forward: Forward) -> Student:
     """The student of a task.
 
     Raises:
         ConfigError: its program has no prompts that can be changed.
     """
     if isinstance(task.program, DspyProgram):
-        return DspyStudent(task, task.program, rollouts)
+        return DspyStudent(task, task.program, forward)
     if isinstance(task, PromptedTask):
-        return PromptedStudent(task, rollouts)
+        return PromptedStudent(task, forward)
     raise ConfigError(f"task: the program of '{task.name}' has no prompts that could be optimised")
 
 
@@ -49,16 +84,16 @@ class DspyStudent:
 
     suffix = ".json"
 
-    def __init__(self, task: Task, program: DspyProgram, rollouts: Rollouts):
+    def __init__(self, task: Task, program: DspyProgram, forward: Forward):
         self._task, self._program = task, program
         self.module = program.module.deepcopy()
-        self.module.__class__ = _student_class(type(self.module), type(self.module), rollouts)
+        self.module.__class__ = _student_class(type(self.module), type(self.module), forward)
         # A program that was compiled before may be compiled again, demonstrations and all.
         self.module._compiled = False
         _distinguish(self.module)
 
     def candidate(self, state: State) -> Candidate:
-        """See `sampling.Student.candidate`."""
+        """See `Student.candidate`."""
         module = self._program.module.deepcopy()
         for name, predictor in module.named_predictors():
             # As loading a file of them would.
@@ -78,7 +113,7 @@ class DspyCandidate:
         self.task = _with_program(task, self.program)
 
     def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
-        """See `sampling.Candidate.steps`."""
+        """See `Candidate.steps`."""
         steps, failed = self.program.traces.pop(rollout.example, ([], None))
         calls = forest.path(rollout)
         if rollout.error == ParseFailure.kind and failed is not None and calls:
@@ -86,7 +121,7 @@ class DspyCandidate:
         return steps
 
     def save(self, path: Path) -> None:
-        """See `sampling.Candidate.save`."""
+        """See `Candidate.save`."""
         self.program.save(path)
 
 
@@ -141,11 +176,11 @@ class PromptedStudent:
 
     suffix = ".yaml"
 
-    def __init__(self, task: Task, rollouts: Rollouts):
+    def __init__(self, task: Task, forward: Forward):
         assert isinstance(task, PromptedTask)
         self._task, self._prompted = task, task
         self._start = task.prompt_set()
-        self.module = _student_class(dspy.Module, type(task.program), rollouts)()
+        self.module = _student_class(dspy.Module, type(task.program), forward)()
         self._shown: dict[str, str] = {}
         for name, prompt in self._start.items():
             predictor = dspy.Predict(dspy.Signature("prompt -> reply", prompt.instructions))
@@ -156,7 +191,7 @@ class PromptedStudent:
         _distinguish(self.module)
 
     def candidate(self, state: State) -> Candidate:
-        """See `sampling.Student.candidate`."""
+        """See `Student.candidate`."""
         prompts = {name: self._prompt(name, state[name]) for name in self._start}
         return PromptedCandidate(self._task, self._prompted, prompts)
 
@@ -169,7 +204,7 @@ class PromptedStudent:
         return ModulePrompt(instructions, tuple(shots))
 
     def problem(self, module: str, instructions: str) -> str:
-        """See `sampling.Student.problem`: placeholders that the module needs may be missing."""
+        """See `Student.problem`: placeholders that the module needs may be missing."""
         try:
             self._prompted.with_prompt_set({module: ModulePrompt(instructions)})
         except ConfigError as error:
@@ -185,7 +220,7 @@ class PromptedCandidate:
         self.task = _with_program(task, prompted.with_prompt_set(prompts))
 
     def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
-        """See `sampling.Candidate.steps`."""
+        """See `Candidate.steps`."""
         path = forest.path(rollout)
         steps: list[JsonObject] = []
         for module in self._prompts:
@@ -199,11 +234,22 @@ class PromptedCandidate:
         return steps
 
     def save(self, path: Path) -> None:
-        """See `sampling.Candidate.save`."""
+        """See `Candidate.save`."""
         self._prompted.write_prompts(path, self._prompts)
 
 
-def _student_class(kind: Any, source: Any, rollouts: Rollouts) -> Any:
+def state_of(module: dspy.Module) -> State:
+    """All that a candidate is, as JSON: what a saved program is loaded from, but for LMs."""
+    own = ("demos", "signature", "fields")
+    state = {
+        name: {key: value for key, value in predictor.dump_state().items() if key in own}
+        for name, predictor in module.named_predictors()
+    }
+    made: State = as_json(state)
+    return made
+
+
+def _student_class(kind: Any, source: Any, play: Forward) -> Any:
     """A subclass of a module's class whose `forward` is a rollout.
 
     Args:
@@ -211,7 +257,7 @@ def _student_class(kind: Any, source: Any, rollouts: Rollouts) -> Any:
     """
 
     def forward(self: dspy.Module, **inputs: object) -> dspy.Prediction:
-        return rollouts.forward(self, inputs)
+        return play(self, inputs)
 
     names = {"__module__": source.__module__, "__qualname__": source.__qualname__, "__doc__": source.__doc__}
     return type(kind)(source.__name__, (kind,), {**names, "forward": forward})
