@@ -1,6 +1,7 @@
 """The door of a run: its config settled once on this machine, its directory placed once, its plugins imported.
 
-Called by `cli` and by every command that runs something; what comes after takes the config as it is.
+Called by `cli` and by every command that runs something; what comes after takes the config as it is. A further stage
+of a run gets its config here too, from the policy of the stage before.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mmrl.config import (
     PromptCommandConfig,
     RootConfig,
     SftCommandConfig,
+    StageConfig,
     StagedCommandConfig,
     TrainCommandConfig,
     stage_schema,
@@ -30,11 +32,11 @@ from mmrl.config import (
 from mmrl.config.other_stages import SftConfig
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.assignment import ModuleAssignment
-from mmrl.models.policy import newest_checkpoint, prompts_of
+from mmrl.models.policy import newest_checkpoint, prompts_of, require_undamaged, resolve
 from mmrl.report.compare import flattened, of_stage
 from mmrl.report.rundir import RunDir
 from mmrl.report.stage_costs import stage_folders
-from mmrl.system.files import plain
+from mmrl.system.files import atomic_dir, plain
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 
@@ -270,3 +272,55 @@ def stored_config(folder: Path, schema: type[ConfigT]) -> ConfigT:
         return validate_stored(schema, stored).in_folder(str(folder))
     except ConfigError as error:
         raise ConfigError(f"{folder}/config.yaml: {problem}" for problem in error.problems) from None
+
+
+def stage_after(stage: StageConfig, before: Path) -> StageConfig:
+    """A stage from the policy that the run `before` has made: its weights, and its prompts.
+
+    Raises:
+        ConfigError: weights that no further stage can start from.
+    """
+    policy = resolve(str(before))
+    require_undamaged(policy)
+    changed: dict[str, object] = {}
+    if policy.modules:
+        raise ConfigError(
+            f"stages: {before.name} has trained weights for each module apart (model.modules, algo.frozen_serving), "
+            "from which no further stage can start; make it the last stage"
+        )
+    path = policy.base if policy.adapter is None else _merged(before, stage)
+    if path != stage.model.path:
+        changed["model"] = stage.model.model_copy(update={"path": path, "revision": None})
+    if (prompts := prompts_of(str(before))[1]) is not None:
+        changed["task"] = stage.task.model_copy(update={"prompts": prompts})
+    return stage.model_copy(update=changed)
+
+
+def _merged(before: Path, stage: StageConfig) -> str:
+    """The weights of a run with its adapter merged into them: what is trained next gets an adapter of its own.
+
+    So the reference of a KL term is the policy that the stage starts from.
+    """
+    from mmrl.models.save import write_merged, write_tokenizer
+
+    target = before / "merged"
+    checkpoint = newest_checkpoint(before)
+    assert checkpoint is not None
+    if not (target / "config.json").is_file():
+        with atomic_dir(target) as folder:
+            write_merged(resolve(str(before)).base, checkpoint, stage.model, folder)
+            write_tokenizer(checkpoint, [folder])
+    return str(target)
+
+
+def refuse_moved(run: RunDir, now: StageConfig) -> None:
+    """Raises `CheckpointError` where a stage under way began with other files than those of this folder."""
+    config = stored_config(run.path, type(now))
+    pairs = (("model.path", config.model.path, now.model.path), ("task.prompts", config.task.prompts, now.task.prompts))
+    for key, began, here in pairs:
+        # Both may be files, typed in two ways.
+        if began != here and Path(str(began)).resolve() != Path(str(here)).resolve():
+            raise CheckpointError(
+                f"{run.path}: began with {key}={began}, and the stage before is {here} now: the run was moved, or is "
+                "continued from another folder; put it back, or continue it from the folder that it was started in"
+            )
