@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 import yaml
 
 from mmrl.errors import CheckpointError, ConfigError, DataError, storage_error
-from mmrl.report.ledger import LINES_DIFFER, Appended, Ledger
 from mmrl.report.machine import describe_environment
 from mmrl.system.files import (
     JsonObject,
@@ -41,6 +40,7 @@ from mmrl.system.files import (
     repair_jsonl,
     take_lock,
 )
+from mmrl.system.json_lines import LINES_DIFFER, Appended, Ledger
 
 LOCK, SEGMENTS = "run.lock", "segments.jsonl"
 FOLDERS = ("journal", "eval", "checkpoints")

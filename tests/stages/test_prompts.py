@@ -18,7 +18,7 @@ from mmrl.rollout.environment import make_environment, sampling_settings
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import sample
 from mmrl.run.build import build_task
-from mmrl.stages.prompts import trial_store as store
+from mmrl.system import json_lines as store
 from mmrl.tasks.dspy.built_in import Banking77
 from tests.helpers.prompts import (
     MIPRO,

@@ -23,8 +23,8 @@ from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import LengthFailure
 from mmrl.models.chat import decode_text, render_prompt
 from mmrl.stages.prompts.rollouts import Abort
-from mmrl.stages.prompts.trial_store import Store
 from mmrl.system.files import JsonObject
+from mmrl.system.json_lines import Store
 from mmrl.tasks.base import Message
 
 if TYPE_CHECKING:

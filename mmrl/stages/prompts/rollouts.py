@@ -26,7 +26,7 @@ from dspy.utils.parallelizer import ParallelExecutor
 from mmrl.records import Example
 from mmrl.stages.evaluate import CHUNK
 from mmrl.stages.prompts.stored_rollouts import AS_EVALUATED, Need, Sampler
-from mmrl.stages.prompts.trial_store import as_json
+from mmrl.stages.prompts.students import as_json
 from mmrl.system.files import JsonObject
 
 NO_LIMIT = 10**9

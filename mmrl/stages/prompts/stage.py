@@ -37,9 +37,9 @@ from mmrl.stages.prompts.rollouts import Abort, Rollouts
 from mmrl.stages.prompts.split import compared, split
 from mmrl.stages.prompts.stored_rollouts import AS_EVALUATED, Need, Sampler, Usage
 from mmrl.stages.prompts.students import State, state_of, student_of
-from mmrl.stages.prompts.trial_store import Store, Table
 from mmrl.stages.step_log import StepLog
 from mmrl.system.files import JsonObject, atomic_write, dumps
+from mmrl.system.json_lines import Store, Table
 from mmrl.tasks.base import Task
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ from mmrl.rollout.environment import make_environment, sampling_settings
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import sample
 from mmrl.stages.evaluate import CHUNK
-from mmrl.stages.prompts.students import Candidate, State, Student, state_of
-from mmrl.stages.prompts.trial_store import Store, as_json
+from mmrl.stages.prompts.students import Candidate, State, Student, as_json, state_of
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import failed_share
 from mmrl.system.files import JsonObject
+from mmrl.system.json_lines import Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

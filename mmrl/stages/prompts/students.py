@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 import dspy
 from dspy.utils.callback import BaseCallback
+from pydantic_core import to_jsonable_python
 
 from mmrl.errors import ConfigError, ParseFailure
 from mmrl.records import Example, Forest, Rollout
 from mmrl.rollout.dspy.dspy_program import DspyProgram
-from mmrl.stages.prompts.trial_store import as_json
-from mmrl.system.files import JsonObject
+from mmrl.system.files import JsonObject, plain
 from mmrl.tasks.base import Context, Task
 from mmrl.tasks.prompts import ModulePrompt, PromptedTask, Shot, last_user
 
@@ -284,3 +284,23 @@ def _with_program(task: Task, program: Any) -> Task:
     made = copy.copy(task)
     made.program = program
     return made
+
+
+def as_json(value: object) -> JsonObject:
+    """A value as JSON would read it back, whatever objects it holds; the same in every process.
+
+    What JSON has no form for becomes text: the value is for prompts, where it would be text as well.
+    """
+    made: JsonObject = plain(to_jsonable_python(_sorted(value), fallback=str, inf_nan_mode="strings"))
+    return made
+
+
+def _sorted(value: object) -> object:
+    """With sets in an order that no process chooses."""
+    if isinstance(value, Mapping):
+        return {str(key): _sorted(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted((_sorted(item) for item in value), key=str)
+    if isinstance(value, list | tuple):
+        return [_sorted(item) for item in value]
+    return value

@@ -1,9 +1,9 @@
-"""What a run has written, by digest, so that a resume notices files that have changed since.
+"""Files of JSON lines that only grow: digests of what a run has written, and what a stage has paid for.
 
-Part of `report`. `digests.jsonl` has one line per journal and evaluation of a training run: its name in the run
-directory, its size and its SHA-256. A checkpoint stores how long that file and `metrics.jsonl` were at its step, and
-their digests. So saving costs the same at step 10 and at step 10,000, and all that a run has written hangs on the
-checkpoint.
+`digests.jsonl` (`Ledger`) has one line per journal and evaluation of a training run: its name in the run directory, its
+size and its SHA-256, so that a resume notices files that have changed since. A checkpoint stores how long that file
+and `metrics.jsonl` were at its step, and their digests. So saving costs the same at step 10 and at step 10,000, and
+all that a run has written hangs on the checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mmrl.system.files import JsonObject, append_jsonl, digest, named
+from mmrl.errors import CheckpointError
+from mmrl.system.files import JsonObject, append_jsonl, digest, named, plain, read_jsonl, repair_jsonl
 
 LINES_DIFFER = "has lost or changed lines from before the checkpoint"
 
@@ -138,3 +139,50 @@ def _difference(path: Path, noted: JsonObject, grown: bool) -> str:
     else:
         same = digest(path) == noted["sha256"]
     return "" if same else "has not the content that was written"
+
+
+class Store:
+    """A file of JSON lines that only grows: rollouts, or completions of a prompt model."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A line torn by a kill is as if it had never been written.
+        repair_jsonl(path)
+        self.lines = read_jsonl(path)
+
+    def append(self, record: Mapping[str, object]) -> JsonObject:
+        """Store a record; as a resume will read it, so that both go on with the same."""
+        append_jsonl(self.path, [record])
+        made: JsonObject = plain(record)
+        return made
+
+
+class Table:
+    """A file of JSON lines that an optimiser which is run again writes again, to the same lines.
+
+    Raises:
+        CheckpointError: a line differs from the one that is there.
+    """
+
+    def __init__(self, path: Path):
+        self._store = Store(path)
+        self.path = path
+        self.count = 0
+        """Lines that this process has come to."""
+
+    @property
+    def again(self) -> bool:
+        """Whether the next line is there already."""
+        return self.count < len(self._store.lines)
+
+    def add(self, record: Mapping[str, object]) -> None:
+        """Write the next line, or find it there."""
+        if not self.again:
+            self._store.append(record)
+        elif self._store.lines[self.count] != plain(record):
+            raise CheckpointError(
+                f"{self.path}:{self.count + 1}: differs from what this run computes again from its stored rollouts; "
+                f"restore {self.path.parent} from a copy, or delete it to optimise from the start"
+            )
+        self.count += 1
