@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable, Mapping
 from typing import Self, TypeVar
 from urllib.parse import parse_qsl, urlsplit
@@ -137,6 +138,28 @@ def value_at(sections: object, path: str) -> object:
         fields = value.__dict__ if isinstance(value, BaseModel) else value
         value = fields.get(part) if isinstance(fields, Mapping) else None
     return value
+
+
+def flattened(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Config path -> value; lists as tuples, so that values can be compared and counted, sections in them by number."""
+    flat: dict[str, object] = {}
+    for key, value in config.items():
+        if isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
+            value = {str(number): item for number, item in enumerate(value, start=1)}
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = repr(value) if isinstance(value, Mapping) else _hashable(value)
+    return flat
+
+
+def of_stage(path: str) -> str:
+    """A config path as it is within its stage: `stages.2.train.lr` is the second one's `train.lr`."""
+    return re.sub(r"^stages\.\d+\.", "", path)
+
+
+def _hashable(value: object) -> object:
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def is_default(sections: Mapping[str, object] | BaseModel, path: str) -> bool:

@@ -6,9 +6,7 @@ in it by algorithm; runs of one algorithm whose configs differ are separate and 
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmrl.errors import CheckpointError, ConfigError
+from mmrl.config.base import flattened, of_stage
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import Difference, number, paired_difference, series, trailing_mean
@@ -227,30 +225,6 @@ class Comparison:
         return [line for panel in self.panels for line in panel.lines]
 
 
-def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """Run directories at `paths`, or below those that are none.
-
-    Raises:
-        ConfigError: a path that is missing or has no training run; all at once.
-    """
-    by_path: dict[Path, Path] = {}
-    problems = []
-    for path in paths:
-        if not path.is_dir():
-            problems.append(f"runs: {path}: no such folder")
-            continue
-        below = list(_runs_below(path))
-        # Only training runs have an algorithm in their config.
-        training = [run for run in below if "algo" in RunDir.read(run).config]
-        if not training:
-            other = f" (only {len(below)} of `mmrl eval`)" if below else ""
-            problems.append(f"runs: {path}: no training run in it or below it{other}")
-        by_path |= {run.resolve(): run for run in training}
-    if problems:
-        raise ConfigError(problems)
-    return list(by_path.values())
-
-
 def compare_runs(runs: Sequence[Path], name: str, main_metrics: Mapping[str, str]) -> Comparison:
     """Read and group runs.
 
@@ -280,28 +254,6 @@ def compare_runs(runs: Sequence[Path], name: str, main_metrics: Mapping[str, str
         groups = [SeedGroup(label, _one_per_seed(label, lines, notes)) for label, lines in by_label.items()]
         panels.append(Panel(task, split, metric, groups))
     return Comparison(name, panels, tuple(notes))
-
-
-def flattened(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Config path -> value; lists as tuples, so that values can be compared and counted, sections in them by number."""
-    flat: dict[str, object] = {}
-    for key, value in config.items():
-        if isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
-            value = {str(number): item for number, item in enumerate(value, start=1)}
-        if isinstance(value, Mapping) and value:
-            flat |= flattened(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = repr(value) if isinstance(value, Mapping) else _hashable(value)
-    return flat
-
-
-def of_stage(path: str) -> str:
-    """A config path as it is within its stage: `stages.2.train.lr` is the second one's `train.lr`."""
-    return re.sub(r"^stages\.\d+\.", "", path)
-
-
-def _hashable(value: object) -> object:
-    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def _scores(line: Line) -> dict[str, float]:
@@ -344,18 +296,6 @@ def _one_per_seed(label: str, lines: Sequence[Line], notes: list[str]) -> list[L
         best[line.seed] = furthest
         notes.append(f"{other.seen.run.path}: left out, {furthest.seen.run.path} is {label} with seed {line.seed} too")
     return [best[seed] for seed in sorted(best)]
-
-
-def _runs_below(path: Path) -> Iterable[Path]:
-    for folder, below, _ in os.walk(path):
-        try:
-            RunDir.read(folder)
-        except CheckpointError:
-            # os.walk visits what `below` still names: sorted for a stable order, cleared to stop at a run.
-            below.sort()
-            continue
-        below.clear()
-        yield Path(folder)
 
 
 # --- curves over seeds

@@ -1,12 +1,13 @@
-"""One reading of a run directory, shared by `mmrl show`, the summary and the HTML report.
+"""One reading of a run directory, shared by `mmrl show`, the summary and the HTML report; and the runs below a folder.
 
 Part of `report`; reads only, also while the run is going on.
 """
 
 from __future__ import annotations
 
+import os
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mmrl.config.base import SHIPPED
-from mmrl.errors import CheckpointError, DataError, MmrlError
+from mmrl.errors import CheckpointError, ConfigError, DataError, MmrlError
 from mmrl.report.alarms import Alarm, alarms
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.report.stats import FIRST, Difference, History, compare_items, modules_in, number
@@ -262,3 +263,39 @@ class Overview:
         else:
             sentences.append(f"Model: {model}.")
         return sentences
+
+
+def find_runs(paths: Iterable[Path]) -> list[Path]:
+    """Run directories at `paths`, or below those that are none.
+
+    Raises:
+        ConfigError: a path that is missing or has no training run; all at once.
+    """
+    by_path: dict[Path, Path] = {}
+    problems = []
+    for path in paths:
+        if not path.is_dir():
+            problems.append(f"runs: {path}: no such folder")
+            continue
+        below = list(_runs_below(path))
+        # Only training runs have an algorithm in their config.
+        training = [run for run in below if "algo" in RunDir.read(run).config]
+        if not training:
+            other = f" (only {len(below)} of `mmrl eval`)" if below else ""
+            problems.append(f"runs: {path}: no training run in it or below it{other}")
+        by_path |= {run.resolve(): run for run in training}
+    if problems:
+        raise ConfigError(problems)
+    return list(by_path.values())
+
+
+def _runs_below(path: Path) -> Iterable[Path]:
+    for folder, below, _ in os.walk(path):
+        try:
+            RunDir.read(folder)
+        except CheckpointError:
+            # os.walk visits what `below` still names: sorted for a stable order, cleared to stop at a run.
+            below.sort()
+            continue
+        below.clear()
+        yield Path(folder)

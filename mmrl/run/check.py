@@ -6,8 +6,6 @@ makes the part of it that is the same on every machine (`plan_problems`).
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from mmrl.algorithms.checks import TURN_SETS
 from mmrl.config import (
     AlgoConfig,
     EvalCommandConfig,
-    HardwareConfig,
     PromptCommandConfig,
     RootConfig,
     SftCommandConfig,
@@ -26,12 +23,10 @@ from mmrl.config import (
     TaskConfig,
     TrainCommandConfig,
 )
-from mmrl.config.algo import CriticConfig, GroupConfig, MmgrpoConfig
+from mmrl.config.algo import GroupConfig, MmgrpoConfig
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.other_stages import ProposingConfig
-from mmrl.config.retriever import Bm25Config
 from mmrl.config.rules import Facts, across_sections, engine_name, without_effect
-from mmrl.config.tasks import BUILT_IN, CorpusConfig, JudgedConfig, PapillonConfig
 from mmrl.config.teacher import TeacherConfig
 from mmrl.engines.endpoint_engine import named, unreachable
 from mmrl.errors import ConfigError, unknown
@@ -39,6 +34,7 @@ from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import refuse_full
 from mmrl.report.trackers import missing_trackers
 from mmrl.run.build import build_task, reward_set, teacher_policy, teacher_prompts, teachers_apart
+from mmrl.run.launch import device_problems, missing_packages
 from mmrl.run.settle import module_assignment
 from mmrl.tasks.base import Canonical, Task, continuing_modules
 from mmrl.trainer.settings import Settings
@@ -235,16 +231,6 @@ def samples_dynamically(algo: AlgoConfig) -> bool:
     return isinstance(algo, GroupConfig) and algo.zero_variance == "refill"
 
 
-def device_problems(config: TrainCommandConfig) -> list[str]:
-    """What the processes of a hardware profile cannot do of a training run."""
-    return hardware_problems(
-        config.hardware,
-        engine_name(config),
-        modules=config.model.modules is not None,
-        critic=config.algo.critic if isinstance(config.algo, CriticConfig) else None,
-    )
-
-
 def policy_problems(config: EvalCommandConfig, task: Task) -> list[str]:
     """What is wrong with `policy=` for a task."""
     problems = []
@@ -336,79 +322,6 @@ def turns_missing(config: TrainCommandConfig, task: Task) -> list[str]:
     offered = [name for name in TURN_SETS if name in task.reward_sets]
     instead = f"use task.reward={offered[0]}, or leave it out" if offered else "use an algorithm without turn rewards"
     return [f"task.reward: got {chosen}, which has no turn rewards, and algo={config.algo.name} needs them; {instead}"]
-
-
-def on_mini_world(task: TaskConfig) -> TaskConfig:
-    """The same task on the embedded data, with what needs no weights, server or key; a task of one's own stays."""
-    if task.name not in BUILT_IN:
-        return task
-    data = task.data.model_copy(update={"train": "mini", "dev": "mini", "test": "mini"})
-    # What is left out needs a download, a server or a key, and the plan needs none of their contents.
-    plain: dict[str, object] = {"data": data}
-    if isinstance(task, CorpusConfig):
-        plain |= {"corpus": None, "retriever": Bm25Config(top_k=task.retriever.top_k)}
-    if isinstance(task, JudgedConfig) and task.judge is not None:
-        plain["judge"] = task.judge.model_copy(update={"key_env": None})
-    if isinstance(task, PapillonConfig) and task.external is not None:
-        plain["external"] = task.external.model_copy(update={"key_env": None})
-    return task.model_copy(update=plain)
-
-
-def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, critic: str | None = None) -> list[str]:
-    """What cannot work of a hardware profile, one sentence each.
-
-    Args:
-        engine: the engine that samples.
-        modules: whether there are weights per module.
-        critic: kind of the algorithm's critic, if it has one. FSDP2 shards it beside the policy; DeepSpeed takes one
-            model, and DDP wants every trained weight in every backward pass, so no second adapter.
-    """
-    problems = []
-    # Over all machines: what the processes share does not depend on where they run.
-    total = hardware.processes * hardware.nodes
-    if hardware.sharding != "none" and hardware.device == "cpu":
-        problems.append(
-            f"hardware.sharding: got {hardware.sharding}, which accelerate does not do on a CPU; use none "
-            "(every process holds the whole model)"
-        )
-    if hardware.sharding != "none" and engine == "transformers":
-        problems.append(
-            f"hardware.sharding: got {hardware.sharding}, but engine=transformers samples from the whole weights; use "
-            "engine=vllm_server"
-        )
-    if hardware.sharding.startswith("zero") and critic:
-        problems.append(
-            f"hardware.sharding: got {hardware.sharding}, under which a critic cannot be trained (DeepSpeed takes one "
-            "model); use fsdp2, or none (every process holds the whole model)"
-        )
-    if total > 1 and engine == "vllm_colocated":
-        problems.append(
-            f"engine: vllm_colocated runs in one process, profile '{hardware.name}' has {total}; use "
-            "engine=vllm_server, which one server answers for all of them"
-        )
-    if total > 1 and critic == "adapter" and hardware.sharding == "none":
-        problems.append(
-            f"algo.critic: got adapter, which needs one process or hardware.sharding=fsdp2 (this run has {total}, and "
-            "none); use separate or head"
-        )
-    if total > 1 and modules:
-        problems.append(f"hardware.processes: got {total} in all, weights per module need 1")
-    return problems
-
-
-def missing_packages(hardware: HardwareConfig) -> list[str]:
-    """What a hardware profile needs and this interpreter does not have, one sentence each; imports nothing."""
-    if hardware.sharding.startswith("zero") and not installed("deepspeed"):
-        return [
-            f"hardware.sharding: got {hardware.sharding}, which needs DeepSpeed, and {sys.executable} does not have "
-            "it; install it (pip install 'mmrl[deepspeed]'), or use hardware.sharding=fsdp2"
-        ]
-    return []
-
-
-def installed(package: str) -> bool:
-    """Whether a package can be imported here."""
-    return importlib.util.find_spec(package) is not None
 
 
 def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:

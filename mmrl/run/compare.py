@@ -16,9 +16,9 @@ from mmrl.config import StageConfig, StagedCommandConfig
 from mmrl.config.base import Section
 from mmrl.config.validate import as_tuples, explain
 from mmrl.errors import ConfigError, DataError, Stopped, unknown
-from mmrl.report.compare import Comparison, compare_runs, find_runs
+from mmrl.report.compare import Comparison, compare_runs
 from mmrl.report.html import check_docs, write_comparison, write_docs
-from mmrl.report.overview import damage_named
+from mmrl.report.overview import damage_named, find_runs
 from mmrl.report.tables import comparison_text
 from mmrl.run.check import check_all
 from mmrl.run.queue import QueuedRun, RunQueue

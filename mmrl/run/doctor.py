@@ -167,7 +167,8 @@ def _needed(config: TrainCommandConfig, task: Task, made: Path) -> tuple[bool, s
 def _long(config: TrainCommandConfig, task: Task, forest: Forest | None = None) -> tuple[bool, str]:
     """Whether a run takes over an hour, and the sentence for it; or why that is not known."""
     # Here, since it is of no use to most runs.
-    from mmrl.run.plan import duration, hours
+    from mmrl.plan.estimate import duration
+    from mmrl.run.plan import hours
 
     try:
         estimate = hours(config, task, forest)

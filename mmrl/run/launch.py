@@ -1,11 +1,13 @@
-"""Starting the processes of a run on this machine, watching and ending them together; and how a run is stopped.
+"""The processes of a run on this machine: which profiles cannot work, starting, watching and ending them together.
 
-Called when a hardware profile has more than one process and no launcher has started them. The processes find each
-other by torchrun's environment variables, so a run started by torchrun, accelerate or SLURM takes the same path.
+`start` is called when a hardware profile has more than one process and no launcher has started them. The processes
+find each other by torchrun's environment variables, so a run started by torchrun, accelerate or SLURM takes the same
+path.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -15,7 +17,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from mmrl.config import HardwareConfig
+from mmrl.config import HardwareConfig, TrainCommandConfig
+from mmrl.config.algo import CriticConfig
+from mmrl.config.rules import engine_name
 from mmrl.errors import ConfigError
 from mmrl.system.child_process import end_with_parent, free_port
 from mmrl.system.files import JsonObject
@@ -214,3 +218,70 @@ def released(task: Task) -> Iterator[None]:
         yield
     finally:
         task.close()
+
+
+def device_problems(config: TrainCommandConfig) -> list[str]:
+    """What the processes of a hardware profile cannot do of a training run."""
+    return hardware_problems(
+        config.hardware,
+        engine_name(config),
+        modules=config.model.modules is not None,
+        critic=config.algo.critic if isinstance(config.algo, CriticConfig) else None,
+    )
+
+
+def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, critic: str | None = None) -> list[str]:
+    """What cannot work of a hardware profile, one sentence each.
+
+    Args:
+        engine: the engine that samples.
+        modules: whether there are weights per module.
+        critic: kind of the algorithm's critic, if it has one. FSDP2 shards it beside the policy; DeepSpeed takes one
+            model, and DDP wants every trained weight in every backward pass, so no second adapter.
+    """
+    problems = []
+    # Over all machines: what the processes share does not depend on where they run.
+    total = hardware.processes * hardware.nodes
+    if hardware.sharding != "none" and hardware.device == "cpu":
+        problems.append(
+            f"hardware.sharding: got {hardware.sharding}, which accelerate does not do on a CPU; use none "
+            "(every process holds the whole model)"
+        )
+    if hardware.sharding != "none" and engine == "transformers":
+        problems.append(
+            f"hardware.sharding: got {hardware.sharding}, but engine=transformers samples from the whole weights; use "
+            "engine=vllm_server"
+        )
+    if hardware.sharding.startswith("zero") and critic:
+        problems.append(
+            f"hardware.sharding: got {hardware.sharding}, under which a critic cannot be trained (DeepSpeed takes one "
+            "model); use fsdp2, or none (every process holds the whole model)"
+        )
+    if total > 1 and engine == "vllm_colocated":
+        problems.append(
+            f"engine: vllm_colocated runs in one process, profile '{hardware.name}' has {total}; use "
+            "engine=vllm_server, which one server answers for all of them"
+        )
+    if total > 1 and critic == "adapter" and hardware.sharding == "none":
+        problems.append(
+            f"algo.critic: got adapter, which needs one process or hardware.sharding=fsdp2 (this run has {total}, and "
+            "none); use separate or head"
+        )
+    if total > 1 and modules:
+        problems.append(f"hardware.processes: got {total} in all, weights per module need 1")
+    return problems
+
+
+def missing_packages(hardware: HardwareConfig) -> list[str]:
+    """What a hardware profile needs and this interpreter does not have, one sentence each; imports nothing."""
+    if hardware.sharding.startswith("zero") and not installed("deepspeed"):
+        return [
+            f"hardware.sharding: got {hardware.sharding}, which needs DeepSpeed, and {sys.executable} does not have "
+            "it; install it (pip install 'mmrl[deepspeed]'), or use hardware.sharding=fsdp2"
+        ]
+    return []
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be imported here."""
+    return importlib.util.find_spec(package) is not None

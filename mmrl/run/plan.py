@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from mmrl.config import PromptCommandConfig, SftCommandConfig, StageConfig, StagedCommandConfig, TrainCommandConfig
-from mmrl.config.engines import TransformersConfig, VllmConfig
+from mmrl.config import (
+    PromptCommandConfig,
+    SftCommandConfig,
+    StageConfig,
+    StagedCommandConfig,
+    TaskConfig,
+    TrainCommandConfig,
+)
+from mmrl.config.retriever import Bm25Config
+from mmrl.config.tasks import BUILT_IN, CorpusConfig, JudgedConfig, PapillonConfig
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.load import model_path
-from mmrl.plan.cost import (
-    GIB,
-    SLOW_CPU,
-    Device,
-    engine_memory,
-    gpus,
-    host_memory,
-    measured_cpu,
-    memory,
-    nearest_gpu,
-    seconds,
-    sleeps,
-    weight_layout,
-)
 from mmrl.plan.cost import NAMES as DEVICES
+from mmrl.plan.cost import SLOW_CPU, Device, gpus, measured_cpu, nearest_gpu
 from mmrl.plan.cost import device as find_device
+from mmrl.plan.estimate import Plan
 from mmrl.plan.shapes import Shape, shape_of
 from mmrl.plan.workload import (
     Lengths,
@@ -36,15 +31,13 @@ from mmrl.plan.workload import (
     dry_loads,
     loads_of,
     parse_lengths,
-    total,
     trained_calls,
     undeclared,
     without_endpoints,
 )
 from mmrl.records import Forest
-from mmrl.report.text import align
 from mmrl.run.build import build_task, reward_set
-from mmrl.run.check import on_mini_world, plan_problems
+from mmrl.run.check import plan_problems
 from mmrl.run.settle import settle
 from mmrl.stages.prompts.split import expected_trials, prompt_problems, split
 from mmrl.stages.sft_data import sft_problems
@@ -220,187 +213,17 @@ def _loads(
     return declared(config, modules, lengths), source
 
 
-DURATIONS = (("min", 60, 7200), ("hours", 3600, 3 * 86400), ("days", 86400, math.inf))
-"""Unit, seconds of one, seconds up to which it is used; below two minutes seconds are."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What a run will do and cost."""
-
-    config: TrainCommandConfig
-    shape: Shape
-    device: Device
-    loads: Mapping[str, Load]
-    source: str
-    """Where the tokens come from, in words."""
-
-    @property
-    def step(self) -> Load:
-        """One step, all modules."""
-        return total(self.loads)
-
-    def memory(self) -> dict[str, float]:
-        """Bytes per training device by part."""
-        longest = max((load.prompt + load.completion) / load.calls for load in self.loads.values() if load.calls)
-        return memory(self.config, self.shape, self.step, longest, self.device)
-
-    def rollout_memory(self) -> dict[str, float]:
-        """Bytes per device reserved for rollouts, by part; empty without such devices."""
-        if not self.config.hardware.rollout_devices:
-            return {}
-        return engine_memory(self.config, self.shape, self.step, self.device)
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds of a step by phase."""
-        return seconds(self.config, self.shape, self.loads, self.step, self.device)
-
-    def step_seconds(self) -> float:
-        """Seconds of a step; with `train.staleness=1` and devices of their own, rollouts pass beside the update."""
-        # With a batch ahead the slower of the two hides the other.
-        times = self.seconds()
-        if self.config.train.staleness and self.config.hardware.rollout_devices:
-            return max(times["update"], times["prefill"] + times["decode"])
-        return sum(times.values())
-
-    def warnings(self) -> list[str]:
-        """What cannot work or will hurt, with the setting to change."""
-        warnings, parts = [], self.memory()
-        need = sum(parts.values())
-        if need > self.device.memory:
-            warnings.append(
-                f"needs {need / GIB:.0f} GiB per device, {self.device.name} has {self.device.memory / GIB:.0f} GiB: "
-                + self._smaller(parts)
-            )
-        engine = self.config.engine
-        share = engine.gpu_memory if isinstance(engine, VllmConfig) else 1.0
-        copy = (self.rollout_memory() or parts).get("engine's copy", 0.0) if self.device.name != "cpu" else 0.0
-        if copy > self.device.memory:
-            warnings.append(
-                f"the weights alone take {copy / GIB:.0f} GiB of a device that generates, {self.device.name} has "
-                f"{self.device.memory / GIB:.0f} GiB: serve them by a vLLM of your own on several (engine.url)"
-            )
-        elif copy > share * self.device.memory:
-            warnings.append(
-                f"the weights alone take {copy / GIB:.0f} GiB of a device that generates, and vLLM may take "
-                f"{share * self.device.memory / GIB:.0f} GiB (engine.gpu_memory={share:g}): raise engine.gpu_memory"
-            )
-        if self.step.calls and not self.step.trained:
-            warnings.append("no call is trained: every module is left out of the loss (algo.train_modules)")
-        return warnings
-
-    def _smaller(self, parts: Mapping[str, float]) -> str:
-        """The setting that saves most where it hurts."""
-        config, engine = self.config, self.config.engine
-        states = sum(parts.get(name, 0.0) for name in ("gradients", "optimizer", "reference"))
-        served = parts.get("engine's copy", 0.0)
-        options = [
-            (served, True, "rollouts on devices of their own (hardware.rollout_devices, or engine.url)"),
-            (states, config.model.lora is None, "train an adapter (model.lora={r: 16, alpha: 64})"),
-            (parts.get("critic", 0.0), "critic" in parts, "algo.critic=adapter or head"),
-            (
-                parts.get("activations", 0.0),
-                not config.model.gradient_checkpointing,
-                "model.gradient_checkpointing=true",
-            ),
-            (
-                parts.get("activations", 0.0),
-                True,
-                f"a smaller train.microbatch_tokens ({config.train.microbatch_tokens or 'auto'} now)",
-            ),
-            (
-                parts.get("KV cache", 0.0),
-                True,
-                f"engine.gpu_memory below {engine.gpu_memory:g}"
-                if isinstance(engine, VllmConfig)
-                else f"engine.batch_tokens below {engine.batch_tokens}"
-                if isinstance(engine, TransformersConfig)
-                else "",
-            ),
-        ]
-        # The largest part first: a saving elsewhere would not make the run fit.
-        usable = [(size, words) for size, can, words in options if can]
-        return max(usable)[1] + ", or more devices (hardware=)"
-
-    def as_json(self) -> str:
-        """Everything, for machines."""
-        config, made = self.config, weight_layout(self.config, self.shape)
-        content: dict[str, object] = {
-            "version": 1,
-            "calls": {module: asdict(load) for module, load in self.loads.items()},
-            "tokens_from": self.source,
-            "parameters": self.shape.parameters,
-            "trained_parameters": made.trained_parameters,
-            "memory_bytes": self.memory(),
-            "rollout_memory_bytes": self.rollout_memory(),
-            "host_memory_bytes": host_memory(config, self.shape),
-            "seconds_per_step": self.seconds(),
-            "hours": config.train.steps * self.step_seconds() / 3600,
-            "device": asdict(self.device),
-            "processes": made.processes,
-            "rollout_devices": config.hardware.rollout_devices,
-            "warnings": self.warnings(),
-        }
-        return json.dumps(content, indent=1)
-
-    def text(self) -> str:
-        """Everything, for people."""
-        config, made = self.config, weight_layout(self.config, self.shape)
-        step, times, rollout_devices = self.step, self.seconds(), config.hardware.rollout_devices
-        per_step, parts = self.step_seconds(), sum(times.values())
-        head = (
-            f"{config.algo.name} on {config.task.name} with {config.model.path}: {config.train.steps} steps of "
-            f"{config.train.batch_size} examples on {made.processes} x {self.device.name}"
-            + (f", rollouts on {rollout_devices} more" if rollout_devices else "")
-        )
-        trained = f"{made.trained_parameters:,} of {self.shape.parameters:,} parameters trained"
-        blocks = [
-            head + "\n" + trained,
-            f"one step ({self.source})\n" + align(self._work()),
-            self._fit("training device" if rollout_devices else "device", self.memory()),
-            *([self._fit("rollout device", self.rollout_memory())] if rollout_devices else []),
-            *self._outside_devices(),
-            f"time: {duration(per_step)} a step, {duration(config.train.steps * per_step)} in all, evaluations not "
-            "counted\n" + align([[name, duration(spent), f"{spent / parts:.0%}"] for name, spent in times.items()]),
-            f"assumed: {self.device.flops / 1e12:.3g} TFLOP/s, {self.device.bandwidth / 1e9:.0f} GB/s, update at "
-            f"{self.device.utilisation:.0%} of it; sharing saves {_ratio(step.trained, step.trained_unique)} of the "
-            "update's tokens. Estimates: docs/performance.md says how far off they were.",
-        ]
-        blocks += [f"warning: {warning}" for warning in self.warnings()]
-        return "\n\n".join(blocks)
-
-    def _outside_devices(self) -> list[str]:
-        """What is in no table of a device."""
-        lines, host = [], host_memory(self.config, self.shape)
-        if host:
-            lines.append(f"host memory: {_size(host)} per machine for what hardware.cpu_offload keeps there")
-        if sleeps(self.config):
-            lines.append("vLLM sleeps during the update: the table has the larger of the two phases")
-        return lines
-
-    def _fit(self, which: str, parts: Mapping[str, float]) -> str:
-        fit = f"{sum(parts.values()) / GIB:.2f} of {self.device.memory / GIB:.0f} GiB per {which}"
-        return f"memory: {fit}\n" + align([[name, _size(size)] for name, size in parts.items()])
-
-    def _work(self) -> list[list[str]]:
-        rows = [["module", "calls", "prompt tokens", "unique", "completion", "trained", "unique"]]
-        for name, load in [*self.loads.items(), ("all", self.step)]:
-            numbers = (load.calls, load.prompt, load.prompt_unique, load.completion, load.trained, load.trained_unique)
-            rows.append([name, *(f"{number:,.0f}" for number in numbers)])
-        return rows
-
-
-def _ratio(raw: float, unique: float) -> str:
-    return f"{1 - unique / raw:.0%}" if raw else "nothing"
-
-
-def _size(size: float) -> str:
-    return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"
-
-
-def duration(spent: float) -> str:
-    """Seconds in the unit that a person reads."""
-    if spent < 120:
-        return f"{spent:.2f} s" if spent < 10 else f"{spent:.0f} s"
-    unit, seconds = next((unit, each) for unit, each, most in DURATIONS if spent < most)
-    return f"{spent / seconds:,.{1 if spent / seconds < 100 else 0}f} {unit}"
+def on_mini_world(task: TaskConfig) -> TaskConfig:
+    """The same task on the embedded data, with what needs no weights, server or key; a task of one's own stays."""
+    if task.name not in BUILT_IN:
+        return task
+    data = task.data.model_copy(update={"train": "mini", "dev": "mini", "test": "mini"})
+    # What is left out needs a download, a server or a key, and the plan needs none of their contents.
+    plain: dict[str, object] = {"data": data}
+    if isinstance(task, CorpusConfig):
+        plain |= {"corpus": None, "retriever": Bm25Config(top_k=task.retriever.top_k)}
+    if isinstance(task, JudgedConfig) and task.judge is not None:
+        plain["judge"] = task.judge.model_copy(update={"key_env": None})
+    if isinstance(task, PapillonConfig) and task.external is not None:
+        plain["external"] = task.external.model_copy(update={"key_env": None})
+    return task.model_copy(update=plain)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 from mmrl.config import RootConfig, SftCommandConfig, StageConfig, StagedCommandConfig, TrainCommandConfig
+from mmrl.config.base import of_stage
 from mmrl.errors import ConfigError
-from mmrl.report.compare import of_stage
 from mmrl.report.rundir import FOLDERS, LOCK, RunDir
 from mmrl.report.stats import duration, number, short
 from mmrl.run.settle import config_changes

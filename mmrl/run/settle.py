@@ -29,11 +29,11 @@ from mmrl.config import (
     stage_schema,
     validate_stored,
 )
+from mmrl.config.base import flattened, of_stage
 from mmrl.config.other_stages import SftConfig
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.policy import newest_checkpoint, prompts_of, require_undamaged, resolve
-from mmrl.report.compare import flattened, of_stage
 from mmrl.report.rundir import RunDir
 from mmrl.report.stage_costs import stage_folders
 from mmrl.system.files import atomic_dir, plain

@@ -21,7 +21,7 @@ from mmrl.engines import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.vllm.colocated import VllmColocatedEngine
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import load_model, load_tokenizer
-from mmrl.run.check import hardware_problems
+from mmrl.run.launch import hardware_problems
 from tests.helpers.runs import SMALL
 
 TINY = ModelConfig(name="tiny", path="tiny")

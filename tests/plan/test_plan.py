@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from mmrl.cli import main
 from mmrl.errors import ConfigError
 from mmrl.plan.cost import GIB, GPUS, device
+from mmrl.plan.estimate import duration
 from mmrl.plan.shapes import KNOWN, read_shape
 from mmrl.plan.workload import Lengths, parse_lengths, unique_tokens
-from mmrl.run.plan import duration
 from mmrl.system.conf import later_wins
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.report.charts import DARK, comparison_figure
-from mmrl.report.compare import compare_runs, evaluation_band, find_runs, training_band
+from mmrl.report.compare import compare_runs, evaluation_band, training_band
 from mmrl.report.html import write_comparison, write_docs
+from mmrl.report.overview import find_runs
 from mmrl.report.rundir import RunDir
 from mmrl.report.tables import against_rows, comparison_text, pair_rows, seed_rows, summary_rows
 from mmrl.system.conf import later_wins

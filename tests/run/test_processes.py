@@ -22,8 +22,7 @@ from mmrl.records import Example
 from mmrl.report.rundir import RunDir, comparable
 from mmrl.run import check
 from mmrl.run.build import server_devices
-from mmrl.run.check import hardware_problems, missing_packages
-from mmrl.run.launch import adopt, environment, wrapping
+from mmrl.run.launch import adopt, environment, hardware_problems, missing_packages, wrapping
 from mmrl.system.conf import later_wins
 from mmrl.system.processes import Processes, join, merged
 from tests.helpers.forests import Grow

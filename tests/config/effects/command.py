@@ -22,9 +22,8 @@ from mmrl.report.overview import Overview
 from mmrl.report.progress import Progress
 from mmrl.report.trackers import trackers
 from mmrl.run.build import server_devices
-from mmrl.run.check import hardware_problems
 from mmrl.run.doctor import look_before
-from mmrl.run.launch import must_start, wrapping
+from mmrl.run.launch import hardware_problems, must_start, wrapping
 from mmrl.run.settle import import_plugins, module_assignment, run_folder, settle
 from mmrl.stages.evaluate import Evaluations, evaluate, evaluation_metrics, too_many_failed
 from mmrl.stages.step_log import StepLog
