@@ -3,9 +3,8 @@ import subprocess
 
 import pytest
 
-from mmrl.cli import main
+from mmrl.cli import candidates, main
 from mmrl.cli.commands import COMMANDS
-from mmrl.cli.completion import candidates
 
 
 @pytest.fixture
