@@ -22,7 +22,7 @@ from mmrl.records import Call
 from mmrl.trainer.objective import TrainCall
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, Trainer
 
 
 class ParameterGroup(TypedDict):
@@ -121,6 +121,15 @@ class Adapters:
             }
             for name in self.trained
         ]
+
+    def make_optimizer(self, trainer: Trainer) -> torch.optim.Optimizer:
+        """The optimizer that the settings of `trainer` name, with a group for each trained adapter of its model."""
+        policy, settings = cast("PeftModel", trainer.model), trainer.args
+        groups = self.groups(policy, settings.learning_rate, settings.weight_decay)
+        self.train_all(policy)
+        kind, options = trainer.get_optimizer_cls_and_kwargs(settings)
+        made: torch.optim.Optimizer = kind(groups, **options)
+        return made
 
     def clip(self, policy: PeftModel, limit: float) -> dict[str, float]:
         """Clip each adapter's gradients on their own; returns the norms before."""

@@ -8,8 +8,6 @@ tokens the head scores, `_clip_grad_norm` (reads the norm; adapters apart), `_sa
 from __future__ import annotations
 
 import math
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +17,11 @@ import torch
 from transformers import PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
-from mmrl.errors import MmrlError
 from mmrl.trainer import checkpoint
 from mmrl.trainer.adapters import Adapters, in_fixed_order
 from mmrl.trainer.critic import trained_in_float32
 from mmrl.trainer.settings import one_device
+from mmrl.trainer.totals import SupervisedTotals, finite
 from mmrl.trainer.trl_trainer import UpdateEnd
 
 if TYPE_CHECKING:
@@ -89,50 +87,6 @@ class Batch(TypedDict):
     """Weight of a prompt token in the step's loss."""
 
 
-class _StepSums:
-    """What the batches of one step add up to."""
-
-    def __init__(self) -> None:
-        self.loss = 0.0
-        self.forwarded = 0
-        self.sequences = 0
-        self.tokens, self.nll, self.correct = Counter[str](), Counter[str](), Counter[str]()
-        """By module: trained tokens; their negative log-likelihood in nats; those that are the likeliest."""
-        self.norms: dict[str, float] = {}
-        self.lr = 0.0
-        self.started = time.perf_counter()
-
-    def add(self, batch: Batch, nll: torch.Tensor, correct: torch.Tensor) -> None:
-        """Add a batch; `nll` and `correct` are [B], sums over the sequences' tokens."""
-        counts = (batch["labels"] != IGNORED).sum(dim=1).tolist()
-        for module, count, loss, hits in zip(batch["modules"], counts, nll.tolist(), correct.tolist(), strict=True):
-            self.tokens[module] += count
-            self.nll[module] += loss
-            self.correct[module] += hits
-        self.forwarded += batch["input_ids"].numel()
-        self.sequences += len(counts)
-
-    def metrics(self, norm: float, adapter_lr: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of the step (docs/metrics.md)."""
-        tokens = sum(self.tokens.values())
-        metrics = {
-            "train/loss": self.loss,
-            "train/token_accuracy": sum(self.correct.values()) / tokens,
-            "train/grad_norm": norm,
-            "train/lr": self.lr,
-            "train/sequences": float(self.sequences),
-            "train/tokens": float(tokens),
-            "train/tokens_forwarded": float(self.forwarded),
-            "time/update": time.perf_counter() - self.started,
-        }
-        for module, count in self.tokens.items():
-            if module:
-                metrics[f"module/{module}/loss"] = self.nll[module] / count
-                metrics[f"module/{module}/token_accuracy"] = self.correct[module] / count
-        metrics |= {f"adapter/{name}/grad_norm": value for name, value in self.norms.items()}
-        return metrics | {f"adapter/{name}/lr": value for name, value in adapter_lr.items()}
-
-
 class SupervisedTrainer(SFTTrainer):
     """SFTTrainer of planned steps, whose head scores only what is trained: the end of a batch, where completions are.
 
@@ -153,7 +107,7 @@ class SupervisedTrainer(SFTTrainer):
     ):
         # Before TRL's own, which calls methods of this class.
         self.settings, self.adapters, self.on_step = settings, adapters, on_step
-        self.stopping, self.extra, self.sums, self.norm = stopping, extra, _StepSums(), 0.0
+        self.stopping, self.extra, self.sums, self.norm = stopping, extra, SupervisedTotals(), 0.0
         bf16 = model.dtype == torch.bfloat16
         trained_in_float32(model)
         in_fixed_order(model)
@@ -165,7 +119,7 @@ class SupervisedTrainer(SFTTrainer):
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of every batch of a step."""
-        self.sums = _StepSums()
+        self.sums = SupervisedTotals()
         model.train()
         batches = cast("list[Batch]", self._prepare_inputs(inputs)["batches"])
         total = 0.0
@@ -176,10 +130,8 @@ class SupervisedTrainer(SFTTrainer):
                 loss = self.batch_loss(model, batch)
             self.accelerator.backward(loss)
             total += float(loss.detach().double())
-        if not math.isfinite(total):
-            at = f"step {self.state.global_step + 1}"
-            raise MmrlError(f"{at}: the loss is {total}; lower train.lr, or resume an earlier checkpoint")
-        self.sums.loss, self.sums.lr = total, float(self._get_learning_rate())
+        self.sums.loss = finite(total, "loss", self.state.global_step + 1)
+        self.sums.lr = float(self._get_learning_rate())
         return torch.tensor(total, device=self.args.device)
 
     def batch_loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -197,7 +149,9 @@ class SupervisedTrainer(SFTTrainer):
             of = mask.nonzero()[:, 0]  # (N,) row of each token
             rows = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
             hits = (scored.argmax(dim=-1) == targets[mask]).double()
-            self.sums.add(batch, rows.index_add(0, of, nll.double()), rows.index_add(0, of, hits))
+            nlls, correct = rows.index_add(0, of, nll.double()), rows.index_add(0, of, hits)
+            tokens = (labels != IGNORED).sum(dim=1)
+            self.sums.add(batch["modules"], tokens, nlls, correct, batch["input_ids"].numel())
         loss = nll.sum() * batch["scale"]
         if batch["prompt_scale"]:
             read = batch["prompt_labels"][:, first:]
@@ -214,20 +168,13 @@ class SupervisedTrainer(SFTTrainer):
             norm = math.hypot(*self.sums.norms.values())
         else:
             norm = super()._clip_grad_norm(model)
-        self.norm = float(norm) if norm is not None else 0.0
-        if not math.isfinite(self.norm):
-            at = f"step {self.state.global_step + 1}"
-            raise MmrlError(f"{at}: the gradient norm is {self.norm}; lower train.lr, or resume an earlier checkpoint")
+        self.norm = finite(float(norm) if norm is not None else 0.0, "gradient norm", self.state.global_step + 1)
         return norm
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW; with weights per module a group for each adapter."""
         if self.adapters is not None and self.optimizer is None:
-            policy = cast("PeftModel", self.model)
-            groups = self.adapters.groups(policy, self.args.learning_rate, self.args.weight_decay)
-            self.adapters.train_all(policy)
-            kind, kwargs = self.get_optimizer_cls_and_kwargs(self.args)
-            self.optimizer = kind(groups, **kwargs)
+            self.optimizer = self.adapters.make_optimizer(self)
         return super().create_optimizer(model)
 
     def end_step(self, control: TrainerControl) -> None:

@@ -1,16 +1,19 @@
-"""Sums over the tokens of one step, and the metrics made of them.
+"""Sums over the tokens of one step, of reinforcement learning or supervised, and the metrics made of them.
 
-Part of `trainer`. Sums stay on the device until the step ends; means are over trained tokens, exact over any split
-into packs and processes.
+Part of `trainer`. Sums of packs stay on the device until the step ends; means are over trained tokens, exact over any
+split into packs and processes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from mmrl.errors import MmrlError
 from mmrl.trainer.logprobs import Scores
 from mmrl.trainer.objective import TokenLoss
 from mmrl.trainer.packing import Pack
@@ -133,3 +136,62 @@ class StepTotals:
         if self.with_kl:
             means["kl"] = kl / entries
         return means
+
+
+class SupervisedTotals:
+    """What the batches of one supervised step add up to."""
+
+    def __init__(self) -> None:
+        self.loss = 0.0
+        self.forwarded = 0
+        self.sequences = 0
+        self.tokens, self.nll, self.correct = Counter[str](), Counter[str](), Counter[str]()
+        """By module: trained tokens; their negative log-likelihood in nats; those that are the likeliest."""
+        self.norms: dict[str, float] = {}
+        self.lr = 0.0
+        self.started = time.perf_counter()
+
+    def add(
+        self, modules: Sequence[str], tokens: torch.Tensor, nll: torch.Tensor, correct: torch.Tensor, forwarded: int
+    ) -> None:
+        """Add a batch of B sequences.
+
+        Args:
+            modules: of each sequence.
+            tokens, nll, correct: [B]; trained tokens, and sums over them.
+            forwarded: tokens of the batch, padding and prompts included.
+        """
+        counts = tokens.tolist()
+        for module, count, loss, hits in zip(modules, counts, nll.tolist(), correct.tolist(), strict=True):
+            self.tokens[module] += count
+            self.nll[module] += loss
+            self.correct[module] += hits
+        self.forwarded += forwarded
+        self.sequences += len(counts)
+
+    def metrics(self, norm: float, adapter_lr: Mapping[str, float]) -> dict[str, float]:
+        """The metrics of the step (docs/metrics.md)."""
+        tokens = sum(self.tokens.values())
+        metrics = {
+            "train/loss": self.loss,
+            "train/token_accuracy": sum(self.correct.values()) / tokens,
+            "train/grad_norm": norm,
+            "train/lr": self.lr,
+            "train/sequences": float(self.sequences),
+            "train/tokens": float(tokens),
+            "train/tokens_forwarded": float(self.forwarded),
+            "time/update": time.perf_counter() - self.started,
+        }
+        for module, count in self.tokens.items():
+            if module:
+                metrics[f"module/{module}/loss"] = self.nll[module] / count
+                metrics[f"module/{module}/token_accuracy"] = self.correct[module] / count
+        metrics |= {f"adapter/{name}/grad_norm": value for name, value in self.norms.items()}
+        return metrics | {f"adapter/{name}/lr": value for name, value in adapter_lr.items()}
+
+
+def finite(value: float, what: str, step: int) -> float:
+    """The loss of a step or the norm of its gradient; raises `MmrlError` where that is no number."""
+    if not math.isfinite(value):
+        raise MmrlError(f"step {step}: the {what} is {value}; lower train.lr, or resume an earlier checkpoint")
+    return value

@@ -34,7 +34,7 @@ from mmrl.trainer.objective import Correction, StepBatch, token_loss, truncated_
 from mmrl.trainer.packing import Pack, choose_packing, token_budget
 from mmrl.trainer.selfcheck import check_tries
 from mmrl.trainer.settings import Settings, no_reward, one_device
-from mmrl.trainer.totals import StepTotals
+from mmrl.trainer.totals import StepTotals, finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainerControl
@@ -246,9 +246,7 @@ class MmrlTrainer(GRPOTrainer):
             with nullcontext() if now else self.accelerator.no_sync(model), self.forwards.with_adapter(pack):
                 total += self._train_on(model, pack, first=update.first)
         loss = float(self.forwards.reduce(total, "sum"))
-        if not math.isfinite(loss):
-            raise MmrlError(f"step {update.step}: the loss is {loss}; lower train.lr, or resume an earlier checkpoint")
-        self.totals.losses.append(loss)
+        self.totals.losses.append(finite(loss, "loss", update.step))
         self.totals.lr = float(self._get_learning_rate())
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         if self.adapters is not None and groups:
@@ -307,20 +305,13 @@ class MmrlTrainer(GRPOTrainer):
         else:
             norm = super()._clip_grad_norm(model)
         value = sharding.as_number(norm) if norm is not None else 0.0
-        if not math.isfinite(value):
-            at = f"step {self.steps_done + 1}"
-            raise MmrlError(f"{at}: the gradient norm is {value}; lower train.lr, or resume an earlier checkpoint")
-        self.totals.grad_norms.append(value)
+        self.totals.grad_norms.append(finite(value, "gradient norm", self.steps_done + 1))
         return norm
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW over the policy, and the critic in groups of its own."""
         if self.adapters is not None and self.optimizer is None:
-            policy = cast("PeftModel", self.model)
-            groups = self.adapters.groups(policy, self.args.learning_rate, self.args.weight_decay)
-            self.adapters.train_all(policy)
-            kind, kwargs = self.get_optimizer_cls_and_kwargs(self.args)
-            self.optimizer = kind(groups, **kwargs)
+            self.optimizer = self.adapters.make_optimizer(self)
         optimizer = super().create_optimizer(model)
         if not self.sharded:
             self._add_critic(optimizer)
