@@ -30,14 +30,14 @@ def quick(monkeypatch, tmp_path):
 def test_a_sweep_gives_its_sweeper_the_main_metric_and_prints_its_runs_side_by_side(quick, tmp_path, capsys):
     quick.setattr("mmrl.run.stages.begin", plays(lambda config: config.train.lr))
     given = []
-    from mmrl.cli import hydra
+    from mmrl.cli import configs
 
-    through = hydra.through_hydra
+    through = configs.swept
 
-    def watched(name, line, job):
-        through(name, line, lambda raw: given.append(job(raw)) or given[-1])
+    def watched(line, job):
+        through(line, lambda build: given.append(job(build)) or given[-1])
 
-    quick.setattr(hydra, "through_hydra", watched)
+    quick.setattr(configs, "swept", watched)
     assert main(["train", "-m", "train.lr=0.25,0.5"]) == 0
     printed = capsys.readouterr().out
     assert given == [0.25, 0.5]

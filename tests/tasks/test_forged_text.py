@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from mmrl.tasks.agents import r1_searcher, search_agent, search_o1, tool_agent
-from mmrl.tasks.dspy.leaks import leaked_pieces
+from mmrl.tasks.metrics import leaked_pieces
 from tests.helpers.programs import make, play
 
 ROOMY = {"max_observation": 4000, "max_tokens": 6000}

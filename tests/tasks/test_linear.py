@@ -13,7 +13,7 @@ from dspy.utils.exceptions import AdapterParseError
 from mmrl.rollout.dspy.dspy_program import DspyProgram
 from mmrl.tasks import metrics
 from mmrl.tasks.agents import judge, r1_searcher, rewards, search_o1, tags, tool_agent
-from mmrl.tasks.dspy import built_in, hover, leaks, papillon
+from mmrl.tasks.dspy import built_in, hover, papillon
 from mmrl.tasks.dspy.fields import within_bounds
 from mmrl.tasks.mini.messages import make_external
 from mmrl.tasks.search_program import program
@@ -59,7 +59,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "f1": lambda text: metrics.f1(text, text[::-1]),
     "accuracy": lambda text: metrics.accuracy(text, "a" * 60 + "b"),
     "answer_shape": metrics.answer_shape,
-    "leaked_pieces": lambda text: leaks.leaked_pieces(["Ann Lee", "a a a", "[[ ##", "Margaret Thatcher"], text),
+    "leaked_pieces": lambda text: metrics.leaked_pieces(["Ann Lee", "a a a", "[[ ##", "Margaret Thatcher"], text),
     "names": papillon._names,
     "plain": papillon.plain,
     "external": make_external(),

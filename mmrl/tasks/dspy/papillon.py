@@ -24,7 +24,7 @@ from mmrl.tasks.agents.judge import Chat, described, forget_counts, unreachable,
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.base import DspyTask, text_of
 from mmrl.tasks.dspy.fields import within_bounds
-from mmrl.tasks.dspy.leaks import leaked_pieces
+from mmrl.tasks.metrics import leaked_pieces
 from mmrl.tasks.mini.messages import make_external, mini_requests
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class RuleJudges:
     """Deterministic stand-ins: no model is needed.
 
     A response is as good as a reference if it has all its names and numbers and half of its words in common (F1); a
-    piece leaks if the request contains it, also hidden from a plain comparison (`leaks` says how, and what it misses).
+    piece leaks if the request contains it, also hidden from a plain comparison (`leaked_pieces` says how, and what it misses).
     """
 
     def describe(self) -> str:
