@@ -165,14 +165,14 @@ def test_mistakes_of_credit(arguments, says, capsys, tmp_path, monkeypatch):
 
 def test_a_job_that_a_launcher_lost_is_counted_as_not_finished(monkeypatch, tmp_path, capsys):
     """Jobs may run in other processes (submitit): what they leave behind is files, and they are pickled."""
-    from mmrl.cli import hydra
+    from mmrl.cli import configs
 
-    def only_the_first(name, line, job):
+    def only_the_first(line, job):
         assert pickle.loads(pickle.dumps(job)).args == job.args
         job(lambda: configured(["seed=1"]))
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hydra, "through_hydra", only_the_first)
+    monkeypatch.setattr(configs, "swept", only_the_first)
     monkeypatch.setattr("mmrl.run.sweep.check_all", lambda *_: None)
     monkeypatch.setattr("mmrl.run.stages.begin", lambda config, command: 0)
     assert main(["train", "-m", "seed=1,2"]) == 1

@@ -218,7 +218,8 @@ class RuleJudges:
     """Deterministic stand-ins: no model is needed.
 
     A response is as good as a reference if it has all its names and numbers and half of its words in common (F1); a
-    piece leaks if the request contains it, also hidden from a plain comparison (`leaked_pieces` says how, and what it misses).
+    piece leaks if the request contains it, also hidden from a plain comparison (`leaked_pieces` says how, and what it
+    misses).
     """
 
     def describe(self) -> str:
