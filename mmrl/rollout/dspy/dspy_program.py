@@ -23,7 +23,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from mmrl.errors import ConfigError, ParseFailure, ProgramFailure, unknown
 from mmrl.records import Call, Example
-from mmrl.rollout.dspy.host import Host, Parse, checked_messages, record_tools
+from mmrl.rollout.dspy.host import Host, Parse, checked_messages, messages_of, record_tools
 from mmrl.rollout.dspy.structure import Structure
 from mmrl.system.replies import quoted
 from mmrl.system.user_code import in_thread
@@ -215,8 +215,7 @@ class TapeLM(dspy.BaseLM):
         return [await self.host.awaited(self._reply(prompt, messages, options))]
 
     async def _reply(self, prompt: str | None, messages: Sequence[Message] | None, options: Fields) -> str:
-        # A predictor's adapter sends messages; a plain prompt comes from a module that calls its LM itself.
-        sent = messages if messages is not None else [{"role": "user", "content": prompt or ""}]
+        sent = messages_of(prompt, messages)
         return await self.host.call(sent, self.parse, {**self.kwargs, **options})
 
     def copy(self, **options: object) -> dspy.BaseLM:

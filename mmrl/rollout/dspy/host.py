@@ -156,6 +156,11 @@ class _Remember:
             self.host.failure = error
 
 
+def messages_of(prompt: str | None, messages: Sequence[Message] | None) -> Sequence[Message]:
+    """What a request to an LM of DSPy's sends: messages of an adapter, or a prompt of a module that calls it itself."""
+    return messages if messages is not None else [{"role": "user", "content": prompt or ""}]
+
+
 def checked_messages(name: str, messages: Sequence[object]) -> list[Message]:
     """A predictor's messages, if all of them are text.
 

@@ -21,6 +21,7 @@ from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.errors import ConfigError
 from mmrl.models.chat import decode_text, render_prompt
 from mmrl.rng import digest
+from mmrl.rollout.dspy.host import messages_of
 from mmrl.tasks.base import Message
 
 if TYPE_CHECKING:
@@ -135,8 +136,8 @@ class PolicyLM(dspy.BaseLM):
         if unknown := sorted(set(settings) - OPTIONS):
             taken = ", ".join(sorted(OPTIONS))
             raise ConfigError(f"{', '.join(unknown)}: has no effect on the LM of a trained policy; it takes {taken}")
-        sent = messages if messages is not None else [{"role": "user", "content": prompt or ""}]
-        return [{"role": str(m["role"]), "content": str(m["content"])} for m in sent], settings
+        sent = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages_of(prompt, messages)]
+        return sent, settings
 
     async def _generate(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> list[Completion]:
         stop = settings.get("stop") or ()

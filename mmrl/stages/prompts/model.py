@@ -22,6 +22,7 @@ from mmrl.engines.endpoint_engine import SEEDS
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import LengthFailure
 from mmrl.models.chat import decode_text, render_prompt
+from mmrl.rollout.dspy.host import messages_of
 from mmrl.stages.prompts.rollouts import Abort
 from mmrl.system.files import JsonObject
 from mmrl.system.json_lines import Store
@@ -153,8 +154,7 @@ class PromptLM(dspy.BaseLM):
     ) -> list[str]:
         """The texts of `n` completions."""
         given = {**self.kwargs, **options}
-        sent = messages if messages is not None else [{"role": "user", "content": prompt or ""}]
-        plain = [{"role": str(m["role"]), "content": str(m["content"])} for m in sent]
+        plain = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages_of(prompt, messages)]
         temperature = given.get("temperature")
         return [
             self.writer.write(plain, 1.0 if temperature is None else float(temperature), given.get("rollout_id"))
