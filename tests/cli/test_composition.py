@@ -7,7 +7,9 @@ import pytest
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import main
-from mmrl.cli.hydra import composed, configs, read_line, train_configs
+from mmrl.cli.configs import configs, train_configs
+from mmrl.cli.hydra import composed
+from mmrl.cli.overrides import read_line
 from mmrl.config import ALGO_SCHEMAS, EvalCommandConfig, StagedCommandConfig, TrainCommandConfig, validate
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT
 from mmrl.errors import ConfigError
