@@ -9,6 +9,7 @@ threads, is replaced while an optimiser runs (`on_rollouts`), and put back after
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -330,8 +331,21 @@ def _printing_to(log: TextIO, rollouts: Rollouts) -> Iterator[None]:
             yield
 
     sys.stdout, sys.stderr, rollouts.sampler.aside = printed, logged, aside
+    _optuna_logs_to(logged)
     try:
         yield
     finally:
         sys.stdout, sys.stderr, rollouts.sampler.aside = out, err, nullcontext
+        _optuna_logs_to(err)
         log.flush()
+
+
+def _optuna_logs_to(stream: Any) -> None:
+    """Have Optuna's logger, if it is there, write to `stream`.
+
+    Its handler keeps the standard error of the moment in which Optuna was first imported: before this stage (a sweeper,
+    a plugin), the log would go to the terminal; in an earlier stage, to a file that is closed.
+    """
+    for handler in logging.getLogger("optuna").handlers:
+        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+            handler.stream = stream  # not `setStream`, which flushes the old one: it may be closed
