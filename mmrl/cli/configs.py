@@ -1,18 +1,19 @@
 """From the words of a command to its validated configs, one per job; of `mmrl train` also of several stages.
 
 A stage `A` of `stages=[A,B]` is what the same words with `algo=A` would be, and with what `stage.A.KEY=` (or
-`stage.1.KEY=`) says.
+`stage.1.KEY=`) says. In a sweep over algorithms that is for the jobs with such a stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from mmrl.cli.arguments import CommandLine
 from mmrl.cli.hydra import composed, import_plugins_of, through_hydra
-from mmrl.cli.overrides import expand, hydra_value, read_line
+from mmrl.cli.overrides import expand, hydra_value, read_line, searched, values_of
 from mmrl.config import RootConfig, StageConfig, StagedCommandConfig, TrainCommandConfig, stage_schema, validate
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
 from mmrl.errors import ConfigError, unknown
@@ -34,10 +35,40 @@ def configs(command: str, schema: type[ConfigT], line: CommandLine) -> list[Conf
 def train_configs(line: CommandLine) -> list[StageConfig | StagedCommandConfig]:
     """Those of `mmrl train`, whose jobs may be of several stages, or of one that trains no weights."""
 
-    def build(raw: Mapping[str, object], job: Sequence[str]) -> StageConfig | StagedCommandConfig:
-        return _train_config(raw, job, line.config_dir)
+    in_sweep: set[str] | None = set() if line.multirun else None
 
-    return _configs("train", line, build)
+    def build(raw: Mapping[str, object], job: Sequence[str]) -> StageConfig | StagedCommandConfig:
+        return _train_config(raw, job, line.config_dir, in_sweep)
+
+    made = _configs("train", line, build)
+    if searched(line) and any(key.startswith("stage.") for key in line.keys):
+        # Of what is searched, only the ends are composed.
+        for job in ([f"algo={name}"] for name in values_of(line, "algo")):
+            build(composed("train", job, line.config_dir), job)
+    if in_sweep is not None and (problems := _sweep_problems(line, in_sweep, made)):
+        raise ConfigError(problems)
+    return made
+
+
+def _sweep_problems(line: CommandLine, names: Collection[str], made: Sequence[RootConfig]) -> list[str]:
+    """What is wrong with the `stage.*` words of a sweep as a whole.
+
+    Args:
+        names: the stages of its jobs, and their numbers.
+        made: the configs of its jobs.
+    """
+    own = [override for override in line.overrides if override.key_or_group.partition(".")[0] == "stage"]
+    keys = dict.fromkeys(override.key_or_group.partition(".")[2].partition(".")[0] for override in own)
+    stages = sorted(name for name in names if not name.isdigit())
+    numbers = sorted((name for name in names if name.isdigit()), key=int)
+    problems = [_no_such_stage(key, stages, numbers) for key in keys if key not in names]
+    several = [override.key_or_group for override in own if override.is_sweep_override()]
+    if several and not searched(line) and any(config in made[:place] for place, config in enumerate(made)):
+        problems.append(
+            f"{', '.join(several)}: several values, and runs without such a stage would be the same run several times; "
+            "sweep the algorithms that have it by themselves"
+        )
+    return problems
 
 
 def weight_config(command: str, line: CommandLine) -> TrainCommandConfig:
@@ -68,16 +99,27 @@ def _configs(
     # A row of the other command fails in ways that do not mention the row; the hint names the command to use instead.
     row = next((override.value() for override in line.overrides if override.key_or_group == "experiment"), None)
     valid: list[ConfigT] = []
+    of_jobs: list[Collection[str]] = []
     for job in jobs:
         try:
             valid.append(build(composed(command, job, line.config_dir), job))
         except ConfigError as error:
-            for problem in error.problems:
-                hint = _row_of_other_command(command, row, "policy" in line.keys, problem)
-                problems += [] if problem.startswith(unjudged) and hint is None else [hint or problem]
+            of_jobs.append(dict.fromkeys(error.problems))
+    for problem in chain.from_iterable(of_jobs):
+        hint = _row_of_other_command(command, row, "policy" in line.keys, problem)
+        hint = hint or _of_some_jobs(problem, len(jobs) - sum(problem in some for some in of_jobs), line)
+        problems += [] if problem.startswith(unjudged) and hint is None else [hint or problem]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return valid
+
+
+def _of_some_jobs(problem: str, others: int, line: CommandLine) -> str | None:
+    """What to say of a key that some of the algorithms of a sweep do not have, where `others` take it."""
+    key = problem.partition(":")[0]
+    if not others or key not in line.keys or not key.startswith(("algo.", "train.")) or "algo" not in line.keys:
+        return None
+    return f"{problem}; for one algorithm of the sweep: stage.NAME.{key}="
 
 
 def configured(words: Sequence[str], config_dir: str | None = None) -> StageConfig | StagedCommandConfig:
@@ -92,7 +134,12 @@ def configured(words: Sequence[str], config_dir: str | None = None) -> StageConf
 
 def swept(line: CommandLine, job: Job) -> None:
     """Let Hydra go through the jobs of a sweep of `mmrl train`, by any sweeper and launcher."""
-    through_hydra("train", line, lambda sections, words: job(lambda: _train_config(sections(), words, line.config_dir)))
+
+    def build(sections: Callable[[], dict[str, object]], words: Sequence[str]) -> StageConfig | StagedCommandConfig:
+        # What `stage.*` says of stages of other jobs was judged before the sweep began.
+        return _train_config(sections(), words, line.config_dir, set())
+
+    through_hydra("train", line, lambda sections, words: job(lambda: build(sections, words)))
 
 
 def _row_of_other_command(command: str, row: object, policy_typed: bool, problem: str) -> str | None:
@@ -105,13 +152,15 @@ def _row_of_other_command(command: str, row: object, policy_typed: bool, problem
 
 
 def _train_config(
-    raw: Mapping[str, object], words: Sequence[str], config_dir: str | None
+    raw: Mapping[str, object], words: Sequence[str], config_dir: str | None, in_sweep: set[str] | None
 ) -> StageConfig | StagedCommandConfig:
     """The config of a job of `mmrl train`.
 
     Args:
         raw: the job, composed.
         words: its overrides.
+        in_sweep: the stages of all jobs of a sweep, to which those of this job are added; `stage.*` may name any of
+            them then. None for a job alone.
 
     Raises:
         ConfigError: every problem.
@@ -120,11 +169,12 @@ def _train_config(
     typed = [word.lstrip("+~").partition("=")[0] for word in words]
     sections = dict(raw)
     names, own = sections.pop("stages", None), sections.pop("stage", None) or {}
-    if names is None:
-        if own:
-            raise ConfigError(f"{key}: has no effect without stages=[…]" for key, _ in _flat({"stage": own}))
+    if names is None and not own and in_sweep is None:
         return _stage(sections, typed)
-    listed = _listed(names, own, config_dir)
+    listed = [_chosen(words, sections)] if names is None else _listed(names, config_dir)
+    own = _owned(own, listed, in_sweep)
+    if names is None:
+        return _one_stage(sections, words, typed, own, listed[0], config_dir)
     problems = [f"{key}: say of which stage: stage.{listed[0]}.{key}" for key in typed if key.startswith("algo.")]
     if "algo" in typed and "stages" in typed:
         problems.append(f"algo: has no effect beside stages=[{','.join(listed)}]; leave one of them out")
@@ -132,7 +182,7 @@ def _train_config(
     for number, name in enumerate(listed, start=1):
         of_stage = _words_of(own, name, number)
         problems += _shared_problems([key for key, _ in of_stage], name, number)
-        kept = [word for word in words if not _is_of(word, ("algo", "stages", "stage"))]
+        kept = _without(words, ("algo", "stages", "stage"), of_stage)
         mapping = composed("train", [*kept, f"algo={name}", *(word for _, word in of_stage)], config_dir)
         if mapping.pop("stages", None) and name not in (SFT, *PROMPT_SCHEMAS) and "name" not in _section(mapping):
             problems.append(f"stages: got {name}, which stands for several stages itself; list them")
@@ -147,6 +197,34 @@ def _train_config(
     shared = {name: getattr(stages[0], name) for name in RootConfig.model_fields}
     method = {"name": "+".join(listed)}
     return StagedCommandConfig.model_validate({**shared, "algo": method, "stages": tuple(stages)})
+
+
+def _one_stage(
+    sections: Mapping[str, object],
+    words: Sequence[str],
+    typed: Collection[str],
+    own: Mapping[str, object],
+    name: str,
+    config_dir: str | None,
+) -> StageConfig:
+    """A run of one stage, with what `stage.*` says of it."""
+    of_stage = _words_of(own, name, 1)
+    keys = [key for key, _ in of_stage]
+    if problems := _shared_problems(keys, name, 1):
+        raise ConfigError(dict.fromkeys(problems))
+    if not of_stage:
+        return _stage(sections, typed)
+    mapping = composed("train", [*_without(words, ("stage",), of_stage), *(word for _, word in of_stage)], config_dir)
+    mapping.pop("stage", None)
+    try:
+        return _stage(mapping, [*(key for key in typed if key.partition(".")[0] != "stage"), *keys])
+    except ConfigError as error:
+        by_number = {key for key in keys if f"stage.1.{key}" in typed}
+        as_typed = {key: f"stage.{1 if key in by_number else name}.{key}" for key in keys}
+        heads = [(problem.partition(":")[0], problem) for problem in error.problems]
+        raise ConfigError(
+            f"{as_typed[head]}{problem.removeprefix(head)}" if head in as_typed else problem for head, problem in heads
+        ) from None
 
 
 def _stage(sections: Mapping[str, object], typed: Collection[str]) -> StageConfig:
@@ -183,39 +261,58 @@ def _section(sections: Mapping[str, object]) -> Mapping[str, object]:
     return algo if isinstance(algo, Mapping) else {}
 
 
-def _listed(names: object, own: object, config_dir: str | None) -> list[str]:
+def _chosen(words: Sequence[str], sections: Mapping[str, object]) -> str:
+    """The name that a job of one stage has after `algo=`."""
+    names = [word.partition("=")[2] for word in words if word.lstrip("+").partition("=")[0] == "algo"]
+    return names[-1].strip("'\"") if names else str(_section(sections).get("name"))
+
+
+def _listed(names: object, config_dir: str | None) -> list[str]:
     """The names of the stages.
 
     Raises:
-        ConfigError: they are none, or `stage.*` names others.
+        ConfigError: they are none.
     """
     if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"stages: got {names!r}, expected names of algo= in a list: stages=[miprov2,mmgrpo]")
     choices = options("algo", config_dir)
-    problems = [unknown("stages", name, choices) for name in names if name not in choices]
-    if not isinstance(own, Mapping):
-        problems.append(f"stage: got {own!r}, expected stage.NAME.KEY=VALUE")
-    else:
-        numbers = [str(number) for number in range(1, len(names) + 1)]
-        problems += [
-            f"stage.{key}: no such stage (stages: {', '.join(names)}; also by number: {', '.join(numbers)})"
-            for key in map(str, own)
-            if key not in (*names, *numbers)
-        ]
-        problems += [
-            f"stage.{key}: expected a key of that stage: stage.{key}.KEY=VALUE"
-            for key, value in own.items()
-            if not isinstance(value, Mapping)
-        ]
-    if problems:
+    if problems := [unknown("stages", name, choices) for name in names if name not in choices]:
         raise ConfigError(dict.fromkeys(problems))
     return list(names)
 
 
-def _words_of(own: object, name: str, number: int) -> list[tuple[str, str]]:
+def _owned(own: object, listed: Sequence[str], in_sweep: set[str] | None) -> Mapping[str, object]:
+    """What `stage.*` says of the stages of a job.
+
+    Raises:
+        ConfigError: it is none, or names a stage that is not there. In a sweep other jobs may have it.
+    """
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"stage: got {own!r}, expected stage.NAME.KEY=VALUE")
+    numbers = [str(number) for number in range(1, len(listed) + 1)]
+    if in_sweep is not None:
+        in_sweep.update(listed, numbers)
+    problems = [
+        f"stage.{key}: expected a key of that stage: stage.{key}.KEY=VALUE"
+        for key, value in own.items()
+        if not isinstance(value, Mapping)
+    ]
+    stray = [str(key) for key in own if str(key) not in (*listed, *numbers)]
+    if in_sweep is None:
+        problems += [_no_such_stage(key, listed, numbers) for key in stray]
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    return {str(key): value for key, value in own.items() if str(key) not in stray}
+
+
+def _no_such_stage(key: str, names: Sequence[str], numbers: Sequence[str]) -> str:
+    """The problem of `stage.KEY`, which is none of the stages."""
+    return f"stage.{key}: no such stage (stages: {', '.join(names)}; also by number: {', '.join(numbers)})"
+
+
+def _words_of(own: Mapping[str, object], name: str, number: int) -> list[tuple[str, str]]:
     """What `stage.*` says of one stage: keys, and the words that set them; the number's come last, so they win."""
-    assert isinstance(own, Mapping)
-    said = [*_flat(own.get(name) or {}), *_flat(own.get(str(number)) or own.get(number) or {})]
+    said = [*_flat(own.get(name) or {}), *_flat(own.get(str(number)) or {})]
     return [
         (key, f"{key}={value}" if key in GROUPS and isinstance(value, str) else f"++{key}={hydra_value(key, value)}")
         for key, value in dict(said).items()
@@ -228,9 +325,17 @@ def _shared_problems(keys: Sequence[str], name: str, number: int) -> list[str]:
     for key in keys:
         if not any(f"{key}.".startswith(f"{part}.") for part in OF_A_STAGE):
             problems.append(f"stage.{name}.{key}: is the same for all stages; set {key} without stage.{name}")
+        elif key in ("algo", "algo.name"):
+            problems.append(f"stage.{name}.{key}: has no effect, the stage is {name}")
         elif key in ("model", "model.path", "model.name", "model.revision") and number > 1:
             problems.append(f"stage.{name}.{key}: has no effect, the weights are those of the stage before")
     return problems
+
+
+def _without(words: Sequence[str], sections: Collection[str], of_stage: Sequence[tuple[str, str]]) -> list[str]:
+    """The words but for those of some sections, and for choices of a group that the stage makes itself."""
+    own = {key for key, _ in of_stage if key in GROUPS}
+    return [word for word in words if not _is_of(word, sections) and word.lstrip("+").partition("=")[0] not in own]
 
 
 def _is_of(word: str, sections: Collection[str]) -> bool:

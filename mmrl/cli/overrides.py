@@ -193,6 +193,12 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
     ]
 
 
+def values_of(line: CommandLine, key: str) -> list[str]:
+    """All values that a key is given, in a sweep one for each choice."""
+    given = [value for override in line.overrides if override.key_or_group == key for value in _values(override)]
+    return [value.strip("'\"") for value in given if value is not None]
+
+
 def _ends(override: Override) -> list[str | None]:
     """The first and the last value of a search."""
     value = override.value()
@@ -216,7 +222,7 @@ def _left_out(override: Override, value: str | None, line: CommandLine, problems
     key, choice = override.key_or_group, (value or "").strip("'\"")
     # Hydra would list the plugins that it has and not say how to install this one.
     for group, name, module, package, extra in PLUGINS:
-        if key == group and choice.startswith(name) and importlib.util.find_spec(module) is None:
+        if key == group and choice.startswith(name) and not _installed(module):
             problems.append(
                 f"{group}: got {choice}, which needs {package}, and {sys.executable} does not have it; install it (pip "
                 f"install 'mmrl[{extra}]'), or leave {group} out"
@@ -235,6 +241,13 @@ def _left_out(override: Override, value: str | None, line: CommandLine, problems
         return False
     problems.append(unknown(key, choice, choices))
     return True
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is the package that it is in
+        return False
 
 
 def forced(override: Override, value: str | None) -> str:

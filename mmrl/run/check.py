@@ -68,6 +68,8 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     problems = _directory_problems(config.run.dir)
     if isinstance(config, StagedCommandConfig):
         return problems + _stages_problems(config, typed)
+    if isinstance(config, TrainCommandConfig | PromptCommandConfig | SftCommandConfig):
+        typed = _typed_of(typed, config.algo.name, 1)
     # A task refuses what it cannot be built from (prompts, a program, files) by a `ConfigError` of its own.
     task = build_task(config.task, config.seed)
     if config.task.reward is not None and config.task.reward not in task.reward_sets:
@@ -102,9 +104,7 @@ def _stages_problems(config: StagedCommandConfig, typed: Collection[str]) -> lis
     for number, stage in enumerate(config.stages, start=1):
         assert isinstance(stage, TrainCommandConfig | PromptCommandConfig | SftCommandConfig)
         name = stage.algo.name
-        own = [f"stage.{name}.", f"stage.{number}."]
-        keys = [key for key in typed if not key.startswith("stage.")]
-        keys += [key.removeprefix(prefix) for key in typed for prefix in own if key.startswith(prefix)]
+        keys = _typed_of(typed, name, number)
         last = number == len(config.stages)
         if stage.model.modules is not None and not last and not isinstance(stage, PromptCommandConfig):
             problems.append(
@@ -117,6 +117,13 @@ def _stages_problems(config: StagedCommandConfig, typed: Collection[str]) -> lis
             found = error.problems
         problems += [f"stage {number} ({name}): {problem}" for problem in found]
     return problems
+
+
+def _typed_of(typed: Collection[str], name: str, number: int) -> list[str]:
+    """The keys that were typed for a stage, without `stage.NAME`."""
+    own = [f"stage.{name}.", f"stage.{number}."]
+    keys = [key for key in typed if not key.startswith("stage.")]
+    return keys + [key.removeprefix(prefix) for key in typed for prefix in own if key.startswith(prefix)]
 
 
 def _stage_problems(config: PromptCommandConfig | SftCommandConfig, task: Task) -> list[str]:

@@ -107,7 +107,14 @@ def test_an_interval_needs_a_sweeper_that_searches(capsys):
     assert "train.lr=interval(0,1): an interval is for a sweeper that searches" in capsys.readouterr().err
 
 
-def test_without_its_package_the_sweeper_is_refused_with_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+@pytest.mark.parametrize("beside", [True, False])
+def test_without_its_package_the_sweeper_is_refused_with_what_to_install(beside, monkeypatch, capsys):
+    """Whether another plugin of Hydra's, whose package it shares, is there or not."""
+
+    def not_there(name):
+        if not beside:
+            raise ModuleNotFoundError("No module named 'hydra_plugins'")
+
+    monkeypatch.setattr("importlib.util.find_spec", not_there)
     assert main(["train", "-m", "hydra/sweeper=optuna", "seed=1"]) == 2
     assert "hydra/sweeper: got optuna, which needs hydra-optuna-sweeper" in capsys.readouterr().err

@@ -86,7 +86,13 @@ def test_settings_of_a_stage_by_number_win_over_those_by_name():
         (["stages=[sft,mmgrpo]", "stage.sft=1"], "stage.sft: expected a key of that stage"),
         (["stages=[sft,mmgrpo]", "algo.rollouts=2"], "algo.rollouts: say of which stage: stage.sft.algo.rollouts"),
         (["stages=[sft,mmgrpo]", "algo=grpo"], "algo: has no effect beside stages=[sft,mmgrpo]"),
-        (["stage.sft.train.steps=1"], "stage.sft.train.steps: has no effect without stages="),
+        (["stage.sft.train.steps=1"], "stage.sft: no such stage (stages: mhgpo_rr; also by number: 1)"),
+        (["algo=mmgrpo", "stage.mmgrpo.train.lrr=1"], "stage.mmgrpo.train.lrr: unknown key"),
+        (["algo=mmgrpo", "stage.mmgrpo.algo=grpo"], "stage.mmgrpo.algo: has no effect, the stage is mmgrpo"),
+        (["-m", "algo=miprov2,mmgrpo", "train.steps=4"], "for one algorithm of the sweep: stage.NAME.train.steps="),
+        (["-m", "algo=miprov2,mmgrpo", "algo.auto=light"], "for one algorithm of the sweep: stage.NAME.algo.auto="),
+        (["-m", "algo=miprov2,mmgrpo", "stage.grpo.train.steps=4"], "stage.grpo: no such stage (stages: miprov2, mmg"),
+        (["-m", "algo=miprov2,mmgrpo", "stage.mmgrpo.train.steps=4,8"], "runs without such a stage would be the same"),
         (["stages=[sft,better_together]"], "stages: got better_together, which stands for several stages itself"),
         (["stages=[sft,mmgrpo]", "stage.mmgrpo.train.lrr=1"], "stage 2 (mmgrpo): train.lrr: unknown key"),
         (["stages=[miprov2,mmgrpo]", "stage.miprov2.train.steps=1"], "train.steps: has no effect with algo=miprov2"),
@@ -96,6 +102,23 @@ def test_settings_of_a_stage_by_number_win_over_those_by_name():
 )
 def test_a_list_that_makes_no_sense_is_refused_by_the_key_that_was_typed(words, says):
     assert says in refusal("task=banking77", *words)
+
+
+def test_a_sweep_over_algorithms_sets_what_one_of_them_has():
+    """Each of its jobs is what the command without the words of the others would run."""
+    words = ["task=banking77", "stage.mmgrpo.train.steps=4", "stage.miprov2.algo.auto=light"]
+    prompts, weights, both = train_configs(read_line(["-m", "algo=miprov2,mmgrpo,better_together", *words]))
+    assert [prompts] == train_configs(read_line(["task=banking77", "algo=miprov2", "algo.auto=light"]))
+    assert [weights] == train_configs(read_line(["task=banking77", "algo=mmgrpo", "train.steps=4"]))
+    assert both == staged("algo=better_together", *words)
+    # swept by itself too
+    line = read_line(["-m", "algo=mmgrpo", "stage.mmgrpo.train.steps=4,8", "task=banking77"])
+    assert [config.train.steps for config in train_configs(line)] == [4, 8]
+
+
+def test_a_key_of_a_stage_without_effect_is_named_in_a_run_of_one_stage(capsys):
+    assert main(["train", "algo=mmgrpo", "task=banking77", "stage.mmgrpo.train.warmup_steps=3"]) == 2
+    assert "train.warmup_steps: got 3, which has no effect" in capsys.readouterr().err
 
 
 def test_weights_of_each_module_apart_end_a_list():
