@@ -347,5 +347,6 @@ def _optuna_logs_to(stream: Any) -> None:
     a plugin), the log would go to the terminal; in an earlier stage, to a file that is closed.
     """
     for handler in logging.getLogger("optuna").handlers:
-        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
-            handler.stream = stream  # not `setStream`, which flushes the old one: it may be closed
+        # Exactly that class: files and handlers of others stay. `setStream` would flush the old one, which may be closed.
+        if type(handler) is logging.StreamHandler:
+            handler.stream = stream
