@@ -347,6 +347,6 @@ def _optuna_logs_to(stream: Any) -> None:
     a plugin), the log would go to the terminal; in an earlier stage, to a file that is closed.
     """
     for handler in logging.getLogger("optuna").handlers:
-        # Exactly that class: files and handlers of others stay. `setStream` would flush the old one, which may be closed.
+        # Not files and handlers of others. `setStream` would flush the old one, which may be closed.
         if type(handler) is logging.StreamHandler:
             handler.stream = stream
