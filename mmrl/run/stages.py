@@ -92,6 +92,7 @@ def _in_turn(config: StagedCommandConfig, command: Sequence[str], resumed: bool)
                 return code
             stages.append(path)
             with storage(rundir.path):
+                # After every stage: a run that was killed between two can be evaluated and exported.
                 write_policy(rundir.path, weights=str(path), prompts=prompts_of(str(path))[1], task=config.task.name)
                 _gather(rundir, stages)
         return _finish(config, rundir, stages)
@@ -101,6 +102,7 @@ def _one(stage: StageConfig, path: Path, before: Path | None, command: Sequence[
     """One stage: started, continued, or left as it is where it has ended."""
     if (path / "config.yaml").is_file():
         if (run := RunDir.read(path)).finished:
+            # Later stages begin with these files, so damage must not pass into them.
             if changed := run.ledger.changed(None):
                 file, problem = next(iter(changed.items()))
                 raise CheckpointError(f"{file} {problem}; restore it from a copy, or start a new run")
@@ -131,6 +133,7 @@ def _gather(rundir: RunDir, stages: Sequence[Path]) -> None:
         run = RunDir.read(path)
         for record in run.history():
             step = offset + int(record["step"])
+            # The end of a stage and the start of the next are one step of the run; what the earlier record has stays.
             lines[step] = {**record, **lines.get(step, {}), "step": step}
         for file in sorted((path / "eval").glob("step-*.jsonl")):
             step, split = step_of(file) or 0, file.stem.split("-", 2)[2]
@@ -322,6 +325,7 @@ def _prompts(config: PromptCommandConfig, task: Task, log: StepLog) -> Iterator[
                 rundir=log.rundir,
                 log=log,
             ).run()
+            # Known only now: the optimiser decides how many trials it makes.
             evaluations.last_step = max(1, result.trials)
             if result.improved:
                 player.task = build_task(config.task, config.seed, str(result.prompts))

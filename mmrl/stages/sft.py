@@ -109,6 +109,7 @@ class SftStage:
         if start is None:
             self.log.rundir.append_metrics(0, self.facts)
         self.log.begin()
+        # A stop waits for the end of the step under way, whose checkpoint is saved first.
         with self.log.stop.held():
             fit(
                 self.model,
@@ -168,6 +169,7 @@ class SftStage:
         algo, untrained = self.config.algo, self.assignment.untrained
         forest = self._rollouts()
         check_failures(forest, self.config.train.max_failed_share, "algo.source=rollouts")
+        # Failures from outside are judged before the choice: a few lucky rollouts of a broken run are no data.
         best = best_rollouts(forest, algo, self.config.seed)
         self.facts = rollout_metrics(forest.rollouts) | {
             "sft/rollouts": float(len(best)),
@@ -197,6 +199,7 @@ class SftStage:
                 write_step(self.log.rundir, self._roll_out(chunk), evaluation=name, step=0)
             # Read back where they have just been written too: a resumed stage trains on the very same numbers.
             forests.append(read_step(self.log.rundir, 0, evaluation=name)[0])
+        # Training needs the memory that the engine holds.
         self.engine.sleep()
         return Forest(
             calls={key: call for forest in forests for key, call in forest.calls.items()},
@@ -233,6 +236,7 @@ class SftStage:
             if len(longer) == len(sequences):
                 raise DataError(f"algo.source: {text}; nothing is left to train on")
             self.log.progress.note(f"warning: {text}")
+        # By identity: two sequences may be equal.
         skipped = {id(item) for _, item in longer}
         fitting = [item for _, item in sequences if id(item) not in skipped]
         self.facts |= {

@@ -83,9 +83,12 @@ class Writer:
         """
         sent = json.dumps(list(map(dict, messages)))
         request = f"{rng.digest(sent, repr(temperature), number):032x}"
+        # Asked for again, an equal request is to have another completion: its number makes the key, here and in a
+        # resume.
         self._times[request] += 1
         key = f"{request}-{self._times[request]}"
         if key not in self._stored:
+            # From the key alone: how much came from the store before it changes no draw.
             seed = rng.digest(self.seed, "prompt_model", key)
             try:
                 made = asyncio.run(self._made(messages, temperature, seed))
@@ -93,9 +96,11 @@ class Writer:
                 line = {"key": key, **options, "messages": list(map(dict, messages)), **made}
                 self._stored[key] = self.store.append(line)
             except Exception as error:
+                # DSPy takes an `Exception` for a bad proposal and goes on with the next.
                 raise Abort(error) from error
         record = self._stored[key]
         self.usage.add(record)
+        # Stored like a reply: an optimiser that is run again must meet it at the same place.
         if record["error"]:
             raise ContextWindowExceededError(record["error"])
         return str(record["text"])
@@ -109,6 +114,7 @@ class Writer:
             prompt_ids=prompt, sampling=sampling, module=self.module, messages=tuple(messages), order=("prompt_model",)
         )
         made: JsonObject = {"error": "", "text": "", "finish": "", "prompt_tokens": len(prompt), "completion_tokens": 0}
+        # The engine decodes when all that are live wait for it; this request is one of them.
         self.engine.enter()
         try:
             completion = await self.engine.generate(request)
@@ -127,6 +133,7 @@ class Writer:
     async def _from_endpoint(
         self, endpoint: OpenAIChat, messages: Sequence[Message], temperature: float, seed: int
     ) -> JsonObject:
+        # One request at a time: what the counters grow by is what this one cost.
         before = endpoint.usage.metrics()
         text, finish = await endpoint.complete_with_finish(
             messages, max_tokens=self.max_tokens, temperature=temperature, seed=seed % SEEDS
@@ -146,6 +153,7 @@ class PromptLM(dspy.BaseLM):
     """The prompt model as DSPy's optimisers call it."""
 
     def __init__(self, writer: Writer, temperature: float):
+        # DSPy's own cache would answer from other runs of this user.
         super().__init__(model="mmrl", temperature=temperature, max_tokens=writer.max_tokens, cache=False)
         self.writer = writer
 

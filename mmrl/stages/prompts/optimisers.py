@@ -63,6 +63,7 @@ def optimise(algo: PromptConfig, bench: Bench) -> dspy.Module:
     """
     run = {"miprov2": _miprov2, "bootstrap_fewshot": _bootstrap_fewshot, "gepa": _gepa, "simba": _simba}[algo.name]
     ahead = algo.bootstrap_ahead if isinstance(algo, BootstrapConfig) else 1
+    # Only optimisers that bootstrap know beforehand which example comes next.
     with on_rollouts(bench.rollouts, bench.log, ahead):
         return run(algo, bench)
 
@@ -84,6 +85,7 @@ def worth_showing(threshold: float | None) -> Metric:
         if trace is None:
             return reward  # an evaluation
         if prediction.rollout_result["error"] is not None:
+            # DSPy shows what is not 0, or what reaches the threshold, which may be below 0.
             return 0.0 if threshold is None else float("-inf")
         return max(reward, 0.0) if threshold is None else reward
 
@@ -106,6 +108,7 @@ def _miprov2(algo: PromptConfig, bench: Bench) -> dspy.Module:
         metric_threshold=algo.metric_threshold,
     )
     if algo.num_instruct_candidates is not None:
+        # DSPy has it as an attribute alone, which its constructor sets to the number of all candidates.
         optimiser.num_instruct_candidates = algo.num_instruct_candidates
     with replaced(mipro_optimizer_v2, "GroundedProposer", partial(_Proposer, bench)):
         program: dspy.Module = optimiser.compile(
@@ -149,6 +152,7 @@ def _gepa(algo: PromptConfig, bench: Bench) -> dspy.Module:
     def metric(
         gold: dspy.Example, pred: Played, trace: object = None, pred_name: str | None = None, pred_trace: object = None
     ) -> Any:
+        # GEPA asks twice: for the score of a batch, and with a predictor's name for what it is to reflect on.
         return score(gold, pred) if pred_name is None else with_feedback(gold, pred)
 
     optimiser = GEPA(
@@ -165,6 +169,7 @@ def _gepa(algo: PromptConfig, bench: Bench) -> dspy.Module:
         component_selector=algo.component_selector,
         use_merge=algo.use_merge,
         max_merge_invocations=algo.max_merge_invocations,
+        # Rollouts of a batch are sampled at once before this code runs; its threads would only change their order.
         num_threads=1,
         failure_score=bench.rollouts.sampler.failure_score,
         perfect_score=algo.perfect_score,
@@ -189,6 +194,7 @@ def _simba(algo: PromptConfig, bench: Bench) -> dspy.Module:
         temperature_for_sampling=algo.temperature_for_sampling,
         temperature_for_candidates=algo.temperature_for_candidates,
     )
+    # The strategy that writes rules asks the prompt model; the other one, which appends demonstrations, needs none.
     optimiser.strategies = [_noting(bench, one) if one is append_a_rule else one for one in optimiser.strategies]
     program: dspy.Module = optimiser.compile(bench.student.module, trainset=bench.train, seed=bench.seed)
     return program
@@ -204,6 +210,7 @@ def with_feedback(example: dspy.Example, prediction: Played, trace: object = Non
     lines = [f"The reward is {result['score']:g}."]
     if result["error"] is not None:
         lines.append(f"It failed ({result['error']}): {result['message'][:LONGEST]}")
+    # Everything that the task knows of a rollout: a bare number tells a prompt model nothing about what to change.
     for title, numbers in (("Metrics", result["metrics"]), ("Parts of the reward", result["parts"])):
         if numbers:
             lines.append(f"{title}: " + ", ".join(f"{name} {value:g}" for name, value in numbers.items()))
@@ -231,6 +238,7 @@ class _Proposer(GroundedProposer):
             proposal = super().propose_instruction_for_predictor(
                 program=program, predictor=predictor, pred_i=pred_i, **options
             )
+        # A reply without the fields that DSPy reads, or a prompt that is too long: a model's failure, not the run's.
         except Exception as error:
             problem = _unusable(error)
         name = program.named_predictors()[pred_i][0]
@@ -267,11 +275,13 @@ def _noting(bench: Bench, strategy: Callable[..., bool]) -> Callable[..., bool]:
         try:
             done = strategy(bucket, system, **options)
         except Exception as error:
+            # DSPy logs it and tries the next strategy.
             bench.note("", "", _unusable(error))
             raise
         for name, predictor in system.named_predictors():
             now = predictor.signature.instructions
             if now != before[name] and not _usable(bench, name, now, ""):
+                # Taken back here: SIMBA would keep the candidate, whose prompts cannot be rendered.
                 predictor.signature = predictor.signature.with_instructions(before[name])
         return done
 

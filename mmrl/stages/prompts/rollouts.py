@@ -78,6 +78,7 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         self._by_inputs = {}
+        # DSPy hands a program inputs alone, from which the example has to be known again.
         for example in self.sampler.examples:
             self._by_inputs.setdefault(_text(example.inputs), []).append(example)
 
@@ -97,6 +98,7 @@ class Rollouts:
                 self.sampler.obtain([need])
         except Exception as error:
             raise Abort(error) from error
+        # Out through all of DSPy's code, whose handlers of `Exception` do not see it: the pass ends here for this item.
         if self._noted is not None:
             self._noted.append(need)
             raise _Noted

@@ -39,6 +39,7 @@ def split(config: PromptConfig, examples: Sequence[Example], seed: int) -> tuple
     if not isinstance(config, ValidatedConfig):
         return list(examples), list(examples)
     most = MOST_VALIDATION if config.validation_items is None else config.validation_items
+    # At least one: without validation nothing can be compared. Nothing to learn from is refused (`prompt_problems`).
     count = min(most, max(1, int(len(examples) * config.validation)))
     cut = len(examples) - count
     train, validation = list(examples[:cut]), list(examples[cut:])
@@ -69,14 +70,17 @@ def expected_trials(config: PromptConfig, modules: int, validation: int) -> int:
         validation: examples, as `split` gives them.
     """
     if isinstance(config, BootstrapFewshotConfig):
+        # Besides: the start, demonstrations by label alone, and one bootstrapping in the order of the examples.
         return config.num_candidate_programs + 3
     if isinstance(config, Miprov2Config):
         trials = config.num_trials
         if trials is None:
             candidates = {"light": 6, "medium": 12, "heavy": 18}[config.auto or "medium"]
+            # As DSPy counts: instructions are one choice of a module, demonstrations another.
             sets = 2 if config.max_bootstrapped_demos else 1
             trials = int(max(2 * sets * modules * math.log2(candidates), 1.5 * candidates))
         every = config.minibatch_full_eval_steps
+        # The start comes first; where trials are minibatches, the best so far is evaluated on all every so often.
         return 1 + trials + (trials // every + bool(trials % every) if minibatched(config, validation) else 0)
     if isinstance(config, SimbaConfig):
         return config.max_steps * (config.num_candidates + 1) + config.num_candidates + 1
@@ -89,6 +93,7 @@ def labeled_demos(config: BootstrapConfig, task: Task) -> int:
         return config.max_labeled_demos
     if isinstance(task, PromptedTask):
         return 0
+    # DSPy's defaults.
     return 16 if isinstance(config, BootstrapFewshotConfig) else 4
 
 

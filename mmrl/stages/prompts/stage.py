@@ -116,17 +116,20 @@ class PromptStage:
         train, held = split(algo, self.task.examples("train"), self.config.seed)
         validation = compared(algo, held, self.config.seed)
         self.log.begin()
+        # A resumed stage makes its trials again, from the store: those that have a record get no second one.
         self._logged = {int(record["step"]) for record in self.rundir.history()}
         self._table, self._proposals = Table(folder / TRIALS), Table(folder / "proposals.jsonl")
         self._sampler = sampler = self._make_sampler(folder)
         rollouts = Rollouts(sampler, self._on_batch)
         self._validation = frozenset(example.id for example in validation)
         sampler.student = student = student_of(self.task, rollouts.forward)
+        # An optimiser may change the module that it is given.
         start = student.module.deepcopy()
         self._note_prompts("start", start)
         endpoint = self._endpoint()
         self._writer = self._make_writer(folder, endpoint)
         try:
+            # Appended: what a start that was killed has printed stays.
             with open(folder / "optimiser.log", "a", encoding="utf-8") as log:
                 bench = Bench(
                     task=self.task,
@@ -140,16 +143,20 @@ class PromptStage:
                     log=log,
                 )
                 program = optimise(algo, bench)
+            # Both on the same examples and draws, whatever the optimiser has compared on its way; mostly from the
+            # store.
             scores = {}
             for name, module in (("start", start), ("best", program)):
                 needs = sampler.needs(module, validation)
                 sampler.obtain(needs)
                 scores[name] = self._score(needs)
         except Abort as abort:
+            # Out of DSPy's code it is an error like any other.
             raise abort.cause from abort.cause.__cause__
         finally:
             if endpoint is not None:
                 endpoint.close()
+        # At a tie the start stays: a person has written it.
         improved = scores["best"] > scores["start"]
         made = program if improved else start
         self._note_prompts("result", made, improved=improved, validation=len(validation), **scores)
@@ -207,6 +214,7 @@ class PromptStage:
         """The prompts of a candidate, in a file of the run directory."""
         path = (self.rundir.path / "prompts").with_suffix(self._sampler.student.suffix)
         candidate = self._sampler.student.candidate(state_of(module))
+        # A candidate writes by the ending of the name, so it cannot go through `atomic_write`; renamed as there.
         temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
         try:
             candidate.save(temporary)
@@ -229,11 +237,13 @@ class PromptStage:
             for candidate in dict.fromkeys(need.candidate for need in needs if need.draw == AS_EVALUATED):
                 self._trial([need for need in needs if need.draw == AS_EVALUATED and need.candidate == candidate])
         except Exception as error:
+            # DSPy's code is on the way up, and would take it for a bad candidate.
             raise Abort(error) from error
 
     def _trial(self, needs: Sequence[Need]) -> None:
         self.trials += 1
         score, results = self._score(needs), [self._sampler.results[need.key] for need in needs]
+        # Scores on minibatches are noisier: no best is taken from them.
         full = {need.example for need in needs} == self._validation
         if full and (self._best is None or score > self._best):
             self._best = score
@@ -267,6 +277,7 @@ class PromptStage:
 
     def _paid(self) -> dict[str, float]:
         """What was paid for since the trial before."""
+        # Both count from the beginning of the stage, also what came from the store: so a resume has the same records.
         usage, writer = self._sampler.usage, self._writer.usage if self._writer is not None else WriterUsage()
         now = {f"prompts/{name}": float(count) for name, count in asdict(usage).items()}
         now |= {f"prompts/writer/{name}": float(count) for name, count in asdict(writer).items()}

@@ -172,6 +172,7 @@ class Sampler:
             self.engine.leave()
         try:
             sampled = await asyncio.gather(*tasks)
+        # Where one has failed, the others must not go on sampling for nobody.
         finally:
             for task in tasks:
                 task.cancel()
@@ -180,6 +181,7 @@ class Sampler:
         self.log.add("rollout", time.perf_counter() - started)
         self._check_failures([rollout for _, forest in sampled for rollout in forest.rollouts])
         results: list[JsonObject] = []
+        # By candidate, then by example: the order of a stored line must not be that in which rollouts ended.
         for ((digest, draw), members), (played, forest) in zip(groups.items(), sampled, strict=True):
             rollouts = {rollout.example: rollout for rollout in forest.rollouts}
             results += [
@@ -224,6 +226,7 @@ class Sampler:
         }
 
     def _check_failures(self, rollouts: Sequence[Rollout]) -> None:
+        # Before anything is stored: a resume samples the whole batch again.
         share, limit = failed_share(rollouts), self.settings.max_failed_share
         if share <= limit:
             return

@@ -117,6 +117,7 @@ class DspyCandidate:
         steps, failed = self.program.traces.pop(rollout.example, ([], None))
         calls = forest.path(rollout)
         if rollout.error == ParseFailure.kind and failed is not None and calls:
+            # The reply that could not be read is not in the trace; its text is that of the last call.
             steps = [*steps, {**failed, "outputs": None, "text": calls[-1].text}]
         return steps
 
@@ -138,6 +139,7 @@ class _Traced(DspyProgram):
         trace: list[tuple[Any, dict[str, Any], dspy.Prediction]] = []
         begun = _Begun()
         try:
+            # A context replaces the whole list, in which the user may have callbacks of their own.
             with dspy.context(callbacks=[*(dspy.settings.callbacks or ()), begun]):
                 return await self.run_traced(example, ctx, trace)
         finally:
@@ -275,12 +277,14 @@ def _distinguish(module: dspy.Module) -> None:
         if any(other is not one and other.signature.equals(one.signature) for _, other in named)
     ]
     for name, predictor in shared:
+        # One field is enough: equality of signatures looks at all of them.
         field = next(iter(predictor.signature.fields))
         predictor.signature = predictor.signature.with_updated_fields(field, **{MARK: name})
 
 
 def _with_program(task: Task, program: Any) -> Task:
     """The same task, with the same data, tools and reward, around another program."""
+    # Shallow: data, corpora and tools are large, and no candidate changes them.
     made = copy.copy(task)
     made.program = program
     return made
