@@ -127,6 +127,8 @@ class MMRL(Teleprompter):
             ConfigError: settings that cannot be words, or that the objects have said already.
         """
         number = next(_NUMBERS)
+        # A copy of the program: what the caller does to it meanwhile is no part of the run. Digests, so that a resume
+        # can tell other examples.
         names = {
             "task.program": put(f"program_{number}", student.deepcopy()),
             "task.metric": put(f"metric_{number}", self.metric),
@@ -163,6 +165,7 @@ class MMRL(Teleprompter):
         for what, value in objects.items():
             put(stored[what].partition(":")[2], value)
         config = stored_config(folder, schema_of(run.config))
+        # Its task may have been built in this process already, from the objects of before.
         forget_task(config.task, config.seed)
         _refuse_failure(resume(folder), str(folder))
         return folder
@@ -184,6 +187,7 @@ def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
 
     folder = Path(run_dir)
     config = stored_config(folder, schema_of(RunDir.read(folder).config))
+    # With the limits and the engine of training: the program is to speak as it did there.
     shared = {name: getattr(config, name) for name in ("seed", "task", "model", "hardware", "engine", "eval", "run")}
     evaluation = settle(EvalCommandConfig(policy=str(folder), plugins=config.plugins, **shared))
     policy = served(evaluation)
@@ -192,6 +196,7 @@ def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
         raise ConfigError(
             f"{folder}: has no weights for {', '.join(missing)}; its modules are {', '.join(policy.modules)}"
         )
+    # Left open: the engine serves for as long as the program is used.
     resources = ExitStack()
     engine, tokenizer = resources.enter_context(fixed_engine(evaluation, policy, folder, evaluation.policy))
     lm = ServedPolicy(f"mmrl/{folder.name}", engine, tokenizer, resources, config.task.max_tokens)
@@ -293,7 +298,9 @@ def _split(train: list[dspy.Example], dev: list[dspy.Example] | None) -> tuple[l
         raise ConfigError(
             f"trainset: got {len(train)} examples and no valset, expected at least 2 of them, or a valset"
         )
+    # Spread over the whole set, which may be sorted.
     held = train[HELD_BACK - 1 :: HELD_BACK] or train[-1:]
+    # By identity: an example may be there twice, and one of the two be held back.
     rest = [example for example in train if not any(example is other for other in held)]
     print(
         f"no valset: {len(held)} of {len(train)} examples of the trainset are held back for evaluation", file=sys.stderr

@@ -71,6 +71,7 @@ def worth_hiding(value: str) -> bool:
         return False
     if len(value) < PLAIN_NAME and re.fullmatch(r"[a-z_]+", value):
         return False
+    # A variable with such a name may hold where a key lies, which is no secret.
     first = Path(value).parts[:2]
     return not (value.startswith("/") and len(first) == 2 and Path(*first).exists())
 
@@ -108,6 +109,7 @@ def environment_value(name: str) -> str | None:
 
 def hide(text: str) -> str:
     """`text` with each secret replaced by the reference to its variable; also as JSON, HTML, an address or base64."""
+    # Most texts hold none of them, and looking costs less than replacing.
     for form, reference in _forms:
         if form in text:
             text = text.replace(form, reference)
@@ -117,6 +119,7 @@ def hide(text: str) -> str:
 def hide_reply(text: str) -> str:
     """As `hide`, and in whatever way a server may have spelled each letter: percent codes, escapes, wide letters."""
     text = hide(text)
+    # No other spelling does without one of these marks, and the patterns below are slow.
     if not any(mark in text for mark in "%&\\\0"):
         return text
     for value, name in list(_secrets.items()):
@@ -212,6 +215,7 @@ class HidingStream:
 
     def write(self, text: str) -> int:
         """Write `text` without its secrets."""
+        # The count is that of the text as given, which is what a caller compares it with.
         self._stream.write(hide(text))
         return len(text)
 

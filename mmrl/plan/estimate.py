@@ -36,6 +36,7 @@ class Plan:
 
     def memory(self) -> dict[str, float]:
         """Bytes per training device by part."""
+        # No call is cut, so a pack holds the longest one; lengths are means of a module, and the largest stands for it.
         longest = max((load.prompt + load.completion) / load.calls for load in self.loads.values() if load.calls)
         return memory(self.config, self.shape, self.step, longest, self.device)
 
