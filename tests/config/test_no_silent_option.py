@@ -16,7 +16,7 @@ from mmrl.errors import ConfigError
 from mmrl.run.check import check_all
 from tests.config.effects import EFFECTS, Acts, Refused, all_leaves, same_code
 
-for module in ("algo", "training", "command", "engine", "task", "endpoints", "retriever", "sft", "prompts"):
+for module in ("algo", "training", "command", "engine", "task", "endpoints", "retriever", "other_stages"):
     import_module(f"tests.config.effects.{module}")
 
 ACTING = {leaf: effect for leaf, effect in EFFECTS.items() if isinstance(effect, Acts)}

@@ -14,7 +14,7 @@ from mmrl.engines.base import Completion, Request
 from mmrl.records import Example, Forest
 from mmrl.rollout import with_program
 from mmrl.rollout.sample import sample
-from tests.helpers.fakes import FakeEngine, FakeTask, environment, letters
+from tests.helpers.programs import FakeEngine, FakeTask, environment, letters
 
 Reply = str | Mapping[str, object]
 """A text as the model would write it, or output fields that the adapter writes."""

@@ -17,8 +17,7 @@ from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import OwnTask
 from mmrl.tasks.dspy.tools import use_tool
 from tests.dspy import agents
-from tests.helpers.fakes import FakeEngine, FakeTask, environment
-from tests.helpers.programs import filled, make_dspy, play_dspy
+from tests.helpers.programs import FakeEngine, FakeTask, environment, filled, make_dspy, play_dspy
 
 ROWS = """{"question": "When?", "gold": "2026-01-02"}
 {"question": "Then?", "gold": "2026-01-03"}

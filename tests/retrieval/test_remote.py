@@ -16,8 +16,7 @@ from mmrl.retrieval.serving import make_app
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.system.breaker import Breaker
-from tests.helpers.fakes import environment
-from tests.helpers.programs import Searcher, search_agent
+from tests.helpers.programs import Searcher, environment, search_agent
 from tests.helpers.servers import DOCUMENTS, Faulty, good_app, listening
 
 QUERIES = ["river Tagus", "city", "capital of Portugal", "river"]

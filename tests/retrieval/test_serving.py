@@ -20,8 +20,7 @@ from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.serving import Batches, ChildRetriever, make_app
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
-from tests.helpers.fakes import environment
-from tests.helpers.programs import Searcher, search_agent
+from tests.helpers.programs import Searcher, environment, search_agent
 from tests.helpers.servers import DOCUMENTS, fetch_json, listening
 
 BM25 = IndexSpec(kind="bm25", settings={"k1": 0.9, "b": 0.4})

@@ -13,7 +13,7 @@ from mmrl.rollout.dspy.dspy_program import DspyProgram
 from mmrl.rollout.plans import fork_on, fork_on_first, independent
 from mmrl.rollout.sample import sample
 from mmrl.tasks.dspy.tools import use_tool, use_tool_sync
-from tests.helpers.fakes import FakeEngine, FakeTask, environment, seeded_letter, spelled
+from tests.helpers.programs import FakeEngine, FakeTask, environment, seeded_letter, spelled
 
 
 def filled(**fields):
@@ -322,7 +322,7 @@ def test_a_timeout_ends_the_thread_of_a_blocking_module():
 
 
 def test_plain_programs_stay_as_they_are():
-    from tests.helpers.fakes import Chain
+    from tests.helpers.programs import Chain
 
     program = Chain()
     assert with_program(FakeTask(program)).program is program

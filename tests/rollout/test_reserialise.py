@@ -16,8 +16,8 @@ from mmrl.tasks.search_program.program import (
     parse_queries,
     parse_selection,
 )
-from tests.helpers.fakes import Chain, letters
 from tests.helpers.forests import Grow
+from tests.helpers.programs import Chain, letters
 
 PROGRAM = SearchProgram(SearchPrompts(load_prompts(TEMPLATES, None), 10))
 END = 0

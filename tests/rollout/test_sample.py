@@ -13,7 +13,7 @@ from mmrl.records import Example
 from mmrl.rollout.plans import fork_on, fork_on_first, independent, independent_sampling, round_robin
 from mmrl.rollout.sample import sample
 from tests.engines.test_batcher import Counter
-from tests.helpers.fakes import Chain, FakeEngine, FakeTask, environment, seeded_letter, spelled
+from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, seeded_letter, spelled
 
 MODULES = ("a", "b", "c")
 

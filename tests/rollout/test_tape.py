@@ -12,7 +12,7 @@ from mmrl.records import Example
 from mmrl.rollout.plans import fork_on, fork_on_first, independent
 from mmrl.rollout.sample import sample
 from mmrl.system.user_code import threaded
-from tests.helpers.fakes import FakeTask, environment
+from tests.helpers.programs import FakeTask, environment
 from tests.rollout.test_sample import Counter
 
 

@@ -10,7 +10,7 @@ from mmrl.config.algo import MmgrpoConfig
 from mmrl.errors import ParseFailure
 from mmrl.rollout.environment import Teacher
 from mmrl.rollout.sample import sample
-from tests.helpers.fakes import Chain, FakeEngine, FakeTask, environment, letters, seeded_letter, spelled
+from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, letters, seeded_letter, spelled
 
 
 @dataclass

@@ -29,7 +29,7 @@ from mmrl.stages.collect import Prefetch, SampledBatch, dynamic_sampling
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.weights import WeightStage
 from mmrl.tasks.base import Score
-from tests.helpers.fakes import FakeEngine, FakeTask, environment
+from tests.helpers.programs import FakeEngine, FakeTask, environment
 
 STEP = 7
 POOL = [Example(id=f"q{number}", inputs={"text": f"t{number}"}) for number in range(12)]

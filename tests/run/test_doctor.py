@@ -17,7 +17,7 @@ from mmrl.run.doctor import _long, _needed
 from mmrl.stages.checkup import examine
 from mmrl.stages.weights import WeightStage
 from tests.config.effects.training import collector_of, config_of
-from tests.helpers.fakes import Chain, FakeEngine, seeded_letter
+from tests.helpers.programs import Chain, FakeEngine, seeded_letter
 from tests.helpers.runs import command
 
 OPTIONS = {"train.batch_size": 4, "algo.group_size": 4}

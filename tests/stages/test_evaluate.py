@@ -22,7 +22,7 @@ from mmrl.stages.evaluate import (
 )
 from mmrl.stages.step_log import StepLog
 from mmrl.tasks import TASKS
-from tests.helpers.fakes import Chain, FakeEngine, FakeTask, environment, seeded_letter
+from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, seeded_letter
 
 SETTINGS = EvalConfig(samples=2, bootstrap=100)
 TOLERANT = EvalConfig(samples=2, bootstrap=100, max_failed_share=1.0)

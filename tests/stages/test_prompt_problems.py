@@ -13,7 +13,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.stages.prompts.split import prompt_problems
 from mmrl.stages.prompts.students import _distinguish
 from mmrl.tasks.base import Score
-from tests.helpers.prompts import (
+from tests.helpers.stages import (
     MIPRO,
     MODEL,
     ScriptedEngine,

@@ -22,7 +22,7 @@ from mmrl.rollout.sample import sample
 from mmrl.run.build import build_task
 from mmrl.system import json_lines as store
 from mmrl.tasks.dspy.built_in import Banking77
-from tests.helpers.prompts import (
+from tests.helpers.stages import (
     MIPRO,
     OPTIMISERS,
     ScriptedEngine,

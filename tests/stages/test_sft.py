@@ -16,10 +16,9 @@ from mmrl.report.stats import learning
 from mmrl.stages.sft import SftStage
 from mmrl.stages.sft_data import best_rollouts, read_examples
 from mmrl.trainer import checkpoint
-from tests.helpers.fakes import FakeEngine, seeded_letter
 from tests.helpers.forests import Grow
-from tests.helpers.programs import make_dspy
-from tests.helpers.sft import CHAT, LORA, MINE, OWN, TOKENIZER, config_of, run, stage_of, weights, written
+from tests.helpers.programs import FakeEngine, make_dspy, seeded_letter
+from tests.helpers.stages import CHAT, LORA, MINE, OWN, TOKENIZER, config_of, run, stage_of, weights, written
 
 # --- what is trained on
 

@@ -5,9 +5,8 @@ import pytest
 from mmrl.config.rules import Facts, without_effect
 from mmrl.errors import ConfigError, DataError, ToolFailure, TooManyFailures
 from mmrl.stages.sft_data import read_examples, sft_problems
-from tests.helpers.fakes import Chain, FakeEngine, FakeTask, seeded_letter
-from tests.helpers.programs import make_dspy
-from tests.helpers.sft import CHAT, LORA, MINE, OWN, Teachable, config_of, stage_of, written
+from tests.helpers.programs import Chain, FakeEngine, FakeTask, make_dspy, seeded_letter
+from tests.helpers.stages import CHAT, LORA, MINE, OWN, Teachable, config_of, stage_of, written
 
 
 def problems(options, task=None, frozen=()):

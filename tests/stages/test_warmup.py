@@ -11,7 +11,7 @@ from mmrl.errors import CheckpointError, ConfigError, DataError
 from mmrl.models.chat import render_prompt
 from mmrl.stages.warmup import WarmStartSettings, _Collator, encode, plan_batches, warm_start
 from mmrl.tasks.base import Demonstration
-from tests.helpers.sft import TOKENIZER, new_model, shown, weights
+from tests.helpers.stages import TOKENIZER, new_model, shown, weights
 
 SETTINGS = WarmStartSettings(steps=12, batch_tokens=600, lr=3e-3, save_every=4, log_every=1, seed=3)
 

@@ -18,8 +18,7 @@ from mmrl.tasks.agents.tool_agent import turns_of
 from mmrl.tasks.mini.teach import demonstrations
 from mmrl.tasks.prompts import ModulePrompt, PromptedTask, Prompts, Shot, Template, last_user, load_prompts
 from mmrl.tasks.search_program.program import TEMPLATES, SearchPrompts
-from tests.helpers.fakes import environment
-from tests.helpers.programs import EXAMPLE, Script, default_config, make, play
+from tests.helpers.programs import EXAMPLE, Script, default_config, environment, make, play
 
 ROLES = dict.fromkeys(TEMPLATES, "system")
 PROMPTED = {

@@ -10,7 +10,7 @@ from mmrl.rollout.plans import fork_on, fork_on_first, independent
 from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS
 from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.fakes import FakeEngine, environment, letters, spelled
+from tests.helpers.programs import FakeEngine, environment, letters, spelled
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from mmrl.rollout.sample import sample
 from mmrl.stages.warmup import encode
 from mmrl.tasks import TASKS
 from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.fakes import FakeEngine, environment
-from tests.helpers.programs import EXAMPLE, default_config, make
+from tests.helpers.programs import EXAMPLE, FakeEngine, default_config, environment, make
 from tests.models.test_models import make_tokenizer
 from tests.tasks.test_search_agent import ASK, RIGHT, ROOMY
 

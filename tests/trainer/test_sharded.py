@@ -19,8 +19,7 @@ from mmrl.config import HardwareConfig
 from mmrl.run.launch import environment
 from mmrl.system.child_process import free_port
 from mmrl.trainer.sharding import exact_outputs
-from tests.helpers.sharded import CASES, VALUE_CALLS, build, watch_gradients
-from tests.helpers.trainer_cases import sampled
+from tests.helpers.trainer_cases import CASES, VALUE_CALLS, build, sampled, watch_gradients
 
 OWN = {"time/update", "train/tokens_forwarded"}
 """Metrics that the number of processes changes."""
@@ -48,7 +47,7 @@ def two_processes(folder: Path) -> None:
     root = str(Path(__file__).parents[2])
     workers = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.sharded", str(folder)],
+            [sys.executable, "-m", "tests.helpers.trainer_cases", str(folder)],
             env={**os.environ, **environment(hardware, rank, port), "PYTHONPATH": root, "ACCELERATE_USE_CPU": "true"},
             stderr=subprocess.PIPE,
             text=True,

@@ -18,8 +18,8 @@ from mmrl.rollout.sample import sample
 from mmrl.run.build import teacher_policy, teacher_prompts, teachers_apart
 from mmrl.trainer.critic import make_critic
 from tests.config.effects import Options, acts, refused
-from tests.helpers.fakes import FakeEngine, FakeTask, environment
 from tests.helpers.forests import Grow
+from tests.helpers.programs import FakeEngine, FakeTask, environment
 from tests.helpers.trainer_cases import (
     LORA,
     gradients,

@@ -33,7 +33,7 @@ from mmrl.trainer.adapters import make_adapters
 from tests.config.effects import Options, acts, refused
 from tests.config.effects.algo import requests
 from tests.config.effects.training import BOTH, EVAL, TRAIN, collected, collector_of, config_of, root
-from tests.helpers.fakes import Chain, FakeEngine, FakeTask, environment, seeded_letter
+from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, seeded_letter
 from tests.helpers.runs import fake_run
 from tests.helpers.trainer_cases import make_calls, make_trainer
 

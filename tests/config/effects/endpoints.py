@@ -26,7 +26,7 @@ from mmrl.tasks.agents.judge import JudgedTurn
 from tests.config.effects import Body, Options, acts
 from tests.config.effects.task import built
 from tests.helpers.engines import tokenizer
-from tests.helpers.fakes import FakeEngine
+from tests.helpers.programs import FakeEngine
 
 CERTIFICATES = ssl.create_default_context()
 KEYS = {"KEY_OF_A_TEST": "one", "OPENAI_API_KEY": "default"}

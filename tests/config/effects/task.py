@@ -25,8 +25,18 @@ from mmrl.rollout.sample import sample
 from mmrl.run.build import reward_set
 from mmrl.tasks import TASKS
 from tests.config.effects import Options, acts, file_of, nested, records_of, refused
-from tests.helpers.fakes import Chain, FakeEngine, FakeTask, environment, spelled
-from tests.helpers.programs import DOCUMENTS, EXAMPLE, Script, default_config, filled
+from tests.helpers.programs import (
+    DOCUMENTS,
+    EXAMPLE,
+    Chain,
+    FakeEngine,
+    FakeTask,
+    Script,
+    default_config,
+    environment,
+    filled,
+    spelled,
+)
 
 QA = "task.hotpotqa;task.2wiki;task.musique;task.search_agent;task.tool_agent;task.search_o1;task.r1_searcher"
 SEARCH = f"{QA};task.hover"

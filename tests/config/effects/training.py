@@ -21,7 +21,7 @@ from mmrl.stages.collect import Collector
 from mmrl.stages.step_log import StepLog
 from tests.config.effects import Options, acts, nested
 from tests.config.effects.algo import GROUPS
-from tests.helpers.fakes import Chain, FakeEngine, FakeTask, environment, letters, seeded_letter
+from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, letters, seeded_letter
 from tests.helpers.trainer_cases import gradients, make_calls, make_trainer
 
 BOTH = "train command;eval command"

@@ -1,8 +1,9 @@
-"""Effects of `algo.*` of stages that optimise prompts: what DSPy's optimisers get, the split, the prompt model."""
+"""What each key of the stages does that optimise prompts, and of supervised ones."""
 
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +13,15 @@ from dspy.teleprompt import BootstrapFewShot
 
 from mmrl.config.other_stages import PROMPT_SCHEMAS, PromptConfig
 from mmrl.engines.base import Completion, Request
+from mmrl.errors import ParseFailure, ToolFailure, TooManyFailures
 from mmrl.records import Example
 from mmrl.stages.prompts import optimisers
 from mmrl.stages.prompts.optimisers import Bench, optimise
 from mmrl.stages.prompts.split import split
-from tests.config.effects import Options, acts, nested
+from tests.config.effects import Options, acts, nested, refused
 from tests.config.effects.endpoints import VALUES, Server, _given, _traced, answering
-from tests.helpers.fakes import FakeEngine, FakeTask
-from tests.helpers.prompts import ScriptedEngine, banking, prompt_stage
+from tests.helpers.programs import Chain, FakeEngine, FakeTask, seeded_letter
+from tests.helpers.stages import CHAT, OWN, ScriptedEngine, Teachable, banking, prompt_stage, run, stage_of
 
 CLASSES = {
     "miprov2": "MIPROv2",
@@ -176,3 +178,97 @@ acts("prompts.gepa", "max_merge_invocations", received, 5, 6)
 acts("prompts.gepa;prompts.simba", "prompt_temperature", received, 1.0, 0.5)
 acts("prompts.simba", "bsize num_candidates max_steps max_demos demo_input_field_maxlen", received, 3, 4)
 acts("prompts.simba", "temperature_for_sampling temperature_for_candidates", received, 0.2, 0.3)
+
+
+ALGO, TRAIN = "supervised.algo", "supervised.train"
+
+
+def sequences(name: str, options: Options, folder: Path) -> object:
+    """What is trained on, by module and ids."""
+    for number in (1, 2):
+        (folder / f"{number}.jsonl").write_text(f"{json.dumps(CHAT)}\n" * number, encoding="utf-8")
+    own = {f"algo.{key}": str(folder / value) if key == "file" else value for key, value in options.items()}
+    task = Teachable(Chain(("a", "b")), reward=lambda prediction: 1.0 + sum(map(ord, prediction)) % 3)
+    stage, _ = stage_of(folder / "run", own, task=task)
+    taken = stage._sampled() if stage.config.algo.source == "rollouts" else stage._given()
+    return [(item.module, item.completion_ids) for _, item in taken]
+
+
+class _Picky(Chain):
+    """Half of its replies do not parse."""
+
+    async def run(self, example: object, ctx: object) -> str:
+        def parse(text: str) -> str:
+            if text > "m":
+                raise ParseFailure("late letter")
+            return text
+
+        reply = await ctx.call("a", [{"role": "user", "content": example.inputs["text"]}], parse=parse)  # type: ignore[attr-defined]
+        return str(reply.text)
+
+
+def requested(name: str, options: Options, folder: Path) -> object:
+    """How the rollouts are sampled."""
+    engine = FakeEngine(seeded_letter)
+    own = {**OWN, "algo.min_reward": 0.0, **{f"algo.{key}": value for key, value in options.items()}}
+    stage_of(folder / "run", own, task=Teachable(_Picky(("a",))), engine=engine)[0]._rollouts()
+    return sorted(str(request.sampling) for request in engine.requests)
+
+
+class _Failing(FakeEngine):
+    """Every other rollout meets a tool that is down."""
+
+    async def generate(self, request: Request) -> Completion:
+        self.requests.append(request)
+        if len(self.requests) % 2:
+            raise ToolFailure("down")
+        return Completion(ids=(100,), logprobs=(-0.5,), finish="eos")
+
+
+def stopped(name: str, options: Options, folder: Path) -> object:
+    """Whether failed rollouts stop the stage."""
+    own = {**OWN, "algo.min_reward": 0.0, **{f"train.{key}": value for key, value in options.items()}}
+    try:
+        stage_of(folder / "run", own, engine=_Failing(seeded_letter))[0]._sampled()
+    except TooManyFailures as error:
+        return str(error)
+    return ""
+
+
+def trained(name: str, options: Options, folder: Path) -> object:
+    """Weights after two steps, and the checkpoints."""
+    own = {f"{name}.{key}": value for key, value in options.items()}
+    short = {"train.steps": 2, "train.save_every": 1, "train.keep": 3, "train.lr": 1e-2, "train.grad_clip": 9.0}
+    _, weights, history = run(folder / "run", {**short, **own})
+    there = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+    forwarded = [record.get("train/tokens_forwarded") for record in history]
+    return there, forwarded, [value.double().sum().item() for value in weights.values()]
+
+
+acts(ALGO, "source", sequences, "task", "rollouts")
+acts(ALGO, "file", sequences, "1.jsonl", "2.jsonl", source="file")
+acts(ALGO, "modules", sequences, None, {"b": 1.0})
+acts(ALGO, "prompt_weight", trained, 0.0, 0.5)
+acts(ALGO, "rollouts", sequences, 1, 2, source="rollouts", per_example=None)
+acts(ALGO, "min_reward", sequences, 1.0, 3.0, source="rollouts", per_example=None)
+acts(ALGO, "per_example", sequences, 1, 2, source="rollouts", rollouts=2)
+acts(ALGO, "temperature", requested, 1.0, 0.5)
+acts(ALGO, "top_p", requested, 1.0, 0.5)
+acts(ALGO, "top_k", requested, 0, 5)
+acts(ALGO, "parse_retries", requested, 0, 2)
+
+acts(TRAIN, "steps", trained, 1, 2)
+acts(TRAIN, "batch_size", trained, 2, 3)
+acts(TRAIN, "lr", trained, 1e-2, 1e-3)
+acts(TRAIN, "schedule", trained, "constant", "linear")
+acts(TRAIN, "warmup_steps", trained, 0, 1, schedule="constant_with_warmup")
+acts(TRAIN, "grad_clip", trained, 1e-8, 1e-9)
+acts(TRAIN, "adam_beta1", trained, 0.9, 0.1)
+acts(TRAIN, "adam_beta2", trained, 0.999, 0.1)
+acts(TRAIN, "weight_decay", trained, 0.0, 0.5)
+acts(TRAIN, "microbatch_tokens", trained, 64, 512)
+acts(TRAIN, "save_every", trained, 1, 2)
+acts(TRAIN, "keep", trained, 1, 2)
+acts(TRAIN, "max_failed_share", stopped, 0.6, 0.1)
+for key, value in {"packing": "trie", "old_logprobs": "recompute", "tis": "2.0", "staleness": "1"}.items():
+    refused(TRAIN, key, value, "with algo=sft", typed=f"train.{key}", starts=f"train.{key}")
