@@ -29,6 +29,7 @@ from mmrl.config.other_stages import ProposingConfig
 from mmrl.engines.base import Engine
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import MODEL_CAUSED
+from mmrl.records import Example
 from mmrl.report.rundir import RunDir
 from mmrl.report.trials import FOLDER, TRIALS
 from mmrl.stages.prompts.model import Writer, WriterUsage
@@ -143,13 +144,7 @@ class PromptStage:
                     log=log,
                 )
                 program = optimise(algo, bench)
-            # Both on the same examples and draws, whatever the optimiser has compared on its way; mostly from the
-            # store.
-            scores = {}
-            for name, module in (("start", start), ("best", program)):
-                needs = sampler.needs(module, validation)
-                sampler.obtain(needs)
-                scores[name] = self._score(needs)
+            scores = self._scores(validation, start=start, best=program)
         except Abort as abort:
             # Out of DSPy's code it is an error like any other.
             raise abort.cause from abort.cause.__cause__
@@ -222,6 +217,16 @@ class PromptStage:
         finally:
             temporary.unlink(missing_ok=True)
         return path
+
+    def _scores(self, validation: Sequence[Example], **modules: dspy.Module) -> dict[str, float]:
+        """Name -> reward on the validation examples."""
+        scores = {}
+        # On the same examples and draws, whatever the optimiser has compared on its way; mostly from the store.
+        for name, module in modules.items():
+            needs = self._sampler.needs(module, validation)
+            self._sampler.obtain(needs)
+            scores[name] = self._score(needs)
+        return scores
 
     # --- trials
 
