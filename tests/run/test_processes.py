@@ -20,7 +20,7 @@ from mmrl.engines.vllm.command import server_environment
 from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.report.rundir import RunDir, comparable
-from mmrl.run import check
+from mmrl.run import launch
 from mmrl.run.build import server_devices
 from mmrl.run.launch import adopt, environment, hardware_problems, missing_packages, wrapping
 from mmrl.system.conf import later_wins
@@ -152,7 +152,7 @@ def test_critics_on_several_processes():
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_zero_without_deepspeed_is_refused_before_anything_loads(stage, monkeypatch, capsys, tmp_path):
     arguments = ["hardware=h100x8", f"hardware.sharding={stage}", "engine.url=http://127.0.0.1:1"]
-    monkeypatch.setattr(check, "installed", lambda package: package != "deepspeed")
+    monkeypatch.setattr(launch, "installed", lambda package: package != "deepspeed")
     monkeypatch.setattr("mmrl.models.load.load_model", None)
     assert main(["train", *arguments, f"run.dir={tmp_path / 'run'}"]) == 2
     shown = capsys.readouterr().err
@@ -160,7 +160,7 @@ def test_zero_without_deepspeed_is_refused_before_anything_loads(stage, monkeypa
     assert "pip install 'mmrl[deepspeed]'" in shown and "hardware.sharding=fsdp2" in shown
     assert "Traceback" not in shown and not (tmp_path / "run").exists()
     assert missing_packages(profile(processes=8, sharding="fsdp2")) == []
-    monkeypatch.setattr(check, "installed", lambda package: True)
+    monkeypatch.setattr(launch, "installed", lambda package: True)
     assert missing_packages(profile(processes=8, sharding=stage)) == []
 
 
