@@ -84,6 +84,12 @@ ADVICE: Mapping[str, Advice] = {
         "are too low",
         "raise task.judge.max_tokens, or take another task.judge.model",
     ),
+    "trials_fail": Advice(
+        "{what}; {now} of {then} trials are like this",
+        "where the start is among them, show the form that is expected (task.prompts), let replies end "
+        "(task.max_tokens), or take another model (model.path); where only candidates are, the model does not bear "
+        "their demonstrations: fewer of them (algo.max_bootstrapped_demos, algo.max_labeled_demos, algo.max_demos)",
+    ),
     # --- before a run
     "prompt_too_long": Advice(
         "{now_share} of the rollouts end at a prompt that leaves no room in the context ({what})",

@@ -27,11 +27,13 @@ from mmrl.report.stats import (
     ASCII_BLOCKS,
     BLOCKS,
     Difference,
+    History,
     binned,
     compare_items,
     duration,
     learning,
     module_facts,
+    modules_in,
     short,
     sparkline,
     trailing_mean,
@@ -83,8 +85,7 @@ def overview_text(seen: Overview, width: int = 100) -> str:
     parts += [_evaluation_table(seen, split, width) for split in _splits(seen)]
     if seen.differences:
         parts.append("first against last evaluation, " + before_after_table(seen.differences, seen.split, width))
-    if seen.modules:
-        parts.append(_module_table(seen, width))
+    parts += [_module_table(stage, records, width) for stage, records in seen.module_steps]
     if facts := stage_facts(seen.run.path):
         parts.append(f"stages\n{align(stage_rows(facts))}")
     parts.append(alarm_text(seen.alarms, width))
@@ -164,17 +165,18 @@ def _evaluation_table(seen: Overview, split: str, width: int) -> str:
     return f"evaluations on {split} (with 95 % intervals)\n{align(rows, width=width)}"
 
 
-def _module_table(seen: Overview, width: int) -> str:
-    first, last = seen.training[0], seen.training[-1]
-    facts = [fact for fact in MODULE_FACTS if fact in module_facts(seen.training)]
+def _module_table(stage: str, records: History, width: int) -> str:
+    first, last = records[0], records[-1]
+    facts = [fact for fact in MODULE_FACTS if fact in module_facts(records)]
     rows = [["", *facts, ""]]
-    for name in seen.modules:
+    for name in modules_in(records):
         cells = []
         for fact in facts:
             old, new = short(first.get(f"module/{name}/{fact}")), short(last.get(f"module/{name}/{fact}"))
             cells.append(new if old == new else f"{old}→{new}")
         rows.append([name, *cells, ""])
-    return f"modules, step {first['step']} → step {last['step']}\n{align(rows, width=width)}"
+    head = f"modules of {stage}" if stage else "modules"
+    return f"{head}, step {first['step']} → step {last['step']}\n{align(rows, width=width)}"
 
 
 def _further(seen: Overview) -> str:

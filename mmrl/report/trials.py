@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from textwrap import indent, shorten
 
 from mmrl.errors import DataError
+from mmrl.report.advice import ADVICE
+from mmrl.report.alarms import Alarm
 from mmrl.report.text import align
 from mmrl.report.trees import clean
 from mmrl.system.files import JsonObject, read_jsonl
@@ -43,6 +46,39 @@ def prompts_text(run: Path, width: int = 100) -> str:
     parts = [head, _table(trials)]
     parts += [_difference(name, start.get(name, {}), prompt, width) for name, prompt in modules.items()]
     return "\n\n".join(part for part in parts if part)
+
+
+def nothing_went_well(trial: JsonObject) -> str:
+    """What went wrong in a trial whose rollouts have all failed, with an example; empty for any other trial."""
+    example = trial.get("unusable")
+    if not example:
+        return ""
+    counts = ", ".join(f"{clean(kind)} {count}" for kind, count in trial["failed"].items())
+    text = f"all {trial['items']} rollouts of trial {trial['trial']} failed ({counts})"
+    if example["module"]:
+        text += f"; {clean(example['module'])} wrote, for example: {_short(example['reply']) or '(nothing)'}"
+    return f"{text} ({_short(example['message'])})" if example["message"] else text
+
+
+def trial_alarms(run: Path) -> list[Alarm]:
+    """One alarm for each stretch of trials in which nothing went well."""
+    trials = read_jsonl(run / FOLDER / TRIALS)
+    stretches = [list(some) for failed, some in groupby(trials, lambda trial: bool(nothing_went_well(trial))) if failed]
+    count = sum(map(len, stretches))
+    return [
+        Alarm(
+            name="trials_fail",
+            key="prompts/score",
+            step=some[0]["trial"],
+            until=None if some[-1] is trials[-1] else some[-1]["trial"],
+            message=ADVICE["trials_fail"].text(count, len(trials), nothing_went_well(some[0])),
+        )
+        for some in stretches
+    ]
+
+
+def _short(text: str) -> str:
+    return shorten(clean(text), 200, placeholder=" …")
 
 
 def _read(path: Path) -> JsonObject:

@@ -52,7 +52,8 @@ def test_every_alarm_is_explained():
     records = [{"step": step} | dict.fromkeys(keys, 1.0) for step in range(1, 9)]
     names = {name for name, *_ in alarms.findings(records, Thresholds())}
     explained = set(re.findall(r"^\| `(\w+)` \|", DOC.split("## Alarms")[1], flags=re.M))
-    assert names == explained and len(names) >= 8
+    # of a run that optimises prompts, whose trials hold more than metrics
+    assert names | {"trials_fail"} == explained and len(names) >= 8
 
 
 def test_thresholds_are_documented_in_place():

@@ -20,6 +20,8 @@ from mmrl.config import (
 )
 from mmrl.errors import ConfigError
 from mmrl.models.policy import prompts_of, resolve, write_policy
+from mmrl.report.console import show_run
+from mmrl.report.html import report_run
 from mmrl.report.rundir import RunDir, comparable
 from mmrl.report.stage_costs import stage_facts, stage_rows
 from mmrl.run.check import check
@@ -290,6 +292,35 @@ def test_costs_and_gains_by_hand(tmp_path):
     assert header[:2] == ["stage", "em"] and header[-1] == "USD"
     assert one[1:4] == ["0.250 → 0.500", "+0.250", "+0.000 to +0.500"] and one[-1] == "0.25"
     assert two[1:4] == ["", "", ""] and two[-2:] == ["7.0 s, not ended", "1.25"]
+
+
+def test_modules_and_alarms_are_shown_of_each_stage(tmp_path):
+    """By the steps of the whole run; no mean is over the steps of two stages."""
+    config = staged("stages=[miprov2,mmgrpo]", "task=banking77").model_dump(mode="json")
+    modules = [{"module/a/reward": value, "module/a/format_rate": 0.0} for value in (0.25, 0.5, 0.5, 0.5, 0.75)]
+    lines = [
+        [{"step": step, "prompts/score": 0.0} for step in (1, 2, 3)],
+        [{"step": step, "reward/mean": 1.0, **metrics} for step, metrics in enumerate(modules, start=1)],
+    ]
+    for name, records in zip(("1_miprov2", "2_mmgrpo"), lines, strict=True):
+        with RunDir.create(tmp_path / "stages" / name, config, ["mmrl"]) as stage:
+            append_jsonl(stage.metrics_path, records)
+    unusable = {"module": "a", "reply": "hm", "message": "no fields"}
+    trial = {"candidate": "c", "score": 0.0, "items": 2, "full": True, "best": 0.0, "modules": {}}
+    bad = {"failed": {"parse": 2}, "unusable": unusable}
+    trials = [{"trial": 1, **trial, "failed": {}}, {"trial": 2, **trial, **bad}, {"trial": 3, **trial, **bad}]
+    (tmp_path / "stages" / "1_miprov2" / "prompts").mkdir()
+    append_jsonl(tmp_path / "stages" / "1_miprov2" / "prompts" / "trials.jsonl", trials)
+    (tmp_path / "stages" / "1_miprov2" / "summary.json").write_text('{"seconds": 1}')
+    with RunDir.create(tmp_path / "run", config, ["mmrl"]) as run:
+        shutil.move(tmp_path / "stages", run.path / "stages")
+        append_jsonl(run.metrics_path, [*lines[0], *({**line, "step": 3 + line["step"]} for line in lines[1])])
+    text = " ".join(show_run(run.path).split())
+    assert "modules of 2_mmgrpo, step 4 → step 8" in text and "0.250→0.750" in text
+    assert "trials_fail from step 2 to 3 (prompts/score): stage 1_miprov2: all 2 rollouts of trial 2 failed" in text
+    assert "never_parses from step 8 on (module/a/format_rate): stage 2_mmgrpo: only 0% of the replies" in text
+    page = report_run(run.path).read_text(encoding="utf-8")
+    assert "all numbers of 2_mmgrpo, step 4 → step 8" in page and "stage 1_miprov2: all 2 rollouts" in page
 
 
 def test_a_stage_alone_is_stored_and_read_back(whole):

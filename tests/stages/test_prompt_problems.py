@@ -9,6 +9,8 @@ import pytest
 
 from mmrl.config import PromptCommandConfig
 from mmrl.errors import TooManyFailures
+from mmrl.report.console import show_run
+from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
 from mmrl.stages.prompts.split import prompt_problems
 from mmrl.stages.prompts.students import _distinguish
@@ -95,6 +97,35 @@ def test_failed_rollouts_are_counted_and_never_demonstrations(tmp_path, task):
     assert texts and all(share(text) >= 0.25 for text in texts)
     history = RunDir.read(tmp_path / "run").history()
     assert history[0]["rollouts/failed/parse"] == unread and history[0]["rollouts/failed_share"] == 0
+
+
+def test_trials_in_which_every_rollout_fails_ring_an_alarm_with_a_reply(tmp_path, task):
+    answer = better_with_demonstrations(task[1])
+
+    def lost_by_demonstrations(messages, temperature, seed):
+        shown = proposal(messages, seed) is None and any(m["role"] == "assistant" for m in messages)
+        return "no field \x1b[31m at all" if shown else answer(messages, temperature, seed)
+
+    notes: list[str] = []
+    stage = prompt_stage(tmp_path / "run", task, ScriptedEngine(lost_by_demonstrations), "miprov2", **MIPRO)
+    stage.log.progress.note = notes.append
+    with stage.rundir:
+        result = stage.run()
+    trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
+    lost = [trial for trial in trials if trial["failed"] == {"parse": trial["items"]}]
+    assert 1 < len(lost) == result.unusable < len(trials) and trials[0] not in lost
+    example = {"module": "classify.predict", "reply": "no field \x1b[31m at all"}
+    for trial in trials:
+        assert ("unusable" in trial) == (trial in lost)
+        assert trial not in lost or trial["unusable"].items() >= example.items()
+    assert f"{len(lost)} of {len(trials)}" in result.describe()["failed trials"]
+    assert len(notes) == len(lost)
+    assert r"classify.predict wrote, for example: no field \x1b[31m at all (output fields missing" in notes[0]
+    seen = Overview.of(RunDir.read(tmp_path / "run"))
+    assert {alarm.name for alarm in seen.alarms} == {"trials_fail"}
+    steps = [step for alarm in seen.alarms for step in range(alarm.step, (alarm.until or len(trials)) + 1)]
+    assert steps == [trial["trial"] for trial in lost]
+    assert "trials_fail from step" in " ".join(show_run(tmp_path / "run").split())
 
 
 def test_a_reward_that_raises_or_is_no_number_ends_the_stage_with_its_place(tmp_path, task):

@@ -31,7 +31,7 @@ from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import MODEL_CAUSED
 from mmrl.records import Example
 from mmrl.report.rundir import RunDir
-from mmrl.report.trials import FOLDER, TRIALS
+from mmrl.report.trials import FOLDER, TRIALS, nothing_went_well
 from mmrl.stages.prompts.model import Writer, WriterUsage
 from mmrl.stages.prompts.optimisers import Bench, optimise
 from mmrl.stages.prompts.rollouts import Abort, Rollouts
@@ -59,6 +59,8 @@ class PromptResult:
     best: float
     """That of `prompts`."""
     trials: int
+    unusable: int
+    """Trials whose rollouts have all failed."""
     validation: int
     """Validation examples."""
     student: Usage
@@ -78,6 +80,8 @@ class PromptResult:
             f"{self.student.prompt_tokens + self.student.completion_tokens} tokens"
         )
         facts = {"prompts": f"{change} on {self.validation} validation examples, {self.trials} trials", "paid": paid}
+        if self.unusable:
+            facts["failed trials"] = f"{self.unusable} of {self.trials}, in which every rollout failed"
         if self.writer.requests:
             tokens = self.writer.prompt_tokens + self.writer.completion_tokens
             cost = f", {self.writer.cost:.4f} USD" if self.writer.cost else ""
@@ -102,6 +106,7 @@ class PromptStage:
     rundir: RunDir
     log: StepLog
     trials: int = field(init=False, default=0)
+    unusable: int = field(init=False, default=0)
     _best: float | None = field(init=False, default=None)
     _spent: dict[str, float] = field(init=False, default_factory=dict)
 
@@ -161,6 +166,7 @@ class PromptStage:
             start=scores["start"],
             best=scores["best"] if improved else scores["start"],
             trials=self.trials,
+            unusable=self.unusable,
             validation=len(validation),
             student=sampler.usage,
             writer=self._writer.usage if self._writer is not None else WriterUsage(),
@@ -253,18 +259,20 @@ class PromptStage:
         if full and (self._best is None or score > self._best):
             self._best = score
         failed = dict(Counter(result["error"] for result in results if result["error"] is not None))
-        self._table.add(
-            {
-                "trial": self.trials,
-                "candidate": needs[0].candidate[:12],
-                "score": score,
-                "items": len(needs),
-                "full": full,
-                "best": self._best,
-                "failed": failed,
-                "modules": shown(self._sampler.states[needs[0].candidate]),
-            }
-        )
+        trial: JsonObject = {
+            "trial": self.trials,
+            "candidate": needs[0].candidate[:12],
+            "score": score,
+            "items": len(needs),
+            "full": full,
+            "best": self._best,
+            "failed": failed,
+            "modules": shown(self._sampler.states[needs[0].candidate]),
+        }
+        if sum(failed.values()) == len(needs):
+            self.unusable += 1
+            trial["unusable"] = _example(results)
+        self._table.add(trial)
         metrics = {
             "prompts/score": score,
             "prompts/items": float(len(needs)),
@@ -275,6 +283,8 @@ class PromptStage:
             **self._paid(),
         }
         if self.trials not in self._logged:
+            if problem := nothing_went_well(trial):
+                self.log.progress.note(f"warning: {problem}")
             record = self.log.record(metrics)
             record["rate/tokens_per_s"] = metrics["prompts/completion_tokens"] / record["time/step"]
             self.log.write(self.trials, record)
@@ -289,6 +299,15 @@ class PromptStage:
         spent = {name: count - self._spent.get(name, 0.0) for name, count in now.items()}
         self._spent = now
         return spent
+
+
+def _example(results: Sequence[JsonObject]) -> JsonObject:
+    """Of rollouts that have all failed one, if there is any with a reply that could not be parsed."""
+    for result in results:
+        for step in result["steps"]:
+            if step["outputs"] is None:
+                return {"module": step["module"] or "", "reply": step["text"], "message": result["message"] or ""}
+    return {"module": "", "reply": "", "message": results[0]["message"] or ""}
 
 
 def shown(state: State) -> dict[str, JsonObject]:
