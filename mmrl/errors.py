@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -206,18 +208,30 @@ _REMEDIES = {
 """What to do about a file that the operating system refuses; other errors are bugs, or have types of their own."""
 
 
-def storage_error(error: OSError, path: object = None) -> StorageError | None:
+_TORCH_CANNOT_WRITE = ("PytorchStreamWriter", "iostream", "unexpected pos")
+"""Of `torch.save`, which does not say why; nearly always the disk is full."""
+
+
+def storage_error(error: Exception, path: object = None) -> StorageError | None:
     """The one sentence for a file that the operating system refuses; None where that is not what happened.
 
     Args:
         path: what was to be written, where the error does not say it.
     """
-    place = error.filename if error.filename is not None else path
-    remedy = _REMEDIES.get(error.errno or 0)
+    place, number, reason = path, 0, ""
+    if isinstance(error, OSError):
+        place = path if error.filename is None else error.filename
+        number, reason = error.errno or 0, error.strerror or str(error)
+    elif match := re.search(r"\(os error (\d+)\)", str(error)):
+        # safetensors and tokenizers say it in words, the latter as a plain `Exception`
+        number, reason = int(match.group(1)), os.strerror(int(match.group(1)))
+    elif isinstance(error, RuntimeError) and any(words in str(error) for words in _TORCH_CANNOT_WRITE):
+        number, reason = errno.ENOSPC, os.strerror(errno.ENOSPC)
+    remedy = _REMEDIES.get(number)
     # A full disk is always one; of the others only those that name a file (a pipe or socket has none).
-    if remedy is None or (place is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO)):
+    if remedy is None or (place is None and number not in (errno.ENOSPC, errno.EDQUOT, errno.EIO)):
         return None
-    return StorageError(f"{'the output' if place is None else place}: {error.strerror}; {remedy}")
+    return StorageError(f"{'the output' if place is None else place}: {reason}; {remedy}")
 
 
 @contextmanager
@@ -225,7 +239,9 @@ def storage(path: object = None) -> Iterator[None]:
     """Files that the operating system refuses inside raise `StorageError`; see `storage_error`."""
     try:
         yield
-    except OSError as error:
+    except MmrlError:
+        raise
+    except Exception as error:
         if (refusal := storage_error(error, path)) is None:
             raise
         raise refusal from error

@@ -7,7 +7,6 @@ adapter, optimizer, scheduler, random states, trainer state), the critic, `extra
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import logging as hf_logging
@@ -78,7 +77,7 @@ def save(
             (temporary / "README.md").write_text(checkpoint_card(_config_in(record), step), encoding="utf-8")
             commit(folder, step, record)
             prune(folder, keep, due)
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)  # it would keep a full disk full
         raise _refused(error, folder / f"checkpoint-{step}") or error from error
     accelerator.wait_for_everyone()
@@ -95,16 +94,9 @@ def _refused(error: Exception, target: Path) -> StorageError | None:
     """The error of a disk that refuses a checkpoint; None for any other."""
     if isinstance(error, OSError):
         # The folder's name and not the file's: that one has gone with the folder.
-        number, reason = error.errno, error.strerror or str(error)
-    else:
-        # torch and safetensors say it in words: `... (os error 28)`, or a writer that could not write on.
-        match = re.search(r"os error (\d+)", str(error))
-        failed = "PytorchStreamWriter" in str(error) or "iostream" in str(error) or "unexpected pos" in str(error)
-        if not match and not failed:
-            return None
-        number = int(match.group(1)) if match else errno.ENOSPC
-        reason = os.strerror(number)
-    return storage_error(OSError(number, reason, str(target))) or StorageError(f"{target}: cannot be saved: {reason}")
+        error = OSError(error.errno, error.strerror or str(error))
+        return storage_error(error, target) or StorageError(f"{target}: cannot be saved: {error.strerror}")
+    return storage_error(error, target)
 
 
 def require(path: Path) -> None:

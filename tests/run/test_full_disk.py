@@ -4,8 +4,10 @@ import errno
 import os
 
 import pytest
+from safetensors import SafetensorError
 
 from mmrl.cli import main
+from mmrl.errors import StorageError, storage
 from mmrl.trainer import checkpoint
 from tests.helpers.runs import command, contents, saved_each_step
 
@@ -59,14 +61,19 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_what_is_saved(
     "error",
     [
         RuntimeError("[enforce fail at inline_container.cc:664] . PytorchStreamWriter failed writing file data/3"),
-        checkpoint.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        Exception("No space left on device (os error 28)"),  # tokenizers
         OSError(errno.ENOSPC, "No space left on device"),
     ],
 )
 def test_what_libraries_say_of_a_full_disk_is_understood(error, tmp_path):
     found = checkpoint._refused(error, tmp_path / "checkpoint-4")
     assert f"{tmp_path}/checkpoint-4: No space left on device; free some space" in str(found)
+    with pytest.raises(StorageError, match="No space left on device; free some space"), storage(tmp_path):
+        raise error
     assert checkpoint._refused(RuntimeError("shapes differ"), tmp_path) is None
+    with pytest.raises(ZeroDivisionError), storage(tmp_path):
+        raise ZeroDivisionError
 
 
 def test_a_run_that_cannot_begin_leaves_its_folder_free(random_model, tmp_path, capsys, monkeypatch):
