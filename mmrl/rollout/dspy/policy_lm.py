@@ -136,7 +136,9 @@ class PolicyLM(dspy.BaseLM):
         if unknown := sorted(set(settings) - OPTIONS):
             taken = ", ".join(sorted(OPTIONS))
             raise ConfigError(f"{', '.join(unknown)}: has no effect on the LM of a trained policy; it takes {taken}")
-        sent = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages_of(prompt, messages)]
+        sent: list[Message] = [
+            {"role": str(m["role"]), "content": str(m["content"])} for m in messages_of(prompt, messages)
+        ]
         return sent, settings
 
     async def _generate(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> list[Completion]:
