@@ -17,7 +17,10 @@ from mmrl.report.trees import clean
 from mmrl.system.files import JsonObject, read_jsonl
 
 FOLDER = "prompts"
-TRIALS = "trials.jsonl"
+TRIALS, PROPOSALS = "trials.jsonl", "proposals.jsonl"
+ROLLOUTS, COMPLETIONS = "rollouts.jsonl", "completions.jsonl"
+STORED = {TRIALS: "trial", PROPOSALS: "usable", ROLLOUTS: "rollouts", COMPLETIONS: "key"}
+"""Files of JSON lines in the folder, which a resumed stage reads; what each of their lines has."""
 MOST_ROWS = 40
 """More trials than this are not all shown: those on all validation examples are."""
 

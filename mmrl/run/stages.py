@@ -43,6 +43,7 @@ from mmrl.run.queue import holds_only_leftovers
 from mmrl.run.settle import module_assignment, refuse_moved, run_folder, schema_of, settle, stage_after, stored_config
 from mmrl.stages.prompts.split import expected_trials, split
 from mmrl.system.files import atomic_write, dumps, plain, read_jsonl
+from mmrl.system.json_lines import stored_lines
 from mmrl.system.stop import stoppable
 from mmrl.tasks.base import Task
 
@@ -194,6 +195,11 @@ def _cut(config: Config, rundir: RunDir) -> None:
     if isinstance(config, SftCommandConfig):
         weights.reread(plain(config.model_dump(mode="json")), config.train.steps, rundir)
     else:
+        from mmrl.report.trials import FOLDER, STORED
+
+        # Before a model loads; the stage would come to it later.
+        for name, key in STORED.items():
+            stored_lines(rundir.path / FOLDER / name, key)
         (rundir.path / "summary.json").unlink(missing_ok=True)
 
 
@@ -273,7 +279,8 @@ def _run(config: Config, rundir: RunDir, *, resumed: bool) -> int:
                     main_metric=task.main_metric,
                 )
         except (MmrlError, KeyboardInterrupt) as error:
-            if begun or not isinstance(error, ConfigError):
+            # A damaged file has its own way out, in the error.
+            if not isinstance(error, CheckpointError) and (begun or not isinstance(error, ConfigError)):
                 progress.note(f"stopped; continue with: mmrl train resume={rundir.resumed_as}")
             raise
     print(text)

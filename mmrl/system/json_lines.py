@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mmrl.errors import CheckpointError
+from mmrl.errors import CheckpointError, DataError
 from mmrl.system.files import JsonObject, append_jsonl, digest, named, plain, read_jsonl, repair_jsonl
 
 LINES_DIFFER = "has lost or changed lines from before the checkpoint"
@@ -142,14 +142,22 @@ def _difference(path: Path, noted: JsonObject, grown: bool) -> str:
 
 
 class Store:
-    """A file of JSON lines that only grows: rollouts, or completions of a prompt model."""
+    """A file of JSON lines that only grows: rollouts, or completions of a prompt model.
 
-    def __init__(self, path: Path):
+    Args:
+        path: the file, which need not exist.
+        key: what every line has.
+
+    Raises:
+        CheckpointError: a line is damaged.
+    """
+
+    def __init__(self, path: Path, key: str):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         # A line torn by a kill is as if it had never been written.
         repair_jsonl(path)
-        self.lines = read_jsonl(path)
+        self.lines = stored_lines(path, key)
 
     def append(self, record: Mapping[str, object]) -> JsonObject:
         """Store a record; as a resume will read it, so that both go on with the same."""
@@ -165,8 +173,8 @@ class Table:
         CheckpointError: a line differs from the one that is there.
     """
 
-    def __init__(self, path: Path):
-        self._store = Store(path)
+    def __init__(self, path: Path, key: str):
+        self._store = Store(path, key)
         self.path = path
         self.count = 0
         """Lines that this process has come to."""
@@ -183,6 +191,25 @@ class Table:
         elif self._store.lines[self.count] != plain(record):
             raise CheckpointError(
                 f"{self.path}:{self.count + 1}: differs from what this run computes again from its stored rollouts; "
-                f"restore {self.path.parent} from a copy, or delete it to optimise from the start"
+                f"{_way_out(self.path)}"
             )
         self.count += 1
+
+
+def stored_lines(path: Path, key: str) -> list[JsonObject]:
+    """The lines of a `Store`, each of which has `key`.
+
+    Raises:
+        CheckpointError: one is damaged; it names the line, and what to do.
+    """
+    try:
+        lines = read_jsonl(path)
+    except DataError as error:
+        raise CheckpointError(f"{error}; {_way_out(path)}") from None
+    if without := [number for number, line in enumerate(lines, start=1) if key not in line]:
+        raise CheckpointError(f"{path}:{without[0]}: damaged, it has no '{key}'; {_way_out(path)}")
+    return lines
+
+
+def _way_out(path: Path) -> str:
+    return f"restore {path.parent} from a copy, or delete it to optimise from the start"

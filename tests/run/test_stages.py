@@ -294,6 +294,28 @@ def test_costs_and_gains_by_hand(tmp_path):
     assert two[1:4] == ["", "", ""] and two[-2:] == ["7.0 s, not ended", "1.25"]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        (
+            "trials.jsonl",
+            '{"trial": 1}\n{"trial\n',
+            "trials.jsonl:2: got b'{\"trial', expected one JSON object per line",
+        ),
+        ("rollouts.jsonl", '{"key": 1}\n', "rollouts.jsonl:1: damaged, it has no 'rollouts'"),
+    ],
+)
+def test_a_damaged_file_of_a_prompt_stage_is_named_first_with_what_to_do(name, content, says, tmp_path, capsys):
+    (config,) = train_configs(read_line(["algo=miprov2", "task=banking77", f"run.dir={tmp_path / 'run'}"]))
+    with RunDir.create(tmp_path / "run", config.model_dump(mode="json"), ["mmrl"]) as run:
+        (run.path / "prompts").mkdir()
+        (run.path / "prompts" / name).write_text(content)
+    assert main(["train", f"resume={run.path}"]) == 2
+    first, *further = capsys.readouterr().err.splitlines()
+    assert f"{run.path}/prompts/{says}" in first and not further
+    assert first.endswith(f"restore {run.path}/prompts from a copy, or delete it to optimise from the start")
+
+
 def test_modules_and_alarms_are_shown_of_each_stage(tmp_path):
     """By the steps of the whole run; no mean is over the steps of two stages."""
     config = staged("stages=[miprov2,mmgrpo]", "task=banking77").model_dump(mode="json")

@@ -31,7 +31,7 @@ from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import MODEL_CAUSED
 from mmrl.records import Example
 from mmrl.report.rundir import RunDir
-from mmrl.report.trials import FOLDER, TRIALS, nothing_went_well
+from mmrl.report.trials import COMPLETIONS, FOLDER, PROPOSALS, ROLLOUTS, STORED, TRIALS, nothing_went_well
 from mmrl.stages.prompts.model import Writer, WriterUsage
 from mmrl.stages.prompts.optimisers import Bench, optimise
 from mmrl.stages.prompts.rollouts import Abort, Rollouts
@@ -124,7 +124,7 @@ class PromptStage:
         self.log.begin()
         # A resumed stage makes its trials again, from the store: those that have a record get no second one.
         self._logged = {int(record["step"]) for record in self.rundir.history()}
-        self._table, self._proposals = Table(folder / TRIALS), Table(folder / "proposals.jsonl")
+        self._table, self._proposals = (Table(folder / name, STORED[name]) for name in (TRIALS, PROPOSALS))
         self._sampler = sampler = self._make_sampler(folder)
         rollouts = Rollouts(sampler, self._on_batch)
         self._validation = frozenset(example.id for example in validation)
@@ -182,7 +182,7 @@ class PromptStage:
             tokenizer=self.tokenizer,
             reward_set=self.reward_set,
             failure_score=self.task.failure_score,
-            store=Store(folder / "rollouts.jsonl"),
+            store=Store(folder / ROLLOUTS, STORED[ROLLOUTS]),
             log=self.log,
         )
 
@@ -203,7 +203,7 @@ class PromptStage:
             endpoint=endpoint,
             max_tokens=algo.prompt_max_tokens,
             seed=self.config.seed,
-            store=Store(folder / "completions.jsonl"),
+            store=Store(folder / COMPLETIONS, STORED[COMPLETIONS]),
         )
 
     def _note_prompts(self, name: str, module: dspy.Module, **facts: object) -> None:
