@@ -47,7 +47,7 @@ def train(context: typer.Context) -> int:
       mmrl train resume=outputs/hotpotqa/mhgpo_rr/RUN
       mmrl train resume=outputs/hotpotqa/mhgpo_rr/RUN train.steps=+100
     """
-    from mmrl.cli import configs, hydra, overrides
+    from mmrl.cli import configs, overrides
 
     line = overrides.read_line(context.args, own=("resume",))
     if "resume" in line.own:
@@ -61,7 +61,7 @@ def train(context: typer.Context) -> int:
 
         return resume(folder)
     if line.flags:
-        hydra.print_only("train", line)
+        configs.print_train(line)
         return 0
     jobs = configs.train_configs(line)
     command = ["mmrl", "train", *context.args]

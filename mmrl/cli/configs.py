@@ -7,17 +7,20 @@ A stage `A` of `stages=[A,B]` is what the same words with `algo=A` would be, and
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 from mmrl.cli.arguments import CommandLine
-from mmrl.cli.hydra import composed, import_plugins_of, through_hydra
+from mmrl.cli.hydra import composed, import_plugins_of, print_only, through_hydra
 from mmrl.cli.overrides import expand, hydra_value, read_line, searched, values_of
 from mmrl.config import RootConfig, StageConfig, StagedCommandConfig, TrainCommandConfig, stage_schema, validate
+from mmrl.config.base import value_at
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
 from mmrl.errors import ConfigError, unknown
 from mmrl.system.conf import GROUPS, options
+from mmrl.system.files import plain
 
 if TYPE_CHECKING:
     from mmrl.run.sweep import Job
@@ -69,6 +72,39 @@ def _sweep_problems(line: CommandLine, names: Collection[str], made: Sequence[Ro
             "sweep the algorithms that have it by themselves"
         )
     return problems
+
+
+def print_train(line: CommandLine) -> None:
+    """`mmrl train --cfg job` and the like; nothing runs.
+
+    Hydra prints the sections that it has composed. Of several stages no section is what any of them runs with, so what
+    each runs with is printed under the name of its folder.
+
+    Raises:
+        ConfigError: as `hydra.print_only`, and of stages every problem.
+    """
+    words, value = list(line.flags), dict(pairwise(line.flags))
+    if value.get("--cfg") == "job" and not line.multirun:
+        (job,) = expand(line, [])
+        raw: Mapping[str, object] = {}
+        with suppress(ConfigError):  # what Hydra makes of that, it says itself
+            raw = composed("train", job, line.config_dir)
+        if raw.get("stages") or raw.get("stage"):
+            import yaml  # no other command of this module writes any
+
+            config = _train_config(raw, job, line.config_dir, None)
+            stages = config.stages if isinstance(config, StagedCommandConfig) else (config,)
+            part = value["--package"] if "--package" in words else None
+            named = {f"{number}_{stage.algo.name}": _part(stage, part) for number, stage in enumerate(stages, start=1)}
+            print(yaml.safe_dump(named, sort_keys=False, allow_unicode=True), end="")
+            return
+    print_only("train", line)
+
+
+def _part(stage: RootConfig, part: str | None) -> object:
+    """All that a stage runs with, or one section of it."""
+    mapping = plain(stage.model_dump(mode="json"))
+    return mapping if part is None else value_at(mapping, part)
 
 
 def weight_config(command: str, line: CommandLine) -> TrainCommandConfig:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from mmrl.cli import main
 from mmrl.cli.configs import configs, train_configs
@@ -25,7 +27,7 @@ from mmrl.report.html import report_run
 from mmrl.report.rundir import RunDir, comparable
 from mmrl.report.stage_costs import stage_facts, stage_rows
 from mmrl.run.check import check
-from mmrl.system.files import append_jsonl, digests
+from mmrl.system.files import append_jsonl, digests, plain
 
 SMALL = [
     "task=banking77",
@@ -121,6 +123,24 @@ def test_a_sweep_over_algorithms_sets_what_one_of_them_has():
 def test_a_key_of_a_stage_without_effect_is_named_in_a_run_of_one_stage(capsys):
     assert main(["train", "algo=mmgrpo", "task=banking77", "stage.mmgrpo.train.warmup_steps=3"]) == 2
     assert "train.warmup_steps: got 3, which has no effect" in capsys.readouterr().err
+
+
+def printed(capsys, *words: str) -> Any:
+    assert main(["train", "--cfg", "job", "task=banking77", *words]) == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def test_what_each_stage_runs_with_is_printed_under_its_name(capsys):
+    words = ["stages=[miprov2,mmgrpo,sft]", "stage.mmgrpo.train.steps=7", "stage.3.train.steps=9"]
+    shown = printed(capsys, *words)
+    stages = staged("task=banking77", *words).stages
+    assert list(shown) == ["1_miprov2", "2_mmgrpo", "3_sft"]
+    assert list(shown.values()) == [plain(stage.model_dump(mode="json")) for stage in stages]
+    assert "train" not in shown["1_miprov2"], "no section that the stage does not have"
+    assert (shown["2_mmgrpo"]["train"]["steps"], shown["3_sft"]["train"]["steps"]) == (7, 9)
+    assert printed(capsys, *words, "--package", "train.steps") == {"1_miprov2": None, "2_mmgrpo": 7, "3_sft": 9}
+    # a run of one stage, where only another composition has what is said of its stage
+    assert printed(capsys, "algo=mmgrpo", "stage.mmgrpo.train.steps=7")["1_mmgrpo"]["train"]["steps"] == 7
 
 
 def test_weights_of_each_module_apart_end_a_list():
