@@ -151,8 +151,7 @@ class PromptStage:
                 program = optimise(algo, bench)
             scores = self._scores(validation, start=start, best=program)
         except Abort as abort:
-            # Out of DSPy's code it is an error like any other.
-            raise abort.cause from abort.cause.__cause__
+            raise abort.cause from abort.cause.__cause__  # out of DSPy's code: an error like any other
         finally:
             if endpoint is not None:
                 endpoint.close()
