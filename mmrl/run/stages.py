@@ -40,7 +40,16 @@ from mmrl.run.build import RECORD, build_task, check_model, evaluated, fixed_eng
 from mmrl.run.check import check_all
 from mmrl.run.launch import released
 from mmrl.run.queue import holds_only_leftovers
-from mmrl.run.settle import module_assignment, refuse_moved, run_folder, schema_of, settle, stage_after, stored_config
+from mmrl.run.settle import (
+    complete_config,
+    module_assignment,
+    refuse_moved,
+    run_folder,
+    schema_of,
+    settle,
+    stage_after,
+    stored_config,
+)
 from mmrl.stages.prompts.split import expected_trials, split
 from mmrl.system.files import atomic_write, dumps, plain, read_jsonl
 from mmrl.system.json_lines import stored_lines
@@ -84,6 +93,7 @@ def _in_turn(config: StagedCommandConfig, command: Sequence[str], resumed: bool)
     with opened as rundir:
         if rundir.finished:
             raise CheckpointError(f"{folder}: this run is finished; look at it with: mmrl show {folder}")
+        complete_config(rundir, config)
         stages: list[Path] = []
         for number, stage in enumerate(config.stages, start=1):
             assert isinstance(stage, TrainCommandConfig | PromptCommandConfig | SftCommandConfig)
@@ -183,6 +193,7 @@ def improve(config: Config, command: Sequence[str], resumed: bool = False) -> in
         check_all([config.in_folder(None)])
         with storage(rundir.path):
             _cut(config, rundir)
+            complete_config(rundir, config)
         return _run(config, rundir, resumed=True)
 
 

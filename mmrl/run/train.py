@@ -24,7 +24,7 @@ from mmrl.run.build import RECORD, BuiltRun, build_run, build_task, check_model
 from mmrl.run.check import check_all
 from mmrl.run.doctor import look_before
 from mmrl.run.launch import adopt, must_start, released, start
-from mmrl.run.settle import import_plugins, refuse_changes, run_folder, settle, stored_config
+from mmrl.run.settle import complete_config, import_plugins, refuse_changes, run_folder, settle, stored_config
 from mmrl.system.files import JsonObject, plain
 from mmrl.system.processes import ALONE, Processes, join, launched, lost_a_process
 from mmrl.system.stop import stoppable
@@ -70,6 +70,7 @@ def train(config: TrainCommandConfig, command: Sequence[str], resumed: bool = Fa
             check_all([config.in_folder(None)])
             with storage(rundir.path):
                 checkpoint = reread(stored, config.train.steps, rundir)
+                complete_config(rundir, config)
                 prune(rundir.checkpoints, config.train.keep, config.train.saves_after)
         checkpoint = processes.first(checkpoint)
         if step_number(checkpoint) == config.train.steps and processes.first(bool(rundir.summary)):
