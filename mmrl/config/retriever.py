@@ -126,7 +126,9 @@ class EncoderRetrieverConfig(LocalRetrieverConfig):
     """What retrievers with an encoder share."""
 
     model: str | None = Field(
-        None, description="encoder, folder or hub id; null: facebook/contriever (dense), colbert-ir/colbertv2.0"
+        None,
+        description="encoder: folder, hub id, or `minilm` (mmrl fetch); null: facebook/contriever (dense), "
+        "colbert-ir/colbertv2.0",
     )
     faiss: Literal["flat", "hnsw"] = Field("flat", description="exact, or a graph (faster, inexact)")
     batch_size: int = Field(32, ge=1, description="texts encoded at once")

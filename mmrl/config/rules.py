@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from mmrl.config.base import MINI, SHIPPED, SPLITS, Section, is_default, shown, value_at
+from mmrl.config.base import FETCHED, MINI, SHIPPED, SPLITS, Section, is_default, shown, value_at
 
 SectionT = TypeVar("SectionT", bound=Section)
 At = Callable[[str], object]
@@ -113,6 +113,8 @@ def _one_revision(at: At) -> bool:
     source = at("policy") if _weights_elsewhere(at) else at("model.path")
     return (
         source in SHIPPED
+        or source in FETCHED
+        or str(source).lower().endswith(".gguf")
         or (Path(str(source)) / "config.json").is_file()
         or (not _EVAL(at) and Path(str(source)).is_dir())
     )
@@ -253,7 +255,11 @@ TYPED = (
     Rule("eval.split", _EVAL, "on mmrl eval; use split="),
     Rule("eval.every", _EVAL, "on mmrl eval; it is an option of mmrl train"),
     Rule("model.lora", _EVAL, "on mmrl eval: policy= says which adapter there is, if any"),
-    Rule("model.path", _weights_elsewhere, "on mmrl eval; policy= names the weights"),
+    Rule(
+        "model.path",
+        lambda at: _weights_elsewhere(at) and at("policy") != at("model.path"),
+        "on mmrl eval; policy= names the weights",
+    ),
     Rule("model.name", _EVAL, "on mmrl eval, which names its policy=; leave it out"),
     Rule("model.gradient_checkpointing", _EVAL, "on mmrl eval, which updates nothing"),
     # Typed, and not from a profile that was made for training.

@@ -6,14 +6,21 @@ Used by `models` and by retrievers; needs neither torch nor transformers.
 from __future__ import annotations
 
 import re
+import threading
 from functools import lru_cache
+from http.client import HTTPException
 from pathlib import Path
 
-from mmrl.config.base import SHIPPED
+from mmrl.config.base import FETCHED, SHIPPED
 from mmrl.errors import ConfigError, MmrlError
+from mmrl.models.fetched import PACKAGES, encoder_source, of_hub_id
+from mmrl.models.gguf import gguf_problems, is_gguf
 from mmrl.system.files import user_path
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+HUB_S = 6.0
+"""The hub has to send a model's config within that."""
+_CONFIG_BYTES = 1 << 16
 _OWN_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -36,11 +43,58 @@ def hub_answers() -> bool:
     return True
 
 
+@lru_cache(maxsize=8)
+def hub_serves(model: str) -> bool:
+    """Whether the weights of a hub id can be had: from the hub's local cache, or from a hub that answers in time."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(model, "model.safetensors"), str):
+        return True
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answers: list[bool] = []
+    # In a thread: a server that sends a byte a second keeps every single read within its limit.
+    query = threading.Thread(target=lambda: answers.append(_has_config(constants.ENDPOINT, model)), daemon=True)
+    query.start()
+    query.join(HUB_S)
+    return any(answers)
+
+
+def _has_config(endpoint: str, model: str) -> bool:
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(f"{endpoint}/{model}/resolve/main/config.json", timeout=HUB_S) as reply:
+            return bool(reply.read(_CONFIG_BYTES))
+    except (OSError, ValueError, HTTPException):
+        return False
+
+
+def at_hand(path: str, revision: str | None) -> str:
+    """What stands for `model.path` or `policy` here: the fetched model of a hub id that the hub does not serve."""
+    package = of_hub_id(path) if revision is None and path in FETCHED.values() else None
+    return path if package is None or not package.there or hub_serves(path) else package.name
+
+
+def weights_problems(key: str, path: str, revision: str | None) -> list[str]:
+    """Why the weights of `model.path` or `policy` cannot be had; what only loading can tell is none."""
+    if is_gguf(path):
+        return gguf_problems(key, path)
+    if path in FETCHED and not PACKAGES[path].there:
+        return [f"{key}: {path} is not on this machine; {PACKAGES[path].missing}"]
+    package = of_hub_id(path) if path in FETCHED.values() else None
+    if package is None or (package.there and revision is None) or hub_serves(path):
+        return []
+    return [f"{key}: the hub does not serve '{path}'; {package.missing}"]
+
+
 def encoder_problems(key: str, model: str) -> list[str]:
     """Why no encoder can be loaded from `model`, a folder or a hub id; `key` is what the user would type.
 
     What only loading can tell (a folder with other weights) is no problem here.
     """
+    package = PACKAGES.get(model) or of_hub_id(model)
+    given, model = model, encoder_source(model)
     folder = user_path(model)
     if folder.is_dir():
         files = ("config.json", "modules.json")
@@ -54,7 +108,8 @@ def encoder_problems(key: str, model: str) -> list[str]:
 
     if isinstance(try_to_load_from_cache(model, "config.json"), str) or hub_answers():
         return []
-    return [f"{key}: '{model}' is no folder and not in the hub's local cache, and the hub does not answer"]
+    instead = "" if package is None else f"; {package.missing}"
+    return [f"{key}: '{given}' is no folder and not in the hub's local cache, and the hub does not answer{instead}"]
 
 
 def licence_of(model: str, revision: str | None = None) -> str | None:
@@ -63,7 +118,7 @@ def licence_of(model: str, revision: str | None = None) -> str | None:
     from huggingface_hub.errors import HfHubHTTPError
     from yaml import YAMLError
 
-    if model in SHIPPED:
+    if model in SHIPPED or model in FETCHED:
         return "apache-2.0"
     folder = user_path(model)
     card = folder / "README.md" if folder.is_dir() else try_to_load_from_cache(model, "README.md", revision=revision)

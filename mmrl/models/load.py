@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from mmrl.config import ModelConfig
-from mmrl.config.base import SHIPPED
+from mmrl.config.base import FETCHED, SHIPPED
 from mmrl.errors import ConfigError, nearest
-from mmrl.models.hub import hub_answers
+from mmrl.models.fetched import PACKAGES
+from mmrl.models.gguf import is_gguf
+from mmrl.models.gguf_folder import converted, gguf_folder
+from mmrl.models.hub import hub_answers, weights_problems
 from mmrl.models.policy import Policy
 from mmrl.system.files import user_path
 
@@ -37,8 +40,17 @@ class ServedWeights(TypedDict):
 
 
 def model_path(model: ModelConfig) -> str:
-    """Where the weights are: the packaged folder of a shipped model, else `model.path` as typed."""
-    return str(ASSETS / model.path) if model.path in SHIPPED else str(user_path(model.path))
+    """Where the weights are; see `located`."""
+    return located(model.path)
+
+
+def located(path: str) -> str:
+    """Folder of a shipped model, or the cached one of a fetched model or a GGUF file; else `path` as typed."""
+    if path in SHIPPED:
+        return str(ASSETS / path)
+    if path in FETCHED:
+        return str(PACKAGES[path].folder)
+    return str(gguf_folder(path) if is_gguf(path) and user_path(path).is_file() else user_path(path))
 
 
 PLAIN = (
@@ -194,11 +206,17 @@ def refuse_targets(model: ModelConfig) -> None:
 
 def _source(model: ModelConfig) -> str:
     """`model_path`, after a check of what can be checked without the network."""
+    if is_gguf(model.path):
+        return str(converted(model.path))
+    if model.path in FETCHED and (problems := weights_problems("model.path", model.path, None)):
+        raise ConfigError(problems)
     source = model_path(model)
     looks_local = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1
     folder = Path(source)
     if folder.is_file():
-        raise ConfigError(f"model.path: '{model.path}' is a file, expected a folder or a hub id (owner/name)")
+        raise ConfigError(
+            f"model.path: '{model.path}' is a file, expected a folder, a hub id (owner/name) or a GGUF file (.gguf)"
+        )
     if not folder.exists() and looks_local:
         raise ConfigError(f"model.path: no folder '{model.path}', expected `tiny`, a folder or a hub id (owner/name)")
     if folder.is_dir() and not (folder / "config.json").exists():

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mmrl.config.base import SHIPPED, value_at
+from mmrl.config.base import FETCHED, SHIPPED, value_at
 from mmrl.config.other_stages import PROMPT_SCHEMAS
 from mmrl.errors import ConfigError
+from mmrl.models.gguf import is_gguf
 from mmrl.system.files import atomic_write, read_yaml
 from mmrl.system.files import digests as file_digests
 
@@ -161,6 +162,8 @@ def model_of(text: str) -> tuple[str, dict[str, object]]:
     """
     if is_shipped(text):
         return "tiny", {}
+    if fetched := next((name for name, hub in FETCHED.items() if text in (name, hub)), None):
+        return fetched, {}
     section = _run_section(text, "model")
     name = section.get("name")
     typed = {key: value for key in ("revision", "chat_template", "thinking") if (value := section.get(key))}
@@ -227,7 +230,12 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
         ConfigError: a path that does not exist, or a folder without weights.
     """
     folder = Path(text)
-    if text in SHIPPED or not (folder.exists() or text.startswith((".", "/", "~")) or text.count("/") != 1):
+    if (
+        text in SHIPPED
+        or text in FETCHED
+        or is_gguf(text)
+        or not (folder.exists() or text.startswith((".", "/", "~")) or text.count("/") != 1)
+    ):
         return Policy(base=text, prompts=prompts)
     if not folder.is_dir():
         raise ConfigError(f"policy: got '{text}', expected a run, checkpoint, adapter, model folder or hub id")

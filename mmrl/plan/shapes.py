@@ -6,8 +6,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmrl.config.base import FETCHED
 from mmrl.config.schema import ALL_LINEAR, ModelConfig
 from mmrl.errors import ConfigError
+from mmrl.models.gguf import is_gguf
+from mmrl.models.gguf_folder import header_config
 from mmrl.models.load import model_path
 
 
@@ -71,6 +74,9 @@ _LLAMA_8B = Shape(
 )
 _QWEN25_7B = Shape(layers=28, hidden=3584, heads=28, kv_heads=4, head_dim=128, intermediate=18944, vocab=152064)
 KNOWN = {
+    FETCHED["smollm2_135m"]: Shape(
+        layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152, tied=True
+    ),
     "Qwen/Qwen3-8B": Shape(
         layers=36, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936
     ),
@@ -93,8 +99,10 @@ def shape_of(model: ModelConfig) -> Shape:
     config = Path(model_path(model)) / "config.json"
     if config.is_file():
         return read_shape(json.loads(config.read_text(encoding="utf-8")), str(config))
-    if model.path in KNOWN:
-        return KNOWN[model.path]
+    if is_gguf(model.path):  # from its header: a plan converts nothing
+        return read_shape(header_config(model.path), model.path)
+    if model.path in KNOWN or model.path in FETCHED:
+        return KNOWN[FETCHED.get(model.path, model.path)]
     raise ConfigError(
         f"model.path: mmrl plan does not know the sizes of '{model.path}'; give a folder that has its config.json, "
         f"or one of {', '.join(KNOWN)}"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import yaml
 
-from mmrl.config.base import SHIPPED
+from mmrl.config.base import FETCHED, SHIPPED
 from mmrl.config.other_stages import SFT
-from mmrl.models.load import ASSETS
+from mmrl.models.load import located
 from mmrl.report.overview import Item, Overview
 from mmrl.report.stats import Difference, compare_items, number, short
 from mmrl.report.tables import markdown
@@ -81,7 +81,7 @@ def checkpoint_card(config: JsonObject, step: int) -> str:
         step: steps done.
     """
     model, task, algo = (config.get(section) or {} for section in ("model", "task", "algo"))
-    base, algorithm = str(model.get("path", "")), str(algo.get("name", ""))
+    base, algorithm = _on_hub(str(model.get("path", ""))), str(algo.get("name", ""))
     head = {
         **({"base_model": base} if base and is_hub_id(base) else {}),
         "library_name": "peft" if model.get("lora") else "transformers",
@@ -101,7 +101,7 @@ def front_matter(seen: Overview, facts: CardFacts) -> str:
     """The block between `---` that the hub reads."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    base, task, split = str(seen.get("model.path", "")), str(seen.get("task.name", "?")), seen.split
+    base, task, split = _on_hub(str(seen.get("model.path", ""))), str(seen.get("task.name", "?")), seen.split
     last = next((record for record in seen.history if record["step"] == facts.step), {})
     results = [
         EvalResult(
@@ -132,9 +132,16 @@ def front_matter(seen: Overview, facts: CardFacts) -> str:
     return f"---\n{data.to_yaml()}\n---"
 
 
+def _on_hub(base: str) -> str:
+    """The hub id of a fetched model, else the base as it is."""
+    return FETCHED.get(base, base)
+
+
 def is_hub_id(base: str) -> bool:
     """Whether a model's name is one of the hub's and not a folder's."""
-    return base not in SHIPPED and not Path(base).exists() and not base.startswith((".", "/", "~"))
+    return (
+        base not in SHIPPED and base not in FETCHED and not Path(base).exists() and not base.startswith((".", "/", "~"))
+    )
 
 
 def shown_path(text: str) -> str:
@@ -354,7 +361,7 @@ def _vllm(weights: str, base: str, rank: int | None) -> str:
             f'model = LLM("{weights}")\n'
             f"print(model.chat({ASK}, SamplingParams(max_tokens=64))[0].outputs[0].text)"
         )
-    source = str(ASSETS / base) if base in SHIPPED else base
+    source = located(base) if base in SHIPPED or base in FETCHED else base
     # vLLM takes some ranks alone
     most = next((known for known in RANKS if known >= rank), rank)
     return (

@@ -15,7 +15,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mmrl.errors import ConfigError, MmrlError
-from mmrl.models.load import ASSETS
+from mmrl.models.load import located
 from mmrl.records import Forest
 from mmrl.report.charts import (
     THEME_CSS,
@@ -268,8 +268,8 @@ def _journals(seen: Overview) -> list[dict[str, object]]:
     steps = seen.run.journal_steps()
     most = min(STEPS, len(steps))
     spread = sorted({steps[round(place * (len(steps) - 1) / max(most - 1, 1))] for place in range(most)})
-    base = Path(str(seen.get("model.path", "")))
-    folders = [*sorted(seen.run.checkpoints.glob("checkpoint-*")), ASSETS / base if len(base.parts) == 1 else base]
+    base = str(seen.get("model.path", ""))
+    folders = [*sorted(seen.run.checkpoints.glob("checkpoint-*")), Path(located(base))]
     texts, room = TokenTexts.of(folders), ROLLOUT_LIMIT
     shown: dict[int, dict[str, object]] = {}
     # The ends first: they are shown whatever is between them.

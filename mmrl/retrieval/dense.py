@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mmrl.models.fetched import encoder_source
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.treatment import Treatment
 from mmrl.retrieval.vectors import FAISS_FILE, build_faiss, encode_shards, in_pieces, nearest, open_faiss
@@ -31,7 +32,7 @@ class Encoder:
     """Texts to vectors; loads its weights at the first text.
 
     Args:
-        model: folder or hub id of an encoder.
+        model: folder or hub id of an encoder, or the name of a fetched one.
         treatment: of texts; `own` ones are sentence-transformers' `encode_query` and `encode_document`.
         device: `cpu` or `cuda`.
         batch_size: texts encoded at once.
@@ -47,10 +48,10 @@ class Encoder:
         from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
         # Named, since transformers would otherwise ask at the terminal whether to run a model's own code.
-        trust = {"trust_remote_code": False}
+        trust, source = {"trust_remote_code": False}, encoder_source(self.model)
         if self.treatment.encoder == "own":
-            return SentenceTransformer(self.model, device=self.device, trust_remote_code=False)
-        network = Transformer(self.model, model_kwargs=trust, processor_kwargs=trust, config_kwargs=trust)
+            return SentenceTransformer(source, device=self.device, trust_remote_code=False)
+        network = Transformer(source, model_kwargs=trust, processor_kwargs=trust, config_kwargs=trust)
         pooling = Pooling(network.get_embedding_dimension(), self.treatment.pooling)
         return SentenceTransformer(modules=[network, pooling], device=self.device)
 

@@ -20,6 +20,7 @@ from typing import TypeAlias
 from mmrl.config import RetrieverConfig
 from mmrl.config.retriever import Bm25Config, ColbertConfig, DenseConfig
 from mmrl.errors import DataError
+from mmrl.models.fetched import encoder_source
 from mmrl.retrieval import bm25, colbert, dense
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.store import CorpusFacts, PassageStore, write_passages
@@ -337,6 +338,7 @@ def cached_index(documents: Sequence[Document], config: RetrieverConfig, cache: 
 
 def model_identity(model: str) -> str:
     """What changes when the weights behind a model's name do: a folder's files, or a hub id's cached revision."""
+    model = encoder_source(model)
     folder = user_path(model)
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache

@@ -16,6 +16,7 @@ from typing import Any
 
 from mmrl.config.retriever import DenseConfig
 from mmrl.errors import DataError
+from mmrl.models.fetched import encoder_source
 from mmrl.models.hub import hub_answers
 from mmrl.system.files import user_path
 
@@ -213,6 +214,7 @@ def _has_normalise(model: str, key: str) -> bool:
 
 def _read(model: str, name: str, key: str) -> Any:
     """A JSON file of a model; None where there is none, or where it is neither cached nor to be had."""
+    model = encoder_source(model)
     folder = user_path(model)
     file: Path | None = folder / name
     if not folder.is_dir():

@@ -30,6 +30,7 @@ from mmrl.config.rules import Facts, across_sections, engine_name, without_effec
 from mmrl.config.teacher import TeacherConfig
 from mmrl.engines.endpoint_engine import named, unreachable
 from mmrl.errors import ConfigError, unknown
+from mmrl.models.hub import weights_problems
 from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import refuse_full
 from mmrl.report.trackers import missing_trackers
@@ -70,8 +71,16 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
         return problems + _stages_problems(config, typed)
     if isinstance(config, TrainCommandConfig | PromptCommandConfig | SftCommandConfig):
         typed = _typed_of(typed, config.algo.name, 1)
+    key, weights = (
+        ("policy", config.policy) if isinstance(config, EvalCommandConfig) else ("model.path", config.model.path)
+    )
+    if engine_name(config) != "openai":
+        problems += weights_problems(key, weights, config.model.revision)
     # A task refuses what it cannot be built from (prompts, a program, files) by a `ConfigError` of its own.
-    task = build_task(config.task, config.seed)
+    try:
+        task = build_task(config.task, config.seed)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
     if config.task.reward is not None and config.task.reward not in task.reward_sets:
         problems.append(unknown("task.reward", config.task.reward, task.reward_sets))
     # Where the reward set is wrong there is none to judge the other options by.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from mmrl.config import RootConfig, SftCommandConfig, StageConfig, StagedCommandConfig, TrainCommandConfig
-from mmrl.config.base import of_stage
+from mmrl.config.base import FETCHED, of_stage
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import FOLDERS, LOCK, RunDir
 from mmrl.report.stats import duration, number, short
@@ -266,7 +266,9 @@ def differences(stored: Mapping[str, object], requested: RootConfig) -> list[str
     return [
         f"{path}={there} (requested: {here})"
         for path, (there, here) in config_changes(stored, requested.model_dump(mode="json")).items()
-        if not of_stage(path).startswith("hardware.") and not (of_stage(path) == "engine.name" and here == "auto")
+        if not of_stage(path).startswith("hardware.")
+        and not (of_stage(path) == "engine.name" and here == "auto")
+        and not (of_stage(path) == "model.path" and FETCHED.get(str(there)) == here)
     ]
 
 

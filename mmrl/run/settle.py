@@ -35,6 +35,7 @@ from mmrl.config.base import flattened, of_stage
 from mmrl.config.other_stages import SftConfig
 from mmrl.errors import CheckpointError, ConfigError, storage
 from mmrl.models.assignment import ModuleAssignment
+from mmrl.models.hub import at_hand
 from mmrl.models.policy import newest_checkpoint, prompts_of, require_undamaged, resolve
 from mmrl.report.rundir import RunDir
 from mmrl.report.stage_costs import stage_folders
@@ -78,7 +79,7 @@ def _where(error: Exception) -> str:
 
 
 def settle(config: ConfigT, device: str | None = None, planned: bool = False) -> ConfigT:
-    """Fix what depends on this machine (device, threads, engine), so that a resume repeats it.
+    """Fix what depends on this machine (device, threads, engine, fetched weights), so that a resume repeats it.
 
     A settled config is settled to itself, so a run that is continued goes through here as well: its GPUs may be gone.
 
@@ -103,12 +104,16 @@ def settle(config: ConfigT, device: str | None = None, planned: bool = False) ->
         serving = hardware.rollout_devices if hardware.nodes == 1 and config.engine.server is None else 0
         _require_gpus(hardware.name, hardware.processes, serving)
     engine = hardware.engine if config.engine.name == "auto" else config.engine.name
-    return config.model_copy(
-        update={
-            "hardware": hardware.model_copy(update={"device": device, "threads": threads}),
-            "engine": config.engine.model_copy(update={"name": engine}),
-        }
-    )
+    model = config.model
+    update: dict[str, object] = {
+        "hardware": hardware.model_copy(update={"device": device, "threads": threads}),
+        "engine": config.engine.model_copy(update={"name": engine}),
+        # Named, so that a run which goes on elsewhere, or once the hub answers, never changes its weights.
+        "model": model.model_copy(update={"path": at_hand(model.path, model.revision)}),
+    }
+    if isinstance(config, EvalCommandConfig):
+        update["policy"] = at_hand(config.policy, model.revision)
+    return config.model_copy(update=update)
 
 
 def module_assignment(

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from mmrl.cli import COMMANDS, main
-from mmrl.cli.arguments import ExportArguments, ShowArguments
+from mmrl.cli.arguments import ExportArguments, FetchArguments, ShowArguments
 from mmrl.cli.configs import configured
 from mmrl.cli.new_task import NewTaskArguments
 from mmrl.config import ALGO_SCHEMAS
@@ -252,6 +252,7 @@ def test_help_names_every_key_of_a_command_that_reads_its_own(capsys):
     sections = {
         "show": ShowArguments,
         "export": ExportArguments,
+        "fetch": FetchArguments,
         "index build": BuildIndexArguments,
         "index info": IndexInfoArguments,
         "index search": SearchIndexArguments,

