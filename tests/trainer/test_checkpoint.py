@@ -172,68 +172,79 @@ def test_a_checkpoint_that_is_not_complete_is_refused(tmp_path: Path) -> None:
         make_trainer(tmp_path / "run", resume_from=tmp_path / "checkpoint-7")
 
 
+MOMENTS = ["save_model", "_save_optimizer_and_scheduler", "_save_rng_state", "commit"]
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mmrl.trainer.trl_trainer import MmrlTrainer
+from mmrl.trainer import checkpoint
 from tests.helpers.trainer_cases import make_calls, make_trainer
 
-def die(*args):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def maybe(name, victim):
+def dies_at_step_4(name, victim, trainer):
     original = getattr(victim, name)
     def wrapped(*args, **kwargs):
-        done = trainer.state.global_step
-        if done == 4:
-            die()
+        if trainer.state.global_step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **kwargs)
     setattr(victim, name, wrapped)
 
-moment = sys.argv[2]
-trainer = make_trainer(Path(sys.argv[1]), calls=lambda step: make_calls(4, seed=step), steps=6, save_every=2)
-if moment == "commit":
-    from mmrl.trainer import checkpoint
-    maybe("rename", checkpoint.os)
-else:
-    maybe(moment, trainer)
-trainer.train()
+# a process for each moment, forked where all is imported, since that is what takes time
+for moment in sys.argv[2:]:
+    if os.fork() == 0:
+        folder = Path(sys.argv[1]) / moment
+        trainer = make_trainer(folder, calls=lambda step: make_calls(4, seed=step), steps=6, save_every=2)
+        place = ("rename", checkpoint.os) if moment == "commit" else (moment, trainer)
+        dies_at_step_4(*place, trainer)
+        trainer.train()
+        os._exit(0)
+    _, status = os.wait()
+    print(os.WTERMSIG(status))
 """
 
 
-@pytest.mark.parametrize("moment", ["save_model", "_save_optimizer_and_scheduler", "_save_rng_state", "commit"])
-def test_killed_in_the_middle_of_a_save_the_previous_checkpoint_is_used(moment: str, tmp_path: Path) -> None:
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path / "run"), moment],
+def finish(folder: Path, resume: Path | None) -> tuple[dict[int, Any], Any]:
+    """Metrics by step and the weights at the end of six steps."""
+    seen: dict[int, Any] = {}
+    trainer = make_trainer(
+        folder,
+        calls=lambda step: make_calls(4, seed=step),
+        steps=6,
+        save_every=2,
+        resume_from=resume,
+        on_step_end=lambda step, metrics: seen.update({step: comparable(metrics)}),
+    )
+    trainer.train()
+    return seen, trainer.model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any], Any]:
+    """A folder with a run for each moment, killed at it; metrics and weights of the run that nobody killed."""
+    folder = tmp_path_factory.mktemp("killed")
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(folder), *MOMENTS],
         env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    found = newest_checkpoint(tmp_path / "run")
+    assert done.stdout.split() == [str(int(signal.SIGKILL))] * len(MOMENTS), done.stderr
+    return folder, *finish(folder / "whole", None)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_in_the_middle_of_a_save_the_previous_checkpoint_is_used(
+    moment: str, killed: tuple[Path, dict[int, Any], Any]
+) -> None:
+    folder, metrics, expected = killed
+    run = folder / moment
+    found = newest_checkpoint(run)
     assert found is not None and found.name == "checkpoint-2"
-    leftovers = {path.name for path in (tmp_path / "run").iterdir()} - {"checkpoint-2"}
+    leftovers = {path.name for path in run.iterdir()} - {"checkpoint-2"}
     assert leftovers == {".writing-checkpoint-4"}
-
-    def finish(folder: Path, resume: Path | None) -> tuple[dict[int, Any], Any]:
-        seen: dict[int, Any] = {}
-        trainer = make_trainer(
-            folder,
-            calls=lambda step: make_calls(4, seed=step),
-            steps=6,
-            save_every=2,
-            resume_from=resume,
-            on_step_end=lambda step, metrics: seen.update({step: comparable(metrics)}),
-        )
-        trainer.train()
-        return seen, trainer.model.state_dict()
-
-    resumed, weights = finish(tmp_path / "run", found)
-    metrics, expected = finish(tmp_path / "whole", None)
+    resumed, weights = finish(run, found)
     assert resumed == {step: metrics[step] for step in (3, 4, 5, 6)}
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    assert sorted(p.name for p in run.iterdir()) == ["checkpoint-4", "checkpoint-6"]
 
 
 def test_adapter_checkpoint_names_its_base_and_has_what_a_policy_needs(tmp_path: Path) -> None:

@@ -20,8 +20,6 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from tests.helpers.trainer_cases import LORA, make_calls, make_trainer, sampled
-folder, lora = Path(sys.argv[1]), sys.argv[2] == "lora"
-seen = []
 
 def calls(step):
     # Before credit a process forwards what it sampled: another number of packs than the others, or none.
@@ -29,25 +27,28 @@ def calls(step):
         trainer.forwards.policy_logprobs(sampled(make_calls(2, seed=step)))
     return make_calls(7, seed=step)
 
-trainer = make_trainer(
-    folder, calls=calls, on_step_end=lambda s, m: seen.append(m), steps=3,
-    microbatch_tokens=64, lora=LORA if lora else None, algo={"beta": 0.1, "epochs": 2},
-)
-trainer.train()
-if trainer.args.process_index == 0:
-    (folder / "metrics.json").write_text(json.dumps(seen))
-    assert trainer.accelerator.num_processes == 2
+for kind in ("full", "lora"):
+    folder, seen = Path(sys.argv[1]) / kind, []
+    trainer = make_trainer(
+        folder, calls=calls, on_step_end=lambda s, m: seen.append(m), steps=3,
+        microbatch_tokens=64, lora=LORA if kind == "lora" else None, algo={"beta": 0.1, "epochs": 2},
+    )
+    trainer.train()
+    if trainer.args.process_index == 0:
+        (folder / "metrics.json").write_text(json.dumps(seen))
+        assert trainer.accelerator.num_processes == 2
 """
 
 
-@pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.slow)])
-def test_two_processes_equal_one(kind: str, tmp_path: Path) -> None:
-    port = str(free_port())
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what two processes have trained, of both kinds one after the other: starting is what takes time."""
+    folder, port = tmp_path_factory.mktemp("two"), str(free_port())
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     root = str(Path(__file__).parents[2])
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(tmp_path / "two"), kind],
+            [sys.executable, "-c", SCRIPT, str(folder)],
             env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1",
                  "PYTHONPATH": root, "ACCELERATE_USE_CPU": "true"},
             stderr=subprocess.PIPE,
@@ -61,10 +62,14 @@ def test_two_processes_equal_one(kind: str, tmp_path: Path) -> None:
         for worker in workers:
             worker.kill()
     assert [worker.returncode for worker in workers] == [0, 0], "\n".join(errors)
+    return folder
 
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_two_processes_equal_one(kind: str, two: Path, tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
     make_trainer(
-        tmp_path / "one",
+        tmp_path,
         calls=lambda step: make_calls(7, seed=step),
         on_step_end=lambda step, metrics: seen.append(metrics),
         steps=3,
@@ -73,11 +78,11 @@ def test_two_processes_equal_one(kind: str, tmp_path: Path) -> None:
         algo={"beta": 0.1, "epochs": 2},
     ).train()
     name = "adapter_model.safetensors" if kind == "lora" else "model.safetensors"
-    one, two = (load_file(tmp_path / folder / "checkpoint-3" / name) for folder in ("one", "two"))
-    assert one.keys() == two.keys()
-    for key in one:
-        assert torch.allclose(one[key], two[key], atol=1e-5), key
-    for mine, theirs in zip(seen, json.loads((tmp_path / "two" / "metrics.json").read_text()), strict=True):
-        assert mine.keys() == theirs.keys()
-        for key in mine.keys() - {"time/update", "train/tokens_forwarded"}:
-            assert theirs[key] == pytest.approx(mine[key], abs=1e-4), key
+    mine, theirs = (load_file(folder / "checkpoint-3" / name) for folder in (tmp_path, two / kind))
+    assert mine.keys() == theirs.keys()
+    for key in mine:
+        assert torch.allclose(mine[key], theirs[key], atol=1e-5), key
+    for one, other in zip(seen, json.loads((two / kind / "metrics.json").read_text()), strict=True):
+        assert one.keys() == other.keys()
+        for key in one.keys() - {"time/update", "train/tokens_forwarded"}:
+            assert other[key] == pytest.approx(one[key], abs=1e-4), key
