@@ -24,12 +24,10 @@ def problems(*arguments):
 
 def test_names_in_yaml_registry_and_schema_are_the_same():
     assert sorted(ALGO_SCHEMAS) == sorted(ALGORITHMS)
-    shown = options("algo")
-    lists = [name for name in shown if composed("train", [f"algo={name}"]).get("stages")]
-    assert [name for name in shown if name not in lists] == sorted([*ALGO_SCHEMAS, *PROMPT_SCHEMAS, SFT])
-    for name in shown:
-        raw = composed("train", [f"algo={name}"])
-        assert name in lists or raw["algo"]["name"] == name
+    raw = {name: composed("train", [f"algo={name}"]) for name in options("algo")}
+    alone = [name for name in raw if not raw[name].get("stages")]
+    assert alone == sorted([*ALGO_SCHEMAS, *PROMPT_SCHEMAS, SFT])
+    assert all(raw[name]["algo"]["name"] == name for name in alone)
 
 
 @pytest.mark.parametrize(
