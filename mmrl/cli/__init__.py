@@ -49,6 +49,7 @@ Usage:
   mmrl compare algo=A,B seed=0,1,2 [task=T] [jobs=N] [key=value ...]
                                       the same, starting what is missing and resuming what is unfinished
   mmrl compare plan=mini              the same for all runs of conf/compare/mini.yaml
+  mmrl table [NAME] [scale=mini]      the papers' tables: what is missing is run and shown beside the reported values
   mmrl credit algo=A[,B] rollouts=FILE [--json]
                                       rewards, groups, advantages and weights of recorded rollouts
   mmrl credit run=RUN_DIR step=N [--json]
@@ -81,8 +82,7 @@ Compose a run from:
   experiment= {experiment}
 
 Any other key of the config can be set too: docs/configuration.md lists them all with defaults, and each command's
-own arguments; `--cfg job` prints what a command line sets. docs/reproducing.md lists the rows of the papers' tables
-(experiment=).
+own arguments; `--cfg job` prints what a command line sets. experiment= takes settings of your own under one name.
 `mmrl train` alone does the main job: algo=mhgpo_rr task=hotpotqa model=tiny, in minutes on two cores.
 """
 
@@ -179,9 +179,6 @@ def _overview() -> str:
     from textwrap import fill
 
     names = {group: options(group) for group in GROUPS}
-    # The rows of a table count as one choice: there are over seventy, and the page is to be read at one glance.
-    rows = names["experiment"]
-    names["experiment"] = list(dict.fromkeys(f"{row.rpartition('/')[0]}/*" if "/" in row else row for row in rows))
     wrapped = {group: fill(" ".join(some) or "-", 104, subsequent_indent=" " * 14) for group, some in names.items()}
     return OVERVIEW.format(version=__version__, **wrapped)
 

@@ -22,7 +22,7 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
     \b
     Examples:
       mmrl plan
-      mmrl plan experiment=mhgpo/table1/mhgpo_rr device=h200
+      mmrl plan model=llama31_8b_instruct hardware=h100x8 device=h200
       mmrl plan model=llama31_8b_instruct device=h100 lengths=rewriter:300/40
     """
     from mmrl.cli import configs, overrides

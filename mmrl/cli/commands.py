@@ -29,7 +29,7 @@ def train(context: typer.Context) -> int:
       task= algo= model= hardware= engine=   what a run is composed of; `mmrl --help` lists the choices
       stages=[A,B] stage.A.KEY=              several stages, each from the policy before, by their names after algo=;
                                              and settings of one of them
-      experiment=                            everything for one row of a paper's table
+      experiment=                            settings of your own under one name: conf/experiment/NAME.yaml
       train.* algo.* task.* model.* eval.*   any setting of these parts: train.steps=100 algo.group_size=8
       seed=                                  of every random choice
       run.dir=                               the run's folder; default: outputs/TASK/ALGO/TIME_sSEED; in a sweep with
@@ -210,6 +210,40 @@ def compare(context: typer.Context) -> int:
     return run_comparison(request, lambda words: configs.configured(words, line.config_dir))
 
 
+@app.command(context_settings=SETTINGS, options_metavar="[NAME] [KEY=VALUE ...]")
+def table(context: typer.Context) -> int:
+    """A table of the three papers: run what is missing of it, and show it beside the reported values.
+
+    Without a name it lists them all. Tables share runs, and the same command continues what was stopped.
+
+    \b
+    Keys:
+      rows=A,B columns=C,D         some of them, by name (also in lower case: mhgpo-rr)
+      seed=0,1,2                   the table's own where left out
+      scale=paper|mini|real        the papers' models and data; the mini world with the tiny models; a small real model
+      do=run|plan|check|show       run; say what it will cost and every command; compare the reported values with the
+                                   papers' texts (papers=FOLDER); show what is there
+      jobs=N                       runs at once, one thread each; jobs=1
+      out=FOLDER                   where the page and the tables go; outputs/tables/NAME/SCALE
+      any other key                a setting of every run, as in `mmrl train`
+      --config-dir FOLDER          configs of your own
+
+    \b
+    Examples:
+      mmrl table
+      mmrl table mhgpo-table1 scale=mini seed=0
+      mmrl table mmgrpo-table1 rows=mmgrpo do=plan
+    """
+    from mmrl.cli import configs, overrides
+    from mmrl.run.table import KEYS, TableRequest, table_command
+
+    line = overrides.read_line(context.args, own=KEYS, names=True)
+    if line.switches:
+        raise ConfigError(f"{' '.join(line.switches)}: not for mmrl table, which takes lists as they are: seed=0,1")
+    request = TableRequest(line.names, line.own, line.typed, line.config_dir)
+    return table_command(request, lambda command, words: configs.table_config(command, words, line.config_dir))
+
+
 @app.command(
     context_settings=SETTINGS,
     options_metavar="rollouts=FILE algo=A[,B] | run=RUN_DIR step=N [algo=A,B] [KEY=VALUE ...]",
@@ -359,6 +393,7 @@ COMMANDS = (
     "show",
     "report",
     "compare",
+    "table",
     "credit",
     "plan",
     "doctor",

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, TypeVar
 from mmrl.cli.arguments import CommandLine
 from mmrl.cli.hydra import composed, import_plugins_of, print_only, through_hydra
 from mmrl.cli.overrides import expand, hydra_value, read_line, searched, values_of
-from mmrl.config import RootConfig, StageConfig, StagedCommandConfig, TrainCommandConfig, stage_schema, validate
+from mmrl.config import (
+    EvalCommandConfig,
+    RootConfig,
+    StageConfig,
+    StagedCommandConfig,
+    TrainCommandConfig,
+    stage_schema,
+    validate,
+)
 from mmrl.config.base import value_at
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
 from mmrl.errors import ConfigError, unknown
@@ -165,6 +173,20 @@ def configured(words: Sequence[str], config_dir: str | None = None) -> StageConf
         ConfigError: every problem.
     """
     (config,) = train_configs(replace(read_line(words, once=False), config_dir=config_dir))
+    return config
+
+
+def table_config(
+    command: str, words: Sequence[str], config_dir: str | None
+) -> StageConfig | StagedCommandConfig | EvalCommandConfig:
+    """The config of one run of a table: `mmrl train WORDS` or `mmrl eval WORDS`.
+
+    Raises:
+        ConfigError: every problem.
+    """
+    if command == "train":
+        return configured(words, config_dir)
+    (config,) = configs("eval", EvalCommandConfig, replace(read_line(words, once=False), config_dir=config_dir))
     return config
 
 

@@ -6,7 +6,7 @@ are overrides as on the command line; of the paper's setup, the mini world's, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Literal, NamedTuple, Self, TypeVar
@@ -221,7 +221,9 @@ class TableSpec(Section):
         problems += [f"columns, scores, means: {name} is the name of two of them" for name in twice]
         known = [*self.columns, *self.scores, *(f"{cell.column}/{cell.score}" for cell in self.cells)]
         problems += [
-            unknown(f"means.{mean}", name, known) for mean, names in self.means.items() for name in names
+            unknown(f"means.{mean}", name, known)
+            for mean, names in self.means.items()
+            for name in names
             if name not in known
         ]
         for number, claim in enumerate(self.claims, 1):
@@ -336,6 +338,33 @@ def table_names(folders: Sequence[Path]) -> list[str]:
     return sorted({path.stem for folder in folders for path in (folder / "table").glob("*.yaml")})
 
 
+MOVED = {
+    "mmgrpo/table1": "mmgrpo-table1",
+    "mhgpo/table1": "mhgpo-table1",
+    "mhgpo/columns": "mhgpo-table1",
+    "mhgpo/table2": "mhgpo-table2",
+    "mhgpo/table3": "mhgpo-table3",
+    "mhgpo/table4": "mhgpo-table4",
+    "mhgpo/group_size": "mhgpo-table6",
+    "mt_grpo/table5": "turn-table5",
+    "mt_ppo/table2": "turn-table2",
+    "mt_ppo/columns": "turn-table2",
+    "mt_ppo/figure3": "turn-fig3",
+    "mt_ppo/appendix": "turn-fig3",
+    "mt_ppo/figure4": "turn-fig4",
+    "mt_ppo/figure6": "turn-fig6",
+}
+"""Folders of `experiment=` of former versions, and the tables that have their rows now."""
+
+
+def moved(row: str) -> str | None:
+    """The sentence for a former name of `experiment=`; None for any other."""
+    table = MOVED.get(row.rpartition("/")[0])
+    if table is None:
+        return None
+    return f"experiment: {row} is part of a table now: mmrl table {table} (rows= some of it; do=plan its commands)"
+
+
 def _has_algo(folder: Path, algo: str) -> bool:
     return (folder / "algo" / f"{algo}.yaml").is_file()
 
@@ -356,5 +385,3 @@ def _read(name: str, group: str, folders: Sequence[Path], schema: type[SectionT]
         return schema.model_validate(as_tuples(raw))
     except ValidationError as error:
         raise ConfigError(f"{group}: {path}: {problem}" for problem in explain(schema, error)) from None
-
-

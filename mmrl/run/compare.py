@@ -148,7 +148,7 @@ def run_comparison(request: ComparisonRequest, compose: Compose) -> int:
         except Exception as error:  # a drawing problem must not stop the runs; the end shows it
             print(f"comparison not drawn ({type(error).__name__}: {error})", file=sys.stderr)
 
-    with stoppable(), _output() as (say, show):
+    with stoppable(), output() as (say, show):
         try:
             failed = RunQueue(runs, at_once, request.config_dir, say, show, redraw).run()
         except KeyboardInterrupt as stop:
@@ -316,7 +316,7 @@ def _name_problems(name: str | None) -> list[str]:
 
 
 @contextmanager
-def _output() -> Iterator[tuple[Callable[[str], None], Callable[[Sequence[str]], None] | None]]:
+def output() -> Iterator[tuple[Callable[[str], None], Callable[[Sequence[str]], None] | None]]:
     """How to print a line that stays, and lines that are replaced (None without a terminal)."""
     if not sys.stdout.isatty():
         yield lambda text: print(text, flush=True), None

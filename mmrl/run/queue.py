@@ -16,7 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mmrl.config import RootConfig, SftCommandConfig, StageConfig, StagedCommandConfig, TrainCommandConfig
+from mmrl.config import (
+    EvalCommandConfig,
+    RootConfig,
+    SftCommandConfig,
+    StageConfig,
+    StagedCommandConfig,
+    TrainCommandConfig,
+)
 from mmrl.config.base import FETCHED, of_stage
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import FOLDERS, LOCK, RunDir
@@ -71,14 +78,20 @@ class QueuedRun:
     algo: str
     seed: int
     overrides: Sequence[str]
-    config: StageConfig | StagedCommandConfig
+    config: StageConfig | StagedCommandConfig | EvalCommandConfig
     path: Path
     metric: str
+    command: str = "train"
+    """What of mmrl runs it: train or eval."""
+    after: QueuedRun | None = None
+    """The run whose policy it starts from."""
     code: int | None = None
     """Exit code of its process; 0 for a run that was finished before, None where it did not run."""
     started: float = 0.0
     reported: tuple[int, float] = field(default=(-1, 0.0))
     """Steps done when a line was last printed, and when that was."""
+    reason: str = ""
+    """Why it was not started, where something else is the cause."""
     cached: tuple[int, tuple[int, float | None]] = field(default=(-1, (0, None)))
     """Size of the metrics file when it was last read, and what it held: steps done, last evaluation."""
 
@@ -91,6 +104,10 @@ class QueuedRun:
     def log(self) -> Path:
         """What the run's process printed."""
         return self.path.with_name(f"{self.path.name}.log")
+
+    def words(self) -> Sequence[str]:
+        """Its overrides, once the run before it has ended."""
+        return self.overrides
 
     def state(self) -> State:
         """What is in its run directory.
@@ -126,6 +143,8 @@ class QueuedRun:
 
     def trouble(self) -> str:
         """The last error that a failed run printed."""
+        if self.reason:
+            return self.reason
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
         # Of a run that was killed there is no error line: then its last words are the best hint.
         errors = [line for line in lines if line.startswith("error: ")] or [line for line in lines if line.strip()]
@@ -166,8 +185,9 @@ class RunQueue:
         waiting = list(self.runs)
         try:
             while waiting or self.running:
-                while waiting and len(self.running) < self.at_once:
-                    self._start(waiting.pop(0))
+                while len(self.running) < self.at_once and (run := _ready(waiting)) is not None:
+                    waiting.remove(run)
+                    self._start(run)
                 self._report()
                 time.sleep(POLL_S if self.running else 0)
                 for run, process in [(run, process) for run, process in self.running if process.poll() is not None]:
@@ -179,12 +199,16 @@ class RunQueue:
         return sum(run.code != 0 for run in self.runs)
 
     def _start(self, run: QueuedRun) -> None:
+        if run.after is not None and run.after.code != 0:
+            run.code, run.reason = 1, f"it starts from {run.after.name}, which failed"
+            self.say(f"{self._count()} {run.name}: left out: {run.reason}")
+            return
         try:
             state = run.state()
             if state == "unfinished":
                 _wait_for_lock(run.path)
         except ConfigError as error:
-            run.code = error.exit_code
+            run.code, run.reason = error.exit_code, str(error)
             self.say(f"{self._count()} {run.name}: failed: {error}")
             return
         if state == "finished":
@@ -192,13 +216,13 @@ class RunQueue:
             self.say(f"{self._count()} {run.name}: finished before, kept")
             return
         # A process each: a run that dies of memory or a signal takes neither the queue nor the others along.
-        command = [*MMRL, "train"]
+        command = [*MMRL, run.command]
         if state == "unfinished":
             command += [f"resume={run.path}"]
         else:
             command += ["--config-dir", self.config_dir] if self.config_dir else []
             # A live display would fill the log with its redrawn lines.
-            command += [*run.overrides, f"run.dir={run.path}", "run.progress=false"]
+            command += [*run.words(), f"run.dir={run.path}", "run.progress=false"]
         run.path.parent.mkdir(parents=True, exist_ok=True)
         # Runs side by side would otherwise each take all CPUs and wait for one another.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.at_once > 1 else {}
@@ -253,6 +277,11 @@ class RunQueue:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _ready(waiting: Sequence[QueuedRun]) -> QueuedRun | None:
+    """The first run that need not wait for another one."""
+    return next((run for run in waiting if run.after is None or run.after.code is not None), None)
 
 
 def differences(stored: Mapping[str, object], requested: RootConfig) -> list[str]:

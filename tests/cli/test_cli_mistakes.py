@@ -44,14 +44,6 @@ MISTAKES = {
         ["train", "task.retriever.url=http://x", "task.retriever.encoder=e5", "seed=x"],
         ["task.retriever.encoder: got e5", "task.retriever.url: got http://x", "seed: got 'x'"],
     ),
-    "a row that evaluates, to train": (
-        ["train", "experiment=mt_grpo/table5/base"],
-        ["experiment: got 'mt_grpo/table5/base', which evaluates and does not train: mmrl eval experiment=mt_grpo/"],
-    ),
-    "a row that trains, to evaluate": (
-        ["eval", "policy=tiny", "experiment=mhgpo/table1/mhgpo_rr"],
-        ["experiment: got 'mhgpo/table1/mhgpo_rr', which trains: mmrl train experiment=mhgpo/table1/mhgpo_rr"],
-    ),
     "several jobs to print": (["train", "-m", "seed=0,1", "--cfg", "job"], ["--cfg: prints one job, without -m"]),
     "an element of a list": (["train", "algo=mmgrpo", "algo.teachers=[{name:a}]"], ["algo.teachers.0: got neither"]),
     "an address": (
@@ -77,7 +69,7 @@ MISTAKES = {
         ["algo: given more than once", "rollouts: given more than once", "algo.eps: given more than once"],
     ),
     "the same twice, to train": (
-        ["train", "seed=1", "++seed=2", "experiment=null", "experiment=mhgpo/table1/mhgpo_rr"],
+        ["train", "seed=1", "++seed=2", "experiment=null", "experiment=mine"],
         ["seed: given more than once", "experiment: given more than once"],
     ),
     "the same twice, to a sweep": (["train", "-m", "seed=1,2", "seed=3"], ["seed: given more than once"]),

@@ -31,7 +31,6 @@ def runs(tmp_path, monkeypatch):
         ("mmrl train algo=grpo train.warmup", ["train.warmup_steps= "]),
         ("mmrl train res", ["resume="]),
         ("mmrl train exp", ["experiment="]),
-        ("mmrl train experiment=mhgpo/table1/mhgpo_r", ["experiment=mhgpo/table1/mhgpo_rr "]),
         ("mmrl eval spl", ["split="]),
         ("mmrl eval split=t", ["split=test ", "split=train "]),
         ("mmrl new-task x kind=", ["kind=async ", "kind=dspy "]),

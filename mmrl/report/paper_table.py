@@ -1,0 +1,600 @@
+"""A paper's table as our runs fill it: cells over seeds beside the reported values, claims, and what they rest on.
+
+Reads run directories of evaluations only. A cell is blank where nothing was evaluated, and refused as an average where
+the configs of its seeds differ.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean, stdev
+
+import numpy as np
+
+from mmrl.config.table import Cell, Claim, TableSpec
+from mmrl.errors import MmrlError
+from mmrl.report.compare import flattened
+from mmrl.report.html import rendered
+from mmrl.report.overview import Overview
+from mmrl.report.rundir import RunDir
+from mmrl.report.stats import bootstrap_means
+from mmrl.report.tables import Rows, markdown
+from mmrl.report.text import align, filled
+from mmrl.system.files import atomic_write
+
+VARYING = ("seed", "run.", "hardware.", "engine.", "plugins", "policy", "task.prompts", "model.")
+"""Config paths in which evaluations of one row may differ: where its weights and prompts lie, and the machine."""
+WORDS = {
+    "paper": "the papers' models, data and sizes",
+    "mini": "the mini world with the tiny models; values do not compare with the paper's, orders (claims) do",
+    "real": "a small real model on real data; values do not compare with the paper's, orders (claims) do",
+}
+WIDTH = 120
+"""Columns of paragraphs in a terminal."""
+Place = Cell | str
+"""A cell, or the name of a mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeedRun:
+    """One evaluation that a cell needs."""
+
+    seed: int
+    path: Path
+    command: str
+    """What makes it."""
+    trouble: str = ""
+    """Why it is not there; empty where it is, or was not tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a finished evaluation holds of one row on one column."""
+
+    seed: int
+    items: Mapping[str, Mapping[str, float]]
+    """Item -> metric -> value."""
+    overview: Overview
+
+    @classmethod
+    def read(cls, run: SeedRun, metrics: Iterable[str]) -> Evaluation | None:
+        """None where it has not ended.
+
+        Raises:
+            MmrlError: a file of it is damaged.
+        """
+        if not (run.path / "config.yaml").is_file():
+            return None
+        directory = RunDir.read(run.path)
+        if not directory.finished:
+            return None
+        seen = Overview.of(directory)
+        items = [item for steps in seen.items.values() for listed in steps.values() for item in listed]
+        names = list(metrics)
+        return cls(run.seed, {item["id"]: {name: _value(item, name) for name in names} for item in items}, seen)
+
+
+def _value(item: Mapping[str, object], metric: str) -> float:
+    group, name = ("modules", metric.removeprefix("module/")) if metric.startswith("module/") else ("metrics", metric)
+    values = item.get(group)
+    value = values.get(name) if isinstance(values, Mapping) else None
+    # A metric counts 0 where a rollout failed, as in the evaluation's own means; a module that was not called has none.
+    return float(value) if isinstance(value, int | float) else (0.0 if group == "metrics" else float("nan"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One place of a row."""
+
+    row: str
+    place: Place
+    label: str
+    seeds: Mapping[int, float]
+    """Seed -> value, in the table's unit."""
+    wanted: int
+    """Seeds in all."""
+    interval: tuple[float, float] | None
+    items: int
+    paper: float | None
+    paper_std: float | None
+    agrees: bool | None
+    """None: nothing to compare, or not at this scale."""
+    command: str
+
+    @property
+    def mean(self) -> float | None:
+        """Over seeds; None where nothing was evaluated."""
+        return fmean(self.seeds.values()) if self.seeds else None
+
+    @property
+    def std(self) -> float | None:
+        """Sample standard deviation over seeds; None for fewer than two."""
+        return stdev(self.seeds.values()) if len(self.seeds) > 1 else None
+
+    @property
+    def difference(self) -> float | None:
+        """Ours minus the paper's."""
+        return None if self.mean is None or self.paper is None else self.mean - self.paper
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A claim of the paper, judged by our runs."""
+
+    claim: Claim
+    verdict: str
+    """`held`, `not held`, `undecided` (the interval holds 0), or `not run`."""
+    difference: float | None = None
+    interval: tuple[float, float] | None = None
+    items: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperTable:
+    """A table as far as it has been run."""
+
+    name: str
+    spec: TableSpec
+    scale: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    metrics: Mapping[tuple[str, str], Mapping[str, str]]
+    """(row, column) -> score -> metric."""
+    runs: Mapping[tuple[str, str], Sequence[SeedRun]]
+    """(row, column) -> its evaluations, one per seed."""
+    made: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    @cached_property
+    def read(self) -> tuple[dict[tuple[str, str], dict[int, Evaluation]], list[str]]:
+        """(row, column) -> seed -> evaluation, and what is wrong or missing, in words."""
+        evaluations: dict[tuple[str, str], dict[int, Evaluation]] = {}
+        troubles: list[str] = []
+        by_path: dict[Path, Evaluation | None] = {}
+        for (row, column), runs in self.runs.items():
+            made: dict[int, Evaluation] = {}
+            missing = []
+            for run in runs:
+                try:
+                    if run.path not in by_path:
+                        by_path[run.path] = Evaluation.read(run, set(self.metrics[row, column].values()))
+                    one = by_path[run.path]
+                except MmrlError as error:
+                    troubles.append(f"{row} on {column}, seed {run.seed}: {error}")
+                    continue
+                if one is not None:
+                    made[run.seed] = one
+                elif run.trouble:
+                    troubles.append(f"{row} on {column}, seed {run.seed}: {run.trouble}")
+                else:
+                    missing.append(run.seed)
+            if missing and made:
+                troubles.append(f"{row} on {column}: seeds {', '.join(map(str, missing))} are missing")
+            if different := _differing([one.overview for one in made.values()]):
+                troubles.append(f"{row} on {column}: not averaged, its seeds differ in {', '.join(different)}")
+                made = {}
+            evaluations[row, column] = made
+        return evaluations, troubles
+
+    @cached_property
+    def values(self) -> list[Value]:
+        """Every place of every row."""
+        columns = set(self.columns)
+        cells = [cell for cell in self.spec.cells if cell.column in columns]
+        places: list[Place] = [*cells]
+        # An average of fewer columns than the paper's would be another number under its name.
+        places += [
+            name for name, of in self.spec.means.items() if {c.column for c in self.spec.selected(of)} <= columns
+        ]
+        return [self._value(row, place) for row in self.rows for place in places]
+
+    @property
+    def done(self) -> int:
+        """Cells with all their seeds; means are not counted."""
+        return sum(isinstance(value.place, Cell) and len(value.seeds) == value.wanted for value in self.values)
+
+    @property
+    def total(self) -> int:
+        """Cells in all."""
+        return sum(isinstance(value.place, Cell) for value in self.values)
+
+    def _value(self, row: str, place: Place) -> Value:
+        spec = self.spec
+        cells = [place] if isinstance(place, Cell) else spec.selected(spec.means[place])
+        strata = self._strata(row, cells)
+        # Seeds that every cell of a mean has.
+        seeds = sorted(set.intersection(*(set(by_seed) for by_seed in strata.values()))) if strata else []
+        unit = 1.0 if isinstance(place, Cell) and place.score in spec.counts else 100.0 if spec.source.percent else 1.0
+        weights = {column: sum(cell.column == column for cell in cells) / len(cells) for column in strata}
+        values = {
+            seed: unit * sum(weight * _mean(strata[column][seed].values()) for column, weight in weights.items())
+            for seed in seeds
+        }
+        arrays = {column: _over_seeds([strata[column][seed] for seed in seeds]) for column in strata} if seeds else {}
+        interval = _interval({c: a[1] * unit for c, a in arrays.items()}, weights, (row, str(place)))
+        paper = spec.reported(row).get(place)
+        deviation = spec.deviations(row).get(place)
+        agrees = None
+        if self.scale == "paper" and paper is not None and values and interval is not None:
+            near = abs(fmean(values.values()) - paper) <= spec.agree.within
+            agrees = near or (spec.agree.interval and interval[0] <= paper <= interval[1])
+        column = f" columns='{place.column}'" if isinstance(place, Cell) and len(spec.columns) > 1 else ""
+        return Value(
+            row=row,
+            place=place,
+            label=spec.label(place) if isinstance(place, Cell) else place,
+            seeds=values,
+            wanted=len(next((self.runs[row, cell.column] for cell in cells), ())),
+            interval=interval,
+            items=sum(len(array[0]) for array in arrays.values()),
+            paper=paper,
+            paper_std=deviation,
+            agrees=agrees,
+            command=f"mmrl table {self.name} rows='{row}'{column} scale={self.scale}",
+        )
+
+    def _strata(self, row: str, cells: Sequence[Cell]) -> dict[str, dict[int, dict[str, float]]]:
+        """Column -> seed -> item -> mean of its scores; empty where a column has no evaluation."""
+        evaluations, _ = self.read
+        strata: dict[str, dict[int, dict[str, float]]] = {}
+        for column, group in groupby(sorted(cells), key=lambda cell: cell.column):
+            if not evaluations.get((row, column)):
+                return {}
+            metrics = [self.metrics[row, column][cell.score] for cell in group]
+            strata[column] = {
+                seed: {item: fmean(values[name] for name in metrics) for item, values in one.items.items()}
+                for seed, one in evaluations[row, column].items()
+            }
+        return strata
+
+    @cached_property
+    def verdicts(self) -> list[Verdict]:
+        """Every claim whose rows are shown."""
+        shown = [claim for claim in self.spec.claims if claim.more in self.rows and claim.than in self.rows]
+        return [self._judged(claim) for claim in shown]
+
+    def _judged(self, claim: Claim) -> Verdict:
+        cells = [cell for cell in self.spec.selected(claim.cells) if cell.column in self.columns]
+        more, than = self._strata(claim.more, cells), self._strata(claim.than, cells)
+        if not more or not than:
+            return Verdict(claim, "not run")
+        pairs = {column: _paired(more[column], than[column]) for column in more}
+        if any(not len(values) for values in pairs.values()):
+            return Verdict(claim, "not run")
+        weights = {column: sum(cell.column == column for cell in cells) / len(cells) for column in pairs}
+        difference = float(sum(weight * pairs[column].mean() for column, weight in weights.items()))
+        interval = _interval(pairs, weights, (claim.more, claim.than, *claim.cells))
+        assert interval is not None
+        verdict = "held" if interval[0] > 0 else "not held" if interval[1] < 0 else "undecided"
+        return Verdict(claim, verdict, difference, interval, sum(map(len, pairs.values())))
+
+    @cached_property
+    def head(self) -> dict[str, str]:
+        """What the numbers rest on."""
+        evaluations, _ = self.read
+        seen = [one.overview for by_seed in evaluations.values() for one in by_seed.values()]
+        prompts = [
+            (one.get("task.prompts") and f"{Path(str(one.get('task.prompts'))).name}") or "mmrl's own" for one in seen
+        ]
+        retrievers = [_retriever(one) for one in seen]
+        commits = [str((one.environment.get("mmrl_git") or {}).get("commit", "-"))[:10] for one in seen]
+        judges = [str((one.summary.get("facts") or {}).get("judge", "")) for one in seen]
+        every = {
+            "paper": f"arXiv {self.spec.source.arxiv}, {self.spec.source.at}: {self.spec.shows}",
+            "scale": f"{self.scale}: {WORDS[self.scale]}",
+            "date": f"{self.made:%Y-%m-%d %H:%M} UTC",
+            "cells": f"{self.done} of {self.total}",
+            "commit": _listed(commits),
+            "machine": _listed(str(one.environment.get("cpu", "-")) for one in seen),
+            "engine": _listed(str(one.get("engine.name", "-")) for one in seen),
+            "prompts": _listed(prompts),
+            "retriever": _listed(filter(None, retrievers)),
+            "judge": _listed(filter(None, judges)),
+        }
+        return {name: text for name, text in every.items() if text}
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """Below the table: shared runs, what is missing or wrong, the rows' notes and the table's."""
+        _, troubles = self.read
+        places: dict[tuple[Path, ...], list[str]] = {}
+        for (row, column), runs in self.runs.items():
+            places.setdefault(tuple(run.path for run in runs), []).append(
+                row if len(self.columns) == 1 else f"{row} on {column}"
+            )
+        shared = [f"the same runs: {', '.join(names)}" for names in places.values() if len(names) > 1]
+        rows = [f"{row}: {self.spec.rows[row].note}" for row in self.rows if self.spec.rows[row].note]
+        rules = [
+            f"{row}: the last checkpoint before the evaluations of training collapse (half of the best, and no return)"
+            for row in self.rows
+            if self.spec.rows[row].checkpoint == "before_collapse"
+        ]
+        return [*troubles, *shared, *rules, *rows, *self.spec.notes]
+
+    def number(self, value: float | None, place: Place) -> str:
+        """As the paper prints it; empty for None."""
+        return "" if value is None else f"{value:.{self.spec.source.decimals}f}"
+
+
+def _mean(values: Iterable[float]) -> float:
+    """Over items; what a module that was not called says of an item is left out."""
+    known = [value for value in values if value == value]
+    return fmean(known) if known else 0.0
+
+
+def _over_seeds(by_seed: Sequence[Mapping[str, float]]) -> tuple[list[str], np.ndarray]:
+    """Items that all seeds have, and each one's mean over the seeds."""
+    shared = sorted(set.intersection(*(set(items) for items in by_seed)))
+    values = np.array([fmean(items[item] for items in by_seed) for item in shared])
+    # A module that was not called on an item says nothing of it.
+    return shared, values[~np.isnan(values)]
+
+
+def _paired(more: Mapping[int, Mapping[str, float]], than: Mapping[int, Mapping[str, float]]) -> np.ndarray:
+    """Differences per item, of means over the seeds that both have."""
+    seeds = sorted(set(more) & set(than))
+    # Rows that are not trained have one seed, which stands for all.
+    first, second = ([side[seed] for seed in seeds] if seeds else list(side.values()) for side in (more, than))
+    if len(than) == 1 or len(more) == 1:
+        first, second = list(more.values()), list(than.values())
+    shared = sorted(set.intersection(*(set(items) for items in (*first, *second))))
+    values = np.array([fmean(i[item] for i in first) - fmean(i[item] for i in second) for item in shared])
+    return values[~np.isnan(values)] if len(values) else values
+
+
+def _interval(
+    strata: Mapping[str, np.ndarray], weights: Mapping[str, float], key: Sequence[str]
+) -> tuple[float, float] | None:
+    """95 % bootstrap interval of the weighted mean over columns, items resampled within each; None without items."""
+    if not strata or any(not len(values) for values in strata.values()):
+        return None
+    means = sum(
+        weights[column] * bootstrap_means(values, (0, "table", *key, column), 1000) for column, values in strata.items()
+    )
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _differing(seen: Sequence[Overview]) -> list[str]:
+    """Config paths in which evaluations of one cell differ and must not."""
+    flat = [
+        {path: value for path, value in flattened(one.config).items() if not path.startswith(VARYING)} for one in seen
+    ]
+    paths = dict.fromkeys(path for values in flat for path in values)
+    return [path for path in paths if len({repr(values.get(path)) for values in flat}) > 1]
+
+
+def _retriever(seen: Overview) -> str:
+    name = seen.get("task.retriever.name")
+    if name is None:
+        return ""
+    facts = seen.summary.get("facts") or {}
+    more = [str(facts[key]) for key in ("corpus", "partial corpus", "corpus coverage") if key in facts]
+    return ", ".join([str(name), *more])
+
+
+def _listed(texts: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(texts))
+
+
+# --- as rows
+
+
+def grid(table: PaperTable, cell: Callable[[Value], str]) -> Rows:
+    """One line per row, one column per place."""
+    by_row = {row: [value for value in table.values if value.row == row] for row in table.rows}
+    head = ["", *(value.label for value in next(iter(by_row.values()), []))]
+    return [head, *([row, *map(cell, values)] for row, values in by_row.items())]
+
+
+def ours(table: PaperTable) -> Rows:
+    """Mean ± std; blank where not run."""
+
+    def cell(value: Value) -> str:
+        mean, std = (table.number(number, value.place) for number in (value.mean, value.std))
+        seeds = f" ({len(value.seeds)} of {value.wanted})" if value.seeds and len(value.seeds) < value.wanted else ""
+        return f"{mean} ± {std}{seeds}" if std else f"{mean}{seeds}"
+
+    return grid(table, cell)
+
+
+def reported(table: PaperTable) -> Rows:
+    """The paper's values; empty where it prints none."""
+    if not any(value.paper is not None for value in table.values):
+        return []
+
+    def cell(value: Value) -> str:
+        mean, std = (table.number(number, value.place) for number in (value.paper, value.paper_std))
+        return f"{mean} ± {std}" if std else mean
+
+    return grid(table, cell)
+
+
+CELL_HEAD = [
+    "row",
+    "place",
+    "ours",
+    "std",
+    "seeds",
+    "95 % interval",
+    "items",
+    "paper",
+    "difference",
+    "agrees",
+    "command",
+]
+
+
+def cell_rows(table: PaperTable) -> Rows:
+    """One line per cell."""
+    rows = [CELL_HEAD]
+    for value in table.values:
+        mean, std, paper = (table.number(number, value.place) for number in (value.mean, value.std, value.paper))
+        difference = f"{value.difference:+.{table.spec.source.decimals}f}" if value.difference is not None else ""
+        agrees = "" if value.agrees is None else "yes" if value.agrees else "no"
+        between = value.interval and f"[{', '.join(table.number(end, value.place) for end in value.interval)}]"
+        if table.scale != "paper":
+            difference = ""
+        seeds = f"{len(value.seeds)} of {value.wanted}"
+        more = [seeds, between or "", str(value.items or ""), paper, difference, agrees, value.command]
+        rows.append([value.row, value.label, mean, std, *more])
+    return rows
+
+
+def claim_rows(table: PaperTable) -> Rows:
+    """One line per claim; empty without."""
+    if not table.verdicts:
+        return []
+    rows = [["claim", "on", "verdict", "difference", "95 % interval", "items"]]
+    for one in table.verdicts:
+        on = ", ".join(one.claim.cells) or "all cells"
+        numbers = (
+            [f"{one.difference:+.3f}", f"[{one.interval[0]:+.3f}, {one.interval[1]:+.3f}]", str(one.items)]
+            if one.difference is not None and one.interval is not None
+            else ["", "", ""]
+        )
+        rows.append([f"{one.claim.more} > {one.claim.than}", on, one.verdict, *numbers])
+    return rows
+
+
+CLAIMS = (
+    "Claims of the paper: mean difference of shares (1 is 100 %), paired on items over the seeds of both rows; held "
+    "where the 95 % bootstrap interval over items lies above 0, not held where below, else undecided. It does not "
+    "cover how other seeds would have come out."
+)
+
+
+# --- writers
+
+
+def table_text(table: PaperTable) -> str:
+    """For the terminal."""
+    parts = [
+        "\n".join(filled(f"{name}: {text}", WIDTH) for name, text in table.head.items()),
+        f"ours\n{align([[*row, ''] for row in ours(table)])}",
+    ]
+    if paper := reported(table):
+        parts.append(f"the paper\n{align([[*row, ''] for row in paper])}")
+    if claims := claim_rows(table):
+        parts += [align(claims), filled(CLAIMS, WIDTH)]
+    return "\n\n".join([*parts, *(filled(note, WIDTH) for note in table.notes)])
+
+
+def table_markdown(table: PaperTable) -> str:
+    """A page."""
+    parts = [f"# {table.name}", "\n".join(f"- {name}: {text}" for name, text in table.head.items())]
+    parts += ["## Ours", markdown(ours(table))]
+    if paper := reported(table):
+        parts += ["## The paper", markdown(paper)]
+    if claims := claim_rows(table):
+        parts += ["## Claims", markdown(claims), CLAIMS]
+    parts += ["## Every cell", markdown(cell_rows(table))]
+    if table.notes:
+        parts += ["## Notes", "\n".join(f"- {note}" for note in table.notes)]
+    return "\n\n".join(parts) + "\n"
+
+
+def table_csv(table: PaperTable) -> str:
+    """One line per cell."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(cell_rows(table))
+    return out.getvalue()
+
+
+def table_latex(table: PaperTable) -> str:
+    """A tabular of ours over the paper's values in grey."""
+    body, paper = ours(table), reported(table)
+    lines = [f"% {name}: {text}" for name, text in table.head.items()]
+    lines += [f"\\begin{{tabular}}{{l{'r' * (len(body[0]) - 1)}}}", "\\hline", _latex_row(body[0]), "\\hline"]
+    for number, row in enumerate(body[1:], 1):
+        lines.append(_latex_row(row))
+        if paper:
+            lines.append(_latex_row(["\\quad paper", *paper[number][1:]], raw=True))
+    return "\n".join([*lines, "\\hline", "\\end{tabular}", ""])
+
+
+def _latex_row(cells: Sequence[str], raw: bool = False) -> str:
+    escaped = cells if raw else ["".join(f"\\{c}" if c in "#$%&_{}" else c for c in cell) for cell in cells]
+    return " & ".join(cell.replace("±", "$\\pm$") for cell in escaped) + " \\\\"
+
+
+def table_json(table: PaperTable) -> str:
+    """Everything, for machines."""
+    content = {
+        "version": 1,
+        "table": table.name,
+        "head": table.head,
+        "cells_done": table.done,
+        "cells": table.total,
+        "values": [
+            {
+                "row": value.row,
+                "column": value.place.column if isinstance(value.place, Cell) else None,
+                "score": value.place.score if isinstance(value.place, Cell) else None,
+                "mean_of_cells": None if isinstance(value.place, Cell) else value.place,
+                "seeds": {str(seed): number for seed, number in value.seeds.items()},
+                "mean": value.mean,
+                "std": value.std,
+                "interval": value.interval,
+                "items": value.items,
+                "paper": value.paper,
+                "paper_std": value.paper_std,
+                "agrees": value.agrees,
+                "command": value.command,
+            }
+            for value in table.values
+        ],
+        "claims": [
+            {
+                "more": one.claim.more,
+                "than": one.claim.than,
+                "cells": one.claim.cells,
+                "verdict": one.verdict,
+                "difference": one.difference,
+                "interval": one.interval,
+                "items": one.items,
+            }
+            for one in table.verdicts
+        ],
+        "notes": table.notes,
+        "runs": [
+            {"row": row, "column": column, "seed": run.seed, "run": str(run.path), "command": run.command}
+            for (row, column), runs in table.runs.items()
+            for run in runs
+        ],
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def write_table(table: PaperTable, folder: Path) -> list[Path]:
+    """Write `table.md`, `.csv`, `.tex`, `.json` and `.html`; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    page = rendered(
+        "paper_table.html",
+        title=table.name,
+        head=table.head,
+        ours=ours(table),
+        paper=reported(table),
+        claims=claim_rows(table),
+        judged=CLAIMS,
+        cells=cell_rows(table),
+        notes=table.notes,
+        runs=[f"{run.path}: {run.command}" for runs in table.runs.values() for run in runs],
+    )
+    files: dict[str, str | bytes] = {
+        "table.md": table_markdown(table),
+        "table.csv": table_csv(table),
+        "table.tex": table_latex(table),
+        "table.json": table_json(table),
+        "table.html": page,
+    }
+    for name, data in files.items():
+        atomic_write(folder / name, data)
+    return [folder / name for name in files]

@@ -1,0 +1,304 @@
+"""conf/table and conf/base: the papers' facts, stated once each, and what a wrong file is told."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mmrl.cli import main
+from mmrl.cli.configs import table_config
+from mmrl.config.table import Cell, TableSpec, moved, read_table, table_names, words_of
+from mmrl.config.validate import as_tuples, explain
+from mmrl.run.table import _paper_lines, in_text
+
+CONF = Path(__file__).parents[2] / "conf"
+PAPERS = Path(os.environ.get("MMRL_PAPERS", CONF.parent.parent / "shared" / "papers"))
+"""The papers' texts, which are not part of this repository."""
+P0, P1, P2 = "arXiv 2508.04660", "arXiv 2506.02718", "arXiv 2505.11821"
+
+# (table, row, column, command, stage) -> key -> value, place in the paper or the official code.
+FACTS = {
+    ("mmgrpo-table1", "mmGRPO", "Banking77 qwen3", "train", 0): {
+        "train.steps": (750, f"{P0} Sec. 5.2"),
+        "train.batch_size": (4, f"{P0} Sec. 5.2"),
+        "algo.rollouts": (12, f"{P0} Sec. 5.2"),
+        "train.lr": (1e-5, f"{P0} Sec. 5.2"),
+        "algo.beta": (0.01, f"{P0} Sec. 5.2, Qwen3"),
+        "train.grad_clip": (0.1, f"{P0} Sec. 5.2, Qwen3"),
+        "algo.temperature": (0.6, f"{P0} Sec. 5.2"),
+        "algo.max_context": (8192, f"{P0} Sec. 5.2"),
+        "task.max_tokens": (1032, f"{P0} Sec. 5.2"),
+        "task.max_context": (32768, f"{P0} Sec. 5.2"),
+        "eval.temperature": (0.6, f"{P0} Sec. 5.1"),
+        "eval.top_p": (0.95, f"{P0} Sec. 5.1, Qwen3"),
+        "eval.top_k": (20, f"{P0} Sec. 5.1, Qwen3"),
+        "eval.parse_retries": (3, f"{P0} Sec. 5.1"),
+        "model.lora.r": (16, f"{P0} Sec. 5.2"),
+        "model.lora.alpha": (64, f"{P0} Sec. 5.2"),
+        "model.lora.dropout": (0.05, f"{P0} Sec. 5.2"),
+        # 4 examples x 12 rollouts in steps of 20 samples: 2.4, and mini-batches hold whole examples
+        "algo.minibatches": (2, f"{P0} Sec. 5.2: accumulation 20, one sample per device"),
+        "hardware.processes": (2, f"{P0} Sec. 5.3: 2 H100"),
+    },
+    ("mmgrpo-table1", "mmGRPO", "HoVer llama3.1", "train", 0): {
+        "algo.beta": (0.04, f"{P0} Sec. 5.2, Llama"),
+        "train.grad_clip": (0.5, f"{P0} Sec. 5.2, Llama"),
+        "eval.top_p": (0.9, f"{P0} Sec. 5.1, Llama"),
+        "eval.top_k": (0, f"{P0} Sec. 5.1, Llama"),
+        "algo.minibatches": (4, f"{P0} Sec. 5.2"),
+        "task.hop_top_k": (10, f"{P0} snippet 3"),
+        "task.last_top_k": (30, f"{P0} snippet 3"),
+        "task.passages": (100, f"{P0} App. D: Recall@100"),
+        "task.search_hops": (4, f"{P0} snippet 3"),
+        "task.retriever.name": ("colbert", f"{P0} App. D: ColBERTv2"),
+        "task.data.train": ("hover_train_release_v1.1.json", "hover-nlp/hover: the hub has a loading script alone"),
+    },
+    ("mmgrpo-table1", "BetterTogether", "PAPILLON llama3.1", "train", 0): {
+        "algo.name": ("miprov2+mmgrpo", f"{P0} Sec. 5.2"),
+        "stages.1.algo.beta": (0.04, f"{P0} Sec. 5.2, Llama"),
+        "stages.1.train.grad_clip": (0.5, f"{P0} Sec. 5.2, Llama"),
+        "stages.1.algo.minibatches": (4, f"{P0} Sec. 5.2"),
+        "stages.0.algo.auto": ("medium", f"{P0} Sec. 5.2"),
+        "task.external.model": ("gpt-4.1-mini-2025-04-14", f"{P0} App. D"),
+        "task.judge.model": ("gpt-4.1-mini-2025-04-14", "gepa-ai/gepa-artifact"),
+    },
+    ("mmgrpo-table1", "MIPROv2", "Banking77 qwen3", "train", 0): {
+        "algo.auto": ("medium", f"{P0} Sec. 5.2"),
+        "hardware.processes": (1, f"{P0} Sec. 5.3: 1 H100"),
+    },
+    ("mhgpo-table1", "MHGPO-RR", "HotpotQA", "train", 0): {
+        "train.lr": (5e-7, f"{P1} B.2"),
+        "train.batch_size": (512, f"{P1} Table 5"),
+        "train.steps": (176, f"{P1} B.1: one epoch of 90,447"),
+        "algo.group_size": (4, f"{P1} Table 5"),
+        "algo.clip": (0.2, f"{P1} Table 5"),
+        "algo.top_p": (0.9, f"{P1} Table 5"),
+        "algo.beta": (0.001, f"{P1} Table 5"),
+        "task.data.dev_items": (500, f"{P1} Sec. 4.1"),
+        "task.data.dev": ("hotpotqa/hotpot_qa:distractor:validation", "the hub's set has train and validation alone"),
+        "eval.every": (5, f"{P1} Sec. 4.1"),
+        "model.lora": (None, f"{P1} Sec. 4.1"),
+        "hardware.processes": (8, f"{P1} App. B"),
+        "train.weight_decay": (0.01, "not stated; verl's, as of all its trained rows"),
+        "task.max_context": (8192, "not stated; the model's own limit leaves vLLM no room"),
+        "task.retriever.model": ("facebook/contriever", f"{P1} Sec. 4.1"),
+    },
+    ("mhgpo-table1", "MAPPO", "HotpotQA", "train", 0): {
+        "algo.critic_lr_factor": (2.0, f"{P1} B.2: 1e-6"),
+        "algo.gamma": (1.0, "MMOA-RAG"),
+        "hardware.cpu_offload": (True, "policy, reference and critic on 80 GB"),
+    },
+    ("mhgpo-table1", "LLM + PPO", "HotpotQA", "train", 0): {
+        "train.weight_decay": (0.01, f"{P1} B.2: other parameters are shared"),
+        "algo.minibatches": (1, f"{P1} B.2"),
+        "train.lr": (5e-7, f"{P1} B.2"),
+        "hardware.cpu_offload": (True, "policy, reference and critic on 80 GB"),
+    },
+    ("mhgpo-table1", "R1-Searcher(PPO)", "HotpotQA", "train", 0): {
+        "task.reward": ("stage1", f"{P1} App. B; RUCAIBox/R1-Searcher"),
+        "train.lr": (2e-6, f"{P1} App. B; RUCAIBox/R1-Searcher"),
+        "train.batch_size": (15, f"{P1} App. B; RUCAIBox/R1-Searcher"),
+        "algo.beta": (1e-4, f"{P1} App. B; RUCAIBox/R1-Searcher"),
+        "algo.top_p": (0.95, f"{P1} App. B; RUCAIBox/R1-Searcher"),
+        "task.retriever.top_k": (3, f"{P1} App. B; RUCAIBox/R1-Searcher"),
+        "task.max_turns": (10, f"{P1} App. B; RUCAIBox/R1-Searcher"),
+        "task.data.train_items": (350, f"{P1} App. B; RUCAIBox/R1-Searcher"),
+    },
+    ("mhgpo-table1", "R1-Searcher(GRPO)", "HotpotQA", "train", 1): {
+        "task.reward": ("outcome", f"{P1} App. B; RUCAIBox/R1-Searcher"),
+        "algo.group_size": (16, f"{P1} App. B; RUCAIBox/R1-Searcher"),
+        "train.batch_size": (65, f"{P1} App. B; RUCAIBox/R1-Searcher"),
+        "task.data.train_items": (8148, f"{P1} App. B; RUCAIBox/R1-Searcher"),
+    },
+    ("mhgpo-table1", "R1-Searcher(GRPO)", "MuSiQue", "eval", 1): {
+        "task.retriever.top_k": (5, f"{P1} App. B; RUCAIBox/R1-Searcher"),
+        "task.max_turns": (15, f"{P1} App. B; RUCAIBox/R1-Searcher"),
+    },
+    ("mhgpo-table1", "Search-o1", "2Wiki", "eval", 0): {
+        "task.max_turns": (10, f"{P1} App. B; sunnynexus/Search-o1"),
+        "task.max_tokens": (8192, f"{P1} App. B; sunnynexus/Search-o1"),
+        "task.retriever.top_k": (10, f"{P1} App. B; sunnynexus/Search-o1"),
+        "eval.temperature": (0.7, f"{P1} App. B; sunnynexus/Search-o1"),
+        "eval.top_p": (0.8, f"{P1} App. B; sunnynexus/Search-o1"),
+        "eval.top_k": (20, f"{P1} App. B; sunnynexus/Search-o1"),
+        "task.data.dev": ("RUC-NLPIR/FlashRAG_datasets:2wikimultihopqa:dev", f"{P1} Table 1: 12,576 items"),
+        "task.data.dev_items": (None, f"{P1} Table 1: whole counts over 12,576 items"),
+    },
+    ("mhgpo-table1", "MAS Qwen2.5-72B", "HotpotQA", "eval", 0): {
+        "engine.args": (("--tensor-parallel-size=8", "--data-parallel-size=1"), "145 GB of weights on GPUs of 80"),
+        "model.path": ("Qwen/Qwen2.5-72B-Instruct", f"{P1} Table 1"),
+    },
+    ("mhgpo-table2", "*Rewriter", "HotpotQA", "train", 0): {"algo.train_modules": (("rewriter",), f"{P1} Table 2")},
+    ("mhgpo-table3", "Rand()", "MHGPO-RR", "train", 0): {"algo.aggregate": ("random", f"{P1} Table 3")},
+    ("mhgpo-table4", "MAPPO final only", "HotpotQA", "train", 0): {"algo.penalties": (False, f"{P1} Table 4")},
+    ("mhgpo-table6", "6", "HotpotQA", "train", 0): {"algo.group_size": (6, f"{P1} Table 6")},
+    ("turn-table5", "MT-GRPO", "TriviaQA", "train", 0): {
+        "algo.group_size": (21, f"{P2} E.3"),
+        "train.lr": (1e-6, f"{P2} E.3"),
+        "train.warmup_steps": (20, "SiliangZeng/Multi-Turn-RL-Agent"),
+        "algo.beta": (0.0, f"{P2} E.3"),
+        "algo.epochs": (2, f"{P2} E.3"),
+        "train.steps": (150, f"{P2} E.3: 300 optimizer steps"),
+        "train.batch_size": (16, f"{P2} E.3: 12 x 4 x 7 / 21"),
+        "train.adam_beta2": (0.99, "SiliangZeng/Multi-Turn-RL-Agent"),
+        "train.grad_clip": (0.1, "SiliangZeng/Multi-Turn-RL-Agent"),
+        "algo.temperature": (0.9, "SiliangZeng/Multi-Turn-RL-Agent"),
+        "task.max_completion": (1024, f"{P2} E.3"),
+        "task.retriever.top_k": (1, f"{P2} E.1"),
+        "hardware.processes": (7, f"{P2} E.3"),
+        "hardware.rollout_devices": (1, f"{P2} E.3"),
+    },
+    ("turn-table2", "MT-PPO", "NQ", "train", 0): {
+        "train.lr": (1e-6, f"{P2} C.2"),
+        "algo.critic_lr_factor": (10.0, f"{P2} C.2: 1e-5"),
+        "train.steps": (500, f"{P2} C.2"),
+        "train.batch_size": (512, f"{P2} C.2"),
+        "algo.minibatches": (2, f"{P2} C.2: 256 of 512"),
+        "train.warmup_steps": (284, f"{P2} C.2: 0.285"),
+        "algo.critic_warmup_steps": (14, f"{P2} C.2: 0.015"),
+        "algo.gamma": (1.0, f"{P2} C.2"),
+        "algo.gae_lambda": (1.0, f"{P2} C.2"),
+        "algo.beta": (0.001, f"{P2} C.2"),
+        "task.max_tokens": (500, f"{P2} C.2"),
+        "task.max_observation": (500, f"{P2} C.2"),
+        "task.max_context": (4096, f"{P2} C.2"),
+        "task.max_turns": (4, f"{P2} C.2"),
+        "task.count_final_call": (True, f"{P2} Table 4: 4 generations, 3 results"),
+        "task.retriever.top_k": (3, f"{P2} C.2"),
+        "task.retriever.model": ("intfloat/e5-base-v2", f"{P2} C.2"),
+        "task.search_penalty": (0.1, f"{P2} Sec. 6.3"),
+        "hardware.cpu_offload": (True, f"{P2} C.2: FSDP with CPU offloading"),
+        "eval.temperature": (0.0, "PeterGriffinJin/Search-R1: validation is greedy"),
+        "train.keep": (25, f"{P2} Sec. 6.2: the last checkpoint before collapse"),
+    },
+    ("turn-table2", "GRPO", "NQ", "train", 0): {
+        "algo.group_size": (5, "PeterGriffinJin/Search-R1"),
+        "algo.eps": (1e-6, "PeterGriffinJin/Search-R1"),
+        "algo.loss_mean": ("token", "PeterGriffinJin/Search-R1"),
+    },
+    ("turn-fig4", "lambda 0.0", "NQ", "train", 0): {"task.search_penalty": (0.0, f"{P2} Sec. 6.3")},
+    ("turn-fig6", "MT-PPO", "NQ", "train", 0): {
+        "task.reward": ("judge_turn", f"{P2} C.4"),
+        "task.judge.max_tokens": (2048, f"{P2} C.4"),
+        "task.judge.concurrency": (64, "quanwei0/Search-R1"),
+        "task.judge.retries": (2, "quanwei0/Search-R1"),
+    },
+}
+
+
+def config_of(table, row, column, command, stage, scale="paper"):
+    spec, base = read_table(table, [CONF])
+    words = words_of(spec, base, row, column, scale, command, stage)
+    trained = command == "eval" and not any(word.startswith("policy=") for word in words)
+    return table_config(command, [*words, "policy=RUN"] if trained else words, None)
+
+
+@pytest.mark.parametrize("place", FACTS, ids=lambda place: " ".join(map(str, place)))
+def test_the_papers_facts(place):
+    config = config_of(*place)
+    for key, (expected, where) in FACTS[place].items():
+        value = config
+        for part in key.split("."):
+            value = value[int(part)] if part.isdigit() else getattr(value, part)
+        assert value == expected, (key, where)
+
+
+def test_every_reported_value_is_there():
+    specs = [read_table(name, [CONF])[0] for name in table_names([CONF])]
+    assert sum(len(spec.reported(row)) for spec in specs for row in spec.rows) == 370
+    assert sum(len(spec.deviations(row)) for spec in specs for row in spec.rows) == 49
+    first = read_table("mhgpo-table1", [CONF])[0].reported("MHGPO-FoF(os)")
+    assert first[Cell("2Wiki", "EM")] == 32.801 and first["OOD"] == 26.109
+    turns = read_table("turn-table2", [CONF])[0].reported("PPO")
+    assert turns[Cell("Musique", "EM")] == 0.199 and turns[Cell("NQ", "format")] == 0.909
+
+
+@pytest.mark.skipif(not PAPERS.is_dir(), reason="the papers' texts are not here (MMRL_PAPERS=FOLDER)")
+def test_every_reported_value_stands_in_the_papers():
+    lines = _paper_lines(str(PAPERS))
+    for name in table_names([CONF]):
+        spec, _ = read_table(name, [CONF])
+        assert [row for row in spec.rows if not in_text(spec, row, lines)] == []
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "column", "command", "stage"),
+    [
+        ("mmgrpo-table1", "BetterTogether", "PAPILLON qwen3", "train", 0),
+        ("mhgpo-table1", "R1-Searcher(PPO)", "2Wiki", "train", 1),
+        ("mhgpo-table1", "LLM Qwen2.5-72B", "MuSiQue", "eval", 0),
+        ("turn-table2", "MT-PPO", "PopQA", "eval", 0),
+        ("turn-table5", "GRPO-MR", "TriviaQA", "train", 0),
+    ],
+)
+def test_the_same_tables_on_the_mini_world(table, row, column, command, stage):
+    config = config_of(table, row, column, command, stage, scale="mini")
+    assert config.task.data.dev == "mini" and config.hardware.name == "cpu"
+    assert config.model.path.startswith("tiny") or stage == 1
+    assert config.eval.items == (240 if command == "eval" else 24)
+
+
+SPEC = {
+    "source": {"arxiv": "0000.00000", "at": "Table 1", "decimals": 1},
+    "shows": "x",
+    "base": "mhgpo",
+    "seeds": [0],
+    "columns": {"A": {}, "B": {}},
+    "scores": {"EM": "em", "F1": "f1"},
+    "means": {"AVG": ["F1"]},
+    "rows": {"one": {"values": [1.0, 2.0, 3.0, 4.0, 3.0]}, "two": {"values": [1.0, 1.0, 1.0, 1.0, 1.0]}},
+    "agree": {"within": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rows": {"one": {"values": [1.0, 2.0, 3.0, 4.0, 3.4]}}}, "rows.one.values: AVG is 3.4, and the mean of its"),
+        ({"rows": {"one": {"values": [1.0, 2.0]}}}, "rows.one.values: got 2 numbers, expected 5 or none"),
+        ({"rows": {"one": {"values": {"EM": [1.0], "AVG": 3.0}}}}, "rows.one.values.EM: got 1 numbers, expected 2"),
+        ({"rows": {"one": {"values": {"EN": [1.0, 2.0]}}}}, "rows.one.values: got 'EN'"),
+        ({"rows": {"one": {"vlaues": []}}}, "rows.one.vlaues: unknown key; did you mean 'values'?"),
+        ({"claims": [{"more": "two", "than": "one"}]}, "claims.1: the paper has 1 for two and 2.5 for one"),
+        ({"claims": [{"more": "one", "than": "tow"}]}, "claims.1.than: got 'tow'"),
+        ({"claims": [{"more": "one", "than": "two", "cells": ["EN"]}]}, "claims.1.cells: got 'EN'"),
+        ({"means": {"AVG": ["F2"]}}, "means.AVG: got 'F2'"),
+        ({"means": {"A": ["F1"]}}, "columns, scores, means: A is the name of two of them"),
+        ({"all": {"set": ["task"]}}, "all.set: got task, expected KEY=VALUE"),
+        ({"sores": {}}, "sores: unknown key"),
+    ],
+)
+def test_a_wrong_table_is_refused_in_words(changes, said):
+    from pydantic import ValidationError
+
+    with pytest.raises(ValidationError) as caught:
+        TableSpec.model_validate(as_tuples({**SPEC, **changes}))
+    problems = explain(TableSpec, caught.value)
+    assert any(problem.startswith(said) for problem in problems), problems
+
+
+def test_a_right_one_is_not(tmp_path):
+    spec = TableSpec.model_validate(as_tuples(SPEC))
+    assert spec.reported("one")["AVG"] == 3.0 and spec.selected(["AVG"]) == [Cell("A", "F1"), Cell("B", "F1")]
+    assert spec.label(Cell("A", "F1")) == "A F1"
+
+
+def test_former_names_of_rows_name_their_table(capsys):
+    assert main(["train", "experiment=mhgpo/table1/mhgpo_rr"]) == 2
+    assert "mhgpo/table1/mhgpo_rr is part of a table now: mmrl table mhgpo-table1 " in capsys.readouterr().err
+    assert main(["eval", "policy=tiny", "experiment=mine"]) == 2
+    assert "experiment: got 'mine', and there is none; conf/experiment/mine.yaml" in capsys.readouterr().err
+    assert moved("mine/row") is None
+
+
+def test_an_evaluation_of_ones_own_is_not_trained(tmp_path, monkeypatch, capsys):
+    (tmp_path / "conf/experiment").mkdir(parents=True)
+    (tmp_path / "conf/experiment/look.yaml").write_text("# @package _global_\npolicy: tiny\n")
+    (tmp_path / "conf/experiment/learn.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /algo: grpo\ntrain: {steps: 3}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "experiment=look"]) == 2
+    assert "experiment: got 'look', which evaluates and does not train: mmrl eval exp" in capsys.readouterr().err
+    assert main(["eval", "policy=tiny", "experiment=learn"]) == 2
+    assert "experiment: got 'learn', which trains: mmrl train experiment=learn" in capsys.readouterr().err
