@@ -101,6 +101,11 @@ class QueuedRun:
         return f"{self.task} {self.algo} seed {self.seed}"
 
     @property
+    def unit(self) -> str:
+        """What its progress counts."""
+        return "step" if self.command == "train" else "item"
+
+    @property
     def log(self) -> Path:
         """What the run's process printed."""
         return self.path.with_name(f"{self.path.name}.log")
@@ -139,7 +144,7 @@ class QueuedRun:
         done, total, value = self.progress()
         score = f"  {self.metric} {short(value)}" if value is not None else ""
         of = f" of {total}" if total else ""
-        return f"{self.name}: step {done}{of}{score}  {duration(time.monotonic() - self.started)}"
+        return f"{self.name}: {self.unit} {done}{of}{score}  {duration(time.monotonic() - self.started)}"
 
     def trouble(self) -> str:
         """The last error that a failed run printed."""
@@ -221,8 +226,9 @@ class RunQueue:
             command += [f"resume={run.path}"]
         else:
             command += ["--config-dir", self.config_dir] if self.config_dir else []
-            # A live display would fill the log with its redrawn lines.
-            command += [*run.words(), f"run.dir={run.path}", "run.progress=false"]
+            # A live display would fill the log with its redrawn lines; an evaluation has none.
+            quiet = ["run.progress=false"] if run.command == "train" else []
+            command += [*run.words(), f"run.dir={run.path}", *quiet]
         run.path.parent.mkdir(parents=True, exist_ok=True)
         # Runs side by side would otherwise each take all CPUs and wait for one another.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.at_once > 1 else {}
@@ -241,7 +247,7 @@ class RunQueue:
         # A run that is continued starts with the steps it has, so that no line claims they were just done.
         run.reported = (run.progress()[0], run.started)
         self.running.append((run, process))
-        verb = f"continues from step {run.reported[0]}" if state == "unfinished" else "starts"
+        verb = f"continues from {run.unit} {run.reported[0]}" if state == "unfinished" else "starts"
         self.say(f"{self._count()} {run.name}: {verb}")
 
     def _end(self, run: QueuedRun, code: int) -> None:

@@ -424,7 +424,10 @@ def _run(planned: Planned, at_once: int, config_dir: str | None, out: Path) -> i
     for run in failed:
         print(f"error: {run.name}: {run.trouble()}", file=sys.stderr)
     if failed:
-        print(f"error: {len(failed)} runs failed; the same command tries them again", file=sys.stderr)
+        print(
+            f"error: {len(failed)} of {len(planned.runs)} runs failed; the same command tries them again",
+            file=sys.stderr,
+        )
     return 1 if failed else 0
 
 

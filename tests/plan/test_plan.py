@@ -7,12 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl.cli import main
+from mmrl.config.table import read_table, words_of
 from mmrl.errors import ConfigError
 from mmrl.plan.cost import GIB, GPUS, device
 from mmrl.plan.estimate import duration
 from mmrl.plan.shapes import KNOWN, read_shape
 from mmrl.plan.workload import Lengths, parse_lengths, unique_tokens
-from mmrl.system.conf import later_wins
+from mmrl.system.conf import conf_dir, later_wins
 
 
 def planned(capsys, *arguments):
@@ -319,13 +320,19 @@ def test_rollouts_beside_the_update_cost_the_longer_of_the_two(capsys):
     assert ahead["hours"] == pytest.approx(max(rollouts, ahead["seconds_per_step"]["update"]))
 
 
+def row(column):
+    """The words of the row mmGRPO of the paper's table."""
+    spec, base = read_table("mmgrpo-table1", [conf_dir()])
+    return words_of(spec, base, "mmGRPO", column, "paper", "train")
+
+
 def test_hover_calls_each_module_three_times_and_a_guess_is_called_one(capsys, monkeypatch):
-    plan = planned(capsys, "experiment=mmgrpo/table1/hover_qwen3_8b_mmgrpo", "hardware=h100x2")
+    plan = planned(capsys, *row("HoVer qwen3"))
     assert sum(load["calls"] for load in plan["calls"].values()) == 4 * 12 * 6
     assert "guess" not in plan["tokens_from"]
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    assert planned(capsys, "experiment=mmgrpo/table1/papillon_qwen3_8b_mmgrpo")["calls"], "no key, no judge asked"
-    plan = planned(capsys, "experiment=mmgrpo/table1/banking77_qwen3_8b_mmgrpo", "hardware=h100x2")
+    assert planned(capsys, *row("PAPILLON qwen3"))["calls"], "no key, no judge asked"
+    plan = planned(capsys, *row("Banking77 qwen3"))
     assert "from a guess at the lengths of classify.predict" in plan["tokens_from"]
 
 

@@ -1,0 +1,282 @@
+"""`mmrl table`: runs missing, shared, stopped, failed; cells, claims and pages; with a stand-in for the runs."""
+
+import csv
+import json
+import sys
+import textwrap
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from mmrl.cli import main
+from mmrl.cli.configs import table_config
+from mmrl.errors import ConfigError
+from mmrl.report.rundir import RunDir
+from mmrl.run import queue
+from mmrl.run.table import TableRequest, _planned, before_collapse
+
+# Without importing mmrl, which takes seconds: what a finished run leaves behind.
+FAKE = """
+import json, os, sys
+from pathlib import Path
+command, words = sys.argv[1], dict(word.split("=", 1) for word in sys.argv[2:] if "=" in word)
+with open(os.environ["CALLS"], "a") as calls:
+    calls.write(" ".join(sys.argv[1:]) + "\\n")
+run = Path(words.get("resume") or words["run.dir"])
+if "resume" in words:
+    words["policy"] = json.loads((run / "config.yaml").read_text())["policy"]
+if os.environ.get("BREAKS") and words.get("algo") == os.environ["BREAKS"]:
+    sys.exit("error: out of luck")
+for name in ("journal", "eval", "checkpoints"):
+    (run / name).mkdir(parents=True, exist_ok=True)
+config = {"seed": int(words.get("seed", 0)), "task": {"name": "hotpotqa"}, "eval": {"split": "dev"}}
+config["task"]["max_tokens"] = config["seed"] if os.environ.get("DRIFTS") else 0
+config |= {"policy": words["policy"]} if command == "eval" else {"algo": {"name": words.get("algo", "?")}}
+(run / "config.yaml").write_text(json.dumps(config))
+(run / "environment.json").write_text(json.dumps({"cpu": "abacus", "mmrl_git": {"commit": "0123456789abc"}}))
+if command == "eval":
+    # 0.2 untrained, 0.6 and 0.7 by algorithm; a tenth of the items differs between seeds
+    share = 0.2 if words["policy"] == "tiny" else 0.7 if "mhgpo_rr" in words["policy"] else 0.6
+    items = []
+    for n in range(100):
+        right = float((n * 7 + config["seed"]) % 100 < 100 * share)
+        metrics = {"em": right, "f1": right, "accuracy": right}
+        items.append({"id": f"d{n}", "metrics": metrics, "modules": {"rewriter/sub_queries": 2.0}})
+    (run / "eval" / "step-000000-dev.jsonl").write_text("".join(json.dumps(item) + "\\n" for item in items))
+(run / "summary.json").write_text(json.dumps({"metrics": {}, "facts": {}}))
+(run / "report.html").write_text("page")
+"""
+BASE = """
+paper: [model=llama31_8b_instruct]
+mini: [model=tiny]
+"""
+SPEC = """
+source: {arxiv: "0000.00000", at: Table 9, percent: true, decimals: 1}
+shows: nothing
+base: own
+seeds: [0, 1]
+columns: {HotpotQA: {set: [task=hotpotqa]}}
+scores: {EM: em, F1: f1, "# Sub-Q": module/rewriter/sub_queries}
+counts: ["# Sub-Q"]
+means: {AVG: [EM, F1]}
+rows:
+  untrained: {eval: [policy=tiny], seeds: [0], values: {EM: 20.0, F1: 20.0, "# Sub-Q": 2.0, AVG: 20.0}}
+  FoF: {train: [algo=mhgpo_fof], values: {EM: 30.0, F1: 30.0, "# Sub-Q": 2.0, AVG: 30.0}, std: {EM: 0.5}}
+  RR: {train: [algo=mhgpo_rr], values: {EM: 40.0, F1: 40.0, "# Sub-Q": 2.0, AVG: 40.0}}
+  RR again: {train: [algo=mhgpo_rr]}
+agree: {within: 1.0}
+claims:
+  - {more: RR, than: untrained, cells: [AVG]}
+  - {more: RR, than: FoF, cells: [EM]}
+  - {more: RR again, than: RR}
+"""
+TABLE = ["table", "own", "scale=mini"]
+
+
+@cache
+def composed(command, words, config_dir):
+    """Every test composes the same few configs."""
+    return table_config(command, words, config_dir)
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """Run in a folder with a table of its own and the stand-in; returns what it was called with so far."""
+    for folder, text in (("table", SPEC), ("base", BASE)):
+        (tmp_path / "conf" / folder).mkdir(parents=True)
+        (tmp_path / "conf" / folder / "own.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fake.py").write_text(textwrap.dedent(FAKE))
+    monkeypatch.setattr(queue, "MMRL", [sys.executable, "-S", str(tmp_path / "fake.py")])
+    monkeypatch.setattr(queue, "POLL_S", 0.01)
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    # What a run would be refused for is another test's matter, and takes the seconds in which torch loads.
+    monkeypatch.setattr("mmrl.run.table.check_all", lambda configs: None)
+    monkeypatch.setattr("mmrl.run.table.gpu_hours", lambda config: (2.5, 8))
+    monkeypatch.setattr("mmrl.cli.configs.table_config", lambda c, words, folder: composed(c, tuple(words), folder))
+
+    def lines():
+        path = tmp_path / "calls"
+        text = path.read_text() if path.exists() else ""
+        path.unlink(missing_ok=True)
+        return text.splitlines()
+
+    return lines
+
+
+def cells(scale="mini"):
+    content = json.loads(Path(f"outputs/tables/own/{scale}/table.json").read_text())
+    return content, {(v["row"], v["score"] or v["mean_of_cells"]): v for v in content["values"]}
+
+
+def test_what_is_missing_runs_once_and_is_shown_beside_the_paper(calls, capsys):
+    assert main(TABLE) == 0
+    first = calls()
+    # Two rows of one config share their runs; an evaluation follows its training.
+    assert [line.split()[0] for line in first].count("train") == 4 and len(first) == 9
+    assert first[0].startswith("eval policy=tiny") or "policy=tiny" in first[0]
+    content, values = cells()
+    one = values["RR", "EM"]
+    assert one["seeds"] == {"0": 70.0, "1": 70.0} and one["mean"] == 70.0 and one["std"] == 0.0
+    assert one["paper"] == 40.0 and one["agrees"] is None and values["FoF", "EM"]["paper_std"] == 0.5
+    assert values["RR", "# Sub-Q"]["mean"] == 2.0 and values["RR", "AVG"]["mean"] == 70.0
+    low, high = one["interval"]
+    assert 50 < low < 70 < high < 90 and one["items"] == 100
+    assert one["command"] == "mmrl table own rows='RR' scale=mini"
+    assert [claim["verdict"] for claim in content["claims"]] == ["held", "held", "undecided"]
+    assert "the same runs: RR, RR again" in content["notes"]
+    assert content["head"]["machine"] == "abacus" and content["head"]["commit"] == "0123456789"
+    text = capsys.readouterr().out
+    assert "4 trainings and 5 evaluations; missing: 4 trainings and 5 evaluations" in text
+    assert "RR > untrained" in text and "held" in text
+    # Nothing runs twice, and every page says the same.
+    assert main(TABLE) == 0 and calls() == []
+    folder = Path("outputs/tables/own/mini")
+    rows = list(csv.DictReader((folder / "table.csv").open()))
+    assert [row["ours"] for row in rows if row["row"] == "untrained"] == ["20.0", "20.0", "2.0", "20.0"]
+    assert "70.0 ± 0.0" in (folder / "table.md").read_text()
+    assert "70.0 $\\pm$ 0.0" in (folder / "table.tex").read_text() and "\\# Sub-Q" in (folder / "table.tex").read_text()
+    assert "RR &gt; untrained" in (folder / "table.html").read_text()
+
+
+def test_a_failure_leaves_the_others_and_is_tried_again(calls, monkeypatch, capsys):
+    monkeypatch.setenv("BREAKS", "mhgpo_rr")
+    assert main([*TABLE, "seed=0"]) == 1
+    assert len(calls()) == 4  # untrained; FoF and its evaluation; RR
+    text, errors = capsys.readouterr()
+    assert "left out: it starts from train RR, seed 0, which failed" in text
+    assert "error: train RR, seed 0: exit code 1, error: out of luck" in errors
+    content, values = cells()
+    assert values["RR", "EM"]["mean"] is None and values["FoF", "EM"]["mean"] == 60.0
+    assert any(note.startswith("RR on HotpotQA, seed 0: it starts from") for note in content["notes"])
+    assert content["claims"][0]["verdict"] == "not run" and content["cells_done"] == 6
+    monkeypatch.delenv("BREAKS")
+    assert main([*TABLE, "seed=0"]) == 0
+    assert [line.split()[0] for line in calls()] == ["train", "eval"]
+    assert main(["table"]) == 0
+    assert "12 / 12" in next(line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("own"))
+
+
+def test_seeds_whose_configs_differ_are_no_average(calls, monkeypatch, capsys):
+    monkeypatch.setenv("DRIFTS", "1")
+    assert main([*TABLE, "rows=fof"]) == 0
+    content, values = cells()
+    assert values["FoF", "EM"]["mean"] is None
+    assert content["notes"][0] == "FoF on HotpotQA: not averaged, its seeds differ in task.max_tokens"
+
+
+def test_an_evaluation_that_was_stopped_goes_on_and_a_seed_that_is_missing_is_said(calls, capsys):
+    assert main([*TABLE, "rows=FoF", "seed=0"]) == 0
+    made = [line for line in calls() if line.startswith("eval")]
+    folder = Path(made[0].partition("run.dir=")[2].split()[0])
+    (folder / "summary.json").unlink()
+    assert main([*TABLE, "rows=FoF", "do=show"]) == 0 and calls() == []
+    assert cells()[1]["FoF", "EM"]["mean"] is None
+    assert main([*TABLE, "rows=FoF", "seed=0"]) == 0
+    assert calls() == [f"eval resume={folder}"]
+    assert main([*TABLE, "rows=FoF", "do=show"]) == 0
+    content, values = cells()
+    assert values["FoF", "EM"]["seeds"] == {"0": 60.0} and "FoF on HotpotQA: seeds 1 are missing" in content["notes"]
+
+
+def test_agreement_is_judged_at_the_papers_scale_alone(calls, capsys):
+    assert main(["table", "own", "rows=untrained,FoF", "seed=0", "jobs=2"]) == 0
+    assert all("hardware.threads=1" in line for line in calls())
+    assert ["FoF", "1", "2.5", "20"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+    _, values = cells("paper")
+    assert values["untrained", "EM"]["agrees"] is True and values["FoF", "EM"]["agrees"] is False
+    assert values["FoF", "# Sub-Q"]["agrees"] is True
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["own", "do=look"], "do: got 'look', expected one of check, plan, run, show"),
+        (["own", "scale=large"], "scale: got 'large', expected one of mini, paper, real"),
+        (["own", "scale=real"], "scale: got real, and table own has settings for paper, mini alone"),
+        (["own", "rows=QR"], "rows: got 'QR', expected one of FoF, RR, RR again, untrained"),
+        (["own", "seed=x"], "seed: got 'x', expected a whole number from 0"),
+        (["own", "jobs=0"], "jobs: got '0', expected a whole number from 1"),
+        (["on"], "table: got 'on'"),
+        (["own", "mhgpo-table1"], "table: got 2 names, expected one"),
+        (["own", "papers=x"], "papers: has no effect without do=check"),
+        (["own", "do=check", "papers=nowhere"], "papers: no .txt file in 'nowhere'"),
+        (["rows=RR"], "table: which one? `mmrl table` lists them"),
+        (["own", "-m"], "-m: not for mmrl table, which takes lists as they are: seed=0,1"),
+        (["own", "scale=mini", "tsk.max_tokens=3"], "FoF: tsk: unknown key"),
+    ],
+)
+def test_mistakes_are_said_before_anything_starts(calls, capsys, words, said):
+    assert main(["table", *words]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert any(line.startswith(f"error: {said}") for line in errors), errors
+    assert calls() == [] and not Path("outputs").exists()
+
+
+def test_a_table_with_a_mistake_is_refused(calls, capsys):
+    Path("conf/table/own.yaml").write_text(SPEC.replace("AVG: 30.0", "AVG: 31.0"))
+    assert main(TABLE) == 2
+    assert "rows.FoF.values: AVG is 31, and the mean of its numbers is 30" in capsys.readouterr().err
+    Path("conf/base/own.yaml").write_text(BASE + "algos: {mhgpo: {mini: [seed=1]}}\n")
+    Path("conf/table/own.yaml").write_text(SPEC)
+    assert main(TABLE) == 2
+    assert "base own: algos: got mhgpo, which is no choice of algo=" in capsys.readouterr().err
+
+
+def test_the_command_of_every_run_is_printed(calls, capsys):
+    assert main([*TABLE, "rows=FoF", "do=plan", "eval.items=7"]) == 0
+    text = capsys.readouterr().out
+    assert "train FoF, seeds 0 1:\n  mmrl train model=tiny task=hotpotqa algo=mhgpo_fof eval.items=7 seed=0" in text
+    assert "eval FoF on HotpotQA, seeds 0 1:\n  mmrl eval model=tiny" in text and calls() == []
+
+
+def test_do_check_compares_with_the_text(calls, tmp_path, capsys):
+    (tmp_path / "texts").mkdir()
+    rows = "Us\t20.0 20.0 2.0 20.0\nFoF <b>30.0</b>±0.5 30.0 2.0 30.0\nRR 40.0 40.0 2.0 40.0\n"
+    (tmp_path / "texts/a.txt").write_text(rows)
+    assert main(["table", "own", "do=check", "papers=texts"]) == 0
+    assert "own: configs at paper, mini, averages and claims fit; 13 numbers as in the text" in capsys.readouterr().out
+    (tmp_path / "texts/a.txt").write_text(rows.replace("30.0 2.0", "30.1 2.0"))
+    assert main(["table", "own", "do=check", "papers=texts"]) == 2
+    assert "own: rows.FoF.values: not so in the papers' texts" in capsys.readouterr().err
+
+
+def test_tables_share_runs(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def training(table, row):
+        request = TableRequest((table,), {"rows": row, "scale": "mini", "seed": "0"}, (), None)
+        planned = _planned(request, lambda command, words: table_config(command, words, None))
+        return next(run.path for run in planned.runs if run.command == "train")
+
+    fof = training("mhgpo-table2", "MHGPO")
+    assert fof == training("mhgpo-table6", "4") == training("mhgpo-table4", "MHGPO-FoF composite")
+    assert fof != training("mhgpo-table6", "5")
+
+
+@pytest.mark.parametrize(
+    ("scores", "chosen"),
+    [
+        ([0.2, 0.4, 0.5, 0.45], 3),  # never collapsed: the newest
+        ([0.2, 0.4, 0.1, 0.0], 1),  # collapsed after step 1
+        ([0.2, 0.5, 0.1, 0.4], 3),  # came back
+    ],
+)
+def test_the_last_checkpoint_before_a_collapse(tmp_path, scores, chosen):
+    config = {"eval": {"split": "dev"}, "algo": {"name": "ppo"}, "train": {"steps": 3}}
+    run = RunDir.create(tmp_path / "run", config, ["mmrl"])
+    for step, score in enumerate(scores):
+        run.append_metrics(step, {"eval/dev/em": score})
+        folder = run.checkpoints / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "complete.json").write_text('{"files": {}}')
+    run.close()
+    assert before_collapse(tmp_path / "run", "em").name == f"checkpoint-{chosen}"
+    if chosen == 1:
+        for step in (0, 1):
+            (tmp_path / f"run/checkpoints/checkpoint-{step}/complete.json").unlink()
+        with pytest.raises(
+            ConfigError, match=r"no checkpoint from before its collapse at step 2 is left \(train.keep\)"
+        ):
+            before_collapse(tmp_path / "run", "em")
