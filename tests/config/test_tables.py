@@ -1,4 +1,4 @@
-"""conf/table and conf/base: the papers' facts, stated once each, and what a wrong file is told."""
+"""conf/table: the papers' facts, stated once each, and what a wrong file is told."""
 
 import os
 from pathlib import Path

@@ -83,8 +83,8 @@ def composed(command, words, config_dir):
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
     """Run in a folder with a table of its own and the stand-in; returns what it was called with so far."""
-    for folder, text in (("table", SPEC), ("base", BASE)):
-        (tmp_path / "conf" / folder).mkdir(parents=True)
+    for folder, text in (("table", SPEC), ("table/base", BASE)):
+        (tmp_path / "conf" / folder).mkdir(parents=True, exist_ok=True)
         (tmp_path / "conf" / folder / "own.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fake.py").write_text(textwrap.dedent(FAKE))
@@ -218,7 +218,7 @@ def test_a_table_with_a_mistake_is_refused(calls, capsys):
     Path("conf/table/own.yaml").write_text(SPEC.replace("AVG: 30.0", "AVG: 31.0"))
     assert main(TABLE) == 2
     assert "rows.FoF.values: AVG is 31, and the mean of its numbers is 30" in capsys.readouterr().err
-    Path("conf/base/own.yaml").write_text(BASE + "algos: {mhgpo: {mini: [seed=1]}}\n")
+    Path("conf/table/base/own.yaml").write_text(BASE + "algos: {mhgpo: {mini: [seed=1]}}\n")
     Path("conf/table/own.yaml").write_text(SPEC)
     assert main(TABLE) == 2
     assert "base own: algos: got mhgpo, which is no choice of algo=" in capsys.readouterr().err
