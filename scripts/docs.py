@@ -25,8 +25,8 @@ from pydantic_core import PydanticUndefined
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS, ENGINE_SCHEMAS, RETRIEVER_SCHEMAS, TASK_SCHEMAS, TrainCommandConfig
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SftConfig
-from mmrl.config.table import table_names
 from mmrl.config.tasks import BUILT_IN
+from mmrl.run.table_runs import table_names
 from mmrl.system.conf import conf_dir, options
 from mmrl.tasks import TASKS
 

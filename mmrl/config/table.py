@@ -7,24 +7,19 @@ are overrides as on the command line; of the paper's setup, the mini world's, an
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from mmrl.config.base import Section
-from mmrl.config.validate import as_tuples, explain
-from mmrl.errors import ConfigError, DataError, unknown
-from mmrl.system.conf import later_wins
-from mmrl.system.files import read_yaml
+from mmrl.errors import unknown
 
 SCALES = ("paper", "mini", "real")
 """The papers' models and data; the mini world with the tiny models; a small real model on real data."""
 TRAINING_ALONE = ("train", "algo", "stages", "stage")
 """Sections that an evaluation does not have."""
 Command = Literal["train", "eval"]
-SectionT = TypeVar("SectionT", bound=Section)
 
 
 class Cell(NamedTuple):
@@ -290,54 +285,6 @@ class TableSpec(Section):
         return problems
 
 
-def words_of(
-    spec: TableSpec, base: Base, row: str, column: str, scale: str, command: Command, stage: int = 0
-) -> list[str]:
-    """The overrides of one run of a cell, each key once; later layers win: base, algorithm, table, column, row.
-
-    Args:
-        stage: which run of a row of several (`stages`); 0: the first.
-    """
-    method, place = spec.rows[row], spec.columns[column]
-    own = [*method.at(scale, command), *(word for more in method.stages[:stage] for word in more.at(scale, command))]
-    shared, placed = [*base.at(scale, command), *spec.all.at(scale, command)], place.at(scale, command)
-    # An evaluation has no algorithm.
-    algos = [word.partition("=")[2] for word in [*shared, *placed, *own] if word.startswith("algo=")]
-    algo = algos[-1] if algos else ""
-    # Before the row: what a row says for itself holds, whatever its algorithm.
-    around = [*shared, *base.of_algo(algo, scale, command), *placed, *place.of_algo(algo, scale, command)]
-    words = [word for word in around if not any(f"{_key(word)}.".startswith(f"{key}.") for key in method.without)]
-    words += own
-    if command == "eval":
-        words = [word for word in words if _key(word).partition(".")[0] not in TRAINING_ALONE]
-    return later_wins(words)
-
-
-def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+")
-
-
-def read_table(name: str, folders: Sequence[Path]) -> tuple[TableSpec, Base]:
-    """A table and its base.
-
-    Args:
-        folders: of configs, first wins.
-
-    Raises:
-        ConfigError: there is none of this name, or every problem of the two files.
-    """
-    spec = _read(name, "table", folders, TableSpec)
-    base = _read(spec.base, "table/base", folders, Base)
-    if stray := [algo for algo in base.algos if not any(_has_algo(folder, algo) for folder in folders)]:
-        raise ConfigError(f"base {spec.base}: algos: got {algo}, which is no choice of algo=" for algo in stray)
-    return spec, base
-
-
-def table_names(folders: Sequence[Path]) -> list[str]:
-    """All tables."""
-    return sorted({path.stem for folder in folders for path in (folder / "table").glob("*.yaml")})
-
-
 MOVED = {
     "mmgrpo/table1": "mmgrpo-table1",
     "mhgpo/table1": "mhgpo-table1",
@@ -363,25 +310,3 @@ def moved(row: str) -> str | None:
     if table is None:
         return None
     return f"experiment: {row} is part of a table now: mmrl table {table} (rows= some of it; do=plan its commands)"
-
-
-def _has_algo(folder: Path, algo: str) -> bool:
-    return (folder / "algo" / f"{algo}.yaml").is_file()
-
-
-def _read(name: str, group: str, folders: Sequence[Path], schema: type[SectionT]) -> SectionT:
-    paths = [folder / group / f"{name}.yaml" for folder in folders]
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        names = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
-        raise ConfigError(unknown(group, name, names))
-    try:
-        raw = read_yaml(path)
-    except DataError as error:
-        raise ConfigError(f"{group}: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{group}: {path}: got {type(raw).__name__}, expected a mapping")
-    try:
-        return schema.model_validate(as_tuples(raw))
-    except ValidationError as error:
-        raise ConfigError(f"{group}: {path}: {problem}" for problem in explain(schema, error)) from None

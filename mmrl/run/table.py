@@ -6,44 +6,40 @@ was stopped.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from mmrl.config import EvalCommandConfig, RootConfig, StageConfig, StagedCommandConfig, TrainCommandConfig
-from mmrl.config.table import SCALES, TRAINING_ALONE, Base, Cell, Command, TableSpec, read_table, table_names, words_of
+from mmrl.config import StagedCommandConfig, TrainCommandConfig
+from mmrl.config.table import SCALES, Cell, TableSpec
 from mmrl.errors import ConfigError, MmrlError, Stopped, unknown
-from mmrl.models.policy import complete_checkpoints
-from mmrl.report.paper_table import PaperTable, SeedRun, table_text, write_table
-from mmrl.report.rundir import RunDir
-from mmrl.report.stats import number
+from mmrl.report.paper_pages import table_text, write_table
 from mmrl.report.text import align
 from mmrl.run.check import check_all
-from mmrl.run.compare import main_metrics, output
-from mmrl.run.queue import QueuedRun, RunQueue, State, state_of
-from mmrl.system.conf import conf_dir, later_wins, user_dirs
-from mmrl.system.files import JsonObject, read_jsonl
+from mmrl.run.compare import output
+from mmrl.run.queue import RunQueue
+from mmrl.run.table_runs import (
+    Compose,
+    Config,
+    Planned,
+    Runs,
+    TableRun,
+    digest,
+    read_table,
+    table_names,
+    with_seed,
+)
+from mmrl.system.conf import conf_dir, user_dirs
 from mmrl.system.stop import stoppable
 
 TOP = Path("outputs") / "tables"
-RUNS = TOP / "runs"
 KEYS = ("rows", "columns", "seed", "scale", "jobs", "do", "out", "papers")
 """Keys of the command itself; all others are overrides of its runs."""
 DO = ("run", "plan", "check", "show")
-COLLAPSED = 0.5
-"""Share of the best evaluation below which training has collapsed, if it never returns."""
-OF_MACHINE = ("run", "hardware", "engine")
-"""Sections that say where a run lies and what it runs on: the rest is what it is."""
-
-Config = StageConfig | StagedCommandConfig | EvalCommandConfig
-Compose = Callable[[Command, Sequence[str]], Config]
-"""Overrides of a command to a validated config; raises `ConfigError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,76 +57,6 @@ class TableRequest:
     def folders(self) -> list[Path]:
         """Of configs, first wins."""
         return [*user_dirs(self.config_dir), conf_dir()]
-
-
-@dataclass(slots=True)
-class TableRun(QueuedRun):
-    """One run of a table."""
-
-    row: str = ""
-    column: str = ""
-    checkpoint: str = "last"
-
-    @property
-    def name(self) -> str:
-        """What progress lines call it."""
-        return f"{self.command} {self.row}{f' on {self.column}' if self.column else ''}, seed {self.seed}"
-
-    def words(self) -> Sequence[str]:
-        """Its overrides; an evaluation's policy is the checkpoint that the row's rule names."""
-        if self.checkpoint == "last" or self.after is None or self.command == "train":
-            return self.overrides
-        chosen = before_collapse(self.after.path, self.after.metric)
-        return [f"policy={chosen}" if word.startswith("policy=") else word for word in self.overrides]
-
-    def state(self) -> State:
-        """What is in its run directory; its name is a digest of its settings, so a run there has these."""
-        if (self.path / "config.yaml").is_file() and (self.path / "journal").is_dir():
-            return "finished" if RunDir.read(self.path).finished else "unfinished"
-        return state_of(self.path, self.config, "table")
-
-    def progress(self) -> tuple[int, int, float | None]:
-        """Steps done and in all; of an evaluation items."""
-        if isinstance(self.config, EvalCommandConfig):
-            files = list((self.path / "eval").glob("step-*.jsonl"))
-            return sum(len(read_jsonl(path)) for path in files), self.config.eval.items or 0, None
-        return super(TableRun, self).progress()
-
-    def typed(self) -> str:
-        """The command that makes it, for a shell."""
-        return " ".join([f"mmrl {self.command}", *map(shlex.quote, [*self.words(), f"run.dir={self.path}"])])
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A table with its runs."""
-
-    name: str
-    spec: TableSpec
-    scale: str
-    rows: Sequence[str]
-    columns: Sequence[str]
-    runs: Sequence[TableRun]
-    """In the order in which they start, each once."""
-    evaluations: Mapping[tuple[str, str], Sequence[TableRun]]
-    """(row, column) -> one per seed."""
-    metrics: Mapping[tuple[str, str], Mapping[str, str]]
-
-    def table(self) -> PaperTable:
-        """As far as it has been run."""
-        runs = {
-            place: [SeedRun(run.seed, run.path, run.typed(), run.trouble() if run.code else "") for run in listed]
-            for place, listed in self.evaluations.items()
-        }
-        return PaperTable(
-            name=self.name,
-            spec=self.spec,
-            scale=self.scale,
-            rows=self.rows,
-            columns=self.columns,
-            metrics=self.metrics,
-            runs=runs,
-        )
 
 
 def table_command(request: TableRequest, compose: Compose) -> int:
@@ -186,186 +112,8 @@ def _planned(request: TableRequest, compose: Compose) -> Planned:
         else None
     )
     single = ["hardware.threads=1"] if _whole(given.get("jobs", "1"), "jobs", 1) > 1 else []
-    plan = _Runs(spec, base, scale, compose, [*single, *request.overrides])
+    plan = Runs(spec, base, scale, compose, [*single, *request.overrides])
     return plan.made(name, rows, columns, seeds)
-
-
-@dataclass(slots=True)
-class _Runs:
-    """Makes the runs of a table; each config is composed once, and each run is there once."""
-
-    spec: TableSpec
-    base: Base
-    scale: str
-    compose: Compose
-    typed: Sequence[str]
-    runs: dict[Path, TableRun] = field(default_factory=dict)
-    composed: dict[tuple[str, ...], Config] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-    def made(self, name: str, rows: Sequence[str], columns: Sequence[str], seeds: tuple[int, ...] | None) -> Planned:
-        evaluations: dict[tuple[str, str], list[TableRun]] = {(row, column): [] for row in rows for column in columns}
-        metrics: dict[tuple[str, str], Mapping[str, str]] = {}
-        every = dict.fromkeys(seed for row in rows for seed in seeds or self.spec.seeds_of(row))
-        # Seed by seed, so that one seed of everything is there early.
-        for seed in every:
-            for row, column in evaluations:
-                # A row that is not trained needs no further seeds than the spec gives it.
-                own = self.spec.seeds_of(row)
-                if seed not in (own if seeds is None or self.spec.rows[row].seeds else seeds):
-                    continue
-                with self._named(row, column):
-                    run = self._evaluation(row, column, seed)
-                    evaluations[row, column].append(run)
-                    main = main_metrics().get(run.config.task.name, "reward")
-                    metrics[row, column] = {s: main if m == "main" else m for s, m in self.spec.scores.items()}
-        if self.problems:
-            raise ConfigError(dict.fromkeys(self.problems))
-        runs = list(self.runs.values())
-        apart = {(run.row, run.seed, run.column) for run in runs if run.command == "train"}
-        for run in runs:
-            # Named by its column only where columns are trained apart.
-            if run.command == "train" and sum(place[:2] == (run.row, run.seed) for place in apart) == 1:
-                run.column = ""
-        return Planned(name, self.spec, self.scale, rows, columns, runs, evaluations, metrics)
-
-    def _named(self, row: str, column: str) -> _Collected:
-        return _Collected(self.problems, f"{row} on {column}" if len(self.spec.columns) > 1 else row)
-
-    def _evaluation(self, row: str, column: str, seed: int) -> TableRun:
-        method = self.spec.rows[row]
-        last = len(method.stages)
-        words = self._words(row, column, "eval", last)
-        if any(word.startswith("policy=") for word in words):
-            config = self._config("eval", words, seed)
-            return self._run("eval", row, column, seed, words, config, None, {})
-        trained = self._training(row, column, seed, last)
-        words = [*words, f"policy={trained.path}"]
-        # The policy is not there yet: what the evaluation is but for it, and the digest of what it is made from.
-        config = self._config("eval", [*words[:-1], "policy=tiny"], seed)
-        config = config.model_copy(update={"policy": str(trained.path)})
-        identity = {"of": trained.path.name, "checkpoint": method.checkpoint}
-        run = self._run("eval", row, column, seed, words, config, trained, identity)
-        run.checkpoint = method.checkpoint
-        return run
-
-    def _training(self, row: str, column: str, seed: int, stage: int) -> TableRun:
-        before = self._training(row, column, seed, stage - 1) if stage else None
-        words = self._words(row, column, "train", stage)
-        identity: dict[str, object] = {}
-        if before is not None:
-            assert isinstance(before.config, TrainCommandConfig)
-            folder = before.path / "checkpoints" / f"checkpoint-{before.config.train.steps}"
-            words = [word for word in words if not word.startswith("model.path=")]
-            words.append(f"model.path={folder}")
-            identity = {"of": before.path.name}
-        config = self._config("train", words, seed)
-        stages = f"stage {stage + 1}" if self.spec.rows[row].stages else column
-        return self._run("train", row, stages, seed, words, config, before, identity)
-
-    def _words(self, row: str, column: str, command: Command, stage: int) -> list[str]:
-        typed = [
-            word
-            for word in self.typed
-            if command == "train" or word.lstrip("+~").partition("=")[0].partition(".")[0] not in TRAINING_ALONE
-        ]
-        return later_wins([*words_of(self.spec, self.base, row, column, self.scale, command, stage), *typed])
-
-    def _config(self, command: Command, words: Sequence[str], seed: int) -> Config:
-        key = (command, *words)
-        if key not in self.composed:
-            self.composed[key] = self.compose(command, words)
-        return _with_seed(self.composed[key], seed)
-
-    def _run(
-        self,
-        command: Command,
-        row: str,
-        column: str,
-        seed: int,
-        words: Sequence[str],
-        config: Config,
-        after: TableRun | None,
-        identity: Mapping[str, object],
-    ) -> TableRun:
-        algo = "eval" if isinstance(config, EvalCommandConfig) else config.algo.name
-        path = RUNS / config.task.name / algo / f"s{seed}-{_digest(config, identity)}"
-        if path not in self.runs:
-            metric = main_metrics().get(config.task.name, "reward")
-            self.runs[path] = TableRun(
-                config.task.name, algo, seed, [*words, f"seed={seed}"], config, path, metric, command, after
-            )
-            self.runs[path].row, self.runs[path].column = row, column
-        return self.runs[path]
-
-
-@dataclass(slots=True)
-class _Collected:
-    """Problems of one cell, collected with its name."""
-
-    problems: list[str]
-    place: str
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, ConfigError):
-            return False
-        self.problems += [f"{self.place}: {problem}" for problem in error.problems]
-        return True
-
-
-def _with_seed(config: Config, seed: int) -> Config:
-    if isinstance(config, StagedCommandConfig):
-        stages = tuple(stage.model_copy(update={"seed": seed}) for stage in config.stages)
-        return config.model_copy(update={"seed": seed, "stages": stages})
-    return config.model_copy(update={"seed": seed})
-
-
-def _digest(config: RootConfig, identity: Mapping[str, object]) -> str:
-    """Of what a run is, wherever it lies and whatever it runs on."""
-    content = _without_machine(config.model_dump(mode="json"))
-    if identity:
-        # How the weights before it were made stands for their place, and for what is read from there.
-        content = {key: value for key, value in content.items() if key != "policy"}
-        content["model"] = {key: value for key, value in content["model"].items() if key != "path"}
-    text = json.dumps({**content, **identity}, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _without_machine(dump: JsonObject) -> JsonObject:
-    kept = {key: value for key, value in dump.items() if key not in OF_MACHINE}
-    if "stages" in kept:
-        kept["stages"] = [_without_machine(stage) for stage in kept["stages"]]
-    return kept
-
-
-def before_collapse(run: Path, metric: str) -> Path:
-    """The last checkpoint of a run before its evaluations collapse; the newest one where they do not.
-
-    Training has collapsed where the main metric falls below half of its best and stays there to the end.
-
-    Raises:
-        ConfigError: the run has no checkpoint from before.
-    """
-    directory = RunDir.read(run)
-    key = f"eval/{directory.config['eval']['split']}/{metric}"
-    points = [(int(r["step"]), value) for r in directory.history() if (value := number(r.get(key))) is not None]
-    best, collapse = float("-inf"), None
-    for place, (step, value) in enumerate(points):
-        best = max(best, value)
-        if all(later < COLLAPSED * best for _, later in points[place:]):
-            collapse = step
-            break
-    before = [step for step, _ in points if collapse is None or step < collapse]
-    there = complete_checkpoints(run / "checkpoints")
-    fitting = [
-        path for path in there if collapse is None or int(path.name.rpartition("-")[2]) <= max(before, default=0)
-    ]
-    if not fitting:
-        raise ConfigError(f"{run}: no checkpoint from before its collapse at step {collapse} is left (train.keep)")
-    return fitting[-1]
 
 
 def _chosen(key: str, text: str | None, names: Sequence[str]) -> list[str]:
@@ -480,7 +228,7 @@ def _cost_text(planned: Planned, missing: Sequence[TableRun]) -> str:
     trainings: dict[tuple[str, str], list[TableRun]] = {}
     for run in missing:
         if run.command == "train":
-            trainings.setdefault((run.row, _digest(_with_seed(run.config, 0), {})), []).append(run)
+            trainings.setdefault((run.row, digest(with_seed(run.config, 0), {})), []).append(run)
     for (row, _), runs in trainings.items():
         try:
             hours, devices = gpu_hours(runs[0].config)
@@ -551,7 +299,7 @@ def _check(request: TableRequest, compose: Compose) -> int:
             spec, base = read_table(name, request.folders)
             counted = sum(len(spec.reported(row)) + len(spec.deviations(row)) for row in spec.rows)
             for scale in base.scales:
-                _Runs(spec, base, scale, compose, request.overrides).made(
+                Runs(spec, base, scale, compose, request.overrides).made(
                     name, list(spec.rows), list(spec.columns), (0,)
                 )
         except ConfigError as error:

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl.cli import main
-from mmrl.config.table import read_table, words_of
 from mmrl.errors import ConfigError
 from mmrl.plan.cost import GIB, GPUS, device
 from mmrl.plan.estimate import duration
 from mmrl.plan.shapes import KNOWN, read_shape
 from mmrl.plan.workload import Lengths, parse_lengths, unique_tokens
+from mmrl.run.table_runs import read_table, words_of
 from mmrl.system.conf import conf_dir, later_wins
 
 

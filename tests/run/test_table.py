@@ -14,7 +14,8 @@ from mmrl.cli.configs import table_config
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import RunDir
 from mmrl.run import queue
-from mmrl.run.table import TableRequest, _planned, before_collapse
+from mmrl.run.table import TableRequest, _planned
+from mmrl.run.table_runs import before_collapse
 
 # Without importing mmrl, which takes seconds: what a finished run leaves behind.
 FAKE = """
