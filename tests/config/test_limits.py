@@ -60,6 +60,17 @@ def test_limits_are_the_papers_and_the_tiny_model_shortens_them(task):
     assert limits(train(f"task={task}"), TINY[task]) == TINY[task]
 
 
+@pytest.mark.parametrize(("model", "lora", "lr"), [("smollm2_135m", 16, 2e-4), ("smollm2_135m_full", None, 1e-5)])
+def test_a_small_real_model_has_a_profile_and_limits_of_its_own(model, lora, lr):
+    config = train("task=hotpotqa", f"model={model}")
+    assert (config.model.lora.r if config.model.lora else None, config.train.lr) == (lora, lr)
+    assert (config.task.max_tokens, config.task.retriever.top_k, config.task.retriever.snippet_words) == (64, 5, 40)
+    evaluated = evaluation(f"model={model}", "task=hotpotqa")
+    assert evaluated.task == config.task and evaluated.policy == config.model.path
+    assert evaluation("policy=smollm2_135m", "task=hotpotqa").task == config.task
+    assert train("task=banking77", f"model={model}").task.max_tokens == 100
+
+
 def test_a_typed_limit_wins_over_the_tiny_models():
     assert train("task=search_agent", "++task.max_tokens=70").task.max_tokens == 70
 
