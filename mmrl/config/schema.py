@@ -152,7 +152,13 @@ class EvalConfig(Section):
     temperature: float = Field(0.0, ge=0, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1: off")
     top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0: off")
-    parse_retries: int = Field(3, ge=0, le=10, description="extra attempts after a parse failure")
+    parse_retries: int = Field(
+        3,
+        ge=0,
+        le=10,
+        description="extra attempts after a parse failure; none in this process on a CPU at temperature 0, where the "
+        "reply would be the same again",
+    )
     bootstrap: int = Field(1000, ge=100, description="resamples of the 95 % interval")
     max_failed_share: float = Field(
         0.5, ge=0, le=1, description="no scores, and exit code 1, when more failed for infrastructure reasons"

@@ -201,7 +201,7 @@ class RolloutContext:
         # Here rather than in the engine: the limit may be below the model's own.
         self._check_context(generation.prompt_ids, settings)
         failure: ParseFailure | None = None
-        for attempt in range(settings.parse_retries + 1):
+        for attempt in range(self.env.attempts):
             completion = await self._request(event.name, generation, call_id, attempt)
             text = self.env.decode(completion.ids)
             parsed, failure = _parse(generation.parse, text)

@@ -113,6 +113,12 @@ class Environment:
     scoring: Stopwatch = field(default_factory=Stopwatch)
     """The task's reward of finished rollouts."""
 
+    @property
+    def attempts(self) -> int:
+        """How often a call may be sampled until its reply parses: once where it would be the same reply again."""
+        same = self.settings.temperature == 0 and self.engine.repeats_greedy
+        return 1 if same else self.settings.parse_retries + 1
+
     @contextmanager
     def using(self, tool: str) -> Iterator[list[object]]:
         """Around the use of a tool; what it brought is put into the list."""

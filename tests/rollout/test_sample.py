@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -143,6 +143,17 @@ def test_a_parse_failure_is_a_typed_rollout_with_the_failure_score():
     assert (call.ok, call.present_fields, call.expected_fields, call.attempts) == (False, 1, 2, 3)
     assert len(engine.requests) == 3
     assert len({r.sampling.seed for r in engine.requests}) == 3, "each attempt is a fresh sample"
+
+
+@pytest.mark.parametrize(("temperature", "repeats", "attempts"), [(0.0, True, 1), (0.0, False, 3), (0.5, True, 3)])
+def test_a_reply_that_would_be_the_same_again_is_sampled_once(temperature, repeats, attempts):
+    engine = FakeEngine(answer=lambda r: "z")
+    engine.repeats_greedy = repeats
+    task = FakeTask(Picky())
+    env = environment(task, engine, retries=2)
+    env.settings = replace(env.settings, temperature=temperature)
+    forest = asyncio.run(sample(env, [(task.examples("train")[0], independent(1))], "outcome"))
+    assert [call.attempts for call in forest.calls.values()] == [len(engine.requests)] == [attempts]
 
 
 def test_only_the_attempt_that_parsed_is_recorded():

@@ -259,6 +259,16 @@ def test_a_policy_is_evaluated_with_the_prompts_that_it_was_made_with(whole, tmp
     assert of("task=hotpotqa") is None
 
 
+def test_a_policy_whose_prompts_are_of_another_program_is_refused(tmp_path, capsys):
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text('{"draft.predict": {"demos": [], "signature": {"instructions": "x", "fields": []}}}')
+    write_policy(tmp_path, weights="tiny_dspy", prompts=str(prompts), task="banking77")
+    assert main(["eval", f"policy={tmp_path}", "task=banking77", f"run.dir={tmp_path / 'run'}"]) == 2
+    error = capsys.readouterr().err
+    assert f"task.prompts: {prompts}" in error and "draft.predict" in error and "classify.predict" in error
+    assert not (tmp_path / "run").exists()
+
+
 def test_prompts_with_which_weights_were_trained_belong_to_them(tmp_path):
     folder = tmp_path / "run"
     (config,) = train_configs(read_line(["task=banking77", "algo=mmgrpo", "task.prompts=mine.json"]))

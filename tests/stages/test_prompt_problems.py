@@ -7,20 +7,24 @@ from dataclasses import replace
 import dspy
 import pytest
 
-from mmrl.config import PromptCommandConfig
+from mmrl.config import DataConfig, PromptCommandConfig
+from mmrl.config.tasks import PluginTaskConfig
 from mmrl.errors import TooManyFailures
 from mmrl.report.console import show_run
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
+from mmrl.rollout import with_program
 from mmrl.stages.prompts.split import prompt_problems
 from mmrl.stages.prompts.students import _distinguish
 from mmrl.tasks.base import Score
+from mmrl.tasks.dspy.own import OwnTask
 from tests.helpers.stages import (
     MIPRO,
     MODEL,
     ScriptedEngine,
     banking,
     better_with_demonstrations,
+    field,
     labelled,
     lines,
     optimised,
@@ -189,6 +193,52 @@ def test_predictors_that_share_a_signature_are_modules_of_their_own():
     }
     adapter = dspy.ChatAdapter()
     assert adapter.format(first, [], {"text": "a"}) == adapter.format(Twice().first.signature, [], {"text": "a"})
+
+
+def own(folder, program):
+    """The config and the task of a DSPy program of one's own that is right where it says "yes"."""
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(f'{{"text": "t{number}"}}\n' for number in range(8)))
+    config = PluginTaskConfig(name="own", data=DataConfig(train=str(folder / "train.jsonl")))
+    task = OwnTask(program, lambda example, prediction: prediction.label == "yes", inputs=["text"])
+    return config, with_program(task(config, 0))
+
+
+def test_demonstrations_of_predictors_that_share_a_signature_are_their_own(tmp_path):
+    def answer(messages, temperature, seed):
+        label = "yes" if text_in(messages).startswith("of ") else f"of {text_in(messages)}"
+        return field("label", label) + "[[ ## completed ## ]]"
+
+    options = {"num_candidate_programs": 1, "max_labeled_demos": 0}
+    result, _ = optimised(tmp_path / "run", own(tmp_path / "own", Twice), "bootstrap_fewshot", answer, **options)
+    trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
+    assert {tuple(trial["modules"]) for trial in trials} == {("first", "second")}
+    shown = {name: [d["text"] for d in trials[-1]["modules"][name]["demonstrations"]] for name in ("first", "second")}
+    assert shown["first"] and {f"of {text}" for text in shown["first"]} == set(shown["second"])
+    assert not result.improved and result.start == 1.0
+
+
+def judged(label):
+    return dspy.Predict("text -> label")(text=label)
+
+
+class OnTheFly(dspy.Module):
+    """One predictor with a name, and one that a rollout makes, out of sight of `forward`'s own lines."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = dspy.Predict("text -> label")
+
+    def forward(self, text):
+        return judged(self.first(text=text).label)
+
+
+def test_predictors_created_on_the_fly_end_the_stage_with_what_to_do(tmp_path):
+    def answer(messages, temperature, seed):
+        return field("label", "yes") + "[[ ## completed ## ]]"
+
+    with pytest.raises(TooManyFailures, match=r"the first: program in .*made before it runs"):
+        optimised(tmp_path / "run", own(tmp_path / "own", OnTheFly), "bootstrap_fewshot", answer)
 
 
 def test_two_examples_with_the_same_inputs_differ_by_their_labels(tmp_path, task):

@@ -221,6 +221,23 @@ def test_every_optimiser_ends_and_goes_on_after_a_kill(tmp_path, task, monkeypat
         assert one.exists() == other.exists() and (not one.exists() or one.read_bytes() == other.read_bytes()), name
 
 
+@pytest.mark.parametrize(("temperature", "requests"), [(0.0, 1), (1.0, 2)])
+def test_an_equal_request_to_the_prompt_model_is_sent_again_only_where_it_may_differ(
+    tmp_path, task, temperature, requests
+):
+    def made():
+        engine = ScriptedEngine(lambda messages, temperature, seed: f"{seed}")
+        stage = prompt_stage(tmp_path / "run", task, engine, "miprov2", **MIPRO)
+        with stage.rundir:
+            writer = stage._make_writer(tmp_path / "run", None)
+            texts = [writer.write([{"role": "user", "content": "Propose."}], temperature, None) for _ in range(2)]
+        return texts, writer.usage.requests, len(engine.requests)
+
+    texts, used, sent = made()
+    assert len(set(texts)) == used == sent == requests
+    assert made() == (texts, requests, 0), "a resume has the same, and sends nothing"
+
+
 def test_the_seed_decides_what_is_tried(tmp_path, task, whole, capfd, monkeypatch):
     warn = logging.getLogger("optuna").warning
     monkeypatch.setattr(optuna.samplers.TPESampler, "after_trial", lambda *_: warn("a trial has ended"))

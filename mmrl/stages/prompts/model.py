@@ -84,8 +84,9 @@ class Writer:
         sent = json.dumps(list(map(dict, messages)))
         request = f"{rng.digest(sent, repr(temperature), number):032x}"
         # Asked for again, an equal request is to have another completion: its number makes the key, here and in a
-        # resume.
-        self._times[request] += 1
+        # resume. Greedy, it would be the same one.
+        again = temperature == 0 and self._times[request] > 0
+        self._times[request] += not again
         key = f"{request}-{self._times[request]}"
         if key not in self._stored:
             # From the key alone: how much came from the store before it changes no draw.
@@ -99,7 +100,8 @@ class Writer:
                 # DSPy takes an `Exception` for a bad proposal and goes on with the next.
                 raise Abort(error) from error
         record = self._stored[key]
-        self.usage.add(record)
+        if not again:
+            self.usage.add(record)
         # Stored like a reply: an optimiser that is run again must meet it at the same place.
         if record["error"]:
             raise ContextWindowExceededError(record["error"])

@@ -79,6 +79,7 @@ class _InOrder(Engine):
 
     def __init__(self, engine: Engine, number: int):
         self.engine, self.number = engine, number
+        self.repeats_greedy = engine.repeats_greedy
 
     async def generate(self, request: Request) -> Completion:
         """See `Engine.generate`."""

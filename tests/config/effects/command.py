@@ -278,7 +278,7 @@ acts(BOTH, "eval.bootstrap", evaluated, 100, 1000)
 acts(BOTH, "eval.temperature", evaluation_requests, 0.0, 1.0)
 acts(BOTH, "eval.top_p", evaluation_requests, 1.0, 0.5, eval__temperature=1.0)
 acts(BOTH, "eval.top_k", evaluation_requests, 0, 5, eval__temperature=1.0)
-acts(BOTH, "eval.parse_retries", evaluation_requests, 0, 2)
+acts(BOTH, "eval.parse_retries", evaluation_requests, 0, 2, eval__temperature=1.0)
 refused(EVAL, "eval.split", "test", "use split=")
 refused(EVAL, "eval.every", "3", "it is an option of mmrl train")
 
