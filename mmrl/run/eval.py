@@ -20,7 +20,7 @@ from mmrl.run.build import build_task, evaluated, fixed_engine, reward_set
 from mmrl.run.check import check_all, served
 from mmrl.run.launch import released
 from mmrl.run.settle import complete_config, run_folder, settle, stored_config
-from mmrl.system.files import JsonObject
+from mmrl.system.files import JsonObject, plain
 from mmrl.system.stop import stoppable
 from mmrl.tasks.base import Task
 
@@ -64,7 +64,7 @@ def resume_evaluation(folder: Path) -> int:
     config = stored_config(folder, EvalCommandConfig)
     with RunDir.open(folder, command=["mmrl", "eval", f"resume={folder}"]) as rundir:
         check_all([config.in_folder(None)])  # the one problem it would have is that its directory is full
-        complete_config(rundir, config)
+        complete_config(rundir, plain(config.model_dump(mode="json")))
         return _evaluate(config, rundir)
 
 

@@ -214,13 +214,13 @@ def refuse_changes(run: RunDir, stored: Mapping[str, object], now: Mapping[str, 
     return [shown[path] for path in allowed]
 
 
-def complete_config(run: RunDir, config: RootConfig) -> None:
+def complete_config(run: RunDir, whole: JsonObject) -> None:
     """Write the keys that the run's `config.yaml` lacks, with a warning: of a lost line, or newer than the run.
 
     Args:
-        config: what the run is continued with; what stands in the file stays.
+        whole: the config that the run is continued with; what stands in the file stays.
     """
-    path, whole = run.path / "config.yaml", plain(config.model_dump(mode="json"))
+    path = run.path / "config.yaml"
     stored = read_yaml(path)
     assert isinstance(stored, dict), "it has been read before"
     if lacking := [key for key in flattened(whole) if key not in flattened(stored)]:

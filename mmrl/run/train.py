@@ -70,7 +70,7 @@ def train(config: TrainCommandConfig, command: Sequence[str], resumed: bool = Fa
             check_all([config.in_folder(None)])
             with storage(rundir.path):
                 checkpoint = reread(stored, config.train.steps, rundir)
-                complete_config(rundir, config)
+                complete_config(rundir, stored)
                 prune(rundir.checkpoints, config.train.keep, config.train.saves_after)
         checkpoint = processes.first(checkpoint)
         if step_number(checkpoint) == config.train.steps and processes.first(bool(rundir.summary)):

@@ -18,6 +18,7 @@ from mmrl.run.queue import state_of
 from mmrl.run.settle import complete_config, stored_config
 from mmrl.run.train import reread
 from mmrl.system import files
+from mmrl.system.files import plain
 from mmrl.trainer import checkpoint
 from tests.helpers.runs import contents
 
@@ -242,7 +243,7 @@ def test_a_line_that_the_config_has_lost_is_written_again_where_it_changes_nothi
         # others are refused, or are another config
         with suppress(MmrlError):
             same += stored_config(run, TrainCommandConfig) == config
-            complete_config(RunDir.read(run), stored_config(run, TrainCommandConfig))
+            complete_config(RunDir.read(run), plain(stored_config(run, TrainCommandConfig).model_dump(mode="json")))
             assert path.read_text() == whole or stored_config(run, TrainCommandConfig) != config
     assert same > 5
     assert f"warning: {path}: lacked train.keep; written with the values of now" in capsys.readouterr().err
