@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypedDict, cast
 from mmrl.config import ModelConfig
 from mmrl.config.base import FETCHED, SHIPPED
 from mmrl.errors import ConfigError, nearest
-from mmrl.models.fetched import PACKAGES
+from mmrl.models.fetched import PACKAGES, of_hub_id
 from mmrl.models.gguf import is_gguf
 from mmrl.models.gguf_folder import converted, gguf_folder
 from mmrl.models.hub import hub_answers, weights_problems
@@ -236,6 +236,10 @@ def _unloadable(model: ModelConfig, what: str, error: Exception) -> str:
         if not hub_answers():
             reason = "no such folder, and the hub does not answer (nor is it in the local cache)"
         reason += nearest(model.path, tuple(SHIPPED))
+        # A hub may answer and then not serve; of some models there is another source.
+        if (package := of_hub_id(model.path)) is not None:
+            other = f"model.path={package.name} is here" if package.there else package.missing
+            reason += f"; {other}"
     return f"model.path: cannot load the {what} of '{model.path}'{at}: {reason}"
 
 

