@@ -78,6 +78,18 @@ class JudgeEndpointConfig(EndpointConfig):
         return self
 
 
+class ExternalConfig(EndpointConfig):
+    """The untrusted external model of `papillon`."""
+
+    temperature: float | None = Field(None, ge=0, description="null: the endpoint's own")
+
+    @model_validator(mode="after")
+    def _sent(self) -> Self:
+        if self.temperature is not None and "temperature" in self.omit:
+            raise ValueError("temperature: has no effect with temperature in omit; leave one of the two out")
+        return self
+
+
 class JudgeConfig(JudgeEndpointConfig):
     """The language model that judges agents, for which the reference has a rule where no reply can be read."""
 
@@ -205,7 +217,7 @@ class Banking77Config(SampleConfig):
 class PapillonConfig(SampleConfig, JudgedConfig):
     """Privacy-conscious delegation."""
 
-    external: EndpointConfig | None = Field(
+    external: ExternalConfig | None = Field(
         None, description="the untrusted external model; null: a rule-based one of the mini world"
     )
 

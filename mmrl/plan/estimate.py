@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from mmrl.config import TrainCommandConfig
 from mmrl.config.engines import TransformersConfig, VllmConfig
@@ -87,6 +87,12 @@ class Plan:
     def _smaller(self, parts: Mapping[str, float]) -> str:
         """The setting that saves most where it hurts."""
         config, engine = self.config, self.config.engine
+        # The one setting that changes neither what is trained nor how: where it is enough, nothing else is advised.
+        if config.hardware.sharding != "none" and not config.hardware.cpu_offload:
+            hardware = config.hardware.model_copy(update={"cpu_offload": True})
+            moved = sum(replace(self, config=config.model_copy(update={"hardware": hardware})).memory().values())
+            if moved <= self.device.memory:
+                return f"hardware.cpu_offload=true ({moved / GIB:.0f} GiB then), or more devices (hardware=)"
         states = sum(parts.get(name, 0.0) for name in ("gradients", "optimizer", "reference"))
         served = parts.get("engine's copy", 0.0)
         options = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -99,6 +100,10 @@ class OpenQaTask(BaseTask, ABC):
         # Warnings last: a task that is refused should say nothing else.
         self._warn_shared_rows()
         self._warn_missing_titles()
+
+    def as_asked(self, question: str) -> str:
+        """A data file's question as prompts have it."""
+        return question
 
     @abstractmethod
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
@@ -204,7 +209,9 @@ class OpenQaTask(BaseTask, ABC):
         if records is None:
             examples = self.mini_examples(split, corpus)
         else:
-            examples = [to_example(record, corpus) for record in records]
+            examples = [
+                to_example(replace(record, question=self.as_asked(record.question)), corpus) for record in records
+            ]
         # dev and test subsets are the same for every seed, so that runs can be compared item by item
         key = (split, seed) if split == "train" else (split,)
         return subset(examples, self.config.data.items_of(split), *key)

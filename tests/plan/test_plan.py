@@ -336,6 +336,14 @@ def test_hover_calls_each_module_three_times_and_a_guess_is_called_one(capsys, m
     assert "from a guess at the lengths of classify.predict" in plan["tokens_from"]
 
 
+def test_offloading_is_advised_where_it_is_enough(capsys):
+    """A critic beside policy and reference: more than 80 GB hold, and less once sharded states wait in host memory."""
+    arguments = ["algo=mappo", "model=llama31_8b_instruct", "hardware=h100x8", "task.max_context=8192", "device=h100"]
+    (warning,) = [text for text in planned(capsys, *arguments)["warnings"] if "GiB per device" in text]
+    assert ": hardware.cpu_offload=true (" in warning and warning.endswith("GiB then), or more devices (hardware=)")
+    assert not planned(capsys, *arguments, "hardware.cpu_offload=true")["warnings"]
+
+
 def test_weights_larger_than_a_device_are_served_elsewhere(capsys):
     arguments = ["model=qwen25_72b_instruct", LENGTHS, "hardware=multinode", "hardware.cpu_offload=true"]
     first, second = planned(capsys, *arguments)["warnings"]

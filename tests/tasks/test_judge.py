@@ -100,6 +100,7 @@ def test_turn_scores_are_placed_like_verifiable_ones(tmp_path):
     assert rollout.parts == {"judge": 1.0, "judge_intermediate": pytest.approx(0.2)}
     assert (rollout.metrics["judge_asked"], rollout.metrics["judge_fallback"]) == (1, 0)
     assert rollout.metrics["em"] == 1  # verifiable metrics are there too
+    assert rollout.metrics["judge_right"] == 1  # as the outcome judge would call it
     assert server.seen[0].body["max_tokens"] == 2048
     assert server.seen[0].body["model"] == "openai/gpt-oss-120b"
 

@@ -327,6 +327,17 @@ def test_bad_options_are_named():
         TASKS["search_agent"](default_config("search_agent"), 0).check_reward_set("judge")
 
 
+def test_questions_of_files_end_in_a_question_mark(tmp_path):
+    """Search-R1's `nq_search.py` and `qa_search_test_merge.py` add it where a question has none."""
+    (tmp_path / "nq.jsonl").write_text(
+        '{"question": "who died ", "answer": ["a"]}\n{"question": "why?", "answer": ["b"]}\n'
+    )
+    asked = make("search_agent", tmp_path, data=DataConfig(dev=str(tmp_path / "nq.jsonl")), dataset="nq").examples(
+        "dev"
+    )
+    assert [example.inputs["question"] for example in asked] == ["who died?", "why?"]
+
+
 def test_questions_without_paragraphs_need_a_corpus(tmp_path):
     path = tmp_path / "nq.jsonl"
     path.write_text('{"question": "on which river is lisbon", "answer": ["Tagus"]}\n')

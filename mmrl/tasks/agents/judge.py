@@ -274,7 +274,8 @@ async def judged(
 
     Args:
         prompt: the user's prompt.
-        metrics: those that the task computes anyway; the judge's own are added (`judge`: its score of the last turn).
+        metrics: those that the task computes anyway; the judge's own are added: `judge`, its score of the last turn,
+            and `judge_right`, whether that is the score of a right answer, which both rubrics put at 1.
     """
     if judge is None:
         raise RewardFailure(f"task.reward={reward_set} was not set when the task was built, so it has no judge")
@@ -288,7 +289,7 @@ async def judged(
     turn_rewards = {call.id: value for call, value in zip(path[:-1], earlier, strict=True)} if earlier else {}
     return Score(
         reward=final,
-        metrics={**metrics, "judge": final, **verdict.metrics},
+        metrics={**metrics, "judge": final, "judge_right": float(final >= 1), **verdict.metrics},
         parts={"judge": final, "judge_intermediate": sum(earlier)},
         turn_rewards=turn_rewards,
     )

@@ -179,6 +179,11 @@ class SearchAgentTask(OpenQaTask):
             max_context=config.max_context or CONTEXT,
         )
 
+    def as_asked(self, question: str) -> str:
+        """With a question mark, which NQ's questions lack: Search-R1 adds it to all of its data."""
+        question = question.strip()
+        return question if question.endswith("?") else f"{question}?"
+
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """Single-hop and two-hop questions."""
         return mini_search(split, corpus)

@@ -149,10 +149,11 @@ class PapillonTask(DspyTask):
         Raises:
             ToolFailure: the endpoint did not answer.
         """
-        if self.external is None:
+        if self.external is None or self.config.external is None:
             return self.by_rule(request)
+        temperature = self.config.external.temperature
         try:
-            return await self.external.complete([{"role": "user", "content": request}])
+            return await self.external.complete([{"role": "user", "content": request}], temperature=temperature)
         except EngineFailure as error:
             raise ToolFailure(f"task.external: {error}") from error
 

@@ -147,6 +147,17 @@ def of_external(name: str, options: Options, folder: Path) -> object:
         return _traced(task.external, server)
 
 
+def of_request(name: str, options: Options, folder: Path) -> object:
+    """What the external model is sent."""
+    key, given = _given("external", options)
+    server = Server(key)
+    with answering(server):
+        task = built(name, {f"external.{option}": value for option, value in given.items()}, folder)
+        asyncio.run(task.ask_external("a request"))
+        task.external.close()
+    return sorted(map(str, server.sent))
+
+
 def of_module(name: str, options: Options, folder: Path) -> object:
     """The client of an endpoint that answers for a module."""
     key, given = _given("endpoints", options)
@@ -217,5 +228,6 @@ for key, (one, other) in VALUES.items():
         acts("engine.openai", f"endpoint.{key}", of_engine, one, other)
 acts(JUDGED, "judge.max_tokens", asked, 2048, 7)
 acts(JUDGED, "judge.temperature", asked, None, 0.5)
+acts("task.papillon", "external.temperature", of_request, None, 0.5)
 acts(JUDGED, "judge.retries", asked, 0, 2)
 acts("task.search_agent;task.tool_agent", "judge.on_unreadable", asked, "fail", "rule")
