@@ -212,27 +212,20 @@ def compare(context: typer.Context) -> int:
 
 @app.command(context_settings=SETTINGS, options_metavar="[NAME] [KEY=VALUE ...]")
 def table(context: typer.Context) -> int:
-    """A table of the three papers: run what is missing of it, and show it beside the reported values.
-
-    Without a name it lists them all. Tables share runs, and the same command continues what was stopped.
+    """A table of the three papers: run what is missing of it, and show it beside the reported values; all: no name.
 
     \b
     Keys:
-      rows=A,B columns=C,D         some of them, by name (also in lower case: mhgpo-rr)
-      seed=0,1,2                   the table's own where left out
+      rows=A,B columns=C,D seed=0  some of them, by name (also in lower case: mhgpo-rr); all where left out
       scale=paper|mini|real        the papers' models and data; the mini world with the tiny models; a small real model
-      do=run|plan|check|show       run; say what it will cost and every command; compare the reported values with the
-                                   papers' texts (papers=FOLDER); show what is there
-      jobs=N                       runs at once, one thread each; jobs=1
-      out=FOLDER                   where the page and the tables go; outputs/tables/NAME/SCALE
+      do=run|plan|check|show       run; cost and commands; reported values against texts (papers=FOLDER); what is there
+      jobs=N out=FOLDER            runs at once, one thread each; the page's folder: outputs/tables/NAME/SCALE
       any other key                a setting of every run, as in `mmrl train`
-      --config-dir FOLDER          configs of your own
 
     \b
     Examples:
       mmrl table
       mmrl table mhgpo-table1 scale=mini seed=0
-      mmrl table mmgrpo-table1 rows=mmgrpo do=plan
     """
     from mmrl.cli import configs, overrides
     from mmrl.run.table import KEYS, TableRequest, table_command

@@ -15,17 +15,10 @@ from typing import TYPE_CHECKING, TypeVar
 from mmrl.cli.arguments import CommandLine
 from mmrl.cli.hydra import composed, import_plugins_of, print_only, through_hydra
 from mmrl.cli.overrides import expand, hydra_value, read_line, searched, values_of
-from mmrl.config import (
-    EvalCommandConfig,
-    RootConfig,
-    StageConfig,
-    StagedCommandConfig,
-    TrainCommandConfig,
-    stage_schema,
-    validate,
-)
+from mmrl.config import EvalCommandConfig, RootConfig, StageConfig, StagedCommandConfig, TrainCommandConfig, validate
 from mmrl.config.base import value_at
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
+from mmrl.config.schema import stage_schema
 from mmrl.errors import ConfigError, unknown
 from mmrl.system.conf import GROUPS, options
 from mmrl.system.files import plain
@@ -179,15 +172,9 @@ def configured(words: Sequence[str], config_dir: str | None = None) -> StageConf
 def table_config(
     command: str, words: Sequence[str], config_dir: str | None
 ) -> StageConfig | StagedCommandConfig | EvalCommandConfig:
-    """The config of one run of a table: `mmrl train WORDS` or `mmrl eval WORDS`.
-
-    Raises:
-        ConfigError: every problem.
-    """
-    if command == "train":
-        return configured(words, config_dir)
-    (config,) = configs("eval", EvalCommandConfig, replace(read_line(words, once=False), config_dir=config_dir))
-    return config
+    """That of `mmrl train WORDS` or `mmrl eval WORDS`; raises as `configured`."""
+    line = replace(read_line(words, once=False), config_dir=config_dir)
+    return configured(words, config_dir) if command == "train" else configs("eval", EvalCommandConfig, line)[0]
 
 
 def swept(line: CommandLine, job: Job) -> None:

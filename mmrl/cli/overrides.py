@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 
 from mmrl.cli.arguments import CommandLine, Words, typed_text
 from mmrl.config.base import value_at
-from mmrl.config.table import moved
+from mmrl.config.paper_tables import moved
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.policy import model_of, prompts_of
 from mmrl.system.conf import GROUPS, options

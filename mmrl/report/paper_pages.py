@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mmrl.config.table import Cell
+from mmrl.config.paper_tables import Cell
 from mmrl.report.html import rendered
 from mmrl.report.paper_table import PaperTable, Value
 from mmrl.report.tables import Rows, markdown

@@ -16,7 +16,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from mmrl.config.table import Cell, Claim, TableSpec
+from mmrl.config.paper_tables import Cell, Claim, TableSpec
 from mmrl.errors import MmrlError
 from mmrl.report.compare import flattened
 from mmrl.report.overview import Overview

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmrl.config import StagedCommandConfig, TrainCommandConfig
-from mmrl.config.table import SCALES, Cell, TableSpec
+from mmrl.config.paper_tables import SCALES, Cell, TableSpec
 from mmrl.errors import ConfigError, MmrlError, Stopped, unknown
 from mmrl.report.paper_pages import table_text, write_table
 from mmrl.report.text import align

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from mmrl.config import EvalCommandConfig, RootConfig, StageConfig, StagedCommandConfig, TrainCommandConfig
 from mmrl.config.base import Section
-from mmrl.config.table import TRAINING_ALONE, Base, Command, TableSpec
+from mmrl.config.paper_tables import TRAINING_ALONE, Base, Command, TableSpec
 from mmrl.config.validate import as_tuples, explain
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.models.policy import complete_checkpoints

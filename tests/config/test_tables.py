@@ -7,7 +7,7 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.cli.configs import table_config
-from mmrl.config.table import Cell, TableSpec, moved
+from mmrl.config.paper_tables import Cell, TableSpec, moved
 from mmrl.config.validate import as_tuples, explain
 from mmrl.run.table import _paper_lines, in_text
 from mmrl.run.table_runs import read_table, table_names, words_of
