@@ -96,16 +96,14 @@ def print_train(line: CommandLine) -> None:
             config = _train_config(raw, job, line.config_dir, None)
             stages = config.stages if isinstance(config, StagedCommandConfig) else (config,)
             part = value["--package"] if "--package" in words else None
-            named = {f"{number}_{stage.algo.name}": _part(stage, part) for number, stage in enumerate(stages, start=1)}
+            mappings = [plain(stage.model_dump(mode="json")) for stage in stages]
+            named = {
+                f"{number}_{value_at(stage, 'algo.name')}": stage if part is None else value_at(stage, part)
+                for number, stage in enumerate(mappings, start=1)
+            }
             print(yaml.safe_dump(named, sort_keys=False, allow_unicode=True), end="")
             return
     print_only("train", line)
-
-
-def _part(stage: RootConfig, part: str | None) -> object:
-    """All that a stage runs with, or one section of it."""
-    mapping = plain(stage.model_dump(mode="json"))
-    return mapping if part is None else value_at(mapping, part)
 
 
 def weight_config(command: str, line: CommandLine) -> TrainCommandConfig:

@@ -292,7 +292,7 @@ def _tokenizer(header: Header) -> Tokenizer:
     merges = facts.get("tokenizer.ggml.merges")
     if not isinstance(merges, list):
         raise ValueError("it has no merges (tokenizer.ggml.merges)")
-    pairs = [tuple(str(merge).split(" ")) for merge in merges]
+    pairs = [(left, right) for left, _, right in (str(merge).partition(" ") for merge in merges)]
     pre = header.text("tokenizer.ggml.pre")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == "llama-bpe"))
