@@ -187,6 +187,12 @@ class PaperTable:
         return [self._value(row, place) for row in self.rows for place in places]
 
     @property
+    def seeds_done(self) -> dict[str, list[int]]:
+        """`ROW on COLUMN` -> seeds that have been evaluated."""
+        evaluations, _ = self.read
+        return {f"{row} on {column}": sorted(by_seed) for (row, column), by_seed in evaluations.items()}
+
+    @property
     def done(self) -> int:
         """Cells with all their seeds; means are not counted."""
         return sum(isinstance(value.place, Cell) and len(value.seeds) == value.wanted for value in self.values)

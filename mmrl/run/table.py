@@ -18,6 +18,7 @@ from mmrl.config import StagedCommandConfig, TrainCommandConfig
 from mmrl.config.paper_tables import SCALES, Cell, TableSpec
 from mmrl.errors import ConfigError, MmrlError, Stopped, unknown
 from mmrl.report.paper_pages import table_text, write_table
+from mmrl.report.paper_table import PaperTable
 from mmrl.report.text import align
 from mmrl.run.check import check_all
 from mmrl.run.compare import output
@@ -34,9 +35,11 @@ from mmrl.run.table_runs import (
     with_seed,
 )
 from mmrl.system.conf import conf_dir, user_dirs
+from mmrl.system.files import atomic_write
 from mmrl.system.stop import stoppable
 
 TOP = Path("outputs") / "tables"
+DONE = "done.json"
 KEYS = ("rows", "columns", "seed", "scale", "jobs", "do", "out", "papers")
 """Keys of the command itself; all others are overrides of its runs."""
 DO = ("run", "plan", "check", "show")
@@ -84,7 +87,10 @@ def table_command(request: TableRequest, compose: Compose) -> int:
     if do == "plan":
         print(_plan_text(planned))
         return 0
-    out = Path(given["out"]) if "out" in given else TOP / planned.name / planned.scale
+    whole = not {"rows", "columns", "seed"} & set(given)
+    # A part of a table must not take the place of the whole one's page.
+    folder = TOP / planned.name / planned.scale
+    out = Path(given["out"]) if "out" in given else folder if whole else folder / "selected"
     if do == "show":
         _show(planned, out)
         return 0
@@ -156,7 +162,7 @@ def _run(planned: Planned, at_once: int, config_dir: str | None, out: Path) -> i
 
     def redraw() -> None:
         try:
-            write_table(planned.table(), out)
+            _written(planned, planned.table(), out)
         # Hours of training must not end because a page could not be written; the end says so.
         except Exception as error:
             print(f"table not written ({type(error).__name__}: {error})", file=sys.stderr)
@@ -182,8 +188,17 @@ def _run(planned: Planned, at_once: int, config_dir: str | None, out: Path) -> i
 def _show(planned: Planned, out: Path) -> None:
     table = planned.table()
     print(table_text(table))
+    print("\nwritten: " + ", ".join(map(str, _written(planned, table, out))))
+
+
+def _written(planned: Planned, table: PaperTable, out: Path) -> list[Path]:
+    """The table's pages, and what of it is there for the list of all tables."""
     files = write_table(table, out)
-    print("\nwritten: " + ", ".join(map(str, files)))
+    record = TOP / planned.name / planned.scale / DONE
+    done = {**_done(planned.name, planned.scale), **table.seeds_done}
+    record.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(record, json.dumps(done, indent=1) + "\n")
+    return files
 
 
 def _head(planned: Planned, missing: Sequence[TableRun]) -> str:
@@ -272,19 +287,27 @@ def _listing(request: TableRequest) -> str:
     for name in table_names(request.folders):
         spec, _ = read_table(name, request.folders)
         cells = len(spec.rows) * len(spec.cells)
-        done = [f"{_done(name, scale)} / {cells}" for scale in ("paper", "mini")]
+        done = [f"{_cells_done(spec, _done(name, scale))} / {cells}" for scale in ("paper", "mini")]
         size = f"{len(spec.rows)} x {len(spec.cells)}"
         rows.append([name, f"{spec.source.arxiv} {spec.source.at}", size, str(len(spec.seeds)), *done, spec.shows])
     return align(rows) + "\n\nmmrl table NAME scale=mini runs one here; do=plan says what it will cost"
 
 
-def _done(name: str, scale: str) -> int:
-    """Cells that the table on disk has, as it was last written."""
+def _cells_done(spec: TableSpec, done: Mapping[str, Sequence[int]]) -> int:
+    """Cells that have all of the table's seeds."""
+    places = [(row, column) for row in spec.rows for column in spec.columns]
+    return len(spec.scores) * sum(
+        set(spec.seeds_of(row)) <= set(done.get(f"{row} on {column}", ())) for row, column in places
+    )
+
+
+def _done(name: str, scale: str) -> dict[str, list[int]]:
+    """`ROW on COLUMN` -> seeds that were there when the table was last looked at; empty where it never was."""
     try:
-        content = json.loads((TOP / name / scale / "table.json").read_text(encoding="utf-8"))
-        return int(content["cells_done"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+        content = json.loads((TOP / name / scale / DONE).read_text(encoding="utf-8"))
+        return {str(place): [int(seed) for seed in seeds] for place, seeds in content.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
 
 
 # --- check
