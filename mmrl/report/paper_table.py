@@ -65,12 +65,17 @@ class Evaluation:
         if not (run.path / "config.yaml").is_file():
             return None
         directory = RunDir.read(run.path)
-        if not directory.finished:
+        if not directory.finished or not has_scores(directory):
             return None
         seen = Overview.of(directory)
         items = [item for steps in seen.items.values() for listed in steps.values() for item in listed]
         names = list(metrics)
         return cls(run.seed, {item["id"]: {name: _value(item, name) for name in names} for item in items}, seen)
+
+
+def has_scores(evaluation: RunDir) -> bool:
+    """Whether an evaluation that has ended has scores: none where too many of its rollouts failed from outside."""
+    return any(name.endswith("_low") for name in evaluation.summary.get("metrics", {}))
 
 
 def _value(item: Mapping[str, object], metric: str) -> float:
@@ -162,6 +167,10 @@ class PaperTable:
                     continue
                 if one is not None:
                     made[run.seed] = one
+                    failed = one.overview.summary["metrics"].get("failed_share", 0)
+                    if failed:
+                        what = f"{failed:.1%} of the rollouts failed from outside and count 0"
+                        troubles.append(f"{row} on {column}, seed {run.seed}: {what}")
                 elif run.trouble:
                     troubles.append(f"{row} on {column}, seed {run.seed}: {run.trouble}")
                 else:

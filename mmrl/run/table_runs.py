@@ -18,7 +18,7 @@ from mmrl.config.paper_tables import TRAINING_ALONE, Base, Command, TableSpec
 from mmrl.config.validate import as_tuples, explain
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.models.policy import complete_checkpoints
-from mmrl.report.paper_table import PaperTable, SeedRun
+from mmrl.report.paper_table import PaperTable, SeedRun, has_scores
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import number
 from mmrl.run.compare import main_metrics
@@ -131,7 +131,10 @@ class TableRun(QueuedRun):
     def state(self) -> State:
         """What is in its run directory; its name is a digest of its settings, so a run there has these."""
         if (self.path / "config.yaml").is_file() and (self.path / "journal").is_dir():
-            return "finished" if RunDir.read(self.path).finished else "unfinished"
+            directory = RunDir.read(self.path)
+            # An evaluation without scores is continued: what failed from outside runs again.
+            done = directory.finished and (self.command == "train" or has_scores(directory))
+            return "finished" if done else "unfinished"
         return state_of(self.path, self.config, "table")
 
     def progress(self) -> tuple[int, int, float | None]:

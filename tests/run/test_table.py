@@ -45,7 +45,9 @@ if command == "eval":
         metrics = {"em": right, "f1": right, "accuracy": right}
         items.append({"id": f"d{n}", "metrics": metrics, "modules": {"rewriter/sub_queries": 2.0}})
     (run / "eval" / "step-000000-dev.jsonl").write_text("".join(json.dumps(item) + "\\n" for item in items))
-(run / "summary.json").write_text(json.dumps({"metrics": {}, "facts": {}}))
+failed = float(os.environ.get("FAILS", 0))
+metrics = {"failed_share": failed} | ({} if failed > 0.5 else {"em_low": 0.1})
+(run / "summary.json").write_text(json.dumps({"metrics": metrics, "facts": {}}))
 (run / "report.html").write_text("page")
 """
 BASE = """
@@ -185,6 +187,21 @@ def test_an_evaluation_that_was_stopped_goes_on_and_a_seed_that_is_missing_is_sa
     assert main([*TABLE, "rows=FoF", "do=show"]) == 0
     content, values = cells()
     assert values["FoF", "EM"]["seeds"] == {"0": 60.0} and "FoF on HotpotQA: seeds 1 are missing" in content["notes"]
+
+
+def test_failures_from_outside_are_said_and_too_many_of_them_leave_no_score(calls, monkeypatch, capsys):
+    monkeypatch.setenv("FAILS", "0.04")
+    assert main([*TABLE, "rows=untrained"]) == 0
+    assert (
+        cells()[0]["notes"][0] == "untrained on HotpotQA, seed 0: 4.0% of the rollouts failed from outside and count 0"
+    )
+    monkeypatch.setenv("FAILS", "0.6")
+    assert main([*TABLE, "rows=FoF", "seed=0"]) == 0
+    assert cells()[1]["FoF", "EM"]["mean"] is None and len(calls()) == 3
+    monkeypatch.setenv("FAILS", "0")
+    assert main([*TABLE, "rows=FoF", "seed=0"]) == 0
+    assert calls()[0].split()[1].startswith("resume=")
+    assert cells()[1]["FoF", "EM"]["mean"] == 60.0
 
 
 def test_agreement_is_judged_at_the_papers_scale_alone(calls, capsys):
