@@ -86,7 +86,8 @@ def claim_rows(table: PaperTable) -> Rows:
         return []
     rows = [["claim", "on", "verdict", "difference", "95 % interval", "items"]]
     for one in table.verdicts:
-        on = ", ".join(one.claim.cells) or "all cells"
+        whole = len(table.columns) == len(table.spec.columns)
+        on = ", ".join(one.claim.cells) or ("all cells" if whole else "the cells shown")
         numbers = (
             [f"{one.difference:+.3f}", f"[{one.interval[0]:+.3f}, {one.interval[1]:+.3f}]", str(one.items)]
             if one.difference is not None and one.interval is not None

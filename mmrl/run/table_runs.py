@@ -239,7 +239,8 @@ class Runs:
             config = self._config("eval", words, seed)
             return self._run("eval", row, column, seed, words, config, None, {})
         trained = self._training(row, column, seed, last)
-        words = [*words, f"policy={trained.path}"]
+        # Its weights are the run's, whatever that started from.
+        words = [*(word for word in words if not word.startswith("model.path=")), f"policy={trained.path}"]
         # The policy is not there yet: what the evaluation is but for it, and the digest of what it is made from.
         config = self._config("eval", [*words[:-1], "policy=tiny"], seed)
         config = config.model_copy(update={"policy": str(trained.path)})

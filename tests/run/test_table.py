@@ -269,14 +269,20 @@ def test_do_check_compares_with_the_text(calls, tmp_path, capsys):
 def test_tables_share_runs(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
+    def planned(table, row, **given):
+        request = TableRequest((table,), {"rows": row, "scale": "mini", "seed": "0", **given}, (), None)
+        return _planned(request, lambda command, words: table_config(command, words, None))
+
     def training(table, row):
-        request = TableRequest((table,), {"rows": row, "scale": "mini", "seed": "0"}, (), None)
-        planned = _planned(request, lambda command, words: table_config(command, words, None))
-        return next(run.path for run in planned.runs if run.command == "train")
+        return next(run.path for run in planned(table, row).runs if run.command == "train")
 
     fof = training("mhgpo-table2", "MHGPO")
     assert fof == training("mhgpo-table6", "4") == training("mhgpo-table4", "MHGPO-FoF composite")
     assert fof != training("mhgpo-table6", "5")
+    # What a training starts from is no part of the evaluation of its result.
+    train, evaluation = planned("mmgrpo-table1", "mmGRPO", columns="PAPILLON qwen3").runs
+    assert "model.path=tiny_prompts" in train.words() and evaluation.after is train
+    assert not any(word.startswith("model.path=") for word in evaluation.words())
 
 
 @pytest.mark.parametrize(
