@@ -49,6 +49,12 @@ DECLARED: Mapping[str, Mapping[str, Lengths]] = {
     # Three calls of each module in four hops; what an instruction has in common is not counted.
     "hover": {"generate_query.predict": _HOVER, "append_notes.predict": _HOVER},
     "search_agent": {"agent": Lengths(prompt=300, completion=105, observation=480, calls=4)},
+    # Two searches of three documents, and an answer.
+    "r1_searcher": {"searcher": Lengths(prompt=250, completion=120, observation=450, calls=3)},
+    "search_o1": {
+        "reasoner": Lengths(prompt=350, completion=300, observation=150, calls=3),
+        "condenser": Lengths(prompt=2500, completion=150, calls=2),
+    },
     "tool_agent": {"agent": Lengths(prompt=400, completion=300, observation=400, calls=2)},
 }
 """Task -> module -> lengths with the papers' models and data (estimates; `lengths=` replaces them)."""

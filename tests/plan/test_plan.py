@@ -336,6 +336,16 @@ def test_hover_calls_each_module_three_times_and_a_guess_is_called_one(capsys, m
     assert "from a guess at the lengths of classify.predict" in plan["tokens_from"]
 
 
+@pytest.mark.parametrize(
+    ("task", "calls"), [("r1_searcher", {"searcher": 3}), ("search_o1", {"reasoner": 3, "condenser": 2})]
+)
+def test_reasoners_take_turns(capsys, task, calls):
+    words = ["algo=grpo", "algo.group_size=2", "train.batch_size=1", "model=llama31_8b_instruct", "device=h100"]
+    plan = planned(capsys, f"task={task}", *words)
+    assert {module: load["calls"] for module, load in plan["calls"].items()} == {m: 2 * n for m, n in calls.items()}
+    assert "guess" not in plan["tokens_from"]
+
+
 def test_offloading_is_advised_where_it_is_enough(capsys):
     """A critic beside policy and reference: more than 80 GB hold, and less once sharded states wait in host memory."""
     arguments = ["algo=mappo", "model=llama31_8b_instruct", "hardware=h100x8", "task.max_context=8192", "device=h100"]
