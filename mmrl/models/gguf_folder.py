@@ -295,7 +295,10 @@ def _tokenizer(header: Header) -> Tokenizer:
     pairs = [(left, right) for left, _, right in (str(merge).partition(" ") for merge in merges)]
     pre = header.text("tokenizer.ggml.pre")
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == "llama-bpe"))
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == "llama-bpe"))
+    except Exception as error:  # the library has no type of its own for words that are not there
+        raise ValueError(f"its merges do not fit its vocabulary ({error})") from None
     space = bool(facts.get("tokenizer.ggml.add_space_prefix", False))
     if pre in _CUTS:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

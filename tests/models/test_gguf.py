@@ -52,7 +52,8 @@ def write_gguf(path, source, *, architecture="qwen3", quant=None, eos="<|im_end|
         writer.add_tokenizer_pre(facts.pop("pre", "gpt-2"))
         writer.add_token_list(tokens)
         writer.add_token_types([3 if token in tokenizer.all_special_tokens else 1 for token in tokens])
-        writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in saved["merges"]])
+        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in saved["merges"]]
+        writer.add_token_merges(facts.pop("merges", merges))
         writer.add_eos_token_id(tokens.index(eos))
         if facts.pop("template", True):
             writer.add_chat_template(tokenizer.chat_template)
@@ -275,6 +276,13 @@ def test_numbers_that_are_none_leave_no_folder(sources, tmp_path):
     with pytest.raises(ConfigError, match=r"is damaged: blk\.0\.ffn_up\.weight holds values that are no numbers"):
         converted(str(file))
     assert [path for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()] == []
+
+
+def test_merges_of_other_words_are_no_traceback(sources, tmp_path):
+    for merges in (["qqq zzz"], ["q"]):
+        file = write_gguf(tmp_path / "m.gguf", sources["qwen3"], merges=merges)
+        with pytest.raises(ConfigError, match=r"no tokenizer can be made of .*its merges do not fit its vocabulary"):
+            converted(file)
 
 
 def test_the_layout_names_what_transformers_has(sources, tmp_path):
