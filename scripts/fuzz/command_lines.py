@@ -9,6 +9,7 @@ COMMANDS = (
     *("train",) * 8,
     *("eval",) * 4,
     *("plan", "doctor", "compare", "credit") * 3,
+    "table",
     *("show", "report", "export", "serve", "serve-retriever", "new-task", "fetch") * 2,
     *("index build", "index info", "index search", "index check", "index") * 2,
     *("worker", "trian", "", "--help", "-V", "help", "-x", "-sc", "index burn"),
@@ -68,6 +69,7 @@ OWN = {
     "plan": ("lengths", "dry", "device"),
     "doctor": ("examples",),
     "compare": ("plan", "algo", "task", "seed", "name", "jobs", "runs", "out", "docs"),
+    "table": ("rows", "columns", "seed", "scale", "jobs", "do", "out", "papers"),
     "credit": ("rollouts", "run", "step", "algo"),
     "show": ("example", "step", "run_dir"),
     "export": ("run_dir", "out", "checkpoint", "form", "module", "push", "private"),
@@ -337,13 +339,14 @@ _DEEP = {
     "doctor": (),
     "eval": ("policy=tiny",),
     "compare": ("algo=grpo", "seed=0"),
+    "table": ("mhgpo-table6", "rows=4", "scale=mini", "seed=0"),
     "credit": ("algo=mhgpo_rr", "rollouts=file.json"),
 }
 """Commands that compose a config, and words without which they refuse everything."""
 _RIGHT = (
     *("seed=3", "task=hotpotqa", "task=search_agent", "algo=grpo", "algo=mmgrpo", "algo=mt_ppo", "model=tiny"),
     *("train.steps=2", "hardware=cpu", "engine=transformers", "plugins=[json]", "run.dir=outputs/x", "eval.every=0"),
-    *("model.lora={}", "task.data.train=file.json", "experiment=mhgpo/table1/mhgpo_rr", "train={}", "algo={}"),
+    *("model.lora={}", "task.data.train=file.json", "experiment=mine", "train={}", "algo={}"),
 )
 
 
@@ -364,7 +367,7 @@ def _nearly_right(random: Random, command: str) -> list[str]:
 def _setting(random: Random, command: str) -> str:
     own = OWN.get(command, ())
     keys = random.choice((own, own, KEYS, GROUPS)) if own else random.choice((KEYS, GROUPS, HYDRA_KEYS))
-    if command in ("train", "eval", "plan", "doctor", "credit", "compare") and random.random() < 0.5:
+    if command in ("train", "eval", "plan", "doctor", "credit", "compare", "table") and random.random() < 0.5:
         keys = random.choice((KEYS, GROUPS, HYDRA_KEYS))
     sign = random.choice(("",) * 12 + ("+", "++", "~", "~~", "@"))
     value = random.choice(VALUES)

@@ -107,6 +107,7 @@ _STAND_INS: Mapping[str, object] = {
     "mmrl.run.check.check_all": None,
     "mmrl.run.compare.check_all": None,
     "mmrl.run.sweep.check_all": None,
+    "mmrl.run.table.check_all": None,
     "mmrl.run.compare.RunQueue.run": 0,
     "mmrl.run.plan.make_plan": mock.Mock(text=lambda: "plan", as_json=lambda: "{}"),
     "mmrl.run.doctor.doctor": 0,
