@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from mmrl.config import (
     EvalCommandConfig,
@@ -74,6 +74,8 @@ def state_of(path: Path, config: RootConfig, key: str) -> State:
 class QueuedRun:
     """One run of a queue: what it is, and how far it has come."""
 
+    key: ClassVar[str] = "name"
+    """What the user sets to have other folders, for messages."""
     task: str
     algo: str
     seed: int
@@ -120,7 +122,7 @@ class QueuedRun:
         Raises:
             ConfigError: something else than this run.
         """
-        return state_of(self.path, self.config, "name")
+        return state_of(self.path, self.config, self.key)
 
     def progress(self) -> tuple[int, int, float | None]:
         """Steps done, steps in all, last evaluation of the main metric."""
@@ -211,7 +213,7 @@ class RunQueue:
         try:
             state = run.state()
             if state == "unfinished":
-                _wait_for_lock(run.path)
+                _wait_for_lock(run)
         except ConfigError as error:
             run.code, run.reason = error.exit_code, str(error)
             self.say(f"{self._count()} {run.name}: failed: {error}")
@@ -331,10 +333,10 @@ def holds_only_leftovers(path: Path) -> bool:
     return not RunDir(path).in_use
 
 
-def _wait_for_lock(path: Path) -> None:
+def _wait_for_lock(run: QueuedRun) -> None:
     # A run whose comparison was killed gets SIGTERM from the system and still writes its last checkpoint.
     until = time.monotonic() + LOCK_S
-    while RunDir(path).in_use:
+    while RunDir(run.path).in_use:
         if time.monotonic() > until:
-            raise ConfigError(f"name: {path}: another process trains this run")
+            raise ConfigError(f"{run.key}: {run.path}: another process has this run; try again once it has ended")
         time.sleep(POLL_S)

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from pydantic import ValidationError
 
@@ -112,6 +112,7 @@ def _read(name: str, group: str, folders: Sequence[Path], schema: type[SectionT]
 class TableRun(QueuedRun):
     """One run of a table."""
 
+    key: ClassVar[str] = "table"
     row: str = ""
     column: str = ""
     checkpoint: str = "last"
@@ -135,7 +136,7 @@ class TableRun(QueuedRun):
             # An evaluation without scores is continued: what failed from outside runs again.
             done = directory.finished and (self.command == "train" or has_scores(directory))
             return "finished" if done else "unfinished"
-        return state_of(self.path, self.config, "table")
+        return state_of(self.path, self.config, self.key)
 
     def progress(self) -> tuple[int, int, float | None]:
         """Steps done and in all; of an evaluation items."""

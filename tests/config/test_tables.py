@@ -287,6 +287,12 @@ def test_a_right_one_is_not(tmp_path):
     assert spec.label(Cell("A", "F1")) == "A F1"
 
 
+def test_every_table_stands_in_the_docs():
+    text = (CONF.parent / "docs" / "reproducing.md").read_text(encoding="utf-8")
+    families = [name.rpartition("-")[2] for name in table_names([CONF])]
+    assert [name for name in families if f"-{name}`" not in text] == []
+
+
 def test_former_names_of_rows_name_their_table(capsys):
     assert main(["train", "experiment=mhgpo/table1/mhgpo_rr"]) == 2
     assert "mhgpo/table1/mhgpo_rr is part of a table now: mmrl table mhgpo-table1 " in capsys.readouterr().err
