@@ -221,11 +221,6 @@ TYPED = (
     # Greedy decoding draws nothing, so that what shapes the draw, and drawing again, change no completion.
     Rule("eval.top_p eval.top_k", _greedy, "with eval.temperature=0.0 (greedy); set eval.temperature, or leave it out"),
     Rule("eval.samples", _greedy, "with eval.temperature=0.0: all samples of an item are equal; set eval.temperature"),
-    Rule(
-        "eval.parse_retries",
-        lambda at: _greedy(at) and _engine(at) == "transformers" and at("hardware.device") == "cpu",
-        "with eval.temperature=0.0 on a CPU: the reply would be the same again; set eval.temperature, or leave it out",
-    ),
     *(Rule(key, _unsent(key[5:]), _UNSENT) for key in ("eval.temperature", "eval.top_p", "task.max_tokens")),
     # These three are terms of the turn rewards; the other reward sets do not read them.
     Rule(

@@ -29,12 +29,6 @@ CASES = [
     (["eval.samples=4"], "eval.samples: got 4", "set eval.temperature", ["eval.temperature=0.6"]),
     (["eval.parse_retries=1"], "eval.parse_retries: got 1", "fails to parse", None),
     (
-        ["task=banking77", "hardware=cpu", "eval.parse_retries=1"],
-        "eval.parse_retries: got 1",
-        "the same again",
-        ["eval.temperature=0.6"],
-    ),
-    (
         [AGENT, "algo=ppo", "task.search_penalty=0.0"],
         "task.search_penalty: got 0.0",
         "task.reward=turn",
