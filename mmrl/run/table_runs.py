@@ -206,13 +206,12 @@ class Runs:
         """
         evaluations: dict[tuple[str, str], list[TableRun]] = {(row, column): [] for row in rows for column in columns}
         metrics: dict[tuple[str, str], Mapping[str, str]] = {}
-        every = dict.fromkeys(seed for row in rows for seed in seeds or self.spec.seeds_of(row))
+        # A row that needs fewer seeds than others (nothing of it is drawn) has its own, whatever was chosen.
+        of_row = {row: self.spec.rows[row].seeds or seeds or self.spec.seeds for row in rows}
         # Seed by seed, so that one seed of everything is there early.
-        for seed in every:
+        for seed in dict.fromkeys(seed for own in of_row.values() for seed in own):
             for row, column in evaluations:
-                # A row that is not trained needs no further seeds than the spec gives it.
-                own = self.spec.seeds_of(row)
-                if seed not in (own if seeds is None or self.spec.rows[row].seeds else seeds):
+                if seed not in of_row[row]:
                     continue
                 with self._named(row, column):
                     run = self._evaluation(row, column, seed)

@@ -191,7 +191,8 @@ def test_an_evaluation_that_was_stopped_goes_on_and_a_seed_that_is_missing_is_sa
 
 def test_failures_from_outside_are_said_and_too_many_of_them_leave_no_score(calls, monkeypatch, capsys):
     monkeypatch.setenv("FAILS", "0.04")
-    assert main([*TABLE, "rows=untrained"]) == 0
+    # Nothing of it is drawn, so its one seed stands for all.
+    assert main([*TABLE, "rows=untrained", "seed=1"]) == 0
     assert (
         cells()[0]["notes"][0] == "untrained on HotpotQA, seed 0: 4.0% of the rollouts failed from outside and count 0"
     )
