@@ -112,8 +112,7 @@ def _one_revision(at: At) -> bool:
     """Whether the weights are in a folder, which has no revisions."""
     source = at("policy") if _weights_elsewhere(at) else at("model.path")
     return (
-        source in SHIPPED
-        or source in FETCHED
+        source in (*SHIPPED, *FETCHED)
         or str(source).lower().endswith(".gguf")
         or (Path(str(source)) / "config.json").is_file()
         or (not _EVAL(at) and Path(str(source)).is_dir())
@@ -203,11 +202,7 @@ RUNS = (
         lambda at: at("hardware.sharding") == "none" and not _EVAL(at),
         "with hardware.sharding=none; use fsdp2, zero2 or zero3",
     ),
-    Rule(
-        "hardware.rollout_devices",
-        lambda at: _engine(at) != "vllm_server" and not _EVAL(at),
-        "without engine=vllm_server",
-    ),
+    Rule("hardware.rollout_devices", lambda at: not _EVAL(at) and _engine(at) != "vllm_server", "without vllm_server"),
     Rule(
         "engine.endpoints",
         lambda at: _engine(at) == "openai",

@@ -1,4 +1,4 @@
-"""What each stage of a run has cost and gained: one row per stage, for the terminal, the page and the summary."""
+"""The stages of a run: their histories as one, and what each has cost and gained."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 from mmrl.errors import CheckpointError
 from mmrl.models.policy import STAGES
-from mmrl.report.rundir import RunDir
+from mmrl.report.rundir import RunDir, step_of
 from mmrl.report.stats import duration, number, short
-from mmrl.system.files import JsonObject
+from mmrl.system.files import JsonObject, atomic_write, dumps
 
 COUNTS = {
     "rollouts": ("rollouts/count", "prompts/rollouts"),
@@ -86,3 +86,25 @@ def stage_rows(facts: Sequence[JsonObject]) -> list[list[str]]:
         cost = [f"{fact['cost']:.2f}"] if money else []
         rows.append([fact["stage"], *scores, str(fact["steps"]), *counts, time, *cost])
     return rows
+
+
+def gather(rundir: RunDir, stages: Sequence[Path]) -> None:
+    """Bring the history and the evaluations of the ended stages together in the run's own files, each step once.
+
+    Steps count through all stages. Where a stage begins, the evaluation is that of the end of the stage before: of the
+    same policy, evaluated once more in the folder of the later stage.
+    """
+    lines: dict[int, dict[str, object]] = {}
+    offset = 0
+    for path in stages:
+        run = RunDir.read(path)
+        for record in run.history():
+            step = offset + int(record["step"])
+            # The end of a stage and the start of the next are one step of the run; what the earlier record has stays.
+            lines[step] = {**record, **lines.get(step, {}), "step": step}
+        for file in sorted((path / "eval").glob("step-*.jsonl")):
+            step, split = step_of(file) or 0, file.stem.split("-", 2)[2]
+            if step or not offset:
+                atomic_write(rundir.eval_path(offset + step, split), file.read_text(encoding="utf-8"))
+        offset = max(lines, default=0)
+    atomic_write(rundir.metrics_path, "".join(dumps(lines[step]) + "\n" for step in sorted(lines)))

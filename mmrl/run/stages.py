@@ -34,6 +34,7 @@ from mmrl.engines.base import Engine
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.models.policy import POLICY, STAGES, Policy, newest_checkpoint, prompts_of, write_policy
 from mmrl.report.rundir import RunDir, step_of
+from mmrl.report.stage_costs import gather
 from mmrl.rollout.environment import Environment, make_environment, sampling_settings
 from mmrl.run import train as weights
 from mmrl.run.build import RECORD, build_task, check_model, evaluated, fixed_engine, reward_set, server_devices
@@ -51,7 +52,7 @@ from mmrl.run.settle import (
     stored_config,
 )
 from mmrl.stages.prompts.split import expected_trials, split
-from mmrl.system.files import atomic_write, dumps, plain, read_jsonl
+from mmrl.system.files import plain, read_jsonl
 from mmrl.system.json_lines import stored_lines
 from mmrl.system.stop import stoppable
 from mmrl.tasks.base import Task
@@ -105,7 +106,7 @@ def _in_turn(config: StagedCommandConfig, command: Sequence[str], resumed: bool)
             with storage(rundir.path):
                 # After every stage: a run that was killed between two can be evaluated and exported.
                 write_policy(rundir.path, weights=str(path), prompts=prompts_of(str(path))[1], task=config.task.name)
-                _gather(rundir, stages)
+                gather(rundir, stages)
         return _finish(config, rundir, stages)
 
 
@@ -130,28 +131,6 @@ def _one(stage: StageConfig, path: Path, before: Path | None, command: Sequence[
     if before is not None:
         check_all([made.in_folder(None)])  # prompts and weights are there only now
     return begin(made.in_folder(str(path)), command)
-
-
-def _gather(rundir: RunDir, stages: Sequence[Path]) -> None:
-    """Bring the history and the evaluations of the ended stages together in the run's own files, each step once.
-
-    Steps count through all stages. Where a stage begins, the evaluation is that of the end of the stage before: of the
-    same policy, evaluated once more in the folder of the later stage.
-    """
-    lines: dict[int, dict[str, object]] = {}
-    offset = 0
-    for path in stages:
-        run = RunDir.read(path)
-        for record in run.history():
-            step = offset + int(record["step"])
-            # The end of a stage and the start of the next are one step of the run; what the earlier record has stays.
-            lines[step] = {**record, **lines.get(step, {}), "step": step}
-        for file in sorted((path / "eval").glob("step-*.jsonl")):
-            step, split = step_of(file) or 0, file.stem.split("-", 2)[2]
-            if step or not offset:
-                atomic_write(rundir.eval_path(offset + step, split), file.read_text(encoding="utf-8"))
-        offset = max(lines, default=0)
-    atomic_write(rundir.metrics_path, "".join(dumps(lines[step]) + "\n" for step in sorted(lines)))
 
 
 def _finish(config: StagedCommandConfig, rundir: RunDir, stages: Sequence[Path]) -> int:
