@@ -30,7 +30,7 @@ def ours(table: PaperTable) -> Rows:
     """Mean ± std; blank where not run."""
 
     def cell(value: Value) -> str:
-        mean, std = (table.number(number, value.place) for number in (value.mean, value.std))
+        mean, std = (table.number(number) for number in (value.mean, value.std))
         seeds = f" ({len(value.seeds)} of {value.wanted})" if value.seeds and len(value.seeds) < value.wanted else ""
         return f"{mean} ± {std}{seeds}" if std else f"{mean}{seeds}"
 
@@ -43,7 +43,7 @@ def reported(table: PaperTable) -> Rows:
         return []
 
     def cell(value: Value) -> str:
-        mean, std = (table.number(number, value.place) for number in (value.paper, value.paper_std))
+        mean, std = (table.number(number) for number in (value.paper, value.paper_std))
         return f"{mean} ± {std}" if std else mean
 
     return grid(table, cell)
@@ -68,10 +68,10 @@ def cell_rows(table: PaperTable) -> Rows:
     """One line per cell."""
     rows = [CELL_HEAD]
     for value in table.values:
-        mean, std, paper = (table.number(number, value.place) for number in (value.mean, value.std, value.paper))
+        mean, std, paper = (table.number(number) for number in (value.mean, value.std, value.paper))
         difference = f"{value.difference:+.{table.spec.source.decimals}f}" if value.difference is not None else ""
         agrees = "" if value.agrees is None else "yes" if value.agrees else "no"
-        between = value.interval and f"[{', '.join(table.number(end, value.place) for end in value.interval)}]"
+        between = value.interval and f"[{', '.join(table.number(end) for end in value.interval)}]"
         if table.scale != "paper":
             difference = ""
         seeds = f"{len(value.seeds)} of {value.wanted}"

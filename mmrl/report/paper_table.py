@@ -324,7 +324,7 @@ class PaperTable:
         ]
         return [*troubles, *shared, *rules, *rows, *self.spec.notes]
 
-    def number(self, value: float | None, place: Place) -> str:
+    def number(self, value: float | None) -> str:
         """As the paper prints it; empty for None."""
         return "" if value is None else f"{value:.{self.spec.source.decimals}f}"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -228,8 +229,14 @@ class Runs:
                 run.column = ""
         return Planned(name, self.spec, self.scale, rows, columns, runs, evaluations, metrics)
 
-    def _named(self, row: str, column: str) -> _Collected:
-        return _Collected(self.problems, f"{row} on {column}" if len(self.spec.columns) > 1 else row)
+    @contextmanager
+    def _named(self, row: str, column: str) -> Iterator[None]:
+        """Collects problems of a cell with its name."""
+        try:
+            yield
+        except ConfigError as error:
+            place = f"{row} on {column}" if len(self.spec.columns) > 1 else row
+            self.problems += [f"{place}: {problem}" for problem in error.problems]
 
     def _evaluation(self, row: str, column: str, seed: int) -> TableRun:
         method = self.spec.rows[row]
@@ -297,23 +304,6 @@ class Runs:
             )
             self.runs[path].row, self.runs[path].column = row, column
         return self.runs[path]
-
-
-@dataclass(slots=True)
-class _Collected:
-    """Problems of one cell, collected with its name."""
-
-    problems: list[str]
-    place: str
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, ConfigError):
-            return False
-        self.problems += [f"{self.place}: {problem}" for problem in error.problems]
-        return True
 
 
 def with_seed(config: Config, seed: int) -> Config:
