@@ -171,7 +171,10 @@ def test_tiny_stands_for_the_shipped_model_that_plays_the_task():
     assert validate(TrainCommandConfig, composed("train", ["task=tool_agent"])).model.path == "tiny"
 
 
-def test_no_row_may_be_said(capsys):
+def test_no_row_may_be_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "conf/experiment").mkdir(parents=True)
+    (tmp_path / "conf/experiment/mine.yaml").write_text("# @package _global_\ntrain: {steps: 3}\n")
+    monkeypatch.chdir(tmp_path)
     assert main(["train", "experiment=null", "--cfg", "job"]) == 0
     assert "Traceback" not in capsys.readouterr().err
     assert main(["train", "-m", "experiment=null,mine", "seed=x"]) == 2
