@@ -24,11 +24,11 @@ from rich.console import Console
 from mmrl.config import TrainCommandConfig
 from mmrl.config.engines import VllmServerConfig
 from mmrl.errors import ConfigError
-from mmrl.models.fetched import PACKAGES
 from mmrl.records import Forest
 from mmrl.report.findings import RunFacts, as_object, find, report
 from mmrl.report.machine import cpu_name, unmet, versions
 from mmrl.report.text import align
+from mmrl.run import fetch
 from mmrl.run.build import BuiltRun, build_run, build_task, check_model
 from mmrl.run.launch import released
 from mmrl.run.settle import settle
@@ -227,8 +227,7 @@ def look_at_machine(*, as_json: bool) -> int:
     machine.facts |= {f"{name} version": version for name, version in versions().items()}
     _vllm(machine)
     machine.facts["hub"] = _hub()
-    here = [package.name for package in PACKAGES.values() if package.there]
-    machine.facts["fetched"] = ", ".join(here) or "nothing (mmrl fetch lists what there is)"
+    machine.facts["fetched"] = fetch.here()
     machine.facts |= {name: "set" if os.environ.get(name) else "not set" for name in KEYS}
     if as_json:
         print(dumps({"version": 1, "can_train": not machine.broken, **asdict(machine)}, indent=1))

