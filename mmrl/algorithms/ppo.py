@@ -17,9 +17,8 @@ from itertools import accumulate
 from mmrl import rng
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import MappoConfig, TurnCriticConfig
-from mmrl.credit.backward import backward
+from mmrl.credit.backward import EstimatedCall, backward, critic_credit, critic_values, gae, kl_rewards
 from mmrl.credit.entries import Credit, Reward
-from mmrl.credit.gae import EstimatedCall, critic_credit, critic_values, gae, kl_rewards
 from mmrl.credit.loss_weights import Unit, per_token, two_level
 from mmrl.credit.scored import ScoredRollout, by_example
 from mmrl.records import Call, Forest

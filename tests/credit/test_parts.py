@@ -8,9 +8,8 @@ import statistics
 import pytest
 
 from mmrl.config.algo import GrpoConfig, MhgpoFofConfig
-from mmrl.credit.backward import backward
+from mmrl.credit.backward import EstimatedCall, backward, critic_credit, gae, whitening
 from mmrl.credit.entries import Group, Member, Reward
-from mmrl.credit.gae import EstimatedCall, critic_credit, gae, whitening
 from mmrl.credit.groups import compare, std_of
 from mmrl.credit.loss_weights import Unit, per_token, two_level
 from mmrl.credit.scored import scored_rollouts
