@@ -17,8 +17,19 @@ from mmrl.errors import unknown
 
 SCALES = ("paper", "mini", "real")
 """The papers' models and data; the mini world with the tiny models; a small real model on real data."""
-TRAINING_ALONE = ("train", "algo", "stages", "stage")
-"""Sections that an evaluation does not have."""
+TRAINING_ALONE = (
+    *("train", "algo", "stages", "stage", "eval.every", "model.lora", "model.gradient_checkpointing"),
+    *(
+        "hardware.sharding",
+        "hardware.cpu_offload",
+        "hardware.rollout_devices",
+        "run.doctor",
+        "run.progress",
+        "run.name",
+    ),
+    *("run.report_to", "run.report_calls", "run.wandb_project", "run.group", "run.tags"),
+)
+"""Sections and keys that an evaluation does not take."""
 Command = Literal["train", "eval"]
 
 

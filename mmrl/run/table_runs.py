@@ -55,15 +55,16 @@ def words_of(
     algo = algos[-1] if algos else ""
     # Before the row: what a row says for itself holds, whatever its algorithm.
     around = [*shared, *base.of_algo(algo, scale, command), *placed, *place.of_algo(algo, scale, command)]
-    words = [word for word in around if not any(f"{_key(word)}.".startswith(f"{key}.") for key in method.without)]
+    words = [word for word in around if not is_below(word, method.without)]
     words += own
     if command == "eval":
-        words = [word for word in words if _key(word).partition(".")[0] not in TRAINING_ALONE]
+        words = [word for word in words if not is_below(word, TRAINING_ALONE)]
     return later_wins(words)
 
 
-def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+")
+def is_below(word: str, keys: Sequence[str]) -> bool:
+    """Whether an override sets one of some keys or sections, or something in one."""
+    return any(f"{word.lstrip('+~').partition('=')[0]}.".startswith(f"{key}.") for key in keys)
 
 
 def read_table(name: str, folders: Sequence[Path]) -> tuple[TableSpec, Base]:
@@ -271,11 +272,8 @@ class Runs:
         return self._run("train", row, stages, seed, words, config, before, identity)
 
     def _words(self, row: str, column: str, command: Command, stage: int) -> list[str]:
-        typed = [
-            word
-            for word in self.typed
-            if command == "train" or word.lstrip("+~").partition("=")[0].partition(".")[0] not in TRAINING_ALONE
-        ]
+        # What is typed is for all runs that can take it.
+        typed = [word for word in self.typed if command == "train" or not is_below(word, TRAINING_ALONE)]
         return later_wins([*words_of(self.spec, self.base, row, column, self.scale, command, stage), *typed])
 
     def _config(self, command: Command, words: Sequence[str], seed: int) -> Config:

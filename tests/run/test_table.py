@@ -254,6 +254,11 @@ def test_the_command_of_every_run_is_printed(calls, capsys):
     text = capsys.readouterr().out
     assert "train FoF, seeds 0 1:\n  mmrl train model=tiny task=hotpotqa algo=mhgpo_fof eval.items=7 seed=0" in text
     assert "eval FoF on HotpotQA, seeds 0 1:\n  mmrl eval model=tiny" in text and calls() == []
+    # A setting that evaluations do not take is for the trainings.
+    assert main([*TABLE, "rows=FoF", "do=plan", "eval.every=3", "run.report_to=[wandb]", "train.lr=1"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  mmrl")]
+    assert ["eval.every=3" in line and "train.lr=1" in line for line in lines] == [True, False]
+    assert "wandb" in lines[0] and "wandb" not in lines[1]
 
 
 def test_do_check_compares_with_the_text(calls, tmp_path, capsys):
