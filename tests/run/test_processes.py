@@ -262,12 +262,13 @@ def started(*arguments):
 @pytest.mark.parametrize(
     "algo", [("algo=mhgpo_rr",), ("task=tool_agent", "algo=ppo", "algo.critic_warmup_steps=0")], ids=["mhgpo_rr", "ppo"]
 )
-def test_two_processes_give_the_numbers_of_one(algo, tmp_path):
-    for name, hardware in (("one", "cpu"), ("two", "cpu2")):
-        out, err = started(*algo, f"hardware={hardware}", f"run.dir={tmp_path / name}").communicate(timeout=600)
-        assert "before" in out, err
-        assert out.count("training reward") == 1  # one process speaks
-        assert "Warning" not in err
+def test_two_processes_give_the_numbers_of_one(algo, tmp_path, capsys):
+    out, err = started(*algo, "hardware=cpu2", f"run.dir={tmp_path / 'two'}").communicate(timeout=600)
+    assert "before" in out, err
+    assert out.count("training reward") == 1  # one process speaks
+    assert "Warning" not in err
+    assert main(["train", *later_wins([*SMALL, *algo, "hardware=cpu", f"run.dir={tmp_path / 'one'}"])]) == 0
+    assert capsys.readouterr().out.count("training reward") == 1
     one, two = (RunDir.read(tmp_path / name) for name in ("one", "two"))
     for mine, theirs in zip(one.history(), two.history(), strict=True):
         assert mine.keys() == theirs.keys()
