@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import time
 
@@ -32,38 +33,34 @@ def test_a_run_ends_with_a_table_and_a_report(algo, random_model, tmp_path, caps
         assert record["rollouts/failed_share"] == 0
 
 
-def test_show_prints_the_curve_and_the_tree_of_an_example(random_model, tmp_path, capsys):
-    assert main(command(random_model, tmp_path / "run", "algo=mhgpo_fof", "train.steps=1")) == 0
-    capsys.readouterr()
-    assert main(["show", str(tmp_path / "run")]) == 0
+def test_show_prints_the_curve_and_the_tree_of_an_example(whole, capsys):
+    assert main(["show", str(whole)]) == 0
     assert "reward" in capsys.readouterr().out
-    example = json.loads((tmp_path / "run" / "eval" / "step-000000-dev.jsonl").read_text().splitlines()[0])["id"]
-    assert main(["show", str(tmp_path / "run"), f"example={example}"]) == 0, "a dev item has its scores"
+    example = json.loads((whole / "eval" / "step-000000-dev.jsonl").read_text().splitlines()[0])["id"]
+    assert main(["show", str(whole), f"example={example}"]) == 0, "a dev item has its scores"
     shown = capsys.readouterr().out
     assert example in shown and "f1" in shown
-    assert main(["show", str(tmp_path / "run"), "example=nobody"]) == 2
+    assert main(["show", str(whole), "example=nobody"]) == 2
     assert "nobody" in capsys.readouterr().err
-    trained = next(iter(read_step(RunDir.read(tmp_path / "run"), 1)[0].examples))
-    assert main(["show", str(tmp_path / "run"), f"example={trained}", "step=1"]) == 0
+    trained = next(iter(read_step(RunDir.read(whole), 1)[0].examples))
+    assert main(["show", str(whole), f"example={trained}", "step=1"]) == 0
     shown = capsys.readouterr().out
     assert all(module in shown for module in ("rewriter", "reranker", "answerer"))
     assert "advantage" in shown
 
 
-def test_the_journal_exports_the_form_that_credit_reads(random_model, tmp_path, capsys):
-    run_dir, exported = tmp_path / "run", tmp_path / "forest.json"
-    assert main(command(random_model, run_dir, "train.steps=1", "eval.every=0")) == 0
-    capsys.readouterr()
-    assert main(["show", str(run_dir), "step=1", "--json"]) == 0
+def test_the_journal_exports_the_form_that_credit_reads(whole, tmp_path, capsys):
+    exported = tmp_path / "forest.json"
+    assert main(["show", str(whole), "step=1", "--json"]) == 0
     exported.write_text(capsys.readouterr().out)
     assert json.loads(exported.read_text())["version"] == 1
     found = []
-    for path in (exported, RunDir.read(run_dir).journal_path(1, None)):
+    for path in (exported, RunDir.read(whole).journal_path(1, None)):
         assert main(["credit", "algo=mhgpo_rr,grpo", f"rollouts={path}", "--json"]) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert found[0] == found[1] and len(found[0][0]["calls"]) > 4
     for wrong in (["--json"], ["step=1", "example=x", "--json"]):
-        assert main(["show", str(run_dir), *wrong]) == 2
+        assert main(["show", str(whole), *wrong]) == 2
         assert "--json: writes the rollouts of one step; give step=N" in capsys.readouterr().err
 
 
@@ -97,17 +94,16 @@ def test_killed_at_a_random_instant_and_resumed_a_run_gives_bit_equal_numbers(ex
     assert numbers(tmp_path / "whole") == numbers(killed)
 
 
-def test_a_finished_run_is_not_continued(random_model, tmp_path, capsys):
-    assert main(command(random_model, tmp_path / "run", "train.steps=1")) == 0
+def test_a_finished_run_is_not_continued(whole, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path / "run")
     assert main(["train", f"resume={tmp_path / 'run'}"]) == 2
     assert "finished" in capsys.readouterr().err
 
 
-def test_eval_of_a_run_agrees_with_the_runs_own_last_evaluation(random_model, tmp_path, capsys):
-    assert main(command(random_model, tmp_path / "run", "train.steps=2")) == 0
-    after = RunDir.read(tmp_path / "run").history()[-1]
+def test_eval_of_a_run_agrees_with_the_runs_own_last_evaluation(whole, tmp_path, capsys):
+    after = RunDir.read(whole).history()[-1]
     arguments = ["eval.items=4", "task.max_tokens=6", "task.retriever.top_k=2", "hardware=cpu", "hardware.threads=1"]
-    assert main(["eval", f"policy={tmp_path / 'run'}", f"run.dir={tmp_path / 'eval'}", *arguments]) == 0
+    assert main(["eval", f"policy={whole}", f"run.dir={tmp_path / 'eval'}", *arguments]) == 0
     metrics = RunDir.read(tmp_path / "eval").summary["metrics"]
     for name in ("em", "f1", "accuracy"):
         assert metrics[name] == after[f"eval/dev/{name}"]
