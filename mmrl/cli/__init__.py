@@ -54,6 +54,8 @@ Usage:
                                       rewards, groups, advantages and weights of recorded rollouts
   mmrl credit run=RUN_DIR step=N [--json]
                                       the same of a run's step, as it was trained
+  mmrl replay RUN_DIR [step=N] [algo=A,B]
+                                      every step's credit derived again; what other algorithms would have given
   mmrl plan [key=value ...] [device=h200] [dry=N]
                                       what a run will do and cost, before it starts
   mmrl doctor [key=value ...] [examples=8] [--json]

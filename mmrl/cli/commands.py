@@ -12,6 +12,7 @@ from pathlib import Path
 
 import typer
 
+from mmrl.cli import credit_commands as credit_commands  # declares its commands
 from mmrl.cli.app import HYDRA_FLAGS, SETTINGS, JsonFlag, app
 from mmrl.cli.before_commands import index_app
 from mmrl.errors import ConfigError, MmrlError
@@ -237,37 +238,6 @@ def table(context: typer.Context) -> int:
     return table_command(request, lambda command, words: configs.table_config(command, words, line.config_dir))
 
 
-@app.command(
-    context_settings=SETTINGS,
-    options_metavar="rollouts=FILE algo=A[,B] | run=RUN_DIR step=N [algo=A,B] [KEY=VALUE ...]",
-)
-def credit(context: typer.Context, as_json: JsonFlag = False) -> int:
-    """Print rewards, groups, advantages and weights of recorded rollouts; no task, no model, no torch.
-
-    Of a run's step: what it was trained on, with all settings of the run, compared with its journal.
-
-    \b
-    Keys:
-      rollouts=FILE   a forest file, or one step of a run's journal
-      run=RUN_DIR     a training run, in place of a file
-      step=N          the step of that run
-      algo=A,B        algorithms, side by side; a run's own keeps the run's settings, and is the one if left out
-      algo.*          settings of the algorithms: algo.group_size=4
-      seed=           of the algorithm's own choices; of a run: the run's
-      plugins=        packages that add algorithms
-
-    \b
-    Examples:
-      mmrl credit algo=mhgpo_fof rollouts=forest.json
-      mmrl credit run=outputs/hotpotqa/mhgpo_rr/RUN step=40
-      mmrl credit run=outputs/hotpotqa/mhgpo_rr/RUN step=40 algo=mhgpo_rr,grpo --json
-    """
-    from mmrl.cli.hydra import credit_request
-    from mmrl.run.credit import credit_command
-
-    return credit_command(credit_request(context.args), as_json)
-
-
 @app.command(context_settings=SETTINGS, options_metavar="RUN_DIR out=FOLDER [KEY=VALUE ...]")
 def export(context: typer.Context) -> int:
     """Write a run's weights for other libraries: tokenizer, chat template, DSPy prompts and a model card beside them.
@@ -388,6 +358,7 @@ COMMANDS = (
     "compare",
     "table",
     "credit",
+    "replay",
     "plan",
     "doctor",
     "export",

@@ -208,11 +208,11 @@ def through_hydra(config_name: str, line: CommandLine, job: Job, program: str = 
 
 
 CREDIT = ("rollouts", "run", "step", "algo")
-"""Keys of `mmrl credit` itself."""
+"""Keys of `mmrl credit` itself; `run` is RUN_DIR of `mmrl replay`."""
 
 
-def credit_request(words: Sequence[str]) -> CreditRequest:
-    """What is credited, each algorithm composed by itself.
+def credit_request(words: Sequence[str], command: str = "credit") -> CreditRequest:
+    """What `mmrl credit` or `mmrl replay` is to credit, each algorithm composed by itself.
 
     Raises:
         ConfigError: every problem.
@@ -222,9 +222,9 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
     problems = _source_problems(line)
     chosen = _chosen(line, problems)
     if line.switches:
-        problems.append(f"{' '.join(line.switches)}: has no effect on mmrl credit; several algorithms are algo=A,B")
+        problems.append(f"{' '.join(line.switches)}: has no effect on mmrl {command}; several algorithms are algo=A,B")
     stray = {key for key in line.keys if key.partition(".")[0] not in ("algo", "seed", "plugins")}
-    problems += [f"{key}: has no effect on mmrl credit, which composes algo= alone" for key in sorted(stray)]
+    problems += [f"{key}: has no effect on mmrl {command}, which composes algo= alone" for key in sorted(stray)]
     if not (line.own.get("rollouts") or line.own.get("run")) or chosen is None:
         raise ConfigError(problems)
     line = line.without(stray)

@@ -330,7 +330,8 @@ TYPED = (
     Rule("algo.obs", _absent("observations"), "with this task: its contexts have no observations"),
     Rule("algo.eps algo.ddof", "algo.scale=false", ": nothing is divided by a standard deviation"),
     Rule("algo.kl", "algo.beta=0.0", "; set algo.beta"),
-    Rule("train.packing train.old_logprobs train.tis train.staleness", _SFT, _GIVEN),
+    Rule("train.old_logprobs train.tis train.staleness", _SFT, _GIVEN),
+    Rule("train.packing", "algo.prompt_weight!=0.0", ": prompts are trained too, so sequences are padded"),
     Rule(
         "engine hardware.engine",
         lambda at: _SFT(at) and _engine(at) != "transformers",

@@ -113,7 +113,9 @@ class TaskConfig(Section):
     max_tokens: int = Field(100, ge=1, description="completion limit of a call")
     # the smallest limits only exclude what no prompt fits into
     max_context: int | None = Field(None, ge=16, description="prompt + completion limit; null: the model's")
-    timeout_s: float = Field(600.0, gt=0, description="wall-clock limit of one rollout")
+    timeout_s: float = Field(
+        600.0, gt=0, description="limit of one rollout, without the time in which an engine of this process computes"
+    )
 
 
 class OpenQaConfig(TaskConfig):
@@ -206,7 +208,17 @@ class DirectQaConfig(OpenQaConfig):
     chain_of_thought: bool = Field(False, description="think before the answer")
 
 
-class Banking77Config(SampleConfig):
+class DspyPromptConfig(TaskConfig):
+    """What tasks share whose program is DSPy's."""
+
+    prompt_layout: Literal["dspy", "shared_first"] = Field(
+        "dspy",
+        description="the adapter's reminder of the output fields: after the item, or in the system message, which all "
+        "prompts of a module share",
+    )
+
+
+class Banking77Config(SampleConfig, DspyPromptConfig):
     """Intent classification."""
 
     labels: str | None = Field(
@@ -214,7 +226,7 @@ class Banking77Config(SampleConfig):
     )
 
 
-class PapillonConfig(SampleConfig, JudgedConfig):
+class PapillonConfig(SampleConfig, JudgedConfig, DspyPromptConfig):
     """Privacy-conscious delegation."""
 
     external: ExternalConfig | None = Field(
@@ -222,7 +234,7 @@ class PapillonConfig(SampleConfig, JudgedConfig):
     )
 
 
-class HoverConfig(SampleConfig, CorpusConfig):
+class HoverConfig(SampleConfig, CorpusConfig, DspyPromptConfig):
     """Finding the documents behind a claim."""
 
     search_hops: int = Field(4, ge=1, description="searches, the first one for the claim itself")
@@ -237,7 +249,7 @@ class HoverConfig(SampleConfig, CorpusConfig):
     claim_hops: int | None = Field(3, description="only claims of this many hops; null: all")
 
 
-class DspyProgramConfig(TaskConfig):
+class DspyProgramConfig(DspyPromptConfig):
     """A program of the user's, in DSPy or plain async code (`task=dspy`)."""
 
     # null in the schema, so that the task can report program, metric and inputs missing all at once

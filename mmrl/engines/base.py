@@ -112,6 +112,11 @@ class Engine(ABC):
         """Seconds so far during which something was being generated."""
         return 0.0
 
+    @property
+    def computing_s(self) -> float:
+        """Seconds up to now in which this process itself made tokens: no rollout's limit of time counts them."""
+        return 0.0
+
     @abstractmethod
     async def generate(self, request: Request) -> Completion:
         """One completion.

@@ -133,6 +133,11 @@ class Router(Engine):
         """Seconds of the engine, and those that only endpoints took."""
         return self.engine.busy_s + self._clock.seconds
 
+    @property
+    def computing_s(self) -> float:
+        """See `Engine.computing_s`."""
+        return self.engine.computing_s
+
     async def generate(self, request: Request) -> Completion:
         """Raises `EngineFailure`."""
         endpoint = self.endpoints.get(request.module)

@@ -307,7 +307,7 @@ ASK = '[{"role": "user", "content": "Hello"}]'
 
 
 def snippets(
-    folder: Path, names: Sequence[str], base: str, rank: int | None, *, modules: Sequence[str], program: bool
+    folder: Path, names: Sequence[str], base: str, rank: int | None, *, modules: Sequence[str], program: str | None
 ) -> Iterator[tuple[str, str]]:
     """(library, code) for each.
 
@@ -317,7 +317,7 @@ def snippets(
         base: the base model of adapters.
         rank: of an adapter; None: full weights.
         modules: those that `mmrl serve` knows apart, where the folder says which one speaks with which weights.
-        program: whether the folder has a `program.json`.
+        program: `task.prompt_layout` of the folder's `program.json`; None: it has none.
     """
     weights = f"{folder}/{names[0]}" if names else str(folder)
     yield (
@@ -343,15 +343,20 @@ def snippets(
     )
 
 
-def _dspy(folder: Path, served: str, apart: bool, program: bool) -> str:
+def _dspy(folder: Path, served: str, apart: bool, program: str | None) -> str:
+    shared = program == "shared_first"
+    first = "from mmrl.tasks.dspy.fields import shared_first\n" if shared else ""
+    adapter = "adapter=shared_first(dspy.ChatAdapter())" if shared else ""
     loaded = f'program = Program(); program.load("{folder}/program.json")  # Program: your dspy.Module'
     # DSPy's cache knows policies by name alone, and the next one served has the same name.
     where = f'api_base="{ADDRESS}", api_key="none", cache=False'
     if program and apart:
         each = "for name, predictor in program.named_predictors():"
-        return f'{loaded}\n{each} predictor.lm = dspy.LM(f"openai/policy/{{name}}", {where})'
+        layout = f"{first}dspy.configure({adapter})\n" if shared else ""
+        return f'{layout}{loaded}\n{each} predictor.lm = dspy.LM(f"openai/policy/{{name}}", {where})'
     example = loaded if program else 'print(dspy.Predict("question -> answer")(question="Hello").answer)'
-    return f'dspy.configure(lm=dspy.LM("openai/{served}", {where}))\n{example}'
+    configured = ", ".join(filter(None, (f'lm=dspy.LM("openai/{served}", {where})', adapter)))
+    return f"{first}dspy.configure({configured})\n{example}"
 
 
 def _vllm(weights: str, base: str, rank: int | None) -> str:

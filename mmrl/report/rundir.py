@@ -363,8 +363,19 @@ def refuse_full(path: Path) -> None:
         raise ConfigError(f"run.dir: {path} is a file, expected a new or empty folder")
     # A lock file alone is left by a start that failed before it wrote anything.
     if any(entry.name != LOCK for entry in path.iterdir()):
-        hint = f"; to continue it: mmrl train resume={path}" if (path / "config.yaml").is_file() else ""
-        raise ConfigError(f"run.dir: {path} exists and is not empty, nothing was overwritten{hint}")
+        raise ConfigError(f"run.dir: {path} exists and is not empty, nothing was overwritten{_way_on(path)}")
+
+
+def _way_on(path: Path) -> str:
+    """How to continue what a folder holds; empty where that is nothing of ours."""
+    if not (path / "config.yaml").is_file():
+        return ""
+    try:
+        config = read_yaml(path / "config.yaml")
+    except DataError:
+        config = None  # whoever continues it will hear of that
+    command = "eval" if isinstance(config, dict) and "policy" in config else "train"
+    return f"; to continue it: mmrl {command} resume={path}"
 
 
 def _run_below(path: Path) -> str:

@@ -26,5 +26,5 @@ def with_program(task: Task) -> Task:
     if dspy is not None and isinstance(task.program, dspy.Module):
         from mmrl.rollout.dspy.dspy_program import DspyProgram
 
-        task.program = DspyProgram(task.program)
+        task.program = DspyProgram(task.program, getattr(task, "prompt_layout", "dspy"))
     return task

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 
@@ -91,7 +92,7 @@ class _Tree:
         limit = self.env.settings.timeout_s
         try:
             # Of the program alone: a judge has its own limit, and its time is not the model's doing.
-            async with asyncio.timeout(limit):
+            async with _limited(limit, ctx.env.engine):
                 return await ctx.env.task.program.run(self.example, ctx)
         except TimeoutError as error:
             raise RolloutTimeout(f"took longer than task.timeout_s={limit:g}") from error
@@ -163,6 +164,34 @@ class _Tree:
             # Only where there are any: a rollout without the key counts as 0.
             metrics={"empty_searches": empty} if (empty := ctx.empty_searches) else EMPTY,
         )
+
+
+@asynccontextmanager
+async def _limited(limit: float, engine: Engine) -> AsyncIterator[None]:
+    """A limit on the time that a program takes while the engine of this process does not compute.
+
+    All rollouts of a batch wait for its tokens together: on a slow machine hours, and no program's doing.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    loop = asyncio.get_running_loop()
+    started, computing = loop.time(), engine.computing_s
+    async with asyncio.timeout(None) as clock:
+        watch = loop.call_later(limit, lambda: look())
+
+        def look() -> None:
+            nonlocal watch
+            left = limit - (loop.time() - started) + (engine.computing_s - computing)
+            if left <= 0:
+                clock.reschedule(loop.time())
+            else:
+                watch = loop.call_later(left, look)
+
+        try:
+            yield
+        finally:
+            watch.cancel()
 
 
 async def sample(

@@ -10,21 +10,19 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from mmrl.config import StageConfig, StagedCommandConfig
 from mmrl.config.base import Section
-from mmrl.config.validate import as_tuples, explain
-from mmrl.errors import ConfigError, DataError, Stopped, unknown
+from mmrl.errors import ConfigError, Stopped, unknown
 from mmrl.report.compare import Comparison, compare_runs
 from mmrl.report.html import check_docs, write_comparison, write_docs
 from mmrl.report.overview import damage_named, find_runs
 from mmrl.report.tables import comparison_text
 from mmrl.run.check import check_all
-from mmrl.run.queue import QueuedRun, RunQueue
+from mmrl.run.queue import QueuedRun, RunQueue, read_as, whole_numbers
 from mmrl.run.settle import allocate
 from mmrl.system.conf import conf_dir, later_wins, options, user_dirs
-from mmrl.system.files import read_yaml
 from mmrl.system.stop import stoppable
 from mmrl.tasks import TASKS
 
@@ -59,16 +57,7 @@ def read_comparison(path: Path) -> ComparisonFile:
     Raises:
         ConfigError: every problem in it, with the file's name.
     """
-    try:
-        raw = read_yaml(path)
-    except DataError as error:
-        raise ConfigError(f"plan: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"plan: {path}: got {type(raw).__name__}, expected a mapping with parts, seed and settings")
-    try:
-        file = ComparisonFile.model_validate(as_tuples(raw))
-    except ValidationError as error:
-        raise ConfigError(f"plan: {path}: {problem}" for problem in explain(ComparisonFile, error)) from None
+    file = read_as(ComparisonFile, path, "plan")
     known = {algo for part in file.parts for algo in part.algo}
     # A misspelt name would leave its settings without effect.
     stray = [f"plan: {path}: algo.{name}: no part runs this algorithm" for name in file.algo if name not in known]
@@ -173,7 +162,7 @@ def _checked(request: ComparisonRequest, name: str, compose: Compose) -> tuple[i
     """
     problems: list[str] = []
     file = _requested(request, problems)
-    (at_once,) = _whole_numbers([request.given.get("jobs", "1")], "jobs", 1, problems)
+    (at_once,) = whole_numbers([request.given.get("jobs", "1")], "jobs", 1, problems)
     problems += _name_problems(name)
     problems += [
         f"{key}: a comparison gives each run its own directory; leave it out, or set name="
@@ -216,7 +205,7 @@ def _show(comparison: Comparison, out: Path, docs: str | None) -> None:
 def _requested(request: ComparisonRequest, problems: list[str]) -> ComparisonFile:
     """The comparison's file or one made from `algo=`, `task=` and `seed=`; with a file, these choose from it."""
     chosen = {key: request.listed(key) for key in ("algo", "task")}
-    seeds = _whole_numbers(request.listed("seed"), "seed", 0, problems)
+    seeds = whole_numbers(request.listed("seed"), "seed", 0, problems)
     for key, names in chosen.items():
         known = options(key, request.config_dir)
         problems += [unknown(key, part, known) for name in names for part in name.split("+") if part not in known]
@@ -298,16 +287,6 @@ def method_word(algo: str) -> str:
 def main_metrics() -> dict[str, str]:
     """Task -> its main metric, of tasks whose class says it."""
     return {name: str(task.main_metric) for name, task in TASKS.items() if hasattr(task, "main_metric")}
-
-
-def _whole_numbers(texts: Sequence[str], key: str, least: int, problems: list[str]) -> tuple[int, ...]:
-    fine = [bool(re.fullmatch(r"\d+", text)) and int(text) >= least for text in texts]
-    problems += [
-        f"{key}: got '{text}', expected a whole number from {least}"
-        for text, is_fine in zip(texts, fine, strict=True)
-        if not is_fine
-    ]
-    return tuple(int(text) if is_fine else least for text, is_fine in zip(texts, fine, strict=True))
 
 
 def _name_problems(name: str | None) -> list[str]:

@@ -319,7 +319,8 @@ def _snippets(named: Path, folder: Path, choice: Choice, config: Config, base: s
     rank = config.model.lora.r if choice.form == "adapter" and config.model.lora is not None else None
     spoken = choice.recorded.get("modules")
     modules = tuple(spoken) if isinstance(spoken, dict) else ()
-    return snippets(named, _names(choice), base, rank, modules=modules, program=_has_program(folder))
+    layout = getattr(config.task, "prompt_layout", "dspy") if _has_program(folder) else None
+    return snippets(named, _names(choice), base, rank, modules=modules, program=layout)
 
 
 def _kind(choice: Choice) -> str:

@@ -16,7 +16,7 @@ from mmrl.config import (
     TrainCommandConfig,
 )
 from mmrl.config.retriever import Bm25Config
-from mmrl.config.tasks import BUILT_IN, CorpusConfig, JudgedConfig, PapillonConfig
+from mmrl.config.tasks import BUILT_IN, Banking77Config, CorpusConfig, JudgedConfig, PapillonConfig
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.load import model_path
 from mmrl.plan.cost import NAMES as DEVICES
@@ -220,6 +220,8 @@ def on_mini_world(task: TaskConfig) -> TaskConfig:
     data = task.data.model_copy(update={"train": "mini", "dev": "mini", "test": "mini"})
     # What is left out needs a download, a server or a key, and the plan needs none of their contents.
     plain: dict[str, object] = {"data": data}
+    if isinstance(task, Banking77Config):
+        plain["labels"] = None
     if isinstance(task, CorpusConfig):
         plain |= {"corpus": None, "retriever": Bm25Config(top_k=task.retriever.top_k)}
     if isinstance(task, JudgedConfig) and task.judge is not None:

@@ -7,6 +7,7 @@ that was killed. Children end when this process ends.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
+
+from pydantic import ValidationError
 
 from mmrl.config import (
     EvalCommandConfig,
@@ -24,13 +27,14 @@ from mmrl.config import (
     StagedCommandConfig,
     TrainCommandConfig,
 )
-from mmrl.config.base import FETCHED, of_stage
-from mmrl.errors import ConfigError
+from mmrl.config.base import FETCHED, Section, of_stage
+from mmrl.config.validate import as_tuples, explain
+from mmrl.errors import ConfigError, DataError
 from mmrl.report.rundir import FOLDERS, LOCK, RunDir
 from mmrl.report.stats import duration, number, short
 from mmrl.run.settle import config_changes
 from mmrl.system.child_process import end_with_parent
-from mmrl.system.files import read_jsonl
+from mmrl.system.files import read_jsonl, read_yaml
 
 MMRL = [sys.executable, "-m", "mmrl"]
 """The command of a child, before its words."""
@@ -43,6 +47,7 @@ LOCK_S = 30.0
 """Seconds that a run of a comparison killed just now has to let go of its directory."""
 
 State = Literal["new", "unfinished", "finished"]
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 def state_of(path: Path, config: RootConfig, key: str) -> State:
@@ -340,3 +345,36 @@ def _wait_for_lock(run: QueuedRun) -> None:
         if time.monotonic() > until:
             raise ConfigError(f"{run.key}: {run.path}: another process has this run; try again once it has ended")
         time.sleep(POLL_S)
+
+
+def read_as(schema: type[SectionT], path: Path, called: str) -> SectionT:
+    """A YAML file that says which runs there are.
+
+    Args:
+        called: the word of the command line that names it.
+
+    Raises:
+        ConfigError: every problem in it, with the file's name.
+    """
+    try:
+        raw = read_yaml(path)
+    except DataError as error:
+        raise ConfigError(f"{called}: {error}") from None
+    if not isinstance(raw, dict):
+        fields = ", ".join(schema.model_fields)
+        raise ConfigError(f"{called}: {path}: got {type(raw).__name__}, expected a mapping with {fields}")
+    try:
+        return schema.model_validate(as_tuples(raw))
+    except ValidationError as error:
+        raise ConfigError(f"{called}: {path}: {problem}" for problem in explain(schema, error)) from None
+
+
+def whole_numbers(texts: Sequence[str], key: str, least: int, problems: list[str]) -> tuple[int, ...]:
+    """The numbers of a word; a problem, and `least`, for each that is none."""
+    fine = [bool(re.fullmatch(r"\d{1,9}", text)) and int(text) >= least for text in texts]
+    problems += [
+        f"{key}: got '{text}', expected a whole number from {least}"
+        for text, is_fine in zip(texts, fine, strict=True)
+        if not is_fine
+    ]
+    return tuple(int(text) if is_fine else least for text, is_fine in zip(texts, fine, strict=True))

@@ -22,7 +22,7 @@ from mmrl.report.paper_table import PaperTable
 from mmrl.report.text import align
 from mmrl.run.check import check_all
 from mmrl.run.compare import output
-from mmrl.run.queue import RunQueue
+from mmrl.run.queue import RunQueue, whole_numbers
 from mmrl.run.table_runs import (
     Compose,
     Config,
@@ -94,7 +94,7 @@ def table_command(request: TableRequest, compose: Compose) -> int:
     if do == "show":
         _show(planned, out)
         return 0
-    return _run(planned, _whole(given.get("jobs", "1"), "jobs", 1), request.config_dir, out)
+    return _run(planned, int(given.get("jobs", "1")), request.config_dir, out)
 
 
 # --- what runs
@@ -110,41 +110,36 @@ def _planned(request: TableRequest, compose: Compose) -> Planned:
         raise ConfigError(unknown("scale", scale, SCALES))
     if scale not in base.scales:
         raise ConfigError(f"scale: got {scale}, and table {name} has settings for {', '.join(base.scales)} alone")
-    rows = _chosen("rows", given.get("rows"), list(spec.rows))
-    columns = _chosen("columns", given.get("columns"), list(spec.columns))
-    seeds = (
-        tuple(_whole(text.strip(), "seed", 0) for text in given["seed"].strip("[]").split(","))
-        if "seed" in given
-        else None
-    )
-    single = ["hardware.threads=1"] if _whole(given.get("jobs", "1"), "jobs", 1) > 1 else []
+    problems: list[str] = []
+    rows = _chosen("rows", given.get("rows"), list(spec.rows), problems)
+    columns = _chosen("columns", given.get("columns"), list(spec.columns), problems)
+    texts = [text.strip() for text in given.get("seed", "").strip("[]").split(",")]
+    seeds = whole_numbers(texts, "seed", 0, problems) if "seed" in given else None
+    (at_once,) = whole_numbers([given.get("jobs", "1")], "jobs", 1, problems)
+    if problems:
+        raise ConfigError(problems)
+    single = ["hardware.threads=1"] if at_once > 1 else []
     plan = Runs(spec, base, scale, compose, [*single, *request.overrides])
     return plan.made(name, rows, columns, seeds)
 
 
-def _chosen(key: str, text: str | None, names: Sequence[str]) -> list[str]:
+def _chosen(key: str, text: str | None, names: Sequence[str], problems: list[str]) -> list[str]:
     """Names in a list, exact or in lower case without signs; all for None. In the table's order."""
     if text is None:
         return list(names)
     # A name may hold commas and parentheses of its own: the exact one first.
     parts = [text] if text in names else [part.strip() for part in text.strip("[]").split(",") if part.strip()]
     by_slug = {_slug(name): name for name in names}
-    problems = [unknown(key, part, names) for part in parts if part not in names and _slug(part) not in by_slug]
-    if problems or not parts:
-        raise ConfigError(problems or f"{key}: got an empty list, expected some of {', '.join(names)}")
-    chosen = {part if part in names else by_slug[_slug(part)] for part in parts}
+    problems += [unknown(key, part, names) for part in parts if part not in names and _slug(part) not in by_slug]
+    if not parts:
+        problems.append(f"{key}: got an empty list, expected some of {', '.join(names)}")
+    chosen = {part if part in names else by_slug.get(_slug(part)) for part in parts}
     return [name for name in names if name in chosen]
 
 
 def _slug(name: str) -> str:
     # A sign in front tells "*Rewriter" from "-Rewriter".
     return name[:1].strip().lower() + "-".join(re.findall(r"[a-z0-9.]+", name[1:].lower()))
-
-
-def _whole(text: str, key: str, least: int) -> int:
-    if not re.fullmatch(r"\d{1,9}", text) or int(text) < least:
-        raise ConfigError(f"{key}: got '{text}', expected a whole number from {least}")
-    return int(text)
 
 
 # --- running and showing

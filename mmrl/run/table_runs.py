@@ -9,23 +9,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, TypeVar
-
-from pydantic import ValidationError
+from typing import ClassVar
 
 from mmrl.config import EvalCommandConfig, RootConfig, StageConfig, StagedCommandConfig, TrainCommandConfig
-from mmrl.config.base import Section
 from mmrl.config.paper_tables import TRAINING_ALONE, Base, Command, TableSpec
-from mmrl.config.validate import as_tuples, explain
-from mmrl.errors import ConfigError, DataError, unknown
+from mmrl.errors import ConfigError, unknown
 from mmrl.models.policy import complete_checkpoints
 from mmrl.report.paper_table import PaperTable, SeedRun, has_scores
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import number
 from mmrl.run.compare import main_metrics
-from mmrl.run.queue import QueuedRun, State, state_of
+from mmrl.run.queue import QueuedRun, SectionT, State, read_as, state_of
 from mmrl.system.conf import later_wins
-from mmrl.system.files import JsonObject, read_jsonl, read_yaml
+from mmrl.system.files import JsonObject, read_jsonl
 
 RUNS = Path("outputs") / "tables" / "runs"
 COLLAPSED = 0.5
@@ -36,7 +32,6 @@ OF_MACHINE = ("run", "hardware", "engine")
 Config = StageConfig | StagedCommandConfig | EvalCommandConfig
 Compose = Callable[[Command, Sequence[str]], Config]
 """Overrides of a command to a validated config; raises `ConfigError`."""
-SectionT = TypeVar("SectionT", bound=Section)
 
 
 def words_of(
@@ -98,16 +93,7 @@ def _read(name: str, group: str, folders: Sequence[Path], schema: type[SectionT]
     if path is None:
         names = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
         raise ConfigError(unknown(group, name, names))
-    try:
-        raw = read_yaml(path)
-    except DataError as error:
-        raise ConfigError(f"{group}: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{group}: {path}: got {type(raw).__name__}, expected a mapping")
-    try:
-        return schema.model_validate(as_tuples(raw))
-    except ValidationError as error:
-        raise ConfigError(f"{group}: {path}: {problem}" for problem in explain(schema, error)) from None
+    return read_as(schema, path, group)
 
 
 @dataclass(slots=True)

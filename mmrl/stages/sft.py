@@ -151,6 +151,7 @@ class SftStage:
             adam_beta2=train.adam_beta2,
             grad_clip=train.grad_clip,
             gradient_checkpointing=model.gradient_checkpointing,
+            packing=train.packing,
             mix=algo.modules or {},
             seed=self.config.seed,
             save_every=train.save_every,

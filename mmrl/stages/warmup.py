@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from datasets import Dataset
@@ -23,9 +23,12 @@ from mmrl import rng
 from mmrl.errors import CheckpointError, ConfigError, DataError
 from mmrl.models.chat import encode_text, render_observation, render_prompt
 from mmrl.models.policy import newest_checkpoint
+from mmrl.records import Call
 from mmrl.tasks.base import Demonstration
 from mmrl.trainer import checkpoint
 from mmrl.trainer.adapters import Adapters
+from mmrl.trainer.objective import TrainCall, TrainEntry
+from mmrl.trainer.packing import Pack, choose_packing, make_packs
 from mmrl.trainer.supervised import IGNORED, Batch, SupervisedTrainer, WarmStartSettings
 
 if TYPE_CHECKING:
@@ -114,7 +117,11 @@ def fit(
         _check_fingerprint(start, fingerprint)
     # Any id does: padding is right of everything that is trained and never attended to.
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    steps = plan_steps(encoded, settings, adapters.of if adapters is not None else {})
+    of = adapters.of if adapters is not None else {}
+    steps = plan_steps(encoded, settings, of)
+    # Packs score what completions consist of, and weigh all tokens of a step alike.
+    fits = settings.prompt_weight == 0 and settings.examples is not None
+    tries = fits and choose_packing(settings.packing, cast("PreTrainedModel", model))
     trainer = SupervisedTrainer(
         model,
         settings,
@@ -124,7 +131,7 @@ def fit(
         stopping=stopping,
         extra=lambda step: {**extra(step), FINGERPRINT: fingerprint},
         train_dataset=Dataset.from_dict({"batches": steps}),
-        data_collator=_Collator(encoded, int(pad_id), settings),
+        data_collator=_Packer(encoded, settings, of) if tries else _Collator(encoded, int(pad_id), settings),
         processing_class=tokenizer,
         callbacks=list(callbacks),
     )
@@ -293,6 +300,39 @@ class _Collator:
         }
 
 
+class _Packer:
+    """One planned step to packs of prefix tries; no pack mixes adapters."""
+
+    def __init__(self, encoded: Sequence[Encoded], settings: WarmStartSettings, adapters: Mapping[str, str]):
+        self.encoded, self.settings, self.adapters = encoded, settings, adapters
+        self.modules = sorted({item.module for item in encoded})
+
+    def __call__(self, planned: Sequence[Mapping[str, Sequence[Sequence[int]]]]) -> dict[str, list[Pack]]:
+        rows = [row for step in planned for batch in step["batches"] for row in batch]
+        scale = 1 / sum(len(self.encoded[row].completion_ids) for row in rows)
+        apart: dict[str, list[TrainCall]] = {}
+        for place, row in enumerate(rows):
+            item = self.encoded[row]
+            apart.setdefault(self.adapters.get(item.module, ""), []).append(_train_call(f"{place}", item, scale))
+        budget = self.settings.batch_tokens
+        packs = [make_packs(calls, budget, beta=0.0, modules=self.modules, tries=True) for calls in apart.values()]
+        return {"batches": [pack for some in packs for pack in some]}
+
+
+def _train_call(name: str, item: Encoded, weight: float) -> TrainCall:
+    tokens = len(item.completion_ids)
+    call = Call(
+        id=name,
+        example=name,
+        parent=None,
+        module=item.module,
+        prompt_ids=item.prompt_ids,
+        completion_ids=item.completion_ids,
+        completion_tokens=tokens,
+    )
+    return TrainCall(call=call, entries=(TrainEntry(advantages=(1.0,) * tokens, weights=(weight,) * tokens),))
+
+
 def context_length(model: PreTrainedModel | PeftModel) -> int | None:
     """Longest sequence of a model; None where its config does not say."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -301,7 +341,8 @@ def context_length(model: PreTrainedModel | PeftModel) -> int | None:
 def _fingerprint(encoded: Sequence[Encoded], settings: WarmStartSettings) -> dict[str, object]:
     """What a checkpoint stores of its sequences and settings."""
     data = rng.digest(*(str((e.module, e.prompt_ids, e.completion_ids)) for e in encoded))
-    return {**asdict(settings), "mix": dict(settings.mix), "data": f"{data:032x}"}
+    kept = {name: value for name, value in asdict(settings).items() if name != "packing"}  # not what is learnt
+    return {**kept, "mix": dict(settings.mix), "data": f"{data:032x}"}
 
 
 def _check_fingerprint(start: Path, current: Mapping[str, object]) -> None:

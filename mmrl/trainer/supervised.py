@@ -1,4 +1,7 @@
-"""The seam to TRL's SFT: planned steps of padded batches in, a trained policy and checkpoints out.
+"""The seam to TRL's SFT: planned steps of batches in, a trained policy and checkpoints out.
+
+A batch is padded sequences, or a pack of prefix tries, in which what sequences share (demonstrations and labels of a
+prompt) is forwarded once.
 
 Part of `trainer`; `stages.warmup` plans the steps. Model and optimizer are transformers', checkpoints those of
 `trainer.checkpoint`. Overridden: `training_step` (a step is a varying number of batches, one backward each), which
@@ -20,8 +23,11 @@ from trl import SFTConfig, SFTTrainer
 from mmrl.trainer import checkpoint
 from mmrl.trainer.adapters import Adapters, in_fixed_order
 from mmrl.trainer.critic import trained_in_float32
+from mmrl.trainer.logprobs import CHUNK, score
+from mmrl.trainer.packing import Pack
 from mmrl.trainer.settings import one_device
 from mmrl.trainer.totals import SupervisedTotals, finite
+from mmrl.trainer.tree_attention import last_parts
 from mmrl.trainer.trl_trainer import UpdateEnd
 
 if TYPE_CHECKING:
@@ -57,6 +63,8 @@ class WarmStartSettings:
     adam_beta2: float = 0.999
     grad_clip: float = 1.0
     gradient_checkpointing: bool = False
+    packing: str = "padded"
+    """As `train.packing`: auto | trie | padded. Tries need `examples`, and `prompt_weight` 0."""
     mix: Mapping[str, float] = field(default_factory=dict)
     """Module -> how often each of its demonstrations is seen per pass, relative to 1 for modules not named."""
     seed: int = 0
@@ -121,13 +129,14 @@ class SupervisedTrainer(SFTTrainer):
         """Forward and backward of every batch of a step."""
         self.sums = SupervisedTotals()
         model.train()
-        batches = cast("list[Batch]", self._prepare_inputs(inputs)["batches"])
+        batches = cast("list[Batch | Pack]", self._prepare_inputs(inputs)["batches"])
         total = 0.0
         for batch in batches:
+            module = batch.calls[0].call.module if isinstance(batch, Pack) else batch["modules"][0]
             if self.adapters is not None:
-                cast("PeftModel", self.model).set_adapter(self.adapters.of[batch["modules"][0]])
+                cast("PeftModel", self.model).set_adapter(self.adapters.of[module])
             with self.compute_loss_context_manager():
-                loss = self.batch_loss(model, batch)
+                loss = self.pack_loss(model, batch) if isinstance(batch, Pack) else self.batch_loss(model, batch)
             self.accelerator.backward(loss)
             total += float(loss.detach().double())
         self.sums.loss = finite(total, "loss", self.state.global_step + 1)
@@ -160,6 +169,26 @@ class SupervisedTrainer(SFTTrainer):
             )
             loss = loss + prompts * batch["prompt_scale"]
         return loss
+
+    def pack_loss(self, model: torch.nn.Module, pack: Pack) -> torch.Tensor:
+        """A pack's part of the step's loss: as `batch_loss`, each distinct prefix forwarded once."""
+        pack = pack.to(self.args.device)
+        plain = self.accelerator.unwrap_model(model)
+        head = plain.get_output_embeddings()
+        # Recomputed in the backward pass, the last layer would be the whole one again.
+        last = () if self.settings.gradient_checkpointing else last_parts(plain)
+        scores = score(model, head, pack, 1.0, last=last)  # N positions: the calls' completions, one after the other
+        lengths = [len(train.call.completion_ids) for train in pack.calls]
+        with torch.no_grad():
+            size = max(1, CHUNK // int(head.weight.shape[0]))
+            likeliest = [head(part).argmax(dim=-1) for part in scores.hidden.split(size)]
+            hits = (torch.cat(likeliest) == pack.targets).double().split(lengths)
+            nlls = (-scores.logprobs.detach().double()).split(lengths)
+            tokens = torch.tensor(lengths, device=pack.targets.device)
+            modules = [train.call.module for train in pack.calls]
+            sums = [torch.stack([part.sum() for part in parts]) for parts in (nlls, hits)]
+            self.sums.add(modules, tokens, sums[0], sums[1], pack.tokens)
+        return -(scores.logprobs[pack.entry_index] * pack.weights).sum()
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor | float | None:
         norm: torch.Tensor | float | None

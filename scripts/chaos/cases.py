@@ -26,7 +26,7 @@ MARKS = (
         f"{RUN}/checkpoints/.*",
         f"{RUN}/checkpoints/c*",
     ),
-    *(f"{RUN}/summary.json", f"{RUN}.partial/*", ""),
+    *(f"{RUN}/summary.json", ""),
 )
 CACHE = "../hf/hub/models--chaos--tiny"
 """Of the hub's client, beside the folder of a run."""
@@ -113,7 +113,14 @@ CASES: dict[str, Case] = {
     ),
     "stages": Case(words=STAGES, again=("train", f"resume={RUN}"), share=2),
     "eval": Case(words=EVAL, again=("eval", f"resume={RUN}"), share=2, stop=("summary", 1)),
-    "index": Case(words=BUILD, again=BUILD, share=2, stop=("index finish", 1), files={PASSAGES: _passages()}),
+    "index": Case(
+        words=BUILD,
+        again=BUILD,
+        share=2,
+        stop=("index finish", 1),
+        files={PASSAGES: _passages()},
+        marks=(f"{RUN}.partial/*", ""),
+    ),
     "download": Case(
         words=DOWNLOAD,
         again=("eval", f"resume={RUN}"),

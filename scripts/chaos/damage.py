@@ -9,8 +9,8 @@ from pathlib import Path
 KINDS = ("truncated", "emptied", "missing", "one bit", "64 bytes", "a digit", "a line lost", "a line twice", "a folder")
 
 
-def damage(folder: Path, noise: random.Random) -> tuple[str, str]:
-    """Damage one file below `folder`; returns what was done and the file's name below it."""
+def damage(folder: Path, noise: random.Random) -> tuple[str, str, bytes]:
+    """Damage one file below `folder`; returns what was done, the file's name below it, and what it held."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in ("run.lock", "lock"))
     path, kind = noise.choice(files), noise.choice(KINDS)
     data = path.read_bytes()
@@ -20,7 +20,14 @@ def damage(folder: Path, noise: random.Random) -> tuple[str, str]:
     if kind in ("a digit", "a line lost", "a line twice") and not text:
         kind = "one bit"
     _do(path, kind, bytearray(data), noise)
-    return kind, str(path.relative_to(folder))
+    return kind, str(path.relative_to(folder)), data
+
+
+def put_back(path: Path, data: bytes) -> None:
+    """A damaged file as it was, as from a copy that somebody has."""
+    if path.is_dir():
+        path.rmdir()
+    path.write_bytes(data)
 
 
 def _do(path: Path, kind: str, data: bytearray, noise: random.Random) -> None:

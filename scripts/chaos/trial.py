@@ -17,7 +17,7 @@ from scripts.chaos import disk as disks
 from scripts.chaos.cases import CASES, RUN, Case, make_folder
 from scripts.chaos.children import Ended, adopt_orphans, run, run_fresh
 from scripts.chaos.compare import differences
-from scripts.chaos.damage import copy, damage
+from scripts.chaos.damage import copy, damage, put_back
 from scripts.chaos.hooks import SIGNALS, Fault
 
 STARTS = 6
@@ -42,7 +42,7 @@ class Result:
     struck: int = 0
     codes: list[int] = field(default_factory=list)
     outcome: str = ""
-    """`equal` to the undisturbed run, or `refused` (of damage) by an error that names the file."""
+    """`equal` to the undisturbed run, or `refused` by an error that names the damaged file: equal with it put back."""
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -215,7 +215,10 @@ class _Trial:
         self.check()
 
     def damaged(self) -> None:
-        """A stopped run, damaged, then continued: to equal numbers, or refused by an error that names the file."""
+        """A stopped run, damaged, then continued: to equal numbers, or refused by an error that names the file.
+
+        A refusal has changed nothing: with that file put back, the run continues to equal numbers.
+        """
         if self.name == "index":  # whose unfinished builds know where their sources lie
             make_folder(self.case, self.folder)
             assert self.case.stop is not None
@@ -224,7 +227,7 @@ class _Trial:
         else:
             copy(self.place.stopped(self.name), self.folder)
         target = next(self.folder / one for one in (RUN, f"{RUN}.partial") if (self.folder / one).is_dir())
-        kind, file = damage(target, self.noise)
+        kind, file, held = damage(target, self.noise)
         self.result.faults.append(f"{file}: {kind}")
         self.result.phases.append(f"damage: {kind}")
         self.result.struck = 1
@@ -240,6 +243,13 @@ class _Trial:
         if found.code < 0 or not any(line.startswith("error: ") for line in found.err.splitlines()) or not named:
             self.problem(f"refused with code {found.code} and no error that names {file}: {found.err[-300:]!r}")
         self.result.outcome = "refused"
+        put_back(target / file, held)
+        found = run(self.case.again, self.folder, env=self.env)
+        self.ended_well(found)
+        if found.code == 0:
+            self.check()
+        else:
+            self.problem(f"with {file} put back it ended with code {found.code}: {found.err[-300:]!r}")
 
     # -- until it is done, and what is checked
 

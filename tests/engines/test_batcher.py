@@ -249,6 +249,26 @@ def test_timeouts_of_waiting_and_of_running_programs(schedule: str) -> None:
     assert not decoder.rows
 
 
+def test_the_time_of_a_burst_under_way_counts_as_computing() -> None:
+    decoder = Counter()
+    batcher = Batcher(decoder, "greedy")
+    seen: list[float] = []
+
+    async def watch() -> None:
+        while len(seen) < 2:
+            if batcher._since is not None:
+                assert batcher.busy_s == 0.0, "the first burst ends with its only row"
+                seen.append(batcher.computing_s)
+            await asyncio.sleep(0.002)
+
+    async def both() -> None:
+        batcher.enter()
+        await asyncio.gather(program(batcher, [ask((0,), 300, 15)]), watch())
+
+    asyncio.run(both())
+    assert 0 < seen[0] < seen[1] <= batcher.computing_s == batcher.busy_s
+
+
 @pytest.mark.parametrize("schedule", ["deterministic", "greedy"])
 def test_a_loop_torn_down_in_mid_batch_leaves_no_trace(schedule: str) -> None:
     decoder = Counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from mmrl.config.engines import TransformersConfig
+from mmrl.engines.embedded import shared_prefix
 from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.engines.embedded.decode import NativeLoop
 from mmrl.engines.embedded.hf_loop import HFLoop
@@ -145,11 +146,12 @@ def test_half_precision_lora_is_applied_beside_the_weights() -> None:
         assert ours < 2 * theirs + 0.02
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 10_000))
-def test_rows_that_come_and_go_do_not_touch_each_other(seed: int) -> None:
-    """Any sequence of joining, leaving and decoding leaves each row with the logits it has alone."""
-    dice = random.Random(seed)
+def come_and_go(dice: random.Random, draw: Callable[[], list[list[int]]]) -> None:
+    """Any sequence of joining, leaving and decoding leaves each row with the logits it has alone.
+
+    Args:
+        draw: prompts of rows that join together, each a list of its own.
+    """
     policy = model(seed=3)
     own = NativeLoop(policy)
     rows: list[list[int]] = []
@@ -158,8 +160,7 @@ def test_rows_that_come_and_go_do_not_touch_each_other(seed: int) -> None:
         own.start()
         for _ in range(dice.randint(3, 8)):
             if not rows or dice.random() < 0.5:
-                new = [[dice.randrange(VOCABULARY) for _ in range(dice.randint(1, 30))] for _ in range(2)]
-                new += [list(new[0]), [*new[0], 5]][: dice.randint(0, 2)]
+                new = draw()
                 dice.shuffle(new)
                 last += list(own.prefill([row(prompt) for prompt in new]))
                 rows += new
@@ -175,6 +176,54 @@ def test_rows_that_come_and_go_do_not_touch_each_other(seed: int) -> None:
                 last = list(own.step(tokens))
     for ids, logits in zip(rows, last, strict=True):
         torch.testing.assert_close(logits, plain(policy, ids), atol=1e-4, rtol=1e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10_000))
+def test_rows_that_come_and_go_do_not_touch_each_other(seed: int) -> None:
+    dice = random.Random(seed)
+
+    def draw() -> list[list[int]]:
+        new = [[dice.randrange(VOCABULARY) for _ in range(dice.randint(1, 30))] for _ in range(2)]
+        return new + [list(new[0]), [*new[0], 5]][: dice.randint(0, 2)]
+
+    come_and_go(dice, draw)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000))
+def test_rows_that_read_a_prefix_together_have_the_logits_that_they_have_alone(seed: int) -> None:
+    """Whatever they share (a header, a whole prompt, nothing), and whoever joins and leaves."""
+    dice = random.Random(seed)
+    headers = [[dice.randrange(VOCABULARY) for _ in range(dice.randint(20, 60))] for _ in range(2)]
+
+    def draw() -> list[list[int]]:
+        # a prompt may be a header itself, or end within it
+        tails = [[dice.randrange(VOCABULARY) for _ in range(dice.randint(0, 12))] for _ in range(3)]
+        new = [[*dice.choice(headers), *tail][: dice.choice((None, 18))] for tail in tails]
+        return new + [list(new[0]) for _ in range(dice.randint(0, 3))]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_prefix, "LEAST_TOKENS", 8)
+        patch.setattr(shared_prefix, "LEAST_BYTES", {"cpu": 1})
+        come_and_go(dice, draw)
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_long_prefix_of_many_rows_is_held_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefix, "LEAST_BYTES", {"cpu": 200_000})  # this model: 128 bytes a token and layer
+    policy = model(max_position_embeddings=1024)
+    own = NativeLoop(policy)
+    header = [2 + i % 90 for i in range(600)]
+    prompts = [[*header, 5, i] for i in range(count)] + [[7] * 40]
+    with torch.no_grad():
+        own.start()
+        own.prefill([row(prompt) for prompt in prompts])
+        logits = own.step([3] * len(prompts))
+    assert bool(own._groups) == (count == 8)
+    assert (own._cache[0].shape[3] < 200) == (count == 8)
+    for ids, made in zip(prompts, logits, strict=True):
+        torch.testing.assert_close(made, plain(policy, [*ids, 3]), atol=1e-4, rtol=1e-4)
 
 
 def forwarded(own: NativeLoop, monkeypatch: pytest.MonkeyPatch) -> list[int]:

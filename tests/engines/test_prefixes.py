@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrl.engines.embedded.prefixes import LEAST_SAVED, LEAST_SHARED, PrefixSegment, PrefixStore, plan, shared
+from mmrl.engines.embedded.shared_prefix import choose
 
 few = st.lists(st.integers(0, 1), min_size=1, max_size=60).map(tuple)
 
@@ -84,3 +85,21 @@ def test_one_prompt_after_another_shares_from_the_third_on() -> None:
             if not segment.leaf:
                 store.add(segment)
     assert forwarded == [82, 82, 2]
+
+
+def rows_by_prefix(samples: int, prompts: int, header: int, tail: int) -> dict[int, int]:
+    """Length of a shared prefix -> rows, of prompts with a header in common."""
+    ids = {(*range(header), *range(10_000 * (n + 1), 10_000 * (n + 1) + tail)): samples for n in range(prompts)}
+    chosen = choose(ids, plan(list(ids), PrefixStore(0)), [], 1536, "cpu")
+    made: dict[int, int] = {}
+    for prompt, prefix in chosen.items():
+        made[prefix.length] = made.get(prefix.length, 0) + ids[prompt]
+    return made
+
+
+def test_what_is_shared_is_what_saves_most() -> None:
+    assert rows_by_prefix(samples=1, prompts=32, header=2000, tail=20) == {2000: 32}  # a classifier's evaluation
+    assert rows_by_prefix(samples=12, prompts=8, header=2000, tail=20) == {2000: 96}  # and its groups
+    assert rows_by_prefix(samples=16, prompts=8, header=300, tail=700) == {1000: 128}  # groups of long prompts
+    assert rows_by_prefix(samples=4, prompts=8, header=60, tail=400) == {}  # too little to pay for it
+    assert rows_by_prefix(samples=1, prompts=300, header=60, tail=40) == {}

@@ -192,6 +192,12 @@ def test_text_names_modules_memory_and_time(capsys):
         assert word in shown
 
 
+def test_lengths_need_no_data_not_even_a_file_of_labels(capsys):
+    files = ["task.data.train=train.csv", "task.data.dev=test.csv", "task.labels=labels.json"]
+    words = ["task=banking77", "algo=mmgrpo", "dry=0", "device=h100"]
+    assert planned(capsys, *words, *files) == planned(capsys, *words)
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

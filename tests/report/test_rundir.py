@@ -49,6 +49,12 @@ def test_an_existing_run_is_refused_with_the_way_to_continue_it(path):
         create(path)
 
 
+def test_an_existing_evaluation_is_refused_with_its_own_command(path):
+    create(path, policy="tiny").close()
+    with pytest.raises(ConfigError, match="mmrl eval resume="):
+        create(path)
+
+
 def test_an_empty_folder_is_used_and_a_file_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     create(tmp_path / "empty").close()

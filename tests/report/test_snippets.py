@@ -64,7 +64,7 @@ def test_transformers_loads_full_weights_and_adapters(exported: Path, tmp_path: 
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    code = dict(snippets(exported, (), "tiny", None, modules=(), program=True))["transformers"]
+    code = dict(snippets(exported, (), "tiny", None, modules=(), program="dspy"))["transformers"]
     full, _ = run(code)
     assert full
     # an adapter that has learned nothing says what its base says
@@ -72,28 +72,33 @@ def test_transformers_loads_full_weights_and_adapters(exported: Path, tmp_path: 
     wrapped = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     wrapped.save_pretrained(tmp_path / "adapters" / "reader")
     AutoTokenizer.from_pretrained(exported).save_pretrained(tmp_path / "adapters" / "reader")
-    code = dict(snippets(tmp_path / "adapters", ("reader",), str(exported), 2, modules=("reader",), program=False))
+    code = dict(snippets(tmp_path / "adapters", ("reader",), str(exported), 2, modules=("reader",), program=None))
     assert run(code["transformers"])[0] == full
 
 
+@pytest.mark.parametrize("layout", ["dspy", "shared_first"])
 @pytest.mark.parametrize(("modules", "model"), [((), "policy"), (("say",), "policy/say")])
-def test_openai_and_dspy_speak_with_a_server(exported: Path, server: Any, modules: tuple[str, ...], model: str) -> None:
+def test_openai_and_dspy_speak_with_a_server(
+    exported: Path, server: Any, modules: tuple[str, ...], model: str, layout: str
+) -> None:
     url, seen = server
     found = {
         name: code.replace(ADDRESS, url)
-        for name, code in snippets(exported, modules, "tiny", 2 if modules else None, modules=modules, program=True)
+        for name, code in snippets(exported, modules, "tiny", 2 if modules else None, modules=modules, program=layout)
     }
     assert "fine" in run(found["openai"])[0]
-    lm = dspy.settings.lm
+    lm, adapter = dspy.settings.lm, dspy.settings.adapter
     try:
         _, names = run(found["DSPy"], Program=Program)
         assert names["program"].say(question="How?").answer == "fine"
     finally:
-        dspy.configure(lm=lm)
+        dspy.configure(lm=lm, adapter=adapter)
+    last = seen.seen[-1].body["messages"][-1]["content"]
+    assert ("Respond with" in last) == (layout == "dspy")
     assert [request.body["model"] for request in seen.seen] == [model, model]
     assert all(request.path == "/v1/chat/completions" for request in seen.seen)
     # asked twice, the server is asked twice: the cache would answer for another policy of the same name
-    plain = dict(snippets(exported, (), "tiny", None, modules=(), program=False))["DSPy"].replace(ADDRESS, url)
+    plain = dict(snippets(exported, (), "tiny", None, modules=(), program=None))["DSPy"].replace(ADDRESS, url)
     try:
         assert [run(plain)[0], run(plain)[0]] == ["fine", "fine"] and len(seen.seen) == 4
     finally:
@@ -106,7 +111,7 @@ def test_mmrl_serve_listens_where_the_lines_ask_and_knows_the_names(exported: Pa
     apart = Policy(base="tiny", modules={"say": "a", "ask": "b"})
     for policy, modules in ((Policy(base="tiny"), ()), (apart, ("say", "ask"))):
         names = models(given.name, policy)
-        code = dict(snippets(exported, modules, "tiny", None, modules=modules, program=False))
+        code = dict(snippets(exported, modules, "tiny", None, modules=modules, program=None))
         assert all(f'{next(iter(names))}"' in code[library] for library in ("openai", "DSPy"))
         assert f"mmrl serve policy={exported}\n" in code["openai"]
 
@@ -136,7 +141,7 @@ def test_vllm_loads_full_weights_and_adapters(exported: Path, tmp_path: Path, ra
         lora = LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         get_peft_model(base, lora).save_pretrained(weights / "reader")
         AutoTokenizer.from_pretrained(exported).save_pretrained(weights / "reader")
-    code = dict(snippets(weights, names, str(exported), rank, modules=modules, program=False))["vLLM"]
+    code = dict(snippets(weights, names, str(exported), rank, modules=modules, program=None))["vLLM"]
     # vLLM starts a process of its own, which imports the main module again
     file = tmp_path / "use.py"
     on_a_cpu = not torch.cuda.is_available()

@@ -12,6 +12,7 @@ from mmrl.rollout import with_program
 from mmrl.rollout.dspy.dspy_program import DspyProgram
 from mmrl.rollout.plans import fork_on, fork_on_first, independent
 from mmrl.rollout.sample import sample
+from mmrl.tasks.dspy.fields import adapter_in_use
 from mmrl.tasks.dspy.tools import use_tool, use_tool_sync
 from tests.helpers.programs import FakeEngine, FakeTask, environment, seeded_letter, spelled
 
@@ -54,9 +55,11 @@ def obliging(request):
     return filled(reasoning="so", idea=letter) if request.module == "draft.predict" else filled(answer=letter)
 
 
-def run(module, plans, answer=obliging, examples=1, retries=0, reward=lambda p: 1.0, **fields):
+def run(module, plans, answer=obliging, examples=1, retries=0, reward=lambda p: 1.0, layout="dspy", **fields):
     engine = FakeEngine(answer)
-    task = with_program(FakeTask(module, reward=reward))
+    task = FakeTask(module, reward=reward)
+    task.prompt_layout = layout
+    task = with_program(task)
     env = environment(task, engine, retries=retries, **fields)
     forest = asyncio.run(sample(env, [(e, plans) for e in task.examples("train")[:examples]], "outcome"))
     assert engine.live == 0
@@ -169,6 +172,34 @@ def test_a_value_of_the_wrong_type_counts_as_nothing_read(form):
     assert (call.present_fields, call.expected_fields, call.ok) == (0, 2, False)
     assert only(wrong).error == "parse" and len(engine.requests) == 1
     assert only(right).prediction == {"reasoning": "so", "label": "b"}
+
+
+@pytest.mark.parametrize("form", list(WRITTEN))
+def test_the_reminder_of_the_fields_stands_after_the_item_or_is_shared(form):
+    adapter, written = WRITTEN[form]
+    module = dspy.ChainOfThought(dspy.Signature("text -> label").with_updated_fields("label", type_=Literal["a", "b"]))
+    module.predict.demos = [dspy.Example(text="one", reasoning="so", label="a")]
+    with dspy.context(adapter=adapter):
+        prompts = {}
+        for layout in ("dspy", "shared_first"):
+            forest, engine = run(module, independent(1), answer=lambda request: written("b"), layout=layout)
+            assert only(forest).prediction == {"reasoning": "so", "label": "b"}
+            prompts[layout] = spelled(engine.requests[0].prompt_ids)
+    reminder = adapter.user_message_output_requirements(module.predict.signature)
+    assert prompts["dspy"].count(reminder) == prompts["shared_first"].count(reminder) == 1
+    # nothing is lost, and only the item and what ends its message stand after the reminder and the demonstrations
+    assert sorted(prompts["dspy"].replace("\n", "")) == sorted(prompts["shared_first"].replace("\n", ""))
+    system, item = prompts["shared_first"].partition(reminder)[::2]
+    assert "train0" not in system and item.rindex("train0") > item.index("one")
+    assert prompts["dspy"].index("train0") < prompts["dspy"].index(reminder)
+
+
+def test_an_adapter_without_a_reminder_has_no_other_layout():
+    class Bare(dspy.Adapter):
+        pass
+
+    with dspy.context(adapter=Bare()), pytest.raises(ConfigError, match=r"task\.prompt_layout: .*no effect with Bare"):
+        adapter_in_use("shared_first")
 
 
 def test_json_replies_are_parsed_by_the_users_adapter():

@@ -239,6 +239,12 @@ def test_mistakes_are_said_before_anything_starts(calls, capsys, words, said):
     assert calls() == [] and not Path("outputs").exists()
 
 
+def test_all_mistakes_of_a_command_line_are_said_at_once(calls, capsys):
+    assert main(["table", "own", "rows=QR", "columns=nowhere", "seed=0,x", "jobs=0"]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert [line.split(":")[1].strip() for line in errors] == ["rows", "columns", "seed", "jobs"]
+
+
 def test_a_table_with_a_mistake_is_refused(calls, capsys):
     Path("conf/table/own.yaml").write_text(SPEC.replace("AVG: 30.0", "AVG: 31.0"))
     assert main(TABLE) == 2

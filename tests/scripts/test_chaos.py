@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +19,7 @@ import mmrl
 from scripts.chaos import __main__ as campaign
 from scripts.chaos.cases import CASES
 from scripts.chaos.compare import differences
-from scripts.chaos.damage import KINDS, damage
+from scripts.chaos.damage import KINDS, damage, put_back
 from scripts.chaos.hooks import PHASES
 from scripts.chaos.trial import Place, make_reference
 
@@ -86,14 +88,24 @@ def test_tensors_are_compared_by_value(tmp_path: Path) -> None:
     assert differences(one, two) == ["optimizer.pt: its contents differ"]
 
 
+def test_sockets_are_no_files_of_a_run(tmp_path: Path) -> None:
+    one, two = run_of(tmp_path / "a"), run_of(tmp_path / "b")
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(os.path.relpath(one / "socket"))  # a path of a socket is short
+        assert differences(one, two) == []
+
+
 def test_damage_follows_from_its_seed_and_is_always_some(tmp_path: Path) -> None:
     seen = set()
     for seed in range(60):
         one, two, intact = (run_of(tmp_path / f"{seed}{name}") for name in "abc")
-        kind, file = damage(one, random.Random(seed))
-        assert (kind, file) == damage(two, random.Random(seed))
+        kind, file, held = damage(one, random.Random(seed))
+        assert (kind, file, held) == damage(two, random.Random(seed))
         now = (one / file).read_bytes() if (one / file).is_file() else None
-        assert now != (intact / file).read_bytes() or kind == "a line twice"
+        assert held == (intact / file).read_bytes()
+        assert now != held or kind == "a line twice"
+        put_back(one / file, held)
+        assert differences(one, intact) == []
         seen.add(kind)
     assert seen == set(KINDS)
 

@@ -102,7 +102,7 @@ def test_options_without_effect_are_refused(options, says):
         config_of(options)
 
 
-@pytest.mark.parametrize("key", ["packing", "old_logprobs", "tis", "staleness", "max_failed_share", "schedule"])
+@pytest.mark.parametrize("key", ["old_logprobs", "tis", "staleness", "max_failed_share", "schedule"])
 def test_options_of_training_by_reinforcement_are_refused_where_they_are_typed(key):
     facts = Facts(reward_set="outcome")
     options = {"train.schedule": "cosine", "train.steps": 1} if key == "schedule" else {}
@@ -135,3 +135,10 @@ def test_rollouts_that_fail_stop_the_stage(tmp_path):
     stage, _ = stage_of(tmp_path / "poor", {**OWN, "algo.min_reward": 5.0})
     with pytest.raises(ConfigError, match=r"algo.min_reward: none of the 32 rollouts has 5 or more"):
         stage.run(False)
+
+
+def test_packing_is_refused_where_prompts_are_trained_too():
+    facts, typed = Facts(reward_set="outcome"), {"train.packing"}
+    assert without_effect(config_of({"train.packing": "trie"}), typed, facts) == []
+    (problem,) = without_effect(config_of({"train.packing": "trie", "algo.prompt_weight": 0.5}), typed, facts)
+    assert problem.startswith("train.packing: got trie, which has no effect with algo.prompt_weight")

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from mmrl.errors import CheckpointError, ConfigError, DataError
 from mmrl.models.chat import render_prompt
-from mmrl.stages.warmup import WarmStartSettings, _Collator, encode, plan_batches, warm_start
+from mmrl.stages.warmup import WarmStartSettings, _Collator, encode, fit, plan_batches, warm_start
 from mmrl.tasks.base import Demonstration
 from tests.helpers.stages import TOKENIZER, new_model, shown, weights
 
@@ -129,6 +129,46 @@ def test_prompt_weight_adds_the_prompts_own_tokens(tmp_path):
         total -= sum(float(logprobs[position - 1, ids[0, position]]) for position in range(1, ids.shape[1]))
         count += ids.shape[1] - 1
     assert losses[0.5] - losses[0.0] == pytest.approx(0.5 * total / count, abs=4e-3)
+
+
+@pytest.mark.parametrize("examples", [5, 70])  # of 60 demonstrations: some twice in a step
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_tries_and_padded_rows_make_the_same_steps(examples, checkpointing, tmp_path):
+    header = "Say what is asked for, in as few words as you can, and nothing else. "
+    made = [shown(item.module, header + str(item.messages[0]["content"]), item.completion) for item in demonstrations()]
+    settings = replace(SETTINGS, steps=4, examples=examples, gradient_checkpointing=checkpointing)
+    history, end = {}, {}
+    for packing in ("padded", "trie"):
+        seen = history[packing] = []
+        model = new_model()
+        folder = tmp_path / packing
+        folder.mkdir()
+        fit(
+            model,
+            TOKENIZER,
+            encode(TOKENIZER, made),
+            replace(settings, packing=packing),
+            folder,
+            on_step=lambda step, metrics, seen=seen: seen.append(metrics),
+        )
+        end[packing] = weights(model)
+    for one, two in zip(history["padded"], history["trie"], strict=True):
+        assert one.keys() == two.keys()
+        for name in one.keys() - {"train/tokens_forwarded"}:
+            if not name.startswith(("time/", "rate/")):
+                assert one[name] == pytest.approx(two[name], rel=2e-4, abs=1e-6), name
+        assert two["train/tokens_forwarded"] < 0.6 * one["train/tokens_forwarded"]
+    for name, value in end["padded"].items():
+        torch.testing.assert_close(end["trie"][name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_tries_continue_to_the_same_weights(tmp_path):
+    made, settings = demonstrations(), replace(SETTINGS, examples=6, packing="trie")
+    whole = weights(warm_start(new_model(), TOKENIZER, made, settings, tmp_path / "whole"))
+    part = tmp_path / "part"
+    warm_start(new_model(), TOKENIZER, made, settings, part, callbacks=[StopAt(6)])
+    continued = weights(warm_start(new_model(), TOKENIZER, made, settings, part, resume=True))
+    assert all(torch.equal(whole[name], continued[name]) for name in whole)
 
 
 def test_padding_is_never_trained_or_seen():

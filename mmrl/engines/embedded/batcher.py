@@ -98,8 +98,15 @@ class Batcher:
         self.schedule = schedule
         self.busy_s = 0.0
         """Seconds spent decoding, for the share of generation in a step."""
+        self._since: float | None = None
         self._started = False
         self._reset(None)
+
+    @property
+    def computing_s(self) -> float:
+        """`busy_s`, and the seconds of what is being decoded now, which a worker does."""
+        since = self._since  # once: the worker may end in between
+        return self.busy_s + (0.0 if since is None else time.perf_counter() - since)
 
     def _reset(self, loop: asyncio.AbstractEventLoop | None) -> None:
         self._stop()  # the driver's loop may have been closed while it ran
@@ -270,7 +277,7 @@ class Batcher:
 
     def _decode(self, admitted: Sequence[PendingRequest], until: float | None) -> None:
         """Blocking part of `_burst`: runs in the event loop's thread (deterministic) or in a worker (greedy)."""
-        started = time.perf_counter()
+        self._since = started = time.perf_counter()
         try:
             if admitted:
                 self.decoder.admit(admitted)
@@ -280,6 +287,7 @@ class Batcher:
                     return
                 self.decoder.step()
         finally:
+            self._since = None
             self.busy_s += time.perf_counter() - started
 
     def _drop_cancelled(self) -> None:

@@ -7,7 +7,7 @@ small operations, the forward of a prompt for each of its samples, and rows that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +16,9 @@ from torch.nn import functional as F
 
 from mmrl.engines.embedded.architecture import Layer, Weights, scaled
 from mmrl.engines.embedded.batch_rows import BatchRow
-from mmrl.engines.embedded.prefixes import PrefixSegment, PrefixStore, plan
+from mmrl.engines.embedded.prefixes import Ids, PrefixSegment, PrefixStore, passes, plan
+from mmrl.engines.embedded.shared_prefix import Groups, SharedPrefix, choose
 
-CHUNK_TOKENS = 4096
-"""Most padded tokens prefilled in one pass."""
-WASTE = 1.25
-"""Longest over shortest prompt of one pass."""
 CACHE_STEP = 64
 """The cache's length grows in multiples of this."""
 
@@ -29,8 +26,9 @@ CACHE_STEP = 64
 class NativeLoop:
     """Implements `mmrl.engines.embedded.sampling.DecodeLoop`.
 
-    The cache is one tensor per layer, (2, rows, kv heads, length, head_dim), keys and values; row b is valid up to
-    `_lengths[b]`. It is zeroed when allocated, so that what a mask hides is never NaN.
+    The cache is one tensor per layer, (2, rows, kv heads, length, head_dim), keys and values. Row b has `_lengths[b]`
+    tokens; those of its `_prefixes[b]` lie in the prefix, which its rows read together, and the cache has what comes
+    after them, from column 0. It is zeroed when allocated, so that what a mask hides is never NaN.
 
     Args:
         model: `architecture.unsupported(model)` must be None.
@@ -68,6 +66,9 @@ class NativeLoop:
         self._cache: list[Tensor] = []
         self._lengths: list[int] = []
         self._rows: list[BatchRow] = []
+        self._prefixes: list[SharedPrefix | None] = []
+        self._groups: Groups | None = None
+        self._shifts: Tensor | None = None
         self._positions: Tensor | None = None
         self._mask: Tensor | None = None
 
@@ -77,21 +78,28 @@ class NativeLoop:
 
     def prefill(self, rows: Sequence[BatchRow]) -> Tensor:
         """See `DecodeLoop.prefill`; what prompts share is forwarded once."""
-        # Equal prompts (the samples of a group) are one leaf: forwarded once, copied into each of their rows.
+        # Equal prompts (the samples of a group) are one leaf: forwarded once, copied into each of their rows or shared.
         places: dict[tuple[int, ...], list[int]] = {}
         for index, row in enumerate(rows):
             places.setdefault(row.prompt_ids, []).append(index)
         first = len(self._lengths)
-        self._reserve(first + len(rows), max(len(prompt) for prompt in places) + 1)
+        planned = plan(list(places), self._store)
+        w = self.weights
+        token_bytes = 2 * w.kv_heads * w.head_dim * w.embedding.element_size()
+        counts = {prompt: len(several) for prompt, several in places.items()}
+        chosen = choose(counts, planned, self._prefixes, token_bytes, w.embedding.device.type)
+        self._prefixes += [chosen.get(row.prompt_ids) for row in rows]
         self._lengths += [len(row.prompt_ids) for row in rows]
         self._rows += rows
+        self._reserve(len(self._rows), max(self._own_lengths()[first:]) + 1)
         logits: Tensor | None = None
-        for segments in _passes(plan(list(places), self._store)):
+        for segments in passes(planned):
             # `into`: rows of this prefill, `sources`: the segment of this pass that each of them continues.
             leaves = [(number, places[s.ids]) for number, s in enumerate(segments) if s.leaf]
-            into = torch.tensor([index for _, several in leaves for index in several], dtype=torch.long)
-            sources = torch.tensor([number for number, several in leaves for _ in several], dtype=torch.long)
-            hidden = self._forward_segments(segments, first + into, sources)  # (segments, H)
+            into = [index for _, several in leaves for index in several]
+            sources = [number for number, several in leaves for _ in several]
+            target = _Target(segments, [first + index for index in into], sources, chosen)
+            hidden = self._forward_segments(segments, target)  # (segments, H)
             for segment in segments:
                 if not segment.leaf:
                     # A leaf's keys and values already lie in its rows; a copy would pay only if a later prompt goes on
@@ -100,7 +108,7 @@ class NativeLoop:
             some = self.weights.head(self.weights.norm(hidden))
             if logits is None:
                 logits = some.new_empty(len(rows), some.shape[1])
-            logits[into.to(some.device)] = some[sources.to(some.device)]
+            logits[into] = some[sources]
         for prompt in places:
             self._store.see(prompt, len(prompt))
         self._positions = None
@@ -109,7 +117,7 @@ class NativeLoop:
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """See `DecodeLoop.step`."""
-        self._reserve(len(tokens), max(self._lengths) + 1)
+        self._reserve(len(tokens), max(self._own_lengths()) + 1)
         if self._positions is None:
             self._place()
         positions = self._positions
@@ -132,7 +140,8 @@ class NativeLoop:
         gaps = [index for index in order if index not in survivors]
         moved = [index for index in indices if index >= count]
         if gaps:
-            longest = max(self._lengths[index] for index in moved)
+            own = self._own_lengths()
+            longest = max(own[index] for index in moved)
             to, source = torch.tensor(gaps), torch.tensor(moved)
             for cache in self._cache:
                 # (2, rows, kv heads, positions, head_dim); the right side is a copy, so overlaps do no harm
@@ -141,8 +150,13 @@ class NativeLoop:
                 order[gap] = index
         self._lengths = [self._lengths[index] for index in order]
         self._rows = [self._rows[index] for index in order]
+        self._prefixes = [self._prefixes[index] for index in order]
         self._positions = None
         return order
+
+    def _own_lengths(self) -> list[int]:
+        """Tokens of each row that lie in the cache."""
+        return [n - (prefix.length if prefix else 0) for n, prefix in zip(self._lengths, self._prefixes, strict=True)]
 
     def _remember(self, index: int) -> None:
         """A row is done: its ids, and its keys and values too if a later prompt may go on from them."""
@@ -151,7 +165,10 @@ class NativeLoop:
         self._store.see(ids, len(row.prompt_ids))
         if self._store.continued:
             # Cloned, since the row's place in the cache is about to be given away. (2, kv heads, length, head_dim)
-            cache = [layer[:, index, :, :length].clone() for layer in self._cache]
+            prefix, own = self._prefixes[index], self._own_lengths()[index]
+            cache = [layer[:, index, :, :own].clone() for layer in self._cache]
+            if prefix is not None:
+                cache = [torch.cat([prefix.layer(number), part], dim=2) for number, part in enumerate(cache)]
             self._store.add(PrefixSegment(ids, leaf=True, cache=cache))
 
     def _reserve(self, rows: int, length: int) -> None:
@@ -168,7 +185,8 @@ class NativeLoop:
             length = -(-max(length + CACHE_STEP, old_length * 5 // 4) // CACHE_STEP) * CACHE_STEP
         else:
             length = old_length
-        live, filled = len(self._lengths), max(self._lengths, default=0)
+        # rows that are about to be filled included: what is copied of them is zeros
+        live, filled = min(len(self._lengths), old_rows), min(max(self._own_lengths(), default=0), old_length)
         for index in range(len(w.layers)):
             new = w.embedding.new_zeros(2, rows, w.kv_heads, length, w.head_dim)
             if self._cache:  # layer by layer: old and new of one layer at a time, never of the whole cache
@@ -183,33 +201,39 @@ class NativeLoop:
         """Positions of the next token of each row, and the mask over what each row holds."""
         device = self.weights.embedding.device
         self._positions = torch.tensor(self._lengths, device=device)
-        if len(set(self._lengths)) == 1:
-            self._mask = None  # all rows end at the same position: nothing to hide
+        self._groups = Groups(self._prefixes, device)
+        own = self._own_lengths()
+        # Column of the cache - position, per row.
+        self._shifts = torch.tensor(own, device=device) - self._positions
+        if len(set(own)) == 1:
+            self._mask = None  # all rows end in the same column: nothing to hide
             return
         columns = torch.arange(self._cache[0].shape[3], device=device)
-        hidden = columns >= self._positions.unsqueeze(1)  # (rows, length): what a row does not hold yet
+        hidden = columns >= (self._positions + self._shifts).unsqueeze(1)  # (rows, length): what a row lacks yet
         zeros = torch.zeros(hidden.shape, dtype=self.weights.embedding.dtype, device=device)
         self._mask = zeros.masked_fill_(hidden, float("-inf"))
 
     def _forward_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """One token per row: (B,) ids at (B,) positions -> (B, H) before the last norm; extends the cache."""
         w = self.weights
-        rows, length = len(tokens), max(self._lengths) + 1
-        cos, sin = w.rope(length)
+        assert self._shifts is not None
+        rows, length = len(tokens), max(self._own_lengths()) + 1
+        cos, sin = w.rope(max(self._lengths) + 1)
         cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # (B, 1, head_dim)
         # Where each new key and value goes in the cache seen as (rows, head_dim): one indexed write per layer for keys
         # and values of all rows. `where` is (B, 2 * kv heads), keys of all heads, then values.
         _, size, heads, width, _ = self._cache[0].shape
         row = torch.arange(rows, device=tokens.device).unsqueeze(1)
         head = torch.arange(heads, device=tokens.device)
-        keys = (row * heads + head) * width + positions.unsqueeze(1)
+        column = (positions + self._shifts).unsqueeze(1)
+        keys = (row * heads + head) * width + column
         where = torch.cat([keys, keys + size * heads * width], dim=1)
         mask = None
         if self._mask is not None:
-            self._mask[row, positions.unsqueeze(1)] = 0.0  # each row now sees its newest position too
+            self._mask[row, column] = 0.0  # each row now sees its newest token too
             mask = self._mask[:rows, None, None, :length]
         x = F.embedding(tokens, w.embedding)
-        for layer, cache in zip(w.layers, self._cache, strict=True):
+        for number, (layer, cache) in enumerate(zip(w.layers, self._cache, strict=True)):
             # (B, heads + 2 * kv heads, head_dim): queries, keys, values out of one product
             qkv = layer.qkv(layer.before_attention(x)).view(rows, -1, w.head_dim)
             _rotate(qkv[:, : w.heads + w.kv_heads], cos, sin, layer)
@@ -218,17 +242,16 @@ class NativeLoop:
             # (B, kv heads, heads / kv heads, head_dim) against (B, kv heads, length, head_dim).
             query = qkv[:, : w.heads].reshape(rows, w.kv_heads, -1, w.head_dim)
             key, value = cache[:, :rows, :, :length]
-            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+            if self._groups:
+                mixed = self._groups.attend(query, key, value, mask, number)
+            else:
+                mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
             x = layer.out.add_to(x, mixed.reshape(rows, -1))
             x = _mlp(layer, x)
         return x
 
-    def _forward_segments(self, segments: Sequence[PrefixSegment], slots: Tensor, sources: Tensor) -> Tensor:
+    def _forward_segments(self, segments: Sequence[PrefixSegment], target: _Target) -> Tensor:
         """Segments on top of one parent, padded on the right (causal attention never sees that).
-
-        Args:
-            slots: rows of the cache to fill with leaves.
-            sources: which segment fills each.
 
         Returns:
             (U, H) of the last tokens, before the last norm. Segments that are no leaves get their `cache`.
@@ -241,7 +264,7 @@ class NativeLoop:
         ids = torch.tensor([[*part, *[0] * (width - len(part))] for part in parts], device=device)
         cos, sin = (table[start : start + width, None] for table in w.rope(start + width))
         last = torch.tensor([len(part) - 1 for part in parts], device=device)
-        batch = _Pass(last, cos, sin, _Target(segments, slots.to(device), sources.to(device)))
+        batch = _Pass(last, cos, sin, target)
         # Padding on the right needs no mask: causal attention looks to the left, and `last` picks each segment's own
         # end. With a parent, every token also sees all of its `start` tokens.
         mask = None
@@ -285,12 +308,37 @@ class NativeLoop:
 
 
 class _Target:
-    """Where the keys and values of one pass go: rows of the cache, and the segments that stay."""
+    """Where the keys and values of one pass go: rows of the cache, and the segments that stay.
 
-    def __init__(self, segments: Sequence[PrefixSegment], slots: Tensor, sources: Tensor):
-        self.stored = [(number, segment) for number, segment in enumerate(segments) if not segment.leaf]
-        self.slots = slots
-        self.sources = sources
+    Args:
+        slots: rows of the cache that begin with leaves.
+        sources: which segment each of them begins with.
+        chosen: the prefixes of prompts whose rows share one.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[PrefixSegment],
+        slots: Sequence[int],
+        sources: Sequence[int],
+        chosen: Mapping[Ids, SharedPrefix],
+    ):
+        # A leaf that is a prefix itself holds what its rows read.
+        self.stored = [
+            (number, segment)
+            for number, segment in enumerate(segments)
+            if not segment.leaf or (segment.ids in chosen and chosen[segment.ids].segment is segment)
+        ]
+        # First column that a row's own part has of what the pass makes -> rows, segments. All leaves of a pass have one
+        # parent, so there are at most two: what follows the parent, or all.
+        self.parts: dict[int, tuple[list[int], list[int]]] = {}
+        for slot, source in zip(slots, sources, strict=True):
+            prefix = chosen.get(segments[source].ids)
+            if prefix is not None and prefix.segment is segments[source]:
+                continue
+            into, of = self.parts.setdefault(prefix.length if prefix is not None else 0, ([], []))
+            into.append(slot)
+            of.append(source)
         for _, segment in self.stored:
             segment.cache = []
 
@@ -312,8 +360,8 @@ class _Target:
         # forgotten.
         if past is not None:
             both = torch.cat([past.unsqueeze(1).expand(-1, count, -1, -1, -1), both], dim=3)
-        if len(self.slots):
-            cache[:, self.slots, :, : both.shape[3]] = both[:, self.sources]
+        for first, (slots, sources) in self.parts.items():
+            cache[:, slots, :, : both.shape[3] - first] = both[:, sources, :, first:]
         for number, segment in self.stored:
             # Cloned: a view would hold the whole pass, padding and siblings included.
             segment.cache.append(both[:, number, :, : len(segment.ids)].clone())
@@ -349,26 +397,3 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layer: Layer, heads: slice = sl
 def _mlp(layer: Layer, x: Tensor) -> Tensor:
     gate, up = layer.gate_up(layer.before_mlp(x)).chunk(2, dim=-1)
     return layer.down.add_to(x, F.silu(gate).mul_(up))
-
-
-def _passes(segments: Sequence[PrefixSegment]) -> Iterator[list[PrefixSegment]]:
-    """Segments of one parent and similar length together, parents' passes before their children's.
-
-    The order depends on lengths and ids alone.
-    """
-    # One pass has one parent and one start, so that its keys and values are one tensor that all of it sees. Parents
-    # come first since `plan` lists them first and dicts keep that order.
-    siblings: dict[tuple[int, int], list[PrefixSegment]] = {}
-    for segment in segments:
-        siblings.setdefault((id(segment.parent), segment.start), []).append(segment)
-    for several in siblings.values():
-        chunk: list[PrefixSegment] = []
-        for segment in sorted(several, key=lambda one: (len(one.ids), one.ids)):
-            length = len(segment.ids) - segment.start
-            shortest = len(chunk[0].ids) - chunk[0].start if chunk else 0
-            # Sorted by length, a pass pads by at most a quarter (and 16 tokens, for short ones).
-            if chunk and (length > WASTE * shortest + 16 or length * (len(chunk) + 1) > CHUNK_TOKENS):
-                yield chunk
-                chunk = []
-            chunk.append(segment)
-        yield chunk

@@ -8,7 +8,7 @@ start with.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,10 @@ LEAST_SAVED = 64
 """Tokens not forwarded again that pay for one more pass."""
 MOST_SEEN = 1024
 """Sequences remembered by their ids."""
+CHUNK_TOKENS = 4096
+"""Most padded tokens prefilled in one pass."""
+WASTE = 1.25
+"""Longest over shortest prompt of one pass."""
 
 
 @dataclass(slots=True, eq=False)
@@ -174,3 +178,26 @@ def plan(prompts: Sequence[Ids], store: PrefixStore) -> list[PrefixSegment]:
             branches.setdefault(prompt[common] if len(prompt) > common else None, []).append(prompt)
         stack.extend((parent, start, branch) for branch in branches.values())
     return segments
+
+
+def passes(segments: Sequence[PrefixSegment]) -> Iterator[list[PrefixSegment]]:
+    """Segments of one parent and similar length together, parents' passes before their children's.
+
+    The order depends on lengths and ids alone.
+    """
+    # One pass has one parent and one start, so that its keys and values are one tensor that all of it sees. Parents
+    # come first since `plan` lists them first and dicts keep that order.
+    siblings: dict[tuple[int, int], list[PrefixSegment]] = {}
+    for segment in segments:
+        siblings.setdefault((id(segment.parent), segment.start), []).append(segment)
+    for several in siblings.values():
+        chunk: list[PrefixSegment] = []
+        for segment in sorted(several, key=lambda one: (len(one.ids), one.ids)):
+            length = len(segment.ids) - segment.start
+            shortest = len(chunk[0].ids) - chunk[0].start if chunk else 0
+            # Sorted by length, a pass pads by at most a quarter (and 16 tokens, for short ones).
+            if chunk and (length > WASTE * shortest + 16 or length * (len(chunk) + 1) > CHUNK_TOKENS):
+                yield chunk
+                chunk = []
+            chunk.append(segment)
+        yield chunk

@@ -92,6 +92,11 @@ class TransformersEngine(Engine):
         """Seconds spent decoding so far."""
         return self._batcher.busy_s
 
+    @property
+    def computing_s(self) -> float:
+        """See `Engine.computing_s`."""
+        return self._batcher.computing_s
+
     def set_version(self, version: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
         """The weights have changed and are policy `version` now.
 

@@ -84,6 +84,11 @@ class VllmColocatedEngine(Engine):
     policy_version = -1
     busy_s: float = 0.0
 
+    @property
+    def computing_s(self) -> float:
+        """See `Engine.computing_s`."""
+        return self.busy_s
+
     def __init__(
         self,
         model: torch.nn.Module | None,
@@ -176,7 +181,9 @@ class VllmColocatedEngine(Engine):
                             return
                 if in_flight:
                     self._step(in_flight)
-            self.busy_s += time.perf_counter() - started
+                # Step by step: rollouts that wait are not to time out while others are computed (`computing_s`).
+                now = time.perf_counter()
+                self.busy_s, started = self.busy_s + now - started, now
 
     def _take(self, item: _VllmRequest | str | threading.Event | None, in_flight: dict[str, _VllmRequest]) -> bool:
         """Begin or drop one request; False when the engine is closed."""

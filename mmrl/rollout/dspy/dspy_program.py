@@ -29,7 +29,7 @@ from mmrl.system.replies import quoted
 from mmrl.system.user_code import in_thread
 from mmrl.tasks.base import Context, Demonstration, Message
 from mmrl.tasks.dspy import tools as tape
-from mmrl.tasks.dspy.fields import within_bounds
+from mmrl.tasks.dspy.fields import adapter_in_use, within_bounds
 
 
 class DspyProgram:
@@ -44,12 +44,15 @@ class DspyProgram:
     module catches the exception: `present_fields` / `expected_fields` of the failing call are the output fields that
     were read and those of the signature (0 read where a value has the wrong type).
 
+    Args:
+        layout: `task.prompt_layout`.
+
     Raises:
         ConfigError: a program that cannot be trained, by its structure; see `Structure`.
     """
 
-    def __init__(self, module: dspy.Module):
-        self.module = module
+    def __init__(self, module: dspy.Module, layout: str = "dspy"):
+        self.module, self.layout = module, layout
         self.structure = Structure(module)
         self.modules = self.structure.modules
         record_tools(tool for _, tool in module.named_sub_modules(dspy.Tool))
@@ -60,7 +63,7 @@ class DspyProgram:
 
     def canonical(self, call: Call) -> str | None:
         """See `mmrl.tasks.base.Canonical`: the adapter's own text of the fields that it parsed."""
-        adapter = dspy.settings.adapter or dspy.ChatAdapter()
+        adapter = adapter_in_use(self.layout)
         signature = self.structure.signature(call.module)
         try:
             fields = within_bounds(signature, call.text, adapter.parse)
@@ -70,7 +73,7 @@ class DspyProgram:
 
     def written(self, module: str, fields: Fields) -> str:
         """The adapter's own text of a predictor's output fields."""
-        adapter = dspy.settings.adapter or dspy.ChatAdapter()
+        adapter = adapter_in_use(self.layout)
         return str(adapter.format_assistant_message_content(self.structure.signature(module), fields))
 
     def demonstration(self, module: str, inputs: Fields, outputs: Fields) -> Demonstration:
@@ -83,14 +86,14 @@ class DspyProgram:
         problems += _field_problems("outputs", outputs, signature.output_fields)
         if problems:
             raise ConfigError(problems)
-        adapter = dspy.settings.adapter or dspy.ChatAdapter()
+        adapter = adapter_in_use(self.layout)
         text = self.written(module, outputs).strip()
         try:
             within_bounds(signature, text, adapter.parse)
         except AdapterParseError as error:
             raise ConfigError(f"outputs: {parse_failure(error, signature)}") from None
         try:
-            messages = sent(predictor, inputs)
+            messages = sent(predictor, inputs, adapter)
         except ProgramFailure as failure:
             raise ConfigError(f"inputs: {failure}") from None
         return Demonstration(module=module, messages=messages, completion=text)
@@ -106,7 +109,7 @@ class DspyProgram:
     async def run_traced(self, example: Example, ctx: Context, trace: list[Any]) -> object:
         """`run`, with DSPy's trace put into a list: predictor, inputs, prediction of each that returned."""
         host = Host(ctx, self.structure, asyncio.get_running_loop())
-        adapter = tape_adapter(dspy.settings.adapter or dspy.ChatAdapter())
+        adapter = tape_adapter(adapter_in_use(self.layout))
         settings = {"lm": TapeLM(host), "adapter": adapter, "disable_history": True, "track_usage": False}
         try:
             # DSPy's settings are context variables: rollouts that run at once do not see each other's.
@@ -254,13 +257,13 @@ class _SendingLM(TapeLM):
         raise _Sent(messages or ())
 
 
-def sent(predictor: dspy.Predict, inputs: Fields) -> list[Message]:
-    """The messages that a rollout would send for the inputs of a predictor, by the adapter in use.
+def sent(predictor: dspy.Predict, inputs: Fields, adapter: dspy.Adapter) -> list[Message]:
+    """The messages that a rollout would send for the inputs of a predictor.
 
     Raises:
         ProgramFailure: something other than text among them.
     """
-    adapter = tape_adapter(dspy.settings.adapter or dspy.ChatAdapter())
+    adapter = tape_adapter(adapter)
     try:
         with dspy.context(lm=_SendingLM(), adapter=adapter, disable_history=True, track_usage=False, trace=[]):
             predictor(**inputs)

@@ -98,7 +98,7 @@ class DspyStudent:
         for name, predictor in module.named_predictors():
             # As loading a file of them would.
             predictor.load_state({**copy.deepcopy(state[name]), "lm": None})
-        return DspyCandidate(self._task, module)
+        return DspyCandidate(self._task, module, self._program.layout)
 
     def problem(self, module: str, instructions: str) -> str:
         """Any text will do."""
@@ -108,8 +108,8 @@ class DspyStudent:
 class DspyCandidate:
     """A DSPy program with other prompts; it notes the traces of its rollouts, from which demonstrations are made."""
 
-    def __init__(self, task: Task, module: dspy.Module):
-        self.program = _Traced(module)
+    def __init__(self, task: Task, module: dspy.Module, layout: str):
+        self.program = _Traced(module, layout)
         self.task = _with_program(task, self.program)
 
     def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
@@ -129,8 +129,8 @@ class DspyCandidate:
 class _Traced(DspyProgram):
     """Notes what each predictor was given and gave, as DSPy's own trace has it."""
 
-    def __init__(self, module: dspy.Module):
-        super().__init__(module)
+    def __init__(self, module: dspy.Module, layout: str):
+        super().__init__(module, layout)
         self.traces: dict[str, tuple[list[JsonObject], JsonObject | None]] = {}
         """Example -> steps, and the one that did not end."""
 

@@ -21,6 +21,7 @@ from mmrl.system.files import user_path
 from mmrl.tasks.base import BaseTask, Tool
 from mmrl.tasks.data.layouts import subset
 from mmrl.tasks.data.rows import Row, Source
+from mmrl.tasks.dspy.fields import adapter_in_use
 from mmrl.tasks.prompts import Template, load_prompts
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class DspyTask(BaseTask, ABC):
         self.name = config.name
         self.config = config
         self.failure_score = config.failure_score
+        # a plugin's task may have a config without it
+        self.prompt_layout: str = getattr(config, "prompt_layout", "dspy")
         self.tools: Mapping[str, Tool] = {}
         # All problems are collected before anything is raised: a run that fails one at a time costs a start for each.
         problems = self.option_problems() + self.source_problems()
@@ -73,8 +76,13 @@ class DspyTask(BaseTask, ABC):
         if is_dspy_module(program):
             set_prompts(program, config.prompts)
             self.predictors = dict(program.named_predictors())
-        elif config.prompts is not None:
-            raise ConfigError("task.prompts: has no effect with this program, whose prompts are its own code")
+            adapter_in_use(self.prompt_layout)  # refuses the one that has no such layout
+        elif own := [
+            f"task.{key}: has no effect with this program, whose prompts are its own code"
+            for key, given in (("prompts", config.prompts is not None), ("prompt_layout", self.prompt_layout != "dspy"))
+            if given
+        ]:
+            raise ConfigError(own)
 
     @abstractmethod
     def load(self) -> Mapping[str, Sequence[Example]]:

@@ -1,4 +1,4 @@
-"""Output fields of a reply, parsed within bounds. Used by programs (`rollout.dspy`) and by PAPILLON's judges.
+"""DSPy's adapters: which one is in use, and replies parsed within bounds. Used by programs (`rollout.dspy`) and judges.
 
 DSPy reads values that are not text with JSON repair and Python's parser: nesting and thousands of values in a row make
 the one hang or overflow the stack, and the other run out of its own. Whoever wrote such a text has written no value.
@@ -6,9 +6,12 @@ the one hang or overflow the stack, and the other run out of its own. Whoever wr
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from mmrl.errors import ConfigError
 
 if TYPE_CHECKING:
     import dspy
@@ -19,6 +22,51 @@ MOST_NESTED, MOST_BRACKETS = 64, 2000
 """Brackets that may be open at once in a reply with values that are not text, and that it may have in all."""
 _BRACKETS = re.compile(r"[\[\](){}]")
 _CLOSES = {"]": "[", "}": "{", ")": "("}
+
+
+def adapter_in_use(layout: str) -> dspy.Adapter:
+    """The user's adapter (`dspy.configure(adapter=...)`) or DSPy's chat adapter, in a layout (`task.prompt_layout`)."""
+    import dspy
+
+    adapter: dspy.Adapter = dspy.settings.adapter or dspy.ChatAdapter()
+    return shared_first(adapter) if layout == "shared_first" else adapter
+
+
+def shared_first(inner: dspy.Adapter) -> dspy.Adapter:
+    """A copy of an adapter that reminds of the output fields at the end of the system message and not after the item.
+
+    What follows the item is in no prefix that two prompts share. Of a classifier with many labels, whose reminder lists
+    them all, that is half of every prompt.
+
+    Raises:
+        ConfigError: an adapter without such a reminder.
+    """
+    kind = type(inner)
+    if not hasattr(kind, "user_message_output_requirements"):
+        raise ConfigError(
+            f"task.prompt_layout: got shared_first, which has no effect with {kind.__name__}, an adapter that "
+            "reminds of no output fields; leave it out"
+        )
+    shared: Any = _shared_first_class(cast("Hashable", kind))
+    made: dspy.Adapter = shared.__new__(shared)
+    made.__dict__.update(inner.__dict__)
+    return made
+
+
+@functools.cache
+def _shared_first_class(kind: Any) -> Any:
+    def format_system_message(self: Any, signature: type[dspy.Signature]) -> str:
+        reminder = kind.user_message_output_requirements(self, signature)
+        return f"{kind.format_system_message(self, signature)}\n\n{reminder}"
+
+    def user_message_output_requirements(self: Any, signature: type[dspy.Signature]) -> str:
+        return ""  # the user's message is stripped
+
+    methods = (format_system_message, user_message_output_requirements)
+    made: Any = type(kind.__name__, (kind,), {method.__name__: method for method in methods})
+    # DSPy gives each subclass `format` and `parse` of its own, which would stand before those of the user's class.
+    del made.format, made.parse
+    return made
 
 
 def within_bounds(signature: type[dspy.Signature], text: str, parse: Callable[[type[dspy.Signature], str], T]) -> T:

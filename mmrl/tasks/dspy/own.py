@@ -27,7 +27,7 @@ from mmrl.tasks.data.rows import FORMATS, Row
 from mmrl.tasks.dspy.base import DspyTask, is_dspy_module, unique
 
 READ = frozenset({"name", "data", "reward", "failure_score", "max_tokens", "max_context", "timeout_s"})
-"""Options of `task` that every `OwnTask` reads; DSPy programs read `prompts` too."""
+"""Options of `task` that every `OwnTask` reads; DSPy programs read `prompts` and `prompt_layout` too."""
 
 Function = Callable[[Example, Context], Awaitable[object]]
 Reward = Callable[[Example, Any], "float | Score | Awaitable[float | Score]"]
@@ -138,7 +138,7 @@ class _PluginTask(_RecordTask):
 
     def option_problems(self) -> list[str]:
         """Options that were set and that no such task reads."""
-        read = READ | {"prompts"} if is_dspy_module(self._program) else READ
+        read = READ | {"prompts", "prompt_layout"} if is_dspy_module(self._program) else READ
         return [
             f"task.{name}: has no effect with task {self.name}; leave it out"
             for name, field in type(self.config).model_fields.items()

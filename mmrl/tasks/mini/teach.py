@@ -17,6 +17,7 @@ from mmrl.tasks.agents import qa_direct, r1_searcher, search_agent, search_o1, t
 from mmrl.tasks.base import Demonstration, Message
 from mmrl.tasks.dspy.banking77 import Banking77Task
 from mmrl.tasks.dspy.base import DspyTask
+from mmrl.tasks.dspy.fields import adapter_in_use
 from mmrl.tasks.dspy.hover import HoverTask
 from mmrl.tasks.dspy.papillon import PapillonTask
 from mmrl.tasks.mini.names import Draws
@@ -184,9 +185,7 @@ class Filled:
 @demonstrations.register
 def _dspy(task: DspyTask, example: Example) -> list[Demonstration]:
     """The prompts of the program's predictors, as they are now, and outputs in the form that their adapter parses."""
-    import dspy
-
-    adapter, shown = dspy.settings.adapter or dspy.ChatAdapter(), []
+    adapter, shown = adapter_in_use(task.prompt_layout), []
     for call in filled(task, example):
         predictor = task.predictors[call.module]
         messages = adapter.format(predictor.signature, predictor.demos, dict(call.inputs))

@@ -266,9 +266,10 @@ acts(TRAIN, "grad_clip", trained, 1e-8, 1e-9)
 acts(TRAIN, "adam_beta1", trained, 0.9, 0.1)
 acts(TRAIN, "adam_beta2", trained, 0.999, 0.1)
 acts(TRAIN, "weight_decay", trained, 0.0, 0.5)
-acts(TRAIN, "microbatch_tokens", trained, 64, 512)
+acts(TRAIN, "microbatch_tokens", trained, 64, 512, packing="padded")
+acts(TRAIN, "packing", trained, "padded", "trie")
 acts(TRAIN, "save_every", trained, 1, 2)
 acts(TRAIN, "keep", trained, 1, 2)
 acts(TRAIN, "max_failed_share", stopped, 0.6, 0.1)
-for key, value in {"packing": "trie", "old_logprobs": "recompute", "tis": "2.0", "staleness": "1"}.items():
+for key, value in {"old_logprobs": "recompute", "tis": "2.0", "staleness": "1"}.items():
     refused(TRAIN, key, value, "with algo=sft", typed=f"train.{key}", starts=f"train.{key}")

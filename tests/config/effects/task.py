@@ -322,6 +322,15 @@ def classes(name: str, options: Options, folder: Path) -> object:
     return spelled(engine.requests[0].prompt_ids)
 
 
+def system_message(name: str, options: Options, folder: Path) -> object:
+    """What the first call of a rollout has before the item."""
+    task = built(name, options, folder, data=name != "hover")
+    engine = FakeEngine(lambda request: "x")
+    with patch.object(sys, "path", [str(folder), *sys.path]):
+        rolled_out(task, engine, task.examples("train")[0])
+    return spelled(engine.requests[0].prompt_ids).partition("<user>")[0]
+
+
 def hops(name: str, options: Options, folder: Path) -> object:
     """A rollout over several hops: its prompts, its passages and its reward."""
     task = built(name, options, folder, data=True)
@@ -366,6 +375,8 @@ def offered(name: str, options: Options, folder: Path) -> object:
 
 acts("task.banking77;task.papillon;task.hover", "sample", drawn, "paper", "all")
 acts("task.banking77", "labels", classes, None, "MINE")
+acts("task.banking77", "prompt_layout", classes, "dspy", "shared_first")
+acts("task.papillon;task.hover;task.dspy", "prompt_layout", system_message, "dspy", "shared_first")
 acts("task.hover", "claim_hops", examples, None, 3)
 acts("task.hover", "search_hops", hops, 2, 3)
 acts("task.hover", "hop_top_k", hops, 1, 2, search_hops=2)
