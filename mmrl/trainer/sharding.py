@@ -141,7 +141,7 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
     with torch.no_grad():
         for file in sorted(folder.glob(pattern)):
             with safe_open(file, framework="pt") as opened:
-                for name in opened.keys() & names.keys():
+                for name in sorted(opened.keys() & names.keys()):  # one order on all processes
                     names[name].copy_(like(opened.get_tensor(name), names[name]))
                     loaded.add(names[name])
     missing = sorted(name for name, parameter in names.items() if parameter not in loaded)

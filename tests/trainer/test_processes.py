@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmrl.system.child_process import free_port
-from tests.helpers.trainer_cases import LORA, make_calls, make_trainer
+from tests.helpers.trainer_cases import LORA, make_calls, make_trainer, two_processes
 
 SCRIPT = """
 import json, sys
@@ -43,25 +39,8 @@ for kind in ("full", "lora"):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what two processes have trained, of both kinds one after the other: starting is what takes time."""
-    folder, port = tmp_path_factory.mktemp("two"), str(free_port())
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    root = str(Path(__file__).parents[2])
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(folder)],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1",
-                 "PYTHONPATH": root, "ACCELERATE_USE_CPU": "true"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        errors = [worker.communicate(timeout=300)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(errors)
+    folder = tmp_path_factory.mktemp("two")
+    two_processes(["-c", SCRIPT, str(folder)], {"OMP_NUM_THREADS": "1"})
     return folder
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +13,9 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from mmrl.config import HardwareConfig
-from mmrl.run.launch import environment
-from mmrl.system.child_process import free_port
+from mmrl.run.launch import wrapping
 from mmrl.trainer.sharding import exact_outputs
-from tests.helpers.trainer_cases import CASES, VALUE_CALLS, build, sampled, watch_gradients
+from tests.helpers.trainer_cases import CASES, VALUE_CALLS, build, sampled, two_processes, watch_gradients
 
 OWN = {"time/update", "train/tokens_forwarded"}
 """Metrics that the number of processes changes."""
@@ -38,29 +34,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         trainer.train()
         values = trainer.forwards.values(sampled(VALUE_CALLS)) if trainer.critic is not None else None
         one[name] = {"metrics": seen, "gradients": gradients, "values": values}
-    two_processes(folder)
+    hardware = HardwareConfig(name="test", device="cuda", processes=2, sharding="fsdp2")
+    two_processes(["-m", "tests.helpers.trainer_cases", str(folder)], wrapping(hardware))
     return {"folder": folder, "one": one}
-
-
-def two_processes(folder: Path) -> None:
-    hardware, port = HardwareConfig(name="test", device="cuda", processes=2, sharding="fsdp2"), free_port()
-    root = str(Path(__file__).parents[2])
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.trainer_cases", str(folder)],
-            env={**os.environ, **environment(hardware, rank, port), "PYTHONPATH": root, "ACCELERATE_USE_CPU": "true"},
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=root,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [worker.communicate(timeout=600)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(errors)
 
 
 def facts_of(runs: dict[str, Any], name: str) -> dict[str, Any]:
