@@ -1,8 +1,9 @@
 """What good modules would write about the mini world: supervised examples for `algo=sft` and the shipped tiny models.
 
 One function for each task that has mini-world data, since a demonstration needs the prompts of the task's own program.
-All are made from `metadata` that only mini-world examples have, but for the labels of `banking77`; for other data there
-are none. What is varied is drawn by the example's id, so the same example always gives the same demonstrations.
+Of data files there are those of `banking77`, whose labels they hold, and those of search programs and agents where the
+examples name their gold articles (`_hops`). What is varied is drawn by the example's id, so the same example always
+gives the same demonstrations.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
+from typing import TypedDict, cast
 
 from mmrl.records import Example
 from mmrl.tasks.agents import qa_direct, r1_searcher, search_agent, search_o1, tool_agent
@@ -26,12 +28,39 @@ from mmrl.tasks.search_program.task import MultihopQaTask
 History = tuple[tuple[str, str | Sequence[Message]], ...]
 
 
+class Hop(TypedDict):
+    """One search on the way to an answer."""
+
+    query: str
+    title: str
+    """Article that it must find."""
+    answer: str | None
+    """What that article says; None: not known, as in data files."""
+
+
+def _hops(example: Example, most: int | None = None) -> list[Hop]:
+    """The mini world's hops; of data files one for each gold article, searched by its title; none where none is named,
+    or more than `most`, the searches that a rollout may make.
+
+    In the order of the data. A title that nobody could know before reading another is searched for all the same: this
+    is a start, which reinforcement learning goes on from.
+    """
+    named = example.metadata.get("titles", ())
+    hops: list[Hop] = example.metadata.get("hops") or [Hop(query=title, title=title, answer=None) for title in named]
+    return hops if most is None or len(hops) <= most else []
+
+
+def _then(hop: Hop) -> str:
+    """The thought after a search."""
+    return f"it is {hop['answer']}" if hop["answer"] is not None else f"now I have read {hop['title']}"
+
+
 @singledispatch
 def demonstrations(task: object, example: Example) -> list[Demonstration]:
     """Supervised examples from one example of a task, by the task's class.
 
-    Empty for a task that is not listed here, for data from files or the hub (but `banking77`'s), and where the
-    retriever misses a document that the reasoning needs: what a module says it read must be true.
+    Empty for a task that is not listed here, for data that does not hold what they are made of, and where the retriever
+    misses a document that the reasoning needs: what a module says it read must be true.
     """
     return []
 
@@ -43,14 +72,14 @@ def _search_program(task: MultihopQaTask, example: Example) -> list[Demonstratio
 
     What is poorer or added is drawn, so that a policy meets in training what it will meet in a run.
     """
-    hops = example.metadata.get("hops")
+    hops = _hops(example)
     if not hops:
         return []
     question, answer, prompts = example.inputs["question"], example.metadata["answers"][0], task.prompts
     draws = Draws("demonstration", example.id)
     queries = [hop["query"] for hop in hops]
     shown = [_single("rewriter", prompts.rewriter(question), f"### {'; '.join(queries)} ###")]
-    poorer = draws.pick([[question], [queries[0], question], [question, queries[1]], queries[::-1], queries[:1]])
+    poorer = draws.pick([[question], [queries[0], question], [question, queries[:2][-1]], queries[::-1], queries[:1]])
     titles = [hop["title"] for hop in hops]
     for used in (queries, poorer):
         candidates = task.search(used, example.inputs["corpus"])
@@ -74,7 +103,7 @@ def _search_program(task: MultihopQaTask, example: Example) -> list[Demonstratio
 @demonstrations.register
 def _search_agent(task: search_agent.SearchAgentTask, example: Example) -> list[Demonstration]:
     """One search per hop and the answer, as turns of one context."""
-    hops = example.metadata.get("hops")
+    hops = _hops(example, cast("search_agent.SearchAgent", task.program).search_turns)
     if not hops:
         return []
     first = task.prompts.question(example.inputs["question"])
@@ -88,9 +117,11 @@ def _search_agent(task: search_agent.SearchAgentTask, example: Example) -> list[
         if hop["title"] not in [document["title"] for document in documents]:
             return []
         history = (*history, (turn, search_agent.information(task.prompts.documents(documents))))
-        thought = f"it is {hop['answer']}"
-    answer = f"<think> {thought} </think>\n<answer> {example.metadata['answers'][0]} </answer>"
-    return [*shown, _turn(search_agent.MODULE, first, history, answer)]
+        thought = _then(hop)
+    answer = example.metadata["answers"][0]
+    thought = f"it is {hops[-1]['answer'] or answer}"
+    last = f"<think> {thought} </think>\n<answer> {answer} </answer>"
+    return [*shown, _turn(search_agent.MODULE, first, history, last)]
 
 
 @demonstrations.register
@@ -140,7 +171,7 @@ def _search_o1(task: search_o1.SearchO1Task, example: Example) -> list[Demonstra
 @demonstrations.register
 def _r1_searcher(task: r1_searcher.R1SearcherTask, example: Example) -> list[Demonstration]:
     """One search per hop and the answer, as turns of one context."""
-    hops = example.metadata.get("hops")
+    hops = _hops(example, cast("r1_searcher.R1Searcher", task.program).searches)
     if not hops:
         return []
     first = task.prompts.question(example.inputs["question"])
@@ -154,9 +185,11 @@ def _r1_searcher(task: r1_searcher.R1SearcherTask, example: Example) -> list[Dem
         if hop["title"] not in [document["title"] for document in documents]:
             return []
         history = (*history, (turn, r1_searcher.result(task.prompts.documents(documents))))
-        thought = f"it is {hop['answer']}"
-    answer = f"{thought} </think>\n<answer> {example.metadata['answers'][0]} </answer>"
-    return [*shown, _turn(r1_searcher.MODULE, first, history, answer)]
+        thought = _then(hop)
+    answer = example.metadata["answers"][0]
+    thought = f"it is {hops[-1]['answer'] or answer}"
+    last = f"{thought} </think>\n<answer> {answer} </answer>"
+    return [*shown, _turn(r1_searcher.MODULE, first, history, last)]
 
 
 @demonstrations.register
