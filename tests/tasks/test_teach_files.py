@@ -1,5 +1,7 @@
 """Demonstrations of data files that name their gold articles: they play as they are written, and earn everything."""
 
+from html import unescape
+
 import pytest
 
 from mmrl.config import DataConfig
@@ -31,7 +33,7 @@ def test_an_agent_searches_each_gold_article_and_answers(data_dir, name, best, d
             titles = example.metadata["titles"]
             assert len(shown) == len(titles) + 1
             rollout, calls, _ = play(task, [d.completion for d in shown], "outcome", example)
-            assert rollout.prediction["queries"] == titles
+            assert rollout.prediction["queries"] == [unescape(title) for title in titles]
             assert (rollout.reward, rollout.metrics["em"]) == (best, 1.0)
             for call, demonstration in zip(calls[1:], shown[1:], strict=True):
                 assert call.prompt_text == demonstration.history[-1][1]

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
+from html import unescape
 from typing import TypedDict, cast
 
 from mmrl.records import Example
@@ -46,7 +47,10 @@ def _hops(example: Example, most: int | None = None) -> list[Hop]:
     is a start, which reinforcement learning goes on from.
     """
     named = example.metadata.get("titles", ())
-    hops: list[Hop] = example.metadata.get("hops") or [Hop(query=title, title=title, answer=None) for title in named]
+    hops: list[Hop] = example.metadata.get("hops") or [
+        Hop(query=unescape(title), title=title, answer=None)  # HotpotQA writes "Will &amp; Grace"
+        for title in named
+    ]
     return hops if most is None or len(hops) <= most else []
 
 
@@ -77,7 +81,7 @@ def _search_program(task: MultihopQaTask, example: Example) -> list[Demonstratio
         return []
     question, answer, prompts = example.inputs["question"], example.metadata["answers"][0], task.prompts
     draws = Draws("demonstration", example.id)
-    queries = [hop["query"] for hop in hops]
+    queries = [hop["query"].replace(";", ",") for hop in hops]  # a semicolon ends a query
     shown = [_single("rewriter", prompts.rewriter(question), f"### {'; '.join(queries)} ###")]
     poorer = draws.pick([[question], [queries[0], question], [question, queries[:2][-1]], queries[::-1], queries[:1]])
     titles = [hop["title"] for hop in hops]
