@@ -35,8 +35,8 @@ tables: $(STAMP) ## list the papers' tables, each a target of its own: make mhgp
 $(TABLES): $(STAMP)
 	$(BIN)/mmrl table $@ scale=$(SCALE) $(ARGS)
 
-bench: $(STAMP) ## measure against TRL and other peers on the CPU, one table (under ten minutes); ARGS='only=update,step'
-	$(BIN)/python -m scripts.bench $(ARGS)
+bench: $(STAMP) ## measure against TRL and other peers on the CPU, one table (under ten minutes; with model=smollm2_135m an hour); ARGS='only=update,step'
+	$(BIN)/python -m scripts.bench $(if $(model),model=$(model)) $(ARGS)
 
 test: $(STAMP) ## run the tests (those of a real vLLM: make test-vllm)
 	$(BIN)/python -m pytest -n 2 -m "not vllm" $(ARGS)

@@ -1,5 +1,7 @@
 """The CPU suite: `python -m scripts.bench [only=update,step] [threads=1]` (`make bench`), under ten minutes when idle.
 
+With `model=smollm2_135m` those of a real model's shape, with random weights: about an hour (`make bench model=…`).
+
 Every bench runs in a process of its own, so that none sees another's memory or settings. One table at the end, and all
 results in `outputs/bench/<time>.json`; exit code 1 when a bar is missed or a bench failed.
 """
@@ -32,13 +34,24 @@ SUITE: dict[str, list[str]] = {
     "limits": ["gpu=cpu"],
 }
 """Bench -> options that fit the suite into its time; alone each measures longer, and tunes its peers."""
+LARGE: dict[str, list[str]] = {
+    "update": ["shape=is,fof,search", "groups=2", "repeats=1", "micro=4", "model=smollm2_135m"],
+    "demonstrations": ["repeats=1", "part=4", "model=smollm2_135m"],
+    "rollout": ["shapes=shared,one", "repeats=1", "brief=1", "model=smollm2_135m"],
+    "vllm_engine": ["model=smollm2_135m"],
+    "limits": ["gpu=cpu", "repeats=1", "groups=2", "size=smollm2_135m"],
+}
+"""The same with `model=smollm2_135m`: two groups of a shape, of which a peer's update takes minutes."""
 QUICK = {"overhead": ["steps=1", "repeats=1", "train=train.batch_size=2"]}
+
+
+SUITES = {"1M": SUITE, "smollm2_135m": LARGE}
 
 
 def run(bench: str, extra: Sequence[str], folder: Path) -> dict[str, Any]:
     """The JSON of one bench; of one that failed, an `error`."""
     out = folder / f"{bench}.json"
-    command = [sys.executable, "-m", f"scripts.bench.{bench}", *SUITE[bench], *extra, f"out={out}"]
+    command = [sys.executable, "-m", f"scripts.bench.{bench}", *extra, f"out={out}"]
     started = time.perf_counter()
     done = subprocess.run(command, stdout=sys.stdout, stderr=subprocess.PIPE, text=True, check=False)
     spent = {"wall_s": time.perf_counter() - started}
@@ -60,15 +73,18 @@ def bars_of(results: Sequence[dict[str, Any]]) -> list[Bar]:
 
 def main(arguments: list[str]) -> int:
     """Run the suite, print one table, write one JSON; returns 1 when a bar is missed."""
-    given = options(arguments, {"only": ",".join(SUITE), "quick": ""})
-    chosen = given["only"].split(",")
-    if set(chosen) - set(SUITE):
-        raise SystemExit(f"only: got {given['only']}, expected some of {','.join(SUITE)}")
+    given = options(arguments, {"model": "1M", "only": "", "quick": ""})
+    if given["model"] not in SUITES:
+        raise SystemExit(f"model: got {given['model']}, expected one of {','.join(SUITES)}")
+    of = SUITES[given["model"]]
+    chosen = given["only"].split(",") if given["only"] else list(of)
+    if set(chosen) - set(of):
+        raise SystemExit(f"only: got {given['only']}, expected some of {','.join(of)}")
     results, before, started = [], os.getloadavg(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         for bench in chosen:
             print(f"\n{bench}", flush=True)
-            extra = [f"threads={given['threads']}", f"quick={given['quick']}"]
+            extra = [*of[bench], f"threads={given['threads']}", f"quick={given['quick']}"]
             results.append(run(bench, [*extra, *(QUICK.get(bench, []) if given["quick"] else [])], Path(folder)))
             if "error" in results[-1]:
                 print(results[-1]["error"], file=sys.stderr, flush=True)

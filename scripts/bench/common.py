@@ -25,8 +25,11 @@ MODELS = {
     "test": (16, 2, 2, 1, 8, 32, 64),
     "1M": (128, 4, 4, 2, 32, 384, 2048),
     "9M": (320, 6, 5, 5, 64, 960, 4096),
+    "smollm2_135m": (576, 30, 9, 3, 64, 1536, 49152),
 }
 """hidden, layers, heads, kv heads, head_dim, intermediate, vocabulary."""
+LLAMAS = frozenset({"smollm2_135m"})
+"""Those of `MODELS` without norms on queries and keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +77,11 @@ def options(arguments: Sequence[str], known: Mapping[str, str]) -> dict[str, str
 
 
 def make_model(size: str) -> Any:
-    """A random Qwen3 of one of the sizes in `MODELS`."""
+    """A random Qwen3, or Llama (`LLAMAS`), of one of the sizes in `MODELS`."""
     hidden, layers, heads, kv_heads, head_dim, inner, vocabulary = MODELS[size]
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(
+    kind = transformers.LlamaConfig if size in LLAMAS else transformers.Qwen3Config
+    config = kind(
         vocab_size=vocabulary,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -91,7 +95,8 @@ def make_model(size: str) -> Any:
         eos_token_id=None,
         pad_token_id=0,
     )
-    return transformers.Qwen3ForCausalLM(config).eval()
+    made: Any = transformers.AutoModelForCausalLM.from_config(config)
+    return made.eval()
 
 
 def once(run: Callable[[], object]) -> tuple[float, float]:
@@ -108,13 +113,15 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def timed(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """(CPU seconds, wall-clock seconds) of each run, alternating; the first round warms up and does not count."""
+def timed(
+    runs: Mapping[str, Callable[[], object]], repeats: int, warm: bool = True
+) -> dict[str, list[tuple[float, float]]]:
+    """(CPU seconds, wall-clock seconds) of each run, alternating; with `warm`, a first round that does not count."""
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for _ in range(repeats + 1):
+    for _ in range(repeats + warm):
         for name, run in runs.items():
             seconds[name].append(once(run))
-    return {name: several[1:] for name, several in seconds.items()}
+    return {name: several[warm:] for name, several in seconds.items()}
 
 
 def clock(threads: int) -> int:

@@ -3,8 +3,9 @@
 The shape of weights trained on optimised prompts: 77 demonstrations (one per intent of Banking77), a query of some 40
 tokens, 12 rollouts of each of 4 queries, short completions. Two things are timed, each against plain padding: the
 update (a padded loop in micro-batches of `micro` rows) and the prefill (Hugging Face `generate` of one token). Nothing
-is taken from one run to the next. Beside each ratio stands what counting allows: all tokens over unique ones. Before
-anything is timed, log-probabilities and gradients of the two sides must agree.
+is taken from one run to the next. `part=4` times plain padding on four rows and counts them for all: its micro-batches
+are alike, and of a real model they take half an hour. Beside each ratio stands what counting allows: all tokens over
+unique ones. Before anything is timed, log-probabilities and gradients of the two sides must agree.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ def rows_of(dice: Dice) -> list[Row]:
     return [Row(prompt, (dice.ids(5, 30),), dice.random.random()) for prompt in prompts for _ in range(ROLLOUTS)]
 
 
-def seconds_of(sides: Mapping[str, Callable[[], object]], counts: int, repeats: int) -> dict[str, float]:
-    """The best of `repeats` runs of each, alternating."""
+def seconds_of(
+    sides: Mapping[str, Callable[[], object]], counts: int, repeats: int, plain_times: float = 1.0
+) -> dict[str, float]:
+    """The best of `repeats` runs of each, alternating; `plain` ran a part, and counts `plain_times`."""
     found: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, run in sides.items():
             found[name].append(once(run)[counts])
-    return {name: min(several) for name, several in found.items()}
+    return {name: min(several) * (plain_times if name == "plain" else 1.0) for name, several in found.items()}
 
 
 @dataclass(frozen=True)
@@ -82,19 +85,23 @@ class Timed:
         ]
 
 
-def updates(rows: list[Row], size: str, micro: int, counts: int, repeats: int) -> tuple[Timed, dict[str, float]]:
-    """One update of all rows; and how far the sides agree on one group of each of two queries."""
+def updates(
+    rows: list[Row], size: str, micro: int, counts: int, repeats: int, part: int
+) -> tuple[Timed, dict[str, float]]:
+    """One update of all rows, in plain padding of the first `part`; and how far the sides agree on two queries."""
     folder = Path(tempfile.mkdtemp())
     # The check also runs every code path once.
-    some = rows[:GROUP] + rows[ROLLOUTS : ROLLOUTS + GROUP]
+    some = rows[:GROUP] + rows[ROLLOUTS : ROLLOUTS + GROUP] if part == len(rows) else rows[:GROUP]
     agreement = check(Ours(make_model(size), calls(some), folder / "check"), Plain(make_model(size), some, micro))
-    ours, plain = Ours(make_model(size), calls(rows), folder / "ours"), Plain(make_model(size), rows, micro)
-    seconds = seconds_of({"plain": plain.run, "ours": ours.run}, counts, repeats)
+    ours, plain = Ours(make_model(size), calls(rows), folder / "ours"), Plain(make_model(size), rows[:part], micro)
+    seconds = seconds_of({"plain": plain.run, "ours": ours.run}, counts, repeats, len(rows) / part)
     return Timed("update", [row.prompt + row.completion for row in rows], ours.tokens, seconds), agreement
 
 
-def prefills(rows: list[Row], size: str, threads: int, counts: int, repeats: int) -> tuple[Timed, float]:
-    """All prompts and one token of each; and the largest difference of a log-probability from a plain forward's."""
+def prefills(rows: list[Row], size: str, threads: int, counts: int, repeats: int, part: int) -> tuple[Timed, float]:
+    """All prompts (`generate`: the first `part`) and one token of each; and the largest difference of a log-probability
+    from a plain forward's.
+    """
     model = make_model(size)
     asked = [
         Request(prompt_ids=row.prompt, sampling=Sampling(max_tokens=1, seed=number), order=(number,))
@@ -108,20 +115,23 @@ def prefills(rows: list[Row], size: str, threads: int, counts: int, repeats: int
     worst = difference(model, engine(), asked)
     if worst > 1e-4:
         raise SystemExit(f"prefill: log-probabilities differ by {worst:.2g}, expected at most 1e-4")
-    sides = {"plain": lambda: run_generate(model, asked), "ours": lambda: run_engine(engine(), asked)}
+    sides = {"plain": lambda: run_generate(model, asked[:part]), "ours": lambda: run_engine(engine(), asked)}
     prompts = [row.prompt for row in rows]
-    return Timed("prefill", prompts, unique_tokens(set(prompts)), seconds_of(sides, counts, repeats)), worst
+    return Timed(
+        "prefill", prompts, unique_tokens(set(prompts)), seconds_of(sides, counts, repeats, len(rows) / part)
+    ), worst
 
 
 def main(arguments: list[str]) -> int:
     """Print the table, write the JSON; returns 1 when a bar is missed."""
-    given = options(arguments, {"model": "1M", "repeats": "3", "micro": "4", "quick": ""})
+    given = options(arguments, {"model": "1M", "repeats": "3", "micro": "4", "part": "", "quick": ""})
     size, threads = "test" if given["quick"] else given["model"], int(given["threads"])
     counts, repeats = clock(threads), int(given["repeats"])
     rows = rows_of(Dice(MODELS[size][-1], scale=8 if given["quick"] else 1))
     print(f"{size}, {threads} threads, load {os.getloadavg()}")
-    update, agreement = updates(rows, size, int(given["micro"]), counts, repeats)
-    prefill, worst = prefills(rows, size, threads, counts, repeats)
+    part = int(given["part"] or len(rows))
+    update, agreement = updates(rows, size, int(given["micro"]), counts, repeats, part)
+    prefill, worst = prefills(rows, size, threads, counts, repeats, part)
     lines = []
     for timed in (update, prefill):
         s = timed.seconds

@@ -22,12 +22,12 @@ from mmrl.plan.shapes import KNOWN, Shape, read_shape
 from mmrl.trainer.objective import TrainCall
 from scripts.bench.common import MODELS, Bar, finish, make_model, once, options
 from scripts.bench.sides import Ours
-from scripts.bench.update_shapes import SHAPES, Dice, calls
+from scripts.bench.update_shapes import GROUP, SHAPES, Dice, calls
 
 MODEL_OF = {"8B": "Qwen/Qwen3-8B", "7B": "Qwen/Qwen2.5-7B"}
 BAR = 45.0
 """Percent of the device's matrix product rate on unique tokens; a GPU's."""
-QUESTIONS, GROUP = 512, 4
+QUESTIONS = 512
 AGENTS = ((250, 30), (2000, 15), (1200, 15))
 """Prompt and completion tokens of Rewriter, Reranker, Answerer."""
 ROUND_ROBIN = (0.7, 0.1, 0.2)
@@ -133,9 +133,9 @@ def trie_pairs(batch: Sequence[TrainCall]) -> tuple[int, int]:
     return nodes, pairs
 
 
-def reached_here(size: str, on: Device, repeats: int, scale: int) -> tuple[float, int]:
+def reached_here(size: str, on: Device, repeats: int, scale: int, groups: int | None) -> tuple[float, int]:
     """Percent of this machine's matrix product rate that a packed update of a random model reaches, and its tokens."""
-    batch = calls(SHAPES["is"](Dice(MODELS[size][-1], scale=scale)))
+    batch = calls(SHAPES["is"](Dice(MODELS[size][-1], scale=scale))[: groups * GROUP if groups else None])
     model = make_model(size)
     shape = read_shape(model.config.to_dict(), size)
     side = Ours(model, batch, Path(tempfile.mkdtemp()))
@@ -168,6 +168,7 @@ def main(arguments: list[str]) -> int:
         "result": "",
         "size": "1M",
         "repeats": "3",
+        "groups": "",
         "quick": "",
     }
     given = options(arguments, known)
@@ -190,7 +191,8 @@ def main(arguments: list[str]) -> int:
     bars = []
     if given["gpu"] == "cpu":
         size = "test" if given["quick"] else given["size"]
-        percent, tokens = reached_here(size, on, int(given["repeats"]), 32 if given["quick"] else 1)
+        groups = int(given["groups"]) if given["groups"] else None
+        percent, tokens = reached_here(size, on, int(given["repeats"]), 32 if given["quick"] else 1, groups)
         bars.append(
             Bar(what=f"of the CPU's floor, {size} update, IS", value=percent, bar=None, unit="%", unique=tokens)
         )

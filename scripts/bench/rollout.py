@@ -13,6 +13,7 @@ import asyncio
 import os
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,12 @@ import torch
 from mmrl.config.engines import TransformersConfig
 from mmrl.engines.base import Completion, Request, Sampling
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
+from mmrl.plan.workload import unique_tokens
 from scripts.bench.common import MODELS, Bar, clock, finish, make_model, options, timed
 
-BARS = {"short": 1.5, "fork": 3.0}
-"""Least ratio of `generate` to the native decoder: independent short calls, several samples per prompt."""
+BARS = {"short": 1.5, "fork": 3.0, "shared": 3.0, "one": 1.0}
+"""Least ratio of `generate` to the native decoder: independent short calls, several samples per prompt; of a model of
+real size prompts that differ in their ends, and one prompt."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Shape:
     samples: int
     prompt: tuple[int, int]
     completion: tuple[int, int]
+    shared: int = 0
+    """Tokens that all prompts begin with."""
 
 
 SHAPES = [
@@ -47,6 +52,8 @@ SHAPES = [
     Shape("16 x n4 P512 C32", "fork", 16, 4, (512, 512), (32, 32)),
     Shape("8 x n4 P1024 C32", "fork", 8, 4, (1024, 1024), (32, 32)),
     Shape("4 x n12 P512 C64", "fork", 4, 12, (512, 512), (64, 64)),
+    Shape("B 64 P1000, 970 shared", "shared", 64, 1, (1000, 1000), (32, 32), shared=970),
+    Shape("B 1 P1000", "one", 1, 1, (1000, 1000), (32, 32)),
 ]
 QUICK = [Shape("B 2", "short", 2, 1, (4, 6), (2, 4)), Shape("1 x n2 P8 C4", "fork", 1, 2, (8, 8), (4, 4))]
 """Of no meaning as numbers; for the tests."""
@@ -66,9 +73,10 @@ class NoTokenizer:
 def requests(shape: Shape, vocabulary: int) -> list[Request]:
     """The rows of a shape."""
     dice = random.Random(0)
-    made = []
+    made, start = [], tuple(dice.randrange(1, vocabulary) for _ in range(shape.shared))
     for number in range(shape.prompts):
-        prompt = tuple(dice.randrange(1, vocabulary) for _ in range(dice.randint(*shape.prompt)))
+        rest = dice.randint(*shape.prompt) - shape.shared
+        prompt = start + tuple(dice.randrange(1, vocabulary) for _ in range(rest))
         for sample in range(shape.samples):
             seed = number * shape.samples + sample
             sampling = Sampling(max_tokens=dice.randint(*shape.completion), seed=seed)
@@ -126,8 +134,10 @@ def check(model: torch.nn.Module, engine: TransformersEngine, asked: list[Reques
     return worst
 
 
-def measure(shape: Shape, model: torch.nn.Module, vocabulary: int, threads: int, repeats: int) -> dict[str, Any]:
-    """One line of the table."""
+def measure(
+    shape: Shape, model: torch.nn.Module, vocabulary: int, threads: int, repeats: int, brief: bool
+) -> dict[str, Any]:
+    """One line of the table; `brief`: without a first round that does not count, and without the loop of `generate`."""
     asked = requests(shape, vocabulary)
     engines = {
         loop: TransformersEngine(model, NoTokenizer(), TransformersConfig(loop=loop), threads=threads)  # type: ignore[arg-type]
@@ -136,14 +146,10 @@ def measure(shape: Shape, model: torch.nn.Module, vocabulary: int, threads: int,
     worst = check(model, engines["own"], asked)
     if worst > 1e-4:
         raise SystemExit(f"{shape.name}: log-probabilities differ by {worst:.2g}, expected at most 1e-4")
-    seconds = timed(
-        {
-            "generate": lambda: run_generate(model, asked),
-            "hf": lambda: run_engine(engines["hf"], asked),
-            "own": lambda: run_engine(engines["own"], asked),
-        },
-        repeats,
-    )
+    sides: dict[str, Callable[[], object]] = {"generate": lambda: run_generate(model, asked)}
+    if not brief:
+        sides["hf"] = lambda: run_engine(engines["hf"], asked)
+    seconds = timed({**sides, "own": lambda: run_engine(engines["own"], asked)}, repeats, warm=not brief)
     counts = clock(threads)
     counted = {name: sorted(one[counts] for one in several) for name, several in seconds.items()}
     best = {name: several[0] for name, several in counted.items()}
@@ -157,21 +163,21 @@ def measure(shape: Shape, model: torch.nn.Module, vocabulary: int, threads: int,
         "padded_tokens": len(asked)
         * (max(len(r.prompt_ids) for r in asked) + max(r.sampling.max_tokens for r in asked)),
         "real_tokens": sum(len(request.prompt_ids) for request in asked) + tokens,
-        "unique_tokens": sum(len(ids) for ids in {request.prompt_ids for request in asked}) + tokens,
+        "unique_tokens": unique_tokens({request.prompt_ids for request in asked}) + tokens,
         "seconds": best,
         "median": {name: several[len(several) // 2] for name, several in counted.items()},
         "wall_clock": {name: min(wall for _, wall in several) for name, several in seconds.items()},
         "clock": ("cpu", "wall")[counts],
         "tokens_per_s": tokens / best["own"],
         "ratio_generate": best["generate"] / best["own"],
-        "ratio_hf_loop": best["hf"] / best["own"],
+        "ratio_hf_loop": best.get("hf", float("nan")) / best["own"],
         "max_logprob_difference": worst,
     }
 
 
 def main(arguments: list[str]) -> int:
     """Print the table, write the JSON; returns 1 when a bar is missed."""
-    given = options(arguments, {"shapes": "short,fork", "repeats": "2", "model": "1M", "quick": ""})
+    given = options(arguments, {"shapes": "short,fork", "repeats": "2", "model": "1M", "brief": "", "quick": ""})
     threads, size = int(given["threads"]), "test" if given["quick"] else given["model"]
     kinds = given["shapes"].split(",")
     model = make_model(size)
@@ -179,17 +185,17 @@ def main(arguments: list[str]) -> int:
         f"{size}: {sum(p.numel() for p in model.parameters()):,} parameters, {threads} threads, load {os.getloadavg()}"
     )
     print(
-        f"{'shape':20}{'generate s':>11}{'hf loop s':>11}{'own s':>9}{'own tok/s':>11}{'generate/own':>14}{'hf/own':>8}"
+        f"{'shape':24}{'generate s':>11}{'hf loop s':>11}{'own s':>9}{'own tok/s':>11}{'generate/own':>14}{'hf/own':>8}"
     )
     lines = []
     for shape in QUICK if given["quick"] else SHAPES:
         if shape.kind not in kinds:
             continue
-        line = measure(shape, model, MODELS[size][-1], threads, int(given["repeats"]))
+        line = measure(shape, model, MODELS[size][-1], threads, int(given["repeats"]), bool(given["brief"]))
         lines.append(line)
-        s = line["seconds"]
+        s = {"hf": float("nan")} | line["seconds"]
         print(
-            f"{shape.name:20}{s['generate']:11.3f}{s['hf']:11.3f}{s['own']:9.3f}{line['tokens_per_s']:11.0f}"
+            f"{shape.name:24}{s['generate']:11.3f}{s['hf']:11.3f}{s['own']:9.3f}{line['tokens_per_s']:11.0f}"
             f"{line['ratio_generate']:14.2f}{line['ratio_hf_loop']:8.2f}",
             flush=True,
         )

@@ -35,13 +35,17 @@ def agree(rows: list[Row], size: str, micro: int, budget: int | None, folder: Pa
     return check(ours, Plain(make_model(size), rows, micro), Trl(make_model(size), rows, micro, folder / "trl"))
 
 
-def measure(name: str, size: str, threads: int, repeats: int, budget: int | None, micro: list[int]) -> dict[str, Any]:
-    """One line of the table."""
+def measure(
+    name: str, size: str, threads: int, repeats: int, budget: int | None, micro: list[int], groups: int | None
+) -> dict[str, Any]:
+    """One line of the table, on the first `groups` groups of the shape (None: all)."""
     rows = SHAPES[name](Dice(MODELS[size][-1], scale=32 if size == "test" else 1))
+    rows = rows[: groups * GROUP] if groups else rows
     batch = calls(rows)
     folder = Path(tempfile.mkdtemp())
     micro = [many for many in micro if many <= len(rows)]
-    agreement = agree(rows[: CHECKED * GROUP], size, micro[0], budget, folder)
+    # A large model is checked on a group less: the check costs each side an update of what it is made on.
+    agreement = agree(rows[: (CHECKED - (groups is not None)) * GROUP], size, micro[0], budget, folder)
     ours, sorted_rows = (Ours(make_model(size), batch, folder / p, p, budget) for p in ("auto", "padded"))
     peers = {f"trl{many}": Trl(make_model(size), rows, many, folder / "trl") for many in micro}
     plains = {f"plain{many}": Plain(make_model(size), rows, many) for many in micro}
@@ -93,6 +97,7 @@ def main(arguments: list[str]) -> int:
         "model": "1M",
         "budget": "",
         "micro": ",".join(map(str, MICRO)),
+        "groups": "",
         "quick": "",
     }
     given = options(arguments, known)
@@ -101,7 +106,7 @@ def main(arguments: list[str]) -> int:
         raise SystemExit(f"shape: got {given['shape']}, expected all or some of {','.join(SHAPES)}")
     threads, size = int(given["threads"]), "test" if given["quick"] else given["model"]
     micro = [int(many) for many in given["micro"].split(",")]
-    budget = int(given["budget"]) if given["budget"] else None
+    budget, groups = (int(given[name]) if given[name] else None for name in ("budget", "groups"))
     print(f"{size}, {threads} threads, load {os.getloadavg()}")
     print(
         f"{'shape':14}{'padded':>8}{'real':>8}{'unique':>8}{'TRL s':>8}{'plain s':>9}{'rows s':>8}{'ours s':>8}"
@@ -109,7 +114,7 @@ def main(arguments: list[str]) -> int:
     )
     lines = []
     for name in names:
-        line = measure(name, size, threads, int(given["repeats"]), budget, micro)
+        line = measure(name, size, threads, int(given["repeats"]), budget, micro, groups)
         lines.append(line)
         s = line["seconds"]
         print(

