@@ -214,9 +214,11 @@ def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float,
     pack = max(min(float(pack_tokens(config, shape, device, made)), load.trained_unique / made.processes), longest)
     trained = made.trained_parameters * TRAINED_WIDTH
     parts = _states(config, shape, made)
+    lora, checkpointed = config.model.lora, config.model.gradient_checkpointing
+    dropped = lora.targets if lora is not None and lora.dropout else ()
     update = {
         "gradients": 0.0 if "gradients" in made.offloaded else trained / made.states_over,
-        "activations": pack * shape.activation_bytes(made.width, config.model.gradient_checkpointing),
+        "activations": pack * shape.activation_bytes(made.width, checkpointed, dropped),
         # Logits, their softmax and its gradient, in float32, of one chunk of scored positions.
         "logits": min(CHUNK, pack) * shape.vocab * 4.0 * 3,
     }

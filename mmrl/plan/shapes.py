@@ -43,11 +43,14 @@ class Shape:
         """Bytes of keys and values of one token at `width` bytes a number."""
         return 2 * self.layers * self.kv_heads * self.head_dim * width
 
+    def adapted(self, targets: tuple[str, ...]) -> list[tuple[int, int]]:
+        """Inputs and outputs of a layer's projections that an adapter on `targets` is of."""
+        sizes = self.projections()
+        return [sizes[target] for target in (sizes if targets == (ALL_LINEAR,) else targets) if target in sizes]
+
     def lora_parameters(self, rank: int, targets: tuple[str, ...]) -> int:
         """Parameters of one LoRA adapter of `rank` on the projections `targets`."""
-        sizes = self.projections()
-        adapted = sizes if targets == (ALL_LINEAR,) else targets
-        return self.layers * rank * sum(sum(sizes[target]) for target in adapted if target in sizes)
+        return self.layers * rank * sum(map(sum, self.adapted(targets)))
 
     def projections(self) -> dict[str, tuple[int, int]]:
         """Name -> inputs and outputs of each linear layer of a decoder layer."""
@@ -62,10 +65,11 @@ class Shape:
             "down_proj": (self.intermediate, self.hidden),
         }
 
-    def activation_bytes(self, width: int, checkpointed: bool) -> int:
+    def activation_bytes(self, width: int, checkpointed: bool, dropped: tuple[str, ...] = ()) -> int:
         """Bytes stored for the backward per token: everything that it reads, or each layer's input and one whole layer,
-        the one that is being computed again."""
-        layer = 8 * self.hidden + 3 * self.intermediate
+        the one that is being computed again. An adapter with dropout on the projections `dropped` stores a copy of the
+        input of each."""
+        layer = 8 * self.hidden + 3 * self.intermediate + sum(inputs for inputs, _ in self.adapted(dropped))
         return (self.layers * self.hidden + layer if checkpointed else self.layers * layer) * width
 
 
