@@ -145,6 +145,32 @@ class Claim(Section):
     cells: tuple[str, ...] = Field((), description="columns, scores, means or COLUMN/SCORE; empty: all")
 
 
+class Diagram(Section):
+    """One part of a figure: a metric of training by step, a line for each row."""
+
+    metric: str | tuple[str, ...] = Field(
+        description="of metrics.jsonl; eval/METRIC: of evaluations during training; of several the first that is there"
+    )
+    label: str = Field(description="what its axis is called")
+    column: str = Field("", description="whose training runs; empty: of each column that is trained apart")
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """In the order in which they are looked for."""
+        return (self.metric,) if isinstance(self.metric, str) else self.metric
+
+
+class Figure(Section):
+    """What is drawn of the training runs."""
+
+    kind: Literal["curves", "bars"] = Field("curves", description="bars: means over the first steps")
+    diagrams: tuple[Diagram, ...] = Field(min_length=1)
+    band: Literal["std", "range"] = Field("std", description="around the mean over seeds: a deviation, or all seeds")
+    smooth: float = Field(0.0, ge=0, lt=1, description="weight of the value before in a moving average; 0: none")
+    scaled: bool = Field(False, description="each line from its least to its greatest value, which the legend says")
+    first: int = Field(50, ge=1, description="steps that bars are means of")
+
+
 class TableSpec(Section):
     """`conf/table/<name>.yaml`."""
 
@@ -161,6 +187,7 @@ class TableSpec(Section):
     rows: dict[str, Row] = Field(min_length=1)
     agree: Agreement
     claims: tuple[Claim, ...] = ()
+    figure: Figure | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -243,6 +270,12 @@ class TableSpec(Section):
                 for name in claim.cells
                 if name not in known and name not in self.means
             ]
+        diagrams = self.figure.diagrams if self.figure is not None else ()
+        problems += [
+            unknown(f"figure.diagrams.{number}.column", diagram.column, [*self.columns])
+            for number, diagram in enumerate(diagrams, 1)
+            if diagram.column and diagram.column not in self.columns
+        ]
         for row, settings in self.rows.items():
             for key, values in (("values", settings.values), ("std", settings.std)):
                 if isinstance(values, Mapping):

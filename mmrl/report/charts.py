@@ -1,6 +1,6 @@
 """Curves of a run and the figure of a comparison, as SVG that follows light and dark themes (and PNG).
 
-All figures are drawn in one palette and one matplotlib style. An SVG from matplotlib knows one theme only, so `_themed`
+All figures are drawn in one palette and one matplotlib style. An SVG from matplotlib knows one theme only, so `themed`
 replaces its colours by the CSS variables that `THEME_CSS` defines: once for a page, or inside an SVG that serves alone.
 matplotlib (Agg) is imported when the first figure is drawn.
 """
@@ -182,22 +182,23 @@ def _axes(ylabel: str, title: str | None = None) -> Iterator[tuple[Axes, list[st
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         axes.set(xlabel="step", ylabel=ylabel)
-        _whole_steps(axes)
+        whole_steps(axes)
         result: list[str] = []
         yield axes, result
-        _widen(axes)
+        widen(axes)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-        result.append(_themed(buffer.getvalue(), title or f"{ylabel} by step"))
+        result.append(themed(buffer.getvalue(), title or f"{ylabel} by step"))
 
 
-def _whole_steps(axes: Axes) -> None:
+def whole_steps(axes: Axes) -> None:
+    """Mark whole numbers on the axis of steps."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
 
 
-def _widen(axes: Axes) -> None:
+def widen(axes: Axes) -> None:
     """Widen a vertical range so small that rounding would look like a change."""
     low, high = axes.get_ylim()
     least = 0.02 * max(abs(low), abs(high))
@@ -219,7 +220,7 @@ def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return np.array([steps[part[-1]] for part in parts]), np.array([values[part].mean() for part in parts])
 
 
-def _themed(svg: str, title: str, standalone: bool = False) -> str:
+def themed(svg: str, title: str, standalone: bool = False) -> str:
     """The bare, scalable `<svg>` element of matplotlib's output in the fonts and colours around it.
 
     Args:
@@ -268,7 +269,7 @@ def comparison_figure(comparison: Comparison) -> tuple[str, bytes]:
         figure.savefig(png, format="png", dpi=130)
         figure.savefig(svg, format="svg", metadata={"Date": None})
     title = f"{comparison.name}: scores, rewards and behaviour over steps"
-    return _themed(svg.getvalue(), title, standalone=True), png.getvalue()
+    return themed(svg.getvalue(), title, standalone=True), png.getvalue()
 
 
 def _draw_panel(panel: Panel, axes: Sequence[Axes], styles: Mapping[str, LineStyle], last: bool) -> None:
@@ -278,14 +279,14 @@ def _draw_panel(panel: Panel, axes: Sequence[Axes], styles: Mapping[str, LineSty
     for axis, ylabel in zip(axes, (f"{panel.metric} on {panel.split}", "training reward", label), strict=False):
         axis.set(ylabel=ylabel, xlabel="step" if last else "")
         axis.locator_params(axis="y", nbins=6)
-        _whole_steps(axis)
+        whole_steps(axis)
     axes[0].set_title(panel.task, loc="left", fontweight="bold", fontsize=12)
     for group in panel.groups:
         style = styles[group.label]
-        _draw_band(axes[0], evaluation_band(group, panel.metric), style, every=1)
-        _draw_band(axes[1], training_band(group, "reward/mean"), style)
+        draw_band(axes[0], evaluation_band(group, panel.metric), style, every=1)
+        draw_band(axes[1], training_band(group, "reward/mean"), style)
         if key is not None:
-            _draw_band(axes[2], training_band(group, key), style)
+            draw_band(axes[2], training_band(group, key), style)
     for axis in axes[:3]:
         if not axis.lines:
             axis.text(0.5, 0.5, "no data yet", ha="center", va="center", transform=axis.transAxes)
@@ -313,7 +314,8 @@ def _legend_entry(group: SeedGroup, style: LineStyle) -> Line2D:
     )
 
 
-def _draw_band(axis: Axes, band: Band | None, style: LineStyle, every: int | None = None) -> None:
+def draw_band(axis: Axes, band: Band | None, style: LineStyle, every: int | None = None) -> None:
+    """A curve over seeds and its band, with a marker at each `every`th step; nothing without a band."""
     if band is None:
         return
     color, marker, dash = style

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mmrl.config.paper_tables import Cell
 from mmrl.report.html import rendered
+from mmrl.report.paper_figure import PaperFigure
 from mmrl.report.paper_table import PaperTable, Value
 from mmrl.report.tables import Rows, markdown
 from mmrl.report.text import align, filled
@@ -120,9 +121,10 @@ def table_text(table: PaperTable) -> str:
     return "\n\n".join([*parts, *(filled(note, WIDTH) for note in table.notes)])
 
 
-def table_markdown(table: PaperTable) -> str:
-    """A page."""
+def table_markdown(table: PaperTable, caption: str = "") -> str:
+    """A page; with a caption the figure beside it is on it."""
     parts = [f"# {table.name}", "\n".join(f"- {name}: {text}" for name, text in table.head.items())]
+    parts += [f"![{caption}](figure.png)", caption] if caption else []
     parts += ["## Ours", markdown(ours(table))]
     if paper := reported(table):
         parts += ["## The paper", markdown(paper)]
@@ -207,14 +209,19 @@ def table_json(table: PaperTable) -> str:
 
 
 def write_table(table: PaperTable, folder: Path) -> list[Path]:
-    """Write `table.md`, `.csv`, `.tex`, `.json` and `.html`; returns their paths."""
+    """Write `table.md`, `.csv`, `.tex`, `.json` and `.html`, and a figure's files; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
+    figure = PaperFigure(table, table.spec.figure) if table.spec.figure is not None else None
+    drawn = figure.files() if figure is not None else {}
+    caption = figure.caption if figure is not None else ""
     page = rendered(
         "paper_table.html",
         title=table.name,
         head=table.head,
         ours=ours(table),
         paper=reported(table),
+        figure=drawn.get("figure.svg", ""),
+        caption=caption,
         claims=claim_rows(table),
         judged=CLAIMS,
         cells=cell_rows(table),
@@ -222,11 +229,12 @@ def write_table(table: PaperTable, folder: Path) -> list[Path]:
         runs=[f"{run.path}: {run.command}" for runs in table.runs.values() for run in runs],
     )
     files: dict[str, str | bytes] = {
-        "table.md": table_markdown(table),
+        "table.md": table_markdown(table, caption if drawn else ""),
         "table.csv": table_csv(table),
         "table.tex": table_latex(table),
         "table.json": table_json(table),
         "table.html": page,
+        **drawn,
     }
     for name, data in files.items():
         atomic_write(folder / name, data)

@@ -44,6 +44,8 @@ class SeedRun:
     """What makes it."""
     trouble: str = ""
     """Why it is not there; empty where it is, or was not tried."""
+    trained: Path | None = None
+    """The training run whose policy it evaluates; None for one that this table does not train."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,8 +80,11 @@ def read_table(name: str, folders: Sequence[Path]) -> tuple[TableSpec, Base]:
 
 
 def table_names(folders: Sequence[Path]) -> list[str]:
-    """All tables."""
-    return sorted({path.stem for folder in folders for path in (folder / "table").glob("*.yaml")})
+    """All tables, figure 10 after figure 9."""
+    names = {path.stem for folder in folders for path in (folder / "table").glob("*.yaml")}
+    return sorted(
+        names, key=lambda name: [part.zfill(4) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    )
 
 
 def _has_algo(folder: Path, algo: str) -> bool:
@@ -156,7 +160,16 @@ class Planned:
     def table(self) -> PaperTable:
         """As far as it has been run."""
         runs = {
-            place: [SeedRun(run.seed, run.path, run.typed(), run.trouble() if run.code else "") for run in listed]
+            place: [
+                SeedRun(
+                    run.seed,
+                    run.path,
+                    run.typed(),
+                    run.trouble() if run.code else "",
+                    run.after.path if run.after is not None else None,
+                )
+                for run in listed
+            ]
             for place, listed in self.evaluations.items()
         }
         return PaperTable(

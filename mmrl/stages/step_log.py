@@ -5,6 +5,7 @@ Part of `stages`: `collect` and `weights` add to it, `evaluate` writes the recor
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,6 +23,20 @@ from mmrl.report.trackers import Trackers
 from mmrl.stages.step_metrics import shown_calls
 from mmrl.system.processes import ALONE, Processes
 from mmrl.system.stop import Stop
+
+
+def memory() -> dict[str, float]:
+    """`memory/*`: what this process holds on the host; where there is a GPU, the most that was held of its device since
+    the last call: by this process, and by others as far as they hold it now (a vLLM in a process of its own).
+    """
+    found = {"memory/rss_mb": psutil.Process().memory_info().rss / 1e6}
+    torch = sys.modules.get("torch")  # where nothing has loaded it nothing is on a device
+    if torch is None or not torch.cuda.is_available():
+        return found
+    free, total = torch.cuda.mem_get_info()
+    most = total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    return found | {"memory/device_mb": most / 1e6, "memory/device_share": most / total}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +111,7 @@ class StepLog:
             "time/step": spent,
             "time/overhead": spent - accounted,
             "rate/tokens_per_s": self.metrics.get("rollouts/tokens", 0.0) / spent,
-            "memory/rss_mb": psutil.Process().memory_info().rss / 1e6,
+            **memory(),
         }
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

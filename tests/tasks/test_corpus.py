@@ -66,8 +66,8 @@ def test_the_corpus_is_the_union_of_the_paragraphs_of_the_files(tmp_path):
     assert [d.title for d in task.search_tool.corpora[corpus]] == ["Thing", "Ada", "Other", "New"]
     assert task.search(["porto"], corpus)[0]["title"] == "Thing"
     assert task.search(["porto"], task.examples("test")[0].inputs["corpus"]) == []
-    assert not demonstrations(task, task.examples("train")[0])
-    assert demonstrations(task, task.examples("test")[0])
+    of_files, of_mini = (demonstrations(task, task.examples(split)[0]) for split in ("train", "test"))
+    assert of_files[0].completion == "### Thing; Ada ###" and len(of_mini) > 3
 
 
 def test_same_title_with_other_text_is_kept(tmp_path):

@@ -1,0 +1,252 @@
+"""The figure of a paper's table: metrics of its training runs by step, over seeds, or means over the first steps.
+
+Part of `report`; `conf/table/<name>.yaml` says what is drawn (`Figure`), `paper_pages` writes it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmrl.config.paper_tables import Diagram, Figure
+from mmrl.errors import MmrlError
+from mmrl.report.charts import DASHES, LINES, MARKERS, PAGE, STYLE, LineStyle, draw_band, themed, whole_steps
+from mmrl.report.compare import Band
+from mmrl.report.paper_table import PaperTable
+from mmrl.report.rundir import RunDir
+from mmrl.report.stats import History, series, splits_in
+from mmrl.report.tables import Rows
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ACROSS = 3
+"""Diagrams side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One row in one diagram."""
+
+    row: str
+    band: Band
+    """Over the steps that all its seeds have."""
+    seeds: tuple[int, ...]
+    least: float
+    most: float
+    """Of the mean before `scaled` moved it to 0..1."""
+    plain: np.ndarray | None = None
+    """The mean before `smooth`; None without."""
+
+    @property
+    def label(self) -> str:
+        """Its name, how many seeds, and what `scaled` took away."""
+        return f"{self.row} ({len(self.seeds)})"
+
+
+@dataclass(frozen=True)
+class PaperFigure:
+    """What is drawn, from the runs that are there."""
+
+    table: PaperTable
+    figure: Figure
+
+    @cached_property
+    def read(self) -> tuple[Mapping[Path, History], list[str]]:
+        """Training run -> its steps, of those that have begun; and which cannot be read."""
+        found: dict[Path, History] = {}
+        damaged = []
+        trained = [run.trained for runs in self.table.runs.values() for run in runs if run.trained is not None]
+        for path in dict.fromkeys(trained):
+            if (path / "metrics.jsonl").is_file():
+                try:
+                    found[path] = [record for record in RunDir.read(path).history() if record["step"]]
+                except MmrlError as error:
+                    damaged.append(f"Not drawn: {error}.")
+        return found, damaged
+
+    def histories(self, row: str, column: str) -> dict[int, History]:
+        """Seed -> the steps of its training run."""
+        runs, (read, _) = self.table.runs.get((row, column), ()), self.read
+        return {run.seed: read[run.trained] for run in runs if run.trained is not None and run.trained in read}
+
+    @cached_property
+    def panels(self) -> list[tuple[str, Diagram, list[Drawn]]]:
+        """(title, diagram, its lines); columns that share all their training runs are one."""
+        trained: dict[str, tuple[Path | None, ...]] = {}
+        for column in self.table.columns:
+            runs = tuple(run.trained for row in self.table.rows for run in self.table.runs.get((row, column), ()))
+            if runs not in trained.values():
+                trained[column] = runs
+        made = []
+        for column in trained:
+            for diagram in self.figure.diagrams:
+                if diagram.column in ("", column):
+                    title = column if len(trained) > 1 else ""
+                    lines = [self._line(row, column, diagram) for row in self.table.rows]
+                    made.append((title, diagram, [line for line in lines if line is not None]))
+        return made
+
+    def _line(self, row: str, column: str, diagram: Diagram) -> Drawn | None:
+        found = {
+            seed: points
+            for seed, history in self.histories(row, column).items()
+            if (points := _points(history, diagram))
+        }
+        # Over the steps that every seed has: a mean over fewer seeds from some step on would jump there.
+        steps = sorted(set.intersection(*(set(points) for points in found.values()))) if found else []
+        if self.figure.kind == "bars":
+            steps = steps[: self.figure.first]
+        if not steps:
+            return None
+        values = np.array([[points[step] for step in steps] for points in found.values()])
+        if self.figure.kind == "bars":
+            values = values.mean(axis=1, keepdims=True)
+            steps = steps[-1:]
+        plain = values.mean(axis=0) if self.figure.smooth else None
+        values = _smoothed(values, self.figure.smooth)
+        mean = values.mean(axis=0)
+        least, most = float(mean.min()), float(mean.max())
+        if self.figure.scaled:
+            values = (values - least) / ((most - least) or 1.0)
+            mean = values.mean(axis=0)
+        if self.figure.band == "range":
+            low, high = values.min(axis=0), values.max(axis=0)
+        else:
+            spread = values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros_like(mean)
+            low, high = mean - spread, mean + spread
+        return Drawn(row, Band(np.array(steps), mean, low, high), tuple(sorted(found)), least, most, plain)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no run has anything to draw yet."""
+        return not any(lines for _, _, lines in self.panels)
+
+    @property
+    def caption(self) -> str:
+        """What the lines, bands and numbers are."""
+        band = "from the lowest to the highest seed" if self.figure.band == "range" else "one standard deviation"
+        if self.figure.kind == "bars":
+            means = (
+                f"Means over the first {self.figure.first} steps; whiskers: {band} over seeds, whose number follows."
+            )
+            return " ".join([means, *self.read[1]])
+        parts = [f"Mean over seeds, whose number follows each name; bands: {band}."]
+        if self.figure.smooth:
+            parts.append(
+                f"Lines: moving averages that keep {self.figure.smooth:g} of the value before; dotted: the mean itself."
+            )
+        if self.figure.scaled:
+            parts.append("Each line runs from its least to its greatest value, which the legend has.")
+        return " ".join([*parts, *self.read[1]])
+
+    def files(self) -> dict[str, str | bytes]:
+        """`figure.svg`, `.png`, `.pdf` and the drawn numbers, `.csv`; none before there is anything to draw."""
+        if self.empty:
+            return {}
+        svg, png, pdf = self._rendered()
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows(self.numbers())
+        return {"figure.svg": svg, "figure.png": png, "figure.pdf": pdf, "figure.csv": out.getvalue()}
+
+    def numbers(self) -> Rows:
+        """One line per point."""
+        rows = [["column", "diagram", "row", "step", "mean", "low", "high", "seeds"]]
+        for title, diagram, lines in self.panels:
+            for line in lines:
+                for step, *values in zip(*line.band, strict=True):
+                    numbers = [f"{value:.6g}" for value in values]
+                    rows.append([title, diagram.label, line.row, str(int(step)), *numbers, str(len(line.seeds))])
+        return rows
+
+    def _rendered(self) -> tuple[str, bytes, bytes]:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure as Canvas
+
+        across = min(ACROSS, len(self.panels))
+        down = -(-len(self.panels) // across)
+        style = {row: _style(place) for place, row in enumerate(self.table.rows)}
+        with matplotlib.rc_context(STYLE):
+            canvas = Canvas(figsize=(4.4 * across, 3.1 * down), layout="constrained", facecolor=PAGE)
+            FigureCanvasAgg(canvas)
+            for place, (title, diagram, lines) in enumerate(self.panels):
+                axes = canvas.add_subplot(down, across, place + 1)
+                axes.set(ylabel=diagram.label)
+                if title:
+                    axes.set_title(title, loc="left", fontweight="bold", fontsize=12)
+                draw = _draw_bars if self.figure.kind == "bars" else _draw_curves
+                draw(axes, lines, style, self.figure.scaled)
+            svg, png, pdf = io.StringIO(), io.BytesIO(), io.BytesIO()
+            canvas.savefig(png, format="png", dpi=130)
+            canvas.savefig(pdf, format="pdf", metadata={"CreationDate": None})
+            canvas.savefig(svg, format="svg", metadata={"Date": None})
+        return (
+            themed(svg.getvalue(), f"{self.table.name}: {self.caption}", standalone=True),
+            png.getvalue(),
+            pdf.getvalue(),
+        )
+
+
+def _points(history: History, diagram: Diagram) -> dict[int, float]:
+    """Step -> value of the first of its metrics that the run has."""
+    for metric in diagram.metrics:
+        keys = [metric]
+        if metric.startswith("eval/"):
+            keys = [f"eval/{split}/{metric.removeprefix('eval/')}" for split in splits_in(history)]
+        for key in keys:
+            steps, values = series(history, key)
+            if len(steps):
+                return dict(zip(steps.tolist(), values.tolist(), strict=True))
+    return {}
+
+
+def _smoothed(values: np.ndarray, keep: float) -> np.ndarray:
+    """Exponential moving average along the steps, (seeds, steps), that starts at the first value."""
+    out = values.copy()
+    for step in range(1, values.shape[1]):
+        out[:, step] = keep * out[:, step - 1] + (1 - keep) * values[:, step]
+    return out
+
+
+def _style(place: int) -> LineStyle:
+    return LINES[place % len(LINES)], MARKERS[place % len(MARKERS)], DASHES[place // len(LINES) % len(DASHES)]
+
+
+def _draw_curves(axes: Axes, lines: Sequence[Drawn], style: Mapping[str, LineStyle], scaled: bool) -> None:
+    axes.set(xlabel="step")
+    whole_steps(axes)
+    if not lines:
+        _nothing(axes)
+        return
+    for line in lines:
+        if line.plain is not None:
+            axes.plot(line.band.steps, line.plain, color=style[line.row][0], linestyle=":", linewidth=1, alpha=0.6)
+        draw_band(axes, line.band, style[line.row])
+        axes.lines[-1].set_label(f"{line.label} {line.least:.2g}–{line.most:.2g}" if scaled else line.label)
+    axes.legend(loc="best", fontsize=8)
+
+
+def _draw_bars(axes: Axes, lines: Sequence[Drawn], style: Mapping[str, LineStyle], scaled: bool) -> None:
+    axes.grid(axis="x", visible=False)
+    if not lines:
+        _nothing(axes)
+        return
+    for place, line in enumerate(lines):
+        mean, low, high = (float(values[0]) for values in line.band[1:])
+        axes.bar(place, mean, color=style[line.row][0], yerr=[[mean - low], [high - mean]], ecolor="#5b6675", capsize=3)
+        axes.annotate(f"{mean:.3g}", (place, high), ha="center", va="bottom", fontsize=9)
+    axes.set_xticks(range(len(lines)), [line.label for line in lines], fontsize=8, rotation=20, ha="right")
+    axes.margins(y=0.15)
+
+
+def _nothing(axes: Axes) -> None:
+    axes.text(0.5, 0.5, "no data yet", ha="center", va="center", transform=axes.transAxes)
+    axes.set(xticks=[], yticks=[])
