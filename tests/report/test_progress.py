@@ -93,13 +93,15 @@ def test_the_pace_begins_with_the_first_step_and_has_evaluations_in_it(done):
     now = [0.0]
     console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), width=80, get_time=lambda: now[0])
     with Progress(total=done + 4, first_step=done, console=console) as progress:
-        now[0] = 10
+        now[0] = 900  # one before training is no part of a step
+        progress.evaluation(done, "dev", evaluation(0))
+        now[0] = 910
         progress.step(done + 1, metrics(1))
-        now[0] = 4000  # an evaluation that takes longer than many steps
+        now[0] = 4900  # an evaluation that takes longer than many steps
         progress.evaluation(done + 1, "dev", evaluation(0))
-        now[0] = 4010
+        now[0] = 4910
         progress.step(done + 2, metrics(2))
-    first, _, second = written(console).splitlines()
+    _, first, _, second = written(console).splitlines()
     assert first.endswith("10 s/step  30 s left")
     assert second.endswith("33 min 25 s/step  1 h 06 min left")
 
