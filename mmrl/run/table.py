@@ -232,8 +232,8 @@ def _plan_text(planned: Planned) -> str:
 
 
 def _cost_text(planned: Planned, missing: Sequence[TableRun]) -> str:
-    """GPU-hours of the trainings that are missing, by row."""
-    rows = [["row", "runs", "hours each", "GPU-hours"]]
+    """Hours of GPUs (H100; of the CPU for runs on it) of the trainings that are missing, by row."""
+    rows = [["row", "runs", "hours each", "device-hours"]]
     total, unknown_rows = 0.0, []
     trainings: dict[tuple[str, str], list[TableRun]] = {}
     for run in missing:
@@ -267,8 +267,8 @@ def gpu_hours(config: Config) -> tuple[float, int]:
     hours, devices = 0.0, 1
     for stage in stages:
         if isinstance(stage, TrainCommandConfig):
-            plan = make_plan(stage, PlanRequest({}, 0, "h100"))
             hardware = stage.hardware
+            plan = make_plan(stage, PlanRequest({}, 0, "cpu" if hardware.device == "cpu" else "h100"))
             hours += stage.train.steps * plan.step_seconds() / 3600
             devices = max(devices, hardware.processes * hardware.nodes + hardware.rollout_devices)
     return hours, devices

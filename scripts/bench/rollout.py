@@ -72,7 +72,8 @@ class NoTokenizer:
 
 def requests(shape: Shape, vocabulary: int) -> list[Request]:
     """The rows of a shape."""
-    dice = random.Random(0)
+    # By the shape, so that no prefix cache has seen the prompts of another one.
+    dice = random.Random(shape.name)
     made, start = [], tuple(dice.randrange(1, vocabulary) for _ in range(shape.shared))
     for number in range(shape.prompts):
         rest = dice.randint(*shape.prompt) - shape.shared
