@@ -9,12 +9,15 @@ Runs alternate (A B C A B C ...); the best of each counts. With one thread the c
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from scripts.bench.common import MODELS, Bar, clock, finish, make_model, once, options
 from scripts.bench.sides import Ours, Plain, Trl, check
@@ -35,48 +38,93 @@ def agree(rows: list[Row], size: str, micro: int, budget: int | None, folder: Pa
     return check(ours, Plain(make_model(size), rows, micro), Trl(make_model(size), rows, micro, folder / "trl"))
 
 
+Seconds = dict[str, list[tuple[float, float]]]
+"""By side, (CPU seconds, wall-clock seconds) of each run."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The four sides of one shape: mmrl packed and padded, and both peers at each micro-batch."""
+
+    rows: list[Row]
+    size: str
+    budget: int | None
+    micro: list[int]
+    folder: Path
+
+    def makers(self) -> dict[str, Callable[[], Ours | Trl | Plain]]:
+        """Name -> makes it; peers by their micro-batches."""
+        batch = calls(self.rows)
+
+        def ours(packing: str) -> Ours:
+            return Ours(make_model(self.size), batch, self.folder / packing, packing, self.budget)
+
+        def peer(kind: str, many: int) -> Trl | Plain:
+            model = make_model(self.size)
+            return (
+                Plain(model, self.rows, many) if kind == "plain" else Trl(model, self.rows, many, self.folder / "trl")
+            )
+
+        peers = {f"{kind}{many}": partial(peer, kind, many) for kind in KINDS for many in self.micro}
+        return {"ours": partial(ours, "auto"), "padded": partial(ours, "padded"), **peers}
+
+    def together(self, repeats: int, counts: int) -> tuple[Seconds, dict[str, str], int]:
+        """Runs in turn of all sides, of the peers' the best micro-batches; what those are; mmrl's tokens."""
+        sides = {name: make() for name, make in self.makers().items()}
+        several = len(self.micro) > 1
+        tuning = {name: [once(sides[name].run)] for name in sides if several and name not in ("ours", "padded")}
+        best = {
+            kind: min(
+                (name for name in sides if name.startswith(kind)),
+                key=lambda name: tuning[name][0][counts] if several else 0,
+            )
+            for kind in KINDS
+        }
+        sides["ours"].run()  # the others have run calls of their sizes in the check
+        names = {"ours": "ours", "trl": best["trl"], "padded": "padded", "plain": best["plain"]}
+        # The run that chose among micro-batches counts too.
+        seconds: Seconds = {key: list(tuning.get(name, ())) for key, name in names.items()}
+        for _ in range(repeats):
+            for key, name in names.items():
+                seconds[key].append(once(sides[name].run))
+        return seconds, best, cast("Ours", sides["ours"]).tokens
+
+    def apart(self, repeats: int) -> tuple[Seconds, dict[str, str], int]:
+        """The same with one side in memory at a time, at the first micro-batch."""
+        made, best = self.makers(), {kind: f"{kind}{self.micro[0]}" for kind in KINDS}
+        seconds: Seconds = {}
+        tokens = 0
+        for key, name in {"ours": "ours", "padded": "padded", **best}.items():
+            side = made[name]()
+            seconds[key] = [once(side.run) for _ in range(repeats)]
+            tokens = side.tokens if isinstance(side, Ours) and key == "ours" else tokens
+            del side
+            gc.collect()
+        return seconds, best, tokens
+
+
 def measure(
     name: str, size: str, threads: int, repeats: int, budget: int | None, micro: list[int], groups: int | None
 ) -> dict[str, Any]:
     """One line of the table, on the first `groups` groups of the shape (None: all)."""
     rows = SHAPES[name](Dice(MODELS[size][-1], scale=32 if size == "test" else 1))
     rows = rows[: groups * GROUP] if groups else rows
-    batch = calls(rows)
     folder = Path(tempfile.mkdtemp())
-    micro = [many for many in micro if many <= len(rows)]
+    micro, counts = [many for many in micro if many <= len(rows)], clock(threads)
     # A large model is checked on a group less: the check costs each side an update of what it is made on.
     agreement = agree(rows[: (CHECKED - (groups is not None)) * GROUP], size, micro[0], budget, folder)
-    ours, sorted_rows = (Ours(make_model(size), batch, folder / p, p, budget) for p in ("auto", "padded"))
-    peers = {f"trl{many}": Trl(make_model(size), rows, many, folder / "trl") for many in micro}
-    plains = {f"plain{many}": Plain(make_model(size), rows, many) for many in micro}
-    counts = clock(threads)
-    everyone: dict[str, Any] = {**peers, **plains}
-    tuning = {key: once(side.run)[counts] for key, side in everyone.items()} if len(micro) > 1 else {}
-    best = {
-        kind: min((key for key in everyone if key.startswith(kind)), key=lambda key: tuning.get(key, 0))
-        for kind in KINDS
-    }
-    runs: dict[str, Callable[[], object]] = {
-        "ours": ours.run,
-        "trl": everyone[best["trl"]].run,
-        "padded": sorted_rows.run,
-        "plain": everyone[best["plain"]].run,
-    }
-    ours.run()  # the others have run calls of their sizes in the check
-    seconds: dict[str, list[tuple[float, float]]] = {key: [] for key in runs}
-    for _ in range(repeats):
-        for key, run in runs.items():
-            seconds[key].append(once(run))
+    gc.collect()
+    sides = Sides(rows, size, budget, micro, folder)
+    seconds, best, tokens = sides.together(repeats, counts) if groups is None else sides.apart(repeats)
     counted = {key: sorted(one[counts] for one in several) for key, several in seconds.items()}
     least = {key: several[0] for key, several in counted.items()}
     widths = max(len(row.prompt) for row in rows) + max(len(row.completion) for row in rows)
-    least |= {kind: min(least[kind], tuning.get(best[kind], least[kind])) for kind in KINDS}
     return {
         "shape": name,
         "rows": len(rows),
         "padded_tokens": widths * len(rows),
         "real_tokens": sum(len(row.prompt) + len(row.completion) for row in rows),
-        "unique_tokens": ours.tokens,
+        "unique_tokens": tokens,
         "seconds": least,
         "median": {key: several[len(several) // 2] for key, several in counted.items()},
         "wall_clock": {key: min(wall for _, wall in several) for key, several in seconds.items()},
