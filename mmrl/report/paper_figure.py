@@ -25,7 +25,9 @@ from mmrl.report.stats import History, series, splits_in
 from mmrl.report.tables import Rows
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
 
 ACROSS = 3
 """Diagrams side by side."""
@@ -166,6 +168,15 @@ class PaperFigure:
                     rows.append([title, diagram.label, line.row, str(int(step)), *numbers, str(len(line.seeds))])
         return rows
 
+    def _legend(self, canvas: Canvas) -> None:
+        """One above all diagrams, of lines by their rows, where they are called the same in each."""
+        if self.figure.kind == "bars" or self.figure.scaled:
+            return
+        handles: dict[str, Artist] = {}
+        for axes in canvas.axes:
+            handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        canvas.legend([*handles.values()], [*handles], loc="outside upper left", ncols=5, fontsize=9)
+
     def _rendered(self) -> tuple[str, bytes, bytes]:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -184,6 +195,7 @@ class PaperFigure:
                     axes.set_title(title, loc="left", fontweight="bold", fontsize=12)
                 draw = _draw_bars if self.figure.kind == "bars" else _draw_curves
                 draw(axes, lines, style, self.figure.scaled)
+            self._legend(canvas)
             svg, png, pdf = io.StringIO(), io.BytesIO(), io.BytesIO()
             canvas.savefig(png, format="png", dpi=130)
             canvas.savefig(pdf, format="pdf", metadata={"CreationDate": None})
@@ -231,18 +243,21 @@ def _draw_curves(axes: Axes, lines: Sequence[Drawn], style: Mapping[str, LineSty
             axes.plot(line.band.steps, line.plain, color=style[line.row][0], linestyle=":", linewidth=1, alpha=0.6)
         draw_band(axes, line.band, style[line.row])
         axes.lines[-1].set_label(f"{line.label} {line.least:.2g}–{line.most:.2g}" if scaled else line.label)
-    axes.legend(loc="best", fontsize=8)
+    if scaled:  # each diagram has numbers of its own; below it, where no curve is hidden
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=8)
 
 
 def _draw_bars(axes: Axes, lines: Sequence[Drawn], style: Mapping[str, LineStyle], scaled: bool) -> None:
-    axes.grid(axis="x", visible=False)
+    axes.set_axisbelow(True)
     if not lines:
         _nothing(axes)
         return
     for place, line in enumerate(lines):
         mean, low, high = (float(values[0]) for values in line.band[1:])
         axes.bar(place, mean, color=style[line.row][0], yerr=[[mean - low], [high - mean]], ecolor="#5b6675", capsize=3)
-        axes.annotate(f"{mean:.3g}", (place, high), ha="center", va="bottom", fontsize=9)
+        axes.annotate(
+            f"{mean:,.0f}" if mean >= 1000 else f"{mean:.3g}", (place, high), ha="center", va="bottom", fontsize=9
+        )
     axes.set_xticks(range(len(lines)), [line.label for line in lines], fontsize=8, rotation=20, ha="right")
     axes.margins(y=0.15)
 
