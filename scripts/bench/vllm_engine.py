@@ -26,7 +26,9 @@ QUICK = [
     Shape("B 2 P12, 8 shared", "shared", 2, 1, (12, 12), (4, 4), shared=8),
     Shape("B 1 P8", "one", 1, 1, (8, 8), (4, 4)),
 ]
-SIDES = ("vllm", "own")
+OWN = ("torch", "onednn")
+"""`engine.matmul` of the embedded engine; the bars hold for the latter."""
+SIDES = ("vllm", *OWN)
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its engine in this process, so that one clock reads all of its work
     "VLLM_CPU_KVCACHE_SPACE": "4",
@@ -82,12 +84,12 @@ def by_vllm(folder: str, size: str, quick: bool) -> list[tuple[float, float]]:
     return found
 
 
-def by_own(size: str, quick: bool, threads: int) -> list[tuple[float, float]]:
-    """The same by the embedded engine."""
-    model = make_model(size)
+def by_own(size: str, quick: bool, threads: int, matmul: str) -> list[tuple[float, float]]:
+    """The same by the embedded engine, which keeps no prompt once nobody asks for it."""
+    config = TransformersConfig.model_validate({"loop": "own", "matmul": matmul})
+    engine = TransformersEngine(make_model(size), NoTokenizer(), config, threads=threads)  # type: ignore[arg-type]
 
     def run(shape: Shape) -> tuple[float, float]:
-        engine = TransformersEngine(model, NoTokenizer(), TransformersConfig(loop="own"), threads=threads)  # type: ignore[arg-type]
         asked = requests(shape, MODELS[size][-1])
         return once(lambda: run_engine(engine, asked))
 
@@ -116,13 +118,10 @@ def apart(side: str, given: dict[str, str], folder: str) -> list[tuple[float, fl
 def main(arguments: list[str]) -> int:
     """Print the table, write the JSON; returns 1 when a bar is missed."""
     given = options(arguments, {"model": "smollm2_135m", "side": "", "folder": "", "quick": ""})
-    size, quick = "test" if given["quick"] else given["model"], bool(given["quick"])
-    if given["side"]:
-        made = (
-            by_vllm(given["folder"], size, quick)
-            if given["side"] == "vllm"
-            else by_own(size, quick, int(given["threads"]))
-        )
+    size, quick, side = "test" if given["quick"] else given["model"], bool(given["quick"]), given["side"]
+    if side:
+        threads = int(given["threads"])
+        made = by_vllm(given["folder"], size, quick) if side == "vllm" else by_own(size, quick, threads, side)
         print(json.dumps(made))
         return 0
     if not installed():
@@ -135,9 +134,12 @@ def main(arguments: list[str]) -> int:
     for number, shape in enumerate(shapes(quick)):
         seconds = {side: found[side][number] for side in SIDES}
         lines.append({"shape": shape.name, "seconds": seconds, "clock": ("cpu", "wall")[counts]})
-        ratio = seconds["vllm"][counts] / seconds["own"][counts]
-        print(f"{shape.name:24} vLLM {seconds['vllm'][counts]:8.2f} s, own {seconds['own'][counts]:8.2f} s", flush=True)
-        bars.append(Bar(what=f"engine: vLLM / own, {shape.name}", value=ratio, bar=BARS[shape.kind]))
+        for own in OWN:
+            ratio = seconds["vllm"][counts] / seconds[own][counts]
+            bar = BARS[shape.kind] if own == "onednn" else None
+            bars.append(Bar(what=f"engine: vLLM / own ({own}), {shape.name}", value=ratio, bar=bar))
+        shown = ", ".join(f"{side} {seconds[side][counts]:.2f} s" for side in SIDES)
+        print(f"{shape.name}: {shown}", flush=True)
     return finish("vllm_engine", bars, given["out"], model=size, lines=lines)
 
 
