@@ -85,7 +85,7 @@ def by_vllm(folder: str, size: str, quick: bool) -> list[tuple[float, float]]:
 
 
 def by_own(size: str, quick: bool, threads: int, matmul: str) -> list[tuple[float, float]]:
-    """The same by the embedded engine, which keeps no prompt once nobody asks for it."""
+    """The same by the embedded engine; no shape has a prompt of another."""
     config = TransformersConfig.model_validate({"loop": "own", "matmul": matmul})
     engine = TransformersEngine(make_model(size), NoTokenizer(), config, threads=threads)  # type: ignore[arg-type]
 
