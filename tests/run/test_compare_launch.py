@@ -205,7 +205,7 @@ def test_the_shipped_plans_run_every_task_of_the_mini_world_and_every_algorithm(
     parts = [part for path in SHIPPED_PLANS for part in read_comparison(path).parts]
     assert {task for part in parts for task in part.task} == {task for tasks in SHIPPED.values() for task in tasks}
     named = {name for part in parts for algo in part.algo for name in algo.split("+")}
-    assert named == {*ALGO_SCHEMAS, "miprov2", "better_together"}
+    assert named == {*ALGO_SCHEMAS, "miprov2", "better_together", "sft"}
 
 
 def test_names_joined_by_plus_are_the_stages_of_one_run():
