@@ -210,8 +210,7 @@ RUNS = (
     ),
     Rule("model.modules", _EVAL, "on mmrl eval, where a checkpoint says which module uses which weights"),
 )
-# Judged only where the key stands on the command line: a config file may carry a paper's value of an option that is not
-# in use. A key may stand in several rules: one for each of the values that switch it off.
+# Judged where the key is typed: a file may carry a paper's value that is not in use. Several rules may name one key.
 TYPED = (
     # Greedy decoding draws nothing, so that what shapes the draw, and drawing again, change no completion.
     Rule("eval.top_p eval.top_k", _greedy, "with eval.temperature=0.0 (greedy); set eval.temperature, or leave it out"),
@@ -231,6 +230,7 @@ TYPED = (
         "with engine.url: mmrl does not start that server",
     ),
     Rule("engine.gpu_memory", "hardware.device=cpu", "; it is for GPUs, and engine.kv_cache_gb for the CPU"),
+    Rule("engine.matmul", "engine.loop=hf", ", whose products are the model's own"),
     Rule("engine.kv_cache_gb", "hardware.device=cuda", "; it is for the CPU, and engine.gpu_memory for GPUs"),
     Rule(
         "engine.sleep",

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mmrl.cli import main
 from mmrl.config.engines import TransformersConfig
 from mmrl.engines.embedded.architecture import onednn
 from mmrl.engines.embedded.decode import NativeLoop
@@ -42,3 +43,8 @@ def test_with_another_loop_or_precision_it_is_refused():
         engine(torch.bfloat16)
     with pytest.raises(ConfigError, match=r"engine\.matmul: has no effect with engine\.loop=hf"):
         engine(torch.float32, loop="hf")
+
+
+def test_typed_with_the_other_loop_it_is_refused_before_anything_loads(capsys):
+    assert main(["train", "engine.matmul=onednn", "engine.loop=hf"]) == 2
+    assert "engine.matmul: got onednn, which has no effect with engine.loop=hf" in capsys.readouterr().err
