@@ -142,8 +142,7 @@ _SFT = _is("algo.name", "sft")
 _OWN = "; set source=rollouts or leave it out"
 _GIVEN = "with algo=sft, which trains on given texts in padded batches and compares with no other policy; leave it out"
 
-# Within one section, which refuses them itself (`checked`), also where Python builds it. Any value but the default
-# counts: a file may name an option at the value that it has anyway.
+# Within one section, which refuses them itself (`checked`), from Python too; the default in a file is no choice.
 SECTIONS: Mapping[str, tuple[Rule, ...]] = {
     "algo": (
         Rule("loss_length", "loss_mean!=constant", "; set loss_mean=constant or leave it out"),
@@ -231,6 +230,7 @@ TYPED = (
     ),
     Rule("engine.gpu_memory", "hardware.device=cpu", "; it is for GPUs, and engine.kv_cache_gb for the CPU"),
     Rule("engine.matmul", "engine.loop=hf", ", whose products are the model's own"),
+    Rule("engine.matmul", "hardware.device=cuda", "; it is for products on a CPU"),
     Rule("engine.kv_cache_gb", "hardware.device=cuda", "; it is for the CPU, and engine.gpu_memory for GPUs"),
     Rule(
         "engine.sleep",

@@ -332,12 +332,17 @@ def training_band(group: SeedGroup, key: str) -> Band | None:
 
 
 def _band(curves: Sequence[Mapping[int, float]]) -> Band | None:
-    """Over the steps that every seed has: a mean over fewer seeds from some step on would jump there."""
+    steps, values = on_common_steps(curves)
+    return Band(steps, values.mean(axis=0), values.min(axis=0), values.max(axis=0)) if len(steps) else None
+
+
+def on_common_steps(curves: Sequence[Mapping[int, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """The steps that every seed has, and the values there, (seeds, steps).
+
+    A mean over fewer seeds from some step on would jump there.
+    """
     steps = sorted(set.intersection(*(set(points) for points in curves))) if curves else []
-    if not steps:
-        return None
-    values = np.array([[points[step] for step in steps] for points in curves])
-    return Band(np.array(steps), values.mean(axis=0), values.min(axis=0), values.max(axis=0))
+    return np.array(steps, dtype=np.int64), np.array([[points[step] for step in steps] for points in curves])
 
 
 def _evaluations(line: Line, metric: str) -> dict[int, tuple[float, float, float]]:

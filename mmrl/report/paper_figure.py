@@ -18,7 +18,7 @@ import numpy as np
 from mmrl.config.paper_tables import Diagram, Figure
 from mmrl.errors import MmrlError
 from mmrl.report.charts import DASHES, LINES, MARKERS, PAGE, STYLE, LineStyle, draw_band, themed, whole_steps
-from mmrl.report.compare import Band
+from mmrl.report.compare import Band, on_common_steps
 from mmrl.report.paper_table import PaperTable
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import History, series, splits_in
@@ -82,15 +82,18 @@ class PaperFigure:
     @cached_property
     def panels(self) -> list[tuple[str, Diagram, list[Drawn]]]:
         """(title, diagram, its lines); columns that share all their training runs are one."""
+        of_column = {
+            column: tuple(run.trained for row in self.table.rows for run in self.table.runs.get((row, column), ()))
+            for column in self.table.columns
+        }
         trained: dict[str, tuple[Path | None, ...]] = {}
-        for column in self.table.columns:
-            runs = tuple(run.trained for row in self.table.rows for run in self.table.runs.get((row, column), ()))
+        for column, runs in of_column.items():
             if runs not in trained.values():
                 trained[column] = runs
         made = []
         for column in trained:
             for diagram in self.figure.diagrams:
-                if diagram.column in ("", column):
+                if not diagram.column or of_column.get(diagram.column) == trained[column]:
                     title = column if len(trained) > 1 else ""
                     lines = [self._line(row, column, diagram) for row in self.table.rows]
                     made.append((title, diagram, [line for line in lines if line is not None]))
@@ -102,16 +105,12 @@ class PaperFigure:
             for seed, history in self.histories(row, column).items()
             if (points := _points(history, diagram))
         }
-        # Over the steps that every seed has: a mean over fewer seeds from some step on would jump there.
-        steps = sorted(set.intersection(*(set(points) for points in found.values()))) if found else []
-        if self.figure.kind == "bars":
-            steps = steps[: self.figure.first]
-        if not steps:
+        steps, values = on_common_steps([*found.values()])
+        if not len(steps):
             return None
-        values = np.array([[points[step] for step in steps] for points in found.values()])
         if self.figure.kind == "bars":
-            values = values.mean(axis=1, keepdims=True)
-            steps = steps[-1:]
+            values = values[:, : self.figure.first].mean(axis=1, keepdims=True)
+            steps = steps[: self.figure.first][-1:]
         plain = values.mean(axis=0) if self.figure.smooth else None
         values = _smoothed(values, self.figure.smooth)
         mean = values.mean(axis=0)
@@ -124,7 +123,7 @@ class PaperFigure:
         else:
             spread = values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros_like(mean)
             low, high = mean - spread, mean + spread
-        return Drawn(row, Band(np.array(steps), mean, low, high), tuple(sorted(found)), least, most, plain)
+        return Drawn(row, Band(steps, mean, low, high), tuple(sorted(found)), least, most, plain)
 
     @property
     def empty(self) -> bool:

@@ -45,6 +45,8 @@ def test_with_another_loop_or_precision_it_is_refused():
         engine(torch.float32, loop="hf")
 
 
-def test_typed_with_the_other_loop_it_is_refused_before_anything_loads(capsys):
-    assert main(["train", "engine.matmul=onednn", "engine.loop=hf"]) == 2
-    assert "engine.matmul: got onednn, which has no effect with engine.loop=hf" in capsys.readouterr().err
+@pytest.mark.parametrize("other", ["engine.loop=hf", "hardware=gpu1"])
+def test_typed_where_it_does_nothing_it_is_refused_before_anything_loads(other, capsys, monkeypatch):
+    monkeypatch.setattr("mmrl.models.load.load_model", None)
+    assert main(["train", "engine.matmul=onednn", other]) == 2
+    assert "engine.matmul: got onednn, which has no effect with " in capsys.readouterr().err

@@ -94,6 +94,8 @@ def test_columns_that_share_their_training_are_drawn_once(tmp_path):
     assert [row["column"] for row in numbers(apart)] == ["NQ", "H"]
     only = figure(diagrams=[{"metric": "reward/mean", "label": "reward", "column": "H"}])
     assert [row["column"] for row in numbers(PaperFigure(apart.table, only))] == ["H"]
+    later = figure(diagrams=[{"metric": "reward/mean", "label": "reward", "column": "2Wiki"}])
+    assert len(numbers(PaperFigure(shared.table, later))) == 1, "a column that shares the runs of an earlier one"
 
 
 def test_before_a_run_has_begun_there_is_no_figure(tmp_path):
