@@ -37,9 +37,6 @@ class TransformersConfig(EngineConfig):
         "auto", description="decode loop: own (fast, Llama and Qwen families), hf (any model)"
     )
     batch_tokens: int = Field(65536, ge=64, description="prompt tokens (padded) generated for at once")
-    matmul: Literal["torch", "onednn"] = Field(
-        "torch", description="products of float32 on a CPU; onednn: about twice as fast on AMD's, other last digits"
-    )
 
 
 class VllmConfig(EngineConfig):

@@ -110,13 +110,9 @@ def _weights_elsewhere(at: At) -> bool:
 
 def _one_revision(at: At) -> bool:
     """Whether the weights are in a folder, which has no revisions."""
-    source = at("policy") if _weights_elsewhere(at) else at("model.path")
-    return (
-        source in (*SHIPPED, *FETCHED)
-        or str(source).lower().endswith(".gguf")
-        or (Path(str(source)) / "config.json").is_file()
-        or (not _EVAL(at) and Path(str(source)).is_dir())
-    )
+    source = Path(str(at("policy") if _weights_elsewhere(at) else at("model.path")))
+    saved = (source / "config.json").is_file() or (not _EVAL(at) and source.is_dir())
+    return saved or str(source) in (*SHIPPED, *FETCHED) or source.suffix.lower() == ".gguf"
 
 
 def _unsent(setting: str) -> Callable[[At], bool]:
@@ -125,6 +121,11 @@ def _unsent(setting: str) -> Callable[[At], bool]:
 
 def _greedy(at: At) -> bool:
     return at("eval.temperature") == 0 and not _unsent("temperature")(at)
+
+
+def _other_products(at: At) -> bool:
+    here = not _EVAL(at) or _engine(at) == "transformers"
+    return not here or at("hardware.device") == "cuda" or at("model.dtype") not in ("auto", "float32")
 
 
 def _no_fork_above(at: At) -> bool:
@@ -229,8 +230,7 @@ TYPED = (
         "with engine.url: mmrl does not start that server",
     ),
     Rule("engine.gpu_memory", "hardware.device=cpu", "; it is for GPUs, and engine.kv_cache_gb for the CPU"),
-    Rule("engine.matmul", "engine.loop=hf", ", whose products are the model's own"),
-    Rule("engine.matmul", "hardware.device=cuda", "; it is for products on a CPU"),
+    Rule("model.matmul", _other_products, "here; it is for float32 on a CPU, in this process"),
     Rule("engine.kv_cache_gb", "hardware.device=cuda", "; it is for the CPU, and engine.gpu_memory for GPUs"),
     Rule(
         "engine.sleep",

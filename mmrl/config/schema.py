@@ -63,6 +63,9 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: bfloat16 where the device computes in it, else float32"
     )
+    matmul: Literal["torch", "onednn"] = Field(
+        "torch", description="products of float32 on a CPU; onednn: about twice as fast on AMD's, other last digits"
+    )
     lora: LoraConfig | None = Field(None, description="null: all parameters are trained")
     modules: dict[str, ModuleWeights] | None = Field(
         None,

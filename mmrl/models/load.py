@@ -127,6 +127,10 @@ def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedMode
         raise ConfigError(_unloadable(model, "model", error)) from error
     _switch_dropout_off(loaded)
     loaded.to(torch.device(device))  # type: ignore[arg-type]  # transformers wraps `to` without its signature
+    if model.matmul == "onednn":
+        from mmrl.models.linear import use_onednn
+
+        use_onednn(loaded)
     return loaded
 
 

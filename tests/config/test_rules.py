@@ -245,7 +245,7 @@ def test_every_rule_has_a_case():
     retriever = {"timeout_s", "concurrency", "cache_size", "b", "model", "encoder", "faiss", "cache_dir"}
     retriever |= {"stemmer", "stopwords", "pooling", "normalise", "query_prompt", "passage_prompt"}
     others |= {f"task.retriever.{key}" for key in retriever}  # in one rule with a key that has a case
-    others |= {"engine.matmul"}  # tests/engines/test_matmul.py
+    others |= {"model.matmul"}  # tests/models/test_linear.py
     others |= {"engine.sleep", "model.path", "model.name", "model.gradient_checkpointing"}  # above; effects/command.py
     others |= {f"task.data.{split}_items" for split in ("train", "dev", "test")}  # tests/run/test_other_models.py
     others |= {f"run.{key}" for key in ("name", "report_to", "progress", "doctor")}

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmrl.models.linear import OneDnnLinear, onednn
+
 if TYPE_CHECKING:
     from peft.tuners.lora import Linear as LoraLinear
     from transformers import LlamaForCausalLM
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RMSNorm
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+PLAIN = (nn.Linear, OneDnnLinear)
+"""Linear layers that the fused products stand for."""
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE kinds whose angles depend on the position alone."""
 
@@ -91,22 +95,16 @@ def _base(source: nn.Module) -> nn.Linear:
 
 def _odd(module: nn.Module) -> str | None:
     """Why a projection is neither a plain linear layer nor one with plain LoRA, or None."""
-    if type(module) is nn.Linear:
+    if type(module) in PLAIN:
         return None
     if not type(module).__module__.startswith("peft.tuners.lora") or type(module).__name__ != "Linear":
         return f"it has a {type(module).__module__}.{type(module).__name__} layer"
-    if type(_base(module)) is not nn.Linear:
+    if type(_base(module)) not in PLAIN:
         return f"its LoRA wraps a {type(_base(module)).__name__} layer"
     lora = cast("LoraLinear", module)
     if lora.lora_variant or any(lora.lora_bias.values()) or lora.fan_in_fan_out:
         return "its LoRA is a variant (DoRA or the like)"
     return None
-
-
-def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` in float32 on a CPU, by oneDNN where torch takes MKL: on AMD's processors in half of the time."""
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return y
 
 
 class Linear:
@@ -140,7 +138,10 @@ class Linear:
         self.low: Tensor | None = None
         self.high: Tensor | None = None
         self._buffer: Tensor | None = None
-        self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
+        # As the model itself multiplies (`model.matmul`).
+        self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = (
+            onednn if isinstance(_base(sources[0]), OneDnnLinear) else F.linear
+        )
 
     def refresh(self) -> None:
         """Read the sources anew."""
@@ -312,13 +313,6 @@ class Weights:
         self.head: Linear = Linear([causal.lm_head], None, adapter, base.head if base is not None else None)
         self.embedding: Tensor = torch.empty(0)
         self.angles: tuple[Tensor, Tensor] | None = None
-
-    def multiply_with(self, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
-        """Take another `F.linear` for all products with weights."""
-        for layer in self.layers:
-            for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
-                linear.product = product
-        self.head.product = product
 
     def refresh(self) -> None:
         """Read all weights anew."""

@@ -15,7 +15,7 @@ import torch
 
 from mmrl.config.engines import TransformersConfig
 from mmrl.engines.base import Completion, Engine, Request
-from mmrl.engines.embedded.architecture import onednn, unsupported
+from mmrl.engines.embedded.architecture import unsupported
 from mmrl.engines.embedded.batch_rows import BatchRow, Rules, context_limit, eos_ids
 from mmrl.engines.embedded.batcher import Batcher
 from mmrl.engines.embedded.decode import NativeLoop
@@ -68,13 +68,12 @@ class TransformersEngine(Engine):
         settings = causal.config.get_text_config()
         ends = eos_ids(tokenizer, causal.generation_config)
         loop: DecodeLoop
-        _check_matmul(config, next(model.parameters()))
         names = sorted(set(adapters.values())) if adapters is not None else None
         if initial is None:
-            loop = decode_loop(model, config.loop, config.batch_tokens, names, config.matmul)
+            loop = decode_loop(model, config.loop, config.batch_tokens, names)
         else:
             served = {name: initial if name == INITIAL else model for name in names or ()}
-            options = config.loop, config.batch_tokens, None, config.matmul
+            options = config.loop, config.batch_tokens
             loop = AdapterLoop({name: decode_loop(one, *options) for name, one in served.items()})
         rules = Rules(tokenizer, ends, settings.vocab_size, context_limit(settings, max_context), adapters)
         parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -130,24 +129,11 @@ class TransformersEngine(Engine):
         return await self._batcher.generate(request)
 
 
-def _check_matmul(config: TransformersConfig, weight: torch.Tensor) -> None:
-    if config.matmul == "torch":
-        return
-    if config.loop == "hf":
-        raise ConfigError("engine.matmul: has no effect with engine.loop=hf, whose products are the model's own")
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
-        held = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
-        raise ConfigError(
-            f"engine.matmul: got onednn, which computes float32 on a CPU by a torch with oneDNN; the weights are {held}"
-        )
-
-
 def decode_loop(
     model: torch.nn.Module,
     choice: str,
     stored_tokens: int = 65536,
     adapters: Sequence[str] | None = None,
-    matmul: str = "torch",
 ) -> DecodeLoop:
     """The loop for `engine.loop` = auto | own | hf.
 
@@ -155,7 +141,6 @@ def decode_loop(
         model: a causal LM.
         stored_tokens: most tokens of shared prefixes that the native decoder stores.
         adapters: names of the adapters that rows may name; None: all rows run with whichever is active.
-        matmul: `engine.matmul`, of the native decoder.
 
     Raises:
         ConfigError: `own`, and the native decoder does not know the model.
@@ -168,14 +153,14 @@ def decode_loop(
         LOG.warning("engine.loop=auto: the model's own forward generates (slower), since %s", reason)
         native = False
     if adapters is None:
-        return CheckedLoop(model, stored_tokens, matmul=matmul) if native else HFLoop(model)
+        return CheckedLoop(model, stored_tokens) if native else HFLoop(model)
     # One decoder per adapter; in half precision all of them read the base weights of the first, which is refreshed
     # before the others because `AdapterLoop.start` goes in this order.
     loops: dict[str, DecodeLoop] = {}
     first: NativeLoop | None = None
     for name in sorted(adapters):
         if native:
-            checked = CheckedLoop(model, stored_tokens, name, first, matmul)
+            checked = CheckedLoop(model, stored_tokens, name, first)
             first = first or checked.native
             loops[name] = checked
         else:
@@ -192,13 +177,10 @@ class CheckedLoop:
         stored_tokens: int,
         adapter: str | None = None,
         base: NativeLoop | None = None,
-        matmul: str = "torch",
     ):
         self.model = model
         self.adapter = adapter
         self.native = NativeLoop(model, stored_tokens, adapter, base)
-        if matmul == "onednn":
-            self.native.weights.multiply_with(onednn)
         self.loop: DecodeLoop = self.native
         self.checked = False
 

@@ -108,6 +108,11 @@ def assigned(name: str, options: Options, folder: Path) -> object:
     return found.adapters, found.rates, found.frozen, adapters.trained
 
 
+def multiplied(name: str, options: Options, folder: Path) -> object:
+    """What computes the model's linear layers."""
+    return {type(part).__name__ for part in load_model(config_of(options).model, "cpu").modules()}
+
+
 def recomputing(name: str, options: Options, folder: Path) -> object:
     """Whether the update keeps activations, or forwards again."""
     with patch.object(checkpoint, "save"):
@@ -130,6 +135,7 @@ acts(TRAIN, "model.path", loaded, "tiny", "tiny_dspy")
 acts(BOTH, "model.chat_template", rendered, None, "shout.jinja")
 acts(BOTH, "model.thinking", rendered, False, True, model__chat_template="thinks.jinja")
 acts(BOTH, "model.dtype", loaded, "float32", "bfloat16")
+acts(BOTH, "model.matmul", multiplied, "torch", "onednn")
 acts(BOTH, "model.revision", asked_for, None, "v2")
 acts(TRAIN, "model.lora.r", adapted, 4, 8)
 acts(TRAIN, "model.lora.alpha", adapted, 4, 8)

@@ -84,20 +84,10 @@ def together(name: str, options: Options, folder: Path) -> object:
     return max(sizes)
 
 
-def multiplied(name: str, options: Options, folder: Path) -> object:
-    """What computes the products with weights."""
-    _, engine = _embedded(options)
-    generate(engine, [request([5] * 40, 0, max_tokens=2)])
-    product = engine._decoder.loop.native.weights.head.product
-    engine.close()
-    return product.__name__
-
-
 # greedy first: the other one waits for as long as it is given
 acts("engine.transformers", "schedule", begins, "greedy", "deterministic")
 acts("engine.transformers", "loop", forwarded, "own", "hf")
 acts("engine.transformers", "batch_tokens", together, 65536, 64)
-acts("engine.transformers", "matmul", multiplied, "torch", "onednn")
 
 
 # --- vLLM

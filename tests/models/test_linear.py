@@ -1,0 +1,109 @@
+"""`model.matmul=onednn`: the same numbers as torch's own products but for the last digits, and where it is refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mmrl.cli import main
+from mmrl.config import ModelConfig
+from mmrl.config.schema import LoraConfig
+from mmrl.engines.embedded.decode import NativeLoop
+from mmrl.errors import ConfigError
+from mmrl.models.linear import OneDnnLinear, use_onednn
+from mmrl.models.load import load_model
+from tests.engines.test_decode import build, row
+from tests.helpers.trainer_cases import gradients, make_calls, make_trainer, tiny_model
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7,), (80,), (2, 80), (1, 0)])
+@pytest.mark.parametrize(("inner", "outer"), [(96, 128), (5, 130), (70, 3)])
+def test_output_and_gradients_of_a_layer_are_those_of_torch(shape, inner, outer, bias):
+    generator = torch.Generator().manual_seed(0)
+    plain = nn.Linear(inner, outer, bias=bias)
+    other = nn.Linear(inner, outer, bias=bias)
+    other.load_state_dict(plain.state_dict())
+    use_onednn(other)
+    assert type(other) is OneDnnLinear
+    x = torch.randn(*shape, inner, generator=generator)
+    weights = torch.randn(*shape, outer, generator=generator)
+    results = []
+    for layer in (plain, other):
+        given = x.clone().requires_grad_()
+        out = layer(given)
+        (out * weights).sum().backward()
+        results.append([out.detach(), given.grad, *(p.grad for p in layer.parameters())])
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+@needs_onednn
+def test_frozen_weights_get_no_gradient_and_other_types_are_torchs():
+    layer = nn.Linear(80, 96)
+    use_onednn(layer)
+    layer.requires_grad_(False)
+    x = torch.randn(4, 80, requires_grad=True)
+    layer(x).sum().backward()
+    assert layer.weight.grad is None
+    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(4, -1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    double = layer.double()
+    torch.testing.assert_close(double(x.double()), F.linear(x.double(), double.weight, double.bias))
+
+
+@needs_onednn
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=4)], ids=["full", "lora"])
+def test_an_update_has_the_same_loss_and_gradients(tmp_path, lora):
+    """Packed tries, the narrowed last layer and the head's chunks among it."""
+    found = []
+    for matmul in ("torch", "onednn"):
+        model = tiny_model()
+        if matmul == "onednn":
+            use_onednn(model)
+        trainer = make_trainer(tmp_path / matmul, model=model, lora=lora)
+        found.append(gradients(trainer, make_calls()))
+    (loss, plain), (other_loss, other) = found
+    assert other_loss == pytest.approx(loss, rel=1e-5)
+    assert plain.keys() == other.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(gradient, other[name], rtol=1e-3, atol=1e-5)
+
+
+@needs_onednn
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "lora"])
+def test_the_native_decoder_has_the_same_logits(name):
+    """Prompts of several lengths, then a step; biases (qwen2) and LoRA updates among them."""
+    plain, other = build(name), build(name)
+    use_onednn(other)
+    made = []
+    with torch.no_grad():
+        for policy in (plain, other):
+            own = NativeLoop(policy)
+            own.start()
+            made.append([own.prefill([row([3] * 20), row([4, 5, 6]), row([3] * 19 + [7])]), own.step([1, 2, 3])])
+            products = {linear.product for layer in own.weights.layers for linear in (layer.qkv, layer.down)}
+            assert (F.linear in products) == (policy is plain)
+    for one, two in zip(*made, strict=True):
+        assert (one - two).abs().max() < 1e-4
+
+
+@needs_onednn
+def test_weights_that_are_not_float32_are_refused():
+    load = ModelConfig(name="tiny", path="tiny", matmul="onednn", dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"model\.matmul: got onednn, .*; the weights are bfloat16 on cpu"):
+        load_model(load, "cpu")
+    kinds = {type(part) for part in load_model(load.model_copy(update={"dtype": "auto"}), "cpu").modules()}
+    assert OneDnnLinear in kinds
+    assert nn.Linear not in kinds
+
+
+@pytest.mark.parametrize("other", ["model.dtype=bfloat16", "hardware=gpu1"])
+def test_typed_where_it_does_nothing_it_is_refused_before_anything_loads(other, capsys, monkeypatch):
+    monkeypatch.setattr("mmrl.models.load.load_model", None)
+    assert main(["train", "model.matmul=onednn", other]) == 2
+    assert "model.matmul: got onednn, which has no effect here; it is for float32" in capsys.readouterr().err
