@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import transformers
 
+from mmrl.models.linear import use_onednn
+
 MODELS = {
     "test": (16, 2, 2, 1, 8, 32, 64),
     "1M": (128, 4, 4, 2, 32, 384, 2048),
@@ -76,8 +78,8 @@ def options(arguments: Sequence[str], known: Mapping[str, str]) -> dict[str, str
     return found
 
 
-def make_model(size: str) -> Any:
-    """A random Qwen3, or Llama (`LLAMAS`), of one of the sizes in `MODELS`."""
+def make_model(size: str, matmul: str = "torch") -> Any:
+    """A random Qwen3, or Llama (`LLAMAS`), of one of the sizes in `MODELS`; `matmul` as `model.matmul`."""
     hidden, layers, heads, kv_heads, head_dim, inner, vocabulary = MODELS[size]
     torch.manual_seed(0)
     kind = transformers.LlamaConfig if size in LLAMAS else transformers.Qwen3Config
@@ -96,6 +98,8 @@ def make_model(size: str) -> Any:
         pad_token_id=0,
     )
     made: Any = transformers.AutoModelForCausalLM.from_config(config)
+    if matmul == "onednn":
+        use_onednn(made)
     return made.eval()
 
 

@@ -1,4 +1,5 @@
 """The update against TRL: `python -m scripts.bench.update [shape=is,fof|all] [threads=1] [repeats=3] [micro=4,8,32]`.
+`matmul=onednn` is `model.matmul` of mmrl's sides.
 
 All sides train on the same rollouts from the same random weights: TRL's GRPOTrainer through `rollout_func` (its best of
 micro-batches of 4, 8 and 32 rows), a plain padded loop with `logits_to_keep` (likewise), and mmrl. One update is
@@ -14,7 +15,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -32,12 +33,6 @@ MICRO = (4, 8, 32)
 KINDS = ("trl", "plain")
 
 
-def agree(rows: list[Row], size: str, micro: int, budget: int | None, folder: Path) -> dict[str, float]:
-    """What `check` finds on some of the rollouts, at their full lengths; it costs each side an update."""
-    ours = Ours(make_model(size), calls(rows), folder / "check", "auto", budget)
-    return check(ours, Plain(make_model(size), rows, micro), Trl(make_model(size), rows, micro, folder / "trl"))
-
-
 Seconds = dict[str, list[tuple[float, float]]]
 """By side, (CPU seconds, wall-clock seconds) of each run."""
 
@@ -51,13 +46,15 @@ class Sides:
     budget: int | None
     micro: list[int]
     folder: Path
+    matmul: str = "torch"
+    """`model.matmul` of mmrl's sides."""
 
     def makers(self) -> dict[str, Callable[[], Ours | Trl | Plain]]:
         """Name -> makes it; peers by their micro-batches."""
         batch = calls(self.rows)
 
         def ours(packing: str) -> Ours:
-            return Ours(make_model(self.size), batch, self.folder / packing, packing, self.budget)
+            return Ours(make_model(self.size, self.matmul), batch, self.folder / packing, packing, self.budget)
 
         def peer(kind: str, many: int) -> Trl | Plain:
             model = make_model(self.size)
@@ -67,6 +64,11 @@ class Sides:
 
         peers = {f"{kind}{many}": partial(peer, kind, many) for kind in KINDS for many in self.micro}
         return {"ours": partial(ours, "auto"), "padded": partial(ours, "padded"), **peers}
+
+    def agree(self) -> dict[str, float]:
+        """What `check` finds on these rollouts; it costs each side an update."""
+        made, many = self.makers(), self.micro[0]
+        return check(*(cast("Any", made[name]()) for name in ("ours", f"plain{many}", f"trl{many}")))
 
     def together(self, repeats: int, counts: int) -> tuple[Seconds, dict[str, str], int]:
         """Runs in turn of all sides, of the peers' the best micro-batches; what those are; mmrl's tokens."""
@@ -104,7 +106,14 @@ class Sides:
 
 
 def measure(
-    name: str, size: str, threads: int, repeats: int, budget: int | None, micro: list[int], groups: int | None
+    name: str,
+    size: str,
+    threads: int,
+    repeats: int,
+    budget: int | None,
+    micro: list[int],
+    groups: int | None,
+    matmul: str = "torch",
 ) -> dict[str, Any]:
     """One line of the table, on the first `groups` groups of the shape (None: all)."""
     rows = SHAPES[name](Dice(MODELS[size][-1], scale=32 if size == "test" else 1))
@@ -112,9 +121,9 @@ def measure(
     folder = Path(tempfile.mkdtemp())
     micro, counts = [many for many in micro if many <= len(rows)], clock(threads)
     # A large model is checked on a group less: the check costs each side an update of what it is made on.
-    agreement = agree(rows[: (CHECKED - (groups is not None)) * GROUP], size, micro[0], budget, folder)
+    sides = Sides(rows, size, budget, micro, folder, matmul)
+    agreement = replace(sides, rows=rows[: (CHECKED - (groups is not None)) * GROUP]).agree()
     gc.collect()
-    sides = Sides(rows, size, budget, micro, folder)
     seconds, best, tokens = sides.together(repeats, counts) if groups is None else sides.apart(repeats)
     counted = {key: sorted(one[counts] for one in several) for key, several in seconds.items()}
     least = {key: several[0] for key, several in counted.items()}
@@ -146,6 +155,7 @@ def main(arguments: list[str]) -> int:
         "budget": "",
         "micro": ",".join(map(str, MICRO)),
         "groups": "",
+        "matmul": "torch",
         "quick": "",
     }
     given = options(arguments, known)
@@ -162,7 +172,7 @@ def main(arguments: list[str]) -> int:
     )
     lines = []
     for name in names:
-        line = measure(name, size, threads, int(given["repeats"]), budget, micro, groups)
+        line = measure(name, size, threads, int(given["repeats"]), budget, micro, groups, given["matmul"])
         lines.append(line)
         s = line["seconds"]
         print(

@@ -27,7 +27,7 @@ QUICK = [
     Shape("B 1 P8", "one", 1, 1, (8, 8), (4, 4)),
 ]
 OWN = ("torch", "onednn")
-"""`engine.matmul` of the embedded engine; the bars hold for the latter."""
+"""`model.matmul` of the embedded engine; the bars hold for the latter."""
 SIDES = ("vllm", *OWN)
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its engine in this process, so that one clock reads all of its work
@@ -86,8 +86,8 @@ def by_vllm(folder: str, size: str, quick: bool) -> list[tuple[float, float]]:
 
 def by_own(size: str, quick: bool, threads: int, matmul: str) -> list[tuple[float, float]]:
     """The same by the embedded engine; no shape has a prompt of another."""
-    config = TransformersConfig.model_validate({"loop": "own", "matmul": matmul})
-    engine = TransformersEngine(make_model(size), NoTokenizer(), config, threads=threads)  # type: ignore[arg-type]
+    config, model = TransformersConfig(loop="own"), make_model(size, matmul)
+    engine = TransformersEngine(model, NoTokenizer(), config, threads=threads)  # type: ignore[arg-type]
 
     def run(shape: Shape) -> tuple[float, float]:
         asked = requests(shape, MODELS[size][-1])
