@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -21,7 +20,7 @@ from mmrl.errors import MmrlError
 from mmrl.report.compare import flattened
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import bootstrap_means
+from mmrl.report.stats import stratified_interval
 
 VARYING = ("seed", "run.", "hardware.", "engine.", "plugins", "policy", "task.prompts", "model.")
 """Config paths in which evaluations of one row may differ: where its weights and prompts lie, and the machine."""
@@ -156,13 +155,15 @@ class PaperTable:
         evaluations: dict[tuple[str, str], dict[int, Evaluation]] = {}
         troubles: list[str] = []
         by_path: dict[Path, Evaluation | None] = {}
+        # Of all rows and columns: several may share an evaluation.
+        metrics = {metric for scores in self.metrics.values() for metric in scores.values()}
         for (row, column), runs in self.runs.items():
             made: dict[int, Evaluation] = {}
             missing = []
             for run in runs:
                 try:
                     if run.path not in by_path:
-                        by_path[run.path] = Evaluation.read(run, set(self.metrics[row, column].values()))
+                        by_path[run.path] = Evaluation.read(run, metrics)
                     one = by_path[run.path]
                 except MmrlError as error:
                     troubles.append(f"{row} on {column}, seed {run.seed}: {error}")
@@ -216,17 +217,18 @@ class PaperTable:
     def _value(self, row: str, place: Place) -> Value:
         spec = self.spec
         cells = [place] if isinstance(place, Cell) else spec.selected(spec.means[place])
-        strata = self._strata(row, cells)
+        together = self._together([row], cells)
+        strata = self._strata(row, together)
         # Seeds that every cell of a mean has.
         seeds = sorted(set.intersection(*(set(by_seed) for by_seed in strata.values()))) if strata else []
         unit = 1.0 if isinstance(place, Cell) and place.score in spec.counts else 100.0 if spec.source.percent else 1.0
-        weights = {column: sum(cell.column == column for cell in cells) / len(cells) for column in strata}
+        weights = {column: len(group) / len(cells) for column, group in together.items()}
         values = {
             seed: unit * sum(weight * _mean(strata[column][seed].values()) for column, weight in weights.items())
             for seed in seeds
         }
         arrays = {column: _over_seeds([strata[column][seed] for seed in seeds]) for column in strata} if seeds else {}
-        interval = _interval({c: a[1] * unit for c, a in arrays.items()}, weights, (row, str(place)))
+        interval = stratified_interval({c: a[1] * unit for c, a in arrays.items()}, weights, (row, str(place)))
         paper = spec.reported(row).get(place)
         deviation = spec.deviations(row).get(place)
         agrees = None
@@ -248,14 +250,27 @@ class PaperTable:
             command=f"mmrl table {self.name} rows='{row}'{column} scale={self.scale}",
         )
 
-    def _strata(self, row: str, cells: Sequence[Cell]) -> dict[str, dict[int, dict[str, float]]]:
-        """Column -> seed -> item -> mean of its scores; empty where a column has no evaluation."""
+    def _together(self, rows: Sequence[str], cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+        """The cells of each set of items, by its first column.
+
+        On the mini world several columns of a paper are one evaluation: its items count once, or an interval over
+        them would come out too narrow.
+        """
+        first: dict[object, str] = {}
+        together: dict[str, list[Cell]] = {}
+        for cell in sorted(cells):
+            paths = tuple(tuple(run.path for run in self.runs[row, cell.column]) for row in rows)
+            together.setdefault(first.setdefault(paths, cell.column), []).append(cell)
+        return together
+
+    def _strata(self, row: str, together: Mapping[str, Sequence[Cell]]) -> dict[str, dict[int, dict[str, float]]]:
+        """Column -> seed -> item -> mean of its cells' scores; empty where a column has no evaluation."""
         evaluations, _ = self.read
         strata: dict[str, dict[int, dict[str, float]]] = {}
-        for column, group in groupby(sorted(cells), key=lambda cell: cell.column):
+        for column, group in together.items():
             if not evaluations.get((row, column)):
                 return {}
-            metrics = [self.metrics[row, column][cell.score] for cell in group]
+            metrics = [self.metrics[row, cell.column][cell.score] for cell in group]
             strata[column] = {
                 seed: {item: fmean(values[name] for name in metrics) for item, values in one.items.items()}
                 for seed, one in evaluations[row, column].items()
@@ -270,15 +285,16 @@ class PaperTable:
 
     def _judged(self, claim: Claim) -> Verdict:
         cells = [cell for cell in self.spec.selected(claim.cells) if cell.column in self.columns]
-        more, than = self._strata(claim.more, cells), self._strata(claim.than, cells)
+        together = self._together([claim.more, claim.than], cells)
+        more, than = self._strata(claim.more, together), self._strata(claim.than, together)
         if not more or not than:
             return Verdict(claim, "not run")
         pairs = {column: _paired(more[column], than[column]) for column in more}
         if any(not len(values) for values in pairs.values()):
             return Verdict(claim, "not run")
-        weights = {column: sum(cell.column == column for cell in cells) / len(cells) for column in pairs}
+        weights = {column: len(group) / len(cells) for column, group in together.items()}
         difference = float(sum(weight * pairs[column].mean() for column, weight in weights.items()))
-        interval = _interval(pairs, weights, (claim.more, claim.than, *claim.cells))
+        interval = stratified_interval(pairs, weights, (claim.more, claim.than, *claim.cells))
         assert interval is not None
         verdict = "held" if interval[0] > 0 else "not held" if interval[1] < 0 else "undecided"
         return Verdict(claim, verdict, difference, interval, sum(map(len, pairs.values())))
@@ -355,19 +371,6 @@ def _paired(more: Mapping[int, Mapping[str, float]], than: Mapping[int, Mapping[
     shared = sorted(set.intersection(*(set(items) for items in (*first, *second))))
     values = np.array([fmean(i[item] for i in first) - fmean(i[item] for i in second) for item in shared])
     return values[~np.isnan(values)] if len(values) else values
-
-
-def _interval(
-    strata: Mapping[str, np.ndarray], weights: Mapping[str, float], key: Sequence[str]
-) -> tuple[float, float] | None:
-    """95 % bootstrap interval of the weighted mean over columns, items resampled within each; None without items."""
-    if not strata or any(not len(values) for values in strata.values()):
-        return None
-    means = sum(
-        weights[column] * bootstrap_means(values, (0, "table", *key, column), 1000) for column, values in strata.items()
-    )
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(low), float(high)
 
 
 def _differing(seen: Sequence[Overview]) -> list[str]:

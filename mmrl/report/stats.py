@@ -217,6 +217,25 @@ class Difference:
         return "unchanged" if self.low == self.high == 0 else "may be chance"
 
 
+def stratified_interval(
+    strata: Mapping[str, np.ndarray], weights: Mapping[str, float], key: Sequence[str]
+) -> tuple[float, float] | None:
+    """95 % bootstrap interval of the weighted mean over strata, items resampled within each; None without items.
+
+    Args:
+        strata: name -> (n,) values.
+        weights: name -> weight of its mean.
+        key: of the random numbers, with the stratum's name.
+    """
+    if not strata or any(not len(values) for values in strata.values()):
+        return None
+    means = sum(
+        weights[name] * bootstrap_means(values, (0, "table", *key, name), 1000) for name, values in strata.items()
+    )
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
 def paired_difference(
     before: Sequence[float], after: Sequence[float], key: rng.Key, resamples: int = 1000
 ) -> Difference:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 import textwrap
 from functools import cache
@@ -143,6 +144,23 @@ def test_what_is_missing_runs_once_and_is_shown_beside_the_paper(calls, capsys):
     assert "70.0 ± 0.0" in (folder / "table.md").read_text()
     assert "70.0 $\\pm$ 0.0" in (folder / "table.tex").read_text() and "\\# Sub-Q" in (folder / "table.tex").read_text()
     assert "RR &gt; untrained" in (folder / "table.html").read_text()
+
+
+def test_the_items_of_an_evaluation_that_stands_in_two_columns_count_once(calls):
+    """As on the mini world, where NQ and HotpotQA are the same questions."""
+    assert main(TABLE) == 0
+    one = cells()[0]
+    calls()
+    same = "{HotpotQA: {set: [task=hotpotqa]}, NQ: {set: [task=hotpotqa]}}"
+    twice = SPEC.replace("{HotpotQA: {set: [task=hotpotqa]}}", same)
+    # The values, of one column, would not fit.
+    Path("conf/table/own.yaml").write_text(re.sub(r"(?m), (values|std): \{[^}]*\}", "", twice))
+    assert main(TABLE) == 0 and calls() == []
+    two = cells()[0]
+    assert [claim["items"] for claim in two["claims"]] == [claim["items"] for claim in one["claims"]] == [100, 100, 100]
+    first, second = (content["claims"][1] for content in (one, two))
+    assert first["difference"] == second["difference"]
+    assert first["interval"] == second["interval"]
 
 
 def test_a_failure_leaves_the_others_and_is_tried_again(calls, monkeypatch, capsys):
