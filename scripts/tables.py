@@ -1,0 +1,84 @@
+"""Takes the pages of the papers' tables into the docs: `python -m scripts.tables [outputs/tables] [mini]`.
+
+Of every table that is whole at the scale, its Markdown page and its figure go to docs/tables, and docs/reproducing.md
+gets one line: seeds, and what became of the paper's claims. Tables that are not there keep the page and line they have.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from scripts.docs import filled
+
+ROOT = Path(__file__).parents[1]
+PART = "tables that were run"
+HEAD = ["| table | what | seeds | claims held | not held | undecided | run |", "|---|---|---|---|---|---|---|"]
+
+
+def natural(name: str) -> list[object]:
+    """Sort key under which table6 comes before table10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def line_of(name: str, page: dict[str, Any]) -> str:
+    """The table's line in docs/reproducing.md."""
+    by_verdict: dict[str, list[str]] = {"held": [], "not held": [], "undecided": []}
+    for claim in page["claims"]:
+        low, high = claim["interval"]
+        where = f" on {', '.join(claim['cells'])}" if claim["cells"] else ""
+        by_verdict[claim["verdict"]].append(
+            f"{claim['more']} > {claim['than']}{where} ({claim['difference']:+.3f} [{low:+.3f}, {high:+.3f}])"
+        )
+    seeds = sorted({len(value["seeds"]) for value in page["values"]})
+    head = page["head"]
+    what = head["paper"].removeprefix("arXiv ")
+    cells = [
+        f"[`{name}`](tables/{name}.md)",
+        what,
+        " or ".join(map(str, seeds)),
+        *("; ".join(texts) for texts in by_verdict.values()),
+        f"{head['date'][:10]}, {head['commit'].split(';')[0][:7]}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def whole(outputs: Path, scale: str) -> Iterator[tuple[str, Path, dict[str, Any]]]:
+    """(name, folder, table.json) of every table whose cells all have their seeds."""
+    for path in sorted(outputs.glob(f"*/{scale}/table.json")):
+        page = json.loads(path.read_text(encoding="utf-8"))
+        if page["cells_done"] == page["cells"]:
+            yield path.parts[-3], path.parent, page
+
+
+def lines_in(text: str) -> dict[str, str]:
+    """Table -> its line, of the generated part as it is."""
+    return {match[1]: match[0] for match in re.finditer(r"^\| \[`([\w-]+)`\]\(tables/.*$", text, re.MULTILINE)}
+
+
+def main(arguments: list[str]) -> int:
+    """Write pages, figures and lines; prints what was taken."""
+    outputs, scale = Path((arguments or ["outputs/tables"])[0]), (arguments[1:] or ["mini"])[0]
+    folder, reproducing = ROOT / "docs" / "tables", ROOT / "docs" / "reproducing.md"
+    folder.mkdir(exist_ok=True)
+    text = reproducing.read_text(encoding="utf-8")
+    lines = lines_in(text)
+    for name, made, page in whole(outputs, scale):
+        markdown = (made / "table.md").read_text(encoding="utf-8")
+        figure = made / "figure.svg"
+        if figure.is_file():
+            (folder / f"{name}.svg").write_bytes(figure.read_bytes())
+        (folder / f"{name}.md").write_text(markdown.replace("(figure.png)", f"({name}.svg)"), encoding="utf-8")
+        lines[name] = line_of(name, page)
+        print(f"taken: {name}")
+    part = "\n".join([*HEAD, *(lines[name] for name in sorted(lines, key=natural))])
+    reproducing.write_text(filled(text, PART, part, by="tables"), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
