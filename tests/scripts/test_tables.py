@@ -43,7 +43,7 @@ def test_whole_tables_are_taken_with_their_figure_and_claims(place):
     assert tables.main([str(place / "outputs")]) == 0
     text = (place / "docs" / "reproducing.md").read_text()
     assert (
-        "| [`t10`](tables/t10.md) | 0.0, Table 9: nothing | 1 or 3 | A > B on EM (+0.200 [+0.100, +0.300]) |  "
+        "| [`t10`](tables/t10.md) | 0000.00000, Table 9: nothing | 1 or 3 | A > B on EM (+0.200 [+0.100, +0.300]) |  "
         "| B > C (-0.010 [-0.100, +0.050]) | 2026-01-02, 0123456 |" in text
     )
     assert "t2" not in text and text.startswith("before\n") and text.endswith("after\n")
