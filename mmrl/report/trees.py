@@ -372,7 +372,7 @@ def shown_call(node: Node, left: list[int], view: View) -> ShownCall | None:
     facts = [f"{call.completion_tokens} tokens", call.finish]
     facts += [f"penalty {short(call.penalty)}"] if call.penalty else []
     facts += [f"{key} {short(value)}" for key, value in call.facts.items() if number(value) is not None]
-    prompt = abridged(_visible(call.prompt_text), view.prompt // 4, view.prompt * 3 // 4)
+    prompt = abridged(visible(call.prompt_text), view.prompt // 4, view.prompt * 3 // 4)
     pieces = coloured(call, node.entries, view.texts, view.largest)
     # Markup and credit come on top of the texts.
     view.written += 600 + len(prompt) + sum(30 + len(text) for text, _ in pieces)
@@ -388,6 +388,6 @@ def shown_call(node: Node, left: list[int], view: View) -> ShownCall | None:
     )
 
 
-def _visible(value: str) -> str:
+def visible(value: str) -> str:
     """Text with its line ends, other control characters made visible."""
     return "\n".join(clean(line) for line in value.replace("\r\n", "\n").split("\n"))

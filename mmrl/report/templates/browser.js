@@ -1,0 +1,172 @@
+"use strict";
+// The rollout browser of report.html. All text goes in by textContent, so nothing that a model wrote becomes markup.
+(() => {
+  const byId = (id) => document.getElementById(id);
+  const make = (tag, className = "", text = "") => {
+    const made = document.createElement(tag);
+    if (className) made.className = className;
+    if (text) made.textContent = text;
+    return made;
+  };
+  const blocks = new Map([...document.querySelectorAll("script[data-block]")].map((one) => [one.dataset.block, one]));
+  const known = new Map([...blocks].map(([key, one]) => [key, JSON.parse(one.dataset.examples)]));
+  const loaded = new Map();
+  const [step, beside, module, search] = ["b-step", "b-beside", "b-module", "b-search"].map(byId);
+  const [low, high, failed, list] = ["b-low", "b-high", "b-failed", "b-list"].map(byId);
+  const columns = [byId("b-left"), byId("b-right")];
+
+  // A step is decompressed when it is looked at, once.
+  const load = (key) => {
+    if (!loaded.has(key)) {
+      const bytes = Uint8Array.from(atob(blocks.get(key).textContent.trim()), (letter) => letter.charCodeAt(0));
+      const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+      loaded.set(key, new Response(stream).json());
+    }
+    return loaded.get(key);
+  };
+
+  const passes = (example) => {
+    const from = low.value === "" ? -Infinity : Number(low.value);
+    const to = high.value === "" ? Infinity : Number(high.value);
+    const rewards = example.rewards.filter((reward) => reward !== null);
+    if ((low.value !== "" || high.value !== "") && !rewards.some((one) => one >= from && one <= to)) return false;
+    if (failed.checked && !example.failed && example.calls.every((call) => call.ok)) return false;
+    if (module.value && !example.calls.some((call) => call.module === module.value)) return false;
+    const wanted = search.value.trim().toLowerCase();
+    if (!wanted || example.id.toLowerCase().includes(wanted)) return true;
+    return example.calls.some((call) => call.pieces.map(([text]) => text).join("").toLowerCase().includes(wanted));
+  };
+
+  const rounded = (value) => String(Math.round(value * 1000) / 1000);
+  const summary = (example) => {
+    const rewards = example.rewards.filter((reward) => reward !== null);
+    const ends = [Math.min(...rewards), Math.max(...rewards)].map(rounded);
+    const range = !rewards.length ? "no reward" : "reward " + (ends[0] === ends[1] ? ends[0] : ends.join(" to "));
+    const errors = example.failed ? `, ${example.failed} failed` : "";
+    return `${example.id} · ${example.rewards.length} rollouts, ${range}${errors}`;
+  };
+
+  const drawCall = (call, prompts, calls) => {
+    const item = make("div", "call");
+    item.style.marginLeft = `${call.depth * 0.9}rem`;
+    item.dataset.group = call.group ?? "";
+    item.append(make("b", "", call.name), make("span", "small soft", call.facts));
+    if (!call.ok) item.append(make("span", "bad", " could not be parsed"));
+    if (prompts[call.prompt]) {
+      const folded = make("details", "small");
+      folded.append(make("summary", "soft", "prompt"), make("pre", "", prompts[call.prompt]));
+      item.append(folded);
+    }
+    const completion = make("div", "completion");
+    for (const [text, level] of call.pieces) {
+      completion.append(make("span", level ? (level > 0 ? "up" : "down") + Math.abs(level) : "", text || "(nothing)"));
+    }
+    item.append(completion);
+    for (const line of call.credit) item.append(make("div", "small soft", line));
+    if (!call.credit.length) item.append(make("div", "small soft", "no credit"));
+    for (const line of call.outcomes) item.append(make("div", "outcome small", line));
+    // What it was compared with: on hover, as text and as an outline.
+    const members = calls.filter((other) => call.group !== null && other.group === call.group);
+    const told = members.map((other) => `${other.name}: reward ${other.reward === null ? "-" : rounded(other.reward)}`);
+    item.title = [...call.credit, ...(told.length > 1 ? ["", "its group:", ...told] : [])].join("\n");
+    const mark = (on) => members.length > 1 && item.parentElement.querySelectorAll(".call").forEach((one) =>
+      one.classList.toggle("member", on && one.dataset.group === call.group));
+    item.addEventListener("mouseenter", () => mark(true));
+    item.addEventListener("mouseleave", () => mark(false));
+    return item;
+  };
+
+  const draw = async (column, key, id) => {
+    const { prompts, examples } = await load(key);
+    const example = examples.find((one) => one.id === id);
+    const heading = make("h3", "", blocks.get(key).dataset.label.split(":")[0]);
+    if (!example) return column.replaceChildren(heading, make("p", "soft", "This step does not have the example."));
+    const calls = example.calls.map((call) => drawCall(call, prompts, example.calls));
+    const lost = example.lost.map((line) => make("div", "outcome small", line));
+    column.replaceChildren(heading, make("p", "small soft", summary(example)), ...calls, ...lost);
+  };
+
+  const option = (value, text) => {
+    const made = make("option", "", text);
+    made.value = value;
+    return made;
+  };
+
+  const chooseExample = async () => {
+    const id = list.value;
+    columns.forEach((column) => column.replaceChildren());
+    if (!id) return;
+    const before = beside.value;
+    const others = [...known].filter(([key, ids]) => key !== step.value && ids.includes(id)).map(([key]) => key);
+    const count = others.length ? `nothing (${others.length} other steps have it)` : "nothing: no other step has it";
+    beside.replaceChildren(option("", count));
+    for (const key of others) beside.append(option(key, blocks.get(key).dataset.label.split(":")[0]));
+    beside.value = others.includes(before) ? before : "";
+    await drawBoth();
+  };
+
+  // What an address names after its # is shown first: step, example, beside.
+  const start = async () => {
+    const place = new URLSearchParams(location.hash.slice(1));
+    if (blocks.has(place.get("step"))) step.value = place.get("step");
+    await chooseStep();
+    if (![...list.options].some((one) => one.value === place.get("example"))) return;
+    list.value = place.get("example");
+    await chooseExample();
+    if (![...beside.options].some((one) => one.value === place.get("beside"))) return;
+    beside.value = place.get("beside");
+    await drawBoth();
+  };
+
+  const drawBoth = async () => {
+    const place = { step: step.value, example: list.value, beside: beside.value };
+    history.replaceState(null, "", `#${new URLSearchParams(place)}`);
+    await draw(columns[0], step.value, list.value);
+    columns[1].hidden = !beside.value;
+    if (beside.value) await draw(columns[1], beside.value, list.value);
+  };
+
+  const filter = async () => {
+    const { examples } = await load(step.value);
+    const before = list.value;
+    const passing = examples.filter(passes);
+    byId("b-count").textContent = `${passing.length} of ${examples.length} examples`;
+    list.replaceChildren(...passing.map((example) => option(example.id, summary(example))));
+    // Where rollouts of one question differ, there is something to learn from.
+    const telling = passing.find((example) => new Set(example.rewards).size > 1) ?? passing[0];
+    if (telling) list.value = passing.some((example) => example.id === before) ? before : telling.id;
+    await chooseExample();
+  };
+
+  const chooseStep = async () => {
+    const { examples } = await load(step.value);
+    const before = module.value;
+    const modules = [...new Set(examples.flatMap((example) => example.calls.map((call) => call.module)))].sort();
+    module.replaceChildren(option("", "any module"), ...modules.map((name) => option(name, name)));
+    module.value = modules.includes(before) ? before : "";
+    await filter();
+  };
+
+  const move = (select, by) => {
+    const at = Math.min(Math.max(select.selectedIndex + by, 0), select.options.length - 1);
+    if (at === select.selectedIndex) return;
+    select.selectedIndex = at;
+    select.dispatchEvent(new Event("change"));
+  };
+
+  if (!blocks.size || typeof DecompressionStream === "undefined") return;
+  step.append(...[...blocks].map(([key, one]) => option(key, one.dataset.label)));
+  step.selectedIndex = step.options.length - 1;
+  step.addEventListener("change", chooseStep);
+  list.addEventListener("change", chooseExample);
+  beside.addEventListener("change", drawBoth);
+  for (const one of [module, failed]) one.addEventListener("change", filter);
+  for (const one of [search, low, high]) one.addEventListener("input", filter);
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || /INPUT|SELECT|TEXTAREA/.test(event.target.tagName)) return;
+    const keys = { j: [list, 1], k: [list, -1], n: [step, 1], p: [step, -1] };
+    if (keys[event.key]) move(...keys[event.key]);
+  });
+  byId("browser").hidden = false;
+  start();
+})();

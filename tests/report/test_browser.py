@@ -1,0 +1,107 @@
+"""The report's rollout browser: what goes into the page, within bounds, and what Chromium makes of it."""
+
+import base64
+import gzip
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from mmrl import secrets
+from mmrl.report import browser
+from mmrl.report.html import report_run
+from mmrl.report.journal import write_step
+from mmrl.report.rundir import RunDir
+from mmrl.report.trees import TokenTexts
+from tests.helpers.runs import CONFIG, fake_run, forest
+
+PLAIN = TokenTexts(None)
+
+
+def content(block):
+    return json.loads(gzip.decompress(base64.b64decode(block.data)))
+
+
+def test_a_block_has_every_example_and_call_of_its_step():
+    made, entries = forest(3)
+    one = browser.block(made, entries, PLAIN)
+    assert one.key == "train-3" and one.label.startswith(f"step 3: {len(made.examples)} examples")
+    seen = content(one)
+    assert [example["id"] for example in seen["examples"]] == list(made.examples) == json.loads(one.examples)
+    calls = [call for example in seen["examples"] for call in example["calls"]]
+    assert len(calls) == len(made.calls)
+    roots = sum(call.parent is None for call in made.calls.values())
+    assert sum(call["depth"] == 0 for call in calls) == roots
+    assert [r for example in seen["examples"] for r in example["rewards"]] == [r.reward for r in made.rollouts]
+    # A prompt that several calls share is there once.
+    assert len(seen["prompts"]) == len(set(seen["prompts"])) <= len(calls)
+    assert all(0 <= call["prompt"] < len(seen["prompts"]) for call in calls)
+    grouped = [call for call in calls if call["group"] is not None]
+    assert grouped and all("advantage" in " ".join(call["credit"]) for call in grouped)
+    assert browser.block(made, entries, PLAIN) == one
+
+
+def test_secrets_are_hidden_before_they_are_compressed(monkeypatch):
+    made, entries = forest(1)
+    text = next(call.text for call in made.calls.values() if len(call.text) > 8)
+    assert browser.hide is secrets.hide
+    monkeypatch.setattr(browser, "hide", lambda shown: shown.replace(json.dumps(text)[1:-1], "HIDDEN"))
+    assert "HIDDEN" in json.dumps(content(browser.block(made, entries, PLAIN)))
+
+
+@pytest.mark.parametrize(("count", "first"), [(1, [1]), (2, [1, 2]), (9, [1, 9, 5, 3, 7]), (10, [1, 10])])
+def test_steps_are_taken_from_the_ends_inwards(count, first):
+    places = [(step, None) for step in range(1, count + 1)]
+    given = [step for step, _ in browser.spread(places)]
+    assert sorted(given) == list(range(1, count + 1))
+    assert given[: len(first)] == first
+
+
+def test_a_page_has_at_most_so_many_rollouts_and_says_so(tmp_path, monkeypatch):
+    run = RunDir.create(tmp_path / "run", CONFIG, [])
+    for step in range(1, 10):
+        write_step(run, *forest(step))
+    run.close()
+    each = len(forest(1)[0].rollouts)
+    monkeypatch.setattr(browser, "ROLLOUTS", 3 * each)
+    page = report_run(run.path).read_text()
+    assert re.findall(r'data-block="train-([0-9]+)"', page) == ["1", "5", "9"]
+    assert "3 of 9 steps and evaluations are in this page" in page
+
+
+def test_a_run_without_journals_has_no_browser(tmp_path):
+    run = fake_run(tmp_path / "run", steps=0, evaluate=False)
+    page = report_run(run.path).read_text()
+    assert "Browse the rollouts" not in page and "<script" not in page and "script-src" not in page
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)")
+def test_chromium_shows_an_example_of_two_steps_side_by_side(tmp_path):
+    run = fake_run(tmp_path / "run")
+    page = report_run(run.path)
+    steps = run.journal_steps()
+    example = next(iter(forest(steps[0])[0].examples))
+
+    def shown(place):
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+        command = [CHROMIUM, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
+        done = subprocess.run(
+            [*command, "--dump-dom", f"{page.as_uri()}#{place}"], capture_output=True, text=True, timeout=120
+        )
+        return done.stdout.partition('<section id="browser"')[2].partition("</section>")[0]
+
+    both = shown(f"step=train-{steps[-1]}&example={example}&beside=train-{steps[0]}")
+    left, _, right = both.partition('<div id="b-right"')
+    assert not both.startswith(" hidden")
+    assert f"<h3>step {steps[-1]}</h3>" in left and f"<h3>step {steps[0]}</h3>" in right
+    assert left.count('class="call"') == right.count('class="call"') > 0
+    assert re.search(r'<span class="(up|down)[1-4]">', left)
+    # What a model wrote is text here too.
+    assert "<script>alert" not in both
+    # An address that names nothing shows the last step, and an example whose rollouts differ.
+    assert f"<h3>step {steps[-1]}</h3>" in shown("step=train-99&example=none")
