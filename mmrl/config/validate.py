@@ -21,7 +21,7 @@ from mmrl.secrets import holder, reveal, secret_name, user_in_address
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 KEY_PLACES = {"key_env": "key_env", "endpoint": "endpoint.key_env", "judge": "judge.key_env"}
 """Key of a section -> where, from that section, the variable is named that holds a service's key."""
-RENAMED = {"algo.failure_score": "algo.format_failure_best"}
+RENAMED = {"algo.failure_score": "algo.format_failure_best", "engine.matmul": "model.matmul"}
 """Keys of former versions, and what they are called now (task.failure_score is another thing: a rollout's reward)."""
 # Literal values and not those of the schemas: a default that changes later must not change what is dropped.
 _RETRIEVER: Mapping[str, object] = {
@@ -111,9 +111,10 @@ RETIRED: Mapping[str, Mapping[str, object]] = {
         "kv_cache_gb": 1,
         "args": (),
         "endpoint": _ENDPOINT,
+        "matmul": "torch",
     },
 }
-"""Keys that every task, retriever and engine once had, and the defaults that run directories of that time hold."""
+"""Keys that tasks, retrievers and engines once had, and the defaults that run directories of that time hold."""
 CHOICES: Mapping[str, Mapping[str, type[BaseModel]]] = {
     "algo": ChainMap[str, type[Any]](ALGO_SCHEMAS, PROMPT_SCHEMAS, {SFT: SftConfig}),  # live: plugins add to it
     "task": TASK_SCHEMAS,

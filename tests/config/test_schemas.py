@@ -167,6 +167,13 @@ def test_what_an_old_stored_config_does_not_hold_as_default_is_refused() -> None
         validate(TrainCommandConfig, raw_of("++task.max_turns=4"))
 
 
+def test_a_stored_key_that_has_moved_is_dropped_at_its_default_and_else_named() -> None:
+    loaded = validate_stored(TrainCommandConfig, stored("hotpotqa", matmul="torch"))
+    assert loaded.model.matmul == "torch"
+    with pytest.raises(ConfigError, match=r"engine\.matmul: is called model\.matmul now; use that name"):
+        validate_stored(TrainCommandConfig, stored("hotpotqa", matmul="onednn"))
+
+
 def test_a_plugin_without_a_schema_may_read_any_key_and_one_with_a_schema_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
