@@ -17,7 +17,7 @@ from scripts.docs import filled
 
 ROOT = Path(__file__).parents[1]
 PART = "tables that were run"
-HEAD = ["| table | what | seeds | claims held | not held | undecided | run |", "|---|---|---|---|---|---|---|"]
+HEAD = ["| table | what | seeds | claims held | not held | undecided | drawn, code |", "|---|---|---|---|---|---|---|"]
 
 
 def natural(name: str) -> list[object]:
@@ -29,6 +29,8 @@ def line_of(name: str, page: dict[str, Any]) -> str:
     """The table's line in docs/reproducing.md."""
     by_verdict: dict[str, list[str]] = {"held": [], "not held": [], "undecided": []}
     for claim in page["claims"]:
+        if claim["interval"] is None:
+            continue  # not run: one of its rows has no items
         low, high = claim["interval"]
         where = f" on {', '.join(claim['cells'])}" if claim["cells"] else ""
         by_verdict[claim["verdict"]].append(
@@ -37,12 +39,13 @@ def line_of(name: str, page: dict[str, Any]) -> str:
     seeds = sorted({len(value["seeds"]) for value in page["values"]})
     head = page["head"]
     what = head["paper"].removeprefix("arXiv ")
+    commits = ", ".join(one.strip()[:7] for one in head["commit"].split(";"))
     cells = [
         f"[`{name}`](tables/{name}.md)",
         what,
         " or ".join(map(str, seeds)),
         *("; ".join(texts) for texts in by_verdict.values()),
-        f"{head['date'][:10]}, {head['commit'].split(';')[0][:7]}",
+        f"{head['date'][:10]}, {commits}",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -67,13 +70,14 @@ def main(arguments: list[str]) -> int:
     folder.mkdir(exist_ok=True)
     text = reproducing.read_text(encoding="utf-8")
     lines = lines_in(text)
-    for name, made, page in whole(outputs, scale):
+    taken = list(whole(outputs, scale))
+    lines |= {name: line_of(name, page) for name, _, page in taken}
+    for name, made, _ in taken:
         markdown = (made / "table.md").read_text(encoding="utf-8")
         figure = made / "figure.svg"
         if figure.is_file():
             (folder / f"{name}.svg").write_bytes(figure.read_bytes())
         (folder / f"{name}.md").write_text(markdown.replace("(figure.png)", f"({name}.svg)"), encoding="utf-8")
-        lines[name] = line_of(name, page)
         print(f"taken: {name}")
     part = "\n".join([*HEAD, *(lines[name] for name in sorted(lines, key=natural))])
     reproducing.write_text(filled(text, PART, part, by="tables"), encoding="utf-8")

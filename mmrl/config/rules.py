@@ -124,7 +124,7 @@ def _greedy(at: At) -> bool:
 
 
 def _other_products(at: At) -> bool:
-    here = not _EVAL(at) or _engine(at) == "transformers"
+    here = at("train.steps") is not None or _engine(at) == "transformers"
     return not here or at("hardware.device") == "cuda" or at("model.dtype") not in ("auto", "float32")
 
 

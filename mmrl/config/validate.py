@@ -187,8 +187,10 @@ def validate_stored(schema: type[ConfigT], stored: Mapping[str, object]) -> Conf
             problems.append(f"{key}: the environment variable {error.args[0]} is not set, which this run was given")
     if problems:
         raise ConfigError(problems)
-    for path in RETIRED:  # the task first: its retriever may be retired as a whole
-        _drop_retired(raw, path)
+    stages = raw.get("stages")
+    for of in (raw, *(stages if isinstance(stages, tuple) else ())):
+        for path in RETIRED:  # the task first: its retriever may be retired as a whole
+            _drop_retired(of, path)
     return validate(schema, raw, stored=True)
 
 

@@ -30,7 +30,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # As `nn.Linear`: the input is for the weight's gradient alone, and frozen weights have none.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return onednn(x, weight, bias)
 
     @staticmethod

@@ -284,8 +284,10 @@ def _sample(config: TrainCommandConfig, task: Task, reward_set: str, examples: i
     algo = config.algo
     tokenizer = load_tokenizer(config.model)
     # The embedded engine, whatever the run will use: dry rollouts count tokens, and no server need be started for that.
+    cuda = torch.cuda.is_available()
+    weights = config.model.model_copy(update={"matmul": "torch"}) if cuda else config.model
     engine = engine_class("transformers")(
-        load_model(config.model, "cuda" if torch.cuda.is_available() else "cpu").eval(),
+        load_model(weights, "cuda" if cuda else "cpu").eval(),
         tokenizer,
         config.engine if isinstance(config.engine, TransformersConfig) else TransformersConfig(),
         max_context=config.task.max_context,

@@ -13,14 +13,12 @@ from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
 
-import numpy as np
-
 from mmrl.config.paper_tables import Cell, Claim, TableSpec
 from mmrl.errors import MmrlError
 from mmrl.report.compare import flattened
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import stratified_interval
+from mmrl.report.stats import over_seeds, paired_items, stratified_interval
 
 VARYING = ("seed", "run.", "hardware.", "engine.", "plugins", "policy", "task.prompts", "model.")
 """Config paths in which evaluations of one row may differ: where its weights and prompts lie, and the machine."""
@@ -55,6 +53,11 @@ class Evaluation:
     items: Mapping[str, Mapping[str, float]]
     """Item -> metric -> value."""
     overview: Overview
+
+    @property
+    def questions(self) -> tuple[object, ...]:
+        """Equal for evaluations of the same items."""
+        return self.overview.get("task.name"), self.overview.get("task.dataset"), frozenset(self.items)
 
     @classmethod
     def read(cls, run: SeedRun, metrics: Iterable[str]) -> Evaluation | None:
@@ -227,7 +230,7 @@ class PaperTable:
             seed: unit * sum(weight * _mean(strata[column][seed].values()) for column, weight in weights.items())
             for seed in seeds
         }
-        arrays = {column: _over_seeds([strata[column][seed] for seed in seeds]) for column in strata} if seeds else {}
+        arrays = {column: over_seeds([strata[column][seed] for seed in seeds]) for column in strata} if seeds else {}
         interval = stratified_interval({c: a[1] * unit for c, a in arrays.items()}, weights, (row, str(place)))
         paper = spec.reported(row).get(place)
         deviation = spec.deviations(row).get(place)
@@ -253,14 +256,15 @@ class PaperTable:
     def _together(self, rows: Sequence[str], cells: Sequence[Cell]) -> dict[str, list[Cell]]:
         """The cells of each set of items, by its first column.
 
-        On the mini world several columns of a paper are one evaluation: its items count once, or an interval over
-        them would come out too narrow.
+        Several columns may ask the same questions, of one policy (on the mini world) or of several: an item counts
+        once, with the mean of its cells, or an interval over them would come out too narrow.
         """
+        evaluations, _ = self.read
         first: dict[object, str] = {}
         together: dict[str, list[Cell]] = {}
         for cell in sorted(cells):
-            paths = tuple(tuple(run.path for run in self.runs[row, cell.column]) for row in rows)
-            together.setdefault(first.setdefault(paths, cell.column), []).append(cell)
+            asked = frozenset(one.questions for row in rows for one in evaluations.get((row, cell.column), {}).values())
+            together.setdefault(first.setdefault(asked or cell.column, cell.column), []).append(cell)
         return together
 
     def _strata(self, row: str, together: Mapping[str, Sequence[Cell]]) -> dict[str, dict[int, dict[str, float]]]:
@@ -268,12 +272,18 @@ class PaperTable:
         evaluations, _ = self.read
         strata: dict[str, dict[int, dict[str, float]]] = {}
         for column, group in together.items():
-            if not evaluations.get((row, column)):
+            made = [
+                (evaluations.get((row, cell.column), {}), self.metrics[row, cell.column][cell.score]) for cell in group
+            ]
+            seeds = sorted(set.intersection(*(set(by_seed) for by_seed, _ in made)))
+            if not seeds:
                 return {}
-            metrics = [self.metrics[row, cell.column][cell.score] for cell in group]
             strata[column] = {
-                seed: {item: fmean(values[name] for name in metrics) for item, values in one.items.items()}
-                for seed, one in evaluations[row, column].items()
+                seed: {
+                    item: fmean(by_seed[seed].items[item][metric] for by_seed, metric in made)
+                    for item in sorted(set.intersection(*(set(by_seed[seed].items) for by_seed, _ in made)))
+                }
+                for seed in seeds
             }
         return strata
 
@@ -289,7 +299,7 @@ class PaperTable:
         more, than = self._strata(claim.more, together), self._strata(claim.than, together)
         if not more or not than:
             return Verdict(claim, "not run")
-        pairs = {column: _paired(more[column], than[column]) for column in more}
+        pairs = {column: paired_items(more[column], than[column]) for column in more}
         if any(not len(values) for values in pairs.values()):
             return Verdict(claim, "not run")
         weights = {column: len(group) / len(cells) for column, group in together.items()}
@@ -351,26 +361,6 @@ def _mean(values: Iterable[float]) -> float:
     """Over items; what a module that was not called says of an item is left out."""
     known = [value for value in values if value == value]
     return fmean(known) if known else 0.0
-
-
-def _over_seeds(by_seed: Sequence[Mapping[str, float]]) -> tuple[list[str], np.ndarray]:
-    """Items that all seeds have, and each one's mean over the seeds."""
-    shared = sorted(set.intersection(*(set(items) for items in by_seed)))
-    values = np.array([fmean(items[item] for items in by_seed) for item in shared])
-    # A module that was not called on an item says nothing of it.
-    return shared, values[~np.isnan(values)]
-
-
-def _paired(more: Mapping[int, Mapping[str, float]], than: Mapping[int, Mapping[str, float]]) -> np.ndarray:
-    """Differences per item, of means over the seeds that both have."""
-    seeds = sorted(set(more) & set(than))
-    # Rows that are not trained have one seed, which stands for all.
-    first, second = ([side[seed] for seed in seeds] if seeds else list(side.values()) for side in (more, than))
-    if len(than) == 1 or len(more) == 1:
-        first, second = list(more.values()), list(than.values())
-    shared = sorted(set.intersection(*(set(items) for items in (*first, *second))))
-    values = np.array([fmean(i[item] for i in first) - fmean(i[item] for i in second) for item in shared])
-    return values[~np.isnan(values)] if len(values) else values
 
 
 def _differing(seen: Sequence[Overview]) -> list[str]:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 
@@ -26,7 +27,7 @@ def content(block):
 
 def test_a_block_has_every_example_and_call_of_its_step():
     made, entries = forest(3)
-    one = browser.block(made, entries, PLAIN)
+    one = browser.block(made, entries, PLAIN, "train-3", "step 3")
     assert one.key == "train-3" and one.label.startswith(f"step 3: {len(made.examples)} examples")
     seen = content(one)
     assert [example["id"] for example in seen["examples"]] == list(made.examples) == json.loads(one.examples)
@@ -38,9 +39,9 @@ def test_a_block_has_every_example_and_call_of_its_step():
     # A prompt that several calls share is there once.
     assert len(seen["prompts"]) == len(set(seen["prompts"])) <= len(calls)
     assert all(0 <= call["prompt"] < len(seen["prompts"]) for call in calls)
-    grouped = [call for call in calls if call["group"] is not None]
+    grouped = [call for call in calls if call["groups"]]
     assert grouped and all("advantage" in " ".join(call["credit"]) for call in grouped)
-    assert browser.block(made, entries, PLAIN) == one
+    assert browser.block(made, entries, PLAIN, "train-3", "step 3") == one
 
 
 def test_secrets_are_hidden_before_they_are_compressed(monkeypatch):
@@ -48,7 +49,7 @@ def test_secrets_are_hidden_before_they_are_compressed(monkeypatch):
     text = next(call.text for call in made.calls.values() if len(call.text) > 8)
     assert browser.hide is secrets.hide
     monkeypatch.setattr(browser, "hide", lambda shown: shown.replace(json.dumps(text)[1:-1], "HIDDEN"))
-    assert "HIDDEN" in json.dumps(content(browser.block(made, entries, PLAIN)))
+    assert "HIDDEN" in json.dumps(content(browser.block(made, entries, PLAIN, "train-1", "step 1")))
 
 
 @pytest.mark.parametrize(("count", "first"), [(1, [1]), (2, [1, 2]), (9, [1, 9, 5, 3, 7]), (10, [1, 10])])
@@ -68,7 +69,45 @@ def test_a_page_has_at_most_so_many_rollouts_and_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(browser, "ROLLOUTS", 3 * each)
     page = report_run(run.path).read_text()
     assert re.findall(r'data-block="train-([0-9]+)"', page) == ["1", "5", "9"]
-    assert "3 of 9 steps and evaluations are in this page" in page
+    assert "3 of 9 journals are in this page" in page
+
+
+def test_ids_that_would_look_the_same_stay_apart():
+    made, _ = forest(1)
+    first, second, *others = made.examples
+    renamed = {first: "a\nb", second: "a \u23ce b", others[0]: ""}
+    calls = {name: replace(call, example=renamed.get(call.example, call.example)) for name, call in made.calls.items()}
+    rollouts = tuple(replace(one, example=renamed.get(one.example, one.example)) for one in made.rollouts)
+    odd = replace(made, calls=calls, rollouts=rollouts)
+    ids = [example["id"] for example in content(browser.block(odd, [], PLAIN, "train-1", "step 1"))["examples"]]
+    assert ids[:3] == ["a \u23ce b #1", "a \u23ce b #2", "(empty)"] and len(set(ids)) == len(ids)
+
+
+def test_the_ends_are_there_whatever_their_size_and_damaged_steps_are_left_out(tmp_path, monkeypatch):
+    run = RunDir.create(tmp_path / "run", CONFIG, [])
+    for step in range(1, 6):
+        write_step(run, *forest(step))
+    run.journal_path(3).write_bytes(b"no gzip")
+    keys = [block.key for block in browser.blocks(run, None, PLAIN)]
+    assert keys == ["train-1", "train-2", "train-4", "train-5"]
+    monkeypatch.setattr(browser, "SIZE", 10)
+    assert [block.key for block in browser.blocks(run, None, PLAIN)] == ["train-1", "train-5"]
+    run.close()
+
+
+def test_parts_of_an_evaluation_have_names_of_their_own(tmp_path):
+    run = RunDir.create(tmp_path / "run", CONFIG, [])
+    for part in range(2):
+        write_step(run, forest(1)[0], (), evaluation="dev")
+        run.journal_path(1, "dev").rename(run.journal_path(part, "dev"))
+    made = browser.blocks(run, "dev", PLAIN, parts=True)
+    assert [(block.key, block.label.split(":")[0]) for block in made] == [
+        ("dev-0", "dev, part 1"),
+        ("dev-1", "dev, part 2"),
+    ]
+    after = browser.blocks(run, "dev", PLAIN)
+    assert after[1].label.startswith("dev after step 1:")
+    run.close()
 
 
 def test_a_run_without_journals_has_no_browser(tmp_path):

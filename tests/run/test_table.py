@@ -146,7 +146,7 @@ def test_what_is_missing_runs_once_and_is_shown_beside_the_paper(calls, capsys):
     assert "RR &gt; untrained" in (folder / "table.html").read_text()
 
 
-def test_the_items_of_an_evaluation_that_stands_in_two_columns_count_once(calls):
+def test_items_that_stand_in_two_columns_count_once(calls):
     """As on the mini world, where NQ and HotpotQA are the same questions."""
     assert main(TABLE) == 0
     one = cells()[0]
@@ -161,6 +161,13 @@ def test_the_items_of_an_evaluation_that_stands_in_two_columns_count_once(calls)
     first, second = (content["claims"][1] for content in (one, two))
     assert first["difference"] == second["difference"]
     assert first["interval"] == second["interval"]
+    # Another policy on the same questions: each item has the mean of both, and counts once.
+    other = same.replace("NQ: {set: [task=hotpotqa]}", "NQ: {set: [task=hotpotqa, task.max_tokens=7]}")
+    Path("conf/table/own.yaml").write_text(Path("conf/table/own.yaml").read_text().replace(same, other))
+    assert main(TABLE) == 0 and calls() != []
+    three = cells()[0]["claims"]
+    assert [claim["items"] for claim in three] == [100, 100, 100]
+    assert three[1]["interval"] == pytest.approx(first["interval"])
 
 
 def test_a_failure_leaves_the_others_and_is_tried_again(calls, monkeypatch, capsys):

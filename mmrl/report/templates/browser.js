@@ -11,6 +11,7 @@
   const blocks = new Map([...document.querySelectorAll("script[data-block]")].map((one) => [one.dataset.block, one]));
   const known = new Map([...blocks].map(([key, one]) => [key, JSON.parse(one.dataset.examples)]));
   const loaded = new Map();
+  const MEMBERS = 40;  // lines of a group on hover
   const [step, beside, module, search] = ["b-step", "b-beside", "b-module", "b-search"].map(byId);
   const [low, high, failed, list] = ["b-low", "b-high", "b-failed", "b-list"].map(byId);
   const columns = [byId("b-left"), byId("b-right")];
@@ -46,10 +47,10 @@
     return `${example.id} · ${example.rewards.length} rollouts, ${range}${errors}`;
   };
 
-  const drawCall = (call, prompts, calls) => {
+  const drawCall = (call, prompts, groups) => {
     const item = make("div", "call");
     item.style.marginLeft = `${call.depth * 0.9}rem`;
-    item.dataset.group = call.group ?? "";
+    item.dataset.groups = JSON.stringify(call.groups);
     item.append(make("b", "", call.name), make("span", "small soft", call.facts));
     if (!call.ok) item.append(make("span", "bad", " could not be parsed"));
     if (prompts[call.prompt]) {
@@ -66,11 +67,10 @@
     if (!call.credit.length) item.append(make("div", "small soft", "no credit"));
     for (const line of call.outcomes) item.append(make("div", "outcome small", line));
     // What it was compared with: on hover, as text and as an outline.
-    const members = calls.filter((other) => call.group !== null && other.group === call.group);
-    const told = members.map((other) => `${other.name}: reward ${other.reward === null ? "-" : rounded(other.reward)}`);
-    item.title = [...call.credit, ...(told.length > 1 ? ["", "its group:", ...told] : [])].join("\n");
-    const mark = (on) => members.length > 1 && item.parentElement.querySelectorAll(".call").forEach((one) =>
-      one.classList.toggle("member", on && one.dataset.group === call.group));
+    const lines = call.groups.flatMap((group) => ["", `group ${group}:`, ...groups.get(group).slice(0, MEMBERS)]);
+    item.title = [...call.credit, ...lines].join("\n");
+    const mark = (on) => item.parentElement.querySelectorAll(".call").forEach((one) =>
+      one.classList.toggle("member", on && JSON.parse(one.dataset.groups).some((group) => call.groups.includes(group))));
     item.addEventListener("mouseenter", () => mark(true));
     item.addEventListener("mouseleave", () => mark(false));
     return item;
@@ -78,10 +78,21 @@
 
   const draw = async (column, key, id) => {
     const { prompts, examples } = await load(key);
+    if (id !== list.value || key !== (column === columns[0] ? step : beside).value) return;
+    const groups = new Map();
+    for (const { id: name, calls } of examples) {
+      for (const call of calls) {
+        const line = `${call.name} of ${name}: reward ${call.reward === null ? "-" : rounded(call.reward)}`;
+        for (const group of call.groups) {
+          if (!groups.has(group)) groups.set(group, []);
+          groups.get(group).push(line);
+        }
+      }
+    }
     const example = examples.find((one) => one.id === id);
     const heading = make("h3", "", blocks.get(key).dataset.label.split(":")[0]);
     if (!example) return column.replaceChildren(heading, make("p", "soft", "This step does not have the example."));
-    const calls = example.calls.map((call) => drawCall(call, prompts, example.calls));
+    const calls = example.calls.map((call) => drawCall(call, prompts, groups));
     const lost = example.lost.map((line) => make("div", "outcome small", line));
     column.replaceChildren(heading, make("p", "small soft", summary(example)), ...calls, ...lost);
   };
@@ -120,10 +131,14 @@
 
   const drawBoth = async () => {
     const place = { step: step.value, example: list.value, beside: beside.value };
-    history.replaceState(null, "", `#${new URLSearchParams(place)}`);
-    await draw(columns[0], step.value, list.value);
-    columns[1].hidden = !beside.value;
-    if (beside.value) await draw(columns[1], beside.value, list.value);
+    await draw(columns[0], place.step, place.example);
+    columns[1].hidden = !place.beside;
+    if (place.beside) await draw(columns[1], place.beside, place.example);
+    try {
+      history.replaceState(null, "", `#${new URLSearchParams(place)}`);
+    } catch {
+      // Some browsers allow so many a second, or none in a frame; the address then stays.
+    }
   };
 
   const filter = async () => {
@@ -139,7 +154,9 @@
   };
 
   const chooseStep = async () => {
-    const { examples } = await load(step.value);
+    const key = step.value;
+    const { examples } = await load(key);
+    if (key !== step.value) return;  // another one was chosen while this one was decompressed
     const before = module.value;
     const modules = [...new Set(examples.flatMap((example) => example.calls.map((call) => call.module)))].sort();
     module.replaceChildren(option("", "any module"), ...modules.map((name) => option(name, name)));
