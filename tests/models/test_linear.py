@@ -1,5 +1,6 @@
 """`model.matmul=onednn`: the same numbers as torch's own products but for the last digits, and where it is refused."""
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -12,8 +13,9 @@ from mmrl.engines.embedded.decode import NativeLoop
 from mmrl.errors import ConfigError
 from mmrl.models.linear import OneDnnLinear, use_onednn
 from mmrl.models.load import load_model
+from mmrl.models.save import write_merged
 from tests.engines.test_decode import build, row
-from tests.helpers.trainer_cases import gradients, make_calls, make_trainer, tiny_model
+from tests.helpers.trainer_cases import gradients, make_calls, make_trainer, tiny_model, tiny_tokenizer
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -47,7 +49,9 @@ def test_frozen_weights_get_no_gradient_and_other_types_are_torchs():
     use_onednn(layer)
     layer.requires_grad_(False)
     x = torch.randn(4, 80, requires_grad=True)
-    layer(x).sum().backward()
+    out = layer(x)
+    assert out.grad_fn.saved_tensors[0] is None  # the input, which only the weight's gradient needs
+    out.sum().backward()
     assert layer.weight.grad is None
     torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(4, -1))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -102,8 +106,29 @@ def test_weights_that_are_not_float32_are_refused():
     assert nn.Linear not in kinds
 
 
-@pytest.mark.parametrize("other", ["model.dtype=bfloat16", "hardware=gpu1"])
-def test_typed_where_it_does_nothing_it_is_refused_before_anything_loads(other, capsys, monkeypatch):
+@needs_onednn
+def test_merging_into_a_base_of_another_type_computes_in_that_type(tmp_path):
+    """`mmrl export`, and a stage from the adapter of the one before."""
+    base = tiny_model(dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    run = ModelConfig(name="x", path=str(tmp_path / "base"), matmul="onednn", chat_template="plain")
+    made = write_merged(str(tmp_path / "base"), tmp_path / "adapter", run, tmp_path / "merged")
+    assert made == "bfloat16" and (tmp_path / "merged" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "model.dtype=bfloat16"),
+        ("train", "hardware=gpu1"),
+        ("train", "task=banking77", "algo=miprov2", "engine=vllm_server"),
+        ("eval", "policy=tiny", "engine=vllm_server"),
+    ],
+)
+def test_typed_where_it_does_nothing_it_is_refused_before_anything_loads(words, capsys, monkeypatch):
     monkeypatch.setattr("mmrl.models.load.load_model", None)
-    assert main(["train", "model.matmul=onednn", other]) == 2
+    assert main([*words, "model.matmul=onednn"]) == 2
     assert "model.matmul: got onednn, which has no effect here; it is for float32" in capsys.readouterr().err
