@@ -4,7 +4,8 @@ The shape of weights trained on optimised prompts: 77 demonstrations (one per in
 tokens, 12 rollouts of each of 4 queries, short completions. Two things are timed, each against plain padding: the
 update (a padded loop in micro-batches of `micro` rows) and the prefill (Hugging Face `generate` of one token). Nothing
 is taken from one run to the next. `part=4` times plain padding on four rows and counts them for all: its micro-batches
-are alike, and of a real model they take half an hour. Beside each ratio stands what counting allows: all tokens over
+are alike, and of a real model they take half an hour. `budget=8192` is `train.microbatch_tokens`: packs of little more
+than the shared prefix would repeat it for every few calls. Beside each ratio stands what counting allows: all tokens over
 unique ones. Before anything is timed, log-probabilities and gradients of the two sides must agree.
 """
 
@@ -86,14 +87,16 @@ class Timed:
 
 
 def updates(
-    rows: list[Row], size: str, micro: int, counts: int, repeats: int, part: int
+    rows: list[Row], size: str, micro: int, counts: int, repeats: int, part: int, budget: int | None
 ) -> tuple[Timed, dict[str, float]]:
     """One update of all rows, in plain padding of the first `part`; and how far the sides agree on two queries."""
     folder = Path(tempfile.mkdtemp())
     # The check also runs every code path once.
     some = rows[:GROUP] + rows[ROLLOUTS : ROLLOUTS + GROUP] if part == len(rows) else rows[:GROUP]
-    agreement = check(Ours(make_model(size), calls(some), folder / "check"), Plain(make_model(size), some, micro))
-    ours, plain = Ours(make_model(size), calls(rows), folder / "ours"), Plain(make_model(size), rows[:part], micro)
+    checked = Ours(make_model(size), calls(some), folder / "check", "auto", budget)
+    agreement = check(checked, Plain(make_model(size), some, micro))
+    ours = Ours(make_model(size), calls(rows), folder / "ours", "auto", budget)
+    plain = Plain(make_model(size), rows[:part], micro)
     seconds = seconds_of({"plain": plain.run, "ours": ours.run}, counts, repeats, len(rows) / part)
     return Timed("update", [row.prompt + row.completion for row in rows], ours.tokens, seconds), agreement
 
@@ -124,13 +127,14 @@ def prefills(rows: list[Row], size: str, threads: int, counts: int, repeats: int
 
 def main(arguments: list[str]) -> int:
     """Print the table, write the JSON; returns 1 when a bar is missed."""
-    given = options(arguments, {"model": "1M", "repeats": "3", "micro": "4", "part": "", "quick": ""})
+    given = options(arguments, {"model": "1M", "repeats": "3", "micro": "4", "part": "", "budget": "", "quick": ""})
     size, threads = "test" if given["quick"] else given["model"], int(given["threads"])
     counts, repeats = clock(threads), int(given["repeats"])
     rows = rows_of(Dice(MODELS[size][-1], scale=8 if given["quick"] else 1))
     print(f"{size}, {threads} threads, load {os.getloadavg()}")
     part = int(given["part"] or len(rows))
-    update, agreement = updates(rows, size, int(given["micro"]), counts, repeats, part)
+    budget = int(given["budget"]) if given["budget"] else None
+    update, agreement = updates(rows, size, int(given["micro"]), counts, repeats, part, budget)
     prefill, worst = prefills(rows, size, threads, counts, repeats, part)
     lines = []
     for timed in (update, prefill):
