@@ -5,8 +5,8 @@ tokens, 12 rollouts of each of 4 queries, short completions. Two things are time
 update (a padded loop in micro-batches of `micro` rows) and the prefill (Hugging Face `generate` of one token). Nothing
 is taken from one run to the next. `part=4` times plain padding on four rows and counts them for all: its micro-batches
 are alike, and of a real model they take half an hour. `budget=8192` is `train.microbatch_tokens`: packs of little more
-than the shared prefix would repeat it for every few calls. Beside each ratio stands what counting allows: all tokens over
-unique ones. Before anything is timed, log-probabilities and gradients of the two sides must agree.
+than the shared prefix would repeat it for every few calls. Beside each ratio stands what counting allows: all tokens
+over unique ones. Before anything is timed, log-probabilities and gradients of the two sides must agree.
 """
 
 from __future__ import annotations
