@@ -174,8 +174,7 @@ def validate_stored(schema: type[ConfigT], stored: Mapping[str, object]) -> Conf
     """Validate the `config.yaml` of a run directory, which a former version may have written.
 
     Raises:
-        ConfigError: as `validate`; a retired key is a problem only where its value is not the former default. Or an
-            environment variable is not set whose value the run had in its config.
+        ConfigError: as `validate`; a retired key not at its former default; an environment variable that is not set.
     """
     # a copy at every level: the run directory's own mapping stays as it was read
     raw = {key: as_tuples(value) for key, value in stored.items()}
@@ -189,8 +188,8 @@ def validate_stored(schema: type[ConfigT], stored: Mapping[str, object]) -> Conf
         raise ConfigError(problems)
     stages = raw.get("stages")
     for of in (raw, *(stages if isinstance(stages, tuple) else ())):
-        for path in RETIRED:  # the task first: its retriever may be retired as a whole
-            _drop_retired(of, path)
+        if isinstance(of, dict):  # anything else is for validation to refuse
+            _drop_retired(of)
     return validate(schema, raw, stored=True)
 
 
@@ -201,15 +200,15 @@ def as_tuples(value: object) -> object:
     return tuple(as_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def _drop_retired(raw: dict[str, object], path: str) -> None:
-    """Leave out the keys at `path` that the schema in use does not have and that hold their former default."""
-    # An unknown name has no schema to compare with: everything stays, and validation reports the name.
-    section, chosen = value_at(raw, path), _chosen_schema(raw, path)
-    if not isinstance(section, dict) or chosen is None:
-        return
-    for key, default in RETIRED[path].items():
-        if key in section and key not in chosen.model_fields and _is_default(section[key], default):
-            del section[key]
+def _drop_retired(raw: dict[str, object]) -> None:
+    """Leave out the keys that the schemas in use do not have and that hold their former default."""
+    for path, keys in RETIRED.items():  # the task first: its retriever may be retired as a whole
+        # An unknown name has no schema to compare with: everything stays, and validation reports the name.
+        section, chosen = value_at(raw, path), _chosen_schema(raw, path)
+        if isinstance(section, dict) and chosen is not None:
+            for key, default in keys.items():
+                if key in section and key not in chosen.model_fields and _is_default(section[key], default):
+                    del section[key]
 
 
 def _is_default(value: object, default: object) -> bool:
