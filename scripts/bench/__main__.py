@@ -35,7 +35,7 @@ SUITE: dict[str, list[str]] = {
 }
 """Bench -> options that fit the suite into its time; alone each measures longer, and tunes its peers."""
 LARGE: dict[str, list[str]] = {
-    "update": ["shape=is,fof,search", "groups=2", "repeats=1", "micro=4", "model=smollm2_135m"],
+    "update": ["shape=is,fof,search", "groups=2", "repeats=1", "micro=4", "matmul=torch,onednn", "model=smollm2_135m"],
     "demonstrations": ["repeats=1", "part=4", "micro=2", "budget=8192", "model=smollm2_135m"],
     "rollout": ["shapes=shared,one", "repeats=1", "brief=1", "model=smollm2_135m"],
     "vllm_engine": ["model=smollm2_135m"],

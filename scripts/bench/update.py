@@ -1,11 +1,11 @@
 """The update against TRL: `python -m scripts.bench.update [shape=is,fof|all] [threads=1] [repeats=3] [micro=4,8,32]`.
-`matmul=onednn` is `model.matmul` of mmrl's sides.
 
 All sides train on the same rollouts from the same random weights: TRL's GRPOTrainer through `rollout_func` (its best of
 micro-batches of 4, 8 and 32 rows), a plain padded loop with `logits_to_keep` (likewise), and mmrl. One update is
 everything between given rollouts and changed weights: packing or padding, forward, backward, clipping, AdamW. Before
 anything is timed, log-probabilities must agree to 1e-4 and gradients to a cosine of 0.9999 on two groups of each shape.
 Runs alternate (A B C A B C ...); the best of each counts. With one thread the clock is CPU time (see `rollout`).
+`matmul=torch,onednn` runs mmrl's packed side with each of these as `model.matmul`; the bars hold for the last.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ Seconds = dict[str, list[tuple[float, float]]]
 
 @dataclass(frozen=True)
 class Sides:
-    """The four sides of one shape: mmrl packed and padded, and both peers at each micro-batch."""
+    """The sides of one shape: mmrl packed (with each `matmul`) and padded, and both peers at each micro-batch."""
 
     rows: list[Row]
     size: str
     budget: int | None
     micro: list[int]
     folder: Path
-    matmul: str = "torch"
-    """`model.matmul` of mmrl's sides."""
+    matmul: tuple[str, ...] = ("torch",)
+    """`model.matmul` of mmrl's packed side; the padded one takes the first."""
 
     def makers(self) -> dict[str, Callable[[], Ours | Trl | Plain]]:
         """Name -> makes it; peers by their micro-batches."""
         batch = calls(self.rows)
 
-        def ours(packing: str) -> Ours:
-            return Ours(make_model(self.size, self.matmul), batch, self.folder / packing, packing, self.budget)
+        def ours(packing: str, matmul: str) -> Ours:
+            return Ours(make_model(self.size, matmul), batch, self.folder / packing, packing, self.budget)
 
         def peer(kind: str, many: int) -> Trl | Plain:
             model = make_model(self.size)
@@ -63,18 +63,22 @@ class Sides:
             )
 
         peers = {f"{kind}{many}": partial(peer, kind, many) for kind in KINDS for many in self.micro}
-        return {"ours": partial(ours, "auto"), "padded": partial(ours, "padded"), **peers}
+        packed = {f"ours {matmul}": partial(ours, "auto", matmul) for matmul in self.matmul}
+        return {**packed, "padded": partial(ours, "padded", self.matmul[0]), **peers}
 
     def agree(self) -> dict[str, float]:
         """What `check` finds on these rollouts; it costs each side an update."""
         made, many = self.makers(), self.micro[0]
-        return check(*(cast("Any", made[name]()) for name in ("ours", f"plain{many}", f"trl{many}")))
+        peers = (f"plain{many}", f"trl{many}")
+        found = [check(*(cast("Any", made[name]()) for name in (f"ours {own}", *peers))) for own in self.matmul]
+        worst = {key: min(one[key] for one in found) for key in found[0]}
+        return worst | {"max_logprob_difference": max(one["max_logprob_difference"] for one in found)}
 
     def together(self, repeats: int, counts: int) -> tuple[Seconds, dict[str, str], int]:
         """Runs in turn of all sides, of the peers' the best micro-batches; what those are; mmrl's tokens."""
         sides = {name: make() for name, make in self.makers().items()}
         several = len(self.micro) > 1
-        tuning = {name: [once(sides[name].run)] for name in sides if several and name not in ("ours", "padded")}
+        tuning = {name: [once(sides[name].run)] for name in sides if several and name.startswith(KINDS)}
         best = {
             kind: min(
                 (name for name in sides if name.startswith(kind)),
@@ -82,24 +86,30 @@ class Sides:
             )
             for kind in KINDS
         }
-        sides["ours"].run()  # the others have run calls of their sizes in the check
-        names = {"ours": "ours", "trl": best["trl"], "padded": "padded", "plain": best["plain"]}
+        own = self.own()
+        for name in own:
+            sides[name].run()  # the others have run calls of their sizes in the check
+        names = {**own, "trl": best["trl"], "padded": "padded", "plain": best["plain"]}
         # The run that chose among micro-batches counts too.
         seconds: Seconds = {key: list(tuning.get(name, ())) for key, name in names.items()}
         for _ in range(repeats):
             for key, name in names.items():
                 seconds[key].append(once(sides[name].run))
-        return seconds, best, cast("Ours", sides["ours"]).tokens
+        return seconds, best, cast("Ours", sides[next(iter(own))]).tokens
+
+    def own(self) -> dict[str, str]:
+        """mmrl's packed sides."""
+        return {name: name for name in (f"ours {matmul}" for matmul in self.matmul)}
 
     def apart(self, repeats: int) -> tuple[Seconds, dict[str, str], int]:
         """The same with one side in memory at a time, at the first micro-batch."""
         made, best = self.makers(), {kind: f"{kind}{self.micro[0]}" for kind in KINDS}
         seconds: Seconds = {}
         tokens = 0
-        for key, name in {"ours": "ours", "padded": "padded", **best}.items():
+        for key, name in {**self.own(), "padded": "padded", **best}.items():
             side = made[name]()
             seconds[key] = [once(side.run) for _ in range(repeats)]
-            tokens = side.tokens if isinstance(side, Ours) and key == "ours" else tokens
+            tokens = side.tokens if isinstance(side, Ours) and key in self.own() else tokens
             del side
             gc.collect()
         return seconds, best, tokens
@@ -113,7 +123,7 @@ def measure(
     budget: int | None,
     micro: list[int],
     groups: int | None,
-    matmul: str = "torch",
+    matmul: tuple[str, ...] = ("torch",),
 ) -> dict[str, Any]:
     """One line of the table, on the first `groups` groups of the shape (None: all)."""
     rows = SHAPES[name](Dice(MODELS[size][-1], scale=32 if size == "test" else 1))
@@ -139,9 +149,9 @@ def measure(
         "wall_clock": {key: min(wall for _, wall in several) for key, several in seconds.items()},
         "clock": ("cpu", "wall")[counts],
         "best_micro_batches": best,
-        "ratio_trl": least["trl"] / least["ours"],
-        "ratio_plain": least["plain"] / least["ours"],
-        "ratio_padded": least["padded"] / least["ours"],
+        "ratios": {
+            own: {peer: least[peer] / least[f"ours {own}"] for peer in ("trl", "plain", "padded")} for own in matmul
+        },
         **agreement,
     }
 
@@ -166,31 +176,36 @@ def main(arguments: list[str]) -> int:
     micro = [int(many) for many in given["micro"].split(",")]
     budget, groups = (int(given[name]) if given[name] else None for name in ("budget", "groups"))
     print(f"{size}, {threads} threads, load {os.getloadavg()}")
+    matmul = tuple(given["matmul"].split(","))
+    if set(matmul) - {"torch", "onednn"}:
+        raise SystemExit(f"matmul: got {given['matmul']}, expected torch, onednn or both")
     print(
-        f"{'shape':14}{'padded':>8}{'real':>8}{'unique':>8}{'TRL s':>8}{'plain s':>9}{'rows s':>8}{'ours s':>8}"
-        f"{'TRL/ours':>10}{'plain/ours':>12}{'rows/ours':>11}"
+        f"{'shape':14}{'padded':>8}{'real':>8}{'unique':>8}{'TRL s':>8}{'plain s':>9}{'rows s':>8}"
+        f"{'matmul':>8}{'ours s':>8}{'TRL/ours':>10}{'plain/ours':>12}{'rows/ours':>11}"
     )
     lines = []
     for name in names:
-        line = measure(name, size, threads, int(given["repeats"]), budget, micro, groups, given["matmul"])
+        line = measure(name, size, threads, int(given["repeats"]), budget, micro, groups, matmul)
         lines.append(line)
         s = line["seconds"]
-        print(
-            f"{name:14}{line['padded_tokens']:8}{line['real_tokens']:8}{line['unique_tokens']:8}{s['trl']:8.2f}"
-            f"{s['plain']:9.2f}{s['padded']:8.2f}{s['ours']:8.2f}{line['ratio_trl']:10.2f}{line['ratio_plain']:12.2f}"
-            f"{line['ratio_padded']:11.2f}",
-            flush=True,
-        )
+        for own, ratios in line["ratios"].items():
+            print(
+                f"{name:14}{line['padded_tokens']:8}{line['real_tokens']:8}{line['unique_tokens']:8}{s['trl']:8.2f}"
+                f"{s['plain']:9.2f}{s['padded']:8.2f}{own:>8}{s[f'ours {own}']:8.2f}{ratios['trl']:10.2f}"
+                f"{ratios['plain']:12.2f}{ratios['padded']:11.2f}",
+                flush=True,
+            )
     bars = [
         Bar(
-            what=f"update: {words} / mmrl, {line['shape']}",
-            value=line[f"ratio_{against}"],
-            bar=bar,
+            what=f"update: {words} / mmrl{f' ({own})' if len(matmul) > 1 else ''}, {line['shape']}",
+            value=ratios[against],
+            bar=bar if own == matmul[-1] else None,
             padded=line["padded_tokens"],
             real=line["real_tokens"],
             unique=line["unique_tokens"],
         )
         for line in lines
+        for own, ratios in line["ratios"].items()
         for against, words, bar in (
             ("trl", "TRL", TRL_BARS.get(line["shape"], TRL_BAR)),
             ("plain", "plain padding", PLAIN_BARS.get(line["shape"], PLAIN_BAR)),

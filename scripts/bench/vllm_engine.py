@@ -118,7 +118,8 @@ def apart(side: str, given: dict[str, str], folder: str) -> list[tuple[float, fl
 def main(arguments: list[str]) -> int:
     """Print the table, write the JSON; returns 1 when a bar is missed."""
     given = options(arguments, {"model": "smollm2_135m", "side": "", "folder": "", "quick": ""})
-    size, quick, side = "test" if given["quick"] else given["model"], bool(given["quick"]), given["side"]
+    # vLLM's CPU attention takes no heads of 8, which the smallest model has.
+    size, quick, side = "1M" if given["quick"] else given["model"], bool(given["quick"]), given["side"]
     if side:
         threads = int(given["threads"])
         made = by_vllm(given["folder"], size, quick) if side == "vllm" else by_own(size, quick, threads, side)
