@@ -173,6 +173,8 @@ class RunQueue:
         say: prints a line that stays.
         show: replaces the live lines of what is running now; None where there is no terminal.
         on_done: called after each run that ended well.
+        through: a command that starts a child somewhere else and ends with it (`srun --gpus-per-node=8`), before its
+            words; its machine is then not this one.
     """
 
     def __init__(
@@ -183,9 +185,11 @@ class RunQueue:
         say: Callable[[str], None],
         show: Callable[[Sequence[str]], None] | None = None,
         on_done: Callable[[], None] = lambda: None,
+        through: Sequence[str] = (),
     ):
         self.runs, self.at_once, self.config_dir = runs, at_once, config_dir
         self.say, self.show, self.on_done = say, show, on_done
+        self.through = through
         self.running: list[tuple[QueuedRun, subprocess.Popen[bytes]]] = []
 
     def run(self) -> int:
@@ -228,7 +232,7 @@ class RunQueue:
             self.say(f"{self._count()} {run.name}: finished before, kept")
             return
         # A process each: a run that dies of memory or a signal takes neither the queue nor the others along.
-        command = [*MMRL, run.command]
+        command = [*self.through, *MMRL, run.command]
         if state == "unfinished":
             command += [f"resume={run.path}"]
         else:
@@ -238,7 +242,7 @@ class RunQueue:
             command += [*run.words(), f"run.dir={run.path}", *quiet]
         run.path.parent.mkdir(parents=True, exist_ok=True)
         # Runs side by side would otherwise each take all CPUs and wait for one another.
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.at_once > 1 else {}
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.at_once > 1 and not self.through else {}
         # Appended to: the log of a run that was continued tells its whole story.
         with open(run.log, "ab") as log:
             process = subprocess.Popen(

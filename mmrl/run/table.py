@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -40,7 +42,7 @@ from mmrl.system.stop import stoppable
 
 TOP = Path("outputs") / "tables"
 DONE = "done.json"
-KEYS = ("rows", "columns", "seed", "scale", "jobs", "do", "out", "papers")
+KEYS = ("rows", "columns", "seed", "scale", "jobs", "through", "do", "out", "papers")
 """Keys of the command itself; all others are overrides of its runs."""
 DO = ("run", "plan", "check", "show")
 
@@ -94,7 +96,7 @@ def table_command(request: TableRequest, compose: Compose) -> int:
     if do == "show":
         _show(planned, out)
         return 0
-    return _run(planned, int(given.get("jobs", "1")), request.config_dir, out)
+    return _run(planned, int(given.get("jobs", "1")), shlex.split(given.get("through", "")), request.config_dir, out)
 
 
 # --- what runs
@@ -116,11 +118,26 @@ def _planned(request: TableRequest, compose: Compose) -> Planned:
     texts = [text.strip() for text in given.get("seed", "").strip("[]").split(",")]
     seeds = whole_numbers(texts, "seed", 0, problems) if "seed" in given else None
     (at_once,) = whole_numbers([given.get("jobs", "1")], "jobs", 1, problems)
+    problems += _through_problems(given.get("through"))
     if problems:
         raise ConfigError(problems)
-    single = ["hardware.threads=1"] if at_once > 1 else []
+    # Side by side on this machine; a scheduler gives each run what it asks for.
+    single = ["hardware.threads=1"] if at_once > 1 and "through" not in given else []
     plan = Runs(spec, base, scale, compose, [*single, *request.overrides])
     return plan.made(name, rows, columns, seeds)
+
+
+def _through_problems(command: str | None) -> list[str]:
+    """Why runs cannot be started by `through=`."""
+    if command is None:
+        return []
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        return [f"through: got {command!r}, which is no command line: {error}"]
+    if not words or shutil.which(words[0]) is None:
+        return [f"through: got {command!r}, expected a command that is here, such as 'srun --gpus-per-node=8'"]
+    return []
 
 
 def _chosen(key: str, text: str | None, names: Sequence[str], problems: list[str]) -> list[str]:
@@ -145,14 +162,15 @@ def _slug(name: str) -> str:
 # --- running and showing
 
 
-def _run(planned: Planned, at_once: int, config_dir: str | None, out: Path) -> int:
+def _run(planned: Planned, at_once: int, through: Sequence[str], config_dir: str | None, out: Path) -> int:
     states = {run.path: run.state() for run in planned.runs}
     missing = [run for run in planned.runs if states[run.path] != "finished"]
     print(_head(planned, missing), flush=True)
     if planned.scale != "mini" and missing:
         print(_cost_text(planned, missing), flush=True)
-    # Of seeds of one row one; what starts from another run is checked when it starts.
-    first = {(run.command, run.row, run.column): run.config for run in missing if run.after is None}
+    # Of seeds of one row one; what starts from another run is checked when it starts, and what runs on another machine
+    # there.
+    first = {(run.command, run.row, run.column): run.config for run in missing if run.after is None and not through}
     check_all([config.in_folder(None) for config in first.values()])
 
     def redraw() -> None:
@@ -164,7 +182,7 @@ def _run(planned: Planned, at_once: int, config_dir: str | None, out: Path) -> i
 
     with stoppable(), output() as (say, show):
         try:
-            RunQueue(planned.runs, at_once, config_dir, say, show, redraw).run()
+            RunQueue(planned.runs, at_once, config_dir, say, show, redraw, through).run()
         except KeyboardInterrupt as stop:
             say("stopped; the same command continues where this one stopped")
             return stop.exit_code if isinstance(stop, Stopped) else 130

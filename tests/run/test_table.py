@@ -170,6 +170,27 @@ def test_items_that_stand_in_two_columns_count_once(calls):
     assert three[1]["interval"] == pytest.approx(first["interval"])
 
 
+def test_a_scheduler_starts_each_run(calls, tmp_path, monkeypatch):
+    """As `srun` does: it stays until the run has ended, whose machine decides about its threads."""
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "$1 $2 OMP=$OMP_NUM_THREADS" >> started\nshift 2\nexec "$@"\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def checked(configs):
+        assert not configs, "data and devices are those of another machine"
+
+    monkeypatch.setattr("mmrl.run.table.check_all", checked)
+    assert main([*TABLE, "rows=FoF", "jobs=2", "through=srun --gpus-per-node=8 '--comment=two words'"]) == 0
+    assert Path("started").read_text().splitlines() == ["--gpus-per-node=8 --comment=two words OMP="] * 4
+    started = calls()
+    assert [line.split()[0] for line in started].count("eval") == 2
+    assert not any("hardware.threads" in line for line in started)
+    # What it ran is what runs here: nothing is left to do.
+    assert main([*TABLE, "rows=FoF"]) == 0 and calls() == []
+
+
 def test_a_failure_leaves_the_others_and_is_tried_again(calls, monkeypatch, capsys):
     monkeypatch.setenv("BREAKS", "mhgpo_rr")
     assert main([*TABLE, "seed=0"]) == 1
@@ -250,6 +271,9 @@ def test_agreement_is_judged_at_the_papers_scale_alone(calls, capsys):
         (["own", "jobs=0"], "jobs: got '0', expected a whole number from 1"),
         (["on"], "table: got 'on'"),
         (["own", "mhgpo-table1"], "table: got 2 names, expected one"),
+        (["own", "through='"], 'through: got "\'", which is no command line'),
+        (["own", "through=no_such_scheduler -n 1"], "through: got 'no_such_scheduler -n 1', expected a command"),
+        (["own", "through="], "through: got '', expected a command"),
         (["own", "papers=x"], "papers: has no effect without do=check"),
         (["own", "do=check", "papers=nowhere"], "papers: no .txt file in 'nowhere'"),
         (["rows=RR"], "table: which one? `mmrl table` lists them"),
