@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mmrl.config import TrainCommandConfig
+from mmrl.config import RootConfig, TrainCommandConfig
 from mmrl.config.algo import CriticConfig
 from mmrl.config.engines import TransformersConfig, VllmColocatedConfig, VllmConfig
 from mmrl.errors import ConfigError, unknown
@@ -174,16 +174,26 @@ TRAINED_WIDTH = 4
 """Bytes of a trained number, its gradient and each of its two moments: float32."""
 
 
+def computing_width(config: RootConfig) -> int:
+    """Bytes of a number that the model computes with."""
+    dtype, on_gpu = config.model.dtype, config.hardware.device != "cpu"
+    return (2 if on_gpu else 4) if dtype == "auto" else 4 if dtype == "float32" else 2
+
+
+def generating_devices(config: RootConfig) -> int:
+    """Devices that generate: those for rollouts alone, else those that train (of the main node, with one server)."""
+    hardware = config.hardware
+    nodes = 1 if config.engine.name == "vllm_server" else hardware.nodes
+    return hardware.rollout_devices or hardware.processes * nodes
+
+
 def weight_layout(config: TrainCommandConfig, shape: Shape) -> WeightLayout:
     """Read a config."""
-    lora, on_gpu = config.model.lora, config.hardware.device != "cpu"
-    dtype = config.model.dtype
-    width = (2 if on_gpu else 4) if dtype == "auto" else 4 if dtype == "float32" else 2
+    lora, width = config.model.lora, computing_width(config)
     # Frozen weights stay in the computing dtype; trained ones are float32, whatever computes with them.
     parameters = shape.parameters if lora is None else shape.lora_parameters(lora.r, lora.targets)
     processes = config.hardware.processes * config.hardware.nodes
     hardware, sharding = config.hardware, config.hardware.sharding
-    sampling = hardware.processes if config.engine.name == "vllm_server" else processes
     return WeightLayout(
         width=width,
         trained_parameters=parameters,
@@ -194,7 +204,7 @@ def weight_layout(config: TrainCommandConfig, shape: Shape) -> WeightLayout:
         weights_over=processes if sharding in ("fsdp2", "zero3") else 1,
         states_over=processes if sharding != "none" else 1,
         others_over=processes if sharding == "fsdp2" else 1,
-        generating=hardware.rollout_devices or sampling,
+        generating=generating_devices(config),
         offloaded=OFFLOADED.get(sharding, frozenset()) if hardware.cpu_offload else frozenset(),
     )
 
@@ -321,26 +331,31 @@ def seconds(
 ) -> dict[str, float]:
     """Expected seconds of one step by phase, on the devices that generate and those that train."""
     made = weight_layout(config, shape)
-    per_token = 2.0 * shape.block_parameters
-    forward = per_token * step.trained_unique + 2.0 * shape.vocab * shape.hidden * step.completion
+    forward = 2.0 * shape.block_parameters * step.trained_unique + 2.0 * shape.vocab * shape.hidden * step.completion
     # A backward costs two forwards, one with frozen weights (no gradient of them); checkpointing forwards once more.
     times = (2 if config.model.lora else 3) + (1 if config.model.gradient_checkpointing else 0)
     passes = times * config.algo.epochs + (1 if config.algo.beta > 0 else 0)
     passes += {"separate": times + 1, "adapter": times + 1, "head": 0}.get(made.critic or "", 0)
     reach = device.flops * device.utilisation * made.processes
-    prefill = (
-        per_token * step.prompt_unique / (device.flops * PREFILL_UTILISATION.get(device.name, 0.5) * made.generating)
-    )
-    return {
-        "prefill": prefill,
-        "decode": _decode(config, shape, loads, device, made),
-        "update": passes * forward / reach,
-    }
+    generated = generation_seconds(shape, loads, device, made.width, made.generating)
+    return {**generated, "update": passes * forward / reach}
 
 
-def _decode(
-    config: TrainCommandConfig, shape: Shape, loads: Mapping[str, Load], device: Device, made: WeightLayout
-) -> float:
+def generation_seconds(
+    shape: Shape, loads: Mapping[str, Load], device: Device, width: int, devices: int
+) -> dict[str, float]:
+    """Expected seconds of what `devices` generate, by phase.
+
+    Args:
+        width: bytes of a number that the model computes with.
+    """
+    prompts = sum(load.prompt_unique for load in loads.values())
+    reach = device.flops * PREFILL_UTILISATION.get(device.name, 0.5) * devices
+    decode = _decode(shape, loads, device, width, devices)
+    return {"prefill": 2.0 * shape.block_parameters * prompts / reach, "decode": decode}
+
+
+def _decode(shape: Shape, loads: Mapping[str, Load], device: Device, width: int, devices: int) -> float:
     """Each module's calls together, one token after the other: weights and caches are read once per step."""
     spent = 0.0
     for load in loads.values():
@@ -348,9 +363,9 @@ def _decode(
             continue
         turns = max(1.0, load.decode_steps / max(1.0, load.completion / load.calls))
         # Decoding is bound by memory: each step reads all weights once, and the caches of all rows that decode.
-        rows = load.calls / turns / made.generating
+        rows = load.calls / turns / devices
         context = (load.prompt + load.completion) / load.calls
-        traffic = shape.parameters * made.width + rows * context * shape.kv_bytes(made.width)
+        traffic = shape.parameters * width + rows * context * shape.kv_bytes(width)
         arithmetic = 2.0 * shape.parameters * rows / device.flops
         floor = DECODE_OVERHEAD_S.get(device.name, 0.0) * shape.layers
         spent += load.decode_steps * (max(traffic / device.bandwidth, arithmetic) + floor)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from mmrl.config import TrainCommandConfig
 from mmrl.config.engines import TransformersConfig, VllmConfig
 from mmrl.plan.cost import GIB, Device, engine_memory, host_memory, memory, seconds, sleeps, weight_layout
+from mmrl.plan.evaluation import Evaluations, evaluation_seconds, times_of
 from mmrl.plan.shapes import Shape
 from mmrl.plan.workload import Load, total
 from mmrl.report.text import align
@@ -28,6 +29,10 @@ class Plan:
     loads: Mapping[str, Load]
     source: str
     """Where the tokens come from, in words."""
+    rollout: Mapping[str, Load]
+    """By module, one rollout of an evaluation."""
+    items: int | None = None
+    """Of an evaluation; None: all of a split that nobody has counted yet."""
 
     @property
     def step(self) -> Load:
@@ -57,6 +62,20 @@ class Plan:
         if self.config.train.staleness and self.config.hardware.rollout_devices:
             return max(times["update"], times["prefill"] + times["decode"])
         return sum(times.values())
+
+    def evaluations(self) -> Evaluations | None:
+        """Before, during and after training; None where nobody knows how many items they have."""
+        if self.items is None:
+            return None
+        rollouts = self.items * self.config.eval.samples
+        spent = evaluation_seconds(self.config, self.shape, self.rollout, rollouts, self.device)
+        return Evaluations(times=times_of(self.config), rollouts=rollouts, seconds=spent)
+
+    def hours(self) -> float:
+        """Of the whole run, its evaluations included where they can be counted."""
+        counted = self.evaluations()
+        evaluating = counted.times * counted.seconds if counted else 0.0
+        return (self.config.train.steps * self.step_seconds() + evaluating) / 3600
 
     def warnings(self) -> list[str]:
         """What cannot work or will hurt, with the setting to change."""
@@ -136,7 +155,8 @@ class Plan:
             "rollout_memory_bytes": self.rollout_memory(),
             "host_memory_bytes": host_memory(config, self.shape),
             "seconds_per_step": self.seconds(),
-            "hours": config.train.steps * self.step_seconds() / 3600,
+            "evaluations": asdict(counted) if (counted := self.evaluations()) else None,
+            "hours": self.hours(),
             "device": asdict(self.device),
             "processes": made.processes,
             "rollout_devices": config.hardware.rollout_devices,
@@ -161,14 +181,20 @@ class Plan:
             self._fit("training device" if rollout_devices else "device", self.memory()),
             *([self._fit("rollout device", self.rollout_memory())] if rollout_devices else []),
             *self._outside_devices(),
-            f"time: {duration(per_step)} a step, {duration(config.train.steps * per_step)} in all, evaluations not "
-            "counted\n" + align([[name, duration(spent), f"{spent / parts:.0%}"] for name, spent in times.items()]),
+            f"time: {duration(per_step)} a step, {duration(3600 * self.hours())} in all, {self._evaluating()}\n"
+            + align([[name, duration(spent), f"{spent / parts:.0%}"] for name, spent in times.items()]),
             f"assumed: {self.device.flops / 1e12:.3g} TFLOP/s, {self.device.bandwidth / 1e9:.0f} GB/s, update at "
             f"{self.device.utilisation:.0%} of it; sharing saves {_ratio(step.trained, step.trained_unique)} of the "
             "update's tokens. Estimates: docs/performance.md says how far off they were.",
         ]
         blocks += [f"warning: {warning}" for warning in self.warnings()]
         return "\n\n".join(blocks)
+
+    def _evaluating(self) -> str:
+        counted = self.evaluations()
+        if counted is None:
+            return f"{times_of(self.config)} evaluations of the whole split not counted (eval.items)"
+        return f"with {counted.times} evaluations of {counted.rollouts:,} rollouts, {duration(counted.seconds)} each"
 
     def _outside_devices(self) -> list[str]:
         """What is in no table of a device."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 
 from mmrl.algorithms import ALGORITHMS, assign_credit
-from mmrl.config import TrainCommandConfig
+from mmrl.config import RootConfig, TrainCommandConfig
 from mmrl.config.algo import MhgpoConfig, TurnCriticConfig
 from mmrl.config.engines import TransformersConfig
 from mmrl.errors import ConfigError
@@ -113,12 +113,12 @@ def without_endpoints(loads: Mapping[str, Load], answered: Collection[str]) -> d
     return {module: Load(calls=load.calls) if module in answered else load for module, load in loads.items()}
 
 
-def undeclared(config: TrainCommandConfig, modules: Sequence[str], given: Mapping[str, Lengths]) -> list[str]:
+def undeclared(config: RootConfig, modules: Sequence[str], given: Mapping[str, Lengths]) -> list[str]:
     """Modules whose lengths nobody has declared."""
     return [m for m in modules if m not in given and m not in DECLARED.get(config.task.name, {})]
 
 
-def lengths_of(config: TrainCommandConfig, modules: Sequence[str], given: Mapping[str, Lengths]) -> dict[str, Lengths]:
+def lengths_of(config: RootConfig, modules: Sequence[str], given: Mapping[str, Lengths]) -> dict[str, Lengths]:
     """Lengths per module: typed, else declared for the task, else a guess from the task's limits.
 
     Raises:
@@ -172,7 +172,7 @@ def _trees(
                     branches *= fork.width
             fresh = Fraction(0) if index == 0 and first_prompt_counted else prompts
             trained = _is_trained(config, tree, module)
-            loads[module] = loads[module] + _paths(lengths[module], float(branches), float(fresh), trained)
+            loads[module] = loads[module] + path_load(lengths[module], float(branches), float(fresh), trained)
         first_prompt_counted = True
     return loads
 
@@ -189,7 +189,7 @@ def _is_trained(config: TrainCommandConfig, tree: Tree, module: str) -> bool:
     return algo.name != "mhgpo_is" or tree.fork_name == module
 
 
-def _paths(size: Lengths, paths: float, prompts: float, trained: bool) -> Load:
+def path_load(size: Lengths, paths: float, prompts: float, trained: bool) -> Load:
     """`paths` paths through one module that share `prompts` first prompts."""
     grown = [size.prompt + turn * (size.completion + size.observation) for turn in range(size.calls)]
     # In a growing context only the observation is new in a later prompt; with contexts of their own, all of it is.
@@ -208,12 +208,6 @@ def _paths(size: Lengths, paths: float, prompts: float, trained: bool) -> Load:
         trained=(raw_prompt + completion) * trained,
         trained_unique=(unique + completion) * trained,
     )
-
-
-def dry_loads(config: TrainCommandConfig, task: Task, reward_set: str, examples: int) -> dict[str, Load]:
-    """Load of each module in a step of `config`, scaled up from `examples` examples."""
-    forest = _sample(config, task, reward_set, examples)
-    return loads_of(forest, trained_calls(forest, config), config.train.batch_size / examples)
 
 
 def loads_of(forest: Forest, trained: set[str], factor: float) -> dict[str, Load]:
@@ -272,7 +266,8 @@ def trained_calls(forest: Forest, config: TrainCommandConfig) -> set[str]:
     return {entry.call for entry in credit.entries if any(entry.weights)}
 
 
-def _sample(config: TrainCommandConfig, task: Task, reward_set: str, examples: int) -> Forest:
+def dry_rollouts(config: TrainCommandConfig, task: Task, reward_set: str, examples: int) -> Forest:
+    """What the algorithm samples for `examples` examples, by the weights that are here."""
     import torch
 
     from mmrl.engines import engine_class

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmrl.config import (
+    EvalCommandConfig,
     PromptCommandConfig,
     SftCommandConfig,
     StageConfig,
@@ -20,15 +21,16 @@ from mmrl.config.tasks import BUILT_IN, Banking77Config, CorpusConfig, JudgedCon
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.load import model_path
 from mmrl.plan.cost import NAMES as DEVICES
-from mmrl.plan.cost import SLOW_CPU, Device, gpus, measured_cpu, nearest_gpu
+from mmrl.plan.cost import SLOW_CPU, Device, generating_devices, gpus, measured_cpu, nearest_gpu
 from mmrl.plan.cost import device as find_device
 from mmrl.plan.estimate import Plan
+from mmrl.plan.evaluation import declared_rollout, evaluation_seconds, mean_rollout
 from mmrl.plan.shapes import Shape, shape_of
 from mmrl.plan.workload import (
     Lengths,
     Load,
     declared,
-    dry_loads,
+    dry_rollouts,
     loads_of,
     parse_lengths,
     trained_calls,
@@ -149,11 +151,45 @@ def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:
         problems.append(f"dry: got {examples}, the train split has {available} examples")
     if problems:
         raise ConfigError(problems)
-    loads, source = _loads(settled, task, examples, request.lengths)
+    loads, rollout, source = _loads(settled, task, examples, request.lengths)
     if settled.engine.endpoints:
         loads = without_endpoints(loads, settled.engine.endpoints)
         source += f"; an endpoint answers for {', '.join(settled.engine.endpoints)}"
-    return Plan(config=settled, shape=shape, device=device, loads=loads, source=source)
+    items = _items(settled, task, counted=bool(examples))
+    return Plan(config=settled, shape=shape, device=device, loads=loads, source=source, rollout=rollout, items=items)
+
+
+def evaluation_hours(config: EvalCommandConfig, items: int | None) -> tuple[float, int]:
+    """Hours of an evaluation on H100s (on the CPU where the config says so), and the devices that it takes.
+
+    Args:
+        items: of the whole split, where `eval.items` does not say how many.
+
+    Raises:
+        ConfigError: the sizes of the model are not known, or the number of items.
+    """
+    shape, on_cpu = shape_of(config.model), config.hardware.device == "cpu"
+    settled = settle(config, "cpu" if on_cpu else "cuda", planned=True)
+    if (many := config.eval.items or config.task.data.items_of(config.split) or items) is None:
+        raise ConfigError("eval.items: null, and nobody has counted the split; set it, or items in the table's file")
+    modules = build_task(on_mini_world(config.task), config.seed).program.modules
+    rollout = declared_rollout(settled, modules, {}, settled.engine.endpoints or ())
+    device = find_device("cpu" if on_cpu else "h100", settled.hardware.threads or 1)
+    spent = evaluation_seconds(settled, shape, rollout, many * config.eval.samples, device)
+    return spent / 3600, generating_devices(settled)
+
+
+def _items(config: TrainCommandConfig, task: Task, counted: bool) -> int | None:
+    """How many items an evaluation has.
+
+    Args:
+        counted: the task has the data of the config; else those of the mini world may stand in for them.
+    """
+    split, asked = config.eval.split, config.eval.items
+    if counted or getattr(config.task.data, split) == "mini":
+        available = len(task.examples(split))
+        return available if asked is None else min(asked, available)
+    return asked or config.task.data.items_of(split)
 
 
 def hours(config: TrainCommandConfig, task: Task, forest: Forest | None = None) -> float:
@@ -174,7 +210,7 @@ def hours(config: TrainCommandConfig, task: Task, forest: Forest | None = None) 
     loads = without_endpoints(loads, config.engine.endpoints or {})
 
     def on(device: Device) -> float:
-        plan = Plan(config=config, shape=shape, device=device, loads=loads, source="")
+        plan = Plan(config=config, shape=shape, device=device, loads=loads, source="", rollout={})
         return config.train.steps * plan.step_seconds() / 3600
 
     if config.hardware.device != "cpu":
@@ -196,21 +232,20 @@ def _strange_targets(config: TrainCommandConfig, shape: Shape) -> list[str]:
 
 def _loads(
     config: TrainCommandConfig, task: Task, examples: int, lengths: Mapping[str, Lengths]
-) -> tuple[dict[str, Load], str]:
-    """The work of each module, and where the numbers come from."""
-    modules = task.program.modules
+) -> tuple[dict[str, Load], dict[str, Load], str]:
+    """The work of each module in a step, in a rollout of an evaluation, and where the numbers come from."""
+    modules, answered = task.program.modules, config.engine.endpoints or ()
     if examples:
-        return (
-            dict(dry_loads(config, task, reward_set(task, config.task.reward, config.algo.name), examples)),
-            f"counted in dry rollouts of {examples} examples",
-        )
+        forest = dry_rollouts(config, task, reward_set(task, config.task.reward, config.algo.name), examples)
+        step = loads_of(forest, trained_calls(forest, config), config.train.batch_size / examples)
+        return step, mean_rollout(forest, answered), f"counted in dry rollouts of {examples} examples"
     source = "from declared lengths; dry=N counts instead where the weights are at hand"
     if guesses := undeclared(config, modules, lengths):
         source = (
             f"from a guess at the lengths of {', '.join(guesses)}, by the task's limits: declare them with "
             "lengths=, or count with dry=N where the weights are at hand"
         )
-    return declared(config, modules, lengths), source
+    return declared(config, modules, lengths), declared_rollout(config, modules, lengths, answered), source
 
 
 def on_mini_world(task: TaskConfig) -> TaskConfig:

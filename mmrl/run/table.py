@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmrl.config import StagedCommandConfig, TrainCommandConfig
 from mmrl.config.paper_tables import SCALES, Cell, TableSpec
 from mmrl.errors import ConfigError, MmrlError, Stopped, unknown
 from mmrl.report.paper_pages import table_text, write_table
@@ -25,16 +24,14 @@ from mmrl.report.text import align
 from mmrl.run.check import check_all
 from mmrl.run.compare import output
 from mmrl.run.queue import RunQueue, whole_numbers
+from mmrl.run.table_cost import cost_text
 from mmrl.run.table_runs import (
     Compose,
-    Config,
     Planned,
     Runs,
     TableRun,
-    digest,
     read_table,
     table_names,
-    with_seed,
 )
 from mmrl.system.conf import conf_dir, user_dirs
 from mmrl.system.files import atomic_write
@@ -167,7 +164,7 @@ def _run(planned: Planned, at_once: int, through: Sequence[str], config_dir: str
     missing = [run for run in planned.runs if states[run.path] != "finished"]
     print(_head(planned, missing), flush=True)
     if planned.scale != "mini" and missing:
-        print(_cost_text(planned, missing), flush=True)
+        print(cost_text(planned, missing), flush=True)
     # Of seeds of one row one; what starts from another run is checked when it starts, and what runs on another machine
     # there.
     first = {(run.command, run.row, run.column): run.config for run in missing if run.after is None and not through}
@@ -231,7 +228,7 @@ def _plan_text(planned: Planned) -> str:
     missing = [run for run in planned.runs if run.state() != "finished"]
     parts = [_head(planned, missing)]
     if planned.scale != "mini":
-        parts.append(_cost_text(planned, missing))
+        parts.append(cost_text(planned, missing))
     first: dict[tuple[str, str, str], TableRun] = {}
     for run in planned.runs:
         first.setdefault((run.command, run.row, run.column), run)
@@ -247,49 +244,6 @@ def _plan_text(planned: Planned) -> str:
                 f"{command} {row}{f' on {column}' if column else ''}, seeds {' '.join(seeds)}:\n  {run.typed()}"
             )
     return "\n\n".join([*parts, *lines])
-
-
-def _cost_text(planned: Planned, missing: Sequence[TableRun]) -> str:
-    """Hours of GPUs (H100; of the CPU for runs on it) of the trainings that are missing, by row."""
-    rows = [["row", "runs", "hours each", "device-hours"]]
-    total, unknown_rows = 0.0, []
-    trainings: dict[tuple[str, str], list[TableRun]] = {}
-    for run in missing:
-        if run.command == "train":
-            trainings.setdefault((run.row, digest(with_seed(run.config, 0), {})), []).append(run)
-    for (row, _), runs in trainings.items():
-        try:
-            hours, devices = gpu_hours(runs[0].config)
-        except MmrlError as error:
-            unknown_rows.append(f"{row}: {error}")
-            continue
-        total += len(runs) * hours * devices
-        rows.append([row, str(len(runs)), f"{hours:.1f}", f"{len(runs) * hours * devices:,.0f}"])
-    rows.append(["all", str(sum(map(len, trainings.values()))), "", f"{total:,.0f}"])
-    evaluations = sum(run.command == "eval" for run in missing)
-    if not trainings:
-        return f"cost: {evaluations} evaluations, which mmrl plan does not count; nothing is trained"
-    text = f"cost by mmrl plan, {evaluations} evaluations and stages that optimise prompts not counted:\n"
-    return "\n".join([text + align([[*row, ""] for row in rows]), *(f"not planned: {each}" for each in unknown_rows)])
-
-
-def gpu_hours(config: Config) -> tuple[float, int]:
-    """Hours of a training run by `mmrl plan`, and the devices that it takes; of stages those that train weights.
-
-    Raises:
-        ConfigError: what `mmrl plan` refuses.
-    """
-    from mmrl.run.plan import PlanRequest, make_plan
-
-    stages = config.stages if isinstance(config, StagedCommandConfig) else (config,)
-    hours, devices = 0.0, 1
-    for stage in stages:
-        if isinstance(stage, TrainCommandConfig):
-            hardware = stage.hardware
-            plan = make_plan(stage, PlanRequest({}, 0, "cpu" if hardware.device == "cpu" else "h100"))
-            hours += stage.train.steps * plan.step_seconds() / 3600
-            devices = max(devices, hardware.processes * hardware.nodes + hardware.rollout_devices)
-    return hours, devices
 
 
 # --- all tables

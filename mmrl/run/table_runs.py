@@ -117,6 +117,14 @@ class TableRun(QueuedRun):
         """What progress lines call it."""
         return f"{self.command} {self.row}{f' on {self.column}' if self.column else ''}, seed {self.seed}"
 
+    @property
+    def first(self) -> QueuedRun:
+        """The one that all before it started from."""
+        run: QueuedRun = self
+        while run.after is not None:
+            run = run.after
+        return run
+
     def words(self) -> Sequence[str]:
         """Its overrides; an evaluation's policy is the checkpoint that the row's rule names."""
         if self.checkpoint == "last" or self.after is None or self.command == "train":

@@ -97,7 +97,7 @@ def calls(tmp_path, monkeypatch):
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     # What a run would be refused for is another test's matter, and takes the seconds in which torch loads.
     monkeypatch.setattr("mmrl.run.table.check_all", lambda configs: None)
-    monkeypatch.setattr("mmrl.run.table.gpu_hours", lambda config: (2.5, 8))
+    monkeypatch.setattr("mmrl.run.table_cost.device_hours", lambda run, items: (2.5, 8))
     monkeypatch.setattr("mmrl.cli.configs.table_config", lambda c, words, folder: composed(c, tuple(words), folder))
 
     def lines():
@@ -254,7 +254,7 @@ def test_failures_from_outside_are_said_and_too_many_of_them_leave_no_score(call
 def test_agreement_is_judged_at_the_papers_scale_alone(calls, capsys):
     assert main(["table", "own", "rows=untrained,FoF", "seed=0", "jobs=2"]) == 0
     assert all("hardware.threads=1" in line for line in calls())
-    assert ["FoF", "1", "2.5", "20"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["train", "FoF", "1", "20.0"] in [line.split() for line in capsys.readouterr().out.splitlines()]
     _, values = cells("paper")
     assert values["untrained", "EM"]["agrees"] is True and values["FoF", "EM"]["agrees"] is False
     assert values["FoF", "# Sub-Q"]["agrees"] is True
