@@ -38,6 +38,7 @@ class Forwards:
         trainer: its models are read anew at each forward, since it wraps and prepares them when training starts.
         tries: whether packs are prefix tries; else rows are padded.
         budget: tokens per pack.
+        most: tokens of a pack that would otherwise repeat more than it adds.
     """
 
     def __init__(
@@ -49,13 +50,14 @@ class Forwards:
         adapters: Adapters | None,
         tries: bool,
         budget: int,
+        most: int,
     ):
         self.trainer = trainer
         self.settings = settings
         self.critic = critic
         self.adapters = adapters
         self.tries = tries
-        self.budget = budget
+        self.budget, self.most = budget, most
         self.ref_model: torch.nn.Module | None = None
 
     def set_reference(self, model: torch.nn.Module) -> None:
@@ -147,6 +149,7 @@ class Forwards:
                 score_all=score_all,
                 tries=self.tries if tries is None else tries,
                 share=self.accelerator.num_processes,
+                most=self.most,
             )
         ]
 

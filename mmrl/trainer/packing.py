@@ -76,6 +76,15 @@ def token_budget(tokens: int | None, model: PreTrainedModel, checkpointing: bool
     return max(LEAST_TOKENS, min(most, fitting))
 
 
+def most_tokens(tokens: int | None, model: PreTrainedModel, budget: int) -> int:
+    """Tokens that a pack may have where `budget` is hardly more than the prefix that its calls share.
+
+    What the user typed stays the limit. On a CPU packs take an eighth of the memory, so twice as much does no harm; a
+    GPU's budget is a large share of its memory already.
+    """
+    return 2 * budget if tokens is None and model.device.type == "cpu" else budget
+
+
 @dataclass(slots=True, kw_only=True)
 class Pack:
     """One forward. R rows of width W, N scored positions, E entry tokens.
@@ -183,6 +192,7 @@ def make_packs(
     score_all: bool = False,
     tries: bool = False,
     share: int = 1,
+    most: int | None = None,
 ) -> list[Pack]:
     """Split `calls` into packs of at most `budget` forwarded tokens; a longer call gets a pack of its own.
 
@@ -196,12 +206,13 @@ def make_packs(
         score_all: score every completion token, whatever its entries (to compute log-probabilities).
         tries: forward each distinct prefix once; without it rows are padded.
         share: make the number of packs of tries a multiple of this where there are enough tries.
+        most: tokens of a pack of tries that would otherwise repeat more than it adds; None: `budget`.
     """
     scored = [_ScoredCall.of(call, beta, score_all) for call in calls]
     rows = _packed_rows([one for one in scored if one.scored])
     if tries:
         ids = [row.ids for row in rows]
-        bins = bin_pack(build_tries(ids), budget, share)
+        bins = bin_pack(build_tries(ids), budget, share, most)
         # Packs of tries have no bound on scored positions: `logprobs` computes their logits in chunks.
         return [_trie_pack(flatten(nodes, ids), rows, modules, dtype) for nodes in bins]
     packs: list[Pack] = []

@@ -142,16 +142,18 @@ def _common_prefix(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
     return int(differ.argmax()) if differ.any() else size
 
 
-def split_trie(node: TrieNode, budget: int) -> list[TrieNode]:
+def split_trie(node: TrieNode, budget: int, most: int) -> list[TrieNode]:
     """The trie in parts of at most `budget` tokens, cut between branches, what is above them repeated.
 
-    A single sequence is never cut, so a longer one is a part of its own.
+    A single sequence is never cut, so a longer one is a part of its own. A part may have up to `most` tokens where
+    otherwise more than half of it would be what is repeated.
     """
     if node.tokens <= budget or not node.children:
         return [node]
-    # Each part repeats the node's own tokens, which its branches therefore cannot use.
-    room = budget - node.length
-    parts = [part for child in node.children for part in split_trie(child, room)]
+    # Each part repeats the node's own tokens, which its branches therefore cannot use. Demonstrations of about as many
+    # tokens as the budget would leave room for one or two calls, and be forwarded again for each of them.
+    room = max(budget - node.length, min(node.length, most - node.length))
+    parts = [part for child in node.children for part in split_trie(child, room, most - node.length)]
     # Neighbours stay together (next fit, not first fit): they share the most.
     groups: list[list[TrieNode]] = []
     filled = 0
@@ -164,15 +166,20 @@ def split_trie(node: TrieNode, budget: int) -> list[TrieNode]:
     return [make_node(node.row, node.begin, node.end, group) for group in groups]
 
 
-def bin_pack(tries: Sequence[TrieNode], budget: int, share: int = 1) -> list[list[TrieNode]]:
+def bin_pack(tries: Sequence[TrieNode], budget: int, share: int = 1, most: int | None = None) -> list[list[TrieNode]]:
     """Tries to packs of at most `budget` tokens (or one trie), of like cost, their number a multiple of `share`.
 
     There may be fewer packs than that where there are fewer tries. Largest pack first, so that a budget that does not
     fit in memory fails at once.
+
+    Args:
+        most: see `split_trie`; None: `budget`.
     """
     # Both sorts are stable and no set or hash is iterated: the same calls give the same packs in the same order on
     # every machine and after a resume, which is what makes the summed loss equal to the bit.
-    parts = sorted((part for trie in tries for part in split_trie(trie, budget)), key=lambda trie: -trie.cost)
+    parts = sorted(
+        (part for trie in tries for part in split_trie(trie, budget, most or budget)), key=lambda trie: -trie.cost
+    )
     # No fewer packs than the tokens need; with several processes (`share`) all must do as many forwards.
     count = -(-sum(part.tokens for part in parts) // budget)
     while True:

@@ -83,9 +83,37 @@ def test_a_trie_beyond_the_budget_is_cut_between_branches() -> None:
     rows = [(*[9] * 100, *[branch] * 20) for branch in range(5)]
     (trie,) = build_tries(rows)
     assert trie.tokens == 200
-    parts = split_trie(trie, 150)
+    parts = split_trie(trie, 150, 150)
     assert [part.tokens for part in parts] == [140, 140, 120]
-    assert [part.tokens for part in split_trie(trie, 10)] == [120] * 5
+    assert [part.tokens for part in split_trie(trie, 10, 10)] == [120] * 5
+
+
+def test_what_is_repeated_is_at_most_half_of_a_part_where_there_is_room(free: None) -> None:
+    rows = [(*[9] * 100, *[branch] * 20) for branch in range(5)]
+    (trie,) = build_tries(rows)
+    assert [part.tokens for part in split_trie(trie, 110, 220)] == [200]
+    assert [part.tokens for part in split_trie(trie, 110, 150)] == [140, 140, 120]  # no more than that
+    (wide,) = build_tries([(*[9] * 100, *[branch] * 20) for branch in range(8)])
+    assert [part.tokens for part in split_trie(wide, 200, 400)] == [200, 160]  # half is room enough: as without
+    # Two prefixes above each other: 60 for both sides of a fork, 40 for each, and six calls of 10 below.
+    rows = [(*[9] * 60, *[side] * 40, *[branch] * 10) for side in (1, 2) for branch in range(3, 9)]
+    (trie,) = build_tries(rows)
+    assert trie.tokens == 60 + 2 * (40 + 60)
+    assert [part.tokens for part in split_trie(trie, 110, 110)] == [110] * 12
+    assert [part.tokens for part in split_trie(trie, 110, 220)] == [140, 120] * 2
+
+
+@given(st.integers(1, 60), st.integers(1, 3), st.data())
+def test_parts_hold_each_row_once_within_their_bounds(budget: int, times: int, data: st.DataObject) -> None:
+    alphabet = st.integers(0, 2)
+    rows = data.draw(st.lists(st.lists(alphabet, min_size=1, max_size=40).map(tuple), min_size=1, max_size=12))
+    most, longest = times * budget, max(map(len, rows))
+    tries = build_tries(rows)
+    for trie in tries:
+        assert all(part.tokens <= max(most, longest) for part in split_trie(trie, budget, most))
+    found = sorted(row for pack in bin_pack(tries, budget, 1, most) for row in flatten(pack, rows).paths)
+    without = sorted(row for pack in bin_pack(tries, budget) for row in flatten(pack, rows).paths)
+    assert found == without
 
 
 def test_pairs_are_those_that_attend(free: None) -> None:
