@@ -35,9 +35,10 @@ real: $(STAMP) ## a small pretrained model on official files (docs/real.md), eve
 tables: $(STAMP) ## list the papers' tables, each a target of its own: make mhgpo-table1 SCALE=mini ARGS='seed=0 jobs=2'
 	@$(BIN)/mmrl table
 
-# Figure 6 needs a judge at every scale; on the mini world a program is one.
+# Figure 6 needs a judge at every scale; on the mini world a program is one, where ARGS name no other.
+JUDGE = $(if $(findstring task.judge.url=,$(ARGS))$(findstring do=,$(ARGS)),,$(BIN)/python -m scripts.rubric_judge)
 $(TABLES): $(STAMP)
-	$(if $(filter turn-fig6:mini,$@:$(SCALE)),$(BIN)/python -m scripts.rubric_judge) $(BIN)/mmrl table $@ scale=$(SCALE) $(ARGS)
+	$(if $(filter turn-fig6:mini,$@:$(SCALE)),$(JUDGE)) $(BIN)/mmrl table $@ scale=$(SCALE) $(ARGS)
 
 bench: $(STAMP) ## measure against TRL and other peers on the CPU, one table (under ten minutes; with model=smollm2_135m an hour); ARGS='only=update,step'
 	$(BIN)/python -m scripts.bench $(if $(model),model=$(model)) $(ARGS)

@@ -11,10 +11,13 @@ from __future__ import annotations
 import html
 import json
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NoReturn
 
 WORDS = 5
 """A longer answer earns nothing, as the prompt says."""
@@ -39,10 +42,15 @@ def in_form(text: str, *names: str) -> bool:
     return _TAG.findall(text) == expected and not outside.strip()
 
 
+def answer_of(generated: str) -> str:
+    """The text inside its last answer tags; nothing without any."""
+    return (re.findall(r"<answer>(.*?)</answer>", generated, re.S) or [""])[-1]
+
+
 def is_right(generated: str, truths: list[str]) -> bool:
-    """Whether the text inside its last answer tags is one of the ground truth."""
-    answers = re.findall(r"<answer>(.*?)</answer>", generated, re.S)
-    return bool(answers) and len(answers[-1].split()) <= WORDS and plain(answers[-1]) in map(plain, truths)
+    """Whether its answer is one of the ground truth."""
+    answer = answer_of(generated)
+    return bool(plain(answer)) and len(answer.split()) <= WORDS and plain(answer) in map(plain, truths)
 
 
 def verdict(prompt: str) -> str:
@@ -53,12 +61,12 @@ def verdict(prompt: str) -> str:
     """
     # The blocks come last; what the policy wrote inside them has its angle brackets escaped, so it forges none.
     turns = [(html.unescape(text), html.unescape(seen or "")) for text, seen in _TURN.findall(prompt)]
-    truth = _TRUTH.findall(prompt)
+    truth, instructions = _TRUTH.findall(prompt), prompt.rpartition("</ground_truth>")[2]
     if not turns or len(truth) != 1:
         raise ValueError("expected turns and one ground truth, as task.reward=judge_outcome sends them")
     # Several right answers are one text, separated by commas, which an answer may have too.
     truths = [html.unescape(truth[0]), *html.unescape(truth[0]).split(", ")]
-    count = _COUNT.search(prompt)
+    count = _COUNT.search(instructions)
     *earlier, (last, _) = turns
     right = is_right(last, truths)
     if count is None:
@@ -69,7 +77,8 @@ def verdict(prompt: str) -> str:
         form = in_form(generated, "think", "search") and in_form(seen, "information")
         helps = any(truth and truth in plain(seen) for truth in map(plain, truths))
         scores.append((0.1 if form else -0.2) + 0.3 * helps - 0.1 * searches)
-    scores.append((1.0 if right else 0.2) if in_form(last, "think", "answer") else -1.0)
+    form = in_form(last, "think", "answer") and len(answer_of(last).split()) <= WORDS
+    scores.append((1.0 if right else 0.2) if form else -1.0)
     lines = "\n".join(f"Turn{number}: {score:.1f}" for number, score in enumerate(scores, 1))
     return f"<reasoning> by rule </reasoning>\n<score>\n{lines}\n</score>"
 
@@ -112,27 +121,43 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128
 
 
+def refuse(problem: str) -> NoReturn:
+    """Stop as mmrl does for a mistake: one sentence, exit code 2."""
+    print(f"error: rubric_judge: {problem}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 def main(words: list[str]) -> int:
     """Serve until the command ends, or until Ctrl-C."""
-    port = 8000
+    port = "8000"
     if words and words[0].startswith("port="):
-        port = int(words.pop(0).removeprefix("port="))
+        port = words.pop(0).removeprefix("port=")
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        refuse(f"port: got '{port}', expected a number up to 65535")
+    if words and shutil.which(words[0]) is None:
+        refuse(f"got '{words[0]}', expected port=NUMBER or a command")
     try:
-        server = Server(("127.0.0.1", port), Handler)
+        server = Server(("127.0.0.1", int(port)), Handler)
     except OSError as error:
-        raise SystemExit(f"rubric_judge: port {port}: {error.strerror}; expected a free one (port=8001)") from error
+        refuse(f"port {port}: {error.strerror}; expected a free one (port=8001)")
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f"rubric_judge: answers at http://127.0.0.1:{server.server_address[1]}/v1", flush=True)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        if words:
-            return subprocess.run(words, check=False).returncode
-        threading.Event().wait()
+        if not words:
+            threading.Event().wait()
+        # Ctrl-C reaches the command too, which ends its runs in its own time and may still ask for verdicts.
+        with subprocess.Popen(words) as command:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, lambda number, frame: command.terminate())
+            return command.wait()
     except KeyboardInterrupt:
         return 130
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         server.shutdown()
         server.server_close()
-    return 0
 
 
 if __name__ == "__main__":

@@ -221,7 +221,7 @@ def table(context: typer.Context) -> int:
       scale=paper|mini|real        the papers' models and data; the mini world with the tiny models; a small real model
       through='srun --gpus-per-node=8'   a command that starts each run, on machines that share this folder
       do=run|plan|check|show       run; cost and commands; reported values against texts (papers=FOLDER); what is there
-      jobs=N out=FOLDER            runs at once, one thread each; the page's folder: outputs/tables/NAME/SCALE
+      jobs=N out=FOLDER            runs at once, here with one thread each; the page's folder: outputs/tables/NAME/SCALE
       any other key                a setting of every run, as in `mmrl train`
 
     \b

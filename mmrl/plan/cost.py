@@ -221,7 +221,11 @@ def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float,
     """
     made = weight_layout(config, shape)
     # A pack holds at least the longest call, since a call is never cut; and no more than a process has to forward.
-    pack = max(min(float(pack_tokens(config, shape, device, made)), load.trained_unique / made.processes), longest)
+    budget = pack_tokens(config, shape, device, made)
+    if 2 * longest > budget and load.trained > 2 * load.trained_unique:
+        # Calls share most of what they have, and a pack of the budget would repeat it for every few of them.
+        budget = pack_tokens(config, shape, device, made, wide=True)
+    pack = max(min(float(budget), load.trained_unique / made.processes), longest)
     trained = made.trained_parameters * TRAINED_WIDTH
     parts = _states(config, shape, made)
     lora, checkpointed = config.model.lora, config.model.gradient_checkpointing
@@ -299,12 +303,18 @@ def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load, device: 
     return {"KV cache": max(0.0, engine.gpu_memory * device.memory - copy), "engine's copy": copy}
 
 
-def pack_tokens(config: TrainCommandConfig, shape: Shape, device: Device, made: WeightLayout) -> int:
-    """Tokens forwarded at once: as typed, else by the trainer's rule from the device's memory."""
+def pack_tokens(
+    config: TrainCommandConfig, shape: Shape, device: Device, made: WeightLayout, wide: bool = False
+) -> int:
+    """Tokens forwarded at once: as typed, else by the trainer's rule from the device's memory.
+
+    Args:
+        wide: of a pack that would otherwise repeat more than it adds.
+    """
     if config.train.microbatch_tokens is not None:
         return config.train.microbatch_tokens
     # Here: it loads torch, and a plan that is refused need not wait for it.
-    from mmrl.trainer.packing import CPU_SHARE, CPU_TOKENS, GPU_SHARE, GPU_TOKENS, LEAST_TOKENS
+    from mmrl.trainer.packing import CPU_SHARE, CPU_TOKENS, GPU_SHARE, GPU_TOKENS, LEAST_TOKENS, WIDER_ON_CPU
 
     # The same rule as `trainer.packing`, from the device's memory instead of what happens to be free here.
     cpu = device.name == "cpu"
@@ -312,7 +322,8 @@ def pack_tokens(config: TrainCommandConfig, shape: Shape, device: Device, made: 
     layer = made.width * (12 * shape.hidden + 4 * shape.intermediate)
     checkpointed = layer + shape.layers * made.width * shape.hidden
     per_token = checkpointed if config.model.gradient_checkpointing else shape.layers * layer
-    return max(LEAST_TOKENS, min(most, int(memory * device.memory / per_token) // LEAST_TOKENS * LEAST_TOKENS))
+    budget = max(LEAST_TOKENS, min(most, int(memory * device.memory / per_token) // LEAST_TOKENS * LEAST_TOKENS))
+    return WIDER_ON_CPU * budget if wide and cpu else budget
 
 
 def _critic_bytes(config: TrainCommandConfig, shape: Shape, made: WeightLayout) -> float:

@@ -9,7 +9,18 @@ from dataclasses import asdict, dataclass, replace
 
 from mmrl.config import TrainCommandConfig
 from mmrl.config.engines import TransformersConfig, VllmConfig
-from mmrl.plan.cost import GIB, Device, engine_memory, host_memory, memory, seconds, sleeps, weight_layout
+from mmrl.errors import ConfigError
+from mmrl.plan.cost import (
+    GIB,
+    Device,
+    engine_memory,
+    generating_devices,
+    host_memory,
+    memory,
+    seconds,
+    sleeps,
+    weight_layout,
+)
 from mmrl.plan.evaluation import Evaluations, evaluation_seconds, times_of
 from mmrl.plan.shapes import Shape
 from mmrl.plan.workload import Load, total
@@ -64,11 +75,15 @@ class Plan:
         return sum(times.values())
 
     def evaluations(self) -> Evaluations | None:
-        """Before, during and after training; None where nobody knows how many items they have."""
+        """Before, during and after training; None where nobody knows of how many items, or how they fit."""
         if self.items is None:
             return None
         rollouts = self.items * self.config.eval.samples
-        spent = evaluation_seconds(self.config, self.shape, self.rollout, rollouts, self.device)
+        try:
+            devices = generating_devices(self.config)
+            spent = evaluation_seconds(self.config, self.shape, self.rollout, rollouts, self.device, devices)
+        except ConfigError:  # no room beside the weights: `warnings` says so
+            return None
         return Evaluations(times=times_of(self.config), rollouts=rollouts, seconds=spent)
 
     def hours(self) -> float:
@@ -193,7 +208,10 @@ class Plan:
     def _evaluating(self) -> str:
         counted = self.evaluations()
         if counted is None:
-            return f"{times_of(self.config)} evaluations of the whole split not counted (eval.items)"
+            whole = " of the whole split" if self.items is None else ""
+            return f"{times_of(self.config)} evaluations{whole} not counted{' (eval.items)' if whole else ''}"
+        if not counted.seconds:
+            return f"{counted.times} evaluations by a server or endpoints not counted"
         return f"with {counted.times} evaluations of {counted.rollouts:,} rollouts, {duration(counted.seconds)} each"
 
     def _outside_devices(self) -> list[str]:

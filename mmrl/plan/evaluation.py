@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from mmrl.config import RootConfig, TrainCommandConfig
 from mmrl.config.engines import TransformersConfig, VllmConfig
-from mmrl.plan.cost import GIB, Device, computing_width, generating_devices, generation_seconds
+from mmrl.errors import ConfigError
+from mmrl.plan.cost import GIB, Device, computing_width, generation_seconds
 from mmrl.plan.shapes import Shape
 from mmrl.plan.workload import Lengths, Load, lengths_of, path_load
 from mmrl.records import Forest
@@ -70,30 +71,45 @@ def mean_rollout(forest: Forest, answered: Collection[str] = ()) -> dict[str, Lo
 
 
 def evaluation_seconds(
-    config: RootConfig, shape: Shape, rollout: Mapping[str, Load], rollouts: int, device: Device
+    config: RootConfig, shape: Shape, rollout: Mapping[str, Load], rollouts: int, device: Device, devices: int
 ) -> float:
-    """Expected seconds of `rollouts` rollouts of the kind; 0 where endpoints or a server that is given answer."""
-    engine, width, devices = config.engine, computing_width(config), generating_devices(config)
+    """Expected seconds of `rollouts` rollouts of the kind on so many `devices`; 0 where endpoints or a server that is
+    given answer.
+
+    Raises:
+        ConfigError: the weights leave no room for the cache of one call.
+    """
+    engine, width = config.engine, computing_width(config)
     copy = float(shape.parameters * width)
     if engine.server is not None or not isinstance(engine, TransformersConfig | VllmConfig):
         return 0.0
-    if isinstance(engine, VllmConfig) and device.name != "cpu" and copy >= engine.gpu_memory * device.memory:
-        # More than one device holds: all of them together are one (`--tensor-parallel-size`).
+    if isinstance(engine, VllmConfig) and any("tensor-parallel-size" in word for word in engine.args):
+        # All devices together are one.
         device = replace(
             device, memory=devices * device.memory, bandwidth=devices * device.bandwidth, flops=devices * device.flops
         )
         devices = 1
-    if isinstance(engine, TransformersConfig):
-        room = float(engine.batch_tokens)
-    else:
-        left = engine.kv_cache_gb * GIB if device.name == "cpu" else engine.gpu_memory * device.memory - copy
-        room = max(1.0, left / shape.kv_bytes(width))
     spent = 0.0
     for load in rollout.values():
         if load.calls:
             longest = (load.prompt + load.completion) / load.calls
+            if isinstance(engine, TransformersConfig):
+                room = max(longest, engine.batch_tokens)
+            else:
+                room = _cache_room(engine, device, copy) / shape.kv_bytes(width)
+                if room < longest:
+                    key = "kv_cache_gb" if device.name == "cpu" else "gpu_memory"
+                    raise ConfigError(
+                        f"engine.{key}: got {getattr(engine, key):g}, which leaves no room for a call beside weights "
+                        f"of {copy / GIB:.0f} GiB; raise it, or spread them (engine.args=['--tensor-parallel-size=8'])"
+                    )
             # What does not fit in the KV cache waits, and the weights are read again for it.
             rounds = max(1, math.ceil(rollouts / devices * longest / room))
             all_rows = replace(load.scaled(rollouts), decode_steps=load.decode_steps * rounds)
             spent += sum(generation_seconds(shape, {"": all_rows}, device, width, devices).values())
     return spent
+
+
+def _cache_room(engine: VllmConfig, device: Device, weights: float) -> float:
+    """Bytes of vLLM's KV cache on a device."""
+    return engine.kv_cache_gb * GIB if device.name == "cpu" else engine.gpu_memory * device.memory - weights

@@ -255,6 +255,11 @@ def server_devices(hardware: HardwareConfig) -> tuple[int, ...]:
     return tuple(range(first, first + (hardware.rollout_devices or hardware.processes)))
 
 
+def evaluation_devices(hardware: HardwareConfig) -> tuple[int, ...]:
+    """GPUs of the managed server of an evaluation: all of the profile, since nothing trains."""
+    return tuple(range(hardware.processes + hardware.rollout_devices)) if server_devices(hardware) else ()
+
+
 def teachers_apart(algo: AlgoConfig) -> list[TeacherConfig]:
     """The teachers of mmGRPO that are not the student."""
     if not isinstance(algo, MmgrpoConfig):

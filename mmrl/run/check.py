@@ -176,9 +176,7 @@ def _directory_problems(folder: str | None) -> list[str]:
 
 
 def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
-    problems = across_sections(config)
-    if config.hardware.processes * config.hardware.nodes != 1:
-        problems.append(f"hardware: profile '{config.hardware.name}' has several processes, mmrl eval runs in one")
+    problems = across_sections(config) + process_problems(config)
     problems += split_problems(config.task, task, config.split, "split")
     # A policy from a run with algo.frozen_serving has two sets of full weights.
     copied = served(config).initial is not None
@@ -187,6 +185,19 @@ def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
     )
     problems += endpoint_problems(config, task) + endpoints_away(config)
     return problems + policy_problems(config, task)
+
+
+def process_problems(config: EvalCommandConfig) -> list[str]:
+    """Why an evaluation, which is one process, can do nothing with the others of its hardware profile."""
+    hardware = config.hardware
+    if hardware.nodes > 1:
+        return [f"hardware: profile '{hardware.name}' has several machines, mmrl eval runs in one process of one"]
+    if hardware.processes > 1 and (hardware.device == "cpu" or engine_name(config) != "vllm_server"):
+        return [
+            f"hardware: profile '{hardware.name}' has several processes, mmrl eval runs in one; take a profile of one "
+            "(hardware=gpu1), or on GPUs engine=vllm_server, which serves with all of them"
+        ]
+    return []
 
 
 def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:

@@ -16,7 +16,7 @@ from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
 from mmrl.report.tables import facts_table
 from mmrl.report.text import align
-from mmrl.run.build import build_task, evaluated, fixed_engine, reward_set
+from mmrl.run.build import build_task, evaluated, evaluation_devices, fixed_engine, reward_set
 from mmrl.run.check import check_all, served
 from mmrl.run.launch import released
 from mmrl.run.settle import complete_config, run_folder, settle, stored_config
@@ -125,7 +125,9 @@ def _items(
         if results.exists():
             rundir.ledger.note(results)
 
-    with stoppable(), released(task), fixed_engine(config, policy, rundir.path, config.policy) as (engine, tokenizer):
+    gpus = evaluation_devices(config.hardware)
+    fixed = fixed_engine(config, policy, rundir.path, config.policy, devices=gpus)
+    with stoppable(), released(task), fixed as (engine, tokenizer):
         try:
             with storage(rundir.path):
                 items = evaluate(

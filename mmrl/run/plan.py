@@ -10,6 +10,7 @@ from pathlib import Path
 from mmrl.config import (
     EvalCommandConfig,
     PromptCommandConfig,
+    RootConfig,
     SftCommandConfig,
     StageConfig,
     StagedCommandConfig,
@@ -21,7 +22,7 @@ from mmrl.config.tasks import BUILT_IN, Banking77Config, CorpusConfig, JudgedCon
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.load import model_path
 from mmrl.plan.cost import NAMES as DEVICES
-from mmrl.plan.cost import SLOW_CPU, Device, generating_devices, gpus, measured_cpu, nearest_gpu
+from mmrl.plan.cost import SLOW_CPU, Device, gpus, measured_cpu, nearest_gpu
 from mmrl.plan.cost import device as find_device
 from mmrl.plan.estimate import Plan
 from mmrl.plan.evaluation import declared_rollout, evaluation_seconds, mean_rollout
@@ -38,8 +39,8 @@ from mmrl.plan.workload import (
     without_endpoints,
 )
 from mmrl.records import Forest
-from mmrl.run.build import build_task, reward_set
-from mmrl.run.check import plan_problems
+from mmrl.run.build import build_task, evaluation_devices, reward_set
+from mmrl.run.check import plan_problems, process_problems
 from mmrl.run.settle import settle
 from mmrl.stages.prompts.split import expected_trials, prompt_problems, split
 from mmrl.stages.sft_data import sft_problems
@@ -159,6 +160,23 @@ def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:
     return Plan(config=settled, shape=shape, device=device, loads=loads, source=source, rollout=rollout, items=items)
 
 
+def problems_elsewhere(config: RootConfig) -> list[str]:
+    """What stands against a run on another machine: without its data, weights, devices and servers."""
+    if isinstance(config, StagedCommandConfig):
+        return [problem for stage in config.stages for problem in problems_elsewhere(stage)]
+    try:
+        task = build_task(on_mini_world(config.task), config.seed)
+    except ConfigError as error:
+        return list(error.problems)
+    reward = config.task.reward
+    problems = [unknown("task.reward", reward, task.reward_sets)] if reward not in (None, *task.reward_sets) else []
+    if isinstance(config, EvalCommandConfig):
+        return problems + process_problems(config)
+    if isinstance(config, TrainCommandConfig) and not problems:
+        return plan_problems(settle(config, "cpu" if config.hardware.device == "cpu" else "cuda", planned=True), task)
+    return problems
+
+
 def evaluation_hours(config: EvalCommandConfig, items: int | None) -> tuple[float, int]:
     """Hours of an evaluation on H100s (on the CPU where the config says so), and the devices that it takes.
 
@@ -170,13 +188,16 @@ def evaluation_hours(config: EvalCommandConfig, items: int | None) -> tuple[floa
     """
     shape, on_cpu = shape_of(config.model), config.hardware.device == "cpu"
     settled = settle(config, "cpu" if on_cpu else "cuda", planned=True)
-    if (many := config.eval.items or config.task.data.items_of(config.split) or items) is None:
+    if (many := _fewest(config.eval.items, config.task.data.items_of(config.split), items)) is None:
         raise ConfigError("eval.items: null, and nobody has counted the split; set it, or items in the table's file")
     modules = build_task(on_mini_world(config.task), config.seed).program.modules
     rollout = declared_rollout(settled, modules, {}, settled.engine.endpoints or ())
     device = find_device("cpu" if on_cpu else "h100", settled.hardware.threads or 1)
-    spent = evaluation_seconds(settled, shape, rollout, many * config.eval.samples, device)
-    return spent / 3600, generating_devices(settled)
+    if problems := process_problems(settled):
+        raise ConfigError(problems)
+    devices = len(evaluation_devices(settled.hardware)) or 1
+    spent = evaluation_seconds(settled, shape, rollout, many * config.eval.samples, device, devices)
+    return spent / 3600, devices
 
 
 def _items(config: TrainCommandConfig, task: Task, counted: bool) -> int | None:
@@ -185,11 +206,14 @@ def _items(config: TrainCommandConfig, task: Task, counted: bool) -> int | None:
     Args:
         counted: the task has the data of the config; else those of the mini world may stand in for them.
     """
-    split, asked = config.eval.split, config.eval.items
-    if counted or getattr(config.task.data, split) == "mini":
-        available = len(task.examples(split))
-        return available if asked is None else min(asked, available)
-    return asked or config.task.data.items_of(split)
+    split = config.eval.split
+    known = counted or getattr(config.task.data, split) == "mini"
+    available = len(task.examples(split)) if known else None
+    return _fewest(config.eval.items, config.task.data.items_of(split), available)
+
+
+def _fewest(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def hours(config: TrainCommandConfig, task: Task, forest: Forest | None = None) -> float:

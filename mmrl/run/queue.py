@@ -43,6 +43,8 @@ LINE_S = 60.0
 """Seconds between two plain lines of a run."""
 STOP_S = 120.0
 """Seconds that a stopped run has to end by itself."""
+SHARED_S = 10.0
+"""Seconds until a shared file system shows what another machine wrote."""
 LOCK_S = 30.0
 """Seconds that a run of a comparison killed just now has to let go of its directory."""
 
@@ -168,7 +170,7 @@ class RunQueue:
 
     Args:
         runs: in the order in which they start.
-        at_once: processes; each has one thread where there are several.
+        at_once: processes; each has one thread where there are several on this machine.
         config_dir: `--config-dir` of the command.
         say: prints a line that stays.
         show: replaces the live lines of what is running now; None where there is no terminal.
@@ -262,6 +264,9 @@ class RunQueue:
         self.say(f"{self._count()} {run.name}: {verb}")
 
     def _end(self, run: QueuedRun, code: int) -> None:
+        if code == 0 and self.through and not _is_there(run):
+            run.reason = f"through: {self.through[0]} has ended, and the run has not; it must stay until then"
+            code = 1
         run.code = code
         if code == 0:
             self.say(f"{self._count()} {run.line()}  done")
@@ -294,6 +299,14 @@ class RunQueue:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _is_there(run: QueuedRun) -> bool:
+    """Whether a run has finished, as a machine that shares its folder sees it a little later."""
+    until = time.monotonic() + SHARED_S
+    while (state := run.state()) != "finished" and time.monotonic() < until:
+        time.sleep(POLL_S)
+    return state == "finished"
 
 
 def _ready(waiting: Sequence[QueuedRun]) -> QueuedRun | None:

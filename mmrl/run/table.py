@@ -73,6 +73,8 @@ def table_command(request: TableRequest, compose: Compose) -> int:
     problems += [f"table: got {len(request.names)} names, expected one"] * (len(request.names) > 1)
     if "papers" in given and do != "check":
         problems.append("papers: has no effect without do=check")
+    if "through" in given and do not in ("run", "plan"):
+        problems.append(f"through: has no effect with do={do}")
     if problems:
         raise ConfigError(problems)
     if do == "check":
@@ -84,7 +86,7 @@ def table_command(request: TableRequest, compose: Compose) -> int:
         return 0
     planned = _planned(request, compose)
     if do == "plan":
-        print(_plan_text(planned))
+        print(_plan_text(planned, f"{given['through']} " if "through" in given else ""))
         return 0
     whole = not {"rows", "columns", "seed"} & set(given)
     # A part of a table must not take the place of the whole one's page.
@@ -165,10 +167,17 @@ def _run(planned: Planned, at_once: int, through: Sequence[str], config_dir: str
     print(_head(planned, missing), flush=True)
     if planned.scale != "mini" and missing:
         print(cost_text(planned, missing), flush=True)
-    # Of seeds of one row one; what starts from another run is checked when it starts, and what runs on another machine
-    # there.
-    first = {(run.command, run.row, run.column): run.config for run in missing if run.after is None and not through}
-    check_all([config.in_folder(None) for config in first.values()])
+    # Of seeds of one row one.
+    first = {(run.command, run.row, run.column): run for run in missing}
+    if through:
+        from mmrl.run.plan import problems_elsewhere
+
+        # The data and devices of another machine are checked there, when each run starts.
+        if problems := [problem for run in first.values() for problem in problems_elsewhere(run.config)]:
+            raise ConfigError(dict.fromkeys(problems))
+    else:
+        # What starts from another run is checked when it starts.
+        check_all([run.config.in_folder(None) for run in first.values() if run.after is None])
 
     def redraw() -> None:
         try:
@@ -224,7 +233,7 @@ def _head(planned: Planned, missing: Sequence[TableRun]) -> str:
     )
 
 
-def _plan_text(planned: Planned) -> str:
+def _plan_text(planned: Planned, through: str) -> str:
     missing = [run for run in planned.runs if run.state() != "finished"]
     parts = [_head(planned, missing)]
     if planned.scale != "mini":
@@ -241,7 +250,8 @@ def _plan_text(planned: Planned) -> str:
         ]
         with suppress(MmrlError):  # a run that is still to be made has no checkpoint to choose
             lines.append(
-                f"{command} {row}{f' on {column}' if column else ''}, seeds {' '.join(seeds)}:\n  {run.typed()}"
+                f"{command} {row}{f' on {column}' if column else ''}, seeds {' '.join(seeds)}:\n"
+                f"  {through}{run.typed()}"
             )
     return "\n\n".join([*parts, *lines])
 

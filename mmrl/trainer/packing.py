@@ -32,6 +32,8 @@ GPU_TOKENS = 65536
 LEAST_TOKENS = 512
 CPU_SHARE, GPU_SHARE = 0.125, 0.4
 """Share of the device's memory that activations may take."""
+WIDER_ON_CPU = 2
+"""Times its tokens for a pack that would otherwise repeat more than it adds: a quarter of the memory does no harm."""
 MAX_SCORED = 4096
 """Scored positions per padded pack: logits take vocabulary size × 4 bytes each (0.6 MB at 152k), so they are bounded
 too. Of tries they are computed in chunks (`logprobs`)."""
@@ -79,10 +81,9 @@ def token_budget(tokens: int | None, model: PreTrainedModel, checkpointing: bool
 def most_tokens(tokens: int | None, model: PreTrainedModel, budget: int) -> int:
     """Tokens that a pack may have where `budget` is hardly more than the prefix that its calls share.
 
-    What the user typed stays the limit. On a CPU packs take an eighth of the memory, so twice as much does no harm; a
-    GPU's budget is a large share of its memory already.
+    What the user typed stays the limit, and a GPU's budget is a large share of its memory already.
     """
-    return 2 * budget if tokens is None and model.device.type == "cpu" else budget
+    return WIDER_ON_CPU * budget if tokens is None and model.device.type == "cpu" else budget
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,7 +5,8 @@ micro-batches of 4, 8 and 32 rows), a plain padded loop with `logits_to_keep` (l
 everything between given rollouts and changed weights: packing or padding, forward, backward, clipping, AdamW. Before
 anything is timed, log-probabilities must agree to 1e-4 and gradients to a cosine of 0.9999 on two groups of each shape.
 Runs alternate (A B C A B C ...); the best of each counts. With one thread the clock is CPU time (see `rollout`).
-`matmul=torch,onednn` runs mmrl's packed side with each of these as `model.matmul`; the bars hold for the last.
+`matmul=torch,onednn` runs mmrl's packed side with each of these as `model.matmul`; the bars hold for the last, but for
+that against mmrl's own padded rows, which run with the first.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ def main(arguments: list[str]) -> int:
         Bar(
             what=f"update: {words} / mmrl{f' ({own})' if len(matmul) > 1 else ''}, {line['shape']}",
             value=ratios[against],
-            bar=bar if own == matmul[-1] else None,
+            bar=bar if own == (matmul[0] if against == "padded" else matmul[-1]) else None,
             padded=line["padded_tokens"],
             real=line["real_tokens"],
             unique=line["unique_tokens"],

@@ -7,9 +7,10 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.cli.configs import configured
-from mmrl.plan.cost import GIB, Device
+from mmrl.errors import ConfigError
+from mmrl.plan.cost import GIB, GPUS, Device
 from mmrl.plan.evaluation import declared_rollout, evaluation_seconds, mean_rollout
-from mmrl.plan.shapes import Shape
+from mmrl.plan.shapes import KNOWN, Shape
 from mmrl.plan.workload import Lengths, Load
 from mmrl.records import Call, Forest, Rollout
 
@@ -75,5 +76,22 @@ def test_seconds_by_hand():
     prefill = 2 * shape.block_parameters * 100 * 100 / (1e9 * 0.5)
     read = (4 * shape.parameters + 50 * 120 * shape.kv_bytes(4)) / 1e9
     decode = 40 * max(read, 2 * shape.parameters * 50 / 1e9)
-    assert evaluation_seconds(config, shape, rollout, 100, device) == pytest.approx(prefill + decode)
-    assert evaluation_seconds(config, shape, {}, 100, device) == 0
+    assert evaluation_seconds(config, shape, rollout, 100, device, 1) == pytest.approx(prefill + decode)
+    assert evaluation_seconds(config, shape, {}, 100, device, 1) == 0
+
+
+def test_no_room_for_a_call_is_said(capsys):
+    words = ["engine=vllm_server", "model=llama31_8b_instruct", "hardware=gpu1", "engine.gpu_memory=0.1"]
+    config = configured(words)
+    rollout = {"agent": Load(calls=1, prompt=100, prompt_unique=100, completion=20, decode_steps=20)}
+    with pytest.raises(ConfigError, match=r"engine\.gpu_memory: got 0\.1, which leaves no room .* 15 GiB"):
+        evaluation_seconds(config, KNOWN["meta-llama/Llama-3.1-8B-Instruct"], rollout, 10, GPUS["h100"], 1)
+    spread = configured([*words, "engine.args=['--tensor-parallel-size=8']"])
+    assert evaluation_seconds(spread, KNOWN["meta-llama/Llama-3.1-8B-Instruct"], rollout, 10, GPUS["h100"], 8) > 0
+    plan = planned(capsys, *words)
+    assert plan["evaluations"] is None and any("engine.gpu_memory" in warning for warning in plan["warnings"])
+
+
+def test_fewer_items_than_asked_for_are_all(capsys):
+    words = ["dry=0", LENGTHS, "device=h100", "task.data.dev=dev.json", "task.dataset=hotpotqa", "eval.items=1000"]
+    assert planned(capsys, *words, "task.data.dev_items=50")["evaluations"]["rollouts"] == 50

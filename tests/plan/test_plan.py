@@ -387,3 +387,13 @@ def test_weights_larger_than_a_device_are_served_elsewhere(capsys):
     assert "the weights alone take 135 GiB" in second and "engine.url" in second and "gpu_memory" not in second
     given = planned(capsys, *arguments, "engine.url=http://host:8000")
     assert given["warnings"] == [] and not {"KV cache", "engine's copy"} & given["memory_bytes"].keys()
+
+
+def test_calls_that_share_most_of_themselves_have_a_wider_pack_on_a_cpu(capsys):
+    """The tiny model's packs have 4,096 tokens: 3,000 of demonstrations would leave room for little else."""
+    words = ["task=qa_direct", "algo=grpo", "algo.group_size=8", "train.batch_size=4", "device=cpu"]
+    name = next(iter(planned(capsys, *words, "dry=0")["calls"]))
+    narrow = planned(capsys, *words, f"lengths={name}:1500/2000")["memory_bytes"]["activations"]
+    assert planned(capsys, *words, f"lengths={name}:3000/500")["memory_bytes"]["activations"] == 2 * narrow
+    typed = planned(capsys, *words, f"lengths={name}:3000/500", "train.microbatch_tokens=4096")
+    assert typed["memory_bytes"]["activations"] == narrow

@@ -15,7 +15,10 @@ from mmrl.cli.configs import table_config
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import RunDir
 from mmrl.run import queue
+from mmrl.run.build import evaluation_devices
+from mmrl.run.check import process_problems
 from mmrl.run.table import TableRequest, _planned
+from mmrl.run.table_cost import device_hours
 from mmrl.run.table_runs import before_collapse
 
 # Without importing mmrl, which takes seconds: what a finished run leaves behind.
@@ -170,7 +173,7 @@ def test_items_that_stand_in_two_columns_count_once(calls):
     assert three[1]["interval"] == pytest.approx(first["interval"])
 
 
-def test_a_scheduler_starts_each_run(calls, tmp_path, monkeypatch):
+def test_a_scheduler_starts_each_run(calls, tmp_path, monkeypatch, capsys):
     """As `srun` does: it stays until the run has ended, whose machine decides about its threads."""
     srun = tmp_path / "srun"
     srun.write_text('#!/bin/sh\necho "$1 $2 OMP=$OMP_NUM_THREADS" >> started\nshift 2\nexec "$@"\n')
@@ -182,6 +185,7 @@ def test_a_scheduler_starts_each_run(calls, tmp_path, monkeypatch):
         assert not configs, "data and devices are those of another machine"
 
     monkeypatch.setattr("mmrl.run.table.check_all", checked)
+    monkeypatch.setattr(queue, "SHARED_S", 0.0)
     assert main([*TABLE, "rows=FoF", "jobs=2", "through=srun --gpus-per-node=8 '--comment=two words'"]) == 0
     assert Path("started").read_text().splitlines() == ["--gpus-per-node=8 --comment=two words OMP="] * 4
     started = calls()
@@ -189,6 +193,14 @@ def test_a_scheduler_starts_each_run(calls, tmp_path, monkeypatch):
     assert not any("hardware.threads" in line for line in started)
     # What it ran is what runs here: nothing is left to do.
     assert main([*TABLE, "rows=FoF"]) == 0 and calls() == []
+    # A command that only submits is no such command, and nothing follows what is not there.
+    assert main([*TABLE, "rows=RR", "through=true"]) == 1 and calls() == []
+    said = capsys.readouterr()
+    assert "train RR, seed 0: failed: exit code 1" in said.out or "true has ended, and the run has not" in said.err
+    assert "eval RR on HotpotQA, seed 0: left out: it starts from" in said.out
+    # What is wrong wherever it runs is said here.
+    assert main([*TABLE, "rows=RR", "through=srun -n 1", "task.reward=nowhere"]) == 2
+    assert "task.reward: got 'nowhere'" in capsys.readouterr().err and calls() == []
 
 
 def test_a_failure_leaves_the_others_and_is_tried_again(calls, monkeypatch, capsys):
@@ -274,6 +286,7 @@ def test_agreement_is_judged_at_the_papers_scale_alone(calls, capsys):
         (["own", "through='"], 'through: got "\'", which is no command line'),
         (["own", "through=no_such_scheduler -n 1"], "through: got 'no_such_scheduler -n 1', expected a command"),
         (["own", "through="], "through: got '', expected a command"),
+        (["own", "through=sh", "do=show"], "through: has no effect with do=show"),
         (["own", "papers=x"], "papers: has no effect without do=check"),
         (["own", "do=check", "papers=nowhere"], "papers: no .txt file in 'nowhere'"),
         (["rows=RR"], "table: which one? `mmrl table` lists them"),
@@ -349,6 +362,26 @@ def test_tables_share_runs(monkeypatch, tmp_path):
     train, evaluation = planned("mmgrpo-table1", "mmGRPO", columns="PAPILLON qwen3").runs
     assert "model.path=tiny_prompts" in train.words() and evaluation.after is train
     assert not any(word.startswith("model.path=") for word in evaluation.words())
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "column", "gpus"),
+    [
+        ("mmgrpo-table1", "mmGRPO", "HoVer qwen3", ()),
+        ("mhgpo-table1", "MAS Qwen2.5-72B", "MuSiQue", tuple(range(8))),
+        ("turn-table2", "GRPO", "NQ", tuple(range(8))),
+        ("turn-table5", "MT-GRPO", "TriviaQA", tuple(range(8))),
+    ],
+)
+def test_evaluations_of_the_papers_use_the_gpus_that_they_name(monkeypatch, tmp_path, table, row, column, gpus):
+    """`mmrl eval` is one process: of a profile with several its server takes all devices, or it is refused."""
+    monkeypatch.chdir(tmp_path)
+    request = TableRequest((table,), {"rows": row, "columns": column, "seed": "0"}, (), None)
+    *_, evaluation = _planned(request, lambda command, words: table_config(command, words, None)).runs
+    assert evaluation.command == "eval" and process_problems(evaluation.config) == []
+    assert evaluation_devices(evaluation.config.hardware) == gpus
+    hours, devices = device_hours(evaluation, 500)
+    assert devices == max(1, len(gpus)) and 0 < hours < 24
 
 
 @pytest.mark.parametrize(
