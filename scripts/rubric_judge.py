@@ -59,7 +59,9 @@ def verdict(prompt: str) -> str:
     Raises:
         ValueError: it is none.
     """
-    # The blocks come last; what the policy wrote inside them has its angle brackets escaped, so it forges none.
+    if "<turn " not in prompt and "<ground_truth>" not in prompt:
+        return "I judge rollouts alone."  # mmrl tries an endpoint with a word before anything starts
+    # What the policy wrote inside the blocks has its angle brackets escaped, so it forges none.
     turns = [(html.unescape(text), html.unescape(seen or "")) for text, seen in _TURN.findall(prompt)]
     truth, instructions = _TRUTH.findall(prompt), prompt.rpartition("</ground_truth>")[2]
     if not turns or len(truth) != 1:

@@ -21,6 +21,9 @@ NARROW = 64
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` in float32 on a CPU, without gradient: (…, in), (out, in), (out,) -> (…, out)."""
+    # Of a weight with gaps between its rows oneDNN takes its reference kernel: 250 ms instead of 0.6 were seen.
+    if not (weight.is_contiguous() or weight.t().is_contiguous()):
+        weight = weight.contiguous()
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return y
 

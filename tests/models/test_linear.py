@@ -10,8 +10,10 @@ from mmrl.cli import main
 from mmrl.config import ModelConfig
 from mmrl.config.schema import LoraConfig
 from mmrl.engines.embedded.decode import NativeLoop
+from mmrl.engines.embedded.prefixes import PrefixSegment
+from mmrl.engines.embedded.shared_prefix import Groups, SharedPrefix
 from mmrl.errors import ConfigError
-from mmrl.models.linear import OneDnnLinear, use_onednn
+from mmrl.models.linear import OneDnnLinear, onednn, use_onednn
 from mmrl.models.load import load_model
 from mmrl.models.save import write_merged
 from tests.engines.test_decode import build, row
@@ -76,6 +78,32 @@ def test_an_update_has_the_same_loss_and_gradients(tmp_path, lora):
     assert plain.keys() == other.keys()
     for name, gradient in plain.items():
         torch.testing.assert_close(gradient, other[name], rtol=1e-3, atol=1e-5)
+
+
+@needs_onednn
+def test_a_weight_with_gaps_between_its_rows_is_multiplied_as_any_other():
+    """oneDNN's kernel for such a weight is hundreds of times slower; it gets a dense one."""
+    wide = torch.randn(30, 3, 8)
+    x = torch.randn(5, 8)
+    for weight, given in [(wide[:, 1], x), (wide[:, 2].t(), torch.randn(5, 30))]:
+        assert not weight.is_contiguous() and not weight.t().is_contiguous()
+        torch.testing.assert_close(onednn(given, weight, None), given @ weight.t())
+
+
+@pytest.mark.parametrize("by_onednn", [False, pytest.param(True, marks=needs_onednn)])
+def test_rows_of_a_shared_prefix_are_attended_as_if_each_had_all_of_it(by_onednn):
+    heads, width, rows, size = 2, 3, 4, 8
+    cache = [torch.randn(2, heads, 300, size)]
+    prefix = SharedPrefix(PrefixSegment(tuple(range(300)), leaf=True, cache=cache), 290)
+    query = torch.randn(rows, heads, width, size)
+    key, value = torch.randn(2, rows, heads, 6, size)
+    groups = Groups([prefix, None, prefix, prefix], torch.device("cpu"), by_onednn)
+    found = groups.attend(query, key, value, None, 0)
+    for one in range(rows):
+        before = prefix.layer(0) if one != 1 else prefix.layer(0)[:, :, :0]
+        keys, values = torch.cat([before[0], key[one]], dim=1), torch.cat([before[1], value[one]], dim=1)
+        expected = torch.nn.functional.scaled_dot_product_attention(query[one], keys, values)
+        torch.testing.assert_close(found[one], expected, rtol=1e-4, atol=1e-5)
 
 
 @needs_onednn

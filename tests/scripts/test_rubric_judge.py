@@ -73,6 +73,10 @@ def test_what_is_no_judges_prompt_is_refused(judge):
         asyncio.run(other.outcome("Which river?", [JudgedTurn("x")], ["Tagus"]))
 
 
+def test_it_answers_the_request_that_tries_an_endpoint(judge):
+    assert judge.chat.unreachable() == []
+
+
 def test_it_serves_while_a_command_runs(capfd):
     assert main(["port=0", sys.executable, "-c", "raise SystemExit(7)"]) == 7
     assert "rubric_judge: answers at http://127.0.0.1:" in capfd.readouterr().out

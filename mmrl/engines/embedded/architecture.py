@@ -311,6 +311,7 @@ class Weights:
         self.head_dim: int = _decoder_layers(causal)[0].self_attn.head_dim
         self.norm = Norm(causal.model.norm)
         self.head: Linear = Linear([causal.lm_head], None, adapter, base.head if base is not None else None)
+        self.by_onednn: bool = self.head.product is onednn
         self.embedding: Tensor = torch.empty(0)
         self.angles: tuple[Tensor, Tensor] | None = None
 

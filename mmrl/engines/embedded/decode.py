@@ -201,7 +201,7 @@ class NativeLoop:
         """Positions of the next token of each row, and the mask over what each row holds."""
         device = self.weights.embedding.device
         self._positions = torch.tensor(self._lengths, device=device)
-        self._groups = Groups(self._prefixes, device)
+        self._groups = Groups(self._prefixes, device, self.weights.by_onednn)
         own = self._own_lengths()
         # Column of the cache - position, per row.
         self._shifts = torch.tensor(own, device=device) - self._positions
@@ -363,8 +363,9 @@ class _Target:
         for first, (slots, sources) in self.parts.items():
             cache[:, slots, :, : both.shape[3] - first] = both[:, sources, :, first:]
         for number, segment in self.stored:
-            # Cloned: a view would hold the whole pass, padding and siblings included.
-            segment.cache.append(both[:, number, :, : len(segment.ids)].clone())
+            # Cloned: a view would hold the whole pass, padding and siblings included. Without gaps: it is multiplied.
+            own = both[:, number, :, : len(segment.ids)]
+            segment.cache.append(own.clone(memory_format=torch.contiguous_format))
         return both[0], both[1]
 
 

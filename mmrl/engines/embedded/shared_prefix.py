@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mmrl.engines.embedded.prefixes import Ids, PrefixSegment
+from mmrl.models.linear import onednn
 
 LEAST_TOKENS = 256
 """A shorter prefix is copied into each row: the further operations cost more than the reads that they save."""
@@ -75,9 +76,11 @@ class Groups:
 
     Args:
         prefixes: of each row; None: the row's cache holds all of it.
+        by_onednn: products with a prefix are oneDNN's, as those with the weights are (`model.matmul`).
     """
 
-    def __init__(self, prefixes: Sequence[SharedPrefix | None], device: torch.device):
+    def __init__(self, prefixes: Sequence[SharedPrefix | None], device: torch.device, by_onednn: bool = False):
+        self.product = _onednn_by_head if by_onednn else _by_head
         found: dict[SharedPrefix, list[int]] = {}
         for row, prefix in enumerate(prefixes):
             if prefix is not None:
@@ -112,14 +115,25 @@ class Groups:
             heads, length = keys.shape[:2]
             # The rows' queries stand side by side: one product per key head with keys that are read once.
             asked = query[rows].transpose(0, 1).reshape(heads, -1, size)  # (kv heads, rows * g, D)
-            shared = (asked @ keys.transpose(-1, -2)).float().view(heads, len(rows), -1, length).transpose(0, 1)
+            shared = self.product(asked, keys).float().view(heads, len(rows), -1, length).transpose(0, 1)
             both = torch.cat([shared, scores[rows]], dim=-1).softmax(-1)  # (rows, kv heads, g, P + L)
             weights[rows] = both[..., length:]
             of_prefix = both[..., :length].transpose(0, 1).reshape(heads, -1, length).to(values.dtype)
-            added.append((rows, (of_prefix @ values).view(heads, len(rows), -1, size).transpose(0, 1)))
+            part = self.product(of_prefix, values.transpose(-1, -2))
+            added.append((rows, part.view(heads, len(rows), -1, size).transpose(0, 1)))
         if self.alone is not None:
             weights[self.alone] = scores[self.alone].softmax(-1)
         mixed = weights.to(value.dtype) @ value
         for rows, part in added:
             mixed[rows] += part
         return mixed
+
+
+def _by_head(x: Tensor, weight: Tensor) -> Tensor:
+    """(heads, N, in), (heads, out, in) -> (heads, N, out)."""
+    return x @ weight.transpose(-1, -2)
+
+
+def _onednn_by_head(x: Tensor, weight: Tensor) -> Tensor:
+    """The same; it has no batched product, and one for each head is still twice as fast as MKL's on AMD."""
+    return torch.stack([onednn(one, of_head, None) for one, of_head in zip(x, weight, strict=True)])
