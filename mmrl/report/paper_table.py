@@ -343,7 +343,9 @@ class PaperTable:
             places.setdefault(tuple(run.path for run in runs), []).append(
                 row if len(self.columns) == 1 else f"{row} on {column}"
             )
-        shared = [f"the same runs: {', '.join(names)}" for names in places.values() if len(names) > 1]
+        groups = [", ".join(names) for names in places.values() if len(names) > 1]
+        # One note: a table whose columns name the same data at this scale has a dozen of these.
+        shared = [f"the same runs: {'; '.join(groups)}"] if groups else []
         rows = [f"{row}: {self.spec.rows[row].note}" for row in self.rows if self.spec.rows[row].note]
         rules = [
             f"{row}: the last checkpoint before the evaluations of training collapse (half of the best, and no return)"
