@@ -11,7 +11,7 @@ from mmrl.config import ModelConfig
 from mmrl.config.schema import LoraConfig
 from mmrl.engines.embedded.decode import NativeLoop
 from mmrl.engines.embedded.prefixes import PrefixSegment
-from mmrl.engines.embedded.shared_prefix import Groups, SharedPrefix
+from mmrl.engines.embedded.shared_prefix import Groups, SharedPrefix, after_prefix
 from mmrl.errors import ConfigError
 from mmrl.models.linear import OneDnnLinear, onednn, use_onednn
 from mmrl.models.load import load_model
@@ -104,6 +104,49 @@ def test_rows_of_a_shared_prefix_are_attended_as_if_each_had_all_of_it(by_onednn
         keys, values = torch.cat([before[0], key[one]], dim=1), torch.cat([before[1], value[one]], dim=1)
         expected = torch.nn.functional.scaled_dot_product_attention(query[one], keys, values)
         torch.testing.assert_close(found[one], expected, rtol=1e-4, atol=1e-5)
+
+
+@needs_onednn
+@pytest.mark.parametrize(("count", "width", "length"), [(1, 1, 300), (3, 7, 257), (40, 9, 600)])
+def test_segments_after_a_prefix_are_attended_as_if_each_had_all_of_it(count, width, length):
+    kv_heads, groups, size = 2, 3, 8
+    # As `decode` has them: views of one product.
+    qkv = torch.randn(count, width, kv_heads * (groups + 2), size)
+    query = qkv[:, :, : kv_heads * groups].transpose(1, 2)
+    key, value = qkv[:, :, kv_heads * groups :].view(count, width, 2, kv_heads, size).permute(2, 0, 3, 1, 4)
+    prefix = 3 * torch.randn(2, kv_heads, length + 5, size)[:, :, :length]
+    found = after_prefix(query, key, value, prefix)
+    keys, values = (
+        torch.cat([part.expand(count, -1, -1, -1), own], dim=2).repeat_interleave(groups, 1)
+        for part, own in zip(prefix, (key, value), strict=True)
+    )
+    seen = torch.ones(width, length + width, dtype=torch.bool).tril(length)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("by_onednn", [False, pytest.param(True, marks=needs_onednn)])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_prompts_after_a_long_prefix_have_the_logits_of_the_model(name, by_onednn, samples):
+    """Prefilled together, one later than the others, and one more that goes on from a stored prompt; then a step."""
+    policy = build(name)
+    if by_onednn:
+        use_onednn(policy)
+    shared = [(7 * n) % 29 + 1 for n in range(300)]
+    prompts = [[*shared, *tail] for tail in ([3], [4, 5, 6], [3, 3, 8, 9, 1, 2], list(range(1, 20)))]
+    own = NativeLoop(policy)
+    with torch.no_grad():
+        own.start()
+        asked = [prompts[0], *[prompts[1]] * samples, prompts[2]]
+        first = own.prefill([row(prompt) for prompt in asked])
+        later = own.prefill([row(prompts[3])])
+        step = own.step([5] * (len(asked) + 1))
+        for prompt, logits in zip([*asked, prompts[3]], [*first, *later], strict=True):
+            torch.testing.assert_close(logits, policy(torch.tensor([prompt])).logits[0, -1], rtol=1e-3, atol=1e-4)
+        for prompt, logits in zip([*asked, prompts[3]], step, strict=True):
+            expected = policy(torch.tensor([[*prompt, 5]])).logits[0, -1]
+            torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
 
 
 @needs_onednn

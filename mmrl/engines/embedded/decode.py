@@ -7,7 +7,7 @@ small operations, the forward of a prompt for each of its samples, and rows that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from mmrl.engines.embedded.architecture import Layer, Weights, scaled
 from mmrl.engines.embedded.batch_rows import BatchRow
-from mmrl.engines.embedded.prefixes import Ids, PrefixSegment, PrefixStore, passes, plan
-from mmrl.engines.embedded.shared_prefix import Groups, SharedPrefix, choose
+from mmrl.engines.embedded.prefixes import PrefixSegment, PrefixStore, passes, plan
+from mmrl.engines.embedded.shared_prefix import LEAST_TOKENS, Groups, SharedPrefix, Target, after_prefix, choose
 
 CACHE_STEP = 64
 """The cache's length grows in multiples of this."""
@@ -98,7 +98,7 @@ class NativeLoop:
             leaves = [(number, places[s.ids]) for number, s in enumerate(segments) if s.leaf]
             into = [index for _, several in leaves for index in several]
             sources = [number for number, several in leaves for _ in several]
-            target = _Target(segments, [first + index for index in into], sources, chosen)
+            target = Target(segments, [first + index for index in into], sources, chosen)
             hidden = self._forward_segments(segments, target)  # (segments, H)
             for segment in segments:
                 if not segment.leaf:
@@ -250,7 +250,7 @@ class NativeLoop:
             x = _mlp(layer, x)
         return x
 
-    def _forward_segments(self, segments: Sequence[PrefixSegment], target: _Target) -> Tensor:
+    def _forward_segments(self, segments: Sequence[PrefixSegment], target: Target) -> Tensor:
         """Segments on top of one parent, padded on the right (causal attention never sees that).
 
         Returns:
@@ -268,7 +268,8 @@ class NativeLoop:
         # Padding on the right needs no mask: causal attention looks to the left, and `last` picks each segment's own
         # end. With a parent, every token also sees all of its `start` tokens.
         mask = None
-        if start:
+        apart = w.by_onednn and start >= LEAST_TOKENS
+        if start and not apart:
             seen = torch.ones(width, start + width, dtype=torch.bool, device=device).tril_(start)
             mask = torch.zeros(seen.shape, dtype=w.embedding.dtype, device=device).masked_fill_(~seen, float("-inf"))
         x = F.embedding(ids.view(-1), w.embedding)  # (segments * width, H)
@@ -280,10 +281,14 @@ class NativeLoop:
                 return self._last_layer(layer, x, normed, past, batch)
             qkv = layer.qkv(normed).view(count, width, -1, w.head_dim)
             _rotate(qkv[:, :, : w.heads + w.kv_heads], cos, sin, layer)
-            key, value = batch.target.fill(self._cache[index], past, qkv[:, :, w.heads :])
-            mixed = F.scaled_dot_product_attention(
-                qkv[:, :, : w.heads].transpose(1, 2), key, value, attn_mask=mask, is_causal=not start, enable_gqa=True
-            )
+            query = qkv[:, :, : w.heads].transpose(1, 2)
+            key, value = batch.target.fill(self._cache[index], past, qkv[:, :, w.heads :], apart)
+            if apart and past is not None:
+                mixed = after_prefix(query, key, value, past)
+            else:
+                mixed = F.scaled_dot_product_attention(
+                    query, key, value, attn_mask=mask, is_causal=not start, enable_gqa=True
+                )
             x = layer.out.add_to(x, mixed.transpose(1, 2).reshape(count * width, -1))
             x = _mlp(layer, x)
         raise AssertionError("a model without layers")
@@ -307,68 +312,6 @@ class NativeLoop:
         return _mlp(layer, layer.out.add_to(x[at], mixed.reshape(count, -1)))
 
 
-class _Target:
-    """Where the keys and values of one pass go: rows of the cache, and the segments that stay.
-
-    Args:
-        slots: rows of the cache that begin with leaves.
-        sources: which segment each of them begins with.
-        chosen: the prefixes of prompts whose rows share one.
-    """
-
-    def __init__(
-        self,
-        segments: Sequence[PrefixSegment],
-        slots: Sequence[int],
-        sources: Sequence[int],
-        chosen: Mapping[Ids, SharedPrefix],
-    ):
-        # A leaf that is a prefix itself holds what its rows read.
-        self.stored = [
-            (number, segment)
-            for number, segment in enumerate(segments)
-            if not segment.leaf or (segment.ids in chosen and chosen[segment.ids].segment is segment)
-        ]
-        # First column that a row's own part has of what the pass makes -> rows, segments. All leaves of a pass have one
-        # parent, so there are at most two: what follows the parent, or all.
-        self.parts: dict[int, tuple[list[int], list[int]]] = {}
-        for slot, source in zip(slots, sources, strict=True):
-            prefix = chosen.get(segments[source].ids)
-            if prefix is not None and prefix.segment is segments[source]:
-                continue
-            into, of = self.parts.setdefault(prefix.length if prefix is not None else 0, ([], []))
-            into.append(slot)
-            of.append(source)
-        for _, segment in self.stored:
-            segment.cache = []
-
-    def fill(self, cache: Tensor, past: Tensor | None, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Put one layer's keys and values where they belong.
-
-        Args:
-            cache: (2, rows, kv heads, length, D).
-            past: (2, kv heads, P, D) of the parent.
-            kv: (U, S, 2 * kv heads, D), the segments' own.
-
-        Returns:
-            keys and values, (U, kv heads, P + S, D) each.
-        """
-        count, width, heads, size = kv.shape
-        both = kv.view(count, width, 2, heads // 2, size).permute(2, 0, 3, 1, 4)
-        # (2, segments, kv heads, positions, head_dim). A parent is shared by view until here: `expand` copies nothing,
-        # the `cat` is the one copy, and what a leaf's rows hold is their own from then on, so the parent may be
-        # forgotten.
-        if past is not None:
-            both = torch.cat([past.unsqueeze(1).expand(-1, count, -1, -1, -1), both], dim=3)
-        for first, (slots, sources) in self.parts.items():
-            cache[:, slots, :, : both.shape[3] - first] = both[:, sources, :, first:]
-        for number, segment in self.stored:
-            # Cloned: a view would hold the whole pass, padding and siblings included. Without gaps: it is multiplied.
-            own = both[:, number, :, : len(segment.ids)]
-            segment.cache.append(own.clone(memory_format=torch.contiguous_format))
-        return both[0], both[1]
-
-
 @dataclass(slots=True)
 class _Pass:
     """What all layers of one prefill pass share; U segments, padded to S tokens."""
@@ -378,7 +321,7 @@ class _Pass:
     cos: Tensor
     sin: Tensor
     """(S, 1, head_dim) rotary angles of the segments' positions."""
-    target: _Target
+    target: Target
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layer: Layer, heads: slice = slice(None)) -> None:
