@@ -171,6 +171,13 @@ class Figure(Section):
     first: int = Field(50, ge=1, description="steps that bars are means of")
 
 
+class Case(Section):
+    """One item, early and late in a training run."""
+
+    early: int = Field(ge=1, description="steps; the first evaluation of training after so many")
+    item: str = Field("", description="its id; empty: the first one whose last score rises the most")
+
+
 class TableSpec(Section):
     """`conf/table/<name>.yaml`."""
 
@@ -188,6 +195,7 @@ class TableSpec(Section):
     agree: Agreement
     claims: tuple[Claim, ...] = ()
     figure: Figure | None = None
+    case: Case | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -1,0 +1,92 @@
+"""A paper's case study: one question as a trained program answered it early in training and after it.
+
+From what training keeps of its evaluations (`eval/step-….jsonl` of a run), so nothing runs for it. The prompt of the
+question's first call comes from the journal of the table's own evaluation, where that has the item too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmrl.config.paper_tables import Case
+from mmrl.errors import MmrlError
+from mmrl.report.journal import read_step
+from mmrl.report.paper_table import PaperTable, SeedRun
+from mmrl.report.rundir import RunDir, step_of
+from mmrl.report.tables import Rows
+from mmrl.system.files import JsonObject, read_jsonl
+
+PROMPT_END = 400
+"""Characters shown of the end of a prompt, where the question stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaseStudy:
+    """One item of one run."""
+
+    run: Path
+    item: str
+    asked: str
+    """The end of its first prompt; empty where no journal has it."""
+    rows: Rows
+    """Head with the two steps; the scores, then what the program returned, part by part."""
+
+
+def case_study(table: PaperTable, case: Case) -> CaseStudy | None:
+    """Of the first row, column and seed whose training has two evaluations; None while there is none.
+
+    The item is `case.item`, or the first one whose last score rises the most.
+    """
+    for runs in table.runs.values():
+        for run in runs:
+            if run.trained is not None and (found := _of_run(table, case, run, run.trained)) is not None:
+                return found
+    return None
+
+
+def _of_run(table: PaperTable, case: Case, evaluation: SeedRun, trained: Path) -> CaseStudy | None:
+    files = {step: path for path in (trained / "eval").glob("step-*.jsonl") if (step := step_of(path)) is not None}
+    steps = [step for step in sorted(files) if step >= case.early]
+    if len(steps) < 2:
+        return None
+    ends = (steps[0], steps[-1])
+    before, after = ({str(line["id"]): line for line in read_jsonl(files[step])} for step in ends)
+    items = [item for item in before if item in after and (not case.item or item == case.item)]
+    if not items:
+        return None
+    metrics = {name: metric for name, metric in table.spec.scores.items() if name not in table.spec.counts}
+    main = list(metrics.values())[-1]
+    chosen = max(items, key=lambda item: _score(after[item], main) - _score(before[item], main))
+    two = before[chosen], after[chosen]
+    rows = [["", *(f"after {step} steps" for step in ends)]]
+    rows += [[name, *(f"{_score(line, metric):.3f}" for line in two)] for name, metric in metrics.items()]
+    first, last = ((line["predictions"] or [{}])[0] or {} for line in two)
+    # The answer last, as programs make it.
+    names = sorted(dict.fromkeys([*first, *last]), key=lambda name: name == "answer")
+    rows += [[name, _text(first.get(name)), _text(last.get(name))] for name in names]
+    return CaseStudy(trained, chosen, _prompt(evaluation.path, chosen), rows)
+
+
+def _score(line: JsonObject, metric: str) -> float:
+    return float(line["metrics"].get(metric, 0.0))
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return "; ".join(map(str, value)) or "nothing"
+    return "nothing" if value is None else str(value)
+
+
+def _prompt(run: Path, item: str) -> str:
+    try:
+        directory = RunDir.read(run)
+        split = str(directory.config.get("split", "dev"))
+        for step in directory.journal_steps(split):
+            forest, _ = read_step(directory, step, evaluation=split)
+            for call in forest.calls.values():
+                if call.example == item and call.parent is None:
+                    return call.prompt_text[-PROMPT_END:].strip()
+    except MmrlError:  # the page does not hang on it
+        pass
+    return ""

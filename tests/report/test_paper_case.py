@@ -1,0 +1,57 @@
+"""The case study of a paper's figure: which question, from which evaluations, and pages that have or lack one."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from mmrl.config.paper_tables import Case
+from mmrl.report.paper_case import case_study
+from mmrl.report.paper_table import SeedRun
+
+
+def line(item, f1, **prediction):
+    return json.dumps({"id": item, "metrics": {"em": float(f1 == 1), "f1": f1}, "predictions": [prediction or None]})
+
+
+@pytest.fixture
+def table(tmp_path):
+    """A run with evaluations after 0, 5, 10 and 15 steps, of three questions."""
+    folder = tmp_path / "trained" / "eval"
+    folder.mkdir(parents=True)
+    scores = {0: (0.0, 0.0, 0.0), 5: (0.5, 0.2, 0.2), 10: (0.0, 0.0, 0.0), 15: (0.6, 0.8, 0.8)}
+    for step, of_items in scores.items():
+        lines = [
+            line(f"q{n}", score, answer=f"a{step}", queries=["x", f"y{step}"], kept=None)
+            for n, score in enumerate(of_items)
+        ]
+        (folder / f"step-{step:06d}-dev.jsonl").write_text("\n".join(lines) + "\n")
+    runs = {("FoF", "HotpotQA"): [SeedRun(0, tmp_path / "gone", "", trained=tmp_path / "trained")]}
+    spec = SimpleNamespace(scores={"EM": "em", "F1": "f1", "# Docs": "docs"}, counts=("# Docs",))
+    return SimpleNamespace(runs=runs, spec=spec)
+
+
+def test_the_first_question_that_rises_the_most_is_shown_at_both_ends(table):
+    case = case_study(table, Case(early=5))
+    assert case.item == "q1" and case.asked == ""  # no journal has its prompt
+    assert case.rows == [
+        ["", "after 5 steps", "after 15 steps"],
+        ["EM", "0.000", "0.000"],
+        ["F1", "0.200", "0.800"],
+        ["queries", "x; y5", "x; y15"],
+        ["kept", "nothing", "nothing"],
+        ["answer", "a5", "a15"],
+    ]
+
+
+def test_a_question_of_ones_choice_and_the_next_evaluation_there_is(table):
+    case = case_study(table, Case(early=6, item="q2"))
+    assert case.item == "q2" and case.rows[0] == ["", "after 10 steps", "after 15 steps"]
+    assert case_study(table, Case(early=5, item="q9")) is None
+
+
+def test_without_two_evaluations_there_is_none(table):
+    assert case_study(table, Case(early=15)) is None and case_study(table, Case(early=16)) is None
+    (run,) = table.runs["FoF", "HotpotQA"]
+    table.runs["FoF", "HotpotQA"] = [SeedRun(0, run.path, "")]  # an untrained row
+    assert case_study(table, Case(early=5)) is None
