@@ -194,7 +194,7 @@ def test_what_an_endpoint_gives_away_is_nowhere(tmp_path, capsys, caplog):
         2,
     )  # most requests failed; the second start asks whether the endpoint answers, which it may refuse
     shown = capsys.readouterr()
-    assert len(server.seen) > 40
+    assert len(server.seen) > 20  # how many are in flight when too many have failed is a matter of time
     for path, text in bytes_below(tmp_path):
         assert not kept_by(text), path
     assert not kept_by(shown.out + shown.err)

@@ -72,11 +72,12 @@ def test_filters_equal_the_slow_reference(quarters: list[int], top_k: int, top_p
         mask = surviving(logprobs, [top_k], [top_p])[0]
     fast = {token for token in range(len(quarters)) if mask[token]}
     slow = slow_kept(logprobs[0].tolist(), top_k, top_p)
-    if fast != slow:  # only a nucleus whose mass equals p to the last bits may differ, by its last token
-        assert len(fast ^ slow) == 1
+    if fast != slow:  # only a nucleus whose mass equals p to the last bits may differ: by its last token, or by such
+        # as no sum in float32 shows (with p = 1 there may be several)
+        assert sum(math.exp(logprobs[0, token]) > 1e-6 for token in fast ^ slow) <= 1
         masses = [sum(math.exp(logprobs[0, token]) for token in chosen) for chosen in (fast & slow,)]
         whole = sum(sorted((math.exp(x) for x in logprobs[0].tolist()), reverse=True)[: top_k or None])
-        assert masses[0] == pytest.approx(top_p * whole, abs=1e-6)
+        assert masses[0] == pytest.approx(top_p * whole, abs=1e-5)
 
 
 def test_rows_whose_border_lies_beyond_the_ranked_tokens_are_ranked_whole() -> None:
