@@ -6,16 +6,20 @@ question's first call comes from the journal of the table's own evaluation, wher
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mmrl.config.paper_tables import Case
+from mmrl.config.paper_tables import Case, TableSpec
 from mmrl.errors import MmrlError
 from mmrl.report.journal import read_step
-from mmrl.report.paper_table import PaperTable, SeedRun
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.report.tables import Rows
 from mmrl.system.files import JsonObject, read_jsonl
+
+if TYPE_CHECKING:
+    from mmrl.report.paper_table import SeedRun
 
 PROMPT_END = 400
 """Characters shown of the end of a prompt, where the question stands."""
@@ -33,19 +37,18 @@ class CaseStudy:
     """Head with the two steps; the scores, then what the program returned, part by part."""
 
 
-def case_study(table: PaperTable, case: Case) -> CaseStudy | None:
-    """Of the first row, column and seed whose training has two evaluations; None while there is none.
+def case_study(spec: TableSpec, runs: Iterable[SeedRun]) -> CaseStudy | None:
+    """Of the first run whose training has two evaluations; None while there is none, or where the table has no case.
 
     The item is `case.item`, or the first one whose last score rises the most.
     """
-    for runs in table.runs.values():
-        for run in runs:
-            if run.trained is not None and (found := _of_run(table, case, run, run.trained)) is not None:
-                return found
-    return None
+    if (case := spec.case) is None:
+        return None
+    found = (_of_run(spec, case, run, run.trained) for run in runs if run.trained is not None)
+    return next((one for one in found if one is not None), None)
 
 
-def _of_run(table: PaperTable, case: Case, evaluation: SeedRun, trained: Path) -> CaseStudy | None:
+def _of_run(spec: TableSpec, case: Case, evaluation: SeedRun, trained: Path) -> CaseStudy | None:
     files = {step: path for path in (trained / "eval").glob("step-*.jsonl") if (step := step_of(path)) is not None}
     steps = [step for step in sorted(files) if step >= case.early]
     if len(steps) < 2:
@@ -55,7 +58,7 @@ def _of_run(table: PaperTable, case: Case, evaluation: SeedRun, trained: Path) -
     items = [item for item in before if item in after and (not case.item or item == case.item)]
     if not items:
         return None
-    metrics = {name: metric for name, metric in table.spec.scores.items() if name not in table.spec.counts}
+    metrics = {name: metric for name, metric in spec.scores.items() if name not in spec.counts}
     main = list(metrics.values())[-1]
     chosen = max(items, key=lambda item: _score(after[item], main) - _score(before[item], main))
     two = before[chosen], after[chosen]
@@ -74,8 +77,9 @@ def _score(line: JsonObject, metric: str) -> float:
 
 def _text(value: object) -> str:
     if isinstance(value, list | tuple):
-        return "; ".join(map(str, value)) or "nothing"
-    return "nothing" if value is None else str(value)
+        return "; ".join(map(_text, value)) or "nothing"
+    # In one line: a cell of a table has no others.
+    return "nothing" if value is None else " ".join(str(value).split())
 
 
 def _prompt(run: Path, item: str) -> str:

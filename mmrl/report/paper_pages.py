@@ -11,7 +11,6 @@ from pathlib import Path
 
 from mmrl.config.paper_tables import Cell
 from mmrl.report.html import rendered
-from mmrl.report.paper_case import CaseStudy, case_study
 from mmrl.report.paper_figure import PaperFigure
 from mmrl.report.paper_table import PaperTable, Value
 from mmrl.report.tables import Rows, markdown
@@ -107,10 +106,6 @@ CLAIMS = (
 )
 
 
-def _case(table: PaperTable) -> CaseStudy | None:
-    return case_study(table, table.spec.case) if table.spec.case is not None else None
-
-
 # --- writers
 
 
@@ -124,9 +119,9 @@ def table_text(table: PaperTable) -> str:
         parts.append(f"the paper\n{align([[*row, ''] for row in paper])}")
     if claims := claim_rows(table):
         parts += [align(claims), filled(CLAIMS, WIDTH)]
-    if (case := _case(table)) is not None:
+    if (case := table.case) is not None:
         parts.append(f"one question early and late: {case.item} of {case.run}")
-        parts += [filled(case.asked, WIDTH)] * bool(case.asked)
+        parts += ["\n".join(filled(line, WIDTH) for line in case.asked.splitlines())] * bool(case.asked)
         parts.append(
             "\n".join(filled(f"{name or 'when'}: {before}  ->  {after}", WIDTH) for name, before, after in case.rows)
         )
@@ -142,7 +137,7 @@ def table_markdown(table: PaperTable, caption: str = "") -> str:
         parts += ["## The paper", markdown(paper)]
     if claims := claim_rows(table):
         parts += ["## Claims", markdown(claims), CLAIMS]
-    if (case := _case(table)) is not None:
+    if (case := table.case) is not None:
         parts += ["## One question, early and late", f"`{case.item}` of `{case.run}`"]
         parts += ["\n".join(f"> {line}" for line in case.asked.splitlines())] * bool(case.asked)
         parts.append(markdown(case.rows))
@@ -214,7 +209,7 @@ def table_json(table: PaperTable) -> str:
             }
             for one in table.verdicts
         ],
-        "case": asdict(case) | {"run": str(case.run)} if (case := _case(table)) is not None else None,
+        "case": asdict(case) | {"run": str(case.run)} if (case := table.case) is not None else None,
         "notes": table.notes,
         "runs": [
             {"row": row, "column": column, "seed": run.seed, "run": str(run.path), "command": run.command}
@@ -241,7 +236,7 @@ def write_table(table: PaperTable, folder: Path) -> list[Path]:
         caption=caption,
         claims=claim_rows(table),
         judged=CLAIMS,
-        case=_case(table),
+        case=table.case,
         cells=cell_rows(table),
         notes=table.notes,
         runs=[f"{run.path}: {run.command}" for runs in table.runs.values() for run in runs],

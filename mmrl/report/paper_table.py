@@ -17,6 +17,7 @@ from mmrl.config.paper_tables import Cell, Claim, TableSpec
 from mmrl.errors import MmrlError
 from mmrl.report.compare import flattened
 from mmrl.report.overview import Overview
+from mmrl.report.paper_case import CaseStudy, case_study
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import over_seeds, paired_items, stratified_interval
 
@@ -333,6 +334,11 @@ class PaperTable:
             "judge": _listed(filter(None, judges)),
         }
         return {name: text for name, text in every.items() if text}
+
+    @cached_property
+    def case(self) -> CaseStudy | None:
+        """One question early and late, where the table shows one."""
+        return case_study(self.spec, (run for runs in self.runs.values() for run in runs))
 
     @cached_property
     def notes(self) -> list[str]:

@@ -22,7 +22,7 @@ def table(tmp_path):
     scores = {0: (0.0, 0.0, 0.0), 5: (0.5, 0.2, 0.2), 10: (0.0, 0.0, 0.0), 15: (0.6, 0.8, 0.8)}
     for step, of_items in scores.items():
         lines = [
-            line(f"q{n}", score, answer=f"a{step}", queries=["x", f"y{step}"], kept=None)
+            line(f"q{n}", score, answer=f"a{step}", queries=["x", f"y\n{step}"], kept=None)
             for n, score in enumerate(of_items)
         ]
         (folder / f"step-{step:06d}-dev.jsonl").write_text("\n".join(lines) + "\n")
@@ -31,27 +31,33 @@ def table(tmp_path):
     return SimpleNamespace(runs=runs, spec=spec)
 
 
+def case_of(table, case):
+    table.spec.case = case
+    return case_study(table.spec, (run for runs in table.runs.values() for run in runs))
+
+
 def test_the_first_question_that_rises_the_most_is_shown_at_both_ends(table):
-    case = case_study(table, Case(early=5))
+    case = case_of(table, Case(early=5))
     assert case.item == "q1" and case.asked == ""  # no journal has its prompt
     assert case.rows == [
         ["", "after 5 steps", "after 15 steps"],
         ["EM", "0.000", "0.000"],
         ["F1", "0.200", "0.800"],
-        ["queries", "x; y5", "x; y15"],
+        ["queries", "x; y 5", "x; y 15"],
         ["kept", "nothing", "nothing"],
         ["answer", "a5", "a15"],
     ]
 
 
 def test_a_question_of_ones_choice_and_the_next_evaluation_there_is(table):
-    case = case_study(table, Case(early=6, item="q2"))
+    case = case_of(table, Case(early=6, item="q2"))
     assert case.item == "q2" and case.rows[0] == ["", "after 10 steps", "after 15 steps"]
-    assert case_study(table, Case(early=5, item="q9")) is None
+    assert case_of(table, Case(early=5, item="q9")) is None
 
 
 def test_without_two_evaluations_there_is_none(table):
-    assert case_study(table, Case(early=15)) is None and case_study(table, Case(early=16)) is None
+    assert case_of(table, Case(early=15)) is None and case_of(table, Case(early=16)) is None
     (run,) = table.runs["FoF", "HotpotQA"]
     table.runs["FoF", "HotpotQA"] = [SeedRun(0, run.path, "")]  # an untrained row
-    assert case_study(table, Case(early=5)) is None
+    assert case_of(table, Case(early=5)) is None
+    assert case_of(table, None) is None
