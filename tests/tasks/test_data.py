@@ -158,6 +158,14 @@ def test_ids_of_several_sets_in_one_are_told_apart(tmp_path):
     assert [r.id for r in load(saved(tmp_path, rows, "mix.parquet"), "nq")] == ["nq-train_0", "h-train_0"]
 
 
+@pytest.mark.parametrize("layout", ["hotpotqa", "nq"])
+def test_an_id_of_zero_is_an_id(tmp_path, layout):
+    rows = [record(_id=0), record(1)] if layout == "hotpotqa" else [{"id": 0, "question": "Q?", "answer": "A"}]
+    assert load(saved(tmp_path, rows), layout)[0].id == "0"
+    bare = [{"id": "", "question": "Q?", "answer": "A"}, {"id": None, "question": "R?", "answer": "A"}]
+    assert [r.id for r in load(saved(tmp_path, bare), "nq")] == ["dev-0", "dev-1"]
+
+
 def test_subset_is_stable_and_seeded():
     examples = make().examples("train")[:50]
     chosen = subset(examples, 10, "train", 1)

@@ -104,6 +104,14 @@ def test_reward_is_plain_f1_and_metrics_follow_the_official_rules():
         task.score(example, predicted(""), (), "turn")
 
 
+def test_an_empty_answer_is_never_right():
+    # a gold answer that normalises to nothing, as nine of NQ, TriviaQA and PopQA do
+    example = Example(id="e", inputs={}, metadata={"answers": ["The"]})
+    metrics = make().score(example, predicted(""), (), "outcome").metrics
+    assert (metrics["em"], metrics["f1"], metrics["accuracy"], metrics["answered"]) == (0, 0, 0, 0)
+    assert make().score(example, predicted("the"), (), "outcome").metrics["em"] == 1
+
+
 def test_punctuation_option_reaches_the_metrics():
     example = Example(id="e", inputs={}, metadata={"answers": ["rock and roll"]})
     ask = predicted("rock-and-roll")

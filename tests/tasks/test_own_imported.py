@@ -86,6 +86,12 @@ def test_metrics_may_be_async_and_must_give_numbers(own):
     assert rollout.error == "reward" and "'good'" in rollout.error_message
 
 
+def test_an_id_of_zero_is_an_id(own, tmp_path):
+    data = tmp_path / "ids.jsonl"
+    data.write_text("".join(json.dumps({"question": "q", "gold": "a", "id": name}) + "\n" for name in (0, 1, "")))
+    assert [example.id for example in task(str(data)).examples("train")] == ["0", "1", "train-2"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -17,7 +17,7 @@ from mmrl import rng
 from mmrl.errors import DataError
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
-from mmrl.tasks.data.rows import Fields, Row, Source
+from mmrl.tasks.data.rows import Fields, Row, Source, record_id
 
 log = logging.getLogger("mmrl.data")
 
@@ -57,7 +57,7 @@ def _hotpot(values: Fields) -> Record:
     if not all(isinstance(title, str) for title, _ in facts):
         raise TypeError("supporting_facts: expected a title in each pair")
     return Record(
-        id=_text(values.get("_id") or values["id"], "id"),
+        id=_text(values["id"] if (name := record_id(values, "_id")) is None else name, "id"),
         question=_text(values["question"], "question"),
         answers=(_text(values["answer"], "answer"),),
         titles=tuple(dict.fromkeys(title for title, _ in facts)),
@@ -196,14 +196,14 @@ def _record(source: Source, row: Row, layout: Layout, number: str) -> Record:
     values = row.values
     if not isinstance(values, Mapping):
         raise DataError(f"{source.key}: {row.where}: got {type(values).__name__}, expected a record (a JSON object)")
-    name = values.get("_id") or values.get("id")
+    name = record_id(values, "_id", "id")
     if name is not None and values.get("data_source"):  # several sets in one, each with ids of its own (Search-R1's)
         name = f"{values['data_source']}-{name}"
-    where = f"{source.key}: {row.where}" + (f" (id '{name}')" if name else "")
+    where = f"{source.key}: {row.where}" + (f" (id '{name}')" if name is not None else "")
     # A record with evidence must fit its layout; without any, all layouts agree on question and answers.
     bare = not any(field in values for field in EVIDENCE)
     try:
-        record = _questions({**values, "id": name or number}) if bare else layout.read(values)
+        record = _questions({**values, "id": number if name is None else name}) if bare else layout.read(values)
     except KeyError as error:
         fields = ", ".join(map(str, values))
         fitting = [] if bare else [name for name in OWN_LAYOUTS if _reads(LAYOUTS[name], values)]
@@ -294,7 +294,7 @@ def passage(source: Source, row: Row, number: int) -> Document:
         if not isinstance(values.get(field), str):
             got = f"got {type(values[field]).__name__}, expected text" if field in values else "is missing"
             raise DataError(f"{source.key}: {row.where}: {field} {got} (fields: {', '.join(map(str, values))})")
-    name = values.get("id")
+    name = record_id(values, "id")
     return Document(id=str(number if name is None else name), title=values["title"], text=values["text"])
 
 

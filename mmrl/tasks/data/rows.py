@@ -54,6 +54,11 @@ class Row:
     """The record as it was read; usually a mapping."""
 
 
+def record_id(values: Fields, *names: str) -> Any:
+    """The first of the fields `names` that holds an id, else None. 0 is one; null and an empty text are none."""
+    return next((values[name] for name in names if values.get(name) not in (None, "")), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A place to read rows from.

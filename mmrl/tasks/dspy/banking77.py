@@ -17,6 +17,7 @@ from mmrl.errors import ConfigError, DataError
 from mmrl.records import Call, Example
 from mmrl.system.files import user_path
 from mmrl.tasks.base import Score
+from mmrl.tasks.data.rows import record_id
 from mmrl.tasks.dspy.base import DspyTask, text_of, unique
 from mmrl.tasks.mini.messages import mini_support
 
@@ -66,7 +67,8 @@ class Banking77Task(DspyTask):
             text = text_of(key, row, "text")
             label = text_of(key, row, "category", "label_text", "label")
             # The official CSV has no ids; the place in the file is stable, since the whole file is read.
-            name = str(row.values.get("id") or f"{split}-{number}")
+            given = record_id(row.values, "id")
+            name = f"{split}-{number}" if given is None else str(given)
             examples.append((row, Example(id=name, inputs={"text": text}, metadata={"label": label})))
         return unique(key, examples)
 

@@ -23,7 +23,7 @@ from mmrl.records import EMPTY, Call, Example
 from mmrl.system.objects import imported
 from mmrl.system.user_code import located, scored, threaded
 from mmrl.tasks.base import Context, Score, Task, Tool
-from mmrl.tasks.data.rows import FORMATS, Row
+from mmrl.tasks.data.rows import FORMATS, Row, record_id
 from mmrl.tasks.dspy.base import DspyTask, is_dspy_module, unique
 
 READ = frozenset({"name", "data", "reward", "failure_score", "max_tokens", "max_context", "timeout_s"})
@@ -86,8 +86,8 @@ class _RecordTask(DspyTask):
     """Those of a record that the program sees."""
 
     @abstractmethod
-    def example_of(self, row: Row, default_id: str) -> Example:
-        """A record that has all `fields`; `default_id` is its id where it has none."""
+    def example_of(self, row: Row, name: str) -> Example:
+        """A record that has all `fields`, as the example with the id `name`."""
 
     def no_data(self) -> ConfigError:
         """For a config without any data."""
@@ -109,7 +109,8 @@ class _RecordTask(DspyTask):
             if missing:
                 fields = ", ".join(map(str, row.values))
                 raise DataError(f"{key}: {row.where}: {', '.join(missing)} is missing (fields: {fields})")
-            examples.append((row, self.example_of(row, f"{split}-{number}")))
+            name = record_id(row.values, "id")
+            examples.append((row, self.example_of(row, f"{split}-{number}" if name is None else str(name))))
         return unique(key, examples)
 
 
@@ -145,13 +146,12 @@ class _PluginTask(_RecordTask):
             if name not in read and vars(self.config)[name] != field.get_default(call_default_factory=True)
         ]
 
-    def example_of(self, row: Row, default_id: str) -> Example:
+    def example_of(self, row: Row, name: str) -> Example:
         """The reward sees the fields that the program does not."""
         # Not in the inputs: a program that saw the reference could copy it.
         hidden = {field: value for field, value in row.values.items() if field not in (*self.fields, "id")}
-        given = row.values.get("id")
         return Example(
-            id=default_id if given is None else str(given),
+            id=name,
             inputs={field: row.values[field] for field in self.fields},
             metadata=hidden,
         )
@@ -216,10 +216,10 @@ class ImportedTask(_RecordTask):
             "task.data: task dspy has no mini world; expected files, such as task.data.train=train.jsonl"
         )
 
-    def example_of(self, row: Row, default_id: str) -> Example:
+    def example_of(self, row: Row, name: str) -> Example:
         """The metric sees the whole record."""
         return Example(
-            id=str(row.values.get("id") or default_id),
+            id=name,
             inputs={field: row.values[field] for field in self.fields},
             metadata=dict(row.values),
         )

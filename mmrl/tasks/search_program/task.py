@@ -60,13 +60,7 @@ class MultihopQaTask(OpenQaTask):
         self.check_reward_set(reward_set)
         answer = prediction["answer"]
         reward = self.best(metrics.f1, answer, example)
-        scores = {
-            "em": self.best(metrics.exact_match, answer, example),
-            "f1": self.best(metrics.f1, answer, example, closed=True),
-            "accuracy": self.best(metrics.accuracy, answer, example, closed=True),
-            "answered": float(bool(answer)),
-            **metrics.answer_shape(answer),
-        }
+        scores = self.answer_metrics(answer, example)
         titles = set(example.metadata.get("titles", ()))
         # data with questions and answers alone name no gold titles
         if titles:
