@@ -22,11 +22,12 @@ from safetensors.torch import save_file
 from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import logging as hf_logging
 
-from mmrl.errors import CheckpointError, StorageError, storage_error
+from mmrl.errors import CheckpointError, MmrlError, StorageError, storage_error
 from mmrl.models.policy import EXTRA, MARKER, checkpoint_step, complete_checkpoints, damage, is_complete
 from mmrl.report.card import checkpoint_card
 from mmrl.system.files import JsonObject, digests, sync
 from mmrl.trainer.critic import ADAPTER, FILE, Critic
+from mmrl.trainer.sharding import local
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -54,7 +55,9 @@ def save(
 
     Raises:
         StorageError: the disk refuses; what was saved before is whole.
+        MmrlError: a weight is not finite; what was saved before is whole.
     """
+    _require_finite(trainer, critic, step)
     accelerator, main = trainer.accelerator, trainer.accelerator.is_main_process
     temporary = begin(folder, step) if main else temporary_folder(folder, step)
     try:
@@ -81,6 +84,15 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)  # it would keep a full disk full
         raise _refused(error, folder / f"checkpoint-{step}") or error from error
     accelerator.wait_for_everyone()
+
+
+def _require_finite(trainer: Trainer, critic: Critic | None, step: int) -> None:
+    # A run can go on from no such weights, and saving them would push out the checkpoints before.
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    trained += critic.named_parameters().values() if critic is not None else ()
+    bad = sum(not torch.isfinite(local(parameter)).all() for parameter in trained)
+    if trainer.accelerator.reduce(torch.tensor(bad, device=trainer.accelerator.device)) > 0:
+        raise MmrlError(f"step {step}: a weight is not finite, so nothing is saved; lower train.lr, and resume")
 
 
 def _config_in(extra: Mapping[str, object]) -> JsonObject:

@@ -70,6 +70,11 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return value.detach().cpu()
 
 
+def local(value: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor."""
+    return cast("DTensor", value).to_local() if isinstance(value, DTensor) else value
+
+
 def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """This process's part of a whole `value`, laid out as `parameter` is."""
     if not isinstance(parameter, DTensor):

@@ -249,6 +249,8 @@ class MmrlTrainer(GRPOTrainer):
                 total += self._train_on(model, pack, first=update.first)
         loss = float(self.forwards.reduce(total, "sum"))
         self.totals.losses.append(finite(loss, "loss", update.step))
+        if self.critic is not None:
+            finite(float(self.forwards.reduce(self.critic.totals.loss, "sum")), "loss of the critic", update.step)
         self.totals.lr = float(self._get_learning_rate())
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         if self.adapters is not None and groups:
@@ -297,7 +299,8 @@ class MmrlTrainer(GRPOTrainer):
         limit = self.settings.train.grad_clip
         norm: torch.Tensor | float | None
         if self.critic is not None:
-            self.critic.clip(limit, self.accelerator)
+            norm = self.critic.clip(limit, self.accelerator)
+            finite(norm, "gradient norm of the critic", self.steps_done + 1)
         if self.adapters is not None:
             norms = self.adapters.clip(cast("PeftModel", model), limit)
             self.totals.adapter_norms.append(norms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +245,54 @@ def test_values_begin_at_zero_where_asked_and_move_from_there(kind: str, tmp_pat
     assert not head.weight.any() and not head.bias.any()
     trainer.train()
     assert head.weight.any() and head.bias.any()
+
+
+@pytest.mark.parametrize("size", [1e39, 1e30])  # beyond float32; beyond it when squared
+def test_a_critic_whose_loss_is_no_number_stops_before_its_weights_are_touched(size: float, tmp_path: Path) -> None:
+    def calls(step: int) -> Any:
+        found = with_targets(make_calls(6, seed=step))
+        if step == 1:
+            return found
+        huge = [[replace(e, returns=tuple(size * value for value in e.returns)) for e in c.entries] for c in found]
+        return [with_changes(call, entries=tuple(entries)) for call, entries in zip(found, huge, strict=True)]
+
+    trainer = ppo_trainer(tmp_path, "separate", calls=calls, steps=2, save_every=1)
+    saved: dict[str, torch.Tensor] = {}
+    trainer.on_step_end = lambda step, metrics: saved.update(critic_weights(trainer) | policy_weights(trainer))
+    with pytest.raises(MmrlError, match="step 2: the loss of the critic is inf"):
+        trainer.train()
+    assert saved and not changed(saved, critic_weights(trainer) | policy_weights(trainer))
+    assert newest_checkpoint(tmp_path).name == "checkpoint-1"
+
+
+@kinds
+def test_a_critic_gradient_that_is_no_number_stops_before_the_step(
+    kind: str, lora: LoraConfig | None, tmp_path: Path
+) -> None:
+    trainer = ppo_trainer(tmp_path, kind, lora, steps=1)
+    train_on = trainer.critic.train_on
+
+    def poisoned(*args: Any) -> None:
+        train_on(*args)
+        next(p for p in trainer.critic.named_parameters().values() if p.grad is not None).grad.fill_(float("inf"))
+
+    trainer.critic.train_on = poisoned
+    before = critic_weights(trainer) | policy_weights(trainer)
+    with pytest.raises(MmrlError, match=r"step 1: the gradient norm of the critic is (inf|nan)"):
+        trainer.train()
+    assert not changed(before, critic_weights(trainer) | policy_weights(trainer))
+
+
+@pytest.mark.parametrize("whose", ["policy", "critic"])
+def test_weights_that_are_not_finite_are_never_saved(whose: str, tmp_path: Path) -> None:
+    def poison(step: int, metrics: dict[str, float]) -> None:
+        if step == 2:
+            critic = trainer.critic.named_parameters().values()
+            some = next(iter(trainer.model.parameters())) if whose == "policy" else next(iter(critic))
+            some.data.view(-1)[0] = float("nan")
+
+    trainer = ppo_trainer(tmp_path, "separate", steps=2, save_every=1, on_step_end=poison)
+    with pytest.raises(MmrlError, match="step 2: a weight is not finite, so nothing is saved"):
+        trainer.train()
+    assert newest_checkpoint(tmp_path).name == "checkpoint-1"
+    assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-1"]
