@@ -5,8 +5,12 @@
 
 `mt_grpo` has the two-turn rules: everything sampled up to the first tool result is turn 1, the rest turn 2, and a
 rollout without a tool result takes the merged advantage. `mt_grpo_variable` takes a call as a turn and any number of
-them. Its baseline compares turn l of rollouts that reached l: a policy that decides when to stop chooses who is in
-that comparison, so the baseline is biased (docs/algorithms.md); it is an extension beyond the paper.
+them, an extension beyond the paper. There a rollout of n < K - 1 intermediate turns has ended for the others: they are
+absent turns with reward 0, whose advantages its earlier turns get too (`missing_turn=absorb`),
+
+    A_k = sum over l = k..K-2 of alpha^(l-k) · A^I_l  +  alpha^(n-k) · A^O
+
+since a policy that decides when to stop would otherwise choose who is compared (docs/algorithms.md has the bias).
 """
 
 from __future__ import annotations
@@ -92,7 +96,8 @@ class TurnRules:
     two_turns: bool
     """Everything up to the first tool result is turn 1, the rest turn 2; else every call is a turn."""
     missing: str
-    """A rollout without turn l in that turn's statistics: `zero` (reward 0) or `exclude`."""
+    """A rollout without turn l: in that turn's statistics with reward 0 (`zero`), and its earlier turns get the
+    advantage of that 0 (`absorb`); or not at all (`exclude`)."""
     combined: bool
     """A rollout without a tool result takes the merged advantage on all its tokens."""
 
@@ -110,6 +115,8 @@ class Turn:
     """Its own: later turns are not yet added."""
     outcome: bool
     """Whether it carries the outcome (its advantage has no turn coefficient)."""
+    absent: tuple[float, ...] = ()
+    """With `absorb`, on a rollout's last turn: advantages of the turns that others of its example have after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +152,18 @@ class TurnGroup:
         """Entries of the calls of the `index`-th rollout, each with the advantage of its turn and of those after it."""
         path, turns = self.rollouts[index].path, self.turns[index]
         own = [turn.advantage if turn.outcome else algo.turn_coef * turn.advantage for turn in turns]
+        # The first absent turn stands at the last turn's own place, l = n, so both reach turn k with alpha^(n-k).
+        absent = [algo.turn_coef * sum(discounted(turn.absent, algo.alpha)[:1]) for turn in turns]
+        totals = discounted([a + b for a, b in zip(own, absent, strict=True)], algo.alpha)
         return [
             Entry(
                 call=path[position].id,
                 reward=turn.reward.total,
-                parts={**turn.reward.parts, "own_advantage": advantage},
+                parts={
+                    **turn.reward.parts,
+                    "own_advantage": advantage,
+                    **({"absent_turns": after} if turn.absent else {}),
+                },
                 group=turn.group.id,
                 group_size=len(turn.group.members),
                 mean=turn.group.mean,
@@ -157,7 +171,7 @@ class TurnGroup:
                 advantages=(total,) * path[position].completion_tokens,
                 weights=(weight,) * path[position].completion_tokens,
             )
-            for turn, advantage, total in zip(turns, own, discounted(own, algo.alpha), strict=True)
+            for turn, advantage, after, total in zip(turns, own, absent, totals, strict=True)
             for position in turn.positions
         ]
 
@@ -232,12 +246,12 @@ def _rewards(
     """Column -> index of the rollout -> reward, for everything that is compared within an example."""
     columns: dict[str | int, dict[int, float]] = {}
     for turn in range(max(map(len, cuts), default=0)):
-        # `zero` compares all G rollouts, the missing ones as if their tool had brought nothing; `exclude` compares
-        # those that reached the turn, whose number then varies.
+        # `zero` and `absorb` compare all G rollouts, the missing ones as if their tool had brought nothing; `exclude`
+        # compares those that reached the turn, whose number then varies.
         rewards = {index: turns[turn][1] for index, turns in enumerate(cuts) if turn < len(turns)}
         known = {index: reward for index, reward in rewards.items() if reward is not None}
         columns[turn] = (
-            {index: known.get(index, 0.0) for index in range(len(rollouts))} if rules.missing == "zero" else known
+            known if rules.missing == "exclude" else {index: known.get(index, 0.0) for index in range(len(rollouts))}
         )
     columns["outcome"] = {index: scored.reward for index, scored in enumerate(rollouts)}
     if rules.combined and any(not turns for turns in cuts):
@@ -261,5 +275,7 @@ def _turns(
         turns.append(Turn(positions, own, column.group, column.advantage(index), False))
     rest = everything[cut[-1][0][-1] + 1 :] if cut else everything
     column = columns["outcome"]
-    turns.append(Turn(rest, scored.outcome, column.group, column.advantage(index), True))
+    longest = sum(isinstance(name, int) for name in columns) if rules.missing == "absorb" else 0
+    absent = tuple(columns[turn].advantage(index) for turn in range(len(cut), longest))
+    turns.append(Turn(rest, scored.outcome, column.group, column.advantage(index), True, absent))
     return tuple(turns)

@@ -188,8 +188,10 @@ class MtGrpoVariableConfig(TurnGroupConfig):
     """MT-GRPO for any number of turns."""
 
     name: Literal["mt_grpo_variable"]
-    missing_turn: Literal["zero", "exclude"] = Field(
-        "exclude", description="a rollout without turn l in that turn's mean and std: with reward 0, or not at all"
+    missing_turn: Literal["absorb", "zero", "exclude"] = Field(
+        "absorb",
+        description="a rollout that ended before turn l, in that turn's mean and std: with reward 0 and credit for it "
+        "(absorb), with reward 0 alone, or not at all",
     )
 
 

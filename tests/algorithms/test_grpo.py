@@ -110,6 +110,8 @@ def three_turns():
             "exclude",
             [[0.797624, 0.220473, 0.927081], [1.416198, 0.839047, 0.132440], [-2.213821, -1.059521]],
         ),
+        # turn 1 of the third rollout: reward 0, which is the mean of 0, 0.1 and -0.1
+        ("absorb", [[0.505230, -0.071920, 0.927081], [1.708591, 1.131441, 0.132440], [-2.213821, -1.059521]]),
         ("zero", [[0.505230, -0.071920, 0.927081], [1.708591, 1.131441, 0.132440], [-2.213821, -1.059521]]),
     ],
 )
@@ -133,7 +135,7 @@ def test_a_turn_that_one_rollout_alone_reaches_has_no_advantage_of_its_own():
     leaf = grow.call("q/0a", None, "agent", turn_reward=0.4)
     grow.end(grow.call("q/0b", leaf, "agent"), 1.0)
     grow.end(grow.call("q/1b", None, "agent"), 0.0)
-    entries = by_call(credit(grow.forest, "mt_grpo_variable"))
+    entries = by_call(credit(grow.forest, "mt_grpo_variable", missing_turn="exclude"))
     assert advantage(entries["q/0a"]) == advantage(entries["q/0b"]) == pytest.approx(0.707, abs=1e-3)
     assert entries["q/0a"].group_size == 1
     assert total_weight(credit(grow.forest, "mt_grpo_variable")) == pytest.approx(1.0)
@@ -271,7 +273,7 @@ def test_a_turn_without_a_reward_has_no_advantage_of_its_own():
     for index, (turn, outcome) in enumerate(((0.4, 1.0), (0.1, 0.0), (None, 0.5))):
         leaf = grow.call(f"q/{index}a", None, "agent", turn_reward=turn)
         grow.end(grow.call(f"q/{index}b", leaf, "agent"), outcome)
-    entries = by_call(credit(grow.forest, "mt_grpo_variable"))
+    entries = by_call(credit(grow.forest, "mt_grpo_variable", missing_turn="exclude"))
     assert entries["q/2a"].parts["own_advantage"] == 0.0 and entries["q/0a"].group_size == 2
     assert advantage(entries["q/2a"]) == advantage(entries["q/2b"])
 

@@ -59,13 +59,13 @@ def test_mmgrpo_repeats_a_single_rollout_to_r_equal_ones(padding, weight):
 
 
 def test_a_turn_that_one_rollout_alone_reached_stays_in_the_loss():
-    """MT-GRPO of any number of turns: own advantage 0 there; the outcome's still arrives, and the weight is its own."""
+    """`missing_turn=exclude`: own advantage 0 there; the outcome's still arrives, and the weight is its own."""
     grow = Grow(("a",))
     grow.chain("q/0", "aaa", 1.0)
     grow.chain("q/1", "aa", 0.0)
     for call, reward in (("q/0#0", 0.5), ("q/0#1", 0.9), ("q/1#0", 0.1)):
         grow.calls[call] = replace(grow.calls[call], turn_reward=reward)
-    entries = by_call(credited(grow.forest, "mt_grpo_variable"))
+    entries = by_call(credited(grow.forest, "mt_grpo_variable", missing_turn="exclude"))
     assert entries["q/0#1"].group_size == 1 and entries["q/0#1"].parts["own_advantage"] == 0
     assert advantage(entries["q/0#1"]) == advantage(entries["q/0#2"]) == pytest.approx(0.707106, abs=1e-6)
     assert entries["q/0#1"].weights == pytest.approx((1 / 6,))

@@ -47,7 +47,7 @@ def test_what_a_task_never_has_is_no_metric():
 
 def test_rewards_and_constant_groups_by_turn():
     forest = agent_forest()
-    algo = ALGO_SCHEMAS["mt_grpo_variable"].model_validate({"name": "mt_grpo_variable"})
+    algo = ALGO_SCHEMAS["mt_grpo_variable"].model_validate({"name": "mt_grpo_variable", "missing_turn": "exclude"})
     credit = assign_credit(forest, algo, 0)
     metrics = credit_metrics(forest, credit.entries)
     assert metrics["turn/0/reward"] == pytest.approx((0.5 + 0.5 + 0.3) / 3)

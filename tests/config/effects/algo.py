@@ -339,7 +339,8 @@ refused("algo.mhgpo_fof;algo.mhgpo_is", "aggregate", "max", "no trained call has
 acts("algo.mt_grpo*", "alpha", credit, 1.0, 0.5)
 acts("algo.mt_grpo*", "turn_coef", credit, 1.0, 0.5)
 acts("algo.mt_grpo", "no_tool", credit, "combined", "outcome")
-acts("algo.mt_grpo*", "missing_turn", credit, "zero", "exclude")
+acts("algo.mt_grpo", "missing_turn", credit, "zero", "exclude")
+acts("algo.mt_grpo_variable", "missing_turn", credit, "absorb", "exclude")
 # critics
 acts(CRITICS, "gamma", credit, 1.0, 0.5)
 acts(CRITICS, "gae_lambda", credit, 1.0, 0.5)
