@@ -161,7 +161,7 @@ class RolloutTimeout(RolloutError):
 
 
 class RewardFailure(RolloutError):
-    """A reward function raised, or returned NaN or infinity."""
+    """A reward function raised, or returned what is no finite number, or a number beyond `records.LARGEST`."""
 
     kind = "reward"
 

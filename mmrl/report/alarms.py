@@ -130,11 +130,11 @@ def findings(history: History, limits: Thresholds) -> Iterator[Finding]:
             rings, reference = rule.criterion(means) if len(means) else (np.zeros(0, dtype=bool), means)
             yield rule.name, key, steps, rings, _message(rule, key, means, reference)
     for key in MUST_BE_FINITE:
-        # `series` leaves such values out, so they are looked for in the records.
-        records = [record for record in history if isinstance(record.get(key), float)]
+        # `series` leaves such values out, so they are looked for in the records, which have null for them in a file.
+        records = [record for record in history if isinstance(record.get(key, ""), float | None)]
         rings = np.array([number(record[key]) is None for record in records], dtype=bool)
         steps = np.array([record["step"] for record in records], dtype=np.int64)
-        yield "not_finite", key, steps, rings, _not_finite(key, [record[key] for record in records])
+        yield "not_finite", key, steps, rings, _not_finite(key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,8 +276,8 @@ def _message(rule: AlarmRule, key: str, means: np.ndarray, reference: np.ndarray
     return lambda at: advice.text(float(means[at]), float(reference[at]), what)
 
 
-def _not_finite(key: str, values: Sequence[object]) -> Message:
-    return lambda at: ADVICE["not_finite"].text(what=f"{key} is {values[at]}")
+def _not_finite(key: str) -> Message:
+    return lambda at: ADVICE["not_finite"].text(what=f"{key} is NaN or infinite")
 
 
 def _module_keys(history: History, facts: tuple[str, ...]) -> list[str]:

@@ -112,7 +112,7 @@ def sparkline(values: Sequence[float], width: int = 24, *, ascii_only: bool = Fa
 
 
 def short(value: object, digits: int = 3) -> str:
-    """A number in few characters: `0.412`, `12.3k`, `1.2e-06`; `-` for what is not a finite number.
+    """A number in few characters: `0.412`, `12.3k`, `4.1G`, `1.2e-06`, `1.2e+15`; `-` for what is not a finite number.
 
     What is smaller than 1e-12 is what rounding leaves of a sum of zero, and shown as such.
     """
@@ -124,6 +124,12 @@ def short(value: object, digits: int = 3) -> str:
     size = abs(finite)
     if size < 1e-12:
         return f"{0.0:.{digits}f}"
+    if size >= 1e15:
+        return f"{finite:.1e}"
+    if size >= 1e12:
+        return f"{finite / 1e12:.1f}T"
+    if size >= 1e9:
+        return f"{finite / 1e9:.1f}G"
     if size >= 1e6:
         return f"{finite / 1e6:.1f}M"
     if size >= 1e4:

@@ -26,7 +26,7 @@ from mmrl.errors import (
 from mmrl.records import EMPTY, Call, Example
 from mmrl.rollout.environment import Environment, SamplingSettings
 from mmrl.rollout.tape import Event, Tape
-from mmrl.system.user_code import located
+from mmrl.system.user_code import finite_numbers, located
 from mmrl.tasks.base import Message, Reply
 
 
@@ -233,7 +233,8 @@ class RolloutContext:
         # A reply that does not parse has no fields to judge.
         if failure is None:
             score = self.env.task.score_call(call)
-            call = replace(call, penalty=score.penalty, facts={**generation.facts, **score.facts})
+            penalty = finite_numbers({"penalty": score.penalty})["penalty"]
+            call = replace(call, penalty=penalty, facts={**generation.facts, **finite_numbers(score.facts)})
         event.call = call
         # Set with the call: only a reply that was recorded can be continued with `after=`.
         event.context = generation.prompt_ids + completion.ids

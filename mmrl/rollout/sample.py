@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import Context, copy_context
@@ -21,7 +20,7 @@ from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import Fork, Tree
 from mmrl.rollout.tape import Event
 from mmrl.rollout.teachers import teacher_forced
-from mmrl.system.user_code import located
+from mmrl.system.user_code import finite_numbers, located
 from mmrl.tasks.base import Canonical, Described, Score
 
 
@@ -114,24 +113,22 @@ class _Tree:
             return self._failed(ctx, failure)
         rollout = self._rollout(ctx, score.reward)
         metrics = {**score.metrics, **rollout.metrics}
-        return replace(rollout, prediction=described, metrics=metrics, parts=dict(score.parts))
+        return replace(rollout, prediction=described, metrics=metrics, parts=score.parts)
 
     async def _score(self, ctx: RolloutContext, prediction: object) -> Score:
         started = self.env.scoring.start()
         try:
             scored = self.env.task.score(self.example, prediction, ctx.calls, self.reward_set)
-            score = await self._awaited(scored) if inspect.isawaitable(scored) else scored
+            score = _finite(await self._awaited(scored) if inspect.isawaitable(scored) else scored)
         except RolloutError:
             raise
         except Exception as error:
             raise located(RewardFailure, error) from error
         finally:
             self.env.scoring.end(started)
-        # One NaN would spread through the baseline of the whole group.
-        _check_finite(score)
         for event in ctx.events:
             if event.call is not None and event.call.id in score.turn_rewards:
-                event.call = replace(event.call, turn_reward=float(score.turn_rewards[event.call.id]))
+                event.call = replace(event.call, turn_reward=score.turn_rewards[event.call.id])
         return score
 
     async def _awaited(self, score: Awaitable[Score]) -> Score:
@@ -289,11 +286,14 @@ def _name(path: Sequence[int]) -> str:
     return ".".join(str(part) for part in path)
 
 
-def _check_finite(score: Score) -> None:
-    numbers = {"reward": score.reward, **score.turn_rewards}
-    for name, value in numbers.items():
-        if not math.isfinite(value):
-            raise RewardFailure(f"the reward function returned {value} for {name}, expected a finite number")
+def _finite(score: Score) -> Score:
+    """The score with plain numbers; raises `RewardFailure` for one that is no number, not finite or too large."""
+    return Score(
+        reward=finite_numbers({"reward": score.reward})["reward"],
+        metrics=finite_numbers(score.metrics),
+        parts=finite_numbers(score.parts),
+        turn_rewards=finite_numbers(score.turn_rewards),
+    )
 
 
 def _stopped_quietly(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:

@@ -51,12 +51,20 @@ def to_plain(value: object) -> object:
 
 
 # A journal writes a thousand lines a step; making an encoder for each would be a third of its cost.
-_ONE_LINE = json.JSONEncoder(default=to_plain, separators=(",", ":"))
+_ONE_LINE = json.JSONEncoder(default=to_plain, separators=(",", ":"), allow_nan=False)
+_WITH_NAN = json.JSONEncoder(default=to_plain)
 
 
 def dumps(value: object, *, indent: int | None = None) -> str:
-    """JSON with floats that read back bit-equal, and without secrets; one line unless `indent` is given."""
-    return hide(_ONE_LINE.encode(value) if indent is None else json.dumps(value, default=to_plain, indent=indent))
+    """JSON with floats that read back bit-equal, and without secrets; one line unless `indent` is given.
+
+    NaN and infinity, which JSON does not have, become null.
+    """
+    encoder = _ONE_LINE if indent is None else json.JSONEncoder(default=to_plain, indent=indent, allow_nan=False)
+    try:
+        return hide(encoder.encode(value))
+    except ValueError:
+        return hide(encoder.encode(json.loads(_WITH_NAN.encode(value), parse_constant=lambda _: None)))
 
 
 def plain(value: object) -> Any:

@@ -6,14 +6,18 @@ import asyncio
 import contextlib
 import contextvars
 import inspect
+import math
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from mmrl.errors import ProgramFailure, RolloutError
+from mmrl.errors import ProgramFailure, RewardFailure, RolloutError
+from mmrl.records import LARGEST
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,6 +83,42 @@ async def scored(metric: Callable[..., Any], *args: object) -> Any:
 
     result = metric(*args) if is_async(metric) else await in_thread(bounded)
     return await result if inspect.isawaitable(result) else result
+
+
+def as_number(value: object) -> float | None:
+    """A number as a float, None for anything else; numpy's and torch's numbers and arrays of one element are numbers.
+
+    What is too large for a float is infinite.
+    """
+    # By what they have, not by type: neither library is imported for it.
+    shape: Any = getattr(value, "shape", None)
+    if shape is not None and hasattr(value, "item") and math.prod(shape) == 1:
+        value = value.item()
+    if not isinstance(value, Real | Decimal):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def finite_numbers(values: Mapping[str, object]) -> dict[str, float]:
+    """Numbers that a reward function gave by name, as floats.
+
+    Raises:
+        RewardFailure: one is no number, not finite, or beyond `LARGEST`.
+    """
+    # One NaN would spread through the baseline of a whole group, and through the mean of a step.
+    numbers = {}
+    for name, value in values.items():
+        number = as_number(value)
+        if number is None or not abs(number) <= LARGEST:
+            raise RewardFailure(
+                f"the reward function returned {value!r:.100} for {name}, expected a finite number of at most "
+                f"{LARGEST:g} in size"
+            )
+        numbers[str(name)] = number
+    return numbers
 
 
 def threaded(tool: Callable[..., Any]) -> Callable[..., Any]:

@@ -66,6 +66,7 @@ def test_a_healthy_run_is_silent():
         ("length_runaway", "module/m/finish_length_share", lambda s: 0.05 if s < 20 else 0.9),
         ("not_finite", "train/grad_norm", lambda s: 1.0 if s < 20 else math.nan),
         ("not_finite", "train/loss", lambda s: 1.0 if s < 20 else math.inf),
+        ("not_finite", "train/kl", lambda s: 1e-3 if s < 20 else None),  # as a file has it
     ],
 )
 def test_an_illness_rings_its_own_alarm_only(name, key, curve):
@@ -138,6 +139,6 @@ def test_the_samplers_estimate_stands_in_for_entropy():
     assert [(a.name, a.key) for a in alarms(records)] == [("entropy_collapse", "module/m/surprise")]
 
 
-@pytest.mark.parametrize("records", [[], [{"step": 1}], [{"step": s, "reward/mean": None} for s in range(9)]])
+@pytest.mark.parametrize("records", [[], [{"step": 1}], [{"step": s, "reward/std": None} for s in range(9)]])
 def test_histories_without_numbers(records):
     assert alarms(records) == []

@@ -4,14 +4,17 @@ import asyncio
 import random
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
+from mmrl.credit.scored import scored_rollouts
 from mmrl.engines.base import Completion
 from mmrl.engines.embedded.batcher import Batcher
 from mmrl.errors import LimitFailure, ParseFailure
 from mmrl.records import Example
 from mmrl.rollout.plans import fork_on, fork_on_first, independent, independent_sampling, round_robin
 from mmrl.rollout.sample import sample
+from mmrl.tasks.base import ModuleScore, Score
 from tests.engines.test_batcher import Counter
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, seeded_letter, spelled
 
@@ -213,10 +216,43 @@ def test_an_engine_error_is_typed():
     assert "out of memory" in forest.rollouts[0].error_message
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_reward_that_is_not_finite_is_a_failure_of_the_reward(value):
-    forest, _ = run(Chain(), independent(1), reward=lambda prediction: value)
-    assert (forest.rollouts[0].error, forest.rollouts[0].reward) == ("reward", None)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e101, -1.7e308, 10**400, "0.5", 1j])
+def test_a_reward_that_is_no_finite_number_of_bounded_size_is_a_failure_of_the_reward(value):
+    forest, _ = run(Chain(), independent(2), reward=lambda prediction: value)
+    assert [(r.error, r.reward) for r in forest.rollouts] == [("reward", None)] * 2
+    assert "for reward, expected a finite number of at most 1e+100 in size" in forest.rollouts[0].error_message
+    assert scored_rollouts(forest) == [], "credit goes on without them"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e200, "text"])
+@pytest.mark.parametrize("field", ["metrics", "parts", "turn_rewards"])
+def test_every_other_number_of_a_score_is_held_to_the_same(value, field):
+    class Beside(FakeTask):
+        def score(self, example, prediction, path, reward_set):
+            return Score(reward=1.0, **{field: {path[0].id: value}})
+
+    env = environment(Beside(Chain()), FakeEngine(seeded_letter))
+    forest = asyncio.run(sample(env, [(env.task.examples("train")[0], independent(1))], "outcome"))
+    (rollout,) = forest.rollouts
+    assert (rollout.error, rollout.reward, dict(rollout.metrics)) == ("reward", None, {})
+
+
+@pytest.mark.parametrize("score", [ModuleScore(penalty=-1e101), ModuleScore(facts={"words": float("nan")})])
+def test_numbers_of_a_call_are_held_to_the_same(score):
+    class Judging(FakeTask):
+        def score_call(self, call):
+            return score
+
+    env = environment(Judging(Chain()), FakeEngine(seeded_letter))
+    forest = asyncio.run(sample(env, [(env.task.examples("train")[0], independent(1))], "outcome"))
+    assert [(r.error, r.reward) for r in forest.rollouts] == [("reward", None)]
+
+
+def test_numbers_of_arrays_become_plain_ones():
+    forest, _ = run(Chain(), independent(1), reward=lambda prediction: np.float32(0.5))
+    (rollout,) = forest.rollouts
+    assert (rollout.reward, rollout.metrics["score"]) == (0.5, 0.5)
+    assert (type(rollout.reward), type(rollout.metrics["score"])) == (float, float)
 
 
 class Fickle:

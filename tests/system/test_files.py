@@ -1,12 +1,15 @@
 """Files that are damaged or hostile."""
 
 import gzip
+import json
+import math
 import zlib
 
+import numpy as np
 import pytest
 
 from mmrl.errors import DataError
-from mmrl.system.files import gunzip, read_yaml
+from mmrl.system.files import dumps, gunzip, read_yaml
 
 
 def test_a_zipped_file_unpacks_to_so_much_and_no_more():
@@ -18,6 +21,20 @@ def test_a_zipped_file_unpacks_to_so_much_and_no_more():
         gunzip(data[:-5], 1024)
     with pytest.raises(zlib.error):
         gunzip(data[:10] + b"\xff\xff\xff" + data[13:], 1024)
+
+
+def test_json_is_strict_and_floats_read_back_bit_equal():
+    numbers = {
+        "a": math.nan,
+        "b": [math.inf, np.float32("-inf"), 0.1],
+        "c": {"d": np.array([1.0, math.nan])},
+        "e": 5e-324,
+    }
+    expected = {"a": None, "b": [None, None, 0.1], "c": {"d": [1.0, None]}, "e": 5e-324}
+    for indent in (None, 1):
+        text = dumps(numbers, indent=indent)
+        assert json.loads(text, parse_constant=pytest.fail) == expected
+        assert json.loads(dumps({"x": 1, "y": "NaN"}, indent=indent)) == {"x": 1, "y": "NaN"}
 
 
 def test_a_small_file_that_unpacks_to_a_gigabyte_is_never_unpacked():

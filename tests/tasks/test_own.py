@@ -2,7 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
+import torch
 
 from mmrl.config import DataConfig
 from mmrl.config.tasks import PluginTaskConfig
@@ -56,6 +58,9 @@ def test_an_id_of_zero_is_an_id_and_an_empty_one_is_none(tmp_path):
     [
         (lambda e, p: Score(reward=0.5, metrics={"loud": 1.0}), (0.5, {"loud": 1.0})),
         (lambda e, p: True, (1.0, {})),
+        (lambda e, p: np.float32(0.5), (0.5, {})),
+        (lambda e, p: torch.tensor(0.5), (0.5, {})),
+        (lambda e, p: Score(reward=np.int64(1), metrics={"loud": torch.tensor(True)}), (1.0, {"loud": 1.0})),
     ],
 )
 def test_rewards_are_numbers_or_scores(reward, said, tmp_path):

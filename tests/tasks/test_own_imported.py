@@ -1,9 +1,15 @@
 """`task=dspy`: a user's own module or function, metric and data, named by import paths."""
 
 import json
+import math
 import sys
+from decimal import Decimal
+from fractions import Fraction
 
+import dspy
+import numpy as np
 import pytest
+import torch
 
 from tests.helpers.programs import filled, problems
 from tests.helpers.programs import make_dspy as make
@@ -37,6 +43,11 @@ async def later(record, prediction):
 
 def silly(record, prediction):
     return "good"
+
+returned = None
+
+def returns(record, prediction):
+    return returned
 
 def broken():
     raise ValueError("no")
@@ -84,6 +95,68 @@ def test_metrics_may_be_async_and_must_give_numbers(own):
     silly = task(own, metric="own_program:silly")
     (rollout,) = play(silly, lambda r: filled(answer="x"), silly.examples("train")[:1]).rollouts
     assert rollout.error == "reward" and "'good'" in rollout.error_message
+
+
+def scored(made, value):
+    """The rollout whose metric returns `value`."""
+    sys.modules["own_program"].returned = value
+    (rollout,) = play(made, lambda request: filled(answer="x"), made.examples("train")[:1]).rollouts
+    return rollout
+
+
+NUMBERS = [
+    (np.float32(0.5), 0.5),
+    (np.float64(0.5), 0.5),
+    (np.float16(0.5), 0.5),
+    (np.int64(1), 1.0),
+    (np.bool_(True), 1.0),
+    (np.array(0.25), 0.25),
+    (np.array([[0.25]]), 0.25),
+    (torch.tensor(0.5), 0.5),
+    (torch.tensor(0.5, requires_grad=True), 0.5),
+    (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+    (torch.tensor([True]), 1.0),
+    (torch.tensor(3), 3.0),
+    (Fraction(1, 2), 0.5),
+    (Decimal("0.5"), 0.5),
+]
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(own):
+    made = task(own, metric="own_program:returns")
+    for value, expected in NUMBERS:
+        rollout = scored(made, value)
+        assert (rollout.reward, rollout.error) == (expected, None), repr(value)
+        rollout = scored(made, {"score": value, "beside": value})
+        assert (rollout.reward, rollout.metrics) == (expected, {"score": expected, "beside": expected}), repr(value)
+        rollout = scored(made, dspy.Prediction(score=value, feedback="text", beside=value))
+        assert (rollout.reward, rollout.metrics) == (expected, {"score": expected, "beside": expected}), repr(value)
+
+
+@pytest.mark.parametrize("value", [value for value, _ in NUMBERS if isinstance(value, np.generic)])
+def test_what_dspy_averages_is_what_is_read(own, value):
+    reward = scored(task(own, metric="own_program:returns"), value).reward
+    examples = [dspy.Example(question="q", gold="g").with_inputs("question")]
+    evaluate = dspy.Evaluate(devset=examples, metric=lambda *_: value, num_threads=1)
+    with dspy.context(lm=dspy.utils.DummyLM([{"answer": "x"}])):
+        result = evaluate(sys.modules["own_program"].Answerer())
+    assert result.score == 100 * reward
+
+
+@pytest.mark.parametrize("value", [[1.0], np.array([0.5, 0.5]), np.str_("1"), np.complex64(1), torch.zeros(2), None])
+def test_what_is_no_number_is_refused(own, value):
+    made = task(own, metric="own_program:returns")
+    assert scored(made, value).error == "reward"
+    assert dict(scored(made, {"score": 1.0, "beside": value}).metrics) == {"score": 1.0}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e200, np.float32("nan"), 10**400])
+def test_a_number_that_is_not_finite_fails_the_rollout_beside_the_score_too(own, value):
+    made = task(own, metric="own_program:returns")
+    for given in (value, {"score": value}, {"score": 1.0, "beside": value}):
+        rollout = scored(made, given)
+        assert (rollout.error, rollout.reward, dict(rollout.metrics)) == ("reward", None, {})
+        assert rollout.error_message.startswith("task.metric gave ")
 
 
 def test_an_id_of_zero_is_an_id(own, tmp_path):

@@ -8,7 +8,6 @@ What needs more (turn rewards, penalties, several reward sets) implements `mmrl.
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,9 +18,9 @@ from typing import Any
 from mmrl.config.base import SPLITS
 from mmrl.config.tasks import DspyProgramConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure
-from mmrl.records import EMPTY, Call, Example
+from mmrl.records import EMPTY, LARGEST, Call, Example
 from mmrl.system.objects import imported
-from mmrl.system.user_code import located, scored, threaded
+from mmrl.system.user_code import as_number, located, scored, threaded
 from mmrl.tasks.base import Context, Score, Task, Tool
 from mmrl.tasks.data.rows import FORMATS, Row, record_id
 from mmrl.tasks.dspy.base import DspyTask, is_dspy_module, unique
@@ -170,10 +169,11 @@ class _PluginTask(_RecordTask):
         score = await scored(self.parts_given.reward, example, prediction)
         if isinstance(score, Score):
             return score
-        # Converted silently, a text or a tensor would train on whatever `float` makes of it.
-        if not isinstance(score, int | float):
+        # `float` would train on a text of digits too.
+        number = as_number(score)
+        if number is None:
             raise RewardFailure(f"the reward function returned {type(score).__name__}, expected a number or a Score")
-        return Score(reward=float(score))
+        return Score(reward=number)
 
 
 class ImportedTask(_RecordTask):
@@ -252,15 +252,15 @@ class ImportedTask(_RecordTask):
         """The metric's number, or its `score` beside other numbers, which are reported.
 
         Raises:
-            RewardFailure: the metric gave something else.
+            RewardFailure: there is no `score`, or a number is not finite.
         """
         self.check_reward_set(reward_set)
         result = await scored(self.metric, *self._arguments(example, prediction))
         numbers = _numbers(result)
-        # One NaN among the rewards of a group would make every advantage in it NaN.
-        if "score" not in numbers or not math.isfinite(numbers["score"]):
+        if "score" not in numbers or not all(abs(number) <= LARGEST for number in numbers.values()):
             raise RewardFailure(
-                f"task.metric gave {result!r}; expected a finite number, or a mapping of numbers with 'score'"
+                f"task.metric gave {result!r:.300}; expected a finite number, or a mapping of finite numbers with "
+                f"'score', each of at most {LARGEST:g} in size"
             )
         return Score(reward=numbers["score"], metrics=numbers)
 
@@ -330,4 +330,5 @@ def _numbers(result: object) -> dict[str, float]:
     dspy = sys.modules.get("dspy")
     values = result.toDict() if dspy is not None and isinstance(result, dspy.Example) else result
     values = values if isinstance(values, Mapping) else {"score": values}
-    return {str(name): float(value) for name, value in values.items() if isinstance(value, bool | int | float)}
+    numbers = {str(name): as_number(value) for name, value in values.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
