@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors import safe_open
@@ -88,7 +88,8 @@ def save(
 
 def _require_finite(trainer: Trainer, critic: Critic | None, step: int) -> None:
     # A run can go on from no such weights, and saving them would push out the checkpoints before.
-    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    model = cast("torch.nn.Module", trainer.model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trained += critic.named_parameters().values() if critic is not None else ()
     bad = sum(not torch.isfinite(local(parameter)).all() for parameter in trained)
     if trainer.accelerator.reduce(torch.tensor(bad, device=trainer.accelerator.device)) > 0:

@@ -72,7 +72,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 def local(value: torch.Tensor) -> torch.Tensor:
     """What this process holds of a tensor."""
-    return cast("DTensor", value).to_local() if isinstance(value, DTensor) else value
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
