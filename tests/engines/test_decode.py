@@ -146,13 +146,16 @@ def test_half_precision_lora_is_applied_beside_the_weights() -> None:
         assert ours < 2 * theirs + 0.02
 
 
-def come_and_go(dice: random.Random, draw: Callable[[], list[list[int]]]) -> None:
+def come_and_go(
+    dice: random.Random, draw: Callable[[], list[list[int]]], policy: Any = None, forks: bool = False
+) -> None:
     """Any sequence of joining, leaving and decoding leaves each row with the logits it has alone.
 
     Args:
         draw: prompts of rows that join together, each a list of its own.
+        forks: rows that join may also go on from what a row holds by then.
     """
-    policy = model(seed=3)
+    policy = model(seed=3) if policy is None else policy
     own = NativeLoop(policy)
     rows: list[list[int]] = []
     last: list[torch.Tensor] = []
@@ -161,6 +164,7 @@ def come_and_go(dice: random.Random, draw: Callable[[], list[list[int]]]) -> Non
         for _ in range(dice.randint(3, 8)):
             if not rows or dice.random() < 0.5:
                 new = draw()
+                new += [[*ids, dice.randrange(VOCABULARY)] for ids in dice.sample(rows, min(len(rows), 2)) if forks]
                 dice.shuffle(new)
                 last += list(own.prefill([row(prompt) for prompt in new]))
                 rows += new
@@ -207,6 +211,43 @@ def test_rows_that_read_a_prefix_together_have_the_logits_that_they_have_alone(s
         patch.setattr(shared_prefix, "LEAST_TOKENS", 8)
         patch.setattr(shared_prefix, "LEAST_BYTES", {"cpu": 1})
         come_and_go(dice, draw)
+
+
+def test_a_pass_wider_than_the_rows_that_it_begins() -> None:
+    """Eight rows read 600 tokens that they hold together, so the cache has room for the 480 of one other row alone."""
+    dice = random.Random(0)
+    policy = model(max_position_embeddings=1024)
+    together, alone = ([dice.randrange(VOCABULARY) for _ in range(n)] for n in (600, 480))
+    own = NativeLoop(policy)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(shared_prefix, "LEAST_BYTES", {"cpu": 200_000})
+        own.start()
+        logits = own.prefill([*(row(together) for _ in range(8)), row(alone)])
+    for ids, found in zip([*[together] * 8, alone], logits, strict=True):
+        torch.testing.assert_close(found, plain(policy, ids), atol=2e-4, rtol=2e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.booleans(), st.sampled_from([1, 100_000]))
+def test_trees_of_long_prompts_have_the_logits_of_the_models_forward(seed: int, adapter: bool, least: int) -> None:
+    """Shared prefixes of up to 1,200 tokens, ragged ends, rows that join later and go on from others."""
+    dice = random.Random(seed)
+    policy = model(max_position_embeddings=2048, seed=3)
+    if adapter:
+        policy = randomised(get_peft_model(policy, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])))
+    trunk = [dice.randrange(VOCABULARY) for _ in range(1200)]
+
+    def draw() -> list[list[int]]:
+        new = []
+        for _ in range(dice.randint(1, 3)):
+            shared = dice.choice((0, 64, 480, 600, 1199, 1200))
+            tail = [dice.randrange(VOCABULARY) for _ in range(dice.choice((1, 7, 130, 480)))]
+            new += [[*trunk[:shared], *tail] for _ in range(dice.choice((1, 1, 8)))]
+        return new
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_prefix, "LEAST_BYTES", {"cpu": least})
+        come_and_go(dice, draw, policy, forks=True)
 
 
 @pytest.mark.parametrize("count", [1, 8])

@@ -106,6 +106,8 @@ class Target:
             into, of = self.parts.setdefault(prefix.length if prefix is not None else 0, ([], []))
             into.append(slot)
             of.append(source)
+        # The pass may be wider than any of these rows: the cache has room for their own positions, not for its padding.
+        self.longest = {first: max(len(segments[one].ids) for one in of) for first, (_, of) in self.parts.items()}
         for _, segment in self.stored:
             segment.cache = []
 
@@ -127,10 +129,10 @@ class Target:
         before = past.shape[2] if past is not None else 0
         # What a leaf's rows hold is their own from then on, so the parent may be forgotten.
         for first, (slots, sources) in self.parts.items():
-            end = max(before - first, 0)
+            end, skipped, longest = max(before - first, 0), max(first - before, 0), self.longest[first]
             if past is not None and end:
                 cache[:, slots, :, :end] = past[:, None, :, first:]
-            cache[:, slots, :, end : before + width - first] = own[:, sources, :, max(first - before, 0) :]
+            cache[:, slots, :, end : longest - first] = own[:, sources, :, skipped : longest - before]
         for number, segment in self.stored:
             # Copied: a view would hold the whole pass, padding and siblings included. Without gaps: it is multiplied.
             part = own[:, number, :, : len(segment.ids) - before]
