@@ -125,6 +125,28 @@ def test_columns_of_the_hubs_copy(tmp_path):
     assert sorted(e.metadata["label"] for e in task.examples("train")) == ["card_arrival", "card_linking"]
 
 
+LATE = {
+    "timestamp": pyarrow.array([0, 2**62], pyarrow.timestamp("us")),
+    "date": pyarrow.array([0, 2**31 - 1], pyarrow.date32()),
+    "duration": pyarrow.array([0, 2**62], pyarrow.duration("s")),
+    "list": pyarrow.array([[0], [2**62]], pyarrow.list_(pyarrow.timestamp("us"))),
+}
+
+
+@pytest.mark.parametrize("kind", LATE)
+def test_a_parquet_column_that_nobody_needs_may_hold_what_python_has_no_value_for(tmp_path, kind):
+    table = {"text": ["x", "y"], "category": ["a", "b"], "when": LATE[kind]}
+    pyarrow.parquet.write_table(pyarrow.table(table), path := tmp_path / "a.parquet")
+    examples = make("banking77", data={"train": str(path)}).examples("train")
+    assert sorted(example.inputs["text"] for example in examples) == ["x", "y"]
+    table = {"text": LATE[kind], "category": ["a", "b"]}
+    pyarrow.parquet.write_table(pyarrow.table(table), path)
+    assert f"task.data.train: {path} row 0: text: got " in problems("banking77", data={"train": str(path)})
+    table = {"text": ["x", "y"], "category": ["a", "b"], "id": LATE[kind]}
+    pyarrow.parquet.write_table(pyarrow.table(table), path)
+    assert f"task.data.train: {path} row 1: id: a " in problems("banking77", data={"train": str(path)})
+
+
 def test_an_id_of_zero_is_an_id(tmp_path):
     path = write_json(tmp_path / "ids.json", [{"id": name, "text": f"t{name}", "category": "a"} for name in (0, 1, "")])
     examples = make("banking77", data={"train": path}, sample="all").examples("train")

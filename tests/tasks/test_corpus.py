@@ -2,6 +2,7 @@
 
 import logging
 
+import pyarrow.parquet
 import pytest
 
 from mmrl.cli import main
@@ -26,6 +27,14 @@ def test_corpus_forms(tmp_path, name, content):
     found = load_corpus("task.corpus", str(tmp_path / name))
     assert [(d.title, d.text) for d in found] == [("A", "one two"), ("B", "three")]
     assert len({d.id for d in found}) == 2
+
+
+def test_a_corpus_is_read_without_the_columns_that_no_passage_has(tmp_path):
+    late = pyarrow.array([2**62], pyarrow.timestamp("us"))
+    for columns in ({"title": ["A"], "text": ["one"]}, {"title": ["A"], "text": [["one"]]}, {"contents": ["A\none"]}):
+        pyarrow.parquet.write_table(pyarrow.table({**columns, "when": late}), tmp_path / "c.parquet")
+        (document,) = load_corpus("task.corpus", str(tmp_path / "c.parquet"))
+        assert (document.title, document.text) == ("A", "one")
 
 
 def test_corpus_parquet(tmp_path):

@@ -159,6 +159,33 @@ def test_ids_of_several_sets_in_one_are_told_apart(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["hotpotqa", "nq"])
+def test_parquet_columns_are_read_where_they_are_needed(tmp_path, layout):
+    row = hub_columns(record()) if layout == "hotpotqa" else {"question": "Q?", "answer": "A", "id": 0}
+    late, path = pyarrow.array([2**62], pyarrow.timestamp("us")), tmp_path / "a.parquet"
+    table = pyarrow.Table.from_pylist([row])
+    pyarrow.parquet.write_table(table.append_column("when", late), path)
+    assert load(str(path), layout)[0].question == row["question"]
+    place = table.schema.names.index("question")
+    pyarrow.parquet.write_table(table.set_column(place, "question", late), path)
+    with pytest.raises(DataError) as caught:
+        load(str(path), layout)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"task.data.dev: {path} row 0: question: a timestamp[us] that cannot be read: ")
+    pyarrow.parquet.write_table(table.append_column("question", late), path)
+    with pytest.raises(DataError, match="more than one column is called 'question'"):
+        load(str(path), layout)
+
+
+def test_what_pyarrow_cannot_decode_is_told_with_its_row(tmp_path):
+    path = Path(saved(tmp_path, [{"question": "Q?" * 2000, "answer": "A", "id": n} for n in range(2000)], "a.parquet"))
+    data = bytearray(path.read_bytes())
+    data[200:1200] = bytes(1000)
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=rf"task\.data\.dev: {path} row 0: cannot be read: "):
+        load(str(path), "nq")
+
+
+@pytest.mark.parametrize("layout", ["hotpotqa", "nq"])
 def test_an_id_of_zero_is_an_id(tmp_path, layout):
     rows = [record(_id=0), record(1)] if layout == "hotpotqa" else [{"id": 0, "question": "Q?", "answer": "A"}]
     assert load(saved(tmp_path, rows), layout)[0].id == "0"

@@ -2,6 +2,7 @@
 
 import time
 
+import pyarrow.parquet
 import pytest
 
 from mmrl.config import DataConfig
@@ -26,6 +27,17 @@ def test_hub_data_set_through_local_parquet_of_the_same_schema(tmp_path, monkeyp
         load("hotpotqa/hotpot_qa", split="test")
     with pytest.raises(DataError, match="misses the columns paragraphs"):
         load("hotpotqa/hotpot_qa", "musique")
+
+
+def test_a_date_beyond_the_year_9999_is_told_with_its_row(tmp_path, monkeypatch):
+    path = tmp_path / "own" / "set" / "validation.parquet"
+    path.parent.mkdir(parents=True)
+    when = pyarrow.array([0, 2**62], pyarrow.timestamp("us"))
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["q", "r"], "answer": ["a", "b"], "when": when}), path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    with pytest.raises(DataError, match=r"^task\.data\.dev: own/set row 1: cannot be read: "):
+        load("own/set", "nq")
 
 
 PARAGRAPHS = [{"idx": 0, "title": "T", "paragraph_text": "x", "is_supporting": True}]

@@ -119,10 +119,10 @@ def _popqa(values: Fields) -> Record:
     )
 
 
-def _questions(values: Fields) -> Record:
-    """A question with its accepted answers and nothing else."""
+def _questions(values: Fields, name: object = None) -> Record:
+    """A question with its accepted answers and nothing else; `name` is its id where it has none."""
     return Record(
-        id=_text(values["id"], "id"),
+        id=_text(values["id"] if name is None else name, "id"),
         question=_text(values["question"], "question"),
         answers=_answers(values),
         titles=(),
@@ -203,12 +203,14 @@ def _record(source: Source, row: Row, layout: Layout, number: str) -> Record:
     # A record with evidence must fit its layout; without any, all layouts agree on question and answers.
     bare = not any(field in values for field in EVIDENCE)
     try:
-        record = _questions({**values, "id": number if name is None else name}) if bare else layout.read(values)
+        record = _questions(values, number if name is None else name) if bare else layout.read(values)
     except KeyError as error:
         fields = ", ".join(map(str, values))
         fitting = [] if bare else [name for name in OWN_LAYOUTS if _reads(LAYOUTS[name], values)]
         hint = f"; task.dataset={' or '.join(fitting)} reads such records" if fitting else ""
         raise DataError(f"{where}: misses the field {error}; it has {fields}{hint}") from None
+    except DataError:  # names its place
+        raise
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{where}: {error}") from None
     return record
@@ -287,9 +289,10 @@ def passage(source: Source, row: Row, number: int) -> Document:
         )
     if "text" not in values and isinstance(values.get("contents"), str):  # as in Search-R1's wiki-18
         title, _, text = values["contents"].partition("\n")
-        values = {**values, "title": title.strip().strip('"'), "text": text}
-    if isinstance(values.get("text"), list) and all(isinstance(sentence, str) for sentence in values["text"]):
-        values = {**values, "text": "".join(values["text"])}
+        values = {"id": values.get("id"), "title": title.strip().strip('"'), "text": text}
+    sentences = values.get("text")
+    if isinstance(sentences, list) and all(isinstance(sentence, str) for sentence in sentences):
+        values = {name: values[name] for name in ("id", "title") if name in values} | {"text": "".join(sentences)}
     for field in ("title", "text"):
         if not isinstance(values.get(field), str):
             got = f"got {type(values[field]).__name__}, expected text" if field in values else "is missing"

@@ -18,7 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,7 @@ class Source:
             ".jsonl": _jsonl,
             ".csv": partial(_table, delimiter=","),
             ".tsv": partial(_table, delimiter="\t"),
-            ".parquet": _parquet,
+            ".parquet": partial(_parquet, key=self.key),
             ".txt": _topics,
         }
         try:
@@ -192,8 +192,13 @@ class Source:
                 f"{self.key}: {self.spec}: misses the columns {', '.join(missing)}; "
                 f"it has {', '.join(table.column_names)}"
             )
-        for number, values in enumerate(table):
-            yield Row(f"{self.spec} row {number}", values)
+        number = 0
+        try:
+            for values in table:
+                yield Row(f"{self.spec} row {number}", values)
+                number += 1
+        except _undecodable() as error:
+            raise DataError(f"{self.key}: {self.spec} row {number}: cannot be read: {error}") from None
 
 
 @contextmanager
@@ -269,10 +274,7 @@ def _table(path: Path, delimiter: str) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, delimiter=delimiter)
         header = next(reader, [])
-        # The later column would silently replace the earlier one.
-        twice = [name for name, count in Counter(header).items() if count > 1]
-        if twice:
-            raise ValueError(f"{path} line 1: more than one column is called {', '.join(map(repr, twice))}")
+        _refuse_repeated(header, f"{path} line 1")
         for cells in reader:
             if not cells:
                 continue
@@ -298,16 +300,83 @@ def _topics(path: Path) -> Iterator[Row]:
                 raise ValueError(f"{where}: expected a question, a tab and a list of answers") from None
 
 
-def _parquet(path: Path) -> Iterator[Row]:
+def _refuse_repeated(names: Iterable[str], where: str) -> None:
+    # The later column would silently replace the earlier one.
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"{where}: more than one column is called {', '.join(map(repr, twice))}")
+
+
+def _parquet(path: Path, key: str) -> Iterator[Row]:
     import pyarrow.parquet
 
     try:
         table = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path} is not a parquet file: {error}") from None
+    _refuse_repeated(table.schema_arrow.names, str(path))
     number = 0
-    # batch by batch: a corpus may be larger than memory
-    for batch in table.iter_batches():
-        for values in batch.to_pylist():
-            yield Row(f"{path} row {number}", values)
-            number += 1
+    try:
+        # batch by batch: a corpus may be larger than memory
+        for batch in table.iter_batches():
+            columns = _Columns(dict(zip(batch.schema.names, batch.columns, strict=True)))
+            for place in range(batch.num_rows):
+                where = f"{path} row {number}"
+                yield Row(where, _Cells(columns, place, f"{key}: {where}"))
+                number += 1
+    except _undecodable() as error:
+        raise ValueError(f"{path} row {number}: cannot be read: {error}") from None
+
+
+def _undecodable() -> tuple[type[Exception], ...]:
+    """What pyarrow raises for data that it cannot read, or that Python has no value for."""
+    import pyarrow
+
+    return OSError, ValueError, OverflowError, pyarrow.ArrowException
+
+
+@dataclass(slots=True)
+class _Columns:
+    """Columns of a parquet batch by name; those that nobody reads never become Python values."""
+
+    arrays: Mapping[str, Any]
+    _values: dict[str, Sequence[Any]] = field(default_factory=dict)
+
+    def cell(self, name: str, place: int) -> Any:
+        """A value; may raise one of `_undecodable`."""
+        if name not in self._values:
+            array = self.arrays[name]
+            try:
+                self._values[name] = array.to_pylist()
+            # Python has no value for some cell (a date beyond the year 9999): then each is converted when it is read.
+            except _undecodable():
+                self._values[name] = array
+        values = self._values[name]
+        return values[place] if isinstance(values, list) else values[place].as_py()
+
+
+class _Cells(Mapping[str, Any]):
+    """A row of a parquet file.
+
+    Raises:
+        DataError: a cell is read that Python has no value for.
+    """
+
+    def __init__(self, columns: _Columns, place: int, where: str):
+        self._columns, self._place, self._where = columns, place, where
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._columns.cell(name, self._place)
+        except _undecodable() as error:
+            kind = self._columns.arrays[name].type
+            raise DataError(f"{self._where}: {name}: a {kind} that cannot be read: {error}") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns.arrays
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns.arrays)
+
+    def __len__(self) -> int:
+        return len(self._columns.arrays)
