@@ -21,8 +21,14 @@ from mmrl.report.stats import Difference, compare_items, number, short
 from mmrl.report.tables import markdown
 from mmrl.system.files import JsonObject
 
-PAPERS = {"mmgrpo": "2508.04660", "mhgpo": "2506.02718", "mappo": "2506.02718", "": "2505.11821"}
-"""Beginning of an algorithm's name -> arXiv number of the paper that it comes from; the first that fits."""
+PAPERS: Mapping[str, str] = {
+    "grpo": "2402.03300",
+    "ppo": "1707.06347",
+    "mmgrpo": "2508.04660",
+    **dict.fromkeys(("mhgpo_is", "mhgpo_fof", "mhgpo_rr", "mhgpo_fof_os", "mappo"), "2506.02718"),
+    **dict.fromkeys(("grpo_mr", "mt_grpo", "mt_grpo_variable", "mt_ppo"), "2505.11821"),
+}
+"""Algorithm -> arXiv number of the paper that it comes from."""
 UNKNOWN_LICENCE = (
     "The licence of `{base}` is not known to mmrl: no licence stands in its own card. Look it up before you share this."
 )
@@ -123,7 +129,7 @@ def front_matter(seen: Overview, facts: CardFacts) -> str:
         library_name="peft" if facts.kind == "adapter" else "transformers",
         license=facts.licence,
         pipeline_tag="text-generation",
-        tags=[*_tags(algorithm), *([] if algorithm == SFT else [f"arxiv:{_paper(algorithm)}"])],
+        tags=[*_tags(algorithm), *([f"arxiv:{PAPERS[algorithm]}"] if algorithm in PAPERS else [])],
         eval_results=results or None,
         model_name=facts.title if results else None,
     )
@@ -157,17 +163,14 @@ def _how(algorithm: str, paper: bool = True) -> str:
     """How weights were trained, in words."""
     if algorithm == SFT:
         return f"by supervised training (`{SFT}`)"
-    link = f" ([arXiv {_paper(algorithm)}](https://arxiv.org/abs/{_paper(algorithm)}))" if paper else ""
+    number = PAPERS.get(algorithm) if paper else None
+    link = f" ([arXiv {number}](https://arxiv.org/abs/{number}))" if number else ""
     return f"by reinforcement learning with `{algorithm}`{link}"
 
 
 def _tags(algorithm: str) -> list[str]:
     """What the hub lists a model under."""
     return ["mmrl", "supervised", SFT] if algorithm == SFT else ["mmrl", "reinforcement-learning", algorithm]
-
-
-def _paper(algorithm: str) -> str:
-    return next(paper for name, paper in PAPERS.items() if algorithm.startswith(name))
 
 
 def _version(seen: Overview) -> str:

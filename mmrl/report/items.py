@@ -7,19 +7,17 @@ only results of items are stored.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 
-from mmrl.errors import CheckpointError, ConfigError, nearest
+from mmrl.errors import CheckpointError, ConfigError, DataError, nearest
 from mmrl.records import Forest
 from mmrl.report.journal import read_step
-from mmrl.report.overview import Item, Overview
-from mmrl.report.rundir import RunDir, step_of
+from mmrl.report.overview import FEW, Item, Overview, read_evaluations
+from mmrl.report.rundir import RunDir
 from mmrl.report.stats import FIRST, number, short
 from mmrl.report.tables import facts_table
 from mmrl.report.text import align
 from mmrl.report.trees import clean, render_example, shown_prediction
-from mmrl.system.files import read_jsonl
 
 WORST = 10
 """Items that an overview lists."""
@@ -32,11 +30,11 @@ Evaluated = Mapping[tuple[str, int], Sequence[Item]]
 
 def evaluation_text(seen: Overview, width: int) -> str:
     """An evaluation of `mmrl eval`: scores, behaviour, and the items with the lowest scores."""
-    evaluated = [(split, step, items) for split, steps in seen.items.items() for step, items in steps.items()]
+    evaluated = [(step, items) for steps in seen.items.values() for step, items in steps.items() if items]
     parts = [f"{seen.name}: {seen.what}, {seen.state}\n{seen.run.path}"]
     if not evaluated:
         return "\n\n".join([*parts, "no item is evaluated yet"])
-    (_, step, items), metrics = evaluated[-1], seen.summary.get("metrics") or {}
+    (step, items), metrics = evaluated[-1], seen.summary.get("metrics") or {}
     parts.append(align(score_rows(items, metrics)))
     parts.append(facts_table({name: value for name, value in metrics.items() if name.startswith("module/")}))
     parts.append(facts_table(seen.summary.get("facts") or {}))
@@ -110,7 +108,7 @@ def step_text(run: RunDir, step: int, width: int) -> str:
         parts.append(_examples_table(run, forest, step, width))
     training = bool(parts)
     for (split, at), items in evaluated.items():
-        if at == step and items:
+        if at == step:
             when = "after it" if training else f"after step {step}" if step else "before training"
             title = f"evaluation on {split} {'' if _is_evaluation(run) else when}".strip()
             parts.append(f"{title}\n{items_table(items, width, worst=WORST if training else None)}")
@@ -196,21 +194,15 @@ def _examples_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
 
 
 def _evaluated(run: RunDir) -> Evaluated:
-    """Results of all evaluations, by split and step.
+    """Results of the evaluations that have some, by split and step.
 
     Raises:
         DataError: a damaged file.
     """
-    files = [(path, step_of(path)) for path in sorted((run.path / "eval").glob("step-*-*.jsonl"))]
-    return {(_split(path), step): _items(path) for path, step in files if step is not None}
-
-
-def _items(path: Path) -> list[Item]:
-    return [item for item in read_jsonl(path) if isinstance(item.get("metrics"), dict) and "id" in item]
-
-
-def _split(path: Path) -> str:
-    return path.stem.split("-", 2)[2]
+    evaluated, problems = read_evaluations(run)
+    if problems:
+        raise DataError(problems[:FEW])
+    return {place: items for place, items in evaluated.items() if items}
 
 
 def _is_evaluation(run: RunDir) -> bool:

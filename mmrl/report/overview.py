@@ -89,6 +89,23 @@ def _metrics_problems(record: JsonObject) -> Iterator[str]:
             yield f"step {record['step']}: {key}: got {str(value)[:60]!r}, expected a number"
 
 
+def read_evaluations(run: RunDir) -> tuple[dict[tuple[str, int], Sequence[Item]], list[str]]:
+    """(split, step) -> results of its items, by step; and which lines are no results.
+
+    Raises:
+        DataError: a line that is no JSON object.
+    """
+    evaluated: dict[tuple[str, int], Sequence[Item]] = {}
+    problems: list[str] = []
+    # Names are `step-000012-<split>.jsonl`, and a split may hold hyphens.
+    for path in sorted((run.path / "eval").glob("step-*-*.jsonl")):
+        step = step_of(path)
+        if step is not None:
+            read = evaluated[path.stem.split("-", 2)[2], step] = read_jsonl(path)
+            problems += [f"{path}:{line}: {_ITEM}" for line, item in enumerate(read, 1) if not _is_item(item)]
+    return evaluated, problems
+
+
 def _is_item(item: Item) -> bool:
     return (
         isinstance(item.get("id"), str)
@@ -117,19 +134,16 @@ class Overview:
         Raises:
             DataError: a metrics or evaluation file is damaged.
         """
-        items: dict[str, dict[int, Sequence[Item]]] = {}
         config, summary, history = run.config, run.summary, run.history()
         problems = [f"{run.path / 'config.yaml'}: {problem}" for problem in _config_problems(config)]
         problems += [f"{run.path / 'summary.json'}: {problem}" for problem in _summary_problems(summary)]
         problems += [f"{run.metrics_path}: {problem}" for record in history for problem in _metrics_problems(record)]
-        # Names are `step-000012-<split>.jsonl`, and a split may hold hyphens.
-        for path in sorted((run.path / "eval").glob("step-*-*.jsonl")):
-            step = step_of(path)
-            if step is not None:
-                read = items.setdefault(path.stem.split("-", 2)[2], {})[step] = read_jsonl(path)
-                problems += [f"{path}:{line}: {_ITEM}" for line, item in enumerate(read, 1) if not _is_item(item)]
-        if problems:
+        evaluated, damaged = read_evaluations(run)
+        if problems := problems + damaged:
             raise DataError(problems[:FEW])
+        items: dict[str, dict[int, Sequence[Item]]] = {}
+        for (split, step), results in evaluated.items():
+            items.setdefault(split, {})[step] = results
         return cls(run, config, run.environment, summary, history, items)
 
     def get(self, path: str, default: object = None) -> Any:

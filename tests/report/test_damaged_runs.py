@@ -50,7 +50,8 @@ def test_the_damaged_file_is_named(name, old, new, says, tmp_path, capsys):
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    for command in ("show", "report", "compare"):
-        assert main([command, str(run.path)]) == 2
+    evaluation = [["show", "step=0"], ["show", "example=d0"]] if name.startswith("eval/") else []
+    for command, *options in (["show"], ["report"], ["compare"], *evaluation):
+        assert main([command, str(run.path), *options]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert lines and all(line.startswith("error: ") for line in lines) and says in lines[0], (command, lines)

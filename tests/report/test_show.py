@@ -245,6 +245,21 @@ def test_the_items_of_an_evaluation_and_the_calls_of_one(evaluated):
             show_run(evaluated.path, **arguments)
 
 
+def test_an_evaluation_without_items_is_passed_over(tmp_path):
+    config = {**CONFIG, "policy": "tiny", "split": "test"}
+    config.pop("algo")
+    with RunDir.create(tmp_path / "run", config, ["mmrl", "eval", "policy=tiny"]) as run:
+        for step, split in ((0, "dev"), (1, "dev")):
+            run.eval_path(step, split).parent.mkdir(exist_ok=True)
+            run.eval_path(step, split).write_text("")
+    assert show_run(run.path).endswith("no item is evaluated yet")
+    with pytest.raises(CheckpointError, match="no journal of step 0; the run has no journals yet"):
+        show_run(run.path, step=0)
+    append_jsonl(run.eval_path(0, "test"), items(0, 2))
+    assert show_run(run.path, step=0).endswith(f"one item: mmrl show {run.path} step=0 example='d0'")
+    assert "d0" in show_run(run.path) and report_run(run.path).is_file()
+
+
 def test_the_evaluations_of_a_training_run(run):
     assert show_run(run.path, step=0).startswith("evaluation on dev before training\n60 items\n")
     assert "evaluation on dev after it\nthe 10 of 60 items with the lowest scores" in show_run(run.path, step=40)
