@@ -134,6 +134,36 @@ def test_no_query_at_all_searches_nothing_and_goes_on(tmp_path, corpus):
     assert len(rollout.prediction["retrieved_docs"]) == 10 and len(rollout.prediction["key_facts"]) == 3
 
 
+def test_a_predictor_keeps_the_key_facts_of_its_own_hop(tmp_path, corpus):
+    # DSPy's traces, and with them demonstrations, hold the inputs until the rollout has ended.
+    path = write_json(tmp_path / "hover.json", [claim(0)])
+    task = make("hover", data={"dev": path}, corpus=corpus, sample="all")
+    task.tools = {"search": Search()}
+    trace = []
+
+    class Traced(type(task.program)):
+        async def run(self, example, ctx):
+            return await self.run_traced(example, ctx, trace)
+
+    task.program.__class__ = Traced
+    facts = (f"fact {number}" for number in range(3))
+
+    def answer(request):
+        if request.module == "append_notes.predict":
+            return filled(reasoning="so", new_key_facts=next(facts))
+        return filled(reasoning="so", search_query1="x", search_query2="None", search_query3="None")
+
+    (rollout,) = play(task, answer, task.examples("dev")).rollouts
+    assert rollout.prediction["key_facts"] == ["fact 0", "fact 1", "fact 2"]
+    seen = {name: [] for name in task.program.modules}
+    for predictor, inputs, _ in trace:
+        seen[task.program.structure.name_of([predictor])].append(inputs["key_facts"])
+    assert seen == {
+        "append_notes.predict": [[], ["fact 0"], ["fact 0", "fact 1"]],
+        "generate_query.predict": [["fact 0"], ["fact 0", "fact 1"], ["fact 0", "fact 1", "fact 2"]],
+    }
+
+
 @pytest.mark.parametrize(
     ("queries", "kept"),
     [

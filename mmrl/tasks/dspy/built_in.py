@@ -154,7 +154,8 @@ class Hover(dspy.Module):
                 notes = await self.append_notes.acall(
                     claim=claim, key_facts=key_facts, new_search_results=passages[:keep]
                 )
-                key_facts.append(notes.new_key_facts)
+                # A new list: DSPy's traces and demonstrations hold the one that the predictors of this hop had.
+                key_facts = [*key_facts, notes.new_key_facts]
         return dspy.Prediction(key_facts=key_facts, retrieved_docs=committed[: self.passages])
 
     async def _search(self, queries: Sequence[str], top_k: int) -> list[str]:
