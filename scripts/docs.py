@@ -156,7 +156,7 @@ CHOSEN: dict[str, Chosen] = {
 PROMPTS: Chosen = (
     PROMPT_SCHEMAS,
     "optimisers",
-    "`algo=miprov2`, `bootstrap_fewshot`, `gepa`, `simba`: DSPy's names and defaults, but where "
+    "`algo=miprov2`, `bootstrap_fewshot`, `gepa`: DSPy's names and defaults, but where "
     "`conf/algo/<name>.yaml` says otherwise. See [prompts](prompts.md).",
 )
 

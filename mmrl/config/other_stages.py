@@ -22,18 +22,13 @@ class PromptConfig(Section):
     """
 
     name: str
-
-
-class ValidatedConfig(PromptConfig):
-    """What optimisers have that hold a part of the train split for validation."""
-
     validation: float = Field(
         0.8, gt=0, lt=1, description="share of the train split, its end, that candidates are compared on"
     )
     validation_items: int | None = Field(None, ge=1, description="most examples of it; null: 1000, as in MIPROv2")
 
 
-class BootstrapConfig(ValidatedConfig):
+class BootstrapConfig(PromptConfig):
     """What optimisers have that take demonstrations from rollouts that went well (DSPy's BootstrapFewShot)."""
 
     max_bootstrapped_demos: int = Field(4, ge=0, description="most demonstrations from rollouts, per module")
@@ -142,7 +137,7 @@ class BootstrapFewshotConfig(BootstrapConfig):
     )
 
 
-class GepaConfig(ValidatedConfig, ProposingConfig):
+class GepaConfig(PromptConfig, ProposingConfig):
     """GEPA: instructions that the prompt model rewrites after reading rollouts and what was wrong with them
     (arXiv 2507.19457)."""
 
@@ -185,29 +180,10 @@ class GepaConfig(ValidatedConfig, ProposingConfig):
         return self
 
 
-class SimbaConfig(PromptConfig, ProposingConfig):
-    """SIMBA: demonstrations, and rules that the prompt model draws from a good and a bad rollout of one example."""
-
-    name: Literal["simba"]
-    bsize: int = Field(32, ge=1, description="examples of a minibatch")
-    num_candidates: int = Field(6, ge=2, description="rollouts per example, and new candidates, of a step")
-    max_steps: int = Field(8, ge=1, description="minibatches")
-    max_demos: int = Field(
-        4, ge=0, description="demonstrations per module beyond which some are dropped; 0: rules alone"
-    )
-    demo_input_field_maxlen: int = Field(
-        100_000, ge=0, description="characters of an input of a demonstration, which is cut there; 0: never"
-    )
-    temperature_for_sampling: float = Field(0.2, gt=0, description="of the choice among candidates for a rollout")
-    temperature_for_candidates: float = Field(0.2, gt=0, description="of the choice of the candidate that is changed")
-    prompt_temperature: float = Field(1.0, ge=0, description="of the prompt model")
-
-
 PROMPT_SCHEMAS: dict[str, type[PromptConfig]] = {
     "miprov2": Miprov2Config,
     "bootstrap_fewshot": BootstrapFewshotConfig,
     "gepa": GepaConfig,
-    "simba": SimbaConfig,
 }
 """Optimiser -> schema. The same names are in `conf/algo/`."""
 

@@ -53,7 +53,6 @@ MIPRO: dict[str, Any] = {
 OPTIMISERS: dict[str, dict[str, Any]] = {
     "bootstrap_fewshot": {"num_candidate_programs": 2, "max_labeled_demos": 2, "max_rounds": 2},
     "gepa": {"auto": None, "max_metric_calls": 60, "max_merge_invocations": 1},
-    "simba": {"bsize": 8, "num_candidates": 3, "max_steps": 2},
 }
 
 
@@ -87,9 +86,6 @@ def proposal(messages: Any, seed: int) -> str | None:
     *_, last = messages[-1]["content"].split("Respond with")
     if "`new_instruction`" in messages[0]["content"]:
         return json.dumps({"reasoning": "as it says", "new_instruction": f"Do well, {seed % 1000}."})
-    if "`module_advice`" in messages[0]["content"]:
-        advice = json.dumps({"classify.predict": f"Do well, {seed % 1000}."})
-        return field("discussion", "as it says") + field("module_advice", advice) + "[[ ## completed ## ]]"
     for name in ("proposed_instruction", "observations", "summary", "program_description", "module_description"):
         if f"[[ ## {name} ## ]]" in last or f"`{name}`" in last:
             return field(name, f"Classify it, {name} {seed % 1000}.") + "[[ ## completed ## ]]"

@@ -164,8 +164,6 @@ def test_too_few_examples_are_refused_with_their_numbers(task):
     assert few.startswith(
         "task.data.train: has 1 examples, of which algo.validation=0.8 leaves 0 to learn from and 1 to"
     )
-    (few,) = problems(24, algo="simba")
-    assert few.startswith("task.data.train: has 24 examples, fewer than algo.bsize=32")
     (large,) = problems(24, **{**MIPRO, "minibatch_size": 20})
     assert large.startswith("algo.minibatch_size: got 20, more than the 19 validation examples")
 

@@ -5,7 +5,6 @@ A proposal of the prompt model that cannot be used is noted, and ends no search.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +15,6 @@ from dspy.propose import GroundedProposer
 from dspy.teleprompt import BootstrapFewShotWithRandomSearch, MIPROv2, mipro_optimizer_v2
 from dspy.teleprompt.gepa.gepa import GEPA
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
-from dspy.teleprompt.simba import SIMBA
-from dspy.teleprompt.simba_utils import append_a_rule
 
 from mmrl.config.other_stages import (
     BootstrapConfig,
@@ -25,7 +22,6 @@ from mmrl.config.other_stages import (
     GepaConfig,
     Miprov2Config,
     PromptConfig,
-    SimbaConfig,
 )
 from mmrl.stages.prompts.model import PromptLM, Writer
 from mmrl.stages.prompts.rollouts import Played, Rollouts, TaskLM, on_rollouts, replaced
@@ -61,7 +57,7 @@ def optimise(algo: PromptConfig, bench: Bench) -> dspy.Module:
     Raises:
         Abort: a rollout or a completion could not be had.
     """
-    run = {"miprov2": _miprov2, "bootstrap_fewshot": _bootstrap_fewshot, "gepa": _gepa, "simba": _simba}[algo.name]
+    run = {"miprov2": _miprov2, "bootstrap_fewshot": _bootstrap_fewshot, "gepa": _gepa}[algo.name]
     ahead = algo.bootstrap_ahead if isinstance(algo, BootstrapConfig) else 1
     # Only optimisers that bootstrap know beforehand which example comes next.
     with on_rollouts(bench.rollouts, bench.log, ahead):
@@ -180,26 +176,6 @@ def _gepa(algo: PromptConfig, bench: Bench) -> dspy.Module:
     return program
 
 
-def _simba(algo: PromptConfig, bench: Bench) -> dspy.Module:
-    assert isinstance(algo, SimbaConfig) and bench.writer is not None
-    optimiser = SIMBA(
-        metric=with_feedback,
-        bsize=algo.bsize,
-        num_candidates=algo.num_candidates,
-        max_steps=algo.max_steps,
-        max_demos=algo.max_demos,
-        prompt_model=PromptLM(bench.writer, algo.prompt_temperature),
-        demo_input_field_maxlen=algo.demo_input_field_maxlen,
-        num_threads=1,
-        temperature_for_sampling=algo.temperature_for_sampling,
-        temperature_for_candidates=algo.temperature_for_candidates,
-    )
-    # The strategy that writes rules asks the prompt model; the other one, which appends demonstrations, needs none.
-    optimiser.strategies = [_noting(bench, one) if one is append_a_rule else one for one in optimiser.strategies]
-    program: dspy.Module = optimiser.compile(bench.student.module, trainset=bench.train, seed=bench.seed)
-    return program
-
-
 LONGEST = 1000
 """Characters of one value in the feedback of a rollout."""
 
@@ -264,28 +240,6 @@ class _Rewriter(InstructionProposer):
             if _usable(self._bench, name, proposal, problem):
                 texts[name] = proposal
         return texts
-
-
-def _noting(bench: Bench, strategy: Callable[..., bool]) -> Callable[..., bool]:
-    """SIMBA's strategy that appends rules to instructions; what was appended is noted, or why nothing was."""
-
-    @functools.wraps(strategy)
-    def noting(bucket: Any, system: dspy.Module, **options: Any) -> bool:
-        before = {name: predictor.signature.instructions for name, predictor in system.named_predictors()}
-        try:
-            done = strategy(bucket, system, **options)
-        except Exception as error:
-            # DSPy logs it and tries the next strategy.
-            bench.note("", "", _unusable(error))
-            raise
-        for name, predictor in system.named_predictors():
-            now = predictor.signature.instructions
-            if now != before[name] and not _usable(bench, name, now, ""):
-                # Taken back here: SIMBA would keep the candidate, whose prompts cannot be rendered.
-                predictor.signature = predictor.signature.with_instructions(before[name])
-        return done
-
-    return noting
 
 
 def _usable(bench: Bench, module: str, proposal: str, problem: str) -> bool:

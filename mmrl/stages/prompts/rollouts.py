@@ -115,7 +115,7 @@ class Rollouts:
         self._obtain(needs)
 
         def with_item(item: Any) -> object:
-            self._item = _example_in(item)
+            self._item = item
             return function(item)
 
         return with_item, needs
@@ -130,7 +130,7 @@ class Rollouts:
         missing = any(need.key not in self.sampler.results for need in needs)
         if missing:
             self._obtain([*needs, *self._notes(function, following)])
-        self._item = _example_in(item)
+        self._item = item
         return missing
 
     def _notes(self, function: Callable[[Any], object], data: Sequence[Any]) -> list[Need]:
@@ -138,7 +138,7 @@ class Rollouts:
         before, self._noted = self._noted, []
         try:
             for item in data:
-                self._item = _example_in(item)
+                self._item = item
                 with suppress(_Noted):
                     function(item)
             return self._noted
@@ -180,13 +180,6 @@ class Rollouts:
 def _fields(example: Example) -> dict[str, object]:
     inputs = as_json(example.inputs)
     return inputs | {key: value for key, value in as_json(example.metadata).items() if key not in inputs}
-
-
-def _example_in(item: object) -> dspy.Example | None:
-    """The example of an item of a batch: the item itself, or the second of a pair of program and example."""
-    if isinstance(item, tuple) and len(item) == 2:
-        item = item[1]
-    return item if isinstance(item, dspy.Example) else None
 
 
 def _text(fields: Mapping[str, object]) -> str:
@@ -233,7 +226,7 @@ _dspy_bootstrap_one = BootstrapFewShot._bootstrap_one_example
 
 
 def _execute(rollouts: Rollouts, executor: Any, function: Callable[[Any], object], data: Sequence[Any]) -> Any:
-    """DSPy's batches: evaluations, and pairs of program and example."""
+    """DSPy's evaluations of a program."""
     served, needs = rollouts.batch(function, data)
     # Nothing is left to wait for, and one thread has one order.
     executor.num_threads, executor.disable_progress_bar = 1, True

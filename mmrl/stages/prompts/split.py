@@ -17,8 +17,6 @@ from mmrl.config.other_stages import (
     BootstrapFewshotConfig,
     Miprov2Config,
     PromptConfig,
-    SimbaConfig,
-    ValidatedConfig,
 )
 from mmrl.records import Example
 from mmrl.tasks.base import Task
@@ -31,13 +29,11 @@ AUTO_VALIDATION = {"light": 100, "medium": 300, "heavy": 1000}
 
 
 def split(config: PromptConfig, examples: Sequence[Example], seed: int) -> tuple[list[Example], list[Example]]:
-    """The train part and the validation part of the train split; both are all of it for SIMBA, which holds none back.
+    """The train part and the validation part of the train split.
 
     The validation part is the end of the split, as in DSPy's MIPROv2, which has a seed of its own for all that is
     random; DSPy's random search has none, so the order of its train part comes from the run's.
     """
-    if not isinstance(config, ValidatedConfig):
-        return list(examples), list(examples)
     most = MOST_VALIDATION if config.validation_items is None else config.validation_items
     # At least one: without validation nothing can be compared. Nothing to learn from is refused (`prompt_problems`).
     count = min(most, max(1, int(len(examples) * config.validation)))
@@ -82,8 +78,6 @@ def expected_trials(config: PromptConfig, modules: int, validation: int) -> int:
         every = config.minibatch_full_eval_steps
         # The start comes first; where trials are minibatches, the best so far is evaluated on all every so often.
         return 1 + trials + (trials // every + bool(trials % every) if minibatched(config, validation) else 0)
-    if isinstance(config, SimbaConfig):
-        return config.max_steps * (config.num_candidates + 1) + config.num_candidates + 1
     return 0  # GEPA: as many as its budget of rollouts allows
 
 
@@ -104,10 +98,6 @@ def prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
     if not prompted and not hasattr(task.program, "module"):  # DSPy's program is not imported for this
         return [f"task: '{task.name}' has no prompts that can be optimised: they are its program's own code"]
     have = f"task.data.train: has {len(examples)} examples"
-    if isinstance(algo, SimbaConfig):
-        if len(examples) < algo.bsize:
-            return [f"{have}, fewer than algo.bsize={algo.bsize}; give more examples, or a smaller minibatch"]
-        return []
     if isinstance(algo, BootstrapConfig) and prompted and algo.max_labeled_demos:
         return [
             f"algo.max_labeled_demos: got {algo.max_labeled_demos}, which has no effect with the program of this task: "
@@ -115,10 +105,10 @@ def prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
         ]
     train, validation = split(algo, examples, config.seed)
     if not train or not validation:
-        share = algo.validation if isinstance(algo, ValidatedConfig) else 0.0
+        parts = f"{len(train)} to learn from and {len(validation)} to compare candidates on"
         return [
-            f"{have}, of which algo.validation={share:g} leaves {len(train)} to learn from and {len(validation)} to "
-            f"compare candidates on; algo={algo.name} needs at least one of each: give more examples"
+            f"{have}, of which algo.validation={algo.validation:g} leaves {parts}; algo={algo.name} needs at least one "
+            "of each: give more examples"
         ]
     count = len(compared(algo, validation, config.seed))
     if isinstance(algo, Miprov2Config) and minibatched(algo, count) and algo.minibatch_size > count:

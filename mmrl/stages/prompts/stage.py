@@ -36,7 +36,7 @@ from mmrl.stages.prompts.model import Writer, WriterUsage
 from mmrl.stages.prompts.optimisers import Bench, optimise
 from mmrl.stages.prompts.rollouts import Abort, Rollouts
 from mmrl.stages.prompts.split import compared, split
-from mmrl.stages.prompts.stored_rollouts import AS_EVALUATED, Need, Sampler, Usage
+from mmrl.stages.prompts.stored_rollouts import Need, Sampler, Usage
 from mmrl.stages.prompts.students import State, state_of, student_of
 from mmrl.stages.step_log import StepLog
 from mmrl.system.files import JsonObject, atomic_write, dumps
@@ -242,10 +242,9 @@ class PromptStage:
         return fmean(float(self._sampler.results[need.key]["score"]) for need in needs)
 
     def _on_batch(self, needs: Sequence[Need]) -> None:
-        """A batch of DSPy's is a trial of each candidate in it; rollouts at another temperature are no trials."""
+        """A batch of DSPy's is a trial."""
         try:
-            for candidate in dict.fromkeys(need.candidate for need in needs if need.draw == AS_EVALUATED):
-                self._trial([need for need in needs if need.draw == AS_EVALUATED and need.candidate == candidate])
+            self._trial(needs)
         except Exception as error:
             # DSPy's code is on the way up, and would take it for a bad candidate.
             raise Abort(error) from error

@@ -27,10 +27,9 @@ CLASSES = {
     "miprov2": "MIPROv2",
     "bootstrap_fewshot": "BootstrapFewShotWithRandomSearch",
     "gepa": "GEPA",
-    "simba": "SIMBA",
 }
 ALL = "prompts.*"
-WRITING = "prompts.miprov2;prompts.gepa;prompts.simba"
+WRITING = "prompts.miprov2;prompts.gepa"
 BOOTSTRAPPING = "prompts.miprov2;prompts.bootstrap_fewshot"
 BY_HAND = {"auto": None, "num_candidates": 4, "num_trials": 4}
 
@@ -175,9 +174,7 @@ acts("prompts.gepa", "skip_perfect_score use_merge add_format_failure_as_feedbac
 acts("prompts.gepa", "perfect_score", received, 1.0, 2.0)
 acts("prompts.gepa", "component_selector", received, "round_robin", "all")
 acts("prompts.gepa", "max_merge_invocations", received, 5, 6)
-acts("prompts.gepa;prompts.simba", "prompt_temperature", received, 1.0, 0.5)
-acts("prompts.simba", "bsize num_candidates max_steps max_demos demo_input_field_maxlen", received, 3, 4)
-acts("prompts.simba", "temperature_for_sampling temperature_for_candidates", received, 0.2, 0.3)
+acts("prompts.gepa", "prompt_temperature", received, 1.0, 0.5)
 
 
 ALGO, TRAIN = "supervised.algo", "supervised.train"
