@@ -115,8 +115,8 @@ class _Renderer:
     tokenizer cuts at special tokens before anything else, so the ids are those of the whole text.
     """
 
-    LIMIT = 65536
-    """Prompts remembered; the oldest are dropped first."""
+    LIMIT = 4_000_000
+    """Tokens of the prompts remembered, some 36 bytes each with their text; the oldest prompts are dropped first."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         # A value must not refer to its weak key, or neither would ever be freed.
@@ -125,6 +125,8 @@ class _Renderer:
         self.merges = False
         """Whether the template has no system role."""
         self.cache: OrderedDict[tuple[tuple[str, str], ...], tuple[int, ...]] = OrderedDict()
+        self.tokens = 0
+        """Of all prompts in the cache."""
         # Only tokens flagged special can end a turn or start a role; others (<think>) are a model's ordinary words.
         self.special = {
             added.content: (token_id, added)
@@ -148,12 +150,14 @@ class _Renderer:
             self.template = tokenizer.chat_template
             self.merges = not takes_system_role(tokenizer)
             self.cache.clear()
+            self.tokens = 0
         key = tuple((message["role"], message["content"]) for message in messages)
         ids = self.cache.get(key)
         if ids is None:
             ids = self.cache[key] = self._render(tokenizer, key)
-            if len(self.cache) > self.LIMIT:
-                self.cache.popitem(last=False)
+            self.tokens += len(ids)
+            while self.tokens > self.LIMIT:
+                self.tokens -= len(self.cache.popitem(last=False)[1])
         return ids
 
     def after_turn(self, tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[int, ...]:

@@ -149,10 +149,12 @@ def _run_section(text: str, section: str) -> Mapping[str, object]:
 
 def is_shipped(text: str) -> bool:
     """Whether `policy=` names a shipped model, or a run that trained one."""
-    path = _run_section(text, "model").get("path")
+    visited: set[Path] = set()
     # A later stage of a run began with the weights of an earlier one.
-    elsewhere = isinstance(path, str) and path != text and Path(path).is_dir()
-    return text in SHIPPED or path in SHIPPED or (elsewhere and is_shipped(str(path)))
+    while text not in SHIPPED and Path(text).resolve() not in visited:
+        visited.add(Path(text).resolve())
+        text = str(_run_section(text, "model").get("path"))
+    return text in SHIPPED
 
 
 def model_of(text: str) -> tuple[str, dict[str, object]]:
@@ -204,9 +206,19 @@ def _written(folder: Path) -> dict[str, str]:
     for key in ("weights", "prompts"):
         if key in stated and (folder / stated[key]).exists():
             stated[key] = str(folder / stated[key])
-    if Path(stated["weights"]).resolve() == folder.resolve():
-        raise ConfigError(f"policy: {folder / POLICY} cannot be read (its weights are itself); restore it")
     return stated
+
+
+def _weights_of(folder: Path) -> str:
+    """The weights that a `policy.json` names, through further ones of it."""
+    visited: set[Path] = set()
+    weights = str(folder)
+    while (Path(weights) / POLICY).is_file():
+        if Path(weights).resolve() in visited:
+            raise ConfigError(f"policy: {folder / POLICY} cannot be read (its weights lead back to itself); restore it")
+        visited.add(Path(weights).resolve())
+        weights = _written(Path(weights))["weights"]
+    return weights
 
 
 def prompts_of(text: str) -> tuple[str | None, str | None]:
@@ -241,7 +253,7 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
         raise ConfigError(f"policy: got '{text}', expected a run, checkpoint, adapter, model folder or hub id")
     if (folder / POLICY).is_file():
         # A run of prompts has the weights that it started with, one of several stages has those of the last stage.
-        return replace(resolve(_written(folder)["weights"]), prompts=prompts or prompts_of(text)[1])
+        return replace(resolve(_weights_of(folder)), prompts=prompts or prompts_of(text)[1])
     if (folder / "config.yaml").is_file():
         if _run_section(text, "algo").get("name") in PROMPT_SCHEMAS or (folder / STAGES).is_dir():
             raise ConfigError(f"policy: run {text} has not ended; continue it with: mmrl train resume={text}")
@@ -277,18 +289,31 @@ def _saved_policy(folder: Path, prompts: str | None) -> Policy:
 
 
 def _recorded(folder: Path) -> tuple[dict[str, str] | None, str | None]:
-    """Which module speaks with what, and the initial weights, as `ModuleAssignment.record` put them in a checkpoint."""
+    """Which module speaks with what, and the initial weights, as `ModuleAssignment.record` put them in a checkpoint.
+
+    Raises:
+        ConfigError: it cannot be read, or a name would lead out of the checkpoint.
+    """
     extra = folder / EXTRA
-    record = json.loads(extra.read_text(encoding="utf-8")) if extra.is_file() else {}
-    return record.get("modules"), record.get("base")
+    try:
+        record = json.loads(extra.read_text(encoding="utf-8")) if extra.is_file() else {}
+        modules, base = record.get("modules"), record.get("base")
+        if modules is not None and not all(isinstance(name, str) for name in modules.values()):
+            raise ValueError("modules: expected names of weights")
+        for name in {} if modules is None else modules.values():
+            if name in ("", ".", "..") or Path(name).name != name:
+                raise ValueError(f"modules: got '{name}', expected the name of a folder in it")
+        if not isinstance(base, str | None):
+            raise ValueError("base: expected a text")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"policy: {extra} cannot be read ({error}); restore it") from None
+    return modules, base
 
 
 def _step(folder: Path) -> int | None:
     """The training step of a checkpoint, or of one adapter in it."""
-    parent = folder.resolve().parent.name
-    name = parent if parent.startswith("checkpoint-") else folder.name
-    number = name.rpartition("-")[2]
-    return int(number) if number.isascii() and number.isdigit() else None
+    steps = [checkpoint_step(place) for place in (folder.resolve().parent, folder)]
+    return next((step for step in steps if step is not None), None)
 
 
 def _base_of(adapter: Path) -> str:

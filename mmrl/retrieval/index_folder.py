@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from filelock import FileLock
+
 from mmrl.config import RetrieverConfig
 from mmrl.config.retriever import Bm25Config, ColbertConfig, DenseConfig
 from mmrl.errors import DataError
@@ -320,20 +322,26 @@ def cached_index(documents: Sequence[Document], config: RetrieverConfig, cache: 
     for document in documents:
         state.update(f"\x1e{document.id}\x1f{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass"))
     folder = cache / "index" / f"{spec.kind}-{state.hexdigest()}"
-    if folder.is_dir():
-        try:
-            read_info(folder)
-            return folder
-        except DataError as error:
-            log.warning("cached index is rebuilt (%s)", error)
+    if _is_whole(folder):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Of several processes one builds, and the others wait for it.
+    with FileLock(folder.with_name(f".{folder.name}.lock")):
+        if not _is_whole(folder):
             shutil.rmtree(folder, ignore_errors=True)
-    try:
-        build_index(folder, spec, lambda: documents, **config.model_dump(include={"device", "batch_size"}))
-    except DataError:
-        # Another process may have finished first; its content is the same.
-        if not (folder / INFO).is_file():
-            raise
+            build_index(folder, spec, lambda: documents, **config.model_dump(include={"device", "batch_size"}))
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether an index is there; one that is damaged is warned of."""
+    try:
+        read_info(folder)
+    except DataError as error:
+        if folder.is_dir():
+            log.warning("cached index is rebuilt (%s)", error)
+        return False
+    return True
 
 
 def model_identity(model: str) -> str:

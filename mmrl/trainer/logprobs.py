@@ -31,6 +31,8 @@ class Scores:
     """(N,), with gradient if enabled."""
     entropy: torch.Tensor | None
     """(N,) nats per token of the distribution at the sampling temperature; None unless requested."""
+    hits: torch.Tensor | None
+    """(N,) whether the target is the likeliest token; None unless requested."""
     hidden: torch.Tensor
     """(N, H) what the head saw, detached."""
 
@@ -42,6 +44,7 @@ def score(
     temperature: float,
     *,
     entropy: bool = False,
+    hits: bool = False,
     last: Sequence[torch.nn.Module] = (),
 ) -> Scores:
     """log-softmax(logits / temperature) of the pack's targets, over the full vocabulary.
@@ -56,7 +59,7 @@ def score(
     # temperature, not the one cut by top-k or top-p, so ratios between sampler and trainer are 1 before an update.
     if pack.tree is not None:
         with _narrowed(last, pack.positions):
-            return _score_in_chunks(model, head, pack, temperature, entropy)
+            return _score_in_chunks(model, head, pack, temperature, entropy, hits)
     with _only(head, pack.positions) as seen:
         logits = model(**pack.inputs).logits
     if logits.numel() != pack.positions.numel() * logits.shape[-1]:
@@ -64,8 +67,9 @@ def score(
             f"model.path: {type(model).__name__} computes its logits outside its output head, "
             "so the trainer cannot choose the positions; expected a standard causal language model"
         )
-    logprobs, entropies = _measure(logits.reshape(-1, logits.shape[-1]), pack.targets, temperature, entropy)
-    return Scores(logprobs, entropies, seen[0])
+    logits = logits.reshape(-1, logits.shape[-1])
+    logprobs, entropies = _measure(logits, pack.targets, temperature, entropy)
+    return Scores(logprobs, entropies, _likeliest(logits, pack.targets) if hits else None, seen[0])
 
 
 def hidden_states(model: torch.nn.Module, head: torch.nn.Module, pack: Pack) -> torch.Tensor:
@@ -105,8 +109,12 @@ def _measure(
     return logprobs, _entropy(logits.detach(), total.detach()) if entropy else None
 
 
+def _likeliest(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return logits.detach().argmax(dim=-1) == targets
+
+
 def _score_in_chunks(
-    model: torch.nn.Module, head: torch.nn.Module, pack: Pack, temperature: float, entropy: bool
+    model: torch.nn.Module, head: torch.nn.Module, pack: Pack, temperature: float, entropy: bool, hits: bool
 ) -> Scores:
     """The same where logits are the head's output and nothing else: never more than `CHUNK` logits at once.
 
@@ -114,13 +122,17 @@ def _score_in_chunks(
     """
     forward, seen = head.forward, []
     entropies: list[torch.Tensor] = []
+    likeliest: list[torch.Tensor] = []
 
     def measure(hidden: torch.Tensor, targets: torch.Tensor, again: list[bool]) -> torch.Tensor:
-        # `again` is this chunk's own list: when the backward pass runs the chunk a second time, the entropy that
-        # carries no gradient is neither computed nor counted twice.
-        logprobs, chunk_entropy = _measure(forward(hidden), targets, temperature, entropy and not again)
+        # `again` is this chunk's own list: when the backward pass runs the chunk a second time, what carries no gradient
+        # is neither computed nor counted twice.
+        logits = forward(hidden)
+        logprobs, chunk_entropy = _measure(logits, targets, temperature, entropy and not again)
         if chunk_entropy is not None:
             entropies.append(chunk_entropy)
+        if hits and not again:
+            likeliest.append(_likeliest(logits, targets))
         again.append(True)
         return logprobs
 
@@ -146,7 +158,7 @@ def _score_in_chunks(
         logprobs = model(**pack.inputs).logits[0]
     finally:
         del head.forward
-    return Scores(logprobs, torch.cat(entropies) if entropy else None, seen[0])
+    return Scores(logprobs, torch.cat(entropies) if entropy else None, torch.cat(likeliest) if hits else None, seen[0])
 
 
 @contextmanager

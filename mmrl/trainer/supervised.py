@@ -23,7 +23,7 @@ from trl import SFTConfig, SFTTrainer
 from mmrl.trainer import checkpoint
 from mmrl.trainer.adapters import Adapters, in_fixed_order
 from mmrl.trainer.critic import trained_in_float32
-from mmrl.trainer.logprobs import CHUNK, score
+from mmrl.trainer.logprobs import score
 from mmrl.trainer.packing import Pack
 from mmrl.trainer.settings import one_device
 from mmrl.trainer.totals import SupervisedTotals, finite
@@ -177,12 +177,13 @@ class SupervisedTrainer(SFTTrainer):
         head = plain.get_output_embeddings()
         # Recomputed in the backward pass, the last layer would be the whole one again.
         last = () if self.settings.gradient_checkpointing else last_parts(plain)
-        scores = score(model, head, pack, 1.0, last=last)  # N positions: the calls' completions, one after the other
+        scores = score(
+            model, head, pack, 1.0, hits=True, last=last
+        )  # N positions: the calls' completions, one after the other
         lengths = [len(train.call.completion_ids) for train in pack.calls]
         with torch.no_grad():
-            size = max(1, CHUNK // int(head.weight.shape[0]))
-            likeliest = [head(part).argmax(dim=-1) for part in scores.hidden.split(size)]
-            hits = (torch.cat(likeliest) == pack.targets).double().split(lengths)
+            assert scores.hits is not None
+            hits = scores.hits.double().split(lengths)
             nlls = (-scores.logprobs.detach().double()).split(lengths)
             tokens = torch.tensor(lengths, device=pack.targets.device)
             modules = [train.call.module for train in pack.calls]

@@ -14,8 +14,11 @@ from peft import LoraConfig, get_peft_model
 from mmrl.config.engines import TransformersConfig
 from mmrl.engines import engine_class
 from mmrl.engines.base import Completion, Request
-from mmrl.engines.embedded.transformers_engine import TransformersEngine
+from mmrl.engines.embedded import architecture
+from mmrl.engines.embedded.hf_loop import HFLoop
+from mmrl.engines.embedded.transformers_engine import TransformersEngine, decode_loop
 from mmrl.errors import ConfigError, EngineFailure, LengthFailure
+from tests.engines.test_decode import row
 from tests.helpers.engines import EOS, VOCABULARY, generate, model, request, tokenizer
 
 LOOPS = ["own", "hf"]
@@ -201,8 +204,13 @@ def test_weights_are_never_stale(loop: str) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_module_speaks_with_its_own_adapter(loop: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "most_copied"), [(torch.float32, 2**30), (torch.float32, 0), (torch.bfloat16, 2**30)]
+)
+def test_each_module_speaks_with_its_own_adapter(
+    loop: str, dtype: torch.dtype, most_copied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(architecture, "MOST_COPIED", most_copied)
     settings = LoraConfig(r=4, target_modules=["q_proj", "down_proj", "gate_proj"])
     policy = get_peft_model(model(scale=0.2).to(dtype), settings, adapter_name="one")
     policy.add_adapter("two", settings)
@@ -236,6 +244,39 @@ def test_each_module_speaks_with_its_own_adapter(loop: str, dtype: torch.dtype) 
 
     with pytest.raises(EngineFailure, match="module 'judge' has no adapter"):
         asyncio.run(unknown())
+
+
+@pytest.mark.parametrize(("most_copied", "shared"), [(0, True), (2**30, False)])
+def test_adapters_of_a_large_model_share_its_fused_weights(
+    most_copied: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(architecture, "MOST_COPIED", most_copied)
+    settings = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    policy = get_peft_model(model(), settings, adapter_name="one")
+    policy.add_adapter("two", settings)
+    loop = decode_loop(policy.eval(), "own", adapters=["one", "two"])
+    loop.start()
+    first, second = (loop.loops[name].native.weights.layers[0] for name in ("one", "two"))
+    for part in ("qkv", "down"):
+        one, two = getattr(first, part), getattr(second, part)
+        assert (one.weight.data_ptr() == two.weight.data_ptr()) == shared
+        assert (one.low is not None) == (two.low is not None) == shared
+
+
+def test_a_token_with_an_inactive_adapter_walks_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = get_peft_model(model(), LoraConfig(r=4, target_modules=["q_proj"]), adapter_name="one")
+    policy.add_adapter("two", LoraConfig(r=4, target_modules=["q_proj"]))
+    before = {name: parameter.requires_grad for name, parameter in policy.named_parameters()}
+    loop = HFLoop(policy, "two")
+    loop.start()
+    with torch.no_grad(), monkeypatch.context() as patch:
+        loop.prefill([row(range(5, 12))])
+        for walk in ("parameters", "modules", "named_modules"):
+            patch.setattr(type(policy), walk, lambda *_, **__: pytest.fail("the whole model was walked"))
+        loop.step([3])
+    loop.stop()
+    assert policy.active_adapters == ["one"]
+    assert {name: parameter.requires_grad for name, parameter in policy.named_parameters()} == before
 
 
 def test_a_new_version_in_mid_batch_is_refused() -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mmrl.errors import ConfigError
-from mmrl.models.policy import Policy, other_task, resolve
+from mmrl.models.policy import Policy, is_shipped, other_task, resolve
 
 
 def checkpoint(folder, step, adapter=False):
@@ -74,3 +74,54 @@ def test_an_adapter_alone_names_its_base_itself(tmp_path):
 def test_paths_without_weights_are_refused(make, says, tmp_path):
     with pytest.raises(ConfigError, match=says):
         resolve(str(make(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["phi-2", "run-7"])
+def test_a_folder_of_weights_is_no_training_step(name, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text("{}")
+    assert resolve(str(tmp_path / name)).step is None
+    assert resolve(str(checkpoint(tmp_path, 12))).step == 12
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\xfb", "'utf-8' codec"),
+        (b"{", "Expecting property name"),
+        (b"[]", "'list' object has no attribute 'get'"),
+        (b'{"modules": "abc"}', "'str' object has no attribute 'values'"),
+        (b'{"modules": {"a": 1}}', "expected names of weights"),
+        (b'{"base": [1]}', "base: expected a text"),
+        *(
+            (json.dumps({"modules": {"a": name}}).encode(), f"modules: got '{name}', expected the name of a folder")
+            for name in ("../../evil", "..", ".", "", "/evil", "a/b")
+        ),
+    ],
+)
+def test_a_damaged_or_hostile_record_of_a_checkpoint_is_refused_in_a_line(content, says, tmp_path):
+    path = checkpoint(tmp_path, 3)
+    (path / "extra.json").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        resolve(str(path))
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"policy: {path / 'extra.json'} cannot be read (") and says in problem
+    assert problem.endswith("); restore it") and "\n" not in problem
+
+
+def test_policies_that_name_each_other_are_refused(tmp_path):
+    for one, other in (("a", "b"), ("b", "a")):
+        (tmp_path / one).mkdir()
+        content = {"weights": str(tmp_path / other), "prompts": None, "task": None}
+        (tmp_path / one / "policy.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="its weights lead back to itself"):
+        resolve(str(tmp_path / "a"))
+
+
+def test_runs_that_began_with_each_other_are_no_shipped_model(tmp_path):
+    for one, other in (("a", "b"), ("b", "a")):
+        checkpoint(tmp_path / one, 1)
+        (tmp_path / one / "config.yaml").write_text(f"model: {{path: {tmp_path / other}}}\n")
+    assert not is_shipped(str(tmp_path / "a"))
+    (tmp_path / "b" / "config.yaml").write_text("model: {path: tiny}\n")
+    assert is_shipped(str(tmp_path / "a"))

@@ -21,6 +21,7 @@ from mmrl.models.policy import EXTRA, MARKER
 from mmrl.models.save import write_tokenizer
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir
+from mmrl.system.files import digest
 from mmrl.tasks.base import Score
 from mmrl.tasks.search_program.task import MultihopQaTask
 from mmrl.trainer.checkpoint import commit, temporary_folder
@@ -104,6 +105,22 @@ def test_an_export_says_what_its_run_says(
     run = request.getfixturevalue(kind)
     out = exported(run, tmp_path / "out", *words)
     assert said(out) == said(run) != said(Path(random_model))
+
+
+def test_names_of_weights_cannot_lead_out_of_the_folder(by_module: Path, tmp_path: Path, capsys: Any) -> None:
+    run = shutil.copytree(by_module, tmp_path / "run")
+    checkpoint = run / "checkpoints" / "checkpoint-2"
+    shutil.copytree(checkpoint / "answerer", run / "outside")
+    extra = json.loads((checkpoint / EXTRA).read_text())
+    extra["modules"]["answerer"] = "../../outside"
+    (checkpoint / EXTRA).write_text(json.dumps(extra))
+    marker = json.loads((checkpoint / MARKER).read_text())
+    marker["files"][EXTRA] = (checkpoint / EXTRA).stat().st_size
+    marker["sha256"][EXTRA] = digest(checkpoint / EXTRA)
+    (checkpoint / MARKER).write_text(json.dumps(marker))
+    said = refused(capsys, run, f"out={tmp_path}/a/b/out", "form=adapter")
+    assert "modules: got '../../outside', expected the name of a folder in it" in said
+    assert not (tmp_path / "a").exists()
 
 
 def test_merged_weights_are_base_plus_adapter(by_module: Path, random_model: str, tmp_path: Path, capsys: Any) -> None:

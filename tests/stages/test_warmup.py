@@ -162,6 +162,18 @@ def test_tries_and_padded_rows_make_the_same_steps(examples, checkpointing, tmp_
         torch.testing.assert_close(end["trie"][name], value, rtol=1e-3, atol=1e-4)
 
 
+def test_the_output_head_runs_once_for_loss_and_accuracy(tmp_path):
+    model, count = new_model(), {"model": 0, "head": 0}
+    for name, module in (("model", model), ("head", model.get_output_embeddings())):
+        module.register_forward_hook(lambda *_, name=name: count.update({name: count[name] + 1}))
+    settings = replace(SETTINGS, steps=2, examples=6, packing="trie")
+    seen = []
+    encoded = encode(TOKENIZER, demonstrations())
+    fit(model, TOKENIZER, encoded, settings, tmp_path, on_step=lambda step, metrics: seen.append(metrics))
+    assert count["head"] == count["model"] >= 2 and len(seen) == 2
+    assert all(any("token_accuracy" in name for name in metrics) for metrics in seen)
+
+
 def test_tries_continue_to_the_same_weights(tmp_path):
     made, settings = demonstrations(), replace(SETTINGS, examples=6, packing="trie")
     whole = weights(warm_start(new_model(), TOKENIZER, made, settings, tmp_path / "whole"))

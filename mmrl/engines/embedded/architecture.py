@@ -28,6 +28,8 @@ PLAIN = (nn.Linear, OneDnnLinear)
 """Linear layers that the fused products stand for."""
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE kinds whose angles depend on the position alone."""
+MOST_COPIED = 2**30
+"""Bytes of a model's projections up to which each of several adapters has a copy of them with its updates added."""
 
 
 def causal_lm(model: nn.Module) -> nn.Module:
@@ -111,13 +113,16 @@ class Linear:
     """One matrix product in place of several projections of the same input, their LoRA updates included.
 
     In float32 the updates are added into a private copy of the weights; in half precision they are applied beside
-    them, since a small update would be lost in the rounding of the sum.
+    them, since a small update would be lost in the rounding of the sum, and so they are where each of several adapters
+    would need a large copy.
 
     Args:
         sources: the projections, in the order of the output's columns.
         scale_by: the norm before them, whose weight can be folded into the columns (float32 only).
         adapter: the LoRA adapter to apply; None: whichever is active.
-        base: the same product with another adapter, refreshed before this one: in half precision both use its weights.
+        base: the same product with another adapter, refreshed before this one: with updates beside the weights both use
+            its weights.
+        merge: add updates into the weights where these are float32.
     """
 
     def __init__(
@@ -126,8 +131,10 @@ class Linear:
         scale_by: LlamaRMSNorm | None = None,
         adapter: str | None = None,
         base: Linear | None = None,
+        merge: bool = True,
     ):
         self.sources = sources
+        self.merge = merge
         self.adapter = adapter
         self.base = base
         self.scale_by = scale_by
@@ -149,7 +156,7 @@ class Linear:
         updates = [_updates(source, self.adapter) for source in self.sources]
         # In float32 a sum of weight and update is as good as two products, and one product is cheaper. In bfloat16 the
         # sum would round most of a small update away, so it is applied beside the weights (`_beside`).
-        full = bases[0].weight.dtype == torch.float32
+        full = bases[0].weight.dtype == torch.float32 and self.merge
         self.folded = full and self.scale_by is not None
         # A private copy is made only where the weights change or are put side by side: the trainer's stay untouched.
         copied = len(bases) > 1 or self.folded or (full and any(updates))
@@ -304,13 +311,15 @@ class Weights:
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads or config.num_attention_heads
         self.hidden: int = config.hidden_size
+        copied = sum(_base(source).weight.nbytes for source in _linears(causal))
+        merge = adapter is None or copied <= MOST_COPIED
         self.layers: list[Layer] = [
-            _layer(module, adapter, base.layers[index] if base is not None else None)
+            _layer(module, adapter, base.layers[index] if base is not None else None, merge)
             for index, module in enumerate(_decoder_layers(causal))
         ]
         self.head_dim: int = _decoder_layers(causal)[0].self_attn.head_dim
         self.norm = Norm(causal.model.norm)
-        self.head: Linear = Linear([causal.lm_head], None, adapter, base.head if base is not None else None)
+        self.head: Linear = Linear([causal.lm_head], None, adapter, base.head if base is not None else None, merge)
         self.by_onednn: bool = self.head.product is onednn
         self.embedding: Tensor = torch.empty(0)
         self.angles: tuple[Tensor, Tensor] | None = None
@@ -363,12 +372,12 @@ class Weights:
         return self.angles
 
 
-def _layer(module: LlamaDecoderLayer, adapter: str | None, base: Layer | None) -> Layer:
+def _layer(module: LlamaDecoderLayer, adapter: str | None, base: Layer | None, merge: bool) -> Layer:
     attention, mlp = module.self_attn, module.mlp
     qwen = cast("Qwen3Attention", attention)
 
     def linear(sources: list[nn.Module], shared: Linear | None, scale_by: LlamaRMSNorm | None = None) -> Linear:
-        return Linear(sources, scale_by, adapter, shared)
+        return Linear(sources, scale_by, adapter, shared, merge)
 
     qkv = linear(
         [attention.q_proj, attention.k_proj, attention.v_proj], base.qkv if base else None, module.input_layernorm

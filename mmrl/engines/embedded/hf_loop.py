@@ -8,15 +8,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from mmrl.engines.embedded.architecture import causal_lm
 from mmrl.engines.embedded.batch_rows import BatchRow
 
 if TYPE_CHECKING:
-    from peft import LoraModel, PeftModel
     from transformers import DynamicCache
 
 
@@ -43,6 +43,7 @@ class HFLoop:
         self._training: list[torch.nn.Module] = []
         self._cache: DynamicCache | None = None
         self._mask: torch.Tensor | None = None
+        self._layers = adapter_layers(model)
 
     def start(self) -> None:
         """Switch dropout off."""
@@ -99,7 +100,7 @@ class HFLoop:
             # Counted over real tokens: padding must not shift the rotary angles of a prompt.
             positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
             extra["position_ids"] = positions[:, -ids.shape[1] :]
-        with using(self.model, self.adapter):
+        with using(self._layers, self.adapter):
             output = self.model(
                 input_ids=ids,
                 attention_mask=mask,
@@ -112,27 +113,29 @@ class HFLoop:
         return output.logits[:, -1]
 
 
+def adapter_layers(model: torch.nn.Module) -> list[BaseTunerLayer]:
+    """The layers of a model that hold adapters."""
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
 @contextmanager
-def using(model: torch.nn.Module, adapter: str | None) -> Iterator[None]:
-    """Inside, `adapter` is the model's active one; peft also moves `requires_grad` with it, which is put back."""
-    if adapter is None:
+def using(layers: Sequence[BaseTunerLayer], adapter: str | None) -> Iterator[None]:
+    """Inside, `adapter` is the active one of these layers; None: whichever is active already."""
+    if adapter is None or all(layer.active_adapters == [adapter] for layer in layers):
         yield
         return
-    adapted = cast("PeftModel", model)
-    if adapted.active_adapters == [adapter]:
-        yield
-        return
-    # peft's set_adapter also turns on the gradients of the adapter and off those of the others. Generation happens
-    # between two updates, so the trainer's set must be as it was.
-    layers = cast("LoraModel", adapted.base_model)
-    before = list(adapted.active_adapters)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    layers.set_adapter(adapter)
+    # A layer's set_adapter also turns on the gradients of the adapter and off those of the others. Generation happens
+    # between two updates, so the trainer's set must be as it was. Of these layers alone: a walk over all parameters
+    # would be made for every token.
+    before = [list(layer.active_adapters) for layer in layers]
+    held = [p for layer in layers for name in layer.adapter_layer_names for p in getattr(layer, name).parameters()]
+    trained = [parameter.requires_grad for parameter in held]
+    for layer in layers:
+        layer.set_adapter(adapter)
     try:
         yield
     finally:
-        layers.set_adapter(before)
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-        for parameter in trained:
-            parameter.requires_grad_(True)
+        for layer, names in zip(layers, before, strict=True):
+            layer.set_adapter(names)
+        for parameter, flag in zip(held, trained, strict=True):
+            parameter.requires_grad_(flag)

@@ -192,12 +192,12 @@ def probe_logprobs(model: PreTrainedModel, ids: Sequence[int], adapter: str | No
     # Here and not above: an evaluation by a server never loads torch's models in this process.
     import torch
 
-    from mmrl.engines.embedded.hf_loop import using
+    from mmrl.engines.embedded.hf_loop import adapter_layers, using
 
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad(), using(model, adapter):
+        with torch.no_grad(), using(adapter_layers(model), adapter):
             device = next(model.parameters()).device
             tokens = torch.tensor([list(ids)], device=device)
             scores = model(input_ids=tokens).logits[0, :-1].float().log_softmax(dim=-1)
