@@ -125,8 +125,8 @@ def _score_in_chunks(
     likeliest: list[torch.Tensor] = []
 
     def measure(hidden: torch.Tensor, targets: torch.Tensor, again: list[bool]) -> torch.Tensor:
-        # `again` is this chunk's own list: when the backward pass runs the chunk a second time, what carries no gradient
-        # is neither computed nor counted twice.
+        # `again` is this chunk's own list: when the backward pass runs the chunk a second time, nothing that carries no
+        # gradient is computed or counted twice.
         logits = forward(hidden)
         logprobs, chunk_entropy = _measure(logits, targets, temperature, entropy and not again)
         if chunk_entropy is not None:

@@ -10,7 +10,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3Config, Qwen3
 import mmrl.models.load
 from mmrl.config import ModelConfig
 from mmrl.errors import ConfigError
-from mmrl.models import chat
+from mmrl.models import chat as rendering
 from mmrl.models.chat import decode_text, encode_text, render_prompt
 from mmrl.models.load import load_model, load_tokenizer, refuse_targets
 
@@ -208,10 +208,10 @@ def test_import_is_light():
 
 def test_remembered_prompts_are_bounded_by_their_tokens(monkeypatch):
     tokenizer = make_tokenizer()
-    monkeypatch.setattr(chat._Renderer, "LIMIT", 400)
+    monkeypatch.setattr(rendering._Renderer, "LIMIT", 400)
     prompts = [[{"role": "user", "content": f"{number} " + "the cat sat " * (number % 7 * 5)}] for number in range(60)]
     first = [render_prompt(tokenizer, messages) for messages in prompts]
-    renderer = chat._RENDERERS[tokenizer]
+    renderer = rendering._RENDERERS[tokenizer]
     assert renderer.tokens == sum(map(len, renderer.cache.values())) <= 400
     assert list(renderer.cache.values()) == first[-len(renderer.cache) :]  # the newest stay
     assert [render_prompt(tokenizer, messages) for messages in prompts] == first
