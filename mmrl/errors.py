@@ -148,6 +148,10 @@ class EngineFailure(RolloutError):
     kind = "engine"
 
 
+class RequestFailure(EngineFailure):
+    """No engine could generate for the request: an empty prompt, a token id outside the vocabulary."""
+
+
 class JudgeFailure(RolloutError):
     """A judge gave no answer. (What it replied is scored by a fixed rule where it cannot be read.)"""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from mmrl.config.base import Section, no_lookalike
+from mmrl.config.base import Section, Temperature, no_lookalike
 from mmrl.config.rules import checked
 from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.errors import ConfigError
@@ -34,7 +34,7 @@ class AlgoConfig(Section):
         le=10_000_000,
         description="L_max that loss_mean=constant divides by; null: the longest sequence of the batch",
     )
-    temperature: float = Field(1.0, gt=0, description="sampling temperature of training rollouts")
+    temperature: Temperature = Field(1.0, gt=0, description="sampling temperature of training rollouts")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling of training rollouts; 1: off")
     top_k: int = Field(0, ge=0, description="the same among the k likeliest tokens; 0: off")
     parse_retries: int = Field(0, ge=0, le=10, description="extra attempts after a parse failure in training rollouts")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable, Mapping
-from typing import Self, TypeVar
+from typing import Annotated, Self, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from mmrl.errors import nearest, unknown
 from mmrl.secrets import holder, secret_name, user_in_address
@@ -16,6 +16,18 @@ from mmrl.secrets import holder, secret_name, user_in_address
 SPLITS = ("train", "dev", "test")
 MINI = "mini"
 """In place of a file or hub id: the embedded mini world."""
+LEAST_TEMPERATURE = 0.01
+"""Lowest temperature above 0: logits divided by much less overflow, and such samples are the greedy ones."""
+
+
+def sampled_or_greedy(temperature: float) -> float:
+    """The temperature; raises `ValueError` between 0 and `LEAST_TEMPERATURE`."""
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise ValueError(f"got {temperature!r}, expected at least {LEAST_TEMPERATURE}, or 0 where greedy is meant")
+    return temperature
+
+
+Temperature = Annotated[float, AfterValidator(sampled_or_greedy)]
 
 
 class Section(BaseModel):

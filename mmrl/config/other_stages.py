@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from mmrl.config.base import Section
+from mmrl.config.base import Section, Temperature
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.rules import checked
 
@@ -215,7 +215,7 @@ class SftConfig(Section):
     per_example: int | None = Field(
         1, ge=1, description="at most so many rollouts of an example, the best ones; null: all that have min_reward"
     )
-    temperature: float = Field(1.0, gt=0, description="sampling temperature of the rollouts")
+    temperature: Temperature = Field(1.0, gt=0, description="sampling temperature of the rollouts")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling of the rollouts; 1: off")
     top_k: int = Field(0, ge=0, description="the same among the k likeliest tokens; 0: off")
     parse_retries: int = Field(0, ge=0, le=10, description="extra attempts after a parse failure in the rollouts")

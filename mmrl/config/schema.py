@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
-from mmrl.config.base import Section, by_name
+from mmrl.config.base import Section, Temperature, by_name
 from mmrl.config.engines import ENGINE_SCHEMAS, EngineConfig
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, PromptConfig, SftConfig
 from mmrl.config.tasks import TASK_SCHEMAS, PluginTaskConfig, TaskConfig
@@ -152,7 +152,7 @@ class EvalConfig(Section):
         description="N items of the split, of data files N that are drawn, the same ones in every run; null: all",
     )
     samples: int = Field(1, ge=1, description="rollouts per item, each with its own seed")
-    temperature: float = Field(0.0, ge=0, description="0 is greedy")
+    temperature: Temperature = Field(0.0, ge=0, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1: off")
     top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0: off")
     parse_retries: int = Field(

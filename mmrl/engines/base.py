@@ -104,6 +104,8 @@ class Engine(ABC):
     # An attribute, not a method: the stage compares it before every batch to see whether a push is due.
     policy_version: int = 0
     """Number of optimiser steps behind the weights that are served; -1: none pushed yet."""
+    max_context: int | None = None
+    """Most tokens of prompt and completion together; None: not known here."""
     repeats_greedy: bool = False
     """Whether the same greedy request gets the same tokens again, whatever is decoded beside it."""
 

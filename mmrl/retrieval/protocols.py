@@ -35,11 +35,21 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class BadRequest(ValueError):
-    """A request that is not the protocol's; answered with status 422 and the reason."""
+    """A request that is not the protocol's; answered with its status and the reason."""
+
+    status = 422
 
 
 class TooLarge(BadRequest):
-    """A request whose body is too large; answered with status 413."""
+    """A request whose body is too large."""
+
+    status = 413
+
+
+class TooSlow(BadRequest):
+    """A request whose body does not come to its end."""
+
+    status = 408
 
 
 def _shortened(value: object) -> object:

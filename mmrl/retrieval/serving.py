@@ -30,13 +30,14 @@ from mmrl.retrieval.protocols import (
     DspyRequest,
     SearchR1Request,
     TooLarge,
+    TooSlow,
     dspy_item,
     read_request,
     search_r1_item,
 )
 from mmrl.retrieval.remote import HttpOptions, RemoteRetriever
 from mmrl.system.child_process import ChildProcess
-from mmrl.system.http_server import BodyTooLarge, read_body, require_token
+from mmrl.system.http_server import BodyTooLarge, BodyTooSlow, read_body, require_token
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -206,7 +207,7 @@ async def _respond(meter: Meter, path: str, work: Awaitable[object]) -> Response
     try:
         reply = await work
     except BadRequest as error:
-        status, reply = 413 if isinstance(error, TooLarge) else 422, {"error": True, "message": str(error)}
+        status, reply = error.status, {"error": True, "message": str(error)}
     # Whatever a retriever raises must reach the client as a status, and the server must go on.
     except Exception as error:
         log.exception("search failed")
@@ -225,6 +226,8 @@ async def _json(request: Request) -> object:
         return json.loads(await read_body(request, LARGEST_REQUEST))
     except BodyTooLarge:
         raise TooLarge(f"a request above {LARGEST_REQUEST} bytes") from None
+    except BodyTooSlow:
+        raise TooSlow("the body of the request did not come to its end") from None
     except (ValueError, RecursionError):
         raise BadRequest("the body is not JSON") from None
 

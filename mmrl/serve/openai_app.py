@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request, Sampling
-from mmrl.errors import LengthFailure, RolloutError
+from mmrl.errors import LengthFailure, RequestFailure, RolloutError
 from mmrl.models.chat import decode_text, render_prompt
 from mmrl.serve.protocol import (
     LARGEST_REQUEST,
@@ -31,7 +31,7 @@ from mmrl.serve.protocol import (
     read_chat,
     read_prompt,
 )
-from mmrl.system.http_server import BodyTooLarge, read_body, require_token
+from mmrl.system.http_server import BODY_S, BodyTooLarge, BodyTooSlow, read_body, require_token
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Response
@@ -140,36 +140,47 @@ class _Server:
         self.in_flight = 0
         # One thread: the renderer keeps what it has rendered, and is not made for several.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="mmrl-render")
+        # As the vocabulary spells tokens: a byte is at least one character there, so no token stands for more text.
+        self._longest = max(map(len, served.tokenizer.get_vocab()))
 
     async def answer(
         self, request: HttpRequest, shape: _Shape, prepare: Callable[[bytes], Awaitable[Prepared]]
     ) -> Response:
         """The reply to a request, or its refusal as an OpenAI error object."""
-        from fastapi.responses import JSONResponse, StreamingResponse
+        from fastapi.responses import JSONResponse
 
-        # Refused before the body is read: under load a refusal must cost next to nothing.
+        # Also before the body is read: under load a refusal costs next to nothing. A body on its way holds no place.
         if self.in_flight >= MOST_REQUESTS:
-            refused = error_object(429, f"more than {MOST_REQUESTS} requests at once")
-            return JSONResponse(refused, status_code=429, headers={"Retry-After": "1"})
-        self.in_flight += 1
-        streams = False
+            return _busy()
         try:
-            parsed, generation = await prepare(await read_body(request, LARGEST_REQUEST))
-            running = _Running(self.served, parsed, generation)
-            try:
-                # Once a stream has begun its status is sent, so what is refused at once must come before.
-                await running.begun()
-                if parsed.stream:
-                    streams = True
-                    return StreamingResponse(self._stream(running, shape), media_type="text/event-stream")
-                await _until_done(running.task, request)
-                return JSONResponse(_whole(running, shape))
-            finally:
-                if not streams:
-                    running.cancel()
+            body = await read_body(request, LARGEST_REQUEST)
         except BodyTooLarge:
             text = f"the body has more than {LARGEST_REQUEST} bytes"
             return JSONResponse(error_object(413, text), status_code=413)
+        except BodyTooSlow:
+            text = f"the body did not come to its end in {BODY_S:g} seconds"
+            return JSONResponse(error_object(408, text), status_code=408)
+        if self.in_flight >= MOST_REQUESTS:
+            return _busy()
+        self.in_flight += 1
+        running: _Running | None = None
+
+        def release() -> None:
+            self.in_flight -= 1
+            if running is not None:
+                running.cancel()
+
+        streams = False
+        try:
+            parsed, generation = await prepare(body)
+            running = _Running(self.served, parsed, generation)
+            # Once a stream has begun its status is sent, so what is refused at once must come before.
+            await running.begun()
+            if parsed.stream:
+                streams = True
+                return _stream_response(self._stream(running, shape), release)
+            await _until_done(running.task, request)
+            return JSONResponse(_whole(running, shape))
         except Refused as refused:
             return JSONResponse(refused.body(), status_code=refused.status)
         # Whatever else goes wrong must reach the client as a status, and the server must go on.
@@ -178,7 +189,7 @@ class _Server:
             return JSONResponse(refusal, status_code=status)
         finally:
             if not streams:
-                self.in_flight -= 1
+                release()
 
     async def chat(self, parsed: ChatRequest) -> Prepared:
         """A chat request for the engine.
@@ -189,6 +200,7 @@ class _Server:
         from jinja2 import TemplateError
 
         module, messages = self._module(parsed), parsed.rendered()
+        self._refuse_endless(sum(len(message["content"]) for message in messages))
         try:
             # A long conversation takes a while to encode, in which no other request's token could be sent.
             ids = await self._in_thread(lambda: render_prompt(self.served.tokenizer, messages))
@@ -204,12 +216,22 @@ class _Server:
             prompt = prompt[0]
         if isinstance(prompt, str):
             text = prompt
+            self._refuse_endless(len(text))
             ids = tuple(await self._in_thread(lambda: self.served.tokenizer.encode(text)))
         elif all(isinstance(token, int) for token in prompt):
             ids = tuple(int(token) for token in prompt)
         else:
             raise Refused(400, "prompt: got several texts, expected one", "prompt")
         return parsed, self._generation(parsed, module, ids)
+
+    def _refuse_endless(self, characters: int) -> None:
+        """Refuse a prompt that no context could hold before it is encoded, which takes seconds for all others too."""
+        context = self.served.engine.max_context
+        if context is not None and characters > context * self._longest:
+            raise LengthFailure(
+                f"a prompt of {characters:,} characters leaves no room in a context of {context} tokens of at most "
+                f"{self._longest} characters"
+            )
 
     def _module(self, parsed: SamplingRequest) -> str:
         if parsed.model not in self.served.models:
@@ -248,10 +270,33 @@ class _Server:
                 yield _event(head, choices=[], usage=running.usage())
         except Exception as error:  # the status is sent already
             yield f"data: {json.dumps(_failed(error)[1])}\n\n"
-        finally:
-            running.cancel()
-            self.in_flight -= 1
         yield "data: [DONE]\n\n"
+
+
+def _stream_response(events: AsyncIterator[str], release: Callable[[], None]) -> Response:
+    """A response of server-sent events.
+
+    Args:
+        release: called when it ends, however it ends. Not the generator's own `finally`: of a client that leaves before
+            the first event the generator never starts.
+    """
+    from fastapi.responses import StreamingResponse
+
+    class Stream(StreamingResponse):
+        async def __call__(self, *arguments: Any) -> None:
+            try:
+                await super().__call__(*arguments)
+            finally:
+                release()
+
+    return Stream(events, media_type="text/event-stream")
+
+
+def _busy() -> Response:
+    from fastapi.responses import JSONResponse
+
+    refused = error_object(429, f"more than {MOST_REQUESTS} requests at once")
+    return JSONResponse(refused, status_code=429, headers={"Retry-After": "1"})
 
 
 class _Running:
@@ -366,6 +411,8 @@ def _failed(error: Exception) -> tuple[int, dict[str, object]]:
     """Status and OpenAI error object of what an engine raised."""
     if isinstance(error, LengthFailure):
         return 400, error_object(400, str(error), "messages", "context_length_exceeded")
+    if isinstance(error, RequestFailure):
+        return 400, error_object(400, str(error))
     if isinstance(error, RolloutError):
         log.warning("request failed: %s", error)
         return 500, error_object(500, str(error))

@@ -11,6 +11,8 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from mmrl.config.base import Temperature
+
 LARGEST_REQUEST = 4 * 2**20
 """Bytes of a request's body."""
 MOST_TOKENS = 2**17
@@ -101,7 +103,7 @@ class SamplingRequest(_Body):
     """What chat completions and completions share."""
 
     model: str
-    temperature: float = Field(1.0, ge=0, le=100)
+    temperature: Temperature = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     max_tokens: int | None = Field(None, ge=1)
@@ -171,6 +173,11 @@ def _read(schema: type[BodyT], body: bytes) -> BodyT:
         raise Refused(400, "the body is not JSON") from None
     if not isinstance(given, dict):
         raise Refused(400, "the body is no JSON object")
+    try:
+        json.dumps(given, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        # No tokenizer takes it, and no reply could quote it.
+        raise Refused(400, "a text of the body has half a character (a lone surrogate)") from None
     # Clients send many fields at their default; refusing those would refuse most clients.
     for name, harmless in NEUTRAL.items():
         value = given.pop(name, None)

@@ -5,6 +5,7 @@ FastAPI and uvicorn are imported when they are needed.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
 import threading
@@ -17,8 +18,16 @@ if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
 
 
+BODY_S = 10.0
+"""Seconds for the whole body of a request."""
+
+
 class BodyTooLarge(Exception):
     """A request with a body beyond the limit; what was read of it is dropped."""
+
+
+class BodyTooSlow(Exception):
+    """A request whose body has not come in `BODY_S`, or whose client has left before its end."""
 
 
 def require_token(app: FastAPI, token: str, refusal: object) -> None:
@@ -46,16 +55,23 @@ async def read_body(request: Request, limit: int) -> bytes:
 
     Raises:
         BodyTooLarge: it has more; by its header (then nothing is read), or as soon as they have come.
+        BodyTooSlow: its end does not come.
     """
+    from starlette.requests import ClientDisconnect
+
     body = bytearray()
     # What the client says first: nothing of a body that is too large is read then.
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced[:20]) > limit:
         raise BodyTooLarge
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise BodyTooLarge
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > limit:
+                    raise BodyTooLarge
+    except (TimeoutError, ClientDisconnect):
+        raise BodyTooSlow from None
     return bytes(body)
 
 

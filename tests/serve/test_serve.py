@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import io
 import json
+import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -308,6 +311,113 @@ def test_more_requests_than_allowed_are_told_to_come_back_and_who_goes_away_is_f
             if not left:
                 break
     assert left == 0, "whoever has gone makes room for others"
+
+
+def requests_now(url: str) -> int:
+    with urllib.request.urlopen(f"{url}/health", timeout=10) as reply:
+        return int(json.loads(reply.read())["requests"])
+
+
+def none_left(url: str) -> bool:
+    for _ in range(500):
+        if not requests_now(url):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def post(url: str, body: bytes, announced: int | None = None, path: str = "/v1/chat/completions") -> socket.socket:
+    """A connection on which a request was sent; its body may be shorter than it announces."""
+    host, port = url.removeprefix("http://").split(":")
+    sent = socket.create_connection((host, int(port)), timeout=30)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body) if announced is None else announced}\r\n\r\n"
+    sent.sendall(head.encode() + body)
+    return sent
+
+
+def test_clients_that_leave_before_a_streams_first_byte_leave_nothing_behind() -> None:
+    engine = Gate(together=99)
+    ask = json.dumps({"model": "policy", "messages": ASK, "stream": True}).encode()
+    app = make_app(Served(engine=engine, tokenizer=Templated(), models={"policy": ""}))
+
+    async def gone_at_once() -> None:
+        """The application as its server calls it, with a client to whom nothing can be sent any more."""
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+        parts = iter([{"type": "http.request", "body": ask}])
+
+        async def receive() -> dict[str, Any]:
+            return next(parts, {"type": "http.disconnect"})
+
+        async def send(message: Any) -> None:
+            raise OSError("the client has gone")
+
+        for _ in range(3):
+            parts = iter([{"type": "http.request", "body": ask}])
+            with contextlib.suppress(Exception):
+                await app(scope, receive, send)
+        await asyncio.sleep(0.05)
+
+    asyncio.run(gone_at_once())
+    assert engine.cancelled == 3 and engine.waiting == 0
+    with listening(app) as url:
+        assert requests_now(url) == 0
+        for _ in range(5):
+            post(url, ask).close()
+        assert none_left(url)
+
+
+def test_bodies_that_do_not_come_hold_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmrl.serve.openai_app.MOST_REQUESTS", 2)
+    monkeypatch.setattr("mmrl.system.http_server.BODY_S", 1.0)
+    app = make_app(Served(engine=Gate(together=1), tokenizer=Templated(), models={"policy": ""}))
+    with listening(app) as url:
+        slow = [post(url, b"{", announced=100) for _ in range(10)]
+        with client(f"{url}/v1") as asking:
+            assert asking.chat.completions.create(model="policy", messages=ASK).choices  # type: ignore[arg-type]
+        for sent in slow:
+            assert sent.recv(1000).startswith(b"HTTP/1.1 408 ")
+            sent.close()
+        post(url, b"{", announced=100).close()  # leaves while its body is read
+        assert none_left(url)
+
+
+def test_a_client_that_leaves_while_its_body_is_read_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app(Served(engine=Gate(together=1), tokenizer=Templated(), models={"policy": ""}))
+    with listening(app) as url:
+        post(url, b"{", announced=100).close()
+        time.sleep(0.3)
+        assert requests_now(url) == 0
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [-1]},
+        {"prompt": [10**30]},
+        {"prompt": []},
+        {"prompt": ""},
+        {"prompt": "\ud800"},
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+        {"prompt": "a", "model": "\ud800"},
+        {"prompt": "a", "\ud800": 1},
+        {"prompt": "a", "temperature": 1e-39},
+        {"prompt": "a " * 1_500_000},
+    ],
+    ids=lambda fields: f"{fields!a:.40}",
+)
+def test_mistakes_of_a_client_are_its_own(served: Any, fields: dict[str, Any]) -> None:
+    """Clients repeat a request that got a 5xx, and wait in between."""
+    path = "/chat/completions" if "messages" in fields else "/completions"
+    body = json.dumps({"model": "policy", "max_tokens": 2, **fields}).encode()
+    asked = urllib.request.Request(f"{served[0]}{path}", body, {"Authorization": f"Bearer {TOKEN}"})
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        urllib.request.urlopen(asked, timeout=30)
+    assert raised.value.code == 400
+    error = json.loads(raised.value.read())["error"]
+    assert error["type"] == "invalid_request_error" and error["message"]
+    if len(body) > 1e6:
+        assert "a prompt of 3,000,000 characters leaves no room" in error["message"], "refused without being encoded"
 
 
 def test_text_comes_in_whole_characters_however_tokens_cut_them(random_model: str) -> None:

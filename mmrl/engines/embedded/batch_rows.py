@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmrl import rng
+from mmrl.config.base import LEAST_TEMPERATURE
 from mmrl.engines.base import Completion, Request
-from mmrl.errors import EngineFailure, LengthFailure
+from mmrl.errors import EngineFailure, LengthFailure, RequestFailure
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -75,7 +76,7 @@ class Rules:
 
         Raises:
             LengthFailure: the prompt leaves no room in the context.
-            EngineFailure: any other impossible request.
+            RequestFailure: any other impossible request.
         """
         prompt, sampling = request.prompt_ids, request.sampling
         if self.max_context is not None and len(prompt) >= self.max_context:
@@ -83,18 +84,19 @@ class Rules:
                 f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.max_context} tokens"
             )
         if not prompt:
-            raise EngineFailure("the prompt has no tokens")
+            raise RequestFailure("the prompt has no tokens")
         # Checked here, where the error names the request: inside the batch it would be an index error for all rows.
         if min(prompt) < 0 or max(prompt) >= self.vocabulary:
-            raise EngineFailure(f"the prompt has a token id outside the model's vocabulary of {self.vocabulary}")
+            raise RequestFailure(f"the prompt has a token id outside the model's vocabulary of {self.vocabulary}")
         if self.adapters is not None and request.module not in self.adapters:
-            raise EngineFailure(f"module '{request.module}' has no adapter (there are {', '.join(self.adapters)})")
+            raise RequestFailure(f"module '{request.module}' has no adapter (there are {', '.join(self.adapters)})")
         if sampling.max_tokens < 1:
-            raise EngineFailure(f"max_tokens: got {sampling.max_tokens}, expected at least 1")
-        if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0):
-            raise EngineFailure(
+            raise RequestFailure(f"max_tokens: got {sampling.max_tokens}, expected at least 1")
+        warm = sampling.temperature == 0 or sampling.temperature >= LEAST_TEMPERATURE
+        if not (warm and 0 < sampling.top_p <= 1 and sampling.top_k >= 0):
+            raise RequestFailure(
                 f"got temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}; expected "
-                "temperature >= 0, 0 < top_p <= 1, top_k >= 0"
+                f"temperature 0 or at least {LEAST_TEMPERATURE}, 0 < top_p <= 1, top_k >= 0"
             )
 
     def row(self, request: Request) -> BatchRow:

@@ -75,7 +75,8 @@ class TransformersEngine(Engine):
             served = {name: initial if name == INITIAL else model for name in names or ()}
             options = config.loop, config.batch_tokens
             loop = AdapterLoop({name: decode_loop(one, *options) for name, one in served.items()})
-        rules = Rules(tokenizer, ends, settings.vocab_size, context_limit(settings, max_context), adapters)
+        self.max_context = context_limit(settings, max_context)
+        rules = Rules(tokenizer, ends, settings.vocab_size, self.max_context, adapters)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         self._decoder = RowDecoder(
             loop,
