@@ -168,6 +168,11 @@ class RolloutContext:
         """Recorded calls of this rollout in order, replayed ones included; each has the one before it as parent."""
         return self.tape.calls()
 
+    @property
+    def unread(self) -> list[Call]:
+        """Its calls so far whose reply does not parse."""
+        return [call for call in self.calls if not call.ok]
+
     def _prompt(
         self, messages: Sequence[Message] | str, after: Reply | None, max_observation: int | None
     ) -> tuple[tuple[int, ...], Call | None]:

@@ -92,13 +92,16 @@ class _Tree:
         try:
             # Of the program alone: a judge has its own limit, and its time is not the model's doing.
             async with _limited(limit, ctx.env.engine):
-                return await ctx.env.task.program.run(self.example, ctx)
+                prediction = await ctx.env.task.program.run(self.example, ctx)
         except TimeoutError as error:
             raise RolloutTimeout(f"took longer than task.timeout_s={limit:g}") from error
         except RolloutError:
             raise
         except Exception as error:
-            raise located(ProgramFailure, error) from error
+            raise _raised(ctx, ProgramFailure, error) from error
+        if prediction is None and ctx.unread:
+            raise ParseFailure("the program returned None after a reply that does not parse")
+        return prediction
 
     async def _execute(self, ctx: RolloutContext) -> Rollout:
         """Run the program and score it; every failure comes back as a typed rollout."""
@@ -123,7 +126,7 @@ class _Tree:
         except RolloutError:
             raise
         except Exception as error:
-            raise located(RewardFailure, error) from error
+            raise _raised(ctx, RewardFailure, error) from error
         finally:
             self.env.scoring.end(started)
         for event in ctx.events:
@@ -280,6 +283,20 @@ def _again(call: Call, program: Canonical, encode: Callable[[str], Sequence[int]
         sampled_ids=call.sampled_ids or call.completion_ids,
         logprobs=None,
     )
+
+
+def _raised(ctx: RolloutContext, kind: type[RolloutError], error: Exception) -> RolloutError:
+    """What an exception in the code of a program or its reward is in the record.
+
+    After a reply that does not parse, which the program caught, it is laid to the model: code that expects a value
+    finds none. Laid to the program, a model that never parses would be a broken program, and never trained.
+    """
+    failure = located(kind, error)
+    if not ctx.unread:
+        return failure
+    parse = ParseFailure(f"after a reply that does not parse: {failure}")
+    parse.traceback = failure.traceback
+    return parse
 
 
 def _name(path: Sequence[int]) -> str:

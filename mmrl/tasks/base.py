@@ -59,7 +59,8 @@ class Context(Protocol):
             max_tokens: limit on the completion; None takes `task.max_tokens`.
             stop: strings that end the completion; they stay in its text.
             parse: turns the text into a value, or raises `ParseFailure`; retried up to the allowed number of times,
-                then the failure ends the rollout. Only the last attempt is recorded.
+                then raised here, which ends the rollout unless the program catches it. Only the last attempt is
+                recorded.
             facts: numbers that the module's penalty and behaviour metrics need (e.g. `{"documents": 10}`).
         """
         ...

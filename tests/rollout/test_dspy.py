@@ -222,32 +222,6 @@ def test_retries_of_a_reply_that_does_not_parse():
     assert len(set(seen)) == 3
 
 
-class Swallowing(dspy.Module):
-    def __init__(self, method):
-        super().__init__()
-        self.answer = dspy.Predict("text -> answer")
-        if method == "async":
-            self.aforward = self._aforward
-
-    def forward(self, text):
-        try:
-            return self.answer(text=text)
-        except Exception:
-            return {"answer": "fine"}
-
-    async def _aforward(self, text):
-        try:
-            return await self.answer.acall(text=text)
-        except Exception:
-            return {"answer": "fine"}
-
-
-@pytest.mark.parametrize("method", ["async", "sync"])
-def test_a_module_cannot_swallow_a_failure(method):
-    forest, _ = run(Swallowing(method), independent(1), answer=lambda request: "no")
-    assert only(forest).error == "parse" and not forest.path(only(forest))[0].ok
-
-
 class Drifting(dspy.Module):
     """Asks for something else each time it runs."""
 

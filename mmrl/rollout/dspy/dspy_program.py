@@ -23,6 +23,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from mmrl.errors import ConfigError, ParseFailure, ProgramFailure, unknown
 from mmrl.records import Call, Example
+from mmrl.rollout.dspy.attempts import counted_anew
 from mmrl.rollout.dspy.host import Host, Parse, checked_messages, messages_of, record_tools
 from mmrl.rollout.dspy.structure import Structure
 from mmrl.system.replies import quoted
@@ -40,9 +41,9 @@ class DspyProgram:
     `forward` in a thread of its own for each rollout (a shared pool would deadlock: a deterministic engine waits until
     all live programs wait in it). The prediction is what the module returns; `description` gives it as JSON values.
 
-    A reply that the adapter cannot parse is retried as `parse_retries` says and then ends the rollout, even where the
-    module catches the exception: `present_fields` / `expected_fields` of the failing call are the output fields that
-    were read and those of the signature (0 read where a value has the wrong type).
+    A reply that the adapter cannot parse is retried as `parse_retries` says; then the module gets DSPy's exception,
+    which ends the rollout unless the module catches it. `present_fields` / `expected_fields` of the failing call are
+    the output fields that were read and those of the signature (0 read where a value has the wrong type).
 
     Args:
         layout: `task.prompt_layout`.
@@ -113,14 +114,15 @@ class DspyProgram:
         settings = {"lm": TapeLM(host), "adapter": adapter, "disable_history": True, "track_usage": False}
         try:
             # DSPy's settings are context variables: rollouts that run at once do not see each other's.
-            with dspy.context(**settings, trace=trace), tape.running(host):
+            with dspy.context(**settings, trace=trace), tape.running(host), counted_anew():
                 if _awaits(self.module):
                     output: object = await self.module.acall(**example.inputs)
                 else:
                     output = await in_thread(self.module, **example.inputs)
-        except Exception:
+        except Exception as error:
             # what ended the rollout, not what the module or DSPy made of it
             host.raise_failure()
+            host.raise_parse_failure(error)
             raise
         finally:
             host.close()

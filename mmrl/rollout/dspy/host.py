@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 import dspy
 from dspy.utils.callback import with_callbacks
+from dspy.utils.exceptions import AdapterParseError
 from pydantic import BaseModel
 
-from mmrl.errors import ProgramFailure, RolloutError
+from mmrl.errors import ParseFailure, ProgramFailure, RolloutError
 from mmrl.rollout.dspy.structure import Structure, option_problem
 from mmrl.system.user_code import in_thread, is_async
 from mmrl.tasks.base import Context, Message
@@ -32,6 +33,8 @@ class Host:
     def __init__(self, ctx: Context, structure: Structure, loop: asyncio.AbstractEventLoop):
         self.ctx, self.structure, self.loop = ctx, structure, loop
         self.failure: RolloutError | None = None
+        self._unread: list[tuple[AdapterParseError, ParseFailure]] = []
+        """What the module got for each reply that does not parse, and what it is in the record."""
         self._lock = threading.Lock()
         # Untyped: each future has the type of what its coroutine returns.
         self._waiting: set[Future[Any]] = set()
@@ -46,14 +49,23 @@ class Host:
             if problem:
                 raise ProgramFailure(problem)
             stop = options.get("stop") or ()
-            reply = await self.ctx.call(
-                name,
-                checked_messages(name, messages),
-                parse=parse,
-                max_tokens=options.get("max_tokens"),
-                stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            )
-        return reply.text
+            try:
+                reply = await self.ctx.call(
+                    name,
+                    checked_messages(name, messages),
+                    parse=parse,
+                    max_tokens=options.get("max_tokens"),
+                    stop=(stop,) if isinstance(stop, str) else tuple(stop),
+                )
+                return reply.text
+            except ParseFailure as error:
+                # Without one the call has no reply: a teacher's rollout ended where the student's program goes on.
+                if not isinstance(error.__cause__, AdapterParseError):
+                    raise
+                failure, unread = error, _same(error.__cause__)
+        # Not a failure of the rollout: the module may catch it, as in plain DSPy, and go on.
+        self._unread.append((unread, failure))
+        raise unread
 
     async def tool(self, name: str, **arguments: object) -> object:
         """See `mmrl.tasks.dspy.tools.Host.tool`."""
@@ -122,6 +134,13 @@ class Host:
         """Raise what ended the rollout, if something has: a module may have caught it."""
         if self.failure is not None:
             raise self.failure
+
+    def raise_parse_failure(self, error: Exception) -> None:
+        """Raise what a reply that does not parse is in the record, if `error` is what the module got for it."""
+        for unread, failure in self._unread:
+            if unread is error:
+                # Without the cause, by which `call` knows a reply.
+                raise ParseFailure(str(failure), failure.present, failure.expected) from None
 
     def _first_failure(self) -> _Remember:
         return _Remember(self)
@@ -245,6 +264,14 @@ def record_tools(tools: Iterable[dspy.Tool]) -> None:
         # In place, wherever an agent keeps it. A subclass of the user's may have a `__call__` of its own.
         if type(tool) is dspy.Tool:
             tool.__class__ = RecordedTool
+
+
+def _same(error: AdapterParseError) -> AdapterParseError:
+    """DSPy's exception again, for one rollout: several replay a call, and each may change what it gets."""
+    made: AdapterParseError = type(error).__new__(type(error), *error.args)
+    vars(made).update({name: _copied(value) for name, value in vars(error).items()})
+    made.__cause__, made.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return made
 
 
 def _copied(value: Any) -> Any:

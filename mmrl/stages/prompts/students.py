@@ -115,10 +115,10 @@ class DspyCandidate:
     def steps(self, forest: Forest, rollout: Rollout) -> list[JsonObject]:
         """See `Candidate.steps`."""
         steps, failed = self.program.traces.pop(rollout.example, ([], None))
-        calls = forest.path(rollout)
-        if rollout.error == ParseFailure.kind and failed is not None and calls:
-            # The reply that could not be read is not in the trace; its text is that of the last call.
-            steps = [*steps, {**failed, "outputs": None, "text": calls[-1].text}]
+        unread = [call.text for call in forest.path(rollout) if not call.ok]
+        if rollout.error == ParseFailure.kind and failed is not None and unread:
+            # The reply that could not be read is not in the trace.
+            steps = [*steps, {**failed, "outputs": None, "text": unread[-1]}]
         return steps
 
     def save(self, path: Path) -> None:
