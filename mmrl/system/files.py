@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -27,6 +28,10 @@ JsonObject: TypeAlias = dict[str, Any]
 """A JSON object, as `json.loads` returns it: whoever reads a value must know its type."""
 LONGEST_NAME, LONGEST_PATH = 255, 4095
 """Bytes of a file's name and of a path (Linux)."""
+
+
+MOST_VALUES = 1_000_000
+"""Values in a YAML file; a few lines of aliases may stand for more than a machine has."""
 
 
 def to_plain(value: object) -> object:
@@ -210,6 +215,10 @@ def read_yaml(path: Path) -> object:
 
     try:
         content: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if _written_out(content, {}) > MOST_VALUES:
+            raise DataError(
+                f"{path}: cannot be read: more than {MOST_VALUES:,} values once its aliases are written out"
+            )
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
@@ -221,6 +230,21 @@ def read_yaml(path: Path) -> object:
         reason = " ".join(str(error).split()).partition(' in "<unicode string>"')[0]
         raise DataError(f"{path}: cannot be read: not YAML ({reason or type(error).__name__})") from None
     return content
+
+
+def _written_out(value: object, known: dict[int, float]) -> float:
+    """Values in `value`, those behind an alias counted at each place; endless where one holds itself.
+
+    Args:
+        known: of lists and mappings that were counted already, by identity.
+    """
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = math.inf  # found again below itself
+        items = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_written_out(item, known) for item in items)
+    return known[id(value)]
 
 
 def gunzip(data: bytes, largest: int) -> bytes:

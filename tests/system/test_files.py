@@ -48,3 +48,14 @@ def test_a_yaml_file_that_cannot_be_read_is_named(text, tmp_path):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(DataError, match=rf"{tmp_path}/config.yaml(:1)?: cannot be read: not YAML \("):
         read_yaml(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("last", ["[*a7,*a7]", "[*a8]"], ids=["growing", "of itself"])
+def test_aliases_that_grow_are_refused_before_anything_is_made_of_them(last, tmp_path):
+    lines = ["a0: &a0 [" + ",".join("x" * 10) + "]"]
+    lines += [f"a{n}: &a{n} [" + ",".join([f"*a{n - 1}"] * 10) + "]" for n in range(1, 8)]
+    (tmp_path / "config.yaml").write_text("\n".join([*lines, f"a8: &a8 {last}"]))
+    with pytest.raises(DataError, match=r"config\.yaml: cannot be read: more than 1,000,000 values once its aliases"):
+        read_yaml(tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text("\n".join(lines[:5]))
+    assert read_yaml(tmp_path / "config.yaml")["a4"][9][9][9][9] == list("x" * 10)

@@ -107,6 +107,10 @@ def test_musique_records(tmp_path):
         ([record(0, context=None)], "(id 'r0'): context: expected a list of [title, sentences] pairs"),
         ([record(0, context=[["T", "text"]])], "(id 'r0'): context: expected a list of sentences"),
         ([record(0, supporting_facts=["T"])], "(id 'r0'): supporting_facts: expected a list"),
+        (
+            [record(0, supporting_facts={"title": "AB", "sent_id": "01"})],
+            "(id 'r0'): supporting_facts: expected lists in its columns title and sent_id",
+        ),
         ([["not", "a", "record"]], "record 0: got list, expected a record"),
         ([], "has no records"),
         ({"data": []}, "got dict, expected a JSON list"),
