@@ -65,6 +65,8 @@ class Stopped(KeyboardInterrupt):
 
     # What a shell reports of a process that SIGTERM has ended: a script that continues runs needs to know one code.
     exit_code = 143
+    resume = ""
+    """The command that continues what was stopped; empty where nothing had begun."""
 
 
 class TooManyFailures(MmrlError):

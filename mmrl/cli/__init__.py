@@ -111,7 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         if end.code != Stopped.exit_code:
             raise
-        print("stopped by SIGTERM", file=sys.stderr)
+        resume = end.__cause__.resume if isinstance(end.__cause__, Stopped) else ""
+        print(f"stopped by SIGTERM{resume and f'; continue with: {resume}'}", file=sys.stderr)
         return Stopped.exit_code
     except KeyboardInterrupt:
         # a run that had begun has printed the command that continues it

@@ -18,7 +18,8 @@ class Advice:
 
     seen: str
     """What was seen. `{now}` is a number and `{then}` what it is compared with, `{now_share}` and `{then_share}` in
-    percent, `{ratio}` the first as a share of the second; `{what}` is a name or a message."""
+    percent, `{only_share}` the first where it is small, `{ratio}` the first as a share of the second; `{what}` is a
+    name or a message, left out with its brackets where there is none."""
     change: str
     """The setting to change."""
 
@@ -30,6 +31,8 @@ class Advice:
         """`seen`, its numbers filled in."""
         # Replaced one by one: a message of a user's own code may hold braces.
         shown = {
+            **({} if what else {" ({what})": ""}),
+            "{only_share}": f"only {now:.0%}" if now else "none",
             "{now}": short(now),
             "{then}": short(then),
             "{now_share}": f"{now:.0%}",
@@ -52,9 +55,9 @@ _FORMAT = (
 
 ADVICE: Mapping[str, Advice] = {
     # --- of rollouts and their scores, before a run and in it
-    "never_parses": Advice("only {now_share} of the replies can be parsed, so next to nothing is learned", _FORMAT),
+    "never_parses": Advice("{only_share} of the replies can be parsed, so next to nothing is learned", _FORMAT),
     "never_valid": Advice("{now_share} of the replies are faulty ({what}), so next to nothing is learned", _FORMAT),
-    "seldom_parses": Advice("only {now_share} of the replies can be parsed", _FORMAT),
+    "seldom_parses": Advice("{only_share} of the replies can be parsed", _FORMAT),
     "cut": Advice(
         "{now_share} of the replies are cut at the limit of {what}",
         "raise task.max_tokens (and task.max_context, where prompt and reply fill it), or see that the model's chat "

@@ -101,7 +101,7 @@ def text_plot(values: Sequence[float], first: int, last: int, width: int = 80, h
         values: at least one finite number.
         first, last: steps of the first and last value.
     """
-    marks = ASCII_BLOCKS if not (sys.stdout.encoding or "").lower().startswith("utf") else BLOCKS
+    marks = ASCII_BLOCKS if _ascii_only() else BLOCKS
     # Room for the labels on the left; more columns than 72 do not help the eye.
     columns = binned(values, max(min(width - 14, 72), 10))
     repeat = max(1, min(6, 40 // len(columns)))
@@ -123,6 +123,10 @@ def text_plot(values: Sequence[float], first: int, last: int, width: int = 80, h
     lines.append(f"{' ' * margin} └{'─' * length}")
     lines.append(f"{' ' * margin}  {str(first).ljust(max(length - len(str(last)), len(str(first)) + 1))}{last}")
     return "\n".join(lines)
+
+
+def _ascii_only() -> bool:
+    return not (sys.stdout.encoding or "").lower().startswith("utf")
 
 
 def alarm_text(alarms: Sequence[Alarm], width: int = 100) -> str:
@@ -238,7 +242,8 @@ def finish(
     if curve:
         first, last, top = (short(curve[key]) for key in ("first", "last", "best"))
         parts.append(
-            f"training {name}  {first} → {last} (best {top}, means of 5 steps)\n  {sparkline(values.tolist(), 60)}"
+            f"training {name}  {first} → {last} (best {top}, means of 5 steps)\n"
+            f"  {sparkline(values.tolist(), 60, ascii_only=_ascii_only())}"
         )
     parts += [failures_text({"before": before, "after": after}), alarm_text(seen.alarms, width)]
     parts.append(further(run, seen, trouble))

@@ -152,7 +152,7 @@ class Progress:
     @_harmless
     def evaluation(self, step: int, split: str, metrics: Metrics) -> None:
         """An evaluation after `step` steps is done; keys with or without the prefix `eval/<split>/`."""
-        if not self._history:  # the one before training is no part of a step
+        if not self._history and step <= self._task.completed:  # the one before training is no part of a step
             self._bars.reset(self._task.id, completed=int(self._task.completed))
             self._bars.advance(self._task.id, 0)
         metrics = {key.removeprefix(f"eval/{split}/"): value for key, value in metrics.items()}

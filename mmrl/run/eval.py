@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from mmrl.config import EvalCommandConfig
@@ -21,7 +22,7 @@ from mmrl.run.check import check_all, served
 from mmrl.run.launch import released
 from mmrl.run.settle import complete_config, run_folder, settle, stored_config
 from mmrl.system.files import JsonObject, plain
-from mmrl.system.stop import stoppable
+from mmrl.system.stop import print_resume, stoppable
 from mmrl.tasks.base import Task
 
 
@@ -142,8 +143,8 @@ def _items(
                 )
                 rundir.ledger.note(results)
             return items, engine.describe(), total_usage([engine, task])
-        except (KeyboardInterrupt, StorageError):
-            print(f"stopped; continue with: mmrl eval resume={rundir.path}", file=sys.stderr)
+        except (KeyboardInterrupt, StorageError) as error:
+            print_resume(error, f"mmrl eval resume={rundir.path}", partial(print, file=sys.stderr))
             raise
 
 

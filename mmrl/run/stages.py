@@ -54,7 +54,7 @@ from mmrl.run.settle import (
 from mmrl.stages.prompts.split import expected_trials, split
 from mmrl.system.files import plain, read_jsonl
 from mmrl.system.json_lines import stored_lines
-from mmrl.system.stop import stoppable
+from mmrl.system.stop import print_resume, stoppable
 from mmrl.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def _run(config: Config, rundir: RunDir, *, resumed: bool) -> int:
         except (MmrlError, KeyboardInterrupt) as error:
             # A damaged file has its own way out, in the error.
             if not isinstance(error, CheckpointError) and (begun or not isinstance(error, ConfigError)):
-                progress.note(f"stopped; continue with: mmrl train resume={rundir.resumed_as}")
+                print_resume(error, f"mmrl train resume={rundir.resumed_as}", progress.note)
             raise
     print(text)
     return 0 if rundir.finished else 1

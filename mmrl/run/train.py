@@ -27,7 +27,7 @@ from mmrl.run.launch import adopt, must_start, released, start
 from mmrl.run.settle import complete_config, import_plugins, refuse_changes, run_folder, settle, stored_config
 from mmrl.system.files import JsonObject, plain
 from mmrl.system.processes import ALONE, Processes, join, launched, lost_a_process
-from mmrl.system.stop import stoppable
+from mmrl.system.stop import print_resume, stoppable
 from mmrl.tasks.base import Task
 
 STEADY = ("constant", "constant_with_warmup")
@@ -301,7 +301,7 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
                 )
         except (MmrlError, KeyboardInterrupt) as error:
             if built is not None or not isinstance(error, ConfigError):  # a wrong setting would stop it again
-                progress.note(f"stopped; continue with: mmrl train resume={rundir.resumed_as}")
+                print_resume(error, f"mmrl train resume={rundir.resumed_as}", progress.note)
             raise
     print(text)
     return 0 if rundir.finished else 1

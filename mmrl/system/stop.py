@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from mmrl.errors import Stopped
@@ -62,6 +62,14 @@ class Stop:
             self._held = True
 
 
+def print_resume(error: BaseException, command: str, show: Callable[[str], None]) -> None:
+    """Print the command that continues a run that `error` ends; after SIGTERM `mmrl.cli` does, as the last line."""
+    if isinstance(error, Stopped):
+        error.resume = command
+    else:
+        show(f"stopped; continue with: {command}")
+
+
 @contextmanager
 def quiet_loops() -> Iterator[None]:
     """Inside, no word of event loops that Ctrl-C ended within their constructor: they cannot even be printed."""
@@ -111,8 +119,8 @@ def stoppable(in_a_group: bool = False) -> Iterator[Stop]:
     hook, sys.unraisablehook = sys.unraisablehook, unraisable
     try:
         yield stop
-    except Stopped:
-        raise SystemExit(Stopped.exit_code) from None
+    except Stopped as stopped:
+        raise SystemExit(Stopped.exit_code) from stopped
     finally:
         stop.over()
         sys.unraisablehook = hook

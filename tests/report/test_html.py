@@ -2,8 +2,10 @@
 
 import base64
 import hashlib
+import io
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import fmean
@@ -20,6 +22,7 @@ from mmrl.report.html import report_run
 from mmrl.report.journal import write_step
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
+from mmrl.report.stats import BLOCKS
 from mmrl.report.trees import TokenTexts, coloured, shade, telling_examples
 from tests.helpers.runs import CONFIG, fake_run, forest, items, metrics
 
@@ -147,6 +150,13 @@ def finished(run, **more):
     compared = {"seed": 0, "split": "dev", "bootstrap": 200}
     facts = {"data": "mini world", "documents": 1200}
     return finish(run, facts, items(0), items(40), **compared, seconds=74.2, main_metric="f1", **more)
+
+
+def test_the_end_of_a_run_on_a_terminal_without_blocks(tmp_path, monkeypatch):
+    run = fake_run(tmp_path / "run")
+    assert "▁" in finished(run)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert not set(finished(run)) & set(BLOCKS)
 
 
 def test_the_end_of_a_run(tmp_path):

@@ -106,6 +106,17 @@ def test_the_pace_begins_with_the_first_step_and_has_evaluations_in_it(done):
     assert second.endswith("33 min 25 s/step  1 h 06 min left")
 
 
+def test_the_pace_of_a_run_of_one_step_is_that_of_the_step():
+    now = [0.0]
+    console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), width=80, get_time=lambda: now[0])
+    with Progress(total=1, console=console) as progress:
+        progress.evaluation(0, "dev", evaluation(0))
+        now[0] = 15
+        progress.evaluation(1, "dev", evaluation(0))  # the last one, which a run makes before it logs the step
+        progress.step(1, metrics(1))
+    assert written(console).splitlines()[-1].endswith("15 s/step  done")
+
+
 def test_rollouts_that_failed_from_outside_are_told_with_their_kinds():
     console = pipe()
     with Progress(total=2, console=console) as progress:

@@ -57,8 +57,9 @@ def test_a_run_that_is_terminated_saves_and_goes_on(
     with monkeypatch.context() as patched:
         patched.setattr(place, method, stops)
         assert main(small(random_model, run)) == 143
-    shown = " ".join(capsys.readouterr().err.split())
-    assert f"continue with: mmrl train resume={run}" in shown and "stopped by SIGTERM" in shown
+    shown = capsys.readouterr().err
+    assert shown.splitlines()[-1] == f"stopped by SIGTERM; continue with: mmrl train resume={run}"
+    assert shown.count("continue with") == 1
     assert checkpoints(run) == saved
     assert main(["train", f"resume={run}"]) == 0
     assert numbers(run) == numbers(whole)
