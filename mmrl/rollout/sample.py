@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +21,7 @@ from mmrl.rollout.plans import Fork, Tree
 from mmrl.rollout.tape import Event
 from mmrl.rollout.teachers import teacher_forced
 from mmrl.system.user_code import finite_numbers, located
-from mmrl.tasks.base import Canonical, Described, Score
+from mmrl.tasks.base import Canonical, Described, Guarded, Score
 
 
 @dataclass(slots=True)
@@ -212,25 +212,27 @@ async def sample(
     """
     # Ctrl-C inside a task would otherwise be printed once per branch.
     asyncio.get_running_loop().set_exception_handler(_stopped_quietly)
-    trees: list[tuple[int, _Tree]] = []
-    for example, planned in plans:
-        for index, plan in enumerate(planned):
-            trees.append((index, _Tree(env, example, plan, reward_set)))
-    for index, tree in trees:
-        tree.start((index,), (), tree.plan.forks)
-    try:
-        for _, tree in trees:
-            # Branches start further branches, so the set is looked at until it is empty.
-            while tree.tasks:
-                done, _ = await asyncio.wait(tree.tasks, return_when=asyncio.FIRST_EXCEPTION)
-                for task in done:
-                    task.result()
-    finally:
-        left = [task for _, tree in trees for task in tree.tasks]
-        # After a failure nothing may go on: its requests would hold the engine's next batch.
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+    program = env.task.program
+    with program.guarded() if isinstance(program, Guarded) else nullcontext():
+        trees: list[tuple[int, _Tree]] = []
+        for example, planned in plans:
+            for index, plan in enumerate(planned):
+                trees.append((index, _Tree(env, example, plan, reward_set)))
+        for index, tree in trees:
+            tree.start((index,), (), tree.plan.forks)
+        try:
+            for _, tree in trees:
+                # Branches start further branches, so the set is looked at until it is empty.
+                while tree.tasks:
+                    done, _ = await asyncio.wait(tree.tasks, return_when=asyncio.FIRST_EXCEPTION)
+                    for task in done:
+                        task.result()
+        finally:
+            left = [task for _, tree in trees for task in tree.tasks]
+            # After a failure nothing may go on: its requests would hold the engine's next batch.
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
     return _forest(env, [tree for _, tree in trees], step, meta)
 
 

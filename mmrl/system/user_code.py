@@ -144,11 +144,11 @@ def located(kind: type[F], error: BaseException, before: str = "") -> F:
     """
     frames = traceback.extract_tb(error.__traceback__)
     # Without one (a task of mmrl's own, a server that is down) the message is its own.
-    own = [frame for frame in frames if not frame.filename.startswith(("<", str(_OWN), *_LIBRARIES))]
+    own = [frame for frame in frames if _is_own(frame.filename)]
     where = ""
     if own:
         # The last one: what the user's own code was doing, whichever library it called for it.
-        where = f" ({_shown(own[-1].filename)}, line {own[-1].lineno}, in {own[-1].name})"
+        where = f" ({_place(own[-1].filename, own[-1].lineno, own[-1].name)})"
     failure = kind(f"{before}{type(error).__name__}: {error}{where}")
     # From the user's first frame: what is above it is mmrl's and DSPy's way of calling it.
     start = next((number for number, frame in enumerate(frames) if frame in own), 0)
@@ -159,9 +159,24 @@ def located(kind: type[F], error: BaseException, before: str = "") -> F:
     return failure
 
 
-def _shown(file: str) -> str:
+def place() -> str:
+    """File, line and function where the user's own code stands in this thread; empty where none of it does."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if _is_own(frame.f_code.co_filename):
+            return _place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return ""
+
+
+def _is_own(file: str) -> bool:
+    return not file.startswith(("<", str(_OWN), *_LIBRARIES))
+
+
+def _place(file: str, line: int | None, function: str) -> str:
     path = Path(file).absolute()
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{shown}, line {line}, in {function}"
 
 
 def _raising(error: Exception) -> Callable[[], NoReturn]:

@@ -6,6 +6,7 @@ A program is ordinary async Python. It never sees metadata, rewards, groups or e
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, TypedDict, runtime_checkable
@@ -86,7 +87,7 @@ class Program(Protocol):
     """A language-model program. Stateless: `run` may be called many times at once.
 
     What only some programs can do has a protocol of its own: `ContinuingProgram`, `Canonical`, `Described`,
-    `FieldWriter`.
+    `Guarded`, `FieldWriter`.
     """
 
     modules: tuple[str, ...]
@@ -145,6 +146,19 @@ class Described(Protocol):
 
         Raises:
             ProgramFailure: it holds something that JSON has no form for.
+        """
+        ...
+
+
+@runtime_checkable
+class Guarded(Protocol):
+    """A program that something has to hold for, in this process, while its rollouts run."""
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Entered by the task that samples, before the first rollout, and left after the last.
+
+        Raises:
+            ConfigError: on leaving, something that the program must not do; also ends the sampling.
         """
         ...
 

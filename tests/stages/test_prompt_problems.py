@@ -21,6 +21,7 @@ from mmrl.tasks.dspy.own import OwnTask
 from tests.helpers.stages import (
     MIPRO,
     MODEL,
+    OPTIMISERS,
     ScriptedEngine,
     banking,
     better_with_demonstrations,
@@ -130,6 +131,38 @@ def test_trials_in_which_every_rollout_fails_ring_an_alarm_with_a_reply(tmp_path
     steps = [step for alarm in seen.alarms for step in range(alarm.step, (alarm.until or len(trials)) + 1)]
     assert steps == [trial["trial"] for trial in lost]
     assert "trials_fail from step" in " ".join(show_run(tmp_path / "run").split())
+
+
+@pytest.mark.parametrize("algo", ["bootstrap_fewshot", "miprov2"])
+def test_a_metric_calls_the_lm_that_is_configured_and_not_the_optimisers(tmp_path, task, algo):
+    class Judge(dspy.BaseLM):
+        def __init__(self):
+            super().__init__(model="judge", cache=False)
+            self.asked = 0
+
+        def __call__(self, prompt=None, *, messages=None, **options):
+            self.asked += 1
+            return [field("fine", "True") + "[[ ## completed ## ]]"]
+
+    config, built = task
+    made, verdict, lm = copy.copy(built), dspy.Predict("text -> fine: bool"), Judge()
+    made.score = lambda example, *_: Score(reward=float(verdict(text=example.inputs["text"]).fine))
+    dspy.configure(lm=lm)
+    try:
+        result, _ = optimised(
+            tmp_path / "run",
+            (config, made),
+            answer=better_with_demonstrations(built),
+            algo=algo,
+            **(MIPRO if algo == "miprov2" else OPTIMISERS[algo]),
+        )
+        assert dspy.settings.lm is lm
+    finally:
+        dspy.configure(lm=None)
+    rollouts = [one for line in lines(tmp_path / "run" / "prompts" / "rollouts.jsonl") for one in line["rollouts"]]
+    read = [one for one in rollouts if one["error"] is None]
+    assert {one["error"] for one in rollouts} <= {None, "parse"} and len(read) == lm.asked > 0
+    assert {one["score"] for one in read} == {1.0} and result.start == 1.0
 
 
 def test_a_reward_that_raises_or_is_no_number_ends_the_stage_with_its_place(tmp_path, task):

@@ -13,6 +13,7 @@ import copy
 import functools
 import json
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 from mmrl.errors import ConfigError, ParseFailure, ProgramFailure, unknown
 from mmrl.records import Call, Example
 from mmrl.rollout.dspy.attempts import counted_anew
+from mmrl.rollout.dspy.guard import guarded, threads_known
 from mmrl.rollout.dspy.host import Host, Parse, checked_messages, messages_of, record_tools
 from mmrl.rollout.dspy.structure import Structure
 from mmrl.system.replies import quoted
@@ -103,6 +105,10 @@ class DspyProgram:
         """See `mmrl.tasks.base.Described`."""
         return _plain(prediction)
 
+    def guarded(self) -> AbstractContextManager[None]:
+        """See `mmrl.tasks.base.Guarded`: no request outside of a rollout."""
+        return guarded()
+
     async def run(self, example: Example, ctx: Context) -> object:
         """See `mmrl.tasks.base.Program.run`."""
         return await self.run_traced(example, ctx, [])
@@ -118,7 +124,7 @@ class DspyProgram:
                 if _awaits(self.module):
                     output: object = await self.module.acall(**example.inputs)
                 else:
-                    output = await in_thread(self.module, **example.inputs)
+                    output = await in_thread(threads_known()(self.module), **example.inputs)
         except Exception as error:
             # what ended the rollout, not what the module or DSPy made of it
             host.raise_failure()

@@ -209,8 +209,10 @@ def on_rollouts(rollouts: Rollouts, log: TextIO, ahead: int) -> Iterator[None]:
         ahead: examples that a bootstrapping rolls out at once first.
     """
     settings = {"lm": TaskLM(), "trace": None, "disable_history": True, "track_usage": False, "max_errors": NO_LIMIT}
+    # Around rollouts they are what they were: a metric may call the LM that is configured.
+    before = {name: dspy.settings[name] for name in settings}
     with ExitStack() as stack:
-        stack.enter_context(_printing_to(log, rollouts))
+        stack.enter_context(_printing_to(log, rollouts, before))
         # Settings of this thread, never those that are configured.
         stack.enter_context(dspy.context(**settings))
         stack.enter_context(replaced(ParallelExecutor, "execute", partial(_execute, rollouts)))
@@ -315,14 +317,18 @@ class _Printed:
 
 
 @contextmanager
-def _printing_to(log: TextIO, rollouts: Rollouts) -> Iterator[None]:
-    """What DSPy and Optuna print, log and draw goes to a file."""
+def _printing_to(log: TextIO, rollouts: Rollouts, before: Mapping[str, Any]) -> Iterator[None]:
+    """What DSPy and Optuna print, log and draw goes to a file.
+
+    Args:
+        before: DSPy's settings around rollouts, whose code is the user's.
+    """
     out, err = sys.stdout, sys.stderr
     printed, logged = _Printed(log, out), _Printed(log, err)
 
     @contextmanager
     def aside() -> Iterator[None]:
-        with printed.aside(), logged.aside():
+        with dspy.context(**before), printed.aside(), logged.aside():
             yield
 
     sys.stdout, sys.stderr, rollouts.sampler.aside = printed, logged, aside

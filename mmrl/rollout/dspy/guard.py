@@ -1,0 +1,211 @@
+"""Stands in the place of the LM that is configured (`dspy.configure(lm=…)`) while rollouts run.
+
+In Python 3.11 a new thread has none of the context variables of the one that starts it, so that a program's calls in
+threads of its own would go to the configured LM: neither recorded nor trained, and perhaps paid for. They end the run.
+Metrics may call the configured LM, also from their own threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from contextvars import Context, ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+import dspy
+from dspy.dsp.utils.settings import main_thread_config
+
+from mmrl.errors import ConfigError
+from mmrl.system.user_code import place
+from mmrl.tasks.dspy import tools as tape
+
+log = logging.getLogger("mmrl.rollout")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Refused(Exception):
+    """Raised where the request was made; the run is ended elsewhere, since the program may catch this."""
+
+
+class _Guard(dspy.BaseLM):
+    """Refuses every request. Without attributes of its own: `BestOfN` and `Refine` copy the LM that they find."""
+
+    def __init__(self) -> None:
+        super().__init__(model="mmrl", cache=False)
+
+    def __call__(self, prompt: str | None = None, *, messages: Any = None, **options: Any) -> list[str]:
+        """Called by adapters."""
+        raise _refusal()
+
+    async def acall(self, prompt: str | None = None, *, messages: Any = None, **options: Any) -> list[str]:
+        """Called by adapters."""
+        raise _refusal()
+
+
+class _Sampling:
+    """Rollouts under way in one event loop."""
+
+    def __init__(self) -> None:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self.problem: str | None = None
+
+    def stop(self, problem: str) -> None:
+        """End it, from any thread; only the first problem counts."""
+        if self.problem is None:
+            self.problem = problem
+            with suppress(RuntimeError):  # the loop has just ended
+                self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        # It may have ended since; its task would go on with something else.
+        if self in _under_way and self._task is not None:
+            self._task.cancel()
+
+    def stopped(self) -> None:
+        """Take back the cancellation, which was no other's."""
+        if self._task is not None:
+            self._task.uncancel()
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """On whose behalf code runs."""
+
+    sampling: _Sampling
+    started: str | None = None
+    """In a thread that a program has started: where; None in the code of mmrl and of metrics."""
+
+
+_ORIGIN: ContextVar[_Origin | None] = ContextVar("mmrl_origin", default=None)
+_lock = threading.Lock()
+_under_way: list[_Sampling] = []
+_configured: Any = None
+"""The LM behind the guard."""
+_starting = 0
+"""How many may start threads."""
+_thread_start, _pool_submit = threading.Thread.start, ThreadPoolExecutor.submit
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Inside, rollouts run, in this task and those that it starts; the configured LM is there for metrics alone.
+
+    Raises:
+        ConfigError: a program has made a request outside of its rollout.
+    """
+    sampling = _Sampling()
+    lm = _put_up(sampling)
+    origin = _ORIGIN.set(_Origin(sampling))
+    try:
+        with dspy.context(lm=lm), threads_known():
+            yield
+    except (Exception, asyncio.CancelledError) as error:
+        if sampling.problem is None:
+            raise
+        if isinstance(error, asyncio.CancelledError):
+            sampling.stopped()
+    finally:
+        _ORIGIN.reset(origin)
+        _take_down(sampling)
+    if sampling.problem is not None:
+        raise ConfigError(sampling.problem)
+
+
+def _put_up(sampling: _Sampling) -> Any:
+    """Begin a sampling; returns the LM that its metrics call."""
+    global _configured
+    with _lock:
+        # Several loops run rollouts at once (prefetching): the first puts the guard up, the last takes it down.
+        if not _under_way:
+            _configured, main_thread_config["lm"] = main_thread_config["lm"], _Guard()
+        _under_way.append(sampling)
+        lm = dspy.settings.lm
+        return _configured if isinstance(lm, _Guard) else lm
+
+
+def _take_down(sampling: _Sampling) -> None:
+    with _lock:
+        _under_way.remove(sampling)
+        # Another one may have been configured meanwhile.
+        if not _under_way and isinstance(main_thread_config["lm"], _Guard):
+            main_thread_config["lm"] = _configured
+
+
+@contextmanager
+def threads_known() -> Iterator[None]:
+    """Inside, new threads know who has started them; around all that may start some, also after its sampling ended."""
+    global _starting
+    with _lock:
+        _starting += 1
+        threading.Thread.start, ThreadPoolExecutor.submit = _start, _submit  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        with _lock:
+            _starting -= 1
+            if not _starting:
+                threading.Thread.start = _thread_start  # type: ignore[method-assign]
+                ThreadPoolExecutor.submit = _pool_submit  # type: ignore[method-assign]
+
+
+def _refusal() -> _Refused:
+    origin = _ORIGIN.get()
+    where = place() or (origin and origin.started)
+    problem = (
+        f"task.program: a request outside of its rollout{f' ({where})' if where else ''}: threads that a program "
+        "starts itself are no part of the rollout, so that their calls would be neither recorded nor trained; use "
+        "dspy.Parallel"
+    )
+    with _lock:
+        late = origin is not None and origin.sampling not in _under_way and origin.sampling.problem is None
+        # A thread that was there before any rollout may be any program's.
+        for sampling in _under_way if origin is None else [origin.sampling]:
+            sampling.stop(problem)
+    if late:
+        log.warning("%s (refused after the rollouts have ended)", problem)
+    return _Refused(problem)
+
+
+def _start(thread: threading.Thread) -> None:
+    """`threading.Thread.start` while rollouts run."""
+    run = _with_origin(thread.run)
+
+    def quietly() -> None:
+        # Python would print a traceback of it; the run's own error is one line.
+        with suppress(_Refused):
+            run()
+
+    thread.run = quietly  # type: ignore[method-assign]
+    _thread_start(thread)
+
+
+def _submit(pool: ThreadPoolExecutor, function: Callable[P, T], /, *args: P.args, **options: P.kwargs) -> Future[T]:
+    """`ThreadPoolExecutor.submit` while rollouts run."""
+    return _pool_submit(pool, _with_origin(function), *args, **options)
+
+
+def _with_origin(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, for another thread: of a metric in the metric's context, of a program in one with the guard."""
+    origin = _ORIGIN.get()
+    if origin is None:
+        return function
+    if origin.started is None and tape.current() is None:
+        return partial(contextvars.copy_context().run, function)
+    started = _Origin(origin.sampling, place() if origin.started is None else origin.started)
+
+    def run(*args: P.args, **options: P.kwargs) -> T:
+        _ORIGIN.set(started)
+        # The guard is the thread's own too, since it may outlive the rollouts.
+        with dspy.context(lm=_Guard()), threads_known():
+            return function(*args, **options)
+
+    return partial(Context().run, run)
