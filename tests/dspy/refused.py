@@ -106,7 +106,9 @@ REFUSED = [
         name="`dspy.MultiChainComparison`",
         source="api/modules/MultiChainComparison.md",
         make=lambda: dspy.MultiChainComparison("question -> answer"),
-        sentence=f"predictor 'predict' sets temperature; {SAMPLING}",
+        sentence=f"predictor 'predict' sets temperature; {SAMPLING}, and a call is one completion: leave these out "
+        "(call a predictor several times for several completions); dspy.MultiChainComparison sets a temperature: "
+        "program.predict.config = {}",
         why="it sets a temperature; empty it as above",
     ),
     Refused(
@@ -134,7 +136,7 @@ REFUSED = [
         name="A predictor with a model of its own (`set_lm`)",
         source="learn/programming/language_models.md",
         make=with_own_model,
-        sentence="answer.predict have an LM of their own, whose calls would not be recorded",
+        sentence="predictor 'answer.predict' has an LM of its own, whose calls would not be recorded",
         why="its calls would not be recorded; make it a tool of the task, or freeze it (`model.modules`)",
     ),
     Refused(

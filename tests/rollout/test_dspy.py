@@ -292,7 +292,7 @@ def test_a_program_without_predictors_or_with_an_lm_of_its_own_is_refused():
         DspyProgram(dspy.Module())
     module = TwoSteps()
     module.final.lm = dspy.utils.DummyLM([{"answer": "x"}])
-    with pytest.raises(ConfigError, match=r"final have an LM of their own"):
+    with pytest.raises(ConfigError, match=r"predictor 'final' has an LM of its own"):
         DspyProgram(module)
 
 

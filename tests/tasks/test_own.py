@@ -2,6 +2,7 @@
 
 import json
 
+import dspy
 import numpy as np
 import pytest
 import torch
@@ -129,6 +130,22 @@ def test_what_is_no_program_is_refused(tmp_path):
     assert "OwnTask(modules=...) is missing" in problems(tmp_path, parts=parts(shout))
     assert "got plain, expected an async function" in problems(tmp_path, parts=parts(plain))
     assert "plain, which is no async function" in problems(tmp_path, parts=parts(plain, modules=["a"]))
+
+
+def test_a_reward_and_inputs_that_do_not_fit_are_refused(tmp_path):
+    class Answers(dspy.Module):
+        def __init__(self):
+            super().__init__()
+            self.answer = dspy.Predict("text -> answer")
+
+        def forward(self, text):
+            return self.answer(text=text)
+
+    said = problems(tmp_path, parts=OwnTask(Answers, lambda prediction: 1.0, inputs=["word"])).splitlines()
+    assert said == [
+        "task shout: OwnTask(reward=...): takes (prediction), expected a function (record, prediction) -> number",
+        "task shout: OwnTask(inputs=...): got word, but Answers.forward takes (text)",
+    ]
 
 
 def test_subsets_of_train_follow_the_seed(tmp_path):

@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from mmrl.errors import ConfigError
 from tests.helpers.programs import filled, problems
 from tests.helpers.programs import make_dspy as make
 from tests.helpers.programs import play_dspy as play
@@ -49,6 +50,40 @@ returned = None
 
 def returns(record, prediction):
     return returned
+
+class Wants(Answerer):
+    def forward(self, query, k=3):
+        return self.answer(question=query)
+
+class WantsAsync(Answerer):
+    async def aforward(self, *, query):
+        return await self.answer.acall(question=query)
+
+class Takes(Answerer):
+    def forward(self, **fields):
+        return self.answer(**fields)
+
+class Sized(Answerer):
+    def __init__(self, size: int):
+        super().__init__()
+
+def makes(question):
+    return Answerer()
+
+async def asks(question):
+    return question
+
+def one(example):
+    return 1.0
+
+def keyword(example, prediction, *, strict):
+    return 1.0
+
+def every(*given):
+    return float(len(given))
+
+def three(record, prediction, third):
+    return 1.0
 
 def broken():
     raise ValueError("no")
@@ -199,3 +234,56 @@ def test_what_is_missing_is_told_at_once():
     told = problems("dspy")
     assert all(f"task.{name}: missing" in told for name in ("program", "metric", "inputs"))
     assert "has no mini world" in problems("dspy", program="json:dumps", metric="json:dumps", inputs=("a",))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"program": "Wants"}, "task.inputs: got question, but Wants.forward takes (query, k=3)"),
+        ({"program": "WantsAsync"}, "task.inputs: got question, but WantsAsync.aforward takes (*, query)"),
+        (
+            {"program": "Answerer", "inputs": ("question", "gold")},
+            "task.inputs: got question, gold, but Answerer.forward takes (question)",
+        ),
+        (
+            {"program": "makes"},
+            "task.program: own_program:makes takes (question); a function that makes a program takes no arguments",
+        ),
+        (
+            {"program": "Sized"},
+            "task.program: own_program:Sized takes (size); a class of a program takes no arguments",
+        ),
+        (
+            {"program": "asks", "modules": ("a",)},
+            "task.program: own_program:asks takes (question), expected an async function (example, ctx)",
+        ),
+        (
+            {"metric": "one"},
+            "task.metric: own_program:one takes (example), expected a function (record, prediction) -> number",
+        ),
+        (
+            {"metric": "keyword"},
+            "task.metric: own_program:keyword takes (example, prediction, *, strict), "
+            "expected a function (record, prediction) -> number",
+        ),
+        (
+            {"program": "plain", "modules": ("speaker",), "metric": "three"},
+            "task.metric: own_program:three takes (record, prediction, third), "
+            "expected a function (record, prediction) -> number",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_before_anything_runs(own, options, sentence):
+    named = {key: f"own_program:{value}" if key in ("program", "metric") else value for key, value in options.items()}
+    with pytest.raises(ConfigError) as caught:
+        task(own, **named)
+    assert caught.value.problems == [sentence]
+
+
+def test_metrics_and_programs_of_any_fitting_form_are_taken(own):
+    for options in ({"metric": "own_program:every"}, {"metric": "own_program:three"}, {"program": "own_program:Takes"}):
+        assert task(own, **options).program.modules == ("answer",)
+    both = {"program": "own_program:Wants", "metric": "own_program:one"}
+    with pytest.raises(ConfigError) as caught:
+        task(own, **both)
+    assert len(caught.value.problems) == 2

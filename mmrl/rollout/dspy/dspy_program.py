@@ -32,6 +32,7 @@ from mmrl.system.replies import quoted
 from mmrl.system.user_code import in_thread
 from mmrl.tasks.base import Context, Demonstration, Message
 from mmrl.tasks.dspy import tools as tape
+from mmrl.tasks.dspy.base import awaits
 from mmrl.tasks.dspy.fields import adapter_in_use, within_bounds
 
 
@@ -121,7 +122,7 @@ class DspyProgram:
         try:
             # DSPy's settings are context variables: rollouts that run at once do not see each other's.
             with dspy.context(**settings, trace=trace), tape.running(host), counted_anew():
-                if _awaits(self.module):
+                if awaits(self.module):
                     output: object = await self.module.acall(**example.inputs)
                 else:
                     output = await in_thread(threads_known()(self.module), **example.inputs)
@@ -141,14 +142,6 @@ def _field_problems(part: str, given: Fields, fields: Collection[str]) -> list[s
     missing = [name for name in fields if name not in given]
     strange = [unknown(part, name, fields) for name in given if name not in fields]
     return [f"{part}: {', '.join(missing)} missing, expected {', '.join(fields)}"] * bool(missing) + strange
-
-
-def _awaits(module: dspy.Module) -> bool:
-    """Whether `aforward` is what runs: of the most derived class that has either (CodeAct inherits one for ReAct)."""
-    for names in (vars(module), *map(vars, type(module).__mro__)):
-        if "aforward" in names or "forward" in names:
-            return "aforward" in names
-    return False
 
 
 def _plain(output: object) -> object:

@@ -111,16 +111,17 @@ def _problems(module: dspy.Module, named: Sequence[tuple[str, dspy.Predict]]) ->
         )
     elif not named:
         yield f"{kind} has no predictors (dspy.Predict), nothing to train"
-    own = [name for name, predictor in named if predictor.lm is not None]
-    if own:
-        yield (
-            f"{', '.join(own)} have an LM of their own, whose calls would not be recorded; "
-            "leave `lm` unset, or make a frozen model a tool of the task"
-        )
+    compared = {id(part.predict) for _, part in _parts(module, dspy.MultiChainComparison)}
     for name, predictor in named:
+        if predictor.lm is not None:
+            yield (
+                f"predictor '{name}' has an LM of its own, whose calls would not be recorded; "
+                "leave `lm` unset, or make a frozen model a tool of the task"
+            )
         problem = option_problem(name, predictor.config)
         if problem:
-            yield problem
+            fix = f"; dspy.MultiChainComparison sets a temperature: program.{name}.config = {{}}"
+            yield problem + (fix if id(predictor) in compared else "")
         for field, info in predictor.signature.fields.items():
             other = [kind.__name__ for kind in _no_text(info.annotation)]
             if other:

@@ -177,6 +177,14 @@ def is_dspy_module(program: object) -> bool:
     return dspy is not None and isinstance(program, dspy.Module)
 
 
+def awaits(module: dspy.Module) -> bool:
+    """Whether `aforward` is what runs: of the most derived class that has either (CodeAct inherits one for ReAct)."""
+    for names in (vars(module), *map(vars, type(module).__mro__)):
+        if "aforward" in names or "forward" in names:
+            return "aforward" in names
+    return False
+
+
 def unique(key: str, examples: Sequence[tuple[Row, Example]]) -> list[Example]:
     """The examples, if no two have the same id.
 

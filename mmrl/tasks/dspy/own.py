@@ -23,6 +23,7 @@ from mmrl.system.objects import imported
 from mmrl.system.user_code import as_number, located, scored, threaded
 from mmrl.tasks.base import Context, Score, Task, Tool
 from mmrl.tasks.data.rows import FORMATS, Row, record_id
+from mmrl.tasks.dspy.arguments import further, inputs_problem, metric_problem, refused
 from mmrl.tasks.dspy.base import DspyTask, is_dspy_module, unique
 
 READ = frozenset({"name", "data", "reward", "failure_score", "max_tokens", "max_context", "timeout_s"})
@@ -132,6 +133,10 @@ class _PluginTask(_RecordTask):
             super().__init__(config, seed)
         except ConfigError as error:
             problems += error.problems
+        if (problem := metric_problem(parts.reward, others=False)) is not None:
+            problems.append(f"task {config.name}: OwnTask(reward=...): {problem}")
+        if dspy and (problem := inputs_problem(self._program, parts.inputs)) is not None:
+            problems.append(f"task {config.name}: OwnTask(inputs=...): got {', '.join(parts.inputs)}, {problem}")
         if problems:
             raise ConfigError(problems)
         self.tools = {name: threaded(tool) for name, tool in parts.tools.items()}
@@ -209,6 +214,12 @@ class ImportedTask(_RecordTask):
         """Whether the metric gets DSPy's own objects, so that DSPy's metrics fit."""
         if self.gets_dspy_objects:
             self.absent_features = frozenset({"penalties", "observations"})
+        if (problem := metric_problem(self.metric, others=self.gets_dspy_objects)) is not None:
+            problems.append(f"task.metric: {config.metric} {problem}")
+        if self.gets_dspy_objects and (problem := inputs_problem(self.program, config.inputs)) is not None:
+            problems.append(f"task.inputs: got {', '.join(config.inputs)}, {problem}")
+        if problems:
+            raise ConfigError(problems)
 
     def no_data(self) -> ConfigError:
         """See `_RecordTask`."""
@@ -232,11 +243,16 @@ class ImportedTask(_RecordTask):
         if inspect.iscoroutinefunction(named):
             if not self.config.modules:
                 raise ConfigError("task.modules: missing; expected the names that the function passes to ctx.call")
+            if (takes := refused(named, None, None)) is not None:
+                raise ConfigError(f"task.program: {path} takes {takes}, expected an async function (example, ctx)")
             return FunctionProgram(named, self.config.modules)
         if self.config.modules:
             raise ConfigError("task.modules: has no effect with this program, which names its own; leave it out")
         if _is_program(named):
             return named
+        if callable(named) and (takes := refused(named)) is not None:
+            what = "class of" if inspect.isclass(named) else "function that makes"
+            raise ConfigError(f"task.program: {path} takes {takes}; a {what} a program takes no arguments")
         try:
             made = named()
         except Exception as error:  # whatever the user's own code raises
@@ -277,12 +293,7 @@ class ImportedTask(_RecordTask):
     @cached_property
     def _further(self) -> tuple[None, ...]:
         """For `trace` and what else optimizers of DSPy pass to metrics, where a metric has no defaults for them."""
-        try:
-            parameters = list(inspect.signature(self.metric).parameters.values())
-        except (TypeError, ValueError):
-            return ()
-        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        return (None,) * sum(p.default is p.empty for p in positional[2:])
+        return (None,) * further(self.metric, 2)
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""

@@ -1,0 +1,60 @@
+"""Whether the code that a user has written takes the arguments that it will get: by its signature, before it runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
+
+from mmrl.tasks.dspy.base import awaits
+
+
+def refused(function: Callable[..., Any], *args: object, **named: object) -> str | None:
+    """The arguments that a function takes, as it has them in brackets, if it cannot be called with these."""
+    if inspect.isclass(function):
+        # Python's own way asks the metaclass, and DSPy's takes whatever there is.
+        function = MethodType(function.__init__, function)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of compiled code, which does not say
+        return None
+    try:
+        signature.bind(*args, **named)
+    except TypeError:
+        plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+        return str(signature.replace(parameters=plain, return_annotation=signature.empty))
+    return None
+
+
+def further(function: Callable[..., Any], count: int) -> int:
+    """How many positional arguments without a default come after the first `count`."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return 0
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.default is p.empty for p in positional[count:])
+
+
+def metric_problem(metric: Callable[..., Any], others: bool) -> str | None:
+    """Why a metric cannot be called with a record and a prediction: what follows its name.
+
+    Args:
+        others: whether it gets None for further arguments, as metrics for DSPy may have them.
+    """
+    more = further(metric, 2) if others else 0
+    takes = refused(metric, None, None, *(None,) * more)
+    return None if takes is None else f"takes {takes}, expected a function (record, prediction) -> number"
+
+
+def inputs_problem(module: Any, fields: Sequence[str]) -> str | None:
+    """Why a `dspy.Module` cannot be called with these fields as keywords: what follows "got FIELDS"."""
+    name = "aforward" if awaits(module) else "forward"
+    # Not by `module.forward`: DSPy takes that for a call which goes around its own.
+    method = vars(module).get(name) or getattr(type(module), name, None)
+    if method is None:
+        return None  # its rollouts tell
+    bound = method if name in vars(module) else method.__get__(module)
+    takes = refused(bound, **dict.fromkeys(fields))
+    return None if takes is None else f"but {type(module).__name__}.{name} takes {takes}"
