@@ -17,10 +17,12 @@ a shared prefix is one call, never a copy per rollout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
+
+from mmrl.errors import ParseFailure
 
 
 class _Empty(Mapping[str, Any]):
@@ -104,7 +106,7 @@ class Call:
     observation_tokens: int = 0
     """Tool tokens that follow inside the same context; never trained."""
     ok: bool = True
-    """False for the call whose completion could not be parsed."""
+    """False for a call whose completion could not be parsed; its rollout ended there, or the program caught it."""
     present_fields: int = 0
     """Output fields parsed, for the format-failure reward of a failing call."""
     expected_fields: int = 0
@@ -148,6 +150,13 @@ class Rollout:
     """Task metrics of this rollout (em, f1, accuracy, ...)."""
     parts: Mapping[str, float] = EMPTY
     """Components of the reward, by name."""
+
+
+def caught(rollout: Rollout, path: Sequence[Call]) -> tuple[Call, ...]:
+    """The calls of a rollout that could not be parsed and after which its program went on."""
+    failing = tuple(call for call in path if not call.ok)
+    ended = rollout.error == ParseFailure.kind and bool(path) and not path[-1].ok
+    return failing[:-1] if ended else failing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,9 @@
     A = (r - mean) / (std + eps) within the group;  token weight = 1 / (groups · G · |o|)
 
 Works for any program, also when rollouts call a module different numbers of times (shorter lists are filled up or all
-cut), when rollouts come from several teacher programs, and when parsing fails (only the failing call is then trained,
-on a format reward). Use it for programs whose modules have prompts of their own and no penalties per module.
+cut), when rollouts come from several teacher programs, and when parsing fails: the failing call has a format reward,
+and where the failure ended its rollout the other calls are not trained. Use it for programs whose modules have prompts
+of their own and no penalties per module.
 
 Groups line the calls of a module up by invocation, padded to equal length, cut to the k most diverse (PADGROUPS and
 SELECTKDIVERSEELEMENTS of the paper); the defaults follow what the authors' code did where it and the paper's text
@@ -27,7 +28,7 @@ from mmrl.credit.groups import compare, weigh
 from mmrl.credit.scored import ScoredRollout, by_example
 from mmrl.credit.slots import slot_id
 from mmrl.errors import ParseFailure
-from mmrl.records import Call, Forest
+from mmrl.records import Call, Forest, caught
 from mmrl.rollout import plans
 
 
@@ -94,7 +95,10 @@ def module_groups(forest: Forest, algo: MmgrpoConfig, seed: int) -> list[Group]:
             rows = _rows(own, module, algo, (seed, forest.step, "filler", example, module))
             for k in sorted({k for row in rows for k in row}):
                 members = [row[k] for row in rows if k in row]
-                members = _sized([m for m in members if not is_overlong(m.call, algo)], planned[example], algo)
+                # Past the cut of the others there is nothing to compare one failure with.
+                alone = algo.padding_mode == "truncate" and len(members) == 1 < len(rows)
+                members = [m for m in members if not is_overlong(m.call, algo)]
+                members = members if alone else _sized(members, planned[example], algo)
                 if members:
                     groups.append(Group(slot_id(example, module, k), tuple(members)))
     return groups
@@ -140,16 +144,22 @@ def _trace(scored: ScoredRollout, algo: MmgrpoConfig) -> _Trace:
     calls = scored.path
     if algo.overlong == "trajectory" and any(is_overlong(call, algo) for call in calls):
         return _Trace(scored.rollout.id, ())
-    last = calls[-1]
-    # A rollout that ended because its last call could not be parsed teaches the format and nothing else: its calls
-    # before did not fail, and its outcome says nothing of them.
-    if not last.ok and scored.rollout.error in (None, ParseFailure.kind):
-        score = failing_reward(last, algo)
-        reward = Reward(score, {"format": score})
-        calls = calls if algo.failing_traces == "trajectory" else (last,)
-    else:
-        reward = scored.outcome
-    return _Trace(scored.rollout.id, tuple(Member((call,), reward) for call in calls))
+    failing, went_on = [call for call in calls if not call.ok], caught(scored.rollout, calls)
+    rest = scored.outcome
+    # A rollout that ended because of a call that could not be parsed teaches the format and nothing else: its other
+    # calls did not fail, and its outcome says nothing of them.
+    if failing and scored.rollout.error == ParseFailure.kind:
+        rest = _format(failing[-1], algo)
+        calls = calls if algo.failing_traces == "trajectory" else tuple(failing)
+    return _Trace(
+        scored.rollout.id,
+        tuple(Member((call,), rest if call.ok else _format(call, algo), caught=call in went_on) for call in calls),
+    )
+
+
+def _format(call: Call, algo: MmgrpoConfig) -> Reward:
+    score = failing_reward(call, algo)
+    return Reward(score, {"format": score})
 
 
 def _rows(traces: Sequence[_Trace], module: str, algo: MmgrpoConfig, key: rng.Key) -> list[Invocations]:
@@ -163,25 +173,39 @@ def _rows(traces: Sequence[_Trace], module: str, algo: MmgrpoConfig, key: rng.Ke
             return []
     # Lists of unequal length cannot be compared place by place: the paper cuts all to the shortest or fills up to the
     # longest; `ragged` compares whoever is there.
-    if algo.padding_mode == "truncate" and rows:
-        shortest = min(map(len, rows.values()))
-        return [{k: row[k] for k in range(shortest)} for row in rows.values()]
+    if algo.padding_mode == "truncate":
+        return _cut(list(rows.values()))
     if algo.padding_mode == "fill" and algo.fill_source == "rollout" and rows:
-        longest = max(map(len, rows.values()))
+        longest = 1 + max(max(row) for row in rows.values())
         return [_filled(row, longest, algo.filler, (*key, rollout)) for rollout, row in rows.items()]
     return list(rows.values())
 
 
 def _row(members: Sequence[Member], algo: MmgrpoConfig) -> Invocations:
-    if algo.failing_index == "true" and not members[0].call.ok:
-        return {members[0].call.invocation: members[0]}
+    # A failure that ended its rollout takes the place of the calls before it, which are not trained; one that the
+    # program caught stands among them.
+    ended = algo.failing_index == "true" and not members[0].call.ok
+    if ended or any(member.caught for member in members):
+        return {member.call.invocation: member for member in members}
     return dict(enumerate(members))
 
 
+def _cut(rows: Sequence[Invocations]) -> list[Invocations]:
+    """Every list cut to the shortest, but for caught failures: they neither count nor are they cut."""
+    lists = [[k for k, member in row.items() if not member.caught] for row in rows]
+    shortest = min((len(places) for places in lists if places), default=0)
+    return [
+        {k: member for k, member in row.items() if member.caught or k in places[:shortest]}
+        for row, places in zip(rows, lists, strict=True)
+    ]
+
+
 def _filled(row: Invocations, length: int, filler: str, key: rng.Key) -> Invocations:
-    """Fill every missing invocation with an own call: the last one, or one drawn at random."""
-    own = list(row.values())
-    chosen = {k: own[-1] if filler == "max" else rng.stream(*key, k).choice(own) for k in range(len(own), length)}
+    """Fill every missing invocation with an own call, the last one or one drawn at random; never with a caught failure
+    where there is another."""
+    own = [member for member in row.values() if not member.caught] or list(row.values())
+    missing = [k for k in range(length) if k not in row]
+    chosen = {k: own[-1] if filler == "max" else rng.stream(*key, k).choice(own) for k in missing}
     return row | {k: replace(member, filler=True) for k, member in chosen.items()}
 
 

@@ -303,7 +303,13 @@ TYPED = (
         _absent("penalties"),
         "with this task: its modules have no penalties",
     ),
-    Rule("algo.propagate", "algo.penalties=false", f"; {_BOTH}"),
+    Rule("algo.propagate task.caught_parse_penalty", "algo.penalties=false", f"; {_BOTH}"),
+    Rule("task.caught_parse_penalty", _EVAL, "on mmrl eval, which gives no credit"),
+    Rule(
+        "task.caught_parse_penalty",
+        lambda at: not _EVAL(at) and at("algo.penalties") is None,
+        "with this algorithm, whose calls have no penalties; use algo=mappo or one of algo=mhgpo_*",
+    ),
     # Eq. 4 of MHGPO aggregates over several successors, which no trained call of these samplers has.
     Rule(
         "algo.aggregate",

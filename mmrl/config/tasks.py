@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
+from mmrl.config.algo import FACTOR
 from mmrl.config.base import MINI, SPLITS, Section, by_name, no_lookalike
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.retriever import RETRIEVER_SCHEMAS, Bm25Config, RetrieverConfig
@@ -259,6 +260,12 @@ class DspyProgramConfig(DspyPromptConfig):
     metric: str | None = Field(None, description="package.module:name of (record, prediction) -> number")
     inputs: tuple[str, ...] = Field((), description="fields of a record that the program gets")
     modules: tuple[str, ...] = Field((), description="modules of a program that is an async function")
+    caught_parse_penalty: float = Field(
+        0.0,
+        le=0,
+        ge=-FACTOR,
+        description="penalty of a call that does not parse, where the program catches that; of mappo and mhgpo_*",
+    )
 
 
 # Packages written before there were schemas read keys of any task; several bases give them all without a copy.

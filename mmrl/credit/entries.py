@@ -58,6 +58,8 @@ class Member:
     reward: Reward
     filler: bool = False
     """Put there by padding: repeats an entry of the same call."""
+    caught: bool = False
+    """A call that could not be parsed and after which its program went on."""
     advantage: float = 0.0
     weight: float = 0.0
     """Of each of its tokens in the loss."""

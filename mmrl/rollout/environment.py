@@ -35,6 +35,8 @@ class SamplingSettings:
     max_context: int | None = None
     timeout_s: float = 600.0
     """Longest that one rollout may take."""
+    caught_parse_penalty: float = 0.0
+    """Penalty of a call that does not parse and after which its program goes on."""
 
 
 def sampling_settings(phase: AlgoConfig | SftConfig | EvalConfig, task: TaskConfig) -> SamplingSettings:
@@ -47,6 +49,8 @@ def sampling_settings(phase: AlgoConfig | SftConfig | EvalConfig, task: TaskConf
         max_tokens=task.max_tokens,
         max_context=task.max_context,
         timeout_s=task.timeout_s,
+        # only programs of a user's own catch anything
+        caught_parse_penalty=getattr(task, "caught_parse_penalty", 0.0),
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from mmrl.engines.base import Engine
 from mmrl.errors import ParseFailure, ProgramFailure, RewardFailure, RolloutError, RolloutTimeout
-from mmrl.records import EMPTY, Call, Example, Forest, Rollout
+from mmrl.records import EMPTY, Call, Example, Forest, Rollout, caught
 from mmrl.rollout.context import RolloutContext
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import Fork, Tree
@@ -74,6 +74,7 @@ class _Tree:
         if self.plan.teacher is not None:
             ctx = await self._teacher_forced(self.plan.teacher, _name(name))
         rollout = await self._execute(ctx)
+        self._penalise(ctx, rollout)
         self.rollouts.append((tuple(name), rollout, ctx.calls))
 
     async def _teacher_forced(self, name: str, path: str) -> RolloutContext:
@@ -141,6 +142,13 @@ class _Tree:
             return await score
         finally:
             self.env.engine.enter()
+
+    def _penalise(self, ctx: RolloutContext, rollout: Rollout) -> None:
+        """Give caught parse failures their penalty: that they were caught is known when the rollout has ended."""
+        ids = {call.id for call in caught(rollout, ctx.calls)}
+        for event in ctx.events:
+            if event.call is not None and event.call.id in ids:
+                event.call = replace(event.call, penalty=self.env.settings.caught_parse_penalty)
 
     def _failed(self, ctx: RolloutContext, failure: RolloutError) -> Rollout:
         # A failure by infrastructure says nothing of the policy: no reward, so no credit.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms.checks import TURN_SETS
@@ -65,7 +65,10 @@ def build_task(config: TaskConfig, seed: int, prompts: str | None = None) -> Tas
     if key not in _TASKS:
         if config.name not in TASKS:
             raise ConfigError(unknown("task", config.name, TASKS))
-        _TASKS[key] = with_program(TASKS[config.name](config, seed))
+        task: Any = with_program(TASKS[config.name](config, seed))
+        if getattr(config, "caught_parse_penalty", 0.0):
+            task.absent_features = frozenset(task.absent_features) - {"penalties"}
+        _TASKS[key] = task
     return _TASKS[key]
 
 

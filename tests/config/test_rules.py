@@ -249,6 +249,7 @@ def test_every_rule_has_a_case():
     others |= {"engine.sleep", "model.path", "model.name", "model.gradient_checkpointing"}  # above; effects/command.py
     others |= {f"task.data.{split}_items" for split in ("train", "dev", "test")}  # tests/run/test_other_models.py
     others |= {f"run.{key}" for key in ("name", "report_to", "progress", "doctor")}
+    others |= {"task.caught_parse_penalty"}  # below
     others |= {"eval.temperature", "task.max_tokens"}  # test_settings_that_an_endpoint_is_not_sent
     sft = {"file", "rollouts", "min_reward", "per_example", "temperature", "top_p", "top_k"}
     others |= {f"algo.{key}" for key in sft}  # these two: tests/stages/test_sft_refusals.py
@@ -257,6 +258,42 @@ def test_every_rule_has_a_case():
     keys = {key for rule in (*RUNS, *TYPED) for key in rule.keys.split()}
     keys |= {f"{path}.{key}" for path, rules in SECTIONS.items() for rule in rules for key in rule.keys.split()}
     assert keys <= tested | others
+
+
+@pytest.fixture
+def resilient(tmp_path, monkeypatch):
+    """Words for a program of one's own, which may catch what it likes."""
+    (tmp_path / "resilient_program.py").write_text(
+        "async def program(example, ctx):\n    return ''\n\n\ndef metric(record, prediction):\n    return 1.0\n"
+    )
+    for split in ("train", "dev"):
+        (tmp_path / f"{split}.jsonl").write_text('{"question": "q"}\n' * 32)
+    monkeypatch.syspath_prepend(tmp_path)
+    data = [f"task.data.{split}={tmp_path / split}.jsonl" for split in ("train", "dev")]
+    words = ["task=dspy", "task.program=resilient_program:program", "task.metric=resilient_program:metric"]
+    return [*words, "task.inputs=[question]", "task.modules=[a]", *data]
+
+
+def test_a_penalty_of_caught_parse_failures_needs_calls_with_penalties(resilient):
+    penalty = "task.caught_parse_penalty=-0.5"
+    got = "task.caught_parse_penalty: got -0.5, which has no effect "
+    (problem,) = refused(*resilient, "algo=grpo", penalty)
+    assert problem == (
+        f"{got}with this algorithm, whose calls have no penalties; use algo=mappo or one of algo=mhgpo_*"
+    )
+    (problem,) = refused(*resilient, "algo=mappo", "algo.penalties=false", penalty)
+    assert problem == f"{got}with algo.penalties=false; leave one of the two out"
+    (problem,) = refused(*resilient, "policy=tiny", penalty, command="eval")
+    assert problem == f"{got}on mmrl eval, which gives no credit"
+    assert refused(*resilient, FOF, penalty) == []
+    (problem,) = refused(*resilient, FOF, "task.caught_parse_penalty=0.5")
+    assert problem.startswith("task.caught_parse_penalty: got 0.5, expected less than or equal to 0")
+
+
+def test_with_it_options_about_penalties_have_an_effect(resilient):
+    (problem,) = refused(*resilient, FOF, "algo.propagate=full")
+    assert problem.endswith("which has no effect with this task: its modules have no penalties")
+    assert refused(*resilient, FOF, "algo.propagate=full", "task.caught_parse_penalty=-0.5") == []
 
 
 def test_what_a_file_says_is_not_judged():

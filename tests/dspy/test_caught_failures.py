@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import dspy
 import pytest
@@ -185,10 +186,12 @@ def test_scores_are_those_of_dspys_own_evaluation(name, programs, tmp_path):
     assert by_mmrl(name, tmp_path, records) == (expected, asked)
 
 
-def played(module, answer, plan, **fields):
+def played(module, answer, plan, penalty=0.0, **fields):
     engine = FakeEngine(answer)
     task = with_program(FakeTask(module, **fields))
-    forest = asyncio.run(sample(environment(task, engine), [(task.examples("train")[0], plan)], "outcome"))
+    env = environment(task, engine)
+    env.settings = replace(env.settings, caught_parse_penalty=penalty)
+    forest = asyncio.run(sample(env, [(task.examples("train")[0], plan)], "outcome"))
     assert engine.live == 0
     return forest, engine
 
@@ -245,6 +248,18 @@ def test_the_program_gets_dspys_exception_and_so_does_each_fork(way):
     assert str(plain.value) == str(module.caught[0]) and plain.value.message == module.caught[0].message
     failing = next(iter(forest.calls.values()))
     assert not failing.ok and (failing.present_fields, failing.expected_fields) == (1, 2)
+
+
+@pytest.mark.parametrize("last", [filled(answer="x"), "no"])
+def test_a_caught_failure_has_the_tasks_penalty_and_what_ended_a_rollout_has_none(last):
+    forest, _ = played(
+        Noting(),
+        lambda request: "[[ ## answer ## ]]\nx" if request.module == "one" else last,
+        fork_on("two", 3),
+        penalty=-0.25,
+    )
+    assert [(call.module, call.penalty) for call in forest.calls.values()] == [("one", -0.25)] + [("two", 0.0)] * 3
+    assert {rollout.error for rollout in forest.rollouts} == ({None} if last != "no" else {"parse"})
 
 
 class Ends(dspy.Module):

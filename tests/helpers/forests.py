@@ -134,6 +134,19 @@ def chains(
     return grow.forest
 
 
+def with_unread(forest: Forest, random: Any) -> Forest:
+    """The forest where some calls could not be parsed: what ended a rollout, or was caught, or both."""
+    calls, rollouts = dict(forest.calls), []
+    for rollout in forest.rollouts:
+        path = forest.path(rollout)
+        for call in path:
+            if random.random() < 0.3:
+                calls[call.id] = replace(call, ok=False, present_fields=random.randrange(3), expected_fields=3)
+        ended = rollout.reward is not None and path and random.random() < 0.3
+        rollouts.append(replace(rollout, reward=0.0, error="parse") if ended else rollout)
+    return replace(forest, calls=calls, rollouts=tuple(rollouts))
+
+
 def _estimates(draw: Any, size: int) -> dict[str, Any]:
     def tokens() -> tuple[float, ...]:
         return tuple(draw(st.lists(numbers, min_size=size, max_size=size)))

@@ -26,7 +26,9 @@ from mmrl.tasks.data.rows import FORMATS, Row, record_id
 from mmrl.tasks.dspy.arguments import further, inputs_problem, metric_problem, refused
 from mmrl.tasks.dspy.base import DspyTask, is_dspy_module, unique
 
-READ = frozenset({"name", "data", "reward", "failure_score", "max_tokens", "max_context", "timeout_s"})
+READ = frozenset(
+    {"name", "data", "reward", "failure_score", "caught_parse_penalty", "max_tokens", "max_context", "timeout_s"}
+)
 """Options of `task` that every `OwnTask` reads; DSPy programs read `prompts` and `prompt_layout` too."""
 
 Function = Callable[[Example, Context], Awaitable[object]]

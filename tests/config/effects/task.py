@@ -48,6 +48,12 @@ class Answerer(dspy.Module):
         self.answer = dspy.Predict("question -> answer")
     def forward(self, question):
         return self.answer(question=question)
+class Resilient(Answerer):
+    def forward(self, question):
+        try:
+            return self.answer(question=question)
+        except Exception:
+            return dspy.Prediction(answer="none")
 class Other(Answerer):
     def __init__(self):
         super().__init__()
@@ -363,6 +369,14 @@ def own(name: str, options: Options, folder: Path) -> object:
     return task.program.modules, prompts, rollout.reward, rollout.error
 
 
+def caught(name: str, options: Options, folder: Path) -> object:
+    """What each call of a program that goes on after a reply which does not parse is penalised by."""
+    task = built(name, {"program": "program_of_a_test:Resilient", **options}, folder)
+    with patch.object(sys, "path", [str(folder), *sys.path]):
+        forest = rolled_out(task, FakeEngine(lambda request: "no"), task.examples("train")[0])
+    return [call.penalty for call in forest.path(forest.rollouts[0])]
+
+
 def offered(name: str, options: Options, folder: Path) -> object:
     """Whether the task has the reward set that is asked for."""
     task = built(name, options, folder)
@@ -389,3 +403,4 @@ acts("task.dspy", "metric", own, "program_of_a_test:right", "program_of_a_test:w
 PLAIN = "program_of_a_test:plain"
 acts("task.dspy", "inputs", own, ("question",), ("question", "gold"), program=PLAIN, modules=("one",))
 acts("task.dspy", "modules", own, ("one",), ("two", "one"), program=PLAIN)
+acts("task.dspy", "caught_parse_penalty", caught, 0.0, -0.25)
