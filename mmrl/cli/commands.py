@@ -57,7 +57,7 @@ def train(context: typer.Context) -> int:
         if line.overrides:
             from mmrl.run.train import extend
 
-            return extend(folder, overrides.typed_value(line.overrides[0]) or "")
+            extend(folder, overrides.typed_value(line.overrides[0]) or "")
         from mmrl.run.stages import resume
 
         return resume(folder)

@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 from mmrl.cli.arguments import CommandLine, Words, typed_text
 from mmrl.config.base import value_at
 from mmrl.config.paper_tables import moved
+from mmrl.config.validate import meant_keys
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.policy import model_of, prompts_of
 from mmrl.system.conf import GROUPS, options
@@ -71,7 +72,11 @@ def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = Fal
             flags[flag] = "all" if (flag, value) == ("--info", None) else value
         else:
             known = "-m, --config-dir, --cfg, --info, --hydra-help, --resolve, --package"
-            problems.append(f"{typed}: unknown flag (known: {known})")
+            meant = meant_keys(typed.lstrip("-").replace("-", "_"))
+            after = next((second for first, second in itertools.pairwise(words) if first == typed), "")
+            if meant and f"{after}: expected key=value" in problems:  # its value, not a mistake of its own
+                problems.remove(f"{after}: expected key=value")
+            problems.append(f"{typed}: unknown flag{meant and f'{meant} Keys are typed as KEY=VALUE'} (known: {known})")
     problems += _flag_problems(flags)
     # Own keys are taken out before Hydra parses: a path or a list of names need not be valid Hydra grammar.
     texts, given = [], {}

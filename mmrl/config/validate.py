@@ -324,7 +324,19 @@ def _unknown_key(
             got = "" if above == "algo" else f"got {typed}, which "
             yield f"{leaf}: {got}has no effect with {LABELS.get(above, '')}{name}; it is an option of {users}"
     else:
-        yield f"{path}: unknown key{nearest(key, fields)} (valid here: {', '.join(sorted(fields))})"
+        meant = nearest(key, fields) if above else meant_keys(key) or nearest(key, fields)
+        yield f"{path}: unknown key{meant} (valid here: {', '.join(sorted(fields))})"
+
+
+def meant_keys(key: str) -> str:
+    """`"; did you mean train.steps?"` for a key that was typed without its section, or an empty string."""
+    found = []
+    for section, field in TrainCommandConfig.model_fields.items():
+        plain = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        kinds = [*CHOICES.get(section, {}).values()] or plain
+        if any(issubclass(kind, BaseModel) and key in kind.model_fields for kind in kinds):
+            found.append(f"{section}.{key}")
+    return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, str]]:

@@ -101,7 +101,7 @@ def run_config(folder: Path) -> TrainCommandConfig:
     # only for a run: a file is to be credited in less than a second
     from mmrl.run.settle import stored_config
 
-    return stored_config(folder, TrainCommandConfig)
+    return stored_config(folder, TrainCommandConfig, reading=True)
 
 
 def recorded_step(request: CreditRequest) -> Source:

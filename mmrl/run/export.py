@@ -30,7 +30,7 @@ from mmrl.report.journal import read_step
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task
-from mmrl.run.settle import module_assignment, weight_run
+from mmrl.run.settle import announce_code, module_assignment, weight_run
 from mmrl.system.files import atomic_dir, dumps, user_path
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
@@ -269,7 +269,7 @@ def _write(
         (folder / EXTRA).write_text(dumps(choice.recorded, indent=1) + "\n", encoding="utf-8")
     if config.task.prompts is not None:
         notes += _copy_prompts(str(config.task.prompts), folder)
-    return notes + _write_program(folder, config)
+    return notes + _write_program(folder, run.path, config)
 
 
 def _recorded_prompts(run: RunDir) -> Iterator[tuple[int, ...]]:
@@ -291,12 +291,13 @@ def _copy_prompts(given: str, folder: Path) -> list[str]:
     return []
 
 
-def _write_program(folder: Path, config: Config) -> list[str]:
+def _write_program(folder: Path, run: Path, config: Config) -> list[str]:
     """`program.json`, which plain DSPy loads, where the task is a DSPy program."""
     factory = TASKS.get(config.task.name)
     # Other tasks are not built for this: their corpora may be large.
     if isinstance(factory, type) and not issubclass(factory, DspyTask):
         return []
+    announce_code(run, {"task": config.task.model_dump()}, (), program=True)
     try:
         task: Task = build_task(config.task, config.seed)
     except ConfigError as error:

@@ -6,10 +6,8 @@ of a run gets its config here too, from the policy of the stage before.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
-import traceback
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -31,8 +29,9 @@ from mmrl.config import (
     stage_schema,
     validate_stored,
 )
-from mmrl.config.base import flattened, of_stage
+from mmrl.config.base import flattened, of_stage, value_at
 from mmrl.config.other_stages import SftConfig
+from mmrl.config.validate import CHOICES
 from mmrl.errors import CheckpointError, ConfigError, storage
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.hub import at_hand
@@ -40,42 +39,23 @@ from mmrl.models.policy import newest_checkpoint, prompts_of, require_undamaged,
 from mmrl.report.rundir import RunDir
 from mmrl.report.stage_costs import stage_folders
 from mmrl.system.files import JsonObject, atomic_dir, atomic_write, plain, read_yaml
+from mmrl.system.objects import OBJECT, import_module, is_given
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 
 
 def import_plugins(packages: Collection[str]) -> None:
-    """Import the packages of `plugins=`; they may add to the literal dicts. The current folder is searched last.
+    """Import the packages of `plugins=`; they may add to the literal dicts.
 
     Raises:
         ConfigError: a package that cannot be imported, or raises when it is.
     """
-    here = str(Path.cwd())
     # Not repeated: what is no name may be a key that was pasted into the wrong place.
     if strange := sum(not all(part.isidentifier() for part in package.split(".")) for package in packages):
         got = f"got {strange} that {'are' if strange > 1 else 'is'} none"
         raise ConfigError(f"plugins: {got}, expected names of packages: letters, digits, _ and dots")
     for package in packages:
-        if here not in sys.path and "" not in sys.path:
-            sys.path.append(here)  # `python -m` puts it there, the `mmrl` command does not
-        try:
-            importlib.import_module(package)
-        # A plugin may refuse its own settings in a sentence of its own.
-        except ConfigError:
-            raise
-        except ImportError as error:
-            raise ConfigError(f"plugins: cannot import '{package}' ({error})") from error
-        except Exception as error:  # the user's own code: where it failed is what they need
-            raise ConfigError(f"plugins: cannot import '{package}' ({_where(error)})") from error
-
-
-def _where(error: Exception) -> str:
-    """The error and the file and line that raised it."""
-    if isinstance(error, SyntaxError):
-        return f"{error.filename} line {error.lineno}: {type(error).__name__}: {error.msg}"
-    # The innermost frame: the user's line, not the import machinery's.
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{last.filename} line {last.lineno}: {type(error).__name__}: {error}"
+        import_module("plugins", package)
 
 
 def settle(config: ConfigT, device: str | None = None, planned: bool = False) -> ConfigT:
@@ -258,7 +238,7 @@ def weight_run(path: Path) -> tuple[RunDir, TrainCommandConfig | SftCommandConfi
         CheckpointError: no weights were trained, or it is no training run.
     """
     run = RunDir.read(path)
-    config = stored_config(path, schema_of(run.config)) if "policy" not in run.config else None
+    config = stored_config(path, schema_of(run.config), reading=True) if "policy" not in run.config else None
     if isinstance(config, StagedCommandConfig):
         trained = [stage for stage in stage_folders(path) if newest_checkpoint(stage) is not None]
         if not trained:
@@ -276,8 +256,14 @@ def weight_run(path: Path) -> tuple[RunDir, TrainCommandConfig | SftCommandConfi
     return run, config
 
 
-def stored_config(folder: Path, schema: type[ConfigT]) -> ConfigT:
-    """The config of a run that is to be continued, with its plugins imported; writes nothing.
+def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False) -> ConfigT:
+    """The config of a run, with its plugins imported; writes nothing.
+
+    A run directory may come from somebody else, and what its config names is their code: it is named in a line on
+    stderr before it is imported.
+
+    Args:
+        reading: nothing is to be run: plugins are imported where a name in the config is not built in, else not.
 
     Raises:
         CheckpointError: it is no run, or one of the other command.
@@ -296,14 +282,45 @@ def stored_config(folder: Path, schema: type[ConfigT]) -> ConfigT:
         raise CheckpointError(f"{folder}: this is a run of several stages; give one of them: {stages}")
     if there is PromptCommandConfig and schema is not there:
         raise CheckpointError(f"{folder}: this run has optimised prompts and trained no weights")
+    if there is SftCommandConfig and schema is not there:
+        raise CheckpointError(f"{folder}: this run is supervised (algo=sft), so its calls have no credit")
     plugins = stored.get("plugins", ())
     # anything but names is for validation to refuse
-    import_plugins([name for name in plugins if isinstance(name, str)] if isinstance(plugins, list) else ())
+    packages = [name for name in plugins if isinstance(name, str)] if isinstance(plugins, list) else []
+    if reading and not _needs_plugins(stored):
+        packages = []
+    announce_code(folder, stored, packages, program=not reading)
+    import_plugins(packages)
     # The folder as typed, not as stored: a run directory may have been moved.
     try:
         return validate_stored(schema, stored).in_folder(str(folder))
     except ConfigError as error:
         raise ConfigError(f"{folder}/config.yaml: {problem}" for problem in error.problems) from None
+
+
+def announce_code(folder: Path, stored: Mapping[str, object], packages: Sequence[str], *, program: bool) -> None:
+    """Say on stderr which code outside mmrl the config of a run makes this process import.
+
+    Args:
+        packages: of `plugins`.
+        program: the objects that `task` names are imported, too.
+    """
+    task = stored.get("task")
+    texts = flattened(task).items() if program and isinstance(task, Mapping) else ()
+    named = [f"task.{key}={value}" for key, value in texts if isinstance(value, str) and OBJECT.fullmatch(value)]
+    named = [text for text in named if not is_given(text.partition("=")[2])]  # of this very process
+    named += [f"plugins={','.join(packages)}"] if packages else []
+    if named:
+        line = f"{folder}/config.yaml names code that is imported and run now: {', '.join(named)}"
+        print(line, file=sys.stderr, flush=True)
+
+
+def _needs_plugins(stored: Mapping[str, object]) -> bool:
+    """Whether a name that chooses a section's schema is none of those that are known by now."""
+    known = {path: {*schemas, "auto"} for path, schemas in CHOICES.items()}
+    names = {path: value_at(stored, f"{path}.name") for path in known}
+    # a run of several stages is named after all of its algorithms
+    return any(part not in known[path] for path, name in names.items() if name for part in str(name).split("+"))
 
 
 def stage_after(stage: StageConfig, before: Path) -> StageConfig:

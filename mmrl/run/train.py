@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mmrl import engines
-from mmrl.config import HardwareConfig, RunConfig, TrainCommandConfig, validate_stored
+from mmrl.config import HardwareConfig, RunConfig, SftCommandConfig, TrainCommandConfig, validate_stored
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.models.policy import damage
 from mmrl.report.rundir import RunDir, step_of
@@ -24,7 +24,15 @@ from mmrl.run.build import RECORD, BuiltRun, build_run, build_task, check_model
 from mmrl.run.check import check_all
 from mmrl.run.doctor import look_before
 from mmrl.run.launch import adopt, must_start, released, start
-from mmrl.run.settle import complete_config, import_plugins, refuse_changes, run_folder, settle, stored_config
+from mmrl.run.settle import (
+    complete_config,
+    import_plugins,
+    refuse_changes,
+    run_folder,
+    schema_of,
+    settle,
+    stored_config,
+)
 from mmrl.system.files import JsonObject, plain
 from mmrl.system.processes import ALONE, Processes, join, launched, lost_a_process
 from mmrl.system.stop import print_resume, stoppable
@@ -78,13 +86,8 @@ def train(config: TrainCommandConfig, command: Sequence[str], resumed: bool = Fa
         return _run(config, rundir, checkpoint, processes)
 
 
-def resume(folder: Path) -> int:
-    """Continue a stopped or killed run from its newest complete checkpoint, to the numbers it would have had."""
-    return train(stored_config(folder, TrainCommandConfig), ["mmrl", "train", f"resume={folder}"], resumed=True)
-
-
-def extend(folder: Path, typed: str) -> int:
-    """`resume=RUN train.steps=+100`: continue a run, finished or not, to another number of steps. Returns exit code.
+def extend(folder: Path, typed: str) -> None:
+    """`resume=RUN train.steps=+100`: let a run, finished or not, continue to another number of steps.
 
     `config.yaml` stays as it was; `segments.jsonl` gets a line: the new number of steps, the steps done, and the
     summary that the run had then. The steps of an extended run equal, bit for bit, those of a run started with all of
@@ -99,13 +102,14 @@ def extend(folder: Path, typed: str) -> int:
         ConfigError: no such number, or a schedule that depends on it.
         CheckpointError: it is no training run, or another process has it.
     """
-    config = stored_config(folder, TrainCommandConfig).train
+    supervised = schema_of(RunDir.read(folder).config) is SftCommandConfig
+    config = stored_config(folder, SftCommandConfig if supervised else TrainCommandConfig, reading=True).train
     if not re.fullmatch(r"\+?[0-9]{1,9}", typed):
         raise ConfigError(f"train.steps: got '{typed}', expected +N (further steps) or a number of steps")
     steps = int(typed) + (config.steps if typed.startswith("+") else 0)
     # Not an extension: the run may have been killed on its way to this very number.
     if steps == config.steps:
-        return resume(folder)
+        return
     # Its learning rate at every step depends on the last one, so the steps done so far would have been others.
     if config.schedule not in STEADY:
         raise ConfigError(
@@ -120,7 +124,6 @@ def extend(folder: Path, typed: str) -> int:
                 f"than {done}"
             )
         run.add_segment(steps, done, ["mmrl", "train", f"resume={folder}", f"train.steps={typed}"])
-    return resume(folder)
 
 
 def work(job: JsonObject) -> int:

@@ -341,7 +341,9 @@ def context_length(model: PreTrainedModel | PeftModel) -> int | None:
 def _fingerprint(encoded: Sequence[Encoded], settings: WarmStartSettings) -> dict[str, object]:
     """What a checkpoint stores of its sequences and settings."""
     data = rng.digest(*(str((e.module, e.prompt_ids, e.completion_ids)) for e in encoded))
-    kept = {name: value for name, value in asdict(settings).items() if name != "packing"}  # not what is learnt
+    # No part of what is learnt; nor are further steps where the rate of those before does not depend on them.
+    left_out = {"packing", "log_every", *(["steps"] if settings.schedule.startswith("constant") else [])}
+    kept = {name: value for name, value in asdict(settings).items() if name not in left_out}
     return {**kept, "mix": dict(settings.mix), "data": f"{data:032x}"}
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from mmrl.errors import ConfigError, ProgramFailure
+from mmrl.errors import ConfigError, ProgramFailure, nearest
 from mmrl.system.user_code import located
 
 OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -29,6 +31,31 @@ def is_given(path: str) -> bool:
     return path.startswith(f"{__name__}:")
 
 
+def import_module(key: str, name: str) -> ModuleType:
+    """A module of the user's, which may lie in the current folder, as with `python -m`.
+
+    Args:
+        key: the config key, for errors.
+
+    Raises:
+        ConfigError: there is none, or it raises.
+    """
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)  # the `mmrl` script has the folder of the script there
+    try:
+        return importlib.import_module(name)
+    except ConfigError:  # a plugin refuses its own settings
+        raise
+    except Exception as error:  # whatever the user's own module raises
+        hint = ""
+        if isinstance(error, ModuleNotFoundError) and error.name and name.startswith(error.name):
+            hint = f"; it is neither installed nor in {here}"
+            hint += nearest(error.name, [file.stem for file in Path.cwd().glob("*.py")])
+        text = str(located(ProgramFailure, error, f"{key}: cannot import '{name}': "))
+        raise ConfigError(text + hint) from None
+
+
 def imported(key: str, path: str) -> Any:
     """The object at `package.module:name`.
 
@@ -41,10 +68,7 @@ def imported(key: str, path: str) -> Any:
     module, _, name = path.partition(":")
     if not module or not name:
         raise ConfigError(f"{key}: got '{path}', expected package.module:name")
-    try:
-        target: Any = importlib.import_module(module)
-    except Exception as error:  # whatever the user's own module raises
-        raise ConfigError(str(located(ProgramFailure, error, f"{key}: cannot import '{module}': "))) from None
+    target: Any = import_module(key, module)
     for part in name.split("."):
         if not hasattr(target, part):
             if is_given(path):
@@ -52,6 +76,7 @@ def imported(key: str, path: str) -> Any:
                     f"{key}: was given to mmrl.optimize as a Python object, which is gone with its process; continue "
                     "from Python: MMRL(metric=…).compile(program, trainset=…, valset=…, resume=RUN_DIR)"
                 )
-            raise ConfigError(f"{key}: '{module}' has no '{name}'")
+            public = [name for name in dir(target) if not name.startswith("_")]
+            raise ConfigError(f"{key}: '{module}' has no '{name}'{nearest(part, public)}")
         target = getattr(target, part)
     return target

@@ -100,7 +100,6 @@ def nothing_runs() -> Iterator[None]:
 
 _STAND_INS: Mapping[str, object] = {
     "mmrl.run.train.train": 0,
-    "mmrl.run.train.resume": 0,
     "mmrl.run.eval.evaluate_policy": 0,
     "mmrl.run.eval.evaluate_columns": 0,
     "mmrl.run.eval.resume_evaluation": 0,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import shlex
 import signal
 import subprocess
@@ -13,9 +12,6 @@ import time
 from pathlib import Path
 from urllib.request import urlopen
 
-import pytest
-
-from mmrl.cli import main
 from mmrl.system.child_process import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -53,17 +49,25 @@ def test_the_check_sees_what_is_not_printed():
     assert printed(["a … c", "d"], "a b\nd e") == ["a … c", "d"]
 
 
-def run(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+SCRIPT = Path(sys.executable).with_name("mmrl")
+"""What people type: unlike `python -m`, it has not the current folder on its path."""
+# This checkout's code, wherever the script was installed from; no module of the page's is found by it.
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def run(command: str, folder: Path) -> str:
     program, *words = shlex.split(command)
-    capsys.readouterr()
-    if program == "mmrl":
-        code = main(words)
-        assert code == (1 if words[0] == "doctor" and len(words) > 1 else 0), capsys.readouterr()
-    else:
-        assert program == "python"
-        runpy.run_path(words[0], run_name="__main__")
-    out, err = capsys.readouterr()
-    return out + err
+    code = 1 if words[0] == "doctor" and len(words) > 1 else 0
+    assert program in ("mmrl", "python")
+    done = subprocess.run(
+        [sys.executable, *([str(SCRIPT)] if program == "mmrl" else []), *words],
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done
+    return done.stdout + done.stderr
 
 
 def serve(command: str, log: Path) -> subprocess.Popen[bytes]:
@@ -71,10 +75,11 @@ def serve(command: str, log: Path) -> subprocess.Popen[bytes]:
     address = f"http://127.0.0.1:{next(word for word in words if word.startswith('port=')).partition('=')[2]}/health"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "mmrl", *words],
+            [sys.executable, str(SCRIPT), *words],
             stdout=out,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            cwd=log.parent,
+            env=ENVIRONMENT,
         )
     for _ in range(1200):
         assert process.poll() is None, log.read_text()
@@ -86,9 +91,7 @@ def serve(command: str, log: Path) -> subprocess.Popen[bytes]:
     raise AssertionError(log.read_text())
 
 
-def test_the_page_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_the_page_runs(tmp_path):
     page = PAGE.read_text(encoding="utf-8").replace(PORT, str(free_port()))
     servers = []
     try:
@@ -103,7 +106,7 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
                     servers.append(serve(command.removesuffix(" &"), tmp_path / "serve.log"))
                     output = (tmp_path / "serve.log").read_text()
                 else:
-                    output = run(command, capsys)
+                    output = run(command, tmp_path)
                 missing = printed([line for line in expected if line != "…"], output)
                 assert not missing, f"{command}\n{missing}\n{output}"
     finally:

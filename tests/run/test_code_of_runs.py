@@ -1,0 +1,182 @@
+"""What a run directory names is somebody's code: reading it imports nothing that it need not, and says what it does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmrl.cli import main
+from tests.helpers.runs import command
+
+ROOT = Path(__file__).parents[2]
+EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
+
+
+@pytest.fixture
+def run(random_model, tmp_path, monkeypatch):
+    """A finished run of a built-in task whose config names a package that lies in its folder."""
+    folder = tmp_path / "run"
+    (tmp_path / "evil.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "evil", raising=False)
+    assert main(command(random_model, folder, "algo=mhgpo_fof", "train.steps=1", "plugins=[evil]")) == 0
+    (tmp_path / "evil.py").rename(folder / "evil.py")
+    (folder / "evil.py").write_text(EVIL)
+    return folder
+
+
+def in_its_folder(run, *words):
+    """A command in a process of its own that stands in the run directory, as whoever was sent one may."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from mmrl.cli import main; raise SystemExit(main())", *words],
+        cwd=run,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["credit", "run=.", "step=1"],
+        ["replay", "."],
+        ["export", ".", "out=../exported"],
+        ["show", "."],
+        ["show", ".", "step=1"],
+        ["eval", "policy=.", "task=hotpotqa", "eval.items=2", "run.dir=../evaluated", "task.max_tokens=4"],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_reading_a_run_imports_nothing_for_what_is_built_in(run, words):
+    code, said = in_its_folder(run, *words)
+    assert code == 0, said
+    assert not (run / "ran").exists() and "names code" not in said
+
+
+def test_continuing_a_run_names_its_code_before_it_is_imported(run):
+    code, said = in_its_folder(run, "train", "resume=.", "train.steps=+1")
+    assert code == 0, said
+    assert (run / "ran").exists()
+    assert said.index("config.yaml names code that is imported and run now: plugins=evil") < said.index("step 2/2")
+
+
+def test_an_unknown_name_needs_its_plugin(run):
+    path = run / "config.yaml"
+    stored = yaml.safe_load(path.read_text())
+    stored["task"] = {"name": "mine", "data": stored["task"]["data"]}
+    path.write_text(yaml.safe_dump(stored))
+    code, said = in_its_folder(run, "credit", "run=.", "step=1")
+    assert (code, (run / "ran").exists()) == (0, True)
+    assert "names code that is imported and run now: plugins=evil" in said
+
+
+PROGRAM = """
+import dspy
+from pathlib import Path
+
+Path(__file__).with_name("ran").touch()
+
+
+class Answerer(dspy.Module):
+    def __init__(self):
+        super().__init__()
+        self.answer = dspy.Predict("question -> answer")
+
+    def forward(self, question):
+        return self.answer(question=question)
+
+
+def metric(example, prediction, trace=None):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A folder with a program, its data, and nothing of it on the path."""
+    (tmp_path / "mine.py").write_text(PROGRAM)
+    for name in ("rows", "other"):
+        rows = "".join(json.dumps({"question": f"{name}{n}"}) + "\n" for n in range(4))
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    return tmp_path
+
+
+OWN = ["task=dspy", "task.inputs=[question]", "task.data.train=rows.jsonl", "task.data.dev=other.jsonl"]
+SHORT = ["algo=mmgrpo", "algo.rollouts=2", "train.steps=1", "train.batch_size=2", "eval.items=2", "task.max_tokens=4"]
+
+
+def train(folder, model, *words):
+    model_words = ["model=hf", f"model.path={model}", "hardware=cpu", "hardware.threads=1"]
+    return in_its_folder(folder, "train", *OWN, *SHORT, *model_words, "run.dir=run", *words)
+
+
+def test_a_users_modules_lie_in_the_current_folder(written, random_model):
+    names = ["task.program=mine:Answerer", "task.metric=mine:metric"]
+    code, said = train(written, random_model, *names)
+    assert code == 0, said
+    assert "names code" not in said, "it was typed"
+    (written / "ran").unlink()
+    code, said = in_its_folder(written, "export", "run", "out=exported")
+    assert code == 0, said
+    assert "names code that is imported and run now: task.program=mine:Answerer, task.metric=mine:metric" in said
+    (written / "ran").unlink()
+    for words in (["credit", "run=run", "step=1"], ["replay", "run"]):
+        assert in_its_folder(written, *words)[0] == 0 and not (written / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (
+            ["task.program=mine:Answerr", "task.metric=mine:metric"],
+            "task.program: 'mine' has no 'Answerr'; did you mean 'Answerer'?",
+        ),
+        (
+            ["task.program=mime:Answerer", "task.metric=mine:metric"],
+            "task.program: cannot import 'mime': ModuleNotFoundError: No module named 'mime'; it is neither installed "
+            "nor in {folder}; did you mean 'mine'?",
+        ),
+    ],
+)
+def test_a_wrong_name_gets_the_near_one(written, random_model, names, says):
+    code, said = train(written, random_model, *names)
+    assert code == 2 and says.format(folder=written) in said, said
+
+
+def test_supervised_runs_are_extended_and_have_no_credit(random_model, tmp_path, capsys):
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(4)))
+    words = ["task=banking77", "algo=sft", "algo.source=file", f"algo.file={tmp_path}/chats.jsonl", "eval.items=2"]
+    words += ["train.batch_size=2", "task.max_tokens=2", "model=hf", f"model.path={random_model}", "hardware=cpu"]
+    words += ["hardware.threads=1", "model.lora=null", "train.warmup_steps=0", "train.schedule=constant"]
+    for name, steps in (("short", 1), ("long", 2)):
+        assert main(["train", *words, f"run.dir={tmp_path / name}", f"train.steps={steps}"]) == 0
+    assert main(["train", f"resume={tmp_path / 'short'}", "train.steps=+1"]) == 0
+    weights = [tmp_path / name / "checkpoints" / "checkpoint-2" / "model.safetensors" for name in ("short", "long")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    capsys.readouterr()
+    for command_line in (["credit", f"run={tmp_path / 'long'}", "step=1"], ["replay", str(tmp_path / "long")]):
+        assert main(command_line) == 2
+        assert "this run is supervised (algo=sft), so its calls have no credit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["steps=10"], ["steps: unknown key; did you mean train.steps?"]),
+        (["--steps", "10"], ["--steps: unknown flag; did you mean train.steps? Keys are typed as KEY=VALUE"]),
+        (["--group-size=4"], ["--group-size: unknown flag; did you mean algo.group_size?"]),
+        (["--nothing", "10"], ["10: expected key=value", "--nothing: unknown flag (known: -m"]),
+    ],
+)
+def test_a_key_without_its_section_names_the_whole_key(words, says, capsys):
+    assert main(["train", *words]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(says)
+    assert all(line.startswith(f"error: {said}") for line, said in zip(lines, says, strict=True)), lines
