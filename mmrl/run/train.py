@@ -103,7 +103,8 @@ def extend(folder: Path, typed: str) -> None:
         CheckpointError: it is no training run, or another process has it.
     """
     supervised = schema_of(RunDir.read(folder).config) is SftCommandConfig
-    config = stored_config(folder, SftCommandConfig if supervised else TrainCommandConfig, reading=True).train
+    schema: type[TrainCommandConfig | SftCommandConfig] = SftCommandConfig if supervised else TrainCommandConfig
+    config = stored_config(folder, schema, reading=True).train
     if not re.fullmatch(r"\+?[0-9]{1,9}", typed):
         raise ConfigError(f"train.steps: got '{typed}', expected +N (further steps) or a number of steps")
     steps = int(typed) + (config.steps if typed.startswith("+") else 0)
