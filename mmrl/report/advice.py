@@ -52,6 +52,24 @@ _FORMAT = (
     "show the form that is expected in the prompt (task.prompts), let replies end (task.max_tokens), or take a model "
     "that keeps to it (model.path)"
 )
+_CONTEXT = (
+    "raise task.max_context up to the model's own limit, take fewer or shorter documents "
+    "(task.retriever.top_k, task.max_observation), or shorten task.prompts"
+)
+_LIMIT = "raise that limit (task.max_turns, task.max_completion)"
+
+FAILURES: Mapping[str, str] = {
+    "program": "user_code",
+    "reward": "user_code",
+    "replay": "replay",
+    "tool": "tool_faults",
+    "judge": "endpoint_faults",
+    "engine": "engine_faults",
+    "timeout": "timeouts",
+    "limit": "limits",
+    "length": "prompt_too_long",
+}
+"""Kind of a failed rollout -> the trouble that it is; `parse` is one of a module."""
 
 ADVICE: Mapping[str, Advice] = {
     # --- of rollouts and their scores, before a run and in it
@@ -70,6 +88,30 @@ ADVICE: Mapping[str, Advice] = {
     ),
     "zero_variance_unparsed": Advice(
         "nearly all groups have equal rewards, since hardly a reply can be parsed", _FORMAT
+    ),
+    "zero_variance_too_long": Advice(
+        "nearly all groups have equal rewards, since most rollouts end at a prompt that leaves no room in the context",
+        _CONTEXT,
+    ),
+    "zero_variance_limits": Advice(
+        "nearly all groups have equal rewards, since most rollouts reach a limit of the program without an answer",
+        _LIMIT,
+    ),
+    "unparsed_rollouts": Advice(
+        "{now_share} of the rollouts end at a reply that cannot be parsed, so next to nothing is learned", _FORMAT
+    ),
+    "prompt_too_long": Advice(
+        "{now_share} of the rollouts end at a prompt that leaves no room in the context ({what})", _CONTEXT
+    ),
+    "limits": Advice("{now_share} of the rollouts reach a limit of the program without an answer ({what})", _LIMIT),
+    "user_code": Advice(
+        "{now_share} of the rollouts fail in the program's or the metric's own code ({what})",
+        "mend the line that it names (task.program, task.metric)",
+    ),
+    "replay": Advice(
+        "{now_share} of the rollouts cannot be forked, since the program does not repeat its requests ({what})",
+        "make task.program depend on its example and on what its models and tools return alone: no random numbers, "
+        "clock or state of its own; algo=mmgrpo and algo=grpo do not fork",
     ),
     "logprob_gap": Advice(
         "sampler and trainer disagree by {now} nats per token",
@@ -91,14 +133,9 @@ ADVICE: Mapping[str, Advice] = {
         "{what}; {now} of {then} trials are like this",
         "where the start is among them, show the form that is expected (task.prompts), let replies end "
         "(task.max_tokens), or take another model (model.path); where only candidates are, the model does not bear "
-        "their demonstrations: fewer of them (algo.max_bootstrapped_demos, algo.max_labeled_demos, algo.max_demos)",
+        "their demonstrations: fewer of them (algo.max_bootstrapped_demos, algo.max_labeled_demos)",
     ),
     # --- before a run
-    "prompt_too_long": Advice(
-        "{now_share} of the rollouts end at a prompt that leaves no room in the context ({what})",
-        "raise task.max_context up to the model's own limit, take fewer or shorter documents "
-        "(task.retriever.top_k, task.max_observation), or shorten task.prompts",
-    ),
     "prompt_near_limit": Advice(
         "prompts of up to {now} tokens leave fewer than task.max_tokens for the reply in a context of {then}",
         "raise task.max_context up to the model's own limit, or lower task.max_tokens or task.retriever.top_k",
@@ -130,14 +167,6 @@ ADVICE: Mapping[str, Advice] = {
         "mend the tool, or its address and time limit (task.retriever.url, task.retriever.timeout_s)",
     ),
     "timeouts": Advice("{now_share} of the rollouts take too long ({what})", "raise task.timeout_s"),
-    "limits": Advice(
-        "{now_share} of the rollouts reach a limit of the program without an answer ({what})",
-        "raise that limit (task.max_turns, task.max_completion)",
-    ),
-    "user_code": Advice(
-        "{now_share} of the rollouts fail in the program's or the metric's own code ({what})",
-        "mend the line that it names (task.program, task.metric)",
-    ),
     "packing": Advice("{what}", "this model's layers cannot share prefixes: use train.packing=padded"),
     "no_gold": Advice(
         "the corpus can answer {now_share} of the training questions",

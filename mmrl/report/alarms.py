@@ -12,8 +12,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from mmrl.report.advice import ADVICE
-from mmrl.report.stats import History, keys_in, number, series, trailing_mean
+from mmrl.errors import MODEL_CAUSED
+from mmrl.report.advice import ADVICE, FAILURES
+from mmrl.report.stats import FAILED, History, failure_shares, keys_in, number, series, trailing_mean
 
 VALIDITY_FACTS = ("valid", "valid_share", "format", "format_ok", "format_rate", "ok")
 """Behaviour facts (last part of a `module/<m>/…` key) that are shares of well-formed completions."""
@@ -29,7 +30,7 @@ class Thresholds:
     """When alarms ring."""
 
     window: int = 5
-    """Steps of the trailing mean; nothing rings before that many steps."""
+    """Steps of the trailing mean; before that many steps only failures of nearly all rollouts ring."""
     reward_drop: float = 0.5
     """`reward_collapse`: share of the best trailing reward that is lost..."""
     reward_drop_least: float = 0.1
@@ -49,7 +50,11 @@ class Thresholds:
     validity_drop: float = 0.2
     """`format_falling`: fall of a share of valid completions below its best (or rise of a share of faulty ones)."""
     failed_share: float = 0.2
-    """`failures`: share of rollouts that failed."""
+    """`failures`, `prompt_too_long`, `limits`: share of rollouts that failed so."""
+    all_failed: float = 0.95
+    """`never_parses` and those: share of rollouts that need not wait for `window` steps."""
+    cause: float = 0.5
+    """`zero_variance`: share of rollouts that fail in one way from which on equal rewards are put down to it."""
     judge_fallback: float = 0.2
     """`judge_unreadable`: share of rollouts that the fixed rule scores, since no reply of the judge can be read."""
     empty_searches: float = 0.3
@@ -91,21 +96,46 @@ class Alarm:
 
 def alarms(history: History, thresholds: Thresholds | None = None) -> list[Alarm]:
     """All alarms of a run in order of their first step; those still on have `until=None`."""
-    raised = [alarm for finding in findings(history, thresholds or Thresholds()) for alarm in _stretches(*finding)]
-    return sorted(_with_causes(raised, history), key=lambda alarm: (alarm.step, alarm.name, alarm.key))
+    limits = thresholds or Thresholds()
+    raised = [alarm for finding in findings(history, limits) for alarm in _stretches(*finding)]
+    return sorted(_with_causes(raised, history, limits), key=lambda alarm: (alarm.step, alarm.name, alarm.key))
 
 
-def _with_causes(raised: Sequence[Alarm], history: History) -> list[Alarm]:
-    """Where nothing parses, equal rewards are no fault of the data or of the size of groups."""
-    unparsed = [alarm for alarm in raised if alarm.name == "never_parses"]
+CAUSES = {
+    "never_parses": "zero_variance_unparsed",
+    "prompt_too_long": "zero_variance_too_long",
+    "limits": "zero_variance_limits",
+}
+"""Alarm that explains equal rewards -> the advice then."""
+
+
+def _with_causes(raised: Sequence[Alarm], history: History, limits: Thresholds) -> list[Alarm]:
+    """Where nothing parses, or most rollouts fail, equal rewards are no fault of the data or of the size of groups."""
     last = max((record["step"] for record in history), default=0)
 
-    def explained(alarm: Alarm) -> bool:
+    def explains(other: Alarm, alarm: Alarm) -> bool:
         end = last if alarm.until is None else alarm.until
-        return any(other.step <= end and (other.until or last) >= end for other in unparsed)
+        if other.name not in CAUSES or not other.step <= end <= (other.until or last):
+            return False
+        steps, shares = _curve(history, other.key)
+        stretch = shares[(steps >= alarm.step) & (steps <= end)]
+        return other.name == "never_parses" or bool(stretch.mean() >= limits.cause)
 
-    text = ADVICE["zero_variance_unparsed"].text()
-    return [replace(a, message=text) if a.name == "zero_variance" and explained(a) else a for a in raised]
+    def message(alarm: Alarm) -> str:
+        names = [other.name for other in raised if explains(other, alarm)] if alarm.name == "zero_variance" else []
+        return ADVICE[CAUSES[names[0]]].text() if names else alarm.message
+
+    return [replace(alarm, message=message(alarm)) for alarm in raised]
+
+
+def _curve(history: History, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a metric; of a kind of failure its share of the rollouts of each step."""
+    if not key.startswith(FAILED):
+        return series(history, key)
+    # A step in which nothing failed so has no such metric.
+    records = [record for record in history if number(record.get("rollouts/count"))]
+    shares = [failure_shares(record).get(key.removeprefix(FAILED), 0.0) for record in records]
+    return np.array([record["step"] for record in records], dtype=np.int64), np.array(shares, dtype=np.float64)
 
 
 def current(history: History, thresholds: Thresholds | None = None) -> list[Alarm]:
@@ -125,9 +155,12 @@ def findings(history: History, limits: Thresholds) -> Iterator[Finding]:
     """Every rule applied to every metric that it reads, whether it rings or not."""
     for rule in rules(history, limits):
         for key in rule.keys:
-            steps, values = series(history, key)
-            steps, means = steps[limits.window - 1 :], trailing_mean(values, limits.window)[limits.window - 1 :]
+            steps, values = _curve(history, key)
+            means, first = trailing_mean(values, limits.window), limits.window - 1
+            if not rule.early:
+                steps, means, first = steps[first:], means[first:], 0
             rings, reference = rule.criterion(means) if len(means) else (np.zeros(0, dtype=bool), means)
+            rings[:first] &= means[:first] >= limits.all_failed
             yield rule.name, key, steps, rings, _message(rule, key, means, reference)
     for key in MUST_BE_FINITE:
         # `series` leaves such values out, so they are looked for in the records, which have null for them in a file.
@@ -147,8 +180,10 @@ class AlarmRule:
     criterion: Criterion
     advice: str = ""
     """Its sentence in the table of advice; empty: that of its name."""
-    what: str = ""
-    """What the sentence names; empty: the last part of the key."""
+    what: str | None = None
+    """What the sentence names; None: the last part of the key."""
+    early: bool = False
+    """Rings before there are `window` steps, too, where it holds for nearly all rollouts."""
 
 
 def rules(history: History, limits: Thresholds) -> tuple[AlarmRule, ...]:
@@ -170,7 +205,12 @@ def _update_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
 def _rollout_rules(limits: Thresholds) -> tuple[AlarmRule, ...]:
     """Rules of rollouts and their scores."""
     return (
-        AlarmRule("failures", ["rollouts/failed_share"], _above(limits.failed_share)),
+        AlarmRule("failures", ["rollouts/failed_share"], _above(limits.failed_share), early=True),
+        *(
+            AlarmRule(FAILURES[kind], [f"{FAILED}{kind}"], _above(limits.failed_share), what="", early=True)
+            for kind in sorted(MODEL_CAUSED & FAILURES.keys())
+        ),
+        AlarmRule("never_parses", [f"{FAILED}parse"], _at_least(limits.all_failed), "unparsed_rollouts", early=True),
         AlarmRule("judge_unreadable", ["task/judge_fallback"], _above(limits.judge_fallback)),
         AlarmRule("empty_searches", ["task/empty_searches"], _above(limits.empty_searches), what="search"),
         AlarmRule("answers_growing", ["task/answer_words"], _above_first(limits.answer_growth, limits.answer_words)),
@@ -272,7 +312,7 @@ def _exploded(limits: Thresholds) -> Criterion:
 
 
 def _message(rule: AlarmRule, key: str, means: np.ndarray, reference: np.ndarray) -> Message:
-    advice, what = ADVICE[rule.advice or rule.name], rule.what or key.rpartition("/")[2]
+    advice, what = ADVICE[rule.advice or rule.name], key.rpartition("/")[2] if rule.what is None else rule.what
     return lambda at: advice.text(float(means[at]), float(reference[at]), what)
 
 

@@ -88,7 +88,7 @@ def overview_text(seen: Overview, width: int = 100) -> str:
     parts += [_module_table(stage, records, width) for stage, records in seen.module_steps]
     if facts := stage_facts(seen.run.path):
         parts.append(f"stages\n{align(stage_rows(facts))}")
-    parts.append(alarm_text(seen.alarms, width))
+    parts += [alarm_text(seen.alarms, width), fill(seen.unscored, max(width, 40))]
     parts.append(prompts_text(seen.run.path, width))
     parts.append(_further(seen))
     return "\n\n".join(part for part in parts if part)
@@ -246,6 +246,7 @@ def finish(
             f"  {sparkline(values.tolist(), 60, ascii_only=_ascii_only())}"
         )
     parts += [failures_text({"before": before, "after": after}), alarm_text(seen.alarms, width)]
+    parts.append(fill(seen.unscored, max(width, 40)))
     parts.append(further(run, seen, trouble))
     return "\n\n".join(part for part in parts if part)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from mmrl.report.advice import ADVICE
+from mmrl.report.advice import ADVICE, FAILURES
 from mmrl.report.alarms import FAULT_FACTS, NEVER_FACTS, VALIDITY_FACTS, Thresholds
 from mmrl.report.stats import short
 from mmrl.report.text import align
@@ -42,11 +42,11 @@ class Limits:
     """`no_gold`: share of the training questions that the corpus can answer."""
     empty: float = ALARMS.empty_searches
     """`empty_searches`: share of a tool's calls that bring an empty list."""
-    program_limits: float = 0.2
+    program_limits: float = ALARMS.failed_share
     """`limits`: share of rollouts that reach one of the program's own limits."""
     retries: float = 0.2
     """`endpoint_retries`: share of requests that had to be repeated."""
-    useless: float = 0.95
+    useless: float = ALARMS.all_failed
     """Share of rollouts that a failure must reach so that training would be useless."""
 
 
@@ -170,20 +170,6 @@ def _constant(facts: RunFacts, limits: Limits) -> bool:
     if facts.groups:
         return facts.equal >= limits.equal
     return len(facts.rewards) > 1 and len(set(facts.rewards)) == 1
-
-
-FAILURES = {
-    "program": "user_code",
-    "reward": "user_code",
-    "replay": "user_code",
-    "tool": "tool_faults",
-    "judge": "endpoint_faults",
-    "engine": "engine_faults",
-    "timeout": "timeouts",
-    "limit": "limits",
-    "length": "prompt_too_long",
-}
-"""Kind of a failed rollout -> what it is called here; `parse` is listed by its module."""
 
 
 def _failures(facts: RunFacts, limits: Limits) -> Iterator[Finding]:

@@ -115,6 +115,7 @@ def write_report(seen: Overview) -> Path:
         differences=[_difference_row(name, difference) for name, difference in seen.differences.items()],
         scores=list(_scores(seen)) if seen.evaluates else [],
         alarms=seen.alarms,
+        no_alarm=seen.no_alarm,
         trained=bool(seen.training),
         curves=_drawn(_curves(seen)),
         module_curves=_drawn(_module_curves(seen)),

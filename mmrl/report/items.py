@@ -6,6 +6,7 @@ only results of items are stored.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -182,10 +183,11 @@ def _examples_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
     for example in forest.examples:
         rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
         rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-        failed = sum(rollout.error is not None for rollout in rollouts)
+        kinds = Counter(rollout.error for rollout in rollouts if rollout.error is not None)
+        failed = ", ".join(f"{clean(kind)} {count}" for kind, count in kinds.most_common()) or "0"
         numbers = (short(fmean(rewards)), short(min(rewards)), short(max(rewards))) if rewards else ("-", "-", "-")
         shown = next((rollout.prediction for rollout in rollouts if rollout.prediction is not None), "")
-        rows.append([clean(example), str(len(rollouts)), *numbers, str(failed), shown_prediction(shown)])
+        rows.append([clean(example), str(len(rollouts)), *numbers, failed, shown_prediction(shown)])
     example = clean(forest.examples[0]) if forest.examples else "<id>"
     return (
         f"step {step}: {len(forest.examples)} examples, {len(forest.rollouts)} rollouts, {len(forest.calls)} calls\n"

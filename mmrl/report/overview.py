@@ -16,10 +16,20 @@ from typing import Any, TypeAlias
 
 from mmrl.config.base import FETCHED, SHIPPED
 from mmrl.errors import CheckpointError, ConfigError, DataError, MmrlError
-from mmrl.report.alarms import Alarm, alarms
+from mmrl.report.alarms import Alarm, Thresholds, alarms
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.report.stage_costs import stage_folders
-from mmrl.report.stats import FIRST, Difference, History, compare_items, modules_in, number
+from mmrl.report.stats import (
+    FIRST,
+    Difference,
+    History,
+    compare_items,
+    failed_text,
+    failure_shares,
+    learning,
+    modules_in,
+    number,
+)
 from mmrl.report.trials import trial_alarms
 from mmrl.system.files import JsonObject, read_jsonl
 
@@ -233,6 +243,29 @@ class Overview:
             for name, before, stage in self.stages
             for alarm in stage.alarms
         ]
+
+    @property
+    def unscored(self) -> str:
+        """A sentence where nothing was ever scored above 0, and no alarm says why; else empty."""
+        scores = [(name, one.before, one.after) for name, one in self.differences.items() if name == self.main_metric]
+        name, _, values = learning(self.training)
+        scores += [("the reward in training", values[0], values[-1])] if name == "reward" and len(values) else []
+        nothing = [name for name, *both in scores if all(abs(score) < 5e-4 for score in both)]  # 0.000, as it is shown
+        if not nothing or self.alarms or self.evaluates:
+            return ""
+        failed = failed_text(failure_shares(self.training[-1])) if self.training else ""
+        how = f"; of the rollouts of the last step {failed}" if failed else ""
+        return (
+            f"No alarm rang, yet {nothing[0]} is 0 at the start and at the end{how}. mmrl doctor with the run's "
+            "settings looks for what is wrong."
+        )
+
+    @property
+    def no_alarm(self) -> str:
+        """What is said where no alarm rang, also because there are too few steps for most of them."""
+        steps, window = len(self.training), Thresholds().window
+        few = f"; most look at means over {window} steps, and this run has {steps}" if steps < window else ""
+        return self.unscored or f"No alarm rang{few}."
 
     @cached_property
     def module_steps(self) -> list[tuple[str, list[JsonObject]]]:

@@ -23,16 +23,26 @@ from rich.progress import Progress as Bars
 from rich.table import Column, Table
 from rich.text import Text
 
-from mmrl.errors import MODEL_CAUSED, OWN_CODE, failed_how
+from mmrl.errors import MODEL_CAUSED
 from mmrl.report.alarms import Alarm, current
-from mmrl.report.stats import Metrics, duration, learning, module_facts, modules_in, number, short, sparkline
+from mmrl.report.stats import (
+    Metrics,
+    duration,
+    failed_text,
+    failure_shares,
+    learning,
+    module_facts,
+    modules_in,
+    number,
+    short,
+    sparkline,
+)
 from mmrl.secrets import hide
 from mmrl.system.files import JsonObject
 
 Arguments = ParamSpec("Arguments")
 
 
-FAILED = "rollouts/failed/"
 # A display's cost must not grow with the run: both limits bound what a step looks at.
 HISTORY = 400
 """Steps that sparklines show."""
@@ -163,10 +173,11 @@ class Progress:
             shown = "  ".join(f"{key} {_with_interval(metrics, key)}" for key in self._metric_names(metrics))
             count = number(metrics.get("n"))
             items = "" if count is None else f"  n {count:.0f}"
-            failed = number(metrics.get("failed_share"))
-            how = failed_how(sorted(OWN_CODE)) if metrics.get("own_code_failed") else "from outside"
-            lost = f"  failed {how} {_percent(failed)}, each counted as 0" if failed else ""
-            self._print_line(f"evaluation on {split} at step {step}: {shown}{items}{lost}")
+            shares = {key.removeprefix("failed/"): number(metrics[key]) for key in metrics if key.startswith("failed/")}
+            failed = failed_text({kind: share for kind, share in shares.items() if share})
+            zero = [kind for kind in shares if kind not in MODEL_CAUSED]
+            failed += f", {', '.join(zero)} counted as 0" if zero else ""
+            self._print_line("  ".join(filter(None, [f"evaluation on {split} at step {step}: {shown}{items}", failed])))
 
     @_harmless
     def status(self, text: str) -> None:
@@ -272,8 +283,8 @@ class Progress:
             parts += [f"{name} {value / total:.0%}" for name, value in shares if value is not None]
         if (memory := number(last.get("memory/rss_mb"))) is not None:
             parts.append(f"{memory / 1024:.1f} GB")
-        if failed := number(last.get("rollouts/failed_share")):
-            parts.append(f"failed {_percent(failed)}")
+        if failed := failed_text(failure_shares(last)):
+            parts.append(failed)
         return " · ".join(parts)
 
     def _dim(self, text: str) -> Text:
@@ -329,12 +340,8 @@ class Progress:
                 parts.append(f"{key} {short(last[f'task/{key}'])}")
         if number(last.get("rate/tokens_per_s")) is not None:
             parts.append(f"{short(last['rate/tokens_per_s'])} tokens/s")
-        failed = number(last.get("rollouts/failed_share"))
-        if failed:
-            kinds = {key.removeprefix(FAILED): value for key, value in last.items() if key.startswith(FAILED)}
-            counts = ", ".join(f"{kind} {value:.0f}" for kind, value in kinds.items() if kind not in MODEL_CAUSED)
-            how = failed_how(kind for kind in kinds if kind not in MODEL_CAUSED).replace(" causes", "")
-            parts.append(f"failed {how} {_percent(failed)} ({counts})")
+        if failed := failed_text(failure_shares(last)):
+            parts.append(failed)
         return "  ".join([*parts, self._pace()])
 
     def _pace(self) -> str:

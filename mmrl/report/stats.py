@@ -42,6 +42,23 @@ def series(history: History, key: str) -> tuple[np.ndarray, np.ndarray]:
     return steps, np.array([value for _, value in points], dtype=np.float64)
 
 
+FAILED = "rollouts/failed/"
+
+
+def failure_shares(metrics: Metrics) -> dict[str, float]:
+    """Kind of failure -> share of a step's rollouts that ended so, the most frequent first."""
+    count = number(metrics.get("rollouts/count")) or number(metrics.get("prompts/items"))  # of steps, of trials
+    counts = {key.removeprefix(FAILED): number(value) for key, value in metrics.items() if key.startswith(FAILED)}
+    shares = {kind: value / count for kind, value in counts.items() if value and count}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def failed_text(shares: Mapping[str, float]) -> str:
+    """`failed 58% (length 50%, program 8%)`; empty where nothing failed."""
+    kinds = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
+    return f"failed {sum(shares.values()):.0%} ({kinds})" if kinds else ""
+
+
 def learning(history: History) -> tuple[str, np.ndarray, np.ndarray]:
     """What tells whether training gets on, its steps and values: the reward, of a supervised stage the loss."""
     steps, rewards = series(history, "reward/mean")

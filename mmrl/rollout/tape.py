@@ -21,7 +21,7 @@ from mmrl.records import Call
 
 ROUNDS = 64
 """Turns of the event loop that a request of one of several strands waits for those before it on the tape."""
-_DEPENDS = "; a program must depend only on its example and on what ctx returned"
+_DEPENDS = "; it must depend only on its example and on what its models and tools return"
 
 
 @dataclass(slots=True, eq=False)
@@ -103,10 +103,9 @@ class Tape:
             return self.events[place]
         event = self.events[self.unplayed[0]]
         raise ReplayDivergence(
-            f"at position {self.unplayed[0]} of its tape the program requests {kind} '{name}' "
-            f"where it requested {event.kind} '{event.name}'"
-            + (" with other input" if (event.kind, event.name) == (kind, name) else "")
-            + _DEPENDS
+            f"run again for another rollout of its example, the program made {kind} '{name}' "
+            + ("with other input" if (event.kind, event.name) == (kind, name) else f"for {event.kind} '{event.name}'")
+            + f" as its request {self.unplayed[0] + 1}{_DEPENDS}"
         )
 
     def record(self, kind: str, name: str, request: object, again: Event | None = None) -> Event:
@@ -188,8 +187,8 @@ class Tape:
         if self.unplayed:
             event = self.events[self.unplayed[0]]
             raise ReplayDivergence(
-                f"the program ended without {event.kind} '{event.name}' at position {self.unplayed[0]} of its tape"
-                + _DEPENDS
+                "run again for another rollout of its example, the program ended without "
+                f"{event.kind} '{event.name}', its request {self.unplayed[0] + 1}{_DEPENDS}"
             )
 
     def calls(self) -> list[Call]:

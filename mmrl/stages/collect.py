@@ -277,6 +277,8 @@ class Collector:
             # Each process scores its part; the numbers of all are gathered after it.
             forest = annotate(self.trainer.forwards, forest)
         forest = self.log.processes.forest(forest, examples)
+        failures = [(rollout.error, rollout.error_message) for rollout in forest.rollouts if rollout.error is not None]
+        self.log.note_own_code(f"step {step}", failures, len(forest.rollouts))
         # On the whole forest, so that all processes stop together.
         check_failures(forest, self.config.train.max_failed_share, f"step {step}")
         algo, program = self.config.algo, self.task.program

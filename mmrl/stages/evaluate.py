@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from mmrl import rng
 from mmrl.config import EvalConfig, RootConfig
-from mmrl.errors import MODEL_CAUSED, OWN_CODE, DataError, TooManyFailures, failed_how
+from mmrl.errors import MODEL_CAUSED, DataError, TooManyFailures, failed_how
 from mmrl.records import Example, Forest
 from mmrl.report.stats import bootstrap_interval
 from mmrl.rollout.environment import Environment
@@ -175,6 +175,10 @@ class Evaluations:
         started, split = time.perf_counter(), self.settings.split
         self.log.progress.status(f"evaluating {split}")
         items = self.items(step)
+        failures = [
+            failure for item in items for failure in zip(failed_kinds([item]), item.get("messages", ()), strict=False)
+        ]
+        self.log.note_own_code(f"evaluation on {split} at step {step}", failures, len(items) * self.settings.samples)
         metrics = evaluation_metrics(items, self.settings, self.collector.config.seed)
         self._failure = too_many_failed(items, self.settings)
         if self._failure:
@@ -345,6 +349,6 @@ def evaluation_metrics(items: Sequence[Item], settings: EvalConfig, seed: int) -
     }
     metrics["failed_share"] = fmean(item["failed_share"] for item in items) if items else 0.0
     metrics["model_failed"] = float(sum(error in MODEL_CAUSED for item in items for error in item["errors"]))
-    if own := sum(kind in OWN_CODE for kind in failed_kinds(items)):
-        metrics["own_code_failed"] = float(own)
-    return metrics
+    rollouts = settings.samples * len(items)
+    kinds = Counter(error for item in items for error in item["errors"])
+    return metrics | {f"failed/{kind}": count / rollouts for kind, count in kinds.most_common()}

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import psutil
 
 from mmrl.credit.entries import Entry
-from mmrl.errors import Stopped
+from mmrl.errors import OWN_CODE, Stopped
 from mmrl.records import Forest
+from mmrl.report.advice import ADVICE, FAILURES
 from mmrl.report.journal import JournalWriter
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
@@ -55,6 +56,8 @@ class StepLog:
     prefetched: bool = False
     """Whether steps are sampled while the one before trains, so that sampling costs them the wait for it alone."""
 
+    _noted: set[str] = field(default_factory=set)
+    """Kinds of failure that `note_own_code` has printed."""
     stop: Stop = field(default_factory=Stop)
     """Whether this process is to end."""
 
@@ -96,6 +99,19 @@ class StepLog:
         journal.write(self.rundir, forest, entries)
         if self.trackers.calls:
             self.trackers.log_calls(forest.step, shown_calls(forest, entries, self.trackers.calls))
+
+    def note_own_code(self, where: str, failures: Sequence[tuple[str, str]], rollouts: int) -> None:
+        """Print the first failure of each kind in the code of the program or its reward, with file and line.
+
+        Args:
+            failures: kind and message of each failure of a batch of `rollouts`.
+        """
+        for kind in sorted(OWN_CODE - self._noted):
+            if messages := [message for one, message in failures if one == kind]:
+                self._noted.add(kind)
+                first = "".join(character if character.isprintable() else " " for character in messages[0])
+                advice = ADVICE[FAILURES[kind]].text(len(messages) / rollouts, what=" ".join(first.split()))
+                self.progress.note(f"{where}: {advice}")
 
     def record(self, update: Mapping[str, float]) -> dict[str, float]:
         """The metrics of a step after its last optimizer step; `update` is the trainer's part of them."""

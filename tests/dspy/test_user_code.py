@@ -248,4 +248,4 @@ def test_a_program_that_ends_before_its_tape_does_is_an_error():
     forest = play_dspy(task, lambda request: filled(answer="x"), task.examples("train")[:1], fork_on("asked[2]", 2))
     first, second = forest.rollouts
     assert (first.error, second.error, second.reward) == (None, "replay", None)
-    assert "ended without call 'asked[1]' at position 1" in second.error_message
+    assert "the program ended without call 'asked[1]', its request 2" in second.error_message

@@ -20,6 +20,7 @@ def history(steps=40, **curves):
         "train/grad_norm": lambda s: 1.0,
         "train/logprob_gap_mean": lambda s: 1e-5,
         "rollouts/failed_share": lambda s: 0.01,
+        "rollouts/count": lambda s: 24.0,
         "rollouts/calls_per_rollout": lambda s: 3.0 - 0.4 * s / steps,
         "train/clip_share": lambda s: 0.05,
         "similarity/m": lambda s: 0.3 + 0.5 * s / steps,
@@ -58,6 +59,9 @@ def test_a_healthy_run_is_silent():
         ("never_parses", "module/m/invalid_selection", lambda s: 1.0),
         ("never_parses", "module/m/action_none", lambda s: 0.98),
         ("failures", "rollouts/failed_share", lambda s: 0.0 if s < 20 else 0.4),
+        ("prompt_too_long", "rollouts/failed/length", lambda s: 0.0 if s < 20 else 12.0),
+        ("limits", "rollouts/failed/limit", lambda s: 0.0 if s < 20 else 12.0),
+        ("never_parses", "rollouts/failed/parse", lambda s: 24.0),
         ("judge_unreadable", "task/judge_fallback", lambda s: 0.1 if s < 20 else 0.5),
         ("empty_searches", "task/empty_searches", lambda s: 0.0 if s < 20 else 0.8),
         ("answers_growing", "task/answer_words", lambda s: 3.0 if s < 20 else 12.0),
@@ -87,6 +91,46 @@ def test_equal_rewards_are_blamed_on_what_never_parses():
     unparsed["module__m__format_rate"] = lambda s: 0.0 if s < 10 else 1.0
     late = {alarm.name: alarm.message for alarm in alarms(history(**unparsed))}
     assert "algo.group_size" in late["zero_variance"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "word"),
+    [
+        ("length", "prompt_too_long", "task.max_context"),
+        ("limit", "limits", "task.max_turns"),
+        ("parse", "never_parses", "task.prompts"),
+    ],
+)
+def test_equal_rewards_are_blamed_on_how_most_rollouts_fail(kind, name, word):
+    equal = {"credit__zero_variance_share": lambda s: 1.0}
+    found = {
+        alarm.name: alarm.message for alarm in alarms(history(**equal, **{f"rollouts__failed__{kind}": lambda s: 24.0}))
+    }
+    assert sorted(found) == sorted([name, "zero_variance"])
+    assert word in found[name] and found[name].startswith("100% of the rollouts") and "()" not in found[name]
+    assert word in found["zero_variance"] and "algo.group_size" not in found["zero_variance"]
+    some = {alarm.name: alarm.message for alarm in alarms(history(**equal, rollouts__failed__length=lambda s: 8.0))}
+    assert sorted(some) == ["prompt_too_long", "zero_variance"]
+    assert "algo.group_size" in some["zero_variance"], "a third that fails does not make the others equal"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("length", "prompt_too_long"), ("limit", "limits"), ("parse", "never_parses")]
+)
+def test_failures_of_nearly_all_rollouts_ring_at_once(kind, name):
+    (alarm,) = alarms(history(steps=1, **{f"rollouts__failed__{kind}": lambda s: 23.0}))
+    assert (alarm.name, alarm.step, alarm.until) == (name, 1, None)
+    assert alarms(history(steps=4, **{f"rollouts__failed__{kind}": lambda s: 20.0})) == []
+    assert [a.name for a in alarms(history(steps=1, rollouts__failed_share=lambda s: 1.0))] == ["failures"]
+
+
+def test_steps_without_a_failure_count_in_the_mean():
+    """The metric is there only in steps that have such a failure: all of the rollouts in one step of five."""
+    records = history(steps=20)
+    for record in records[4::5]:
+        record["rollouts/failed/length"] = 24.0
+    assert alarms(records, Thresholds(failed_share=0.21)) == []
+    assert {alarm.name for alarm in alarms(records, Thresholds(failed_share=0.19))} == {"prompt_too_long"}
 
 
 def test_all_advice_names_settings_that_exist():

@@ -48,7 +48,7 @@ def test_every_key_that_the_report_reads_is_explained(key):
 
 
 def test_every_alarm_is_explained():
-    keys = ["module/m/entropy", "module/m/ok", "module/m/invalid", "module/m/length", "similarity/m"]
+    keys = ["module/m/entropy", "module/m/ok", "module/m/invalid", "module/m/length", "similarity/m", "rollouts/count"]
     records = [{"step": step} | dict.fromkeys(keys, 1.0) for step in range(1, 9)]
     names = {name for name, *_ in alarms.findings(records, Thresholds())}
     explained = set(re.findall(r"^\| `(\w+)` \|", DOC.split("## Alarms")[1], flags=re.M))

@@ -117,16 +117,19 @@ def test_the_pace_of_a_run_of_one_step_is_that_of_the_step():
     assert written(console).splitlines()[-1].endswith("15 s/step  done")
 
 
-def test_rollouts_that_failed_from_outside_are_told_with_their_kinds():
+def test_failed_rollouts_are_printed_with_their_kinds():
     console = pipe()
     with Progress(total=2, console=console) as progress:
-        progress.evaluation(0, "dev", {"n": 8.0, "em": 0.1, "failed_share": 0.25})
-        failed = {"rollouts/failed_share": 0.5, "rollouts/failed/judge": 3.0, "rollouts/failed/parse": 2.0}
-        progress.step(1, {"reward/mean": 0.5} | failed)
-        progress.step(2, {"reward/mean": 0.5, "rollouts/failed_share": 0.0, "rollouts/failed/parse": 2.0})
-    evaluation, first, second = written(console).splitlines()
-    assert evaluation.endswith("n 8  failed from outside 25%, each counted as 0")
-    assert "failed from outside 50% (judge 3)" in first
+        progress.evaluation(0, "dev", {"n": 8.0, "em": 0.1, "failed/parse": 0.5, "failed/judge": 0.25})
+        progress.evaluation(0, "dev", {"n": 8.0, "em": 0.1, "failed/length": 1.0})
+        progress.evaluation(0, "dev", {"n": 8.0, "em": 0.1, "failed_share": 0.0})
+        counts = {"rollouts/count": 8.0, "rollouts/failed/judge": 2.0, "rollouts/failed/length": 4.0}
+        progress.step(1, {"reward/mean": 0.5, "rollouts/failed_share": 0.25} | counts)
+        progress.step(2, {"reward/mean": 0.5, "rollouts/count": 8.0, "rollouts/failed_share": 0.0})
+    some, all_, none, first, second = written(console).splitlines()
+    assert some.endswith("n 8  failed 75% (parse 50%, judge 25%), judge counted as 0")
+    assert all_.endswith("n 8  failed 100% (length 100%)") and none.endswith("n 8")
+    assert "  failed 75% (length 50%, judge 25%)  " in first
     assert "failed" not in second
 
 

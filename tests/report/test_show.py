@@ -51,8 +51,8 @@ def test_a_run_that_only_evaluated_before_training_is_shown(tmp_path):
 def test_the_examples_of_a_step(run):
     lines = show_run(run.path, step=40).splitlines()
     assert lines[0] == "step 40: 3 examples, 6 rollouts, 10 calls"
-    assert next(line for line in lines if line.lstrip().startswith("q2")).split()[:6] == [
-        *("q2", "3", "0.500", "0.000", "1.000", "1"),
+    assert next(line for line in lines if line.lstrip().startswith("q2")).split()[:7] == [
+        *("q2", "3", "0.500", "0.000", "1.000", "tool", "1"),
     ]
 
 

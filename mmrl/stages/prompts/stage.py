@@ -267,6 +267,8 @@ class PromptStage:
             "failed": failed,
             "modules": shown(self._sampler.states[needs[0].candidate]),
         }
+        failures = [(result["error"], result["message"] or "") for result in results if result["error"] is not None]
+        self.log.note_own_code(f"trial {self.trials}", failures, len(needs))
         if sum(failed.values()) == len(needs):
             self.unusable += 1
             trial["unusable"] = _example(results)
