@@ -17,6 +17,7 @@ import ctypes
 import hashlib
 import itertools
 import json
+import re
 import signal
 import sys
 import threading
@@ -36,7 +37,7 @@ from mmrl.models.policy import prompts_of
 from mmrl.report.rundir import RunDir
 from mmrl.rollout.dspy.policy_lm import PolicyLM, ServedPolicy, speak
 from mmrl.secrets import HidingStream, add_environment
-from mmrl.system.objects import is_given, put
+from mmrl.system.objects import is_given, put, readable
 from mmrl.tasks.dspy.base import set_prompts
 
 Metric = Callable[..., Any]
@@ -93,7 +94,12 @@ class MMRL(Teleprompter):
         if teacher is not None:
             raise ConfigError("teacher: not taken by MMRL; teachers are settings of mmGRPO: algo.teachers")
         train, dev = _split(list(trainset), None if valset is None else list(valset))
-        folder = _outside_of_loops(lambda: self._run(student, train, dev, None if resume is None else Path(resume)))
+        try:
+            folder = _outside_of_loops(lambda: self._run(student, train, dev, None if resume is None else Path(resume)))
+        except ConfigError as error:
+            error.args = (readable(str(error)),)
+            error.problems = [readable(problem) for problem in error.problems]
+            raise
         return load(student, folder)
 
     def _run(
@@ -130,8 +136,8 @@ class MMRL(Teleprompter):
         # A copy of the program: what the caller does to it meanwhile is no part of the run. Digests, so that a resume
         # can tell other examples.
         names = {
-            "task.program": put(f"program_{number}", student.deepcopy()),
-            "task.metric": put(f"metric_{number}", self.metric),
+            "task.program": put(f"program_{number}_{type(student).__name__}", student.deepcopy()),
+            "task.metric": put(f"metric_{number}_{_name(self.metric)}", self.metric),
             "task.data.train": put(f"train_{number}_{_digest(train)}", list(train)),
             "task.data.dev": put(f"dev_{number}_{_digest(dev)}", list(dev)),
         }
@@ -288,6 +294,11 @@ def _placed(config: StageConfig | StagedCommandConfig) -> StageConfig | StagedCo
 def _refuse_failure(code: int, folder: str) -> None:
     if code:
         raise MmrlError(f"{folder}: the run is not finished; continue it with compile(…, resume={folder!r})")
+
+
+def _name(metric: Callable[..., object]) -> str:
+    """What a metric is called in Python: a function by its name, another object by its class's."""
+    return re.sub(r"\W", "", getattr(metric, "__name__", type(metric).__name__))
 
 
 def _split(train: list[dspy.Example], dev: list[dspy.Example] | None) -> tuple[list[dspy.Example], list[dspy.Example]]:

@@ -20,6 +20,7 @@ from mmrl.report.overview import Item, Overview
 from mmrl.report.stats import Difference, compare_items, number, short
 from mmrl.report.tables import markdown
 from mmrl.system.files import JsonObject
+from mmrl.system.objects import readable
 
 PAPERS: Mapping[str, str] = {
     "grpo": "2402.03300",
@@ -76,7 +77,7 @@ def model_card(seen: Overview, facts: CardFacts) -> str:
     parts += ["## How it was made", _made(seen)]
     licence = f"That of the base model: `{facts.licence}`." if facts.licence else UNKNOWN_LICENCE
     parts += ["## Licence", licence.format(base=shown_path(base))]
-    return "\n\n".join(parts) + "\n"
+    return readable("\n\n".join(parts)) + "\n"
 
 
 def checkpoint_card(config: JsonObject, step: int) -> str:

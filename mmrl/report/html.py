@@ -59,6 +59,7 @@ from mmrl.report.trees import (
 )
 from mmrl.secrets import hide
 from mmrl.system.files import atomic_write
+from mmrl.system.objects import readable
 
 EXAMPLES = 3
 """Examples shown of the first and of the last step; of steps between them one."""
@@ -166,7 +167,7 @@ def rendered(template: str, **values: object) -> bytes:
     """A page of `templates/`, as UTF-8."""
     page = _templates().get_template(template).render(theme_css=THEME_CSS, **values)
     # A model may have written a lone surrogate, which UTF-8 cannot hold.
-    return hide(page).encode("utf-8", "replace")
+    return hide(readable(page)).encode("utf-8", "replace")
 
 
 # --- parts of a run's page

@@ -32,6 +32,7 @@ from mmrl.report.stats import (
 )
 from mmrl.report.trials import trial_alarms
 from mmrl.system.files import JsonObject, read_jsonl
+from mmrl.system.objects import readable
 
 FEW = 5
 """Problems of a damaged run that are listed."""
@@ -336,7 +337,7 @@ class Overview:
                 "Real data: task.data.train=… task.data.dev=… (a file or a hub id)."
             )
         else:
-            sentences.append(f"Data: {', '.join(f'{split} {sources.get(split)}' for split in splits)}.")
+            sentences.append(f"Data: {', '.join(f'{split} {readable(str(sources.get(split)))}' for split in splits)}.")
         model = self.get("policy" if self.evaluates else "model.path")
         if model in SHIPPED:
             sentences.append(

@@ -19,6 +19,9 @@ from mmrl.system.user_code import located
 OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 """What such a name looks like; no path of a file with a format of ours and no hub id of data does."""
 
+_NAMED = re.compile(rf"{re.escape(__name__)}:(?:program|metric)_\d+_(\w+)")
+_LISTS = re.compile(rf"{re.escape(__name__)}:(?:train|dev)_\d+_\w+")
+
 
 def put(name: str, value: object) -> str:
     """Keep an object under a name, in place of what had it before. Returns what a config calls it."""
@@ -54,6 +57,11 @@ def import_module(key: str, name: str) -> ModuleType:
             hint += nearest(error.name, [file.stem for file in Path.cwd().glob("*.py")])
         text = str(located(ProgramFailure, error, f"{key}: cannot import '{name}': "))
         raise ConfigError(text + hint) from None
+
+
+def readable(text: str) -> str:
+    """A text in which the objects of `mmrl.optimize` are called what they are called in Python."""
+    return _LISTS.sub("a Python list", _NAMED.sub(r"\1", text))
 
 
 def imported(key: str, path: str) -> Any:

@@ -144,6 +144,18 @@ def test_the_program_s_file_loads_in_plain_dspy(made: Any, tmp_path: Path) -> No
     assert "license: apache-2.0" in card
 
 
+def test_people_read_the_names_that_the_objects_have_in_python(made: Any, tmp_path: Path) -> None:
+    _, folder = made
+    assert main(["export", str(folder), f"out={tmp_path / 'out'}"]) == 0
+    facts = json.loads((folder / "summary.json").read_text())["facts"]
+    named = [facts[name] for name in ("program", "metric", "data")]
+    assert named == ["Router", "metric", "train a Python list, dev a Python list"]
+    for file in (folder / "report.html", tmp_path / "out" / "README.md"):
+        assert "Router" in file.read_text() and "system.objects" not in file.read_text()
+    with pytest.raises(ConfigError, match=r"task\.metric: lambda takes \(example\), expected"):
+        MMRL(lambda example: 1.0, run_dir=tmp_path / "other").compile(Router(), trainset=trainset(), valset=DEVSET)
+
+
 def test_a_run_that_stopped_is_continued_with_the_same_objects(
     made: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from mmrl.config.tasks import SampleConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Example
 from mmrl.system.files import user_path
+from mmrl.system.objects import readable
 from mmrl.tasks.base import BaseTask, Tool
 from mmrl.tasks.data.layouts import subset
 from mmrl.tasks.data.rows import Row, Source
@@ -167,7 +168,7 @@ class DspyTask(BaseTask, ABC):
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
-        data = ", ".join(f"{split} {spec}" for split, spec in self.sources.items()) or "mini world"
+        data = ", ".join(f"{split} {readable(spec)}" for split, spec in self.sources.items()) or "mini world"
         return {"data": data, **{f"{split} items": len(self._examples[split]) for split in SPLITS}}
 
 

@@ -19,7 +19,7 @@ from mmrl.config.base import SPLITS
 from mmrl.config.tasks import DspyProgramConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure
 from mmrl.records import EMPTY, LARGEST, Call, Example
-from mmrl.system.objects import imported
+from mmrl.system.objects import imported, readable
 from mmrl.system.user_code import as_number, located, scored, threaded
 from mmrl.tasks.base import Context, Score, Task, Tool
 from mmrl.tasks.data.rows import FORMATS, Row, record_id
@@ -299,7 +299,8 @@ class ImportedTask(_RecordTask):
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
-        return {**super().describe(), "program": self.config.program, "metric": self.config.metric}
+        named = {"program": self.config.program, "metric": self.config.metric}
+        return {**super().describe(), **{name: readable(str(path)) for name, path in named.items()}}
 
 
 def _program(parts: OwnTask, task: str) -> object:
