@@ -17,6 +17,8 @@ from pydantic import BaseModel
 from mmrl.config.base import FETCHED, MINI, SHIPPED, SPLITS, Section, is_default, shown, value_at
 
 SectionT = TypeVar("SectionT", bound=Section)
+WITH_PROJECTS = ("wandb", "mlflow", "comet_ml", "trackio", "clearml", "swanlab")
+"""Trackers that keep runs in projects; TensorBoard, Aim and DVCLive keep them in the run directory."""
 At = Callable[[str], object]
 """The value at a path as it would be typed; None where the sections have no such key."""
 
@@ -62,6 +64,11 @@ def _is(path: str, *values: object) -> Callable[[At], bool]:
 
 def _given(path: str) -> Callable[[At], bool]:
     return lambda at: at(path) is not None
+
+
+def _untracked(*trackers: str) -> Callable[[At], bool]:
+    """Whether `run.report_to` has none of them."""
+    return lambda at: not any(name in str(at("run.report_to")) for name in trackers)
 
 
 def _absent(feature: str) -> Callable[[At], bool]:
@@ -237,14 +244,15 @@ TYPED = (
         lambda at: at("hardware.device") == "cpu" and at("engine.sleep") is False,
         "with hardware.device=cpu, where vLLM never sleeps",
     ),
+    Rule("run.group run.tags", _untracked("wandb"), "without wandb; set run.report_to=[wandb]"),
     Rule(
-        "run.wandb_project run.group run.tags",
-        lambda at: "wandb" not in str(at("run.report_to")),
-        "without wandb; set run.report_to=[wandb]",
+        "run.wandb_project",
+        _untracked(*WITH_PROJECTS),
+        f"without a tracker that has projects; set run.report_to to one of {', '.join(WITH_PROJECTS)}",
     ),
     Rule(
         "run.report_calls",
-        lambda at: not any(name in str(at("run.report_to")) for name in ("wandb", "tensorboard")),
+        _untracked("wandb", "tensorboard"),
         "without a tracker that takes texts; set run.report_to=[wandb] or [tensorboard]",
     ),
     Rule("eval.split", _EVAL, "on mmrl eval; use split="),

@@ -11,6 +11,7 @@ from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
 from mmrl.config.base import Section, Temperature, by_name
 from mmrl.config.engines import ENGINE_SCHEMAS, EngineConfig
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, PromptConfig, SftConfig
+from mmrl.config.rules import WITH_PROJECTS
 from mmrl.config.tasks import TASK_SCHEMAS, PluginTaskConfig, TaskConfig
 
 LARGEST_SEED = 2**32 - 1
@@ -185,7 +186,7 @@ class RunConfig(Section):
         description="wandb, tensorboard: calls of each step that they get as text (prompt, completion, reward, "
         "advantage); 0: none",
     )
-    wandb_project: str = Field("mmrl", description="wandb: the project")
+    wandb_project: str = Field("mmrl", description=f"{', '.join(WITH_PROJECTS)}: the project (mlflow: the experiment)")
     group: str | None = Field(None, min_length=1, description="wandb: runs that belong together; null: <algo>-<task>")
     tags: tuple[str, ...] = Field((), description="wandb: labels of the run")
     progress: bool | None = Field(

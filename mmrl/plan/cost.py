@@ -6,9 +6,10 @@ GPUs are rows of a table; this machine's CPU is measured.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mmrl.config import RootConfig, TrainCommandConfig
 from mmrl.config.algo import CriticConfig
@@ -85,9 +86,20 @@ def gpus() -> list[Gpu]:
     return listed
 
 
-def nearest_gpu(name: str) -> Device:
-    """What is assumed of a GPU by the name that CUDA gives it: its own row of the table, or that of an H100."""
-    return next((device for key, device in GPUS.items() if key in name.lower()), GPUS["h100"])
+def known_gpu(gpu: Gpu) -> Device:
+    """What a GPU of this machine reaches, with its own memory.
+
+    Raises:
+        ConfigError: it is none of the table; a slice of one (MIG) has a share that is not known.
+    """
+    # Words: a GH200 is no H200.
+    words = set(re.findall(r"\w+", gpu.name.lower()))
+    row = next((device for key, device in GPUS.items() if key in words and "mig" not in words), None)
+    if row is None:
+        raise ConfigError(
+            f"device: the speed of this machine's GPU, {gpu.name}, is not known; expected one of {', '.join(NAMES)}"
+        )
+    return replace(row, memory=gpu.memory)
 
 
 SLOW_CPU = Device(name="cpu", flops=5e9, bandwidth=2e9, memory=GIB, utilisation=0.35)

@@ -279,7 +279,8 @@ def _started(tracker: str, run: RunDir, next_step: int, named: RunConfig, device
         settings = importlib.import_module(tracker).ExperimentConfig
         options["experiment_config"] = settings(name=name, offline_directory=folder, auto_output_logging=False, **quiet)
     kind = LOGGER_TYPE_TO_CLASS[tracker]
-    # The first argument is a service's project, but for TensorBoard and Aim the run's name in the folder.
+    # The first argument is a service's project (`WITH_PROJECTS`), but for TensorBoard and Aim the run's name in the
+    # folder, and DVCLive passes over it.
     place = (tracker, folder) if kind.requires_logging_directory else (project,)
     created: GeneralTracker = kind(*place, **options)
     created.start()

@@ -40,6 +40,11 @@ class Retriever(ABC):
             RetrievalFailure: a server gave no usable answer.
         """
 
+    def load(self) -> None:
+        """Load what the first search would load (the weights of an encoder), so that searches can be timed."""
+        # Nothing where no network encodes the queries.
+        return
+
     async def search_async(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
         """`search` for callers on an event loop."""
         # In process a search is computation: a thread would only compete with the decode loop for the interpreter.

@@ -43,8 +43,15 @@ class TokenEncoder:
     @cached_property
     def _network(self) -> MultiVectorEncoder:
         from sentence_transformers import MultiVectorEncoder
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()  # of weights, in the middle of results
         return MultiVectorEncoder(self.model, device=self.device)
+
+    def load(self) -> None:
+        """Load the weights, if they are not."""
+        with self._lock:
+            _ = self._network
 
     def queries(self, texts: Sequence[str]) -> list[np.ndarray]:
         """For each query its token vectors: float32, shape (tokens, dimension)."""
@@ -88,6 +95,10 @@ class ColbertRetriever(Retriever):
         self._index = open_faiss(folder / FAISS_FILE)
         if not len(self._bounds) - 1 == len(documents) or not self._index.ntotal == len(self._tokens):
             raise ValueError(f"{TOKENS}, {BOUNDS} and {FAISS_FILE} do not belong together")
+
+    def load(self) -> None:
+        """See `mmrl.retrieval.base.Retriever.load`."""
+        self._encoder.load()
 
     def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
         """See `mmrl.retrieval.base.Retriever.search`. Short where fewer passages are candidates."""

@@ -46,7 +46,9 @@ class Encoder:
     def _network(self) -> SentenceTransformer:
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()  # of weights, in the middle of results
         # Named, since transformers would otherwise ask at the terminal whether to run a model's own code.
         trust, source = {"trust_remote_code": False}, encoder_source(self.model)
         if self.treatment.encoder == "own":
@@ -54,6 +56,11 @@ class Encoder:
         network = Transformer(source, model_kwargs=trust, processor_kwargs=trust, config_kwargs=trust)
         pooling = Pooling(network.get_embedding_dimension(), self.treatment.pooling)
         return SentenceTransformer(modules=[network, pooling], device=self.device)
+
+    def load(self) -> None:
+        """Load the weights, if they are not."""
+        with self._lock:
+            _ = self._network
 
     def queries(self, texts: Sequence[str]) -> np.ndarray:
         """Vectors of queries: float32, shape (texts, dimension)."""
@@ -122,6 +129,10 @@ class DenseRetriever(Retriever):
         self._index = open_faiss(folder / FAISS_FILE)
         if self._index.ntotal != len(documents):
             raise ValueError(f"{FAISS_FILE} has {self._index.ntotal} vectors, expected {len(documents)}")
+
+    def load(self) -> None:
+        """See `mmrl.retrieval.base.Retriever.load`."""
+        self._encoder.load()
 
     def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
         """See `mmrl.retrieval.base.Retriever.search`. Every passage matches; a small corpus gives short results."""

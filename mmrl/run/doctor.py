@@ -173,8 +173,9 @@ def _long(config: TrainCommandConfig, task: Task, forest: Forest | None = None) 
 
     try:
         estimate = hours(config, task, forest)
-    except ConfigError:
-        return False, "the length of this run is not known; run.doctor=true looks for what is wrong before it trains"
+    except ConfigError as error:
+        why = f"the length of this run is not known ({error})"
+        return False, f"{why}; run.doctor=true looks for what is wrong before it trains"
     if estimate <= LONG:
         return False, ""
     return True, f"it will take about {duration(3600 * estimate)}; run.doctor=false leaves this out"

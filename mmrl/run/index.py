@@ -232,12 +232,14 @@ def info(given: IndexInfoArguments) -> int:
 def search(given: SearchIndexArguments) -> int:
     """`mmrl index search`."""
     _, retriever, _ = _opened(given)
+    retriever.load()
     started = time.perf_counter()
     (documents,) = retriever.search([given.query], [given.top_k])
+    spent = time.perf_counter() - started
     for rank, document in enumerate(documents, 1):
         title, text = (_line(part) for part in (document.title, document.text[:300]))
         print(f"{rank:3d}  {document.score:9.4f}  [{_line(document.id)}] {title}\n     {text}")
-    print(f"{len(documents)} passages in {1000 * (time.perf_counter() - started):.1f} ms")
+    print(f"{len(documents)} passages in {1000 * spent:.1f} ms")
     return 0
 
 
@@ -246,12 +248,14 @@ def check(given: CheckIndexArguments) -> int:
     # Before an encoder is loaded.
     questions = questions_of(given.data, given.items)
     facts, retriever, passages = _opened(given)
+    retriever.load()
     started = time.perf_counter()
     checked = measure(retriever, passages, questions, given.top_k)
+    spent = time.perf_counter() - started
     print(f"index      {given.index}: {_spec_text(facts.spec)}, {facts.documents:,} passages")
     print(f"data       {given.data}")
     print("\n".join("".join(c if c.isprintable() else " " for c in line) for line in checked.lines()))
-    print(f"searched in {time.perf_counter() - started:.1f} s")
+    print(f"searched in {spent:.1f} s")
     return 0
 
 

@@ -22,7 +22,7 @@ from mmrl.config.tasks import BUILT_IN, Banking77Config, CorpusConfig, JudgedCon
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.load import model_path
 from mmrl.plan.cost import NAMES as DEVICES
-from mmrl.plan.cost import SLOW_CPU, Device, gpus, measured_cpu, nearest_gpu
+from mmrl.plan.cost import SLOW_CPU, Device, gpus, known_gpu, measured_cpu
 from mmrl.plan.cost import device as find_device
 from mmrl.plan.estimate import Plan
 from mmrl.plan.evaluation import declared_rollout, evaluation_seconds, mean_rollout
@@ -45,6 +45,9 @@ from mmrl.run.settle import settle
 from mmrl.stages.prompts.split import expected_trials, prompt_problems, split
 from mmrl.stages.sft_data import sft_problems
 from mmrl.tasks.base import Task
+
+ONE_GPU = ("auto", "gpu1")
+"""Profiles of one GPU, whichever there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +145,7 @@ def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:
     task = build_task(config.task if examples else on_mini_world(config.task), config.seed)
     # From here on with torch, which takes seconds to load.
     settled = settle(config, kind, planned=True)
-    name = request.device or ("cpu" if settled.hardware.device == "cpu" else "h100")
-    device = find_device(name, config.hardware.threads or 1)
+    device = _device(settled, request.device)
     problems = plan_problems(settled, task)
     # Without their sizes the plan would count no adapter there and promise too little memory.
     problems += _strange_targets(settled, shape)
@@ -158,6 +160,18 @@ def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:
         source += f"; an endpoint answers for {', '.join(settled.engine.endpoints)}"
     items = _items(settled, task, counted=bool(examples))
     return Plan(config=settled, shape=shape, device=device, loads=loads, source=source, rollout=rollout, items=items)
+
+
+def _device(config: TrainCommandConfig, name: str | None) -> Device:
+    """The device that is planned for: the one named, else what a run of this config would take here.
+
+    Raises:
+        ConfigError: the speed of this machine's GPU is not known.
+    """
+    # A profile of several GPUs is of other machines than the one where it is planned.
+    if name is None and config.hardware.device != "cpu" and config.hardware.name in ONE_GPU and (here := gpus()):
+        return known_gpu(here[0])
+    return find_device(name or ("cpu" if config.hardware.device == "cpu" else "h100"), config.hardware.threads or 1)
 
 
 def problems_elsewhere(config: RootConfig) -> list[str]:
@@ -238,9 +252,8 @@ def hours(config: TrainCommandConfig, task: Task, forest: Forest | None = None) 
         return config.train.steps * plan.step_seconds() / 3600
 
     if config.hardware.device != "cpu":
-        here = gpus()
         # The first stands for all: the GPUs of one machine are mostly of one kind.
-        return on(nearest_gpu(here[0].name if here else ""))
+        return on(known_gpu(gpus()[0]))
     longest = on(SLOW_CPU)
     # Measuring takes a quarter of a second, which a short run need not wait for.
     return longest if longest < 1 else on(measured_cpu(config.hardware.threads or 1))

@@ -1,5 +1,7 @@
 """What the user typed and has no effect is refused, with what to use instead; what has one is not."""
 
+from typing import get_args
+
 import pytest
 
 from mmrl.cli.configs import configs
@@ -7,6 +9,7 @@ from mmrl.cli.overrides import read_line
 from mmrl.config import EvalCommandConfig, TrainCommandConfig
 from mmrl.config.engines import VllmServerConfig
 from mmrl.config.rules import RUNS, SECTIONS, TYPED
+from mmrl.config.schema import TrackerName
 from mmrl.errors import ConfigError
 from mmrl.run import check as prepare
 
@@ -52,7 +55,7 @@ CASES = [
     (["run.report_calls=3"], "run.report_calls: got 3", "takes texts; set run", ["run.report_to=[tensorboard]"]),
     (["run.group=x"], "run.group: got x", "report_to=[wandb]", ["run.report_to=[wandb]"]),
     (["run.tags=[x]"], "run.tags: ", "report_to=[wandb]", ["run.report_to=[wandb]"]),
-    (["run.wandb_project=x"], "run.wandb_project: got x", "report_to=[wandb]", ["run.report_to=[wandb]"]),
+    (["run.wandb_project=x"], "run.wandb_project: got x", "one of wandb, mlflow", ["run.report_to=[wandb]"]),
     (["algo.clip=0.3", "algo.ratio_one=true"], "algo.clip: got 0.3", "ratio_one", ["algo.ratio_one=false"]),
     (["algo.parse_retries=2"], "algo.parse_retries: got 2", "fails to parse", None),
     ([AGENT, "algo=mappo", "algo.penalties=false"], "algo.penalties: got false", "no penalties", ["task=hotpotqa"]),
@@ -156,6 +159,14 @@ def test_typed_keys_without_effect_are_refused_and_the_cure_works(arguments, sta
         changed = {argument.partition("=")[0] for argument in cure}
         kept = [argument for argument in arguments if argument.partition("=")[0] not in changed]
         assert refused(*kept, *cure) == []
+
+
+@pytest.mark.parametrize("tracker", get_args(TrackerName))
+def test_a_project_is_for_trackers_that_have_projects(tracker):
+    # some are not installed here, which is another problem
+    problems = refused("run.wandb_project=x", f"run.report_to=[{tracker}]")
+    told = any(problem.startswith("run.wandb_project: got x, which has no effect") for problem in problems)
+    assert told == (tracker in ("tensorboard", "aim", "dvclive"))
 
 
 ALWAYS = [

@@ -1,6 +1,8 @@
 """`mmrl plan`: work counted by hand, known sizes, memory and time that follow the settings, its command line."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -8,12 +10,14 @@ from hypothesis import strategies as st
 
 from mmrl.cli import main
 from mmrl.errors import ConfigError
-from mmrl.plan.cost import GIB, GPUS, device
+from mmrl.plan.cost import GIB, GPUS, Gpu, device, known_gpu
 from mmrl.plan.estimate import duration
 from mmrl.plan.shapes import KNOWN, read_shape
 from mmrl.plan.workload import Lengths, parse_lengths, unique_tokens
+from mmrl.run.doctor import _long
 from mmrl.run.table_runs import read_table, words_of
 from mmrl.system.conf import conf_dir, later_wins
+from tests.config.effects.training import config_of
 
 
 def planned(capsys, *arguments):
@@ -183,6 +187,39 @@ def test_rollout_devices_have_a_table_and_a_warning_of_their_own(capsys):
     assert "GiB per training device" in shown and "GiB per rollout device" in shown
     (warning,) = planned(capsys, *arguments, "engine.gpu_memory=0.1")["warnings"]
     assert "engine.gpu_memory=0.1" in warning and "15 GiB" in warning and "8 GiB" in warning
+
+
+def gpu(name):
+    return Gpu(name=name, memory=24 * GIB, free=20 * GIB, capability="8.9")
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100"), ("NVIDIA H200", "h200")],
+)
+def test_a_gpu_of_the_table_is_planned_with_its_own_memory(name, row, capsys, monkeypatch):
+    monkeypatch.setattr("mmrl.run.plan.gpus", lambda: [gpu(name)])
+    assert known_gpu(gpu(name)) == replace(GPUS[row], memory=24 * GIB)
+    assert main(["plan", LENGTHS, "hardware=gpu1"]) == 0
+    assert " of 24 GiB per device\n" in capsys.readouterr().out
+    # a profile of several GPUs is of another machine
+    assert main(["plan", LENGTHS, "hardware=h100x2"]) == 0
+    assert " of 79 GiB per device\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB", "NVIDIA H200 MIG 1g.18gb", "NVIDIA H20", "NVIDIA B200"]
+)
+def test_a_gpu_of_unknown_speed_is_no_h100(name, capsys, monkeypatch):
+    monkeypatch.setattr("mmrl.run.plan.gpus", lambda: [gpu(name)])
+    assert main(["plan", LENGTHS, "hardware=gpu1"]) == 2
+    said = f"device: the speed of this machine's GPU, {name}, is not known; expected one of cpu, h200, h100, a100"
+    assert said in capsys.readouterr().err
+    assert main(["plan", LENGTHS, "hardware=gpu1", "device=a100"]) == 0
+    assert " of 79 GiB per device\n" in capsys.readouterr().out
+    settled = config_of({"hardware.device": "cuda", "hardware.name": "gpu1"})
+    look, why = _long(settled, SimpleNamespace(program=SimpleNamespace(modules=("rewriter",))))
+    assert not look and name in why and "run.doctor=true" in why
 
 
 def test_text_names_modules_memory_and_time(capsys):

@@ -16,6 +16,7 @@ from mmrl import secrets as hidden
 from mmrl.cli.configs import configs
 from mmrl.cli.overrides import read_line
 from mmrl.config import RunConfig, TrainCommandConfig
+from mmrl.config.rules import WITH_PROJECTS
 from mmrl.config.schema import TrackerName
 from mmrl.credit.entries import Entry
 from mmrl.errors import ConfigError
@@ -117,6 +118,14 @@ def test_wandb_gets_group_and_tags(tmp_path, wandb):
     opened(tmp_path, "wandb", group="mine", tags=("a", "b"), name="x", wandb_project="p")
     named = [[arguments[key] for key in ("name", "project", "group", "tags")] for arguments in wandb.inits]
     assert named == [["run", "mmrl", "grpo-hotpotqa", []], ["x", "p", "mine", ["a", "b"]]]
+
+
+def test_trackers_with_projects_are_those_that_get_one():
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    kinds = {name: LOGGER_TYPE_TO_CLASS[name] for name in get_args(TrackerName)}
+    first = {name for name, kind in kinds.items() if not kind.requires_logging_directory}
+    assert set(WITH_PROJECTS) == first - {"dvclive"}, "which passes over its first argument"
 
 
 LONG = "word " * 2000

@@ -1,15 +1,18 @@
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mmrl.cli import main
 from mmrl.config import RETRIEVER_SCHEMAS
 from mmrl.config.retriever import Bm25Config, DenseConfig
 from mmrl.config.tasks import MultihopQaConfig
@@ -33,6 +36,9 @@ from mmrl.tasks import TASKS
 from tests.helpers.engines import DOCUMENTS, QUERIES, by_hand
 
 pytest.importorskip("faiss")
+
+
+QUESTION = {"_id": "a", "question": "river", "answer": "x", "supporting_facts": [["Thing", 0]], "context": []}
 
 
 def dense_spec(model, encoder="contriever", faiss="flat"):
@@ -92,6 +98,38 @@ def colbert(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("colbert") / "tiny-colbert"
     MultiVectorEncoder(model, device="cpu").save_pretrained(str(folder))
     return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["dense", "colbert"])
+def test_the_time_of_a_search_is_without_the_loading_of_the_encoder(model, colbert, kind, tmp_path, monkeypatch, capfd):
+    from transformers.utils.logging import enable_progress_bar
+
+    of_kind = {
+        "dense": (Encoder, dense_spec(model)),
+        "colbert": (TokenEncoder, IndexSpec(kind="colbert", settings={"model": colbert, "faiss": "flat"})),
+    }
+    encoder, spec = of_kind[kind]
+    build_index(tmp_path / "index", spec, lambda: DOCUMENTS)
+    loaded = encoder._network
+
+    def slowly(self):
+        time.sleep(1.5)
+        return loaded.func(self)
+
+    slow = cached_property(slowly)
+    slow.__set_name__(encoder, "_network")
+    monkeypatch.setattr(encoder, "_network", slow)
+    enable_progress_bar()
+    capfd.readouterr()
+    assert main(["index", "search", f"index={tmp_path / 'index'}", "query=river", "top_k=2"]) == 0
+    shown = capfd.readouterr()
+    assert "Loading weights" not in shown.err + shown.out
+    assert float(re.search(r"^2 passages in ([\d.]+) ms$", shown.out, re.M)[1]) < 1000
+    (data := tmp_path / "data.json").write_text(json.dumps([QUESTION]))
+    assert main(["index", "check", f"index={tmp_path / 'index'}", f"data={data}", "top_k=2"]) == 0
+    shown = capfd.readouterr()
+    assert "Loading weights" not in shown.err + shown.out
+    assert float(re.search(r"^searched in ([\d.]+) s$", shown.out, re.M)[1]) < 1
 
 
 @pytest.mark.parametrize("form", ["flat", "hnsw"])
