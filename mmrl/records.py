@@ -184,6 +184,11 @@ class Forest:
         """Example ids in order of first appearance among the rollouts."""
         return tuple(dict.fromkeys(rollout.example for rollout in self.rollouts))
 
+    @cached_property
+    def caught(self) -> Mapping[str, Call]:
+        """Calls that could not be parsed and after which their program went on, by id."""
+        return {call.id: call for rollout in self.rollouts for call in caught(rollout, self.path(rollout))}
+
     def part(self, examples: Iterable[str]) -> Forest:
         """The part that belongs to some examples."""
         # Mostly all of it: then the same forest, without a copy of a large batch.

@@ -149,7 +149,7 @@ def _calls(
             "module": call.module,
             "name": call_name(call),
             "facts": " · ".join(facts),
-            "ok": call.ok,
+            "state": node.state,
             "prompt": prompts.setdefault(prompt, len(prompts)),
             "pieces": coloured(call, node.entries, texts, largest),
             "credit": [credit_line(one) for one in node.entries],

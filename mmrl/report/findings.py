@@ -105,6 +105,8 @@ class RunFacts:
     """Why packed and padded updates differ; empty where they do not."""
     failed: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     """Kind of failure -> rollouts that ended so, and the first one's message."""
+    caught: int = 0
+    """Calls that could not be parsed and whose program went on."""
     tools: Mapping[str, Timed] = field(default_factory=dict)
     reward: Timed | None = None
     gap: float | None = None
@@ -329,7 +331,8 @@ def _others(facts: RunFacts) -> list[str]:
     if facts.gold_found is not None:
         lines.append(f"searches brought {facts.gold_found:.0%} of the gold documents")
     failed = ", ".join(f"{count} {kind}" for kind, (count, _) in facts.failed.items())
-    return [*lines, *([f"failed rollouts: {failed}"] if failed else [])]
+    lines += [f"failed rollouts: {failed}"] if failed else []
+    return [*lines, *([f"parse failures that the program caught: {facts.caught}"] if facts.caught else [])]
 
 
 def as_object(facts: RunFacts, findings: Sequence[Finding]) -> dict[str, object]:

@@ -22,6 +22,8 @@ from mmrl.report.trees import clean, render_example, shown_prediction
 
 WORST = 10
 """Items that an overview lists."""
+CAUGHT = "parse failures caught"
+"""Calls that could not be parsed and whose program went on: no failures of rollouts."""
 COLUMNS = 3
 """Metrics of a table of items."""
 
@@ -87,13 +89,15 @@ def item_rows(items: Sequence[Item], worst: int | None = None) -> tuple[str, lis
 
 
 def _item_rows(head: str, items: Mapping[str, Item], names: Sequence[str]) -> list[list[str]]:
-    """A row for each named item; how it failed where one has."""
-    fails = any(item.get("errors") for item in items.values())
-    rows = [[head, *names, *(["failed"] if fails else []), "a prediction"]]
+    """A row for each named item; how it failed where one has, and how many parse failures its program caught."""
+    how = {name: clean(", ".join(dict.fromkeys(map(str, item.get("errors") or ())))) for name, item in items.items()}
+    caught = {name: str(item.get("caught_parse", "")) for name, item in items.items()}
+    further = {title: column for title, column in (("failed", how), (CAUGHT, caught)) if any(column.values())}
+    rows = [[head, *names, *further, "a prediction"]]
     for name, item in items.items():
-        failed = clean(", ".join(dict.fromkeys(map(str, item.get("errors") or ()))))
         scores = [short(item["metrics"].get(metric)) for metric in names]
-        rows.append([name, *scores, *([failed] if fails else []), shown_prediction(_prediction(item))])
+        columns = [column[name] for column in further.values()]
+        rows.append([name, *scores, *columns, shown_prediction(_prediction(item))])
     return rows
 
 
@@ -179,7 +183,9 @@ def _item_trees(run: RunDir, example: str, results: Mapping[tuple[str, int], Ite
 
 
 def _examples_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
-    rows = [["example", "rollouts", "reward", "lowest", "highest", "failed", "a prediction"]]
+    caught = Counter(call.example for call in forest.caught.values())
+    head = ["example", "rollouts", "reward", "lowest", "highest", "failed", *([CAUGHT] if caught else [])]
+    rows = [[*head, "a prediction"]]
     for example in forest.examples:
         rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
         rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
@@ -187,7 +193,8 @@ def _examples_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
         failed = ", ".join(f"{clean(kind)} {count}" for kind, count in kinds.most_common()) or "0"
         numbers = (short(fmean(rewards)), short(min(rewards)), short(max(rewards))) if rewards else ("-", "-", "-")
         shown = next((rollout.prediction for rollout in rollouts if rollout.prediction is not None), "")
-        rows.append([clean(example), str(len(rollouts)), *numbers, failed, shown_prediction(shown)])
+        counts = [failed, *([str(caught[example])] if caught else [])]
+        rows.append([clean(example), str(len(rollouts)), *numbers, *counts, shown_prediction(shown)])
     example = clean(forest.examples[0]) if forest.examples else "<id>"
     return (
         f"step {step}: {len(forest.examples)} examples, {len(forest.rollouts)} rollouts, {len(forest.calls)} calls\n"

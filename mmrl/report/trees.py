@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeAlias
 
-from mmrl.errors import ConfigError, nearest
+from mmrl.errors import ConfigError, ParseFailure, nearest
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.journal import Prompt
 from mmrl.report.stats import number, short
@@ -124,6 +124,14 @@ class Node:
     rollouts: tuple[Rollout, ...]
     """Rollouts that end here."""
     children: tuple[Node, ...]
+
+    @property
+    def state(self) -> str:
+        """What there is to say of a reply that could not be parsed; empty of one that could."""
+        if self.call.ok:
+            return ""
+        ended = any(rollout.error == ParseFailure.kind for rollout in self.rollouts)
+        return "could not be parsed" if ended else "could not be parsed, which the program caught"
 
 
 def trees(forest: Forest, entries: Sequence[EntryFields], example: str) -> list[Node]:
@@ -287,8 +295,7 @@ def _render(
     """
     call = node.call
     head = f"{call_name(call)} · {call.completion_tokens} tokens, {call.finish}"
-    if not call.ok:
-        head += " · could not be parsed"
+    head += f" · {node.state}" if node.state else ""
     if call.attempts > 1:
         head += f" · attempt {call.attempts}"
     lines.append(f"{first}{head}  [{call.id}]")
@@ -339,7 +346,8 @@ class ShownCall:
 
     name: str
     facts: str
-    parsed: bool
+    state: str
+    """Empty, or that the reply could not be parsed."""
     prompt: str
     completion: Sequence[Piece]
     credit: Sequence[str]
@@ -379,7 +387,7 @@ def shown_call(node: Node, left: list[int], view: View) -> ShownCall | None:
     return ShownCall(
         name=call_name(call),
         facts=" · ".join(facts),
-        parsed=call.ok,
+        state=node.state,
         prompt=prompt,
         completion=pieces,
         credit=[credit_line(entry) for entry in node.entries],

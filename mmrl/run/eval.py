@@ -193,6 +193,8 @@ def evaluation_text(
     by = how.replace(" causes", "")
     again = f"\nrun again what failed {by}: mmrl eval resume={path}" if metrics["failed_share"] else ""
     again = (f"\n{by}: {failures}" if failures else "") + again
+    caught = metrics.get("caught_parse")
+    again = (f"; {caught:.0f} replies that do not parse were caught by the program" if caught else "") + again
     # Numbers of the tiny model on real data look like results and are none.
     if is_shipped(config.policy) and "mini world" not in str(facts.get("data", "mini world")):
         facts = {**facts, "note": "the tiny model is made for the mini world and cannot read real text"}

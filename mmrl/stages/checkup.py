@@ -73,6 +73,7 @@ def examine(stage: WeightStage, count: int) -> tuple[RunFacts, Forest]:
         equal=credited.get("credit/zero_variance_share", 0.0),
         unpacked=_unpacked(stage, forest, credit),
         failed=_failed(forest),
+        caught=len(forest.caught),
         tools={name: _timed(watch, seconds, idle) for name, watch in sorted(env.tools.items())},
         reward=_timed(env.scoring, seconds, idle),
         gap=max(measured) if measured else None,

@@ -275,7 +275,8 @@ def item_results(forest: Forest, failed: Mapping[str, float], without: Collectio
     for call in forest.calls.values():
         for name, value in module_metrics([call], without).items():
             behaviour[call.example][f"{call.module}/{name}"].append(value)
-    items = []
+    caught = Counter(call.example for call in forest.caught.values())
+    items: list[Item] = []
     for example in forest.examples:
         rollouts = [r for r in forest.rollouts if r.example == example]
         counted = [{**failed, **r.metrics} if r.error else r.metrics for r in rollouts]
@@ -291,6 +292,7 @@ def item_results(forest: Forest, failed: Mapping[str, float], without: Collectio
                 "errors": [r.error for r in rollouts if r.error],
                 "messages": [r.error_message for r in rollouts if r.error and r.error not in MODEL_CAUSED],
                 "failed_share": failed_share(rollouts),
+                **({"caught_parse": caught[example]} if caught[example] else {}),
             }
         )
     return items
@@ -349,6 +351,8 @@ def evaluation_metrics(items: Sequence[Item], settings: EvalConfig, seed: int) -
     }
     metrics["failed_share"] = fmean(item["failed_share"] for item in items) if items else 0.0
     metrics["model_failed"] = float(sum(error in MODEL_CAUSED for item in items for error in item["errors"]))
+    if caught := sum(item.get("caught_parse", 0) for item in items):
+        metrics["caught_parse"] = float(caught)
     rollouts = settings.samples * len(items)
     kinds = Counter(error for item in items for error in item["errors"])
     return metrics | {f"failed/{kind}": count / rollouts for kind, count in kinds.most_common()}

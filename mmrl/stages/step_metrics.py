@@ -33,6 +33,9 @@ def never(task: Task) -> frozenset[str]:
 def forest_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, float]:
     """Rewards, failures, task metrics and per-module behaviour of one step, but for the module metrics `without`."""
     metrics = rollout_metrics(forest.rollouts)
+    # As kinds of failures, only where there are any.
+    if forest.caught:
+        metrics["rollouts/caught_parse"] = float(len(forest.caught))
     metrics["rollouts/calls"] = float(len(forest.calls))
     metrics["rollouts/tokens"] = float(sum(call.completion_tokens for call in forest.calls.values()))
     for module, calls in by_module(forest).items():

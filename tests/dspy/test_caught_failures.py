@@ -177,13 +177,14 @@ def by_mmrl(name, folder, records):
 
 
 @pytest.mark.parametrize("name", list(SCRIPTS))
-def test_scores_are_those_of_dspys_own_evaluation(name, programs, tmp_path):
+def test_scores_are_those_of_dspys_own_evaluation(name, programs, tmp_path, capsys):
     records = [
         {"id": f"i{number}", "question": f"question{number}.", "gold": "a"} for number in range(len(SCRIPTS[name]))
     ]
     expected, asked = by_dspy(programs, name, records)
     assert 0.0 in expected and 1.0 in expected
     assert by_mmrl(name, tmp_path, records) == (expected, asked)
+    assert "replies that do not parse were caught by the program" in capsys.readouterr().out
 
 
 def played(module, answer, plan, penalty=0.0, **fields):

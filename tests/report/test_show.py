@@ -1,16 +1,24 @@
 """`mmrl show`: what is printed can be trusted, and what cannot be shown is said."""
 
+import re
+from dataclasses import replace
+
 import pytest
 
+from mmrl.config import EvalConfig
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.report.console import show_run, text_plot
 from mmrl.report.html import report_run
-from mmrl.report.journal import write_step
+from mmrl.report.items import item_rows
+from mmrl.report.journal import read_step, write_step
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import module_facts
 from mmrl.report.text import align
 from mmrl.report.trees import abridged, advantage_of, clean, credit_line, made_of, shown_prediction
+from mmrl.stages.evaluate import evaluation_metrics, item_results
+from mmrl.stages.step_metrics import forest_metrics
 from mmrl.system.files import append_jsonl
+from tests.helpers.forests import Grow
 from tests.helpers.runs import CONFIG, MODULES, fake_run, forest, items
 
 
@@ -271,3 +279,37 @@ def test_the_page_of_an_evaluation_has_scores_and_items(evaluated):
     page = report_run(evaluated.path).read_text()
     assert "<h2>Scores on test</h2>" in page and "<td>em</td>" in page and "12 items</summary>" in page
     assert "tiny on hotpotqa, test" in page and " steps" not in page.partition("<h2>")[0].partition("<h1>")[2]
+
+
+def test_parse_failures_that_a_program_caught_are_counted_apart(tmp_path):
+    """q0's rollouts end well after a shared failure at the reranker, q1's ends in one, q2's is fine."""
+    run = fake_run(tmp_path / "run", steps=3)
+    forest, entries = read_step(run, 2)
+    calls = {key: replace(call, ok=call.ok and key != "q0/0#1") for key, call in forest.calls.items()}
+    forest = replace(forest, calls=calls)
+    assert list(forest.caught) == ["q0/0#1"]
+    assert forest_metrics(forest)["rollouts/caught_parse"] == 1.0
+    run.journal_path(2).unlink()
+    write_step(run, forest, entries)
+    text = show_run(run.path, step=2)
+    assert re.search(r"failed  parse failures caught  a prediction", text)
+    assert re.search(r"\n  q0 .* 0 +1 ", text) and re.search(r"\n  q1 .* 1 +0\s", text)
+    assert "parse failures caught" not in show_run(run.path, step=1)
+    assert "could not be parsed, which the program caught  [q0/0#1]" in show_run(run.path, step=2, example="q0")
+    assert "could not be parsed  [q1/0#1]" in show_run(run.path, step=2, example="q1")
+
+
+def test_an_evaluation_counts_them_by_item():
+    forest = Grow(("a", "b"))
+    for number, error in enumerate((None, "parse")):
+        first = forest.call(f"d{number}/0#0", None, "a", ok=False)
+        forest.end(forest.call(f"d{number}/0#1", first, "b", ok=error is None), 1.0 - number, error=error)
+    first = forest.call("d2/0#0", None, "a")
+    forest.end(first, 0.0)
+    found = item_results(forest.forest, {"em": 0.0})
+    assert [(item["errors"], item.get("caught_parse")) for item in found] == [([], 1), (["parse"], 1), ([], None)]
+    metrics = evaluation_metrics(found, EvalConfig(), 0)
+    assert (metrics["caught_parse"], metrics["model_failed"]) == (2.0, 1.0)
+    _, rows = item_rows(found)
+    assert rows[0][-3:-1] == ["failed", "parse failures caught"]
+    assert [row[-3:-1] for row in rows[1:]] == [["", "1"], ["parse", "1"], ["", ""]]

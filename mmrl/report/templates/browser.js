@@ -31,7 +31,7 @@
     const to = high.value === "" ? Infinity : Number(high.value);
     const rewards = example.rewards.filter((reward) => reward !== null);
     if ((low.value !== "" || high.value !== "") && !rewards.some((one) => one >= from && one <= to)) return false;
-    if (failed.checked && !example.failed && example.calls.every((call) => call.ok)) return false;
+    if (failed.checked && !example.failed && example.calls.every((call) => !call.state)) return false;
     if (module.value && !example.calls.some((call) => call.module === module.value)) return false;
     const wanted = search.value.trim().toLowerCase();
     if (!wanted || example.id.toLowerCase().includes(wanted)) return true;
@@ -52,7 +52,7 @@
     item.style.marginLeft = `${call.depth * 0.9}rem`;
     item.dataset.groups = JSON.stringify(call.groups);
     item.append(make("b", "", call.name), make("span", "small soft", call.facts));
-    if (!call.ok) item.append(make("span", "bad", " could not be parsed"));
+    if (call.state) item.append(make("span", "bad", ` ${call.state}`));
     if (prompts[call.prompt]) {
       const folded = make("details", "small");
       folded.append(make("summary", "soft", "prompt"), make("pre", "", prompts[call.prompt]));
