@@ -108,7 +108,9 @@ class TaskConfig(Section):
     data: DataConfig = DataConfig()
     reward: str | None = Field(None, description="a named reward set of the task; null: the algorithm's own")
     prompts: str | None = Field(
-        None, description="YAML file of prompts and demonstrations by module; of DSPy also JSON"
+        None,
+        description="YAML file of prompts and demonstrations by module (of DSPy also JSON); `paper` of hotpotqa, "
+        "2wiki, musique, search_agent, tool_agent: what their papers ask for otherwise",
     )
     failure_score: float = Field(0.0, description="reward of a rollout that failed by the model's own doing")
     max_tokens: int = Field(100, ge=1, description="completion limit of a call")

@@ -31,10 +31,11 @@ from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task
 from mmrl.run.settle import announce_code, module_assignment, weight_run
-from mmrl.system.files import atomic_dir, dumps, user_path
+from mmrl.system.files import atomic_dir, dumps
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 from mmrl.tasks.dspy.base import DspyTask
+from mmrl.tasks.prompts import prompts_file
 
 Config = TrainCommandConfig | SftCommandConfig
 PROGRAM = "program.json"
@@ -268,7 +269,7 @@ def _write(
     if choice.recorded:
         (folder / EXTRA).write_text(dumps(choice.recorded, indent=1) + "\n", encoding="utf-8")
     if config.task.prompts is not None:
-        notes += _copy_prompts(str(config.task.prompts), folder)
+        notes += _copy_prompts(prompts_file(str(config.task.prompts), config.task.name), folder)
     return notes + _write_program(folder, run.path, config)
 
 
@@ -281,11 +282,11 @@ def _recorded_prompts(run: RunDir) -> Iterator[tuple[int, ...]]:
             yield call.prompt_ids
 
 
-def _copy_prompts(given: str, folder: Path) -> list[str]:
-    if given.endswith(".json"):
+def _copy_prompts(given: Path, folder: Path) -> list[str]:
+    if given.suffix == ".json":
         return []  # the state of a DSPy program, which `program.json` holds
     try:
-        (folder / PROMPTS).write_text(user_path(given).read_text(encoding="utf-8"), encoding="utf-8")
+        (folder / PROMPTS).write_text(given.read_text(encoding="utf-8"), encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"task.prompts: cannot read '{given}' of the run: {error}") from None
     return []

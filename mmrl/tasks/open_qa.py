@@ -34,7 +34,7 @@ from mmrl.tasks.data.layouts import (
 )
 from mmrl.tasks.data.rows import Source
 from mmrl.tasks.mini.examples import mini_corpus
-from mmrl.tasks.prompts import ModulePrompt, Prompts, Shot, Templates, load_prompts, shot_of
+from mmrl.tasks.prompts import ModulePrompt, Prompts, Shot, Templates, load_prompts, prompts_file, shot_of
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
 
 log = logging.getLogger("mmrl.data")
@@ -73,7 +73,8 @@ class OpenQaTask(BaseTask, ABC):
         problems = self._option_problems()
         self.judge: Judge | None = None
         try:
-            self.all_prompts = load_prompts(self.templates, config.prompts)
+            given = config.prompts
+            self.all_prompts = load_prompts(self.templates, given and str(prompts_file(given, config.name)))
             problems += self.demonstration_problems()
             if "judge" in self.templates and isinstance(config, AgentJudgedConfig):
                 self.judge = build_judge(config, self.all_prompts.texts)

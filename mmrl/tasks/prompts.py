@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -16,9 +16,16 @@ from typing import Protocol, runtime_checkable
 
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import EMPTY, Call
+from mmrl.system.conf import conf_dir
 from mmrl.system.files import atomic_write, read_yaml, user_path
 from mmrl.tasks.base import Program
 
+PAPER = "paper"
+"""`task.prompts=paper`: shipped texts, other than the defaults where the paper of a task asks for other behaviour."""
+_LIKE = {"2wiki": "hotpotqa", "musique": "hotpotqa"}
+"""Tasks with the program of another."""
+FIELDS = "fields"
+"""Key of the descriptions of a DSPy module's fields in a prompts file."""
 DEMONSTRATIONS = "demonstrations"
 """Key of a module's demonstrations in a prompts file, beside its roles."""
 
@@ -168,11 +175,30 @@ class Prompts:
         atomic_write(path, yaml.dump(content, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
+def prompts_file(given: str, task: str) -> Path:
+    """The file that `task.prompts` stands for.
+
+    Raises:
+        ConfigError: `paper`, of a task that has no such set.
+    """
+    if given != PAPER:
+        return user_path(given)
+    folder = conf_dir() / "prompts" / PAPER
+    file = folder / f"{_LIKE.get(task, task)}.yaml"
+    if not file.is_file():
+        having = sorted([*(path.stem for path in folder.glob("*.yaml")), *_LIKE])
+        raise ConfigError(
+            f"task.prompts: got '{PAPER}', which task {task} does not have ({', '.join(having)} have); expected a file"
+        )
+    return file
+
+
 def load_prompts(templates: Templates, path: str | None) -> Prompts:
     """The default texts, with those of the YAML file at `path` in their place, and its demonstrations.
 
     The file holds `module: {role: text, demonstrations: [{user: text, assistant: text}]}`; whatever it does not name
-    keeps its default. Only modules with instructions take demonstrations.
+    keeps its default. Only modules with instructions take demonstrations. Roles named `fields.NAME` stand below
+    `fields` in the file: `module: {fields: {NAME: text}}`.
 
     Raises:
         ConfigError: no such file, not YAML, an unknown module or role, wrong placeholders or demonstrations; all
@@ -191,7 +217,7 @@ def load_prompts(templates: Templates, path: str | None) -> Prompts:
         if not isinstance(roles, Mapping):
             problems.append(f"task.prompts: {path}: {module}: got {type(roles).__name__}, expected role: text")
             continue
-        for role, text in roles.items():
+        for role, text in _flat(roles):
             where = f"task.prompts: {path}: {module}.{role}"
             if role == DEMONSTRATIONS:
                 shots[module] = _shots(where, text, templates[module], problems)
@@ -205,6 +231,14 @@ def load_prompts(templates: Templates, path: str | None) -> Prompts:
     if problems:
         raise ConfigError(problems)
     return Prompts(templates, texts, {module: own for module, own in shots.items() if own})
+
+
+def _flat(roles: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for role, text in roles.items():
+        if role == FIELDS and isinstance(text, Mapping):
+            yield from ((f"{FIELDS}.{name}", described) for name, described in text.items())
+        else:
+            yield role, text
 
 
 def _shots(where: str, given: object, roles: Mapping[str, Template], problems: list[str]) -> tuple[Shot, ...]:

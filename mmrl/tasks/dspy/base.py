@@ -23,7 +23,7 @@ from mmrl.tasks.base import BaseTask, Tool
 from mmrl.tasks.data.layouts import subset
 from mmrl.tasks.data.rows import Row, Source
 from mmrl.tasks.dspy.fields import adapter_in_use
-from mmrl.tasks.prompts import Template, load_prompts
+from mmrl.tasks.prompts import FIELDS, PAPER, Template, load_prompts, prompts_file
 
 if TYPE_CHECKING:
     import dspy
@@ -75,6 +75,8 @@ class DspyTask(BaseTask, ABC):
         self.predictors: Mapping[str, dspy.Predict] = {}
         """Path -> predictor of a DSPy program."""
         if is_dspy_module(program):
+            if config.prompts == PAPER:
+                prompts_file(PAPER, config.name)  # refuses it: these tasks' texts are the papers' snippets
             set_prompts(program, config.prompts)
             self.predictors = dict(program.named_predictors())
             adapter_in_use(self.prompt_layout)  # refuses the one that has no such layout
@@ -235,11 +237,24 @@ def set_prompts(program: dspy.Module, path: str | None) -> None:
         _load_state(program, predictors, path)
         return
     # braces of default instructions are no placeholders
-    doubled = {name: p.signature.instructions.replace("{", "{{").replace("}", "}}") for name, p in predictors.items()}
-    templates = {name: {"instructions": Template(text)} for name, text in doubled.items()}
+    defaults = {name: _texts_of(predictor) for name, predictor in predictors.items()}
+    templates = {
+        name: {role: Template(text.replace("{", "{{").replace("}", "}}")) for role, text in texts.items()}
+        for name, texts in defaults.items()
+    }
     for name, roles in load_prompts(templates, path).texts.items():
         predictor = predictors[name]
         predictor.signature = predictor.signature.with_instructions(roles["instructions"].format())
+        for field in predictor.signature.fields:
+            if (text := roles[f"{FIELDS}.{field}"].format()) != defaults[name][f"{FIELDS}.{field}"]:
+                predictor.signature = predictor.signature.with_updated_fields(field, desc=text)
+
+
+def _texts_of(predictor: dspy.Predict) -> dict[str, str]:
+    """What a file may say otherwise: the instructions, and the description of each field."""
+    signature = predictor.signature
+    described = {name: str(field.json_schema_extra["desc"]) for name, field in signature.fields.items()}
+    return {"instructions": signature.instructions, **{f"{FIELDS}.{name}": text for name, text in described.items()}}
 
 
 def _load_state(program: dspy.Module, predictors: Mapping[str, dspy.Predict], path: str) -> None:

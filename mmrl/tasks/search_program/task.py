@@ -1,7 +1,7 @@
 """Multi-hop question answering with the three-agent search program: the tasks `hotpotqa`, `2wiki`, `musique`.
 
 Data come from the mini world, official files or the hub; retrieval is BM25; the reward is token F1, penalties and
-behaviour metrics are those of MHGPO (arXiv 2506.02718, App. B.3; docs/algorithms.md).
+behaviour metrics are those of MHGPO (arXiv 2506.02718, App. B.4; docs/algorithms.md has the readings).
 """
 
 from __future__ import annotations

@@ -1,0 +1,76 @@
+"""`task.prompts=paper`, and descriptions of a DSPy module's fields in a prompts file."""
+
+import pytest
+import yaml
+
+from mmrl.errors import ConfigError
+from mmrl.tasks import TASKS
+from tests.helpers.programs import default_config, make
+
+TEXTS = {
+    "hotpotqa": {
+        ("rewriter", "system"): ("at most four simple sub-questions", "simple sub-questions"),
+        ("answerer", "system"): ("as briefly as possible", "as accurately as possible"),
+    },
+    "search_agent": {("agent", "user"): ("Think first, inside <think> and </think>.", "again each time")},
+    "tool_agent": {("agent", "system"): ("does not help.", "answer from what you know")},
+}
+"""Task -> module and role that differ -> what the default says, what the set says instead."""
+LIKE = {"2wiki": "hotpotqa", "musique": "hotpotqa"}
+
+
+@pytest.mark.parametrize("task", [*TEXTS, *LIKE])
+def test_the_papers_set_differs_where_behaviour_does_and_nowhere_else(task, tmp_path):
+    plain, paper = (make(task, tmp_path, prompts=prompts).all_prompts.texts for prompts in (None, "paper"))
+    expected = TEXTS[LIKE.get(task, task)]
+    changed = {
+        (module, role) for module in plain for role in plain[module] if plain[module][role] != paper[module][role]
+    }
+    assert changed == set(expected)
+    for (module, role), (before, after) in expected.items():
+        assert before in plain[module][role] and before not in paper[module][role] and after in paper[module][role]
+
+
+@pytest.mark.parametrize("task", ["qa_direct", "banking77"])
+def test_a_task_without_such_a_set_says_which_have_one(task):
+    with pytest.raises(
+        ConfigError, match=f"task.prompts: got 'paper', which task {task} does not have .2wiki, hotpotqa"
+    ):
+        TASKS[task](default_config(task, prompts="paper"), 0)
+
+
+def papillon(tmp_path, content):
+    path = tmp_path / "prompts.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return TASKS["papillon"](default_config("papillon", prompts=str(path)), 0).predictors
+
+
+def test_descriptions_of_fields_stand_in_the_prompt(tmp_path):
+    described = "a request {without} anything private"
+    module = "craft_redacted_request.predict"
+    written = described.replace("{", "{{").replace("}", "}}")
+    predictors = papillon(tmp_path, {module: {"fields": {"llm_request": written}}})
+    fields = predictors[module].signature.fields
+    assert fields["llm_request"].json_schema_extra["desc"] == described
+    plain = TASKS["papillon"](default_config("papillon"), 0).predictors
+    for name, predictor in plain.items():
+        for field, info in predictor.signature.fields.items():
+            if (name, field) != (module, "llm_request"):
+                assert predictors[name].signature.fields[field].json_schema_extra == info.json_schema_extra
+        assert predictors[name].signature.instructions == predictor.signature.instructions
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"craft": {"fields": {}}}, "got 'craft', expected one of craft_redacted_request.predict"),
+        ({"respond_to_query": {"fields": {"respons": "x"}}}, "got 'fields.respons', expected one of fields."),
+        ({"respond_to_query": {"fields": "x"}}, "got 'fields', expected one of"),
+        ({"respond_to_query": {"fields": {"response": 3}}}, "respond_to_query.fields.response: got int, expected text"),
+    ],
+)
+def test_a_wrong_module_or_field_gets_one_line(content, says, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        papillon(tmp_path, content)
+    (problem,) = caught.value.problems
+    assert problem.startswith("task.prompts: ") and says in problem
