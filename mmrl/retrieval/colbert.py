@@ -43,9 +43,7 @@ class TokenEncoder:
     @cached_property
     def _network(self) -> MultiVectorEncoder:
         from sentence_transformers import MultiVectorEncoder
-        from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()  # of weights, in the middle of results
         return MultiVectorEncoder(self.model, device=self.device)
 
     def load(self) -> None:

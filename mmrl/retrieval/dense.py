@@ -46,9 +46,7 @@ class Encoder:
     def _network(self) -> SentenceTransformer:
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-        from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()  # of weights, in the middle of results
         # Named, since transformers would otherwise ask at the terminal whether to run a model's own code.
         trust, source = {"trust_remote_code": False}, encoder_source(self.model)
         if self.treatment.encoder == "own":

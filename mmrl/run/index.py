@@ -232,7 +232,7 @@ def info(given: IndexInfoArguments) -> int:
 def search(given: SearchIndexArguments) -> int:
     """`mmrl index search`."""
     _, retriever, _ = _opened(given)
-    retriever.load()
+    _load(retriever)
     started = time.perf_counter()
     (documents,) = retriever.search([given.query], [given.top_k])
     spent = time.perf_counter() - started
@@ -248,7 +248,7 @@ def check(given: CheckIndexArguments) -> int:
     # Before an encoder is loaded.
     questions = questions_of(given.data, given.items)
     facts, retriever, passages = _opened(given)
-    retriever.load()
+    _load(retriever)
     started = time.perf_counter()
     checked = measure(retriever, passages, questions, given.top_k)
     spent = time.perf_counter() - started
@@ -355,6 +355,14 @@ def _bytes_text(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def _load(retriever: Retriever) -> None:
+    """Load what searches need, without a bar among the results."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    retriever.load()
 
 
 def _opened(given: IndexArguments) -> tuple[IndexInfo, Retriever, PassageStore]:

@@ -383,7 +383,7 @@ def test_modules_and_alarms_are_shown_of_each_stage(tmp_path):
     text = " ".join(show_run(run.path).split())
     assert "modules of 2_mmgrpo, step 4 → step 8" in text and "0.250→0.750" in text
     assert "trials_fail from step 2 to 3 (prompts/score): stage 1_miprov2: all 2 rollouts of trial 2 failed" in text
-    assert "never_parses from step 8 on (module/a/format_rate): stage 2_mmgrpo: only 0% of the replies" in text
+    assert "never_parses from step 8 on (module/a/format_rate): stage 2_mmgrpo: none of the replies" in text
     page = report_run(run.path).read_text(encoding="utf-8")
     assert "all numbers of 2_mmgrpo, step 4 → step 8" in page and "stage 1_miprov2: all 2 rollouts" in page
 
