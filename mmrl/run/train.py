@@ -20,6 +20,7 @@ from mmrl.config import HardwareConfig, RunConfig, SftCommandConfig, TrainComman
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.models.policy import damage
 from mmrl.report.rundir import RunDir, step_of
+from mmrl.report.stats import modules_in
 from mmrl.run.build import RECORD, BuiltRun, build_run, build_task, check_model
 from mmrl.run.check import check_all
 from mmrl.run.doctor import look_before
@@ -291,7 +292,7 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
                     built.close()
                 if not processes.main:
                     return 0
-                facts = {**task.describe(), **built.describe()}
+                facts = {**task.describe(), **built.describe(), **_never_called(task.program.modules, rundir)}
                 text = finish(
                     rundir,
                     facts,
@@ -309,6 +310,12 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
             raise
     print(text)
     return 0 if rundir.finished else 1
+
+
+def _never_called(modules: Sequence[str], rundir: RunDir) -> dict[str, str]:
+    """A fact for the summary where modules of the program have made no call in any step: nothing trained them."""
+    never = [module for module in modules if module not in modules_in(rundir.history())]
+    return {"never called": f"{', '.join(never)} (in no step of training)"} if never else {}
 
 
 def _start_text(work: str, task: Task, folder: Path, done: int) -> str:

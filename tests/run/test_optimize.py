@@ -156,6 +156,30 @@ def test_people_read_the_names_that_the_objects_have_in_python(made: Any, tmp_pa
         MMRL(lambda example: 1.0, run_dir=tmp_path / "other").compile(Router(), trainset=trainset(), valset=DEVSET)
 
 
+class Refined(Router):
+    """One predictor is never called; another is tried twice, with advice for the second attempt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = dspy.Predict("text -> label")
+        self.classify = dspy.Refine(self.classify, N=2, reward_fn=lambda inputs, prediction: 0.0, threshold=1.0)
+
+
+def test_a_predictor_that_is_never_called_and_dspy_s_warnings_get_a_line(tmp_path: Path, capfd: Any) -> None:
+    settings = {**SETTINGS, "train": {"steps": 1, "batch_size": 2}}
+    MMRL(metric, model="tiny_dspy", run_dir=tmp_path / "run", **settings).compile(
+        Refined(), trainset=trainset(), valset=DEVSET
+    )
+    said = capfd.readouterr()
+    facts = json.loads((tmp_path / "run" / "summary.json").read_text())["facts"]
+    assert facts["never called"] == "never (in no step of training)"
+    kinds = dict(part.split(" ", 1)[::-1] for part in facts["DSPy's warnings"].split(", "))
+    assert int(kinds["Type mismatch for field"]) > 10
+    lines = (said.out + said.err).splitlines()
+    assert len([line for line in lines if "Type mismatch for field" in line and "of this kind so far" in line]) <= 3
+    assert not [line for line in lines if "dspy.predict.predict" in line]
+
+
 def test_a_run_that_stopped_is_continued_with_the_same_objects(
     made: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -203,6 +203,7 @@ class HoverTask(DspyTask):
 
     def reset_counts(self) -> None:
         """See `mmrl.tasks.base.Task`."""
+        super().reset_counts()
         self.search_tool.reset_counts()
 
     def score(self, example: Example, prediction: HoverPrediction, path: Sequence[Call], reward_set: str) -> Score:

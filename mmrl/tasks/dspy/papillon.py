@@ -90,6 +90,7 @@ class PapillonTask(DspyTask):
 
     def reset_counts(self) -> None:
         """See `mmrl.tasks.base.Task`."""
+        super().reset_counts()
         if isinstance(self.judges, EndpointJudges):
             self.judges.reset_counts()
         forget_counts(self.external)
