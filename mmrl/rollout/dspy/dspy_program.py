@@ -24,7 +24,6 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from mmrl.errors import ConfigError, ParseFailure, ProgramFailure, unknown
 from mmrl.records import Call, Example
-from mmrl.rollout.dspy import notices
 from mmrl.rollout.dspy.attempts import counted_anew
 from mmrl.rollout.dspy.guard import guarded, threads_known
 from mmrl.rollout.dspy.host import Host, Parse, checked_messages, messages_of, record_tools
@@ -192,7 +191,6 @@ def _one_after_another(self: ParallelExecutor, function: Any, data: Any) -> Any:
 
 _in_threads = ParallelExecutor.execute
 ParallelExecutor.execute = _one_after_another
-notices.install()
 
 
 Fields = Mapping[str, object]

@@ -1,36 +1,29 @@
-"""What DSPy warns of while it runs programs: counted by kind, of which the first, tenth, hundredth … is logged.
+"""What DSPy logs and prints while rollouts run: counted by kind, of which the first, tenth, hundredth … is logged.
 
-In rollouts the same sentence comes hundreds of times. Kept for the process, as DSPy's own loggers are.
+In rollouts the same sentence comes hundreds of times. Kept for the process, as DSPy's own loggers are. Outside of
+rollouts DSPy's lines stay as they are.
 """
 
 from __future__ import annotations
 
+import builtins
 import logging
 import re
 import threading
 from collections import Counter
+from functools import partial
+from typing import Any
+
+from dspy.predict import best_of_n, refine
 
 from mmrl.engines.openai import worth_logging
 from mmrl.system.replies import quoted
+from mmrl.tasks.dspy import tools as tape
 
 log = logging.getLogger("mmrl.dspy")
 
 _lock = threading.Lock()
 _counts: Counter[str] = Counter()
-
-
-def note(kind: str, text: str) -> None:
-    """Count a warning."""
-    with _lock:
-        _counts[kind] += 1
-        count = _counts[kind]
-    if worth_logging(count):
-        log.warning("DSPy: %s (%d of this kind so far; the others are counted)", quoted(text), count)
-
-
-def kind_of(template: str) -> str:
-    """The words of a warning that are the same each time: those before its first value or reason."""
-    return re.split(r"[:%'\n]", template, maxsplit=1)[0].strip()[:60]
 
 
 def counts() -> str:
@@ -42,3 +35,34 @@ def reset() -> None:
     """A run begins."""
     with _lock:
         _counts.clear()
+
+
+def _note(kind: str, text: str) -> None:
+    with _lock:
+        _counts[kind] += 1
+        count = _counts[kind]
+    if worth_logging(count):
+        log.warning("DSPy: %s (%d of this kind so far; the others are counted)", quoted(text), count)
+
+
+def _written(record: logging.LogRecord) -> bool:
+    """A filter of DSPy's handler: whether it writes the record."""
+    if tape.current() is None or record.levelno < logging.WARNING:
+        return True
+    # Of the same kind are warnings that begin alike, up to their first value or reason.
+    _note(re.split(r"[:%'\n]", str(record.msg), maxsplit=1)[0].strip()[:60], record.getMessage())
+    return False
+
+
+def _print(kind: str, *values: object, **options: Any) -> None:
+    """`print` of a module that prints nothing but attempts that failed."""
+    if tape.current() is None:
+        builtins.print(*values, **options)
+    else:
+        _note(kind, " ".join(map(str, values)))
+
+
+for handler in logging.getLogger("dspy").handlers:
+    handler.addFilter(_written)
+for module, name in ((refine, "Refine"), (best_of_n, "BestOfN")):
+    vars(module)["print"] = partial(_print, f"{name}: attempt failed")
