@@ -147,7 +147,7 @@ def test_a_plugin_that_cannot_be_imported_is_named_with_its_error(code, tmp_path
     (tmp_path / "broken_plugin.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["train", "plugins=[broken_plugin]"]) == 2
-    assert capsys.readouterr().err.startswith("error: plugins: cannot import 'broken_plugin' (")
+    assert capsys.readouterr().err.startswith("error: plugins: cannot import 'broken_plugin': ")
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_divergence_from_the_tape_is_an_error_that_says_where():
     errors = sorted(str(rollout.error) for rollout in forest.rollouts)
     assert errors == ["None", "replay"]
     failed = next(rollout for rollout in forest.rollouts if rollout.error)
-    assert "position 0" in failed.error_message and failed.reward is None
+    assert "as its request 1;" in failed.error_message and failed.reward is None
 
 
 class Odd(dspy.Module):

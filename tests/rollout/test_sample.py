@@ -274,7 +274,7 @@ def test_a_program_that_diverges_from_its_tape_is_an_error_that_says_where():
     forest, _ = run(Fickle(), fork_on("b", 2))
     diverged = [r for r in forest.rollouts if r.error == "replay"]
     assert len(diverged) == 1
-    assert "position 0" in diverged[0].error_message
+    assert "as its request 1;" in diverged[0].error_message
     assert "'a'" in diverged[0].error_message
 
 
