@@ -31,6 +31,7 @@ from mmrl.rollout.dspy.structure import Structure
 from mmrl.system.replies import quoted
 from mmrl.system.user_code import in_thread
 from mmrl.tasks.base import Context, Demonstration, Message
+from mmrl.tasks.dspy import notices
 from mmrl.tasks.dspy import tools as tape
 from mmrl.tasks.dspy.base import awaits
 from mmrl.tasks.dspy.fields import adapter_in_use, within_bounds
@@ -191,6 +192,7 @@ def _one_after_another(self: ParallelExecutor, function: Any, data: Any) -> Any:
 
 _in_threads = ParallelExecutor.execute
 ParallelExecutor.execute = _one_after_another
+notices.install()
 
 
 Fields = Mapping[str, object]

@@ -14,8 +14,6 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-from dspy.predict import best_of_n, refine
-
 from mmrl.engines.openai import worth_logging
 from mmrl.system.replies import quoted
 from mmrl.tasks.dspy import tools as tape
@@ -62,7 +60,11 @@ def _print(kind: str, *values: object, **options: Any) -> None:
         _note(kind, " ".join(map(str, values)))
 
 
-for handler in logging.getLogger("dspy").handlers:
-    handler.addFilter(_written)
-for module, name in ((refine, "Refine"), (best_of_n, "BestOfN")):
-    vars(module)["print"] = partial(_print, f"{name}: attempt failed")
+def install() -> None:
+    """Once for the process, where programs run: a task alone needs no DSPy."""
+    from dspy.predict import best_of_n, refine
+
+    for handler in logging.getLogger("dspy").handlers:
+        handler.addFilter(_written)
+    for module, name in ((refine, "Refine"), (best_of_n, "BestOfN")):
+        vars(module)["print"] = partial(_print, f"{name}: attempt failed")
