@@ -2,8 +2,7 @@
 
 import dspy
 
-from mmrl.tasks.mini.examples import mini_corpus
-from mmrl.tasks.mini.questions import mini_claims
+from mmrl.tasks.mini.examples import mini_claims, mini_corpus
 
 PASSAGES = {document.title: document.text for document in mini_corpus()}
 

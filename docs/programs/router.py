@@ -4,7 +4,7 @@ from typing import Literal
 
 import dspy
 
-from mmrl.tasks.mini.messages import mini_support
+from mmrl.tasks.mini.examples import mini_support
 
 LABELS = tuple(sorted({message.metadata["label"] for message in mini_support("train")}))
 

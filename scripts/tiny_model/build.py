@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -44,14 +45,13 @@ from mmrl.tasks.agents.qa_direct import DirectQaTask
 from mmrl.tasks.base import Demonstration, Task
 from mmrl.tasks.dspy.base import DspyTask
 from mmrl.tasks.mini import teach
-from mmrl.tasks.mini.messages import make_external, make_requests, make_support
-from mmrl.tasks.mini.questions import make_bridges, make_claims, make_questions, make_singles
-from mmrl.tasks.mini.world import WORLD_SEED, make_world
 from mmrl.tasks.search_program.task import MultihopQaTask
 from scripts.tiny_model.card import build_facts, ship
 from scripts.tiny_model.drills import drills
 from scripts.tiny_model.facts import facts
 from scripts.tiny_model.habits import habits
+from scripts.tiny_model.mini.world import WORLD_SEED, make_world
+from scripts.tiny_model.mini.write import write_world
 from scripts.tiny_model.phrases import extend
 from scripts.tiny_model.recipes import RECIPES, Phase
 from scripts.tiny_model.shots import varied
@@ -162,19 +162,11 @@ def arguments() -> argparse.Namespace:
 
 @contextmanager
 def world(seed: int) -> Iterator[None]:
-    """Tasks built inside live in the mini world of `seed`."""
-    where, messages = "mmrl.tasks.mini.examples", "mmrl.tasks.mini.messages"
-    with (
-        patch(f"{where}.make_world", partial(make_world, seed)),
-        patch(f"{where}.make_questions", lambda split: make_questions(split, seed)),
-        patch(f"{where}.make_singles", lambda split: make_singles(split, seed)),
-        patch(f"{where}.make_bridges", lambda split: make_bridges(split, seed)),
-        patch(f"{messages}.make_support", lambda split: make_support(split, seed)),
-        patch("mmrl.tasks.mini.questions.make_claims", lambda split: make_claims(split, seed)),
-        patch(f"{messages}.make_requests", lambda split: make_requests(split, seed)),
-        patch("mmrl.tasks.dspy.papillon.make_external", partial(make_external, seed)),
-    ):
-        yield
+    """Tasks built inside read their examples in the mini world of `seed`."""
+    with TemporaryDirectory() as folder:
+        write_world(Path(folder), seed)
+        with patch("mmrl.tasks.mini.examples.FOLDER", Path(folder)):
+            yield
 
 
 def build_tasks(names: Sequence[str], seed: int) -> list[Task]:

@@ -19,9 +19,9 @@ import torch
 
 from mmrl.models.policy import newest_checkpoint
 from mmrl.stages.warmup import FINGERPRINT
-from mmrl.tasks.mini.world import WORLD_SEED
 from mmrl.trainer.checkpoint import saved_extra
 from scripts.tiny_model.drills import MODULE as DRILL
+from scripts.tiny_model.mini.world import WORLD_SEED
 from scripts.tiny_model.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]

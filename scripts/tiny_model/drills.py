@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mmrl.tasks.base import Demonstration
-from mmrl.tasks.mini.names import Draws
-from mmrl.tasks.mini.questions import ASKS, BRIDGES, ROLES
-from mmrl.tasks.mini.world import Entity, World, make_world
+from mmrl.tasks.mini.draws import Draws
 from mmrl.tasks.search_program.task import MultihopQaTask
+from scripts.tiny_model.mini.questions import ASKS, BRIDGES, ROLES
+from scripts.tiny_model.mini.world import Entity, World, make_world
 
 MODULE = "drill"
 QUESTIONS = 8

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from mmrl.tasks.agents.qa_direct import DirectQaTask
 from mmrl.tasks.base import Demonstration
-from mmrl.tasks.mini.names import Draws
-from mmrl.tasks.mini.questions import ASKS, ROLES, SINGLE_FORMS
-from mmrl.tasks.mini.world import Entity, World, make_world
+from mmrl.tasks.mini.draws import Draws
+from scripts.tiny_model.mini.questions import ASKS, ROLES, SINGLE_FORMS
+from scripts.tiny_model.mini.world import Entity, World, make_world
 
 LISTS = "facts"
 STEPS = "fact"

@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from mmrl.tasks.base import Demonstration
-from mmrl.tasks.mini.world import make_world
+from scripts.tiny_model.mini.world import make_world
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (

@@ -24,7 +24,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.run import build
 from mmrl.system import objects
 from mmrl.system.objects import put
-from mmrl.tasks.mini.messages import mini_support
+from mmrl.tasks.mini.examples import mini_support
 from tests.helpers import TOP
 from tests.helpers.runs import numbers
 

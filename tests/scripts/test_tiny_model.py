@@ -10,10 +10,10 @@ from mmrl.config.base import SHIPPED, shipped_for
 from mmrl.models.chat import decode_text, encode_text, render_prompt
 from mmrl.models.load import ASSETS, TINY, load_model, load_tokenizer
 from mmrl.tasks.base import Demonstration
-from mmrl.tasks.mini.questions import make_questions
-from mmrl.tasks.mini.world import WORLD_SEED
 from scripts.tiny_model import build
 from scripts.tiny_model.drills import drills
+from scripts.tiny_model.mini.questions import make_questions
+from scripts.tiny_model.mini.world import WORLD_SEED
 from scripts.tiny_model.phrases import extend, stock_phrases
 from scripts.tiny_model.recipes import AGENTS, RECIPES
 

@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from mmrl.records import Example
-from mmrl.tasks.mini.messages import INTENTS, make_support
 from mmrl.tasks.mini.teach import demonstrations
-from mmrl.tasks.mini.world import make_world
+from scripts.tiny_model.mini.messages import INTENTS, make_support
+from scripts.tiny_model.mini.world import make_world
 from tests.helpers.programs import by_prompt, filled, problems, write_csv, write_json
 from tests.helpers.programs import make_dspy as make
 from tests.helpers.programs import play_dspy as play

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from mmrl.records import Example
 from mmrl.rollout.plans import fork_on
 from mmrl.tasks.dspy.built_in import needed
-from mmrl.tasks.mini.questions import make_claims
-from mmrl.tasks.mini.world import make_world
+from scripts.tiny_model.mini.questions import make_claims
+from scripts.tiny_model.mini.world import make_world
 from tests.helpers.programs import by_prompt, filled, problems, write_json
 from tests.helpers.programs import make_dspy as make
 from tests.helpers.programs import play_dspy as play

@@ -15,7 +15,7 @@ from mmrl.tasks import metrics
 from mmrl.tasks.agents import judge, r1_searcher, rewards, search_o1, tags, tool_agent
 from mmrl.tasks.dspy import built_in, hover, papillon
 from mmrl.tasks.dspy.fields import within_bounds
-from mmrl.tasks.mini.messages import make_external
+from mmrl.tasks.mini.examples import make_external
 from mmrl.tasks.search_program import program
 
 SHORT, LONG = 50_000, 200_000

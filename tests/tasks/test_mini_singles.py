@@ -6,10 +6,16 @@ import json
 import pytest
 
 from mmrl.tasks.mini.examples import mini_search, mini_single
-from mmrl.tasks.mini.questions import SINGLE_SIZES, SINGLES, make_bridges, make_questions, make_singles
-from mmrl.tasks.mini.world import WORLD_SEED, make_world
+from scripts.tiny_model.mini.questions import SINGLE_SIZES, SINGLES, in_steps, make_questions, make_singles
+from scripts.tiny_model.mini.world import WORLD_SEED, make_world
 
 SPLITS = tuple(SINGLE_SIZES)
+
+
+def make_bridges(split, seed=WORLD_SEED):
+    """The two-hop questions that are mixed with the single ones, half as many."""
+    bridges = [in_steps(question) for question in make_questions(split, seed) if question.kind == "bridge"]
+    return bridges[: SINGLE_SIZES[split] // 2]
 
 
 def fingerprint(seed):
@@ -76,7 +82,9 @@ def test_the_second_search_names_what_the_first_one_found():
 def test_examples():
     for split in SPLITS:
         singles, mixed = mini_single(split), mini_search(split)
-        assert len(mixed) == len(singles) * 3 // 2
+        bridges = [example for example in mixed if example.metadata["type"] == "bridge"]
+        second = {example.id: example.metadata["hops"][1]["query"] for example in bridges}
+        assert second == {question.id: question.hops[1].query for question in make_bridges(split)}
         assert len({example.id for example in mixed}) == len(mixed)
         assert {example.id for example in singles} < {example.id for example in mixed}
         first = [example.metadata["type"] for example in mixed[:60]]

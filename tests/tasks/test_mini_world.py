@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.tasks.mini.questions import SIZES, make_questions
-from mmrl.tasks.mini.world import PARTS, WORLD_SEED, make_world
+from mmrl.tasks.mini.examples import FOLDER
+from scripts.tiny_model.mini.questions import SIZES, make_questions
+from scripts.tiny_model.mini.world import PARTS, WORLD_SEED, make_world
+from scripts.tiny_model.mini.write import write_world
 
 SPLITS = tuple(SIZES)
 
@@ -46,6 +48,13 @@ def test_the_same_in_every_process():
 def test_the_shipped_world_is_the_one_that_the_tiny_model_was_warmed_up_on():
     # changing the world means rebuilding the tiny model (scripts/tiny_model/build.py), then this line
     assert fingerprint(WORLD_SEED) == "74a6ce2392861958c54c69c6ac3bce8970e45d4832e086550bae39e864d68eff"
+
+
+def test_the_shipped_files_are_that_world(tmp_path):
+    write_world(tmp_path)
+    written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*.jsonl")}
+    assert written == {path.relative_to(FOLDER): path.read_bytes() for path in FOLDER.rglob("*.jsonl")}
+    assert len(written) == 3 + 5 * len(SPLITS)
 
 
 def test_names_and_titles_are_unique():

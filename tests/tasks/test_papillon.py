@@ -10,8 +10,9 @@ from mmrl.errors import JudgeFailure
 from mmrl.records import Example
 from mmrl.rollout.plans import fork_on
 from mmrl.tasks.dspy.papillon import EndpointJudges, RuleJudges
-from mmrl.tasks.mini.messages import UNNAMED, make_external, make_requests
-from mmrl.tasks.mini.world import make_world
+from mmrl.tasks.mini.examples import UNNAMED, make_external
+from scripts.tiny_model.mini.messages import make_requests
+from scripts.tiny_model.mini.world import make_world
 from tests.helpers.programs import by_prompt, filled, problems, write_csv
 from tests.helpers.programs import make_dspy as make
 from tests.helpers.programs import play_dspy as play

@@ -19,7 +19,7 @@ from mmrl.system.files import user_path
 from mmrl.tasks.base import Score
 from mmrl.tasks.data.rows import record_id
 from mmrl.tasks.dspy.base import DspyTask, text_of, unique
-from mmrl.tasks.mini.messages import mini_support
+from mmrl.tasks.mini.examples import mini_support
 
 SAMPLE: Mapping[str, tuple[int, int]] = {"train": (0, 250), "dev": (250, 750)}
 """Places, in a shuffle of their source, of the items that the paper draws (250 and 500); all test items are used."""

@@ -24,8 +24,7 @@ from mmrl.tasks.base import Score
 from mmrl.tasks.data.corpus import label
 from mmrl.tasks.data.rows import Row
 from mmrl.tasks.dspy.base import DspyTask, text_of, unique
-from mmrl.tasks.mini.examples import mini_corpus
-from mmrl.tasks.mini.questions import mini_claims
+from mmrl.tasks.mini.examples import mini_claims, mini_corpus
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
 
 log = logging.getLogger("mmrl.data")

@@ -25,7 +25,7 @@ from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.base import DspyTask, text_of
 from mmrl.tasks.dspy.fields import within_bounds
 from mmrl.tasks.metrics import leaked_pieces
-from mmrl.tasks.mini.messages import make_external, mini_requests
+from mmrl.tasks.mini.examples import make_external, mini_requests
 
 if TYPE_CHECKING:
     import dspy

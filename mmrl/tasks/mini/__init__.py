@@ -1,5 +1,5 @@
-"""The embedded mini world: an invented world, its documents, and questions about it.
+"""The embedded mini world: an invented world, its documents, and questions about it, as files of `mmrl/assets/mini`.
 
-`names` draws words, `world` draws entities and facts and writes documents, `questions` asks about the facts. Nothing
-in it is a real person, place or thing, so a model cannot know an answer without reading.
+Nothing in it is a real person, place or thing, so a model cannot know an answer without reading. The files are written
+by `scripts/tiny_model/mini`, which says how the world is made and what its splits share.
 """

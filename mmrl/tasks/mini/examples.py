@@ -1,22 +1,37 @@
-"""Mini-world questions as examples, and its documents as a corpus: what the task loaders ask for under `mini`."""
+"""The mini world's files as examples, corpus and external model: what the task loaders ask for under `mini`."""
 
 from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 from mmrl import rng
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
-from mmrl.tasks.mini.questions import Question, in_steps, make_bridges, make_questions, make_singles
-from mmrl.tasks.mini.world import make_world
 
-KINDS = ("2wiki", "musique")
-"""Data sets whose mini version has its own mix of kinds of questions."""
-
+FOLDER = Path(__file__).parents[2] / "assets" / "mini"
 SINGLE_HOP = ("nq", "triviaqa", "popqa")
+
+
+def _records(name: str, folder: Path | None = None) -> Iterator[dict[str, Any]]:
+    with ((folder or FOLDER) / f"{name}.jsonl").open(encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)
 
 
 def mini_corpus() -> tuple[Document, ...]:
     """One document for each entity of the world."""
-    return make_world().documents
+    return _documents(FOLDER)
+
+
+# Documents are immutable, and each build of a task or retriever asks for them.
+@lru_cache(maxsize=2)
+def _documents(folder: Path) -> tuple[Document, ...]:
+    return tuple(Document(**record) for record in _records("documents", folder))
 
 
 def mini_multihop(split: str, corpus: str = "mini", dataset: str = "hotpotqa", stepwise: bool = False) -> list[Example]:
@@ -26,14 +41,14 @@ def mini_multihop(split: str, corpus: str = "mini", dataset: str = "hotpotqa", s
     bridges, `musique` bridges alone. The questions of the last two are among those of the first, in the same split.
     `stepwise`: the second hop of a bridge names the result of the first, instead of describing it.
     """
-    questions = make_questions(split)
-    if dataset in KINDS:
-        bridges = [question for question in questions if question.kind == "bridge"]
-        others = [question for question in questions if question.kind != "bridge"] if dataset == "2wiki" else []
+    records = list(_records(f"{split}/questions"))
+    if dataset in ("2wiki", "musique"):
+        bridges = [record for record in records if record["metadata"]["type"] == "bridge"]
+        others = [record for record in records if record["metadata"]["type"] != "bridge"] if dataset == "2wiki" else []
         # The mixture is cut from the whole set, in its order: ids and questions stay those of `hotpotqa`.
-        chosen = {question.id for question in [*others, *bridges[: len(others) or None]]}
-        questions = tuple(question for question in questions if question.id in chosen)
-    return [_example(in_steps(question) if stepwise else question, corpus) for question in questions]
+        mixed = {record["id"] for record in [*others, *bridges[: len(others) or None]]}
+        records = [record for record in records if record["id"] in mixed]
+    return [_question(record, corpus, stepwise) for record in records]
 
 
 def mini_questions(dataset: str, split: str, corpus: str = "mini", stepwise: bool = False) -> list[Example]:
@@ -43,25 +58,81 @@ def mini_questions(dataset: str, split: str, corpus: str = "mini", stepwise: boo
 
 def mini_single(split: str, corpus: str = "mini") -> list[Example]:
     """The single-hop questions of a split."""
-    return [_example(question, corpus) for question in make_singles(split)]
+    return [_question(record, corpus) for record in _records(f"{split}/singles")]
 
 
 def mini_search(split: str, corpus: str = "mini") -> list[Example]:
     """Single-hop questions and half as many two-hop ones, mixed in a fixed order."""
-    questions = [*make_singles(split), *make_bridges(split)]
-    questions.sort(key=lambda question: rng.digest("mini", "search", question.id))
-    return [_example(question, corpus) for question in questions]
+    singles = mini_single(split, corpus)
+    bridges = mini_multihop(split, corpus, "musique", stepwise=True)[: len(singles) // 2]
+    return sorted([*singles, *bridges], key=lambda example: rng.digest("mini", "search", example.id))
 
 
-def _example(question: Question, corpus: str) -> Example:
-    return Example(
-        id=question.id,
-        inputs={"question": question.text, "corpus": corpus},
-        metadata={
-            "answers": [question.answer],
-            "titles": [hop.title for hop in question.hops],
-            "type": question.kind,
-            "form": question.form,
-            "hops": [{"query": hop.query, "title": hop.title, "answer": hop.answer} for hop in question.hops],
-        },
-    )
+def mini_claims(split: str) -> list[Example]:
+    """The claims of a split; `metadata["notes"]` is what demonstrations are made from."""
+    return [Example(**record) for record in _records(f"{split}/claims")]
+
+
+def mini_support(split: str) -> list[Example]:
+    """The support queries of a split; `metadata["reason"]` is what demonstrations are made from."""
+    return [Example(**record) for record in _records(f"{split}/support")]
+
+
+def mini_requests(split: str) -> list[Example]:
+    """The private requests of a split; `metadata["ask"]` is what demonstrations are made from."""
+    return [Example(**record) for record in _records(f"{split}/requests")]
+
+
+def _question(record: dict[str, Any], corpus: str, stepwise: bool = False) -> Example:
+    """One question over `corpus`; `stepwise` puts the query that names the first hop's result into the second hop."""
+    inputs, metadata = record["inputs"], record["metadata"]
+    if stepwise and "second_query" in record:
+        metadata["hops"][1]["query"] = record["second_query"]
+    return Example(id=record["id"], inputs={**inputs, "corpus": corpus}, metadata=metadata)
+
+
+LETTERS = {
+    # what marks the request -> its request, what the letter says
+    "price": (
+        "Write a letter to {m} that asks for the price of the {x}.",
+        "Dear {m}, I would like to know the price of the {x}. Yours, {name}",
+    ),
+    "repair": (
+        "Write a letter to {m} that asks for a repair of the {x}.",
+        "Dear {m}, my {x} does not work and needs a repair. Yours, {name}",
+    ),
+}
+FACTS = {
+    # relation of a company -> the request, what is answered, the word that shows that a request asks for it
+    "city": ("In which city is {m} based?", "{m} is based in {value}.", "based"),
+    "founder": ("Who founded {m}?", "{m} was founded by {value}.", "founded"),
+    "head": ("Who leads {m}?", "{m} is led by {value}.", "leads"),
+}
+UNNAMED = "(name)"
+"""Stands for the asker in a letter by somebody who does not know them."""
+
+
+def make_external() -> Callable[[str], str]:
+    """A deterministic stand-in for a powerful external model: it knows the companies and products of the world and
+    writes the letters above, whatever else a request says; to anything else it has one polite sentence."""
+    companies = {record["name"]: record for record in _records("companies")}
+    products = {record["name"]: record for record in _records("products")}
+
+    # Rules, so that the mini world needs no server and every rollout of one request gets the same response.
+    def external(request: str) -> str:
+        names = re.findall(r"(?=\b([A-Z]\w* [A-Z]\w*))", request)
+        company = next((companies[name] for name in names if name in companies), None)
+        product = next((products[name] for name in names if name in products), None)
+        # by a single word of the request: a redacted request in the policy's own words must still be understood
+        words = set(re.findall(r"\w+", request.lower()))
+        if company is not None and product is not None:
+            for mark, (_, letter) in LETTERS.items():
+                if mark in words:
+                    return letter.format(m=company["name"], x=product["name"], name=UNNAMED)
+        if company is not None:
+            for relation, (_, answer, mark) in FACTS.items():
+                if mark in words:
+                    return answer.format(m=company["name"], value=company[relation])
+        return "I can not help with this."
+
+    return external

@@ -23,7 +23,7 @@ from mmrl.tasks.dspy.base import DspyTask
 from mmrl.tasks.dspy.fields import adapter_in_use
 from mmrl.tasks.dspy.hover import HoverTask
 from mmrl.tasks.dspy.papillon import PapillonTask
-from mmrl.tasks.mini.names import Draws
+from mmrl.tasks.mini.draws import Draws
 from mmrl.tasks.search_program.task import MultihopQaTask
 
 History = tuple[tuple[str, str | Sequence[Message]], ...]

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mmrl.records import Example
-from mmrl.tasks.mini.names import Draws
-from mmrl.tasks.mini.world import WORLD_SEED, Entity, World, make_world
+from mmrl.tasks.mini.draws import Draws
+from scripts.tiny_model.mini.world import WORLD_SEED, Entity, World, make_world
 
 SIZES: Mapping[str, int] = {"train": 2400, "dev": 400, "test": 400}
 COMPARISON_SHARE = 0.25
@@ -251,13 +250,6 @@ def make_singles(split: str, seed: int = WORLD_SEED) -> tuple[Question, ...]:
     )
 
 
-@lru_cache(maxsize=8)
-def make_bridges(split: str, seed: int = WORLD_SEED) -> tuple[Question, ...]:
-    """Two-hop questions, half as many as single ones: bridges, to be answered one search at a time."""
-    bridges = [question for question in make_questions(split, seed) if question.kind == "bridge"]
-    return tuple(in_steps(question) for question in bridges[: SINGLE_SIZES[split] // 2])
-
-
 def in_steps(question: Question) -> Question:
     """The question with a second hop whose query names the result of the first; only bridges have such a hop."""
     if question.kind != "bridge":
@@ -337,15 +329,3 @@ def make_claims(split: str, seed: int = WORLD_SEED) -> tuple[Claim, ...]:
         Claim(f"mini-claim-{split}-{number:04d}", c.text, c.label, c.titles, c.notes)
         for number, c in enumerate(claims.values())
     )
-
-
-def mini_claims(split: str) -> list[Example]:
-    """The claims of a split; `metadata["notes"]` is what demonstrations are made from."""
-    return [
-        Example(
-            id=claim.id,
-            inputs={"claim": claim.text},
-            metadata={"titles": list(claim.titles), "label": claim.label, "hops": 3, "notes": list(claim.notes)},
-        )
-        for claim in make_claims(split)
-    ]

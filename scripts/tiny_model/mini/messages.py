@@ -8,14 +8,13 @@ nothing of one split is in another.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mmrl.records import Example
-from mmrl.tasks.mini.names import Draws
-from mmrl.tasks.mini.world import WORLD_SEED, Entity, World, make_world
+from mmrl.tasks.mini.draws import Draws
+from mmrl.tasks.mini.examples import FACTS, LETTERS, UNNAMED
+from scripts.tiny_model.mini.world import WORLD_SEED, make_world
 
 SUPPORT_SIZES: Mapping[str, int] = {"train": 1200, "dev": 400, "test": 400}
 
@@ -199,27 +198,6 @@ OPENINGS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """Ways to say who asks, and which facts of them are private."""
 
-LETTERS: Mapping[str, tuple[str, str]] = {
-    # what marks the request -> its request, what the letter says
-    "price": (
-        "Write a letter to {m} that asks for the price of the {x}.",
-        "Dear {m}, I would like to know the price of the {x}. Yours, {name}",
-    ),
-    "repair": (
-        "Write a letter to {m} that asks for a repair of the {x}.",
-        "Dear {m}, my {x} does not work and needs a repair. Yours, {name}",
-    ),
-}
-FACTS: Mapping[str, tuple[str, str]] = {
-    "city": ("In which city is {m} based?", "{m} is based in {value}."),
-    "founder": ("Who founded {m}?", "{m} was founded by {value}."),
-    "head": ("Who leads {m}?", "{m} is led by {value}."),
-}
-MARKS: Mapping[str, str] = {"city": "based", "founder": "founded", "head": "leads"}
-"""Relation of a company -> the word that shows that a request asks for it."""
-UNNAMED = "(name)"
-"""Stands for the asker in a letter by somebody who does not know them."""
-
 
 @dataclass(frozen=True, slots=True)
 class PrivateRequest:
@@ -253,7 +231,7 @@ def make_requests(split: str, seed: int = WORLD_SEED) -> tuple[PrivateRequest, .
         else:
             relation, company = draws.pick(list(FACTS)), draws.pick(companies)
             names = {"m": company.name, "value": world.value(company.id, relation)}
-            ask, known = (text.format(**names) for text in FACTS[relation])
+            ask, known = (text.format(**names) for text in FACTS[relation][:2])
             reply = f"Dear {person.name}, {known}"
         opening, private = draws.pick(OPENINGS)
         facts = {
@@ -269,67 +247,3 @@ def make_requests(split: str, seed: int = WORLD_SEED) -> tuple[PrivateRequest, .
         PrivateRequest(f"mini-request-{split}-{number:04d}", r.text, r.target, r.units, r.ask)
         for number, r in enumerate(requests.values())
     )
-
-
-def make_external(seed: int = WORLD_SEED) -> Callable[[str], str]:
-    """A deterministic stand-in for a powerful external model: it knows the companies and products of the world and
-    writes the letters above, whatever else a request says; to anything else it has one polite sentence."""
-    world = make_world(seed)
-    companies = _by_name(world, "company")
-    products = _by_name(world, "product")
-
-    # Rules, so that the mini world needs no server and every rollout of one request gets the same response.
-    def external(request: str) -> str:
-        company = _named(request, companies)
-        product = _named(request, products)
-        words = set(re.findall(r"\w+", request.lower()))
-        if company is not None and product is not None:
-            # by a single word of the request: a redacted request in the policy's own words must still be understood
-            for mark, (_, letter) in LETTERS.items():
-                if mark in words:
-                    return letter.format(m=company.name, x=product.name, name=UNNAMED)
-        if company is not None:
-            for relation, mark in MARKS.items():
-                if mark in words:
-                    return FACTS[relation][1].format(m=company.name, value=world.value(company.id, relation))
-        return "I can not help with this."
-
-    return external
-
-
-def _by_name(world: World, kind: str) -> dict[str, Entity]:
-    return {entity.name: entity for entity in world.entities.values() if entity.kind == kind}
-
-
-def _named(text: str, entities: Mapping[str, Entity]) -> Entity | None:
-    """The entity that a text names first."""
-    pairs = re.findall(r"(?=\b([A-Z]\w* [A-Z]\w*))", text)
-    return next((entities[name] for name in pairs if name in entities), None)
-
-
-def mini_support(split: str) -> list[Example]:
-    """The support queries of a split; `metadata["reason"]` is what demonstrations are made from."""
-    return [
-        Example(
-            id=query.id,
-            inputs={"text": query.text},
-            metadata={
-                "label": query.label,
-                "reason": f"{query.product}: {INTENTS[query.label].reason}",
-                "related": INTENTS[query.label].related,
-            },
-        )
-        for query in make_support(split)
-    ]
-
-
-def mini_requests(split: str) -> list[Example]:
-    """The private requests of a split; `metadata["ask"]` is what demonstrations are made from."""
-    return [
-        Example(
-            id=request.id,
-            inputs={"user_query": request.text},
-            metadata={"target": request.target, "units": list(request.units), "ask": request.ask},
-        )
-        for request in make_requests(split)
-    ]

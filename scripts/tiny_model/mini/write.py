@@ -1,0 +1,71 @@
+"""Write a mini world as the files that `mmrl.tasks.mini` reads: `python -m scripts.tiny_model.mini.write`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from mmrl.tasks.mini.examples import FACTS, FOLDER
+from scripts.tiny_model.mini.messages import INTENTS, make_requests, make_support
+from scripts.tiny_model.mini.questions import Question, in_steps, make_claims, make_questions, make_singles
+from scripts.tiny_model.mini.world import PARTS, WORLD_SEED, make_world
+
+
+def write_world(folder: Path = FOLDER, seed: int = WORLD_SEED) -> None:
+    """Write the world of `seed` into `folder`, a line a record."""
+    world = make_world(seed)
+    entities = world.entities.values()
+    _write(folder / "documents.jsonl", ({"id": d.id, "title": d.title, "text": d.text} for d in world.documents))
+    companies = (entity for entity in entities if entity.kind == "company")
+    _write(
+        folder / "companies.jsonl",
+        ({"name": e.name, **{relation: world.value(e.id, relation) for relation in FACTS}} for e in companies),
+    )
+    _write(folder / "products.jsonl", ({"name": entity.name} for entity in entities if entity.kind == "product"))
+    for split in PARTS:
+        _write(folder / split / "questions.jsonl", map(_question, make_questions(split, seed)))
+        _write(folder / split / "singles.jsonl", map(_question, make_singles(split, seed)))
+        _write(folder / split / "claims.jsonl", _claims(split, seed))
+        _write(folder / split / "support.jsonl", _support(split, seed))
+        _write(folder / split / "requests.jsonl", _requests(split, seed))
+
+
+def _write(path: Path, records: Iterable[dict[str, object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def _question(question: Question) -> dict[str, object]:
+    second = {"second_query": in_steps(question).hops[1].query} if question.kind == "bridge" else {}
+    metadata = {
+        "answers": [question.answer],
+        "titles": [hop.title for hop in question.hops],
+        "type": question.kind,
+        "form": question.form,
+        "hops": [{"query": hop.query, "title": hop.title, "answer": hop.answer} for hop in question.hops],
+    }
+    return {"id": question.id, "inputs": {"question": question.text}, "metadata": metadata, **second}
+
+
+def _claims(split: str, seed: int) -> Iterator[dict[str, object]]:
+    for claim in make_claims(split, seed):
+        metadata = {"titles": claim.titles, "label": claim.label, "hops": 3, "notes": claim.notes}
+        yield {"id": claim.id, "inputs": {"claim": claim.text}, "metadata": metadata}
+
+
+def _support(split: str, seed: int) -> Iterator[dict[str, object]]:
+    for query in make_support(split, seed):
+        intent = INTENTS[query.label]
+        metadata = {"label": query.label, "reason": f"{query.product}: {intent.reason}", "related": intent.related}
+        yield {"id": query.id, "inputs": {"text": query.text}, "metadata": metadata}
+
+
+def _requests(split: str, seed: int) -> Iterator[dict[str, object]]:
+    for request in make_requests(split, seed):
+        metadata = {"target": request.target, "units": request.units, "ask": request.ask}
+        yield {"id": request.id, "inputs": {"user_query": request.text}, "metadata": metadata}
+
+
+if __name__ == "__main__":
+    write_world()
