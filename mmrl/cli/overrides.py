@@ -17,7 +17,6 @@ from hydra.errors import HydraException
 
 from mmrl.cli.arguments import CommandLine, Words, typed_text
 from mmrl.config.base import value_at
-from mmrl.config.paper_tables import moved
 from mmrl.config.validate import meant_keys
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.policy import model_of, prompts_of
@@ -245,10 +244,8 @@ def _left_out(override: Override, value: str | None, line: CommandLine, problems
     choices = options(key, line.config_dir)
     if choice in choices:
         return False
-    said = moved(choice) if key == "experiment" else None
-    if said is None and not choices:
-        said = f"{key}: got '{choice}', and there is none; conf/{key}/{choice}.yaml in the current folder would be it"
-    problems.append(said or unknown(key, choice, choices))
+    none = f"{key}: got '{choice}', and there is none; conf/{key}/{choice}.yaml in the current folder would be it"
+    problems.append(unknown(key, choice, choices) if choices else none)
     return True
 
 

@@ -335,30 +335,3 @@ class TableSpec(Section):
                         f"claims.{number}: the paper has {first:.4g} for {claim.more} and {second:.4g} for {claim.than}"
                     )
         return problems
-
-
-MOVED = {
-    "mmgrpo/table1": "mmgrpo-table1",
-    "mhgpo/table1": "mhgpo-table1",
-    "mhgpo/columns": "mhgpo-table1",
-    "mhgpo/table2": "mhgpo-table2",
-    "mhgpo/table3": "mhgpo-table3",
-    "mhgpo/table4": "mhgpo-table4",
-    "mhgpo/group_size": "mhgpo-table6",
-    "mt_grpo/table5": "turn-table5",
-    "mt_ppo/table2": "turn-table2",
-    "mt_ppo/columns": "turn-table2",
-    "mt_ppo/figure3": "turn-fig3",
-    "mt_ppo/appendix": "turn-fig3",
-    "mt_ppo/figure4": "turn-fig4",
-    "mt_ppo/figure6": "turn-fig6",
-}
-"""Folders of `experiment=` of former versions, and the tables that have their rows now."""
-
-
-def moved(row: str) -> str | None:
-    """The sentence for a former name of `experiment=`; None for any other."""
-    table = MOVED.get(row.rpartition("/")[0])
-    if table is None:
-        return None
-    return f"experiment: {row} is part of a table now: mmrl table {table} (rows= some of it; do=plan its commands)"

@@ -21,100 +21,6 @@ from mmrl.secrets import holder, reveal, secret_name, user_in_address
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 KEY_PLACES = {"key_env": "key_env", "endpoint": "endpoint.key_env", "judge": "judge.key_env"}
 """Key of a section -> where, from that section, the variable is named that holds a service's key."""
-RENAMED = {"algo.failure_score": "algo.format_failure_best", "engine.matmul": "model.matmul"}
-"""Keys of former versions, and what they are called now (task.failure_score is another thing: a rollout's reward)."""
-# Literal values and not those of the schemas: a default that changes later must not change what is dropped.
-_RETRIEVER: Mapping[str, object] = {
-    "process": "inline",
-    "index": None,
-    "k1": 0.9,
-    "b": 0.4,
-    "model": None,
-    "encoder": None,
-    "faiss": "flat",
-    "candidates": 256,
-    "batch_size": 32,
-    "device": "cpu",
-    "cache_dir": None,
-    "url": None,
-    "protocol": "search_r1",
-}
-# Still keys of every retriever; here for tasks that have lost the section as a whole (qa_direct, the DSPy tasks).
-_EVERY_RETRIEVER: Mapping[str, object] = {
-    "name": "bm25",
-    "top_k": 10,
-    "dedup": False,
-    "snippet_words": 100,
-    "timeout_s": 30.0,
-    "retries": 3,
-    "concurrency": 64,
-    "cache_size": 10_000,
-}
-# `engine.endpoint`, which engines other than openai have lost.
-_ENDPOINT: Mapping[str, object] = {
-    "url": "https://api.openai.com/v1",
-    "key_env": "OPENAI_API_KEY",
-    "timeout_s": 120.0,
-    "attempts": 6,
-    "max_wait_s": 60.0,
-    "concurrency": 16,
-    "requests_per_minute": None,
-    "price_in": 0.0,
-    "price_out": 0.0,
-}
-RETIRED: Mapping[str, Mapping[str, object]] = {
-    "task": {
-        "dataset": None,
-        "corpus": None,
-        "retriever": {**_EVERY_RETRIEVER, **_RETRIEVER},
-        "punctuation": "delete",
-        "max_observation": 500,
-        "max_turns": 4,
-        "count_final_call": False,
-        "max_completion": 1024,
-        "search_penalty": 0.1,
-        "final_penalty": -1.0,
-        "em_needs_format": True,
-        "format_check": "strict",
-        "retrieval_match": "normalized",
-        "outcome_rewards": 4,
-        "judge": None,
-        "external": None,
-        "sample": "paper",
-        "chain_of_thought": False,
-        "program": None,
-        "metric": None,
-        "inputs": (),
-        "modules": (),
-        "search_hops": 4,
-        "hop_top_k": None,
-        "last_top_k": None,
-        "passages": 100,
-        "claim_hops": 3,
-        "labels": None,
-    },
-    "task.retriever": _RETRIEVER,
-    "engine": {
-        "schedule": "deterministic",
-        "loop": "auto",
-        "batch_tokens": 65536,
-        "url": None,
-        "timeout_s": 600.0,
-        "concurrency": 128,
-        "python": None,
-        "start_timeout_s": 900.0,
-        "restarts": 2,
-        "sync_timeout_s": 300.0,
-        "logprobs": "auto",
-        "gpu_memory": 0.4,
-        "sleep": None,
-        "kv_cache_gb": 1,
-        "args": (),
-        "endpoint": _ENDPOINT,
-        "matmul": "torch",
-    },
-}
-"""Keys that tasks, retrievers and engines once had, and the defaults that run directories of that time hold."""
 CHOICES: Mapping[str, Mapping[str, type[BaseModel]]] = {
     "algo": ChainMap[str, type[Any]](ALGO_SCHEMAS, PROMPT_SCHEMAS, {SFT: SftConfig}),  # live: plugins add to it
     "task": TASK_SCHEMAS,
@@ -171,12 +77,11 @@ def _typed_secrets(schema: type[BaseModel], raw: Mapping[str, object]) -> list[s
 
 
 def validate_stored(schema: type[ConfigT], stored: Mapping[str, object]) -> ConfigT:
-    """Validate the `config.yaml` of a run directory, which a former version may have written.
+    """Validate the `config.yaml` of a run directory.
 
     Raises:
-        ConfigError: as `validate`; a retired key not at its former default; an environment variable that is not set.
+        ConfigError: as `validate`; an environment variable that is not set.
     """
-    # a copy at every level: the run directory's own mapping stays as it was read
     raw = {key: as_tuples(value) for key, value in stored.items()}
     problems = []
     for key, value in raw.items():
@@ -186,10 +91,6 @@ def validate_stored(schema: type[ConfigT], stored: Mapping[str, object]) -> Conf
             problems.append(f"{key}: the environment variable {error.args[0]} is not set, which this run was given")
     if problems:
         raise ConfigError(problems)
-    stages = raw.get("stages")
-    for of in (raw, *(stages if isinstance(stages, tuple) else ())):
-        if isinstance(of, dict):  # anything else is for validation to refuse
-            _drop_retired(of)
     return validate(schema, raw, stored=True)
 
 
@@ -198,25 +99,6 @@ def as_tuples(value: object) -> object:
     if isinstance(value, dict):
         return {key: as_tuples(item) for key, item in value.items()}
     return tuple(as_tuples(item) for item in value) if isinstance(value, list) else value
-
-
-def _drop_retired(raw: dict[str, object]) -> None:
-    """Leave out the keys that the schemas in use do not have and that hold their former default."""
-    for path, keys in RETIRED.items():  # the task first: its retriever may be retired as a whole
-        # An unknown name has no schema to compare with: everything stays, and validation reports the name.
-        section, chosen = value_at(raw, path), _chosen_schema(raw, path)
-        if isinstance(section, dict) and chosen is not None:
-            for key, default in keys.items():
-                if key in section and key not in chosen.model_fields and _is_default(section[key], default):
-                    del section[key]
-
-
-def _is_default(value: object, default: object) -> bool:
-    """Whether a stored value is the former default; of a section, which may have had fewer keys, what is there."""
-    if isinstance(value, Mapping) and isinstance(default, Mapping):
-        return all(key in default and item == default[key] for key, item in value.items())
-    # True == 1 in Python, and a stored truth value is not the number
-    return value == default and isinstance(value, bool) == isinstance(default, bool)
 
 
 def _with_shipped(config: ConfigT) -> ConfigT:
@@ -310,10 +192,6 @@ def _unknown_key(
 ) -> Iterator[str]:
     """What to say of a key that is not in its section's schema."""
     path, above, key = ".".join(parts), ".".join(parts[:-1]), parts[-1]
-    # Before anything else: a former name may be near to a key of another schema.
-    if path in RENAMED:
-        yield f"{path}: is called {RENAMED[path]} now; use that name"
-        return
     fields = _fields_at(schema, parts[1:-1] if below else parts[:-1], raw)
     if fields is None:
         return  # the name that chooses the schema is wrong itself, and is reported

@@ -72,7 +72,7 @@ def is_complete(path: Path) -> bool:
 def damage(path: Path, only: Callable[[str], bool] = lambda name: True) -> str:
     """What of a checkpoint is not as it was saved, in words that name the file; empty where nothing.
 
-    Reads every byte: sizes alone do not show a flipped bit. Checkpoints of former versions have sizes alone.
+    Reads every byte: sizes alone do not show a flipped bit.
 
     Args:
         only: by name, the files that are looked at.
@@ -81,19 +81,18 @@ def damage(path: Path, only: Callable[[str], bool] = lambda name: True) -> str:
     try:
         stored = json.loads(marker.read_text(encoding="utf-8"))
         sizes: dict[str, int] = {name: int(size) for name, size in stored["files"].items() if only(name)}
-        digests, step = dict(stored.get("sha256", {})), stored.get("step")
+        digests, step = dict(stored["sha256"]), stored["step"]
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return f"{marker} is missing or cannot be read"
-    if step is not None and step != checkpoint_step(path):
+    if step != checkpoint_step(path):
         return f"{marker} is that of step {step}"
     for name, size in sizes.items():
         if not (path / name).is_file():
             return f"{path / name} is missing"
         if (there := (path / name).stat().st_size) != size:
             return f"{path / name} has {there:,} bytes, not the {size:,} that were saved"
-    hashed = [name for name in sizes if name in digests]
-    for name, actual in zip(hashed, file_digests([path / name for name in hashed]), strict=True):
-        if actual != digests[name]:
+    for name, actual in zip(sizes, file_digests([path / name for name in sizes]), strict=True):
+        if actual != digests.get(name):
             return f"{path / name} has not the content that was saved"
     return ""
 

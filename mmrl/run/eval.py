@@ -20,8 +20,8 @@ from mmrl.report.text import align
 from mmrl.run.build import build_task, evaluated, evaluation_devices, fixed_engine, reward_set
 from mmrl.run.check import check_all, served
 from mmrl.run.launch import released
-from mmrl.run.settle import complete_config, run_folder, settle, stored_config
-from mmrl.system.files import JsonObject, plain
+from mmrl.run.settle import run_folder, settle, stored_config
+from mmrl.system.files import JsonObject
 from mmrl.system.stop import print_resume, stoppable
 from mmrl.tasks.base import Task
 
@@ -65,7 +65,6 @@ def resume_evaluation(folder: Path) -> int:
     config = stored_config(folder, EvalCommandConfig)
     with RunDir.open(folder, command=["mmrl", "eval", f"resume={folder}"]) as rundir:
         check_all([config.in_folder(None)])  # the one problem it would have is that its directory is full
-        complete_config(rundir, plain(config.model_dump(mode="json")))
         return _evaluate(config, rundir)
 
 

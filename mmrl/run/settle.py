@@ -13,8 +13,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
-import yaml
-
 from mmrl.config import (
     AlgoConfig,
     EndpointConfig,
@@ -32,13 +30,13 @@ from mmrl.config import (
 from mmrl.config.base import flattened, of_stage, value_at
 from mmrl.config.other_stages import SftConfig
 from mmrl.config.validate import CHOICES
-from mmrl.errors import CheckpointError, ConfigError, storage
+from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.hub import at_hand
 from mmrl.models.policy import newest_checkpoint, prompts_of, require_undamaged, resolve
 from mmrl.report.rundir import RunDir
 from mmrl.report.stage_costs import stage_folders
-from mmrl.system.files import JsonObject, atomic_dir, atomic_write, plain, read_yaml
+from mmrl.system.files import atomic_dir, plain
 from mmrl.system.objects import OBJECT, import_module, is_given
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
@@ -192,31 +190,6 @@ def refuse_changes(run: RunDir, stored: Mapping[str, object], now: Mapping[str, 
             "put it back, or start a new run"
         )
     return [shown[path] for path in allowed]
-
-
-def complete_config(run: RunDir, whole: JsonObject) -> None:
-    """Write the keys that the run's `config.yaml` lacks, with a warning: of a lost line, or newer than the run.
-
-    Args:
-        whole: the config that the run is continued with; what stands in the file stays.
-    """
-    path = run.path / "config.yaml"
-    stored = read_yaml(path)
-    assert isinstance(stored, dict), "it has been read before"
-    if lacking := [key for key in flattened(whole) if key not in flattened(stored)]:
-        print(f"warning: {path}: lacked {', '.join(lacking)}; written with the values of now", file=sys.stderr)
-        text = yaml.safe_dump(_filled(stored, whole), sort_keys=False, allow_unicode=True)
-        with storage(path):
-            atomic_write(path, text)
-
-
-def _filled(stored: JsonObject, whole: JsonObject) -> JsonObject:
-    """`stored` with what it lacks of `whole`, in the order of `whole`."""
-    filled: JsonObject = {}
-    for key, value in whole.items():
-        there = stored.get(key, value)
-        filled[key] = _filled(there, value) if isinstance(there, dict) and isinstance(value, dict) else there
-    return filled | {key: value for key, value in stored.items() if key not in whole}
 
 
 def schema_of(stored: Mapping[str, object]) -> type[RootConfig]:

@@ -42,7 +42,6 @@ from mmrl.run.check import check_all
 from mmrl.run.launch import released
 from mmrl.run.queue import holds_only_leftovers
 from mmrl.run.settle import (
-    complete_config,
     module_assignment,
     refuse_moved,
     run_folder,
@@ -94,7 +93,6 @@ def _in_turn(config: StagedCommandConfig, command: Sequence[str], resumed: bool)
     with opened as rundir:
         if rundir.finished:
             raise CheckpointError(f"{folder}: this run is finished; look at it with: mmrl show {folder}")
-        complete_config(rundir, stored)
         stages: list[Path] = []
         for number, stage in enumerate(config.stages, start=1):
             assert isinstance(stage, TrainCommandConfig | PromptCommandConfig | SftCommandConfig)
@@ -172,7 +170,6 @@ def improve(config: Config, command: Sequence[str], resumed: bool = False) -> in
         check_all([config.in_folder(None)])
         with storage(rundir.path):
             _cut(config, rundir)
-            complete_config(rundir, plain(config.model_dump(mode="json")))
         return _run(config, rundir, resumed=True)
 
 

@@ -29,10 +29,6 @@ COLLAPSED = 0.5
 """Share of the best evaluation below which training has collapsed, if it never returns."""
 OF_MACHINE = ("run", "hardware", "engine")
 """Sections that say where a run lies and what it runs on: the rest is what it is."""
-NEWER: Mapping[str, object] = {"model.matmul": "torch"}
-"""Keys younger than the first runs that were named by their digests, and the value with which a run is what it was
-without the key. With that it is no part of the digest, so a new version goes on with an older one's finished runs."""
-
 Config = StageConfig | StagedCommandConfig | EvalCommandConfig
 Compose = Callable[[Command, Sequence[str]], Config]
 """Overrides of a command to a validated config; raises `ConfigError`."""
@@ -335,10 +331,6 @@ def digest(config: RootConfig, identity: Mapping[str, object]) -> str:
 
 def _without_machine(dump: JsonObject) -> JsonObject:
     kept = {key: value for key, value in dump.items() if key not in OF_MACHINE}
-    for place, before in NEWER.items():
-        section, key = place.split(".")
-        if section in kept and kept[section].get(key) == before:
-            kept[section] = {name: value for name, value in kept[section].items() if name != key}
     if "stages" in kept:
         kept["stages"] = [_without_machine(stage) for stage in kept["stages"]]
     return kept

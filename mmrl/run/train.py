@@ -26,7 +26,6 @@ from mmrl.run.check import check_all
 from mmrl.run.doctor import look_before
 from mmrl.run.launch import adopt, must_start, released, start
 from mmrl.run.settle import (
-    complete_config,
     import_plugins,
     refuse_changes,
     run_folder,
@@ -79,7 +78,6 @@ def train(config: TrainCommandConfig, command: Sequence[str], resumed: bool = Fa
             check_all([config.in_folder(None)])
             with storage(rundir.path):
                 checkpoint = reread(stored, config.train.steps, rundir)
-                complete_config(rundir, stored)
                 prune(rundir.checkpoints, config.train.keep, config.train.saves_after)
         checkpoint = processes.first(checkpoint)
         if step_number(checkpoint) == config.train.steps and processes.first(bool(rundir.summary)):

@@ -59,8 +59,6 @@ def test_help_imports_neither_torch_nor_hydra():
         (["train", "model=hf", "model.path=./nowhere"], 2, "model.path: no folder './nowhere'"),
         (["train", "model.path=./nowhere"], 2, "use model=hf model.path=./nowhere"),
         (["train", "hardware.sharding=fsdp2"], 2, "hardware.sharding: got fsdp2"),
-        (["train", "algo=mmgrpo", "algo.failure_score=0"], 2, "algo.failure_score: is called algo.format_failure_best"),
-        (["train", "algo=grpo", "algo.failure_score=0"], 2, "algo.failure_score: is called algo.format_failure_best"),
         (["train", "model.path=tinny"], 2, "did you mean 'tiny'?"),
         (["train", "-m", "seed=1,2", "run.dir=x"], 2, "run.dir: the runs of a sweep"),
         (["train", "run.dir=/dev/null"], 2, "run.dir: /dev/null is a file"),

@@ -19,20 +19,12 @@ from mmrl.config import (
     EvalCommandConfig,
     TrainCommandConfig,
     validate,
-    validate_stored,
 )
 from mmrl.config.tasks import BUILT_IN, PluginTaskConfig, TaskConfig
-from mmrl.config.validate import RETIRED
 from mmrl.engines import ENGINES
 from mmrl.errors import ConfigError
 from mmrl.system.conf import options
 from mmrl.tasks import TASKS
-
-FORMER: dict[str, Any] = {
-    "task": {**RETIRED["task"], "retriever": dict(RETIRED["task"]["retriever"])},
-    "engine": {**RETIRED["engine"], "endpoint": dict(RETIRED["engine"]["endpoint"])},
-}
-"""Every key that tasks and engines had before there was a schema for each name, as a `config.yaml` holds them."""
 
 
 @cache
@@ -132,46 +124,6 @@ def test_every_choice_of_a_group_composes(group: str) -> None:
 
 def test_schemas_have_the_names_of_what_they_configure() -> None:
     assert set(BUILT_IN) <= set(TASKS) and set(ENGINE_SCHEMAS) == set(ENGINES)
-
-
-def stored(task: str, **engine: Any) -> dict[str, Any]:
-    """A training run's `config.yaml` as it was when every task had every key: lists instead of tuples, no model."""
-    config = validate(TrainCommandConfig, raw_of(f"task={task}", "algo=grpo")).model_dump(mode="json")
-    config["task"] = {**FORMER["task"], **config["task"]}
-    if isinstance(config["task"]["retriever"], dict):
-        config["task"]["retriever"] = {**RETIRED["task"]["retriever"], **config["task"]["retriever"]}
-    config["engine"] = {**FORMER["engine"], **config["engine"], **engine}
-    config["engine"]["args"] = list(config["engine"]["args"])
-    config["task"]["inputs"] = list(config["task"]["inputs"])
-    return config
-
-
-@pytest.mark.parametrize("task", BUILT_IN)
-def test_an_old_stored_config_loads(task: str) -> None:
-    before = validate(TrainCommandConfig, raw_of(f"task={task}", "algo=grpo"))
-    assert validate_stored(TrainCommandConfig, stored(task)) == before
-
-
-def test_what_an_old_stored_config_does_not_hold_as_default_is_refused() -> None:
-    raw = stored("hotpotqa", gpu_memory=0.9)
-    raw["task"]["max_turns"] = 7
-    raw["task"]["retriever"]["url"] = "http://h"
-    with pytest.raises(ConfigError) as caught:
-        validate_stored(TrainCommandConfig, raw)
-    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
-        "task.retriever.url",
-        "task.max_turns",
-        "engine.gpu_memory",
-    ]
-    with pytest.raises(ConfigError, match=r"task\.max_turns"):  # typed, a former default is refused as well
-        validate(TrainCommandConfig, raw_of("++task.max_turns=4"))
-
-
-def test_a_stored_key_that_has_moved_is_dropped_at_its_default_and_else_named() -> None:
-    loaded = validate_stored(TrainCommandConfig, stored("hotpotqa", matmul="torch"))
-    assert loaded.model.matmul == "torch"
-    with pytest.raises(ConfigError, match=r"engine\.matmul: is called model\.matmul now; use that name"):
-        validate_stored(TrainCommandConfig, stored("hotpotqa", matmul="onednn"))
 
 
 def test_a_plugin_without_a_schema_may_read_any_key_and_one_with_a_schema_its_own(

@@ -7,7 +7,7 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.cli.configs import table_config
-from mmrl.config.paper_tables import Cell, TableSpec, moved
+from mmrl.config.paper_tables import Cell, TableSpec
 from mmrl.config.validate import as_tuples, explain
 from mmrl.run.table import _paper_lines, in_text
 from mmrl.run.table_runs import read_table, table_names, words_of
@@ -293,12 +293,9 @@ def test_every_table_stands_in_the_docs():
     assert [name for name in families if f"-{name}`" not in text] == []
 
 
-def test_former_names_of_rows_name_their_table(capsys):
-    assert main(["train", "experiment=mhgpo/table1/mhgpo_rr"]) == 2
-    assert "mhgpo/table1/mhgpo_rr is part of a table now: mmrl table mhgpo-table1 " in capsys.readouterr().err
+def test_an_experiment_that_is_not_there_names_its_file(capsys):
     assert main(["eval", "policy=tiny", "experiment=mine"]) == 2
     assert "experiment: got 'mine', and there is none; conf/experiment/mine.yaml" in capsys.readouterr().err
-    assert moved("mine/row") is None
 
 
 def test_an_evaluation_of_ones_own_is_not_trained(tmp_path, monkeypatch, capsys):

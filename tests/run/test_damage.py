@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import shutil
-from contextlib import suppress
 
 import pytest
 import torch
@@ -12,13 +11,11 @@ import yaml
 
 from mmrl.cli import main
 from mmrl.config import TrainCommandConfig
-from mmrl.errors import MmrlError
 from mmrl.report.rundir import RunDir
 from mmrl.run.queue import state_of
-from mmrl.run.settle import complete_config, stored_config
+from mmrl.run.settle import stored_config
 from mmrl.run.train import reread
 from mmrl.system import files
-from mmrl.system.files import plain
 from mmrl.trainer import checkpoint
 from tests.helpers.runs import contents
 
@@ -231,37 +228,6 @@ def test_a_changed_config_is_refused_unless_it_says_where_the_run_runs(run, caps
     assert main(["train", f"resume={run}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{path}: is not the config that checkpoint-3 was made with: seed=7 (was 0); put it back" in line
-
-
-def test_a_line_that_the_config_has_lost_is_written_again_where_it_changes_nothing(run, capsys):
-    path = run / "config.yaml"
-    config = stored_config(run, TrainCommandConfig)
-    whole, same = path.read_text().replace(RunDir.read(run).config["run"]["dir"], str(run)), 0
-    lines = whole.splitlines(keepends=True)
-    for at in range(len(lines) - 1, 0, -8):
-        path.write_text("".join(lines[:at] + lines[at + 1 :]))
-        # others are refused, or are another config
-        with suppress(MmrlError):
-            same += stored_config(run, TrainCommandConfig) == config
-            complete_config(RunDir.read(run), plain(stored_config(run, TrainCommandConfig).model_dump(mode="json")))
-            assert path.read_text() == whole or stored_config(run, TrainCommandConfig) != config
-    assert same > 5
-    assert f"warning: {path}: lacked train.keep; written with the values of now" in capsys.readouterr().err
-
-
-def test_checkpoints_of_former_versions_have_sizes_alone_and_are_still_taken(run):
-    for step in (2, 3):
-        path = run / "checkpoints" / f"checkpoint-{step}"
-        extra = json.loads((path / "extra.json").read_text())
-        del extra["run"]
-        (path / "extra.json").write_text(json.dumps(extra))
-        forge(path)
-        marker = json.loads((path / "complete.json").read_text())
-        del marker["sha256"]
-        (path / "complete.json").write_text(json.dumps(marker))
-    (run / "digests.jsonl").unlink()
-    assert chosen(run) == "checkpoint-3"
-    assert [record["step"] for record in RunDir.read(run).history()] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

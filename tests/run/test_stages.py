@@ -20,7 +20,6 @@ from mmrl.config import (
     StagedCommandConfig,
     TrainCommandConfig,
 )
-from mmrl.config.validate import validate_stored
 from mmrl.errors import ConfigError
 from mmrl.models.policy import prompts_of, resolve, write_policy
 from mmrl.report.console import show_run
@@ -52,18 +51,6 @@ def refusal(*words: str) -> str:
     with pytest.raises(ConfigError) as caught:
         train_configs(read_line(words))
     return "\n".join(caught.value.problems)
-
-
-def test_stages_stored_by_a_former_version_load():
-    """`engine.matmul` was a key of the engine, and every stage holds an engine."""
-    config = staged("stages=[sft,mmgrpo]", "task=banking77", "engine=transformers")
-    stored = config.model_dump(mode="json")
-    for section in (stored, *stored["stages"]):
-        section["engine"]["matmul"] = "torch"
-    assert validate_stored(StagedCommandConfig, stored) == config
-    stored["stages"][1]["engine"]["matmul"] = "onednn"
-    with pytest.raises(ConfigError, match=r"engine\.matmul"):
-        validate_stored(StagedCommandConfig, stored)
 
 
 def test_better_together_is_prompts_then_weights():
