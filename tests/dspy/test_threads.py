@@ -41,6 +41,7 @@ class Other(dspy.BaseLM):
 def other(request):
     lm = Other()
     dspy.configure(lm=lm if request.param else None)
+    PAID.sent.clear()
     yield lm
     dspy.configure(lm=None)
 
@@ -113,6 +114,30 @@ class Nested(Plain):
         return self.a(text=text)
 
 
+PAID = Other()
+
+
+class Called(Plain):
+    """A predictor that is handed another LM reaches no LM that is configured."""
+
+    def forward(self, text):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self.a, text=text, lm=PAID).result()  # here
+
+
+def asked(predictor, text):
+    with dspy.context(lm=PAID):
+        return predictor(text=text)  # here
+
+
+class Elsewhere(Plain):
+    """Sets another LM in a function that is none of the module's."""
+
+    def forward(self, text):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(asked, self.a, text).result()
+
+
 class Refined(Plain):
     """DSPy's own modules copy the LM that they find."""
 
@@ -129,7 +154,7 @@ class Refined(Plain):
 
 
 def line_of(kind):
-    lines, first = inspect.getsourcelines(kind)
+    lines, first = inspect.getsourcelines(asked if kind is Elsewhere else kind)
     return first + next(number for number, line in enumerate(lines) if line.rstrip().endswith("# here"))
 
 
@@ -137,7 +162,7 @@ def answered(request):
     return filled(answer="x")
 
 
-@pytest.mark.parametrize("kind", [InAPool, Handed, Caught, Forgotten, Awaited, Nested, Refined])
+@pytest.mark.parametrize("kind", [InAPool, Handed, Caught, Forgotten, Awaited, Nested, Called, Elsewhere, Refined])
 def test_a_request_from_a_programs_own_thread_ends_the_run_with_its_place(kind, other, capfd):
     before, threads = dspy.settings.lm, set(threading.enumerate())
     task = with_program(FakeTask(kind()))
@@ -151,7 +176,7 @@ def test_a_request_from_a_programs_own_thread_ends_the_run_with_its_place(kind, 
     until = time.monotonic() + 20
     while set(threading.enumerate()) - threads and time.monotonic() < until:
         time.sleep(0.01)
-    assert not set(threading.enumerate()) - threads and other.sent == []
+    assert not set(threading.enumerate()) - threads and other.sent == PAID.sent == []
     # As long as code of a program runs anywhere (that of another test may wait for ever), its threads are known.
     assert ((threading.Thread.start, ThreadPoolExecutor.submit) == STDLIB) == (guard._starting == 0)
     assert "Traceback" not in capfd.readouterr().err

@@ -51,6 +51,18 @@ class _Guard(dspy.BaseLM):
         raise _refusal()
 
 
+class _NoAdapter(dspy.Adapter):
+    """Refuses every predictor, whichever LM it was called with."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> list[dict[str, Any]]:
+        """Called by predictors."""
+        raise _refusal()
+
+    async def acall(self, *arguments: Any, **options: Any) -> list[dict[str, Any]]:
+        """Called by predictors."""
+        raise _refusal()
+
+
 class _Sampling:
     """Rollouts under way in one event loop."""
 
@@ -205,7 +217,7 @@ def _with_origin(function: Callable[P, T]) -> Callable[P, T]:
     def run(*args: P.args, **options: P.kwargs) -> T:
         _ORIGIN.set(started)
         # The guard is the thread's own too, since it may outlive the rollouts.
-        with dspy.context(lm=_Guard()), threads_known():
+        with dspy.context(lm=_Guard(), adapter=_NoAdapter()), threads_known():
             return function(*args, **options)
 
     return partial(Context().run, run)
