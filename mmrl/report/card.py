@@ -17,8 +17,8 @@ from mmrl.config.base import FETCHED, SHIPPED
 from mmrl.config.other_stages import SFT
 from mmrl.models.load import located
 from mmrl.report.overview import Item, Overview
-from mmrl.report.stats import Difference, compare_items, number, short
-from mmrl.report.tables import markdown
+from mmrl.report.stats import Difference, compare_items, number, short, signed
+from mmrl.report.tables import interval, markdown
 from mmrl.system.files import JsonObject
 from mmrl.system.objects import readable
 
@@ -211,7 +211,7 @@ def _interval(record: JsonObject, key: str) -> str:
 
 
 def _difference(compared: Difference) -> list[str]:
-    return [f"{compared.difference:+.3f} [{compared.low:+.3f}, {compared.high:+.3f}]", compared.verdict]
+    return [f"{signed(compared.difference)} {interval(compared)}", compared.verdict]
 
 
 def _program(seen: Overview, facts: CardFacts) -> list[str]:

@@ -35,13 +35,14 @@ from mmrl.report.journal import read_step
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.report.stage_costs import stage_facts, stage_rows
-from mmrl.report.stats import Difference, History, duration, learning, modules_in, number, series, short
+from mmrl.report.stats import Difference, History, duration, fixed, learning, modules_in, number, series, short, signed
 from mmrl.report.tables import (
     AGAINST,
     LEARNS,
     against_rows,
     comparison_markdown,
     heading,
+    interval,
     pair_rows,
     seed_rows,
     summary_rows,
@@ -188,14 +189,14 @@ def _tile(name: str, difference: Difference) -> dict[str, str]:
     return {
         "metric": name,
         "tone": "good" if difference.low > 0 else "bad" if difference.high < 0 else "soft",
-        "scores": f"{difference.before:.3f} → {difference.after:.3f}",
-        "difference": f"{difference.difference:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}]{verdict}",
+        "scores": f"{fixed(difference.before)} → {fixed(difference.after)}",
+        "difference": f"{signed(difference.difference)} {interval(difference)}{verdict}",
     }
 
 
 def _difference_row(name: str, difference: Difference) -> list[str]:
-    numbers = (f"{difference.before:.3f}", f"{difference.after:.3f}", f"{difference.difference:+.3f}")
-    return [name, str(difference.n), *numbers, f"{difference.low:+.3f} to {difference.high:+.3f}"]
+    numbers = (fixed(difference.before), fixed(difference.after), signed(difference.difference))
+    return [name, str(difference.n), *numbers, f"{signed(difference.low)} to {signed(difference.high)}"]
 
 
 def _scores(seen: Overview) -> Iterator[dict[str, object]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from mmrl.errors import CheckpointError
 from mmrl.models.policy import STAGES
 from mmrl.report.rundir import RunDir, step_of
-from mmrl.report.stats import duration, number, short
+from mmrl.report.stats import duration, fixed, number, short, signed
 from mmrl.system.files import JsonObject, atomic_write, dumps
 
 COUNTS = {
@@ -79,8 +79,8 @@ def stage_rows(facts: Sequence[JsonObject]) -> list[list[str]]:
         if fact["after"] is None:
             scores = ["", "", ""]
         else:
-            scores = [f"{fact['before']:.3f} → {fact['after']:.3f}", f"{fact['difference']:+.3f}"]
-            scores.append(f"{fact['low']:+.3f} to {fact['high']:+.3f}")
+            scores = [f"{fixed(fact['before'])} → {fixed(fact['after'])}", signed(fact["difference"])]
+            scores.append(f"{signed(fact['low'])} to {signed(fact['high'])}")
         counts = [short(float(n)) if (n := fact[name]) else "0" for name in ("rollouts", "calls", "tokens", "trained")]
         time = duration(fact["seconds"]) + ("" if fact["metric"] else ", not ended")
         cost = [f"{fact['cost']:.2f}"] if money else []

@@ -162,6 +162,16 @@ def short(value: object, digits: int = 3) -> str:
     return f"{finite:.{digits}f}"
 
 
+def fixed(value: float, digits: int = 3) -> str:
+    """A score with so many digits after the point, `0.412`; one of 1e15 and more as `1.2e+15`."""
+    return format(value, f".{digits}f" if abs(value) < 1e15 else ".1e")
+
+
+def signed(value: float) -> str:
+    """A difference of scores, `+0.041`."""
+    return format(value, "+.3f" if abs(value) < 1e15 else "+.1e")
+
+
 def duration(seconds: float) -> str:
     """`48 s`, `3 min 05 s`, `2 h 10 min`, `3 d 4 h`."""
     if not math.isfinite(seconds) or seconds < 0:

@@ -5,13 +5,13 @@ The first row is the head. Terminal tables stay plain text, not rich's, so that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from statistics import fmean
 from typing import TypeAlias
 
 from mmrl.report.compare import LEAST_GAIN, LEAST_ITEMS, SEEDS, Behaviour, Comparison, Line, Panel, SeedGroup
-from mmrl.report.stats import Difference, duration, short
+from mmrl.report.stats import Difference, duration, fixed, short, signed
 from mmrl.report.text import align
 from mmrl.system.files import JsonObject
 
@@ -41,9 +41,9 @@ def summary_rows(panel: Panel) -> Rows:
                 group.label,
                 group.verdict,
                 _seeds(group),
-                _mean([one.before for one in differences], ".3f") if differences else _start(group.lines),
-                _mean([one.after for one in differences], ".3f"),
-                _mean([one.difference for one in differences], "+.3f"),
+                _mean([one.before for one in differences]) if differences else _start(group.lines),
+                _mean([one.after for one in differences]),
+                _mean([one.difference for one in differences], signed),
                 _range([one.difference for one in differences]),
                 duration(fmean(line.seconds for line in group.drawn)),
                 *(_behaviour(group.drawn, of) for of in behaviours),
@@ -60,11 +60,11 @@ def seed_rows(panel: Panel) -> Rows:
         for line in group.lines:
             difference = line.difference
             numbers = (
-                [f"{difference.n}", f"{difference.before:.3f}", f"{difference.after:.3f}"]
+                [f"{difference.n}", fixed(difference.before), fixed(difference.after)]
                 if difference
                 else _unmeasured(line)
             )
-            more = [f"{difference.difference:+.3f}", interval(difference)] if difference else ["-", "-"]
+            more = [signed(difference.difference), interval(difference)] if difference else ["-", "-"]
             rows.append([group.label, str(line.seed), *numbers, *more, duration(line.seconds), state(line)])
     return rows
 
@@ -83,7 +83,7 @@ def against_rows(panel: Panel) -> Rows:
         cells = []
         for second in groups:
             difference = panel.against(first, second) if first is not second else None
-            cells.append(f"{difference.difference:+.3f}{'*' if difference.certain else ''}" if difference else "")
+            cells.append(f"{signed(difference.difference)}{'*' if difference.certain else ''}" if difference else "")
         rows.append([first.label, *cells])
     return rows
 
@@ -99,13 +99,13 @@ def pair_rows(panel: Panel) -> Rows:
             difference = panel.against(first, second)
         if difference is not None:
             pair = f"{first.label} - {second.label}"
-            rows.append([pair, str(difference.n), f"{difference.difference:+.3f}", interval(difference)])
+            rows.append([pair, str(difference.n), signed(difference.difference), interval(difference)])
     return rows if len(rows) > 1 else []
 
 
 def interval(difference: Difference) -> str:
     """`[-0.010, +0.020]`."""
-    return f"[{difference.low:+.3f}, {difference.high:+.3f}]"
+    return f"[{signed(difference.low)}, {signed(difference.high)}]"
 
 
 def state(line: Line) -> str:
@@ -117,12 +117,12 @@ def state(line: Line) -> str:
 def _unmeasured(line: Line) -> list[str]:
     items = line.evaluated.get(0, ())
     values = [item["metrics"][line.metric] for item in items if line.metric in item["metrics"]]
-    return [str(len(values)), f"{fmean(values):.3f}", "-"] if values else ["-", "-", "-"]
+    return [str(len(values)), fixed(fmean(values)), "-"] if values else ["-", "-", "-"]
 
 
 def _start(lines: Sequence[Line]) -> str:
     values = [float(cells[1]) for line in lines if (cells := _unmeasured(line))[1] != "-"]
-    return _mean(values, ".3f")
+    return _mean(values)
 
 
 def _seeds(group: SeedGroup) -> str:
@@ -130,12 +130,12 @@ def _seeds(group: SeedGroup) -> str:
     return f"{total}" if done == total else f"{done} of {total} done"
 
 
-def _mean(values: Sequence[float], form: str) -> str:
-    return format(fmean(values), form) if values else "-"
+def _mean(values: Sequence[float], form: Callable[[float], str] = fixed) -> str:
+    return form(fmean(values)) if values else "-"
 
 
 def _range(values: Sequence[float]) -> str:
-    return f"{min(values):+.3f} to {max(values):+.3f}" if len(values) > 1 else "-"
+    return f"{signed(min(values))} to {signed(max(values))}" if len(values) > 1 else "-"
 
 
 def _behaviour(lines: Sequence[Line], of: Behaviour) -> str:
@@ -153,9 +153,8 @@ def before_after_table(differences: Mapping[str, Difference], split: str, width:
         return f"no items of the {split} split were evaluated both before and after"
     rows = [["", "before", "after", "difference", "95 % interval", ""]]
     for name, change in differences.items():
-        interval = f"[{change.low:+.3f}, {change.high:+.3f}]"
-        numbers = (f"{change.before:.3f}", f"{change.after:.3f}", f"{change.difference:+.3f}")
-        rows.append([name, *numbers, interval, change.verdict])
+        numbers = (fixed(change.before), fixed(change.after), signed(change.difference))
+        rows.append([name, *numbers, interval(change), change.verdict])
     items = sorted({change.n for change in differences.values()})
     counted = f"{items[0]}" if len(items) == 1 else f"{items[0]}–{items[-1]}"
     return f"{split} ({counted} items)\n{align(rows, width=width)}"
@@ -267,4 +266,4 @@ def columns_text(summaries: Mapping[str, JsonObject]) -> str:
 def _cell(metrics: Mapping[str, float], name: str) -> str:
     if name not in metrics:
         return "-"
-    return f"{metrics[name]:.4f} [{metrics[f'{name}_low']:.3f}, {metrics[f'{name}_high']:.3f}]"
+    return f"{fixed(metrics[name], 4)} [{fixed(metrics[f'{name}_low'])}, {fixed(metrics[f'{name}_high'])}]"

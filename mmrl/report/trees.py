@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from mmrl.errors import ConfigError, ParseFailure, nearest
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.journal import Prompt
-from mmrl.report.stats import number, short
+from mmrl.report.stats import number, short, signed
 from mmrl.system.files import JsonObject
 
 if TYPE_CHECKING:
@@ -207,7 +207,8 @@ def advantage_of(entry: EntryFields) -> str:
     if not values:
         return "-"
     low, high = min(values), max(values)
-    return f"{low:+.3f}" if low == high else f"{low:+.3f} … {high:+.3f} (mean {fmean(values):+.3f})"
+    ends = [signed(value) for value in (low, high, fmean(values))]
+    return ends[0] if low == high else f"{ends[0]} … {ends[1]} (mean {ends[2]})"
 
 
 def made_of(reward: object, parts: Mapping[str, object]) -> str:

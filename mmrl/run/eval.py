@@ -15,6 +15,7 @@ from mmrl.models.policy import Policy, describe_weights, is_shipped, other_task,
 from mmrl.records import Example, Forest
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
+from mmrl.report.stats import fixed
 from mmrl.report.tables import facts_table
 from mmrl.report.text import align
 from mmrl.run.build import build_task, evaluated, evaluation_devices, fixed_engine, reward_set
@@ -185,8 +186,8 @@ def evaluation_text(
     rows = [["", f"mean{lost}", "95 % interval"]]
     for name in metrics:
         if f"{name}_low" in metrics:
-            interval = f"[{metrics[f'{name}_low']:.4f}, {metrics[f'{name}_high']:.4f}]"
-            rows.append([name, f"{metrics[name]:.4f}", interval] if scored else [name, "n/a", ""])
+            interval = f"[{fixed(metrics[f'{name}_low'], 4)}, {fixed(metrics[f'{name}_high'], 4)}]"
+            rows.append([name, fixed(metrics[name], 4), interval] if scored else [name, "n/a", ""])
     behaviour = {name: value for name, value in metrics.items() if name.startswith("module/")}
     failed = f"{metrics['failed_share']:.1%} of the rollouts failed {how}"
     by = how.replace(" causes", "")

@@ -116,6 +116,19 @@ def test_the_table_says_what_is_not_certain():
     assert "no items" in before_after_table({}, "dev")
 
 
+@pytest.mark.parametrize("size", [1e15, 1e39, 9.9e99])
+def test_scores_of_any_size_keep_a_table_narrow(size):
+    change = Difference(n=6, before=size, after=-size, difference=-2 * size, low=-3 * size, high=size)
+    row = before_after_table({"x": change}, "dev").splitlines()[-1]
+    assert row.split() == [
+        *("x", f"{size:.1e}", f"{-size:.1e}", f"{-2 * size:+.1e}"),
+        *(f"[{-3 * size:+.1e},", f"{size:+.1e}]", "may", "be", "chance"),
+    ]
+    assert len(row) < 100
+    small = Difference(n=6, before=1e14, after=-0.5, difference=0.0, low=-0.5, high=0.5)
+    assert "100000000000000.000  -0.500" in before_after_table({"x": small}, "dev")
+
+
 def test_columns_line_up():
     lines = align([["", "x", ""], ["long name", "1.000", "yes"]], indent="").splitlines()
     assert lines == ["               x", "long name  1.000  yes"]
