@@ -296,6 +296,8 @@ def _recorded(folder: Path) -> tuple[dict[str, str] | None, str | None]:
     extra = folder / EXTRA
     try:
         record = json.loads(extra.read_text(encoding="utf-8")) if extra.is_file() else {}
+        if not isinstance(record, dict) or not isinstance(record.get("modules"), dict | None):
+            raise ValueError("expected a mapping, with names of weights by module under 'modules'")
         modules, base = record.get("modules"), record.get("base")
         if modules is not None and not all(isinstance(name, str) for name in modules.values()):
             raise ValueError("modules: expected names of weights")
@@ -304,7 +306,7 @@ def _recorded(folder: Path) -> tuple[dict[str, str] | None, str | None]:
                 raise ValueError(f"modules: got '{name}', expected the name of a folder in it")
         if not isinstance(base, str | None):
             raise ValueError("base: expected a text")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"policy: {extra} cannot be read ({error}); restore it") from None
     return modules, base
 
@@ -323,4 +325,10 @@ def _base_of(adapter: Path) -> str:
         stored = read_yaml(config) if folder.name == "checkpoints" and config.is_file() else None
         if isinstance(base := value_at(stored, "model.path"), str):
             return base
-    return str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    try:
+        content: object = json.loads(adapter.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"policy: {adapter} cannot be read ({error}); restore it") from None
+    if not isinstance(base := value_at(content, "base_model_name_or_path"), str):
+        raise ConfigError(f"policy: {adapter} names no base model (base_model_name_or_path); restore it")
+    return base

@@ -215,10 +215,7 @@ def read_yaml(path: Path) -> object:
 
     try:
         content: object = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if _written_out(content, {}) > MOST_VALUES:
-            raise DataError(
-                f"{path}: cannot be read: more than {MOST_VALUES:,} values once its aliases are written out"
-            )
+        values = _written_out(content, {})
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
@@ -229,6 +226,8 @@ def read_yaml(path: Path) -> object:
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2000-99-99
         reason = " ".join(str(error).split()).partition(' in "<unicode string>"')[0]
         raise DataError(f"{path}: cannot be read: not YAML ({reason or type(error).__name__})") from None
+    if values > MOST_VALUES:
+        raise DataError(f"{path}: cannot be read: more than {MOST_VALUES:,} values once its aliases are written out")
     return content
 
 

@@ -89,8 +89,9 @@ def test_a_folder_of_weights_is_no_training_step(name, tmp_path):
     [
         (b"\xfb", "'utf-8' codec"),
         (b"{", "Expecting property name"),
-        (b"[]", "'list' object has no attribute 'get'"),
-        (b'{"modules": "abc"}', "'str' object has no attribute 'values'"),
+        (b"[]", "expected a mapping"),
+        (b"[" * 100_000, "recursion"),
+        (b'{"modules": "abc"}', "expected a mapping"),
         (b'{"modules": {"a": 1}}', "expected names of weights"),
         (b'{"base": [1]}', "base: expected a text"),
         *(
@@ -107,6 +108,25 @@ def test_a_damaged_or_hostile_record_of_a_checkpoint_is_refused_in_a_line(conten
     (problem,) = caught.value.problems
     assert problem.startswith(f"policy: {path / 'extra.json'} cannot be read (") and says in problem
     assert problem.endswith("); restore it") and "\n" not in problem
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\xfb", "cannot be read ('utf-8' codec"),
+        (b"{", "cannot be read (Expecting property name"),
+        (b"[" * 100_000, "cannot be read (maximum recursion"),
+        *((text, "names no base model (base_model_name_or_path)") for text in (b"[]", b"null", b"{}")),
+        (b'{"base_model_name_or_path": null}', "names no base model (base_model_name_or_path)"),
+    ],
+)
+def test_an_adapter_that_does_not_say_what_it_is_for_is_refused_in_a_line(content, says, tmp_path):
+    (tmp_path / "adapter_config.json").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        resolve(str(tmp_path))
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"policy: {tmp_path / 'adapter_config.json'} {says}")
+    assert problem.endswith("; restore it") and "\n" not in problem
 
 
 def test_policies_that_name_each_other_are_refused(tmp_path):

@@ -55,7 +55,9 @@ def test_aliases_that_grow_are_refused_before_anything_is_made_of_them(last, tmp
     lines = ["a0: &a0 [" + ",".join("x" * 10) + "]"]
     lines += [f"a{n}: &a{n} [" + ",".join([f"*a{n - 1}"] * 10) + "]" for n in range(1, 8)]
     (tmp_path / "config.yaml").write_text("\n".join([*lines, f"a8: &a8 {last}"]))
-    with pytest.raises(DataError, match=r"config\.yaml: cannot be read: more than 1,000,000 values once its aliases"):
+    with pytest.raises(DataError) as caught:
         read_yaml(tmp_path / "config.yaml")
+    expected = "cannot be read: more than 1,000,000 values once its aliases are written out"
+    assert caught.value.problems == [f"{tmp_path / 'config.yaml'}: {expected}"]
     (tmp_path / "config.yaml").write_text("\n".join(lines[:5]))
     assert read_yaml(tmp_path / "config.yaml")["a4"][9][9][9][9] == list("x" * 10)
