@@ -276,13 +276,15 @@ def announce_code(folder: Path, stored: Mapping[str, object], packages: Sequence
 
     Args:
         packages: of `plugins`.
-        program: the objects that `task` names are imported, too.
+        program: the objects that `task` names are imported, too, and the interpreter of `engine.python` is started.
     """
     task = stored.get("task")
     texts = flattened(task).items() if program and isinstance(task, Mapping) else ()
     named = [f"task.{key}={value}" for key, value in texts if isinstance(value, str) and OBJECT.fullmatch(value)]
     named = [text for text in named if not is_given(text.partition("=")[2])]  # of this very process
     named += [f"plugins={','.join(packages)}"] if packages else []
+    interpreter = value_at(stored, "engine.python") if program else None
+    named += [f"engine.python={interpreter}"] if interpreter is not None else []
     if named:
         line = f"{folder}/config.yaml names code that is imported and run now: {', '.join(named)}"
         print(line, file=sys.stderr, flush=True)

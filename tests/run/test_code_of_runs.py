@@ -66,6 +66,16 @@ def test_continuing_a_run_names_its_code_before_it_is_imported(run):
     assert said.index("config.yaml names code that is imported and run now: plugins=evil") < said.index("step 2/2")
 
 
+def test_an_interpreter_that_a_run_would_start_is_named(run):
+    path = run / "config.yaml"
+    stored = yaml.safe_load(path.read_text())
+    stored["engine"] = {"name": "vllm_server", "python": "./evil"}
+    path.write_text(yaml.safe_dump({**stored, "plugins": []}))
+    named = "config.yaml names code that is imported and run now: engine.python=./evil"
+    assert named in in_its_folder(run, "train", "resume=.", "train.steps=+1")[1]
+    assert named not in in_its_folder(run, "credit", "run=.", "step=1")[1]
+
+
 def test_an_unknown_name_needs_its_plugin(run):
     path = run / "config.yaml"
     stored = yaml.safe_load(path.read_text())
