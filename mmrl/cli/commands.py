@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -16,6 +18,10 @@ from mmrl.cli import credit_commands as credit_commands  # declares its commands
 from mmrl.cli.app import HYDRA_FLAGS, SETTINGS, JsonFlag, app
 from mmrl.cli.before_commands import index_app
 from mmrl.errors import ConfigError, MmrlError
+
+if TYPE_CHECKING:
+    from mmrl.sets.command import SetRequest
+    from mmrl.sets.plan import Compose
 
 WORKER = "worker"
 """The hidden command of one process of a run of several."""
@@ -37,6 +43,8 @@ def train(context: typer.Context) -> int:
                                              folders of their own ('run.dir=outputs/x/s${seed}') finished runs
                                              stay and unfinished ones continue
       plugins=[PACKAGE]                      packages that add tasks or algorithms
+      from=RUN_DIR                           start from the policy of that run, weights and prompts; its model and task
+                                             where none is typed
       resume=RUN_DIR                         continue a stopped run; no other key with it but train.steps=+N, which
                                              takes N further steps, also of a finished run
 
@@ -50,7 +58,7 @@ def train(context: typer.Context) -> int:
     """
     from mmrl.cli import configs, overrides
 
-    line = overrides.read_line(context.args, own=("resume",))
+    line = overrides.read_line(context.args, own=("resume", "from"))
     if "resume" in line.own:
         overrides.refuse_beside_resume(line, "train.steps")
         folder = Path(line.own["resume"])
@@ -67,7 +75,7 @@ def train(context: typer.Context) -> int:
     jobs = configs.train_configs(line)
     command = ["mmrl", "train", *context.args]
     if line.multirun:
-        from mmrl.run.sweep import sweep
+        from mmrl.sets.sweep import sweep
 
         searched = overrides.searched(line)
         return sweep(jobs, line.keys, command, lambda job: configs.swept(line, job), searched=searched)
@@ -183,13 +191,14 @@ def compare(context: typer.Context) -> int:
 
     \b
     Keys:
-      algo=A,B seed=0,1,2 task=T   what is run; seed=0,1,2 and task=hotpotqa where left out
-      plan=NAME                    the runs of conf/compare/NAME.yaml; algo=, task=, seed= choose from them
-      name=NAME                    of the comparison; its runs lie in outputs/compare/NAME
-      jobs=N                       runs at once, one thread each; jobs=1
+      algo=A,B task=T,U            what is run; task=hotpotqa where left out; A+B: B starts from what A has made
+      plan=NAME                    the runs of conf/set/NAME.yaml, as `mmrl table NAME`; rows= columns= choose from them
+      seed=0,1,2 jobs=N            seeds; runs at once, one thread each; jobs=1
+      name=NAME                    of the page's folder, outputs/sets/NAME
       runs=[DIR,DIR]               the same as run directories alone
+      do=run|plan|show             run; the commands; what is there
       out=FOLDER docs=FILE.md      where figure and tables go; a page whose marked part they fill
-      any other key                a setting of every run, as in `mmrl train`
+      any other key                a setting of every run, as in `mmrl train`; stage.A.KEY= of one algorithm
       --config-dir FOLDER          configs of your own
 
     \b
@@ -198,30 +207,23 @@ def compare(context: typer.Context) -> int:
       mmrl compare plan=mini
       mmrl compare outputs/hotpotqa/mhgpo_rr/RUN outputs/hotpotqa/grpo/RUN
     """
-    from mmrl.cli import configs, overrides
-    from mmrl.run.compare import KEYS, ComparisonRequest, look_at_runs, run_comparison
+    from mmrl.sets import command
 
-    line = overrides.read_line(context.args, own=KEYS, names=True)
-    if line.switches:
-        switches = " ".join(line.switches)
-        raise ConfigError(f"{switches}: not for mmrl compare, which takes lists as they are: algo=a,b seed=0,1")
-    request = ComparisonRequest(line.own, line.names, line.typed, line.keys, line.config_dir)
-    if request.of_existing_runs:
-        return look_at_runs(request)
-    return run_comparison(request, lambda words: configs.configured(words, line.config_dir))
+    return command.compare(*_set_request(context, command.COMPARE_KEYS))
 
 
 @app.command(context_settings=SETTINGS, options_metavar="[NAME] [KEY=VALUE ...]")
 def table(context: typer.Context) -> int:
-    """A table of the three papers: run what is missing of it, and show it beside the reported values; all: no name.
+    """A set of runs, such as a table of the three papers: run what is missing of it, and show it; all sets: no name.
 
     \b
     Keys:
       rows=A,B columns=C,D seed=0  some of them, by name (also in lower case: mhgpo-rr); all where left out
       scale=paper|mini|real        the papers' models and data; the mini world with the tiny models; a small real model
       through='srun --gpus-per-node=8'   a command that starts each run, on machines that share this folder
-      do=run|plan|check|show       run; cost and commands; reported values against texts (papers=FOLDER); what is there
-      jobs=N out=FOLDER            runs at once, here with one thread each; the page's folder: outputs/tables/NAME/SCALE
+      do=run|plan|show             run; cost and commands; what is there
+      jobs=N out=FOLDER            runs at once, here with one thread each; the page's folder: outputs/sets/NAME/SCALE
+      docs=FILE.md                 a page whose marked part the tables fill
       any other key                a setting of every run, as in `mmrl train`
 
     \b
@@ -229,14 +231,21 @@ def table(context: typer.Context) -> int:
       mmrl table
       mmrl table mhgpo-table1 scale=mini seed=0
     """
-    from mmrl.cli import configs, overrides
-    from mmrl.run.table import KEYS, TableRequest, table_command
+    from mmrl.sets import command
 
-    line = overrides.read_line(context.args, own=KEYS, names=True)
+    return command.table(*_set_request(context, command.TABLE_KEYS))
+
+
+def _set_request(context: typer.Context, keys: Sequence[str]) -> tuple[SetRequest, Compose]:
+    from mmrl.cli import configs, overrides
+    from mmrl.sets.command import SetRequest
+
+    line = overrides.read_line(context.args, own=keys, names=True)
     if line.switches:
-        raise ConfigError(f"{' '.join(line.switches)}: not for mmrl table, which takes lists as they are: seed=0,1")
-    request = TableRequest(line.names, line.own, line.typed, line.config_dir)
-    return table_command(request, lambda command, words: configs.table_config(command, words, line.config_dir))
+        name = context.info_name
+        raise ConfigError(f"{' '.join(line.switches)}: not for mmrl {name}, which takes lists as they are: seed=0,1")
+    request = SetRequest(line.names, line.own, line.typed, line.config_dir)
+    return request, lambda command, words: configs.set_config(command, words, line.config_dir)
 
 
 @app.command(context_settings=SETTINGS, options_metavar="RUN_DIR out=FOLDER [KEY=VALUE ...]")

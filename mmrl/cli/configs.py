@@ -10,12 +10,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mmrl.cli.arguments import CommandLine
 from mmrl.cli.hydra import composed, import_plugins_of, print_only, through_hydra
-from mmrl.cli.overrides import expand, hydra_value, read_line, searched, values_of
-from mmrl.config import EvalCommandConfig, RootConfig, StageConfig, StagedCommandConfig, TrainCommandConfig, validate
+from mmrl.cli.overrides import expand, hydra_value, parse, read_line, searched, values_of
+from mmrl.config import (
+    EvalCommandConfig,
+    RootConfig,
+    StageConfig,
+    StagedCommandConfig,
+    StartConfig,
+    TrainCommandConfig,
+    validate,
+)
 from mmrl.config.base import value_at
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
 from mmrl.config.schema import stage_schema
@@ -24,7 +33,7 @@ from mmrl.system.conf import GROUPS, options
 from mmrl.system.files import plain
 
 if TYPE_CHECKING:
-    from mmrl.run.sweep import Job
+    from mmrl.sets.sweep import Job
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 OF_A_STAGE = ("algo", "train", "model", "hardware", "engine", "eval.every", "run.doctor")
@@ -40,9 +49,10 @@ def train_configs(line: CommandLine) -> list[StageConfig | StagedCommandConfig]:
     """Those of `mmrl train`, whose jobs may be of several stages, or of one that trains no weights."""
 
     in_sweep: set[str] | None = set() if line.multirun else None
+    typed, line = line, _after(line)
 
     def build(raw: Mapping[str, object], job: Sequence[str]) -> StageConfig | StagedCommandConfig:
-        return _train_config(raw, job, line.config_dir, in_sweep)
+        return _from(typed, lambda sections: _train_config(sections, job, line.config_dir, in_sweep), raw)
 
     made = _configs("train", line, build)
     if searched(line) and any(key.startswith("stage.") for key in line.keys):
@@ -167,12 +177,15 @@ def configured(words: Sequence[str], config_dir: str | None = None) -> StageConf
     return config
 
 
-def table_config(
-    command: str, words: Sequence[str], config_dir: str | None
-) -> StageConfig | StagedCommandConfig | EvalCommandConfig:
-    """That of `mmrl train WORDS` or `mmrl eval WORDS`; raises as `configured`."""
-    line = replace(read_line(words, once=False), config_dir=config_dir)
-    return configured(words, config_dir) if command == "train" else configs("eval", EvalCommandConfig, line)[0]
+def set_config(command: str, words: Sequence[str], config_dir: str | None) -> StageConfig | EvalCommandConfig:
+    """That of `mmrl train WORDS` or `mmrl eval WORDS`, a run of a set; raises as `configured`."""
+    if command == "eval":
+        line = replace(read_line(words, once=False), config_dir=config_dir)
+        return configs("eval", EvalCommandConfig, line)[0]
+    config = configured(words, config_dir)
+    if isinstance(config, StagedCommandConfig):
+        raise ConfigError(f"algo: got {config.algo.name}, and a row of a set is one stage; make it rows with from:")
+    return config
 
 
 def swept(line: CommandLine, job: Job) -> None:
@@ -180,9 +193,37 @@ def swept(line: CommandLine, job: Job) -> None:
 
     def build(sections: Callable[[], dict[str, object]], words: Sequence[str]) -> StageConfig | StagedCommandConfig:
         # What `stage.*` says of stages of other jobs was judged before the sweep began.
-        return _train_config(sections(), words, line.config_dir, set())
+        return _from(line, lambda raw: _train_config(raw, words, line.config_dir, set()), sections())
 
-    through_hydra("train", line, lambda sections, words: job(lambda: build(sections, words)))
+    through_hydra("train", _after(line), lambda sections, words: job(lambda: build(sections, words)))
+
+
+def _after(line: CommandLine) -> CommandLine:
+    """The words of a run that starts from another (`from=RUN`), with that one's model and task where none is typed."""
+    if "from" not in line.own:
+        return line
+    from mmrl.run.start import sections_of
+
+    stored = sections_of(Path(line.own["from"]))
+    names = {group: stored[group].get("name") for group in stored if group not in line.keys}
+    words = [f"{group}={name}" for group, name in names.items() if name in options(group, line.config_dir)]
+    return replace(line, overrides=(*parse(words, []), *line.overrides))
+
+
+def _from(line: CommandLine, build: Callable[[Mapping[str, object]], ConfigT], raw: Mapping[str, object]) -> ConfigT:
+    """The config of a job; where it starts from another run, with the sections of that one which were not typed."""
+    if "from" not in line.own:
+        return build(raw)
+    from mmrl.run.start import made_policy, sections_of, with_typed
+
+    run = Path(line.own["from"])
+    stored = sections_of(run)
+    sections = {name: with_typed(stored[name], raw, line.keys, name) for name in stored if name not in line.keys}
+    config = build({**raw, **sections})
+    if isinstance(config, StagedCommandConfig):
+        raise ConfigError(f"from: {config.algo.name} is several runs, each from the one before")
+    made_policy(run)
+    return config.model_copy(update={"start": StartConfig(run=str(run))})
 
 
 def _row_of_other_command(command: str, row: object, policy_typed: bool, problem: str) -> str | None:

@@ -307,8 +307,9 @@ def _quoted(value: object) -> str:
 def refuse_beside_resume(line: CommandLine, *allowed: str) -> None:
     """Raises `ConfigError` for anything beside `resume=` but the keys that are `allowed`."""
     line = line.without(allowed)
-    if line.overrides or line.switches:
-        given = ", ".join([*line.typed, *line.switches])
+    others = [f"{key}={value}" for key, value in line.own.items() if key != "resume"]
+    if line.overrides or line.switches or others:
+        given = ", ".join([*others, *line.typed, *line.switches])
         more = f" (but {' '.join(allowed)}: further steps)" if allowed else ""
         raise ConfigError(f"resume: a run continues with the config it was started with{more}; remove {given}")
 

@@ -20,8 +20,10 @@ from mmrl.config.schema import (
     SftCommandConfig,
     StageConfig,
     StagedCommandConfig,
+    StartConfig,
     TrainCommandConfig,
     TrainConfig,
+    TrainingConfig,
     stage_schema,
 )
 from mmrl.config.tasks import TASK_SCHEMAS, DataConfig, JudgeConfig, TaskConfig
@@ -50,9 +52,11 @@ __all__ = [
     "SftCommandConfig",
     "StageConfig",
     "StagedCommandConfig",
+    "StartConfig",
     "TaskConfig",
     "TrainCommandConfig",
     "TrainConfig",
+    "TrainingConfig",
     "stage_schema",
     "validate",
     "validate_stored",

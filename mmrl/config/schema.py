@@ -228,7 +228,21 @@ class RootConfig(Section):
         return schema.model_validate(dict(raw))
 
 
-class TrainCommandConfig(RootConfig):
+class StartConfig(Section):
+    """The policy that a run has started from (`from=RUN`), by its content."""
+
+    run: str = Field(description="as typed")
+    weights: str | None = Field(None, description="SHA-256 of its checkpoint's list of files; null: none were trained")
+    prompts: str | None = Field(None, description="SHA-256 of its prompts; null: the task's own")
+
+
+class TrainingConfig(RootConfig):
+    """What all kinds of training share."""
+
+    start: StartConfig | None = Field(None, description="written by from=RUN")
+
+
+class TrainCommandConfig(TrainingConfig):
     """`mmrl train`."""
 
     # no schema for other names: a plugin that adds an algorithm adds its schema too
@@ -236,13 +250,13 @@ class TrainCommandConfig(RootConfig):
     train: TrainConfig
 
 
-class PromptCommandConfig(RootConfig):
+class PromptCommandConfig(TrainingConfig):
     """`mmrl train` of a stage that optimises prompts."""
 
     algo: Annotated[SerializeAsAny[PromptConfig], BeforeValidator(by_name(PROMPT_SCHEMAS))]
 
 
-class SftCommandConfig(RootConfig):
+class SftCommandConfig(TrainingConfig):
     """`mmrl train` of a supervised stage."""
 
     algo: SftConfig

@@ -1,4 +1,4 @@
-"""Curves of a run and the figure of a comparison, as SVG that follows light and dark themes (and PNG).
+"""Curves of a run and of a set, as SVG that follows light and dark themes (and PNG).
 
 All figures are drawn in one palette and one matplotlib style. An SVG from matplotlib knows one theme only, so `themed`
 replaces its colours by the CSS variables that `THEME_CSS` defines: once for a page, or inside an SVG that serves alone.
@@ -12,16 +12,14 @@ import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mmrl.report.compare import WINDOW, Band, Comparison, Panel, SeedGroup, evaluation_band, training_band
 from mmrl.report.stats import History, learning, series, trailing_mean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.lines import Line2D
     from matplotlib.typing import RcKeyType
 
 PAGE, INK, FAINT = "#fffffe", "#1c2431", "#c9d0d8"
@@ -74,6 +72,19 @@ SIZE = (5.2, 2.9)
 """Inches; shown at the width of its column."""
 POINTS = 300
 """Points drawn per line; longer runs are thinned by averaging."""
+
+WINDOW = 5
+"""Steps that a training curve is averaged over, backwards."""
+
+
+class Band(NamedTuple):
+    """A curve over seeds."""
+
+    steps: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
 
 Points: TypeAlias = Sequence[tuple[int, float, float | None, float | None]]
 """(step, value, low, high)."""
@@ -247,71 +258,7 @@ def themed(svg: str, title: str, standalone: bool = False) -> str:
     return f"{head}><style>.theme{{font-family:system-ui,sans-serif;}}{THEME_CSS}</style>{rest}"
 
 
-# --- a comparison: one row of panels per task, one line and band per algorithm
-
-
-def comparison_figure(comparison: Comparison) -> tuple[str, bytes]:
-    """The figure as SVG (light and dark) and as PNG (light). Lines differ in colour and in marker."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    styles = _line_styles(comparison)
-    panels = comparison.panels
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12.6, 3.3 * len(panels) + 0.25), layout="constrained", facecolor=PAGE)
-        FigureCanvasAgg(figure)
-        grid = figure.add_gridspec(len(panels), 4, width_ratios=(1, 1, 1, 0.74))
-        for row, panel in enumerate(panels):
-            axes = [figure.add_subplot(grid[row, column]) for column in range(4)]
-            _draw_panel(panel, axes, styles, last=row == len(panels) - 1)
-        svg, png = io.StringIO(), io.BytesIO()
-        figure.savefig(png, format="png", dpi=130)
-        figure.savefig(svg, format="svg", metadata={"Date": None})
-    title = f"{comparison.name}: scores, rewards and behaviour over steps"
-    return themed(svg.getvalue(), title, standalone=True), png.getvalue()
-
-
-def _draw_panel(panel: Panel, axes: Sequence[Axes], styles: Mapping[str, LineStyle], last: bool) -> None:
-    """Score, reward, behaviour, legend."""
-    behaviour = next((behaviour for behaviour in panel.behaviours if behaviour.training), None)
-    key, label = (behaviour.training, behaviour.axis) if behaviour is not None else _format_key(panel)
-    for axis, ylabel in zip(axes, (f"{panel.metric} on {panel.split}", "training reward", label), strict=False):
-        axis.set(ylabel=ylabel, xlabel="step" if last else "")
-        axis.locator_params(axis="y", nbins=6)
-        whole_steps(axis)
-    axes[0].set_title(panel.task, loc="left", fontweight="bold", fontsize=12)
-    for group in panel.groups:
-        style = styles[group.label]
-        draw_band(axes[0], evaluation_band(group, panel.metric), style, every=1)
-        draw_band(axes[1], training_band(group, "reward/mean"), style)
-        if key is not None:
-            draw_band(axes[2], training_band(group, key), style)
-    for axis in axes[:3]:
-        if not axis.lines:
-            axis.text(0.5, 0.5, "no data yet", ha="center", va="center", transform=axis.transAxes)
-            axis.set(xticks=[], yticks=[])
-    # The legend has a column of its own: inside a panel it would hide curves.
-    axes[3].axis("off")
-    axes[3].legend(
-        handles=[_legend_entry(group, styles[group.label]) for group in panel.groups],
-        loc="upper left",
-        bbox_to_anchor=(-0.05, 1.02),
-        handlelength=2.2,
-        labelspacing=0.55,
-    )
-
-
-def _legend_entry(group: SeedGroup, style: LineStyle) -> Line2D:
-    from matplotlib.lines import Line2D
-
-    color, marker, dash = style
-    verdict = group.verdict.partition(" (")[0]
-    words = {"yes": "learns", "no": "does not learn"}.get(verdict, verdict)
-    name = group.label if len(group.label) <= 30 else f"{group.label[:29]}…"
-    return Line2D(
-        [], [], label=f"{name}: {words}", color=color, marker=marker, linestyle=dash, markersize=5, linewidth=1.8
-    )
+# --- curves over seeds
 
 
 def draw_band(axis: Axes, band: Band | None, style: LineStyle, every: int | None = None) -> None:
@@ -333,43 +280,3 @@ def draw_band(axis: Axes, band: Band | None, style: LineStyle, every: int | None
         markevery=(start, every),
     )
     axis.fill_between(band.steps, band.low, band.high, color=color, alpha=0.13, linewidth=0)
-
-
-def _format_key(panel: Panel) -> tuple[str | None, str]:
-    """What is drawn of a task without a behaviour of its own: the first module's share of parsed completions."""
-    for line in panel.lines:
-        if line.seen.modules:
-            return f"module/{line.seen.modules[0]}/format_rate", f"{line.seen.modules[0]}: parsed (share)"
-    return None, "behaviour"
-
-
-def _line_styles(comparison: Comparison) -> dict[str, LineStyle]:
-    """One style per label: unique in every panel, and the same in all of them where that can be."""
-    panels = [[group.label for group in panel.groups] for panel in comparison.panels]
-    places: dict[str, int] = {}
-    # Greedy colouring: the lowest number that no neighbour has.
-    for label in dict.fromkeys(label for panel in panels for label in panel):
-        beside = {places[other] for panel in panels if label in panel for other in panel if other in places}
-        places[label] = next(place for place in range(len(places) + 1) if place not in beside)
-    return {
-        label: (
-            LINES[place % len(LINES)],
-            MARKERS[place % len(MARKERS)],
-            DASHES[place // len(LINES) % len(DASHES)],
-        )
-        for label, place in places.items()
-    }
-
-
-def caption(comparison: Comparison) -> str:
-    """What the figure shows, in words."""
-    seeds = sorted({line.seed for line in comparison.lines})
-    drawn = sorted({shown.axis for panel in comparison.panels for shown in panel.behaviours[:1] if shown.axis})
-    behaviour = f"; right: {' / '.join(drawn)} in training" if drawn else ""
-    several = "mean over seeds, band from the lowest to the highest seed"
-    single = "one seed, band of the evaluation: 95 % interval over items"
-    return (
-        f"Left: the task's metric on held-out items; middle: training reward (its scale follows the algorithm's "
-        f"reward set){behaviour}. Training curves are means of {WINDOW} steps. Seeds "
-        f"{', '.join(map(str, seeds))}: {several if len(seeds) > 1 else single}."
-    )

@@ -1,4 +1,4 @@
-"""Pages for people: `report.html` of a run, `compare.html` and the generated part of a document of a comparison.
+"""Pages for people: `report.html` of a run, and what all pages share.
 
 No network; readable without script, on a phone and in the dark. Markup is in `templates/`, rendered by Jinja with
 autoescape: what comes from a config, a model or a data set cannot become markup. The one script, the rollout browser's,
@@ -17,36 +17,23 @@ from statistics import fmean, median
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from mmrl.errors import ConfigError, MmrlError
+from mmrl.errors import MmrlError
 from mmrl.models.load import located
 from mmrl.records import Forest
 from mmrl.report import browser
 from mmrl.report.charts import (
     THEME_CSS,
-    caption,
-    comparison_figure,
     evaluation_curve,
     lines_over_steps,
     reward_curve,
 )
-from mmrl.report.compare import Comparison
 from mmrl.report.items import item_rows, score_rows
 from mmrl.report.journal import read_step
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.report.stage_costs import stage_facts, stage_rows
 from mmrl.report.stats import Difference, History, duration, fixed, learning, modules_in, number, series, short, signed
-from mmrl.report.tables import (
-    AGAINST,
-    LEARNS,
-    against_rows,
-    comparison_markdown,
-    heading,
-    interval,
-    pair_rows,
-    seed_rows,
-    summary_rows,
-)
+from mmrl.report.tables import interval
 from mmrl.report.trees import (
     EntryFields,
     TokenTexts,
@@ -327,69 +314,3 @@ def _example(forest: Forest, entries: Sequence[EntryFields], example: str, view:
         "hidden": max(-left[0], 0),
         "without_calls": [rollout_line(rollout) for rollout in rollouts if rollout.leaf is None],
     }
-
-
-# --- a comparison
-
-
-def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write `compare.html`, `compare.svg` and `compare.png`; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    svg, png = comparison_figure(comparison)
-    panels = [
-        {
-            "heading": heading(panel),
-            "summary": summary_rows(panel),
-            "against": against_rows(panel),
-            "pairs": pair_rows(panel),
-            "seeds": seed_rows(panel),
-        }
-        for panel in comparison.panels
-    ]
-    page = rendered(
-        "comparison.html",
-        title=f"comparison {comparison.name}",
-        figure=svg,
-        caption=caption(comparison),
-        panels=panels,
-        against=AGAINST,
-        learns=LEARNS,
-        notes=comparison.notes,
-        runs=[line.seen.run.path for line in comparison.lines],
-    )
-    files: dict[str, str | bytes] = {"compare.html": page, "compare.svg": svg, "compare.png": png}
-    for name, data in files.items():
-        atomic_write(folder / name, data)
-    return [folder / name for name in files]
-
-
-def write_docs(comparison: Comparison, page: Path) -> list[Path]:
-    """Fill the generated part of a Markdown page, and write the figure beside it; returns what was written.
-
-    Raises:
-        ConfigError: no such page, or it has no such part.
-    """
-    check_docs(page, comparison.name)
-    content = page.read_text(encoding="utf-8")
-    figures = page.parent / "figures"
-    figures.mkdir(exist_ok=True)
-    name = f"compare-{comparison.name}"
-    svg, png = comparison_figure(comparison)
-    atomic_write(figures / f"{name}.svg", svg)
-    atomic_write(figures / f"{name}.png", png)
-    begin = BEGIN.format(comparison.name)
-    head, _, rest = content.partition(begin)
-    picture = f"![Scores, rewards and behaviour over steps](figures/{name}.svg)"
-    body = "\n\n".join([picture, caption(comparison), comparison_markdown(comparison)])
-    atomic_write(page, f"{head}{begin}\n{body}\n{END}{rest.partition(END)[2]}")
-    return [page, figures / f"{name}.svg", figures / f"{name}.png"]
-
-
-def check_docs(page: Path, name: str) -> None:
-    """Raises `ConfigError` unless `page` has the part that the comparison `name` fills."""
-    begin = BEGIN.format(name)
-    if not page.is_file():
-        raise ConfigError(f"docs: {page}: no such file, expected a Markdown page with the line {begin}")
-    _, mark, rest = page.read_text(encoding="utf-8").partition(begin)
-    if not mark or END not in rest:
-        raise ConfigError(f"docs: {page}: no generated part for this name, expected the lines {begin} and {END}")

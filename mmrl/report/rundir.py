@@ -394,3 +394,15 @@ def _read_object(path: Path) -> JsonObject:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def holds_only_leftovers(path: Path) -> bool:
+    """Whether only what a run makes before its config is there."""
+    # What `RunDir.create` makes, in its order; config.yaml comes last and makes it a run.
+    for entry in path.iterdir():
+        if entry.name in FOLDERS and entry.is_dir() and not any(entry.iterdir()):
+            continue
+        if entry.name in (LOCK, "environment.json") or (entry.name.startswith(".") and entry.suffix == ".tmp"):
+            continue
+        return False
+    return not RunDir(path).in_use

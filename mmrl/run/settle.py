@@ -21,7 +21,6 @@ from mmrl.config import (
     PromptCommandConfig,
     RootConfig,
     SftCommandConfig,
-    StageConfig,
     StagedCommandConfig,
     TrainCommandConfig,
     stage_schema,
@@ -33,10 +32,10 @@ from mmrl.config.validate import CHOICES
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.hub import at_hand
-from mmrl.models.policy import newest_checkpoint, prompts_of, require_undamaged, resolve
+from mmrl.models.policy import newest_checkpoint, prompts_of
 from mmrl.report.rundir import RunDir
 from mmrl.report.stage_costs import stage_folders
-from mmrl.system.files import atomic_dir, plain
+from mmrl.system.files import plain
 from mmrl.system.objects import OBJECT, import_module, is_given
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
@@ -183,7 +182,11 @@ def refuse_changes(run: RunDir, stored: Mapping[str, object], now: Mapping[str, 
     if "train.steps" in changes and changes["train.steps"][0] in run.planned_steps:
         changes.pop("train.steps")
     shown = {path: f"{path}={here} (was {there})" for path, (there, here) in changes.items()}
-    allowed = [path for path in shown if path.startswith("hardware.") or path.rpartition(".")[2] in _SERVERS]
+    # A folder with the run that this one started from may have been moved as a whole; its content was compared.
+    places = ("model.path", "model.revision", "task.prompts") if now.get("start") else ()
+    allowed = [
+        path for path in shown if path.startswith("hardware.") or path.rpartition(".")[2] in _SERVERS or path in places
+    ]
     if refused := [text for path, text in shown.items() if path not in allowed]:
         raise CheckpointError(
             f"{run.path}/config.yaml: is not the config that {checkpoint} was made with: {', '.join(refused)}; "
@@ -296,55 +299,3 @@ def _needs_plugins(stored: Mapping[str, object]) -> bool:
     names = {path: value_at(stored, f"{path}.name") for path in known}
     # a run of several stages is named after all of its algorithms
     return any(part not in known[path] for path, name in names.items() if name for part in str(name).split("+"))
-
-
-def stage_after(stage: StageConfig, before: Path) -> StageConfig:
-    """A stage from the policy that the run `before` has made: its weights, and its prompts.
-
-    Raises:
-        ConfigError: weights that no further stage can start from.
-    """
-    policy = resolve(str(before))
-    require_undamaged(policy)
-    changed: dict[str, object] = {}
-    if policy.modules:
-        raise ConfigError(
-            f"stages: {before.name} has trained weights for each module apart (model.modules, algo.frozen_serving), "
-            "from which no further stage can start; make it the last stage"
-        )
-    path = policy.base if policy.adapter is None else _merged(before, stage)
-    if path != stage.model.path:
-        changed["model"] = stage.model.model_copy(update={"path": path, "revision": None})
-    if (prompts := prompts_of(str(before))[1]) is not None:
-        changed["task"] = stage.task.model_copy(update={"prompts": prompts})
-    return stage.model_copy(update=changed)
-
-
-def _merged(before: Path, stage: StageConfig) -> str:
-    """The weights of a run with its adapter merged into them: what is trained next gets an adapter of its own.
-
-    So the reference of a KL term is the policy that the stage starts from.
-    """
-    from mmrl.models.save import write_merged, write_tokenizer
-
-    target = before / "merged"
-    checkpoint = newest_checkpoint(before)
-    assert checkpoint is not None
-    if not (target / "config.json").is_file():
-        with atomic_dir(target) as folder:
-            write_merged(resolve(str(before)).base, checkpoint, stage.model, folder)
-            write_tokenizer(checkpoint, [folder])
-    return str(target)
-
-
-def refuse_moved(run: RunDir, now: StageConfig) -> None:
-    """Raises `CheckpointError` where a stage under way began with other files than those of this folder."""
-    config = stored_config(run.path, type(now))
-    pairs = (("model.path", config.model.path, now.model.path), ("task.prompts", config.task.prompts, now.task.prompts))
-    for key, began, here in pairs:
-        # Both may be files, typed in two ways.
-        if began != here and Path(str(began)).resolve() != Path(str(here)).resolve():
-            raise CheckpointError(
-                f"{run.path}: began with {key}={began}, and the stage before is {here} now: the run was moved, or is "
-                "continued from another folder; put it back, or continue it from the folder that it was started in"
-            )

@@ -33,23 +33,21 @@ from mmrl.engines import EngineSetup, build_engine
 from mmrl.engines.base import Engine
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.models.policy import POLICY, STAGES, Policy, newest_checkpoint, prompts_of, write_policy
-from mmrl.report.rundir import RunDir, step_of
+from mmrl.report.rundir import RunDir, holds_only_leftovers, step_of
 from mmrl.report.stage_costs import gather
 from mmrl.rollout.environment import Environment, make_environment, sampling_settings
 from mmrl.run import train as weights
 from mmrl.run.build import RECORD, build_task, check_model, evaluated, fixed_engine, reward_set, server_devices
 from mmrl.run.check import check_all
 from mmrl.run.launch import released
-from mmrl.run.queue import holds_only_leftovers
 from mmrl.run.settle import (
     module_assignment,
-    refuse_moved,
     run_folder,
     schema_of,
     settle,
-    stage_after,
     stored_config,
 )
+from mmrl.run.start import restarted, started
 from mmrl.stages.prompts.split import expected_trials, split
 from mmrl.system.files import plain, read_jsonl
 from mmrl.system.json_lines import stored_lines
@@ -68,10 +66,12 @@ Config = PromptCommandConfig | SftCommandConfig
 
 def begin(config: StageConfig | StagedCommandConfig, command: Sequence[str], resumed: bool = False) -> int:
     """Start a checked run, or continue the one in `run.dir`. Returns the exit code."""
-    if isinstance(config, TrainCommandConfig):
-        return weights.train(config, command, resumed)
     if isinstance(config, StagedCommandConfig):
         return _in_turn(config, command, resumed)
+    if config.start is not None and config.start.weights is config.start.prompts is None:  # named, not yet read
+        config = started(config, Path(config.start.run))
+    if isinstance(config, TrainCommandConfig):
+        return weights.train(config, command, resumed)
     return improve(config, command, resumed)
 
 
@@ -81,6 +81,8 @@ def resume(folder: Path) -> int:
     # an evaluation is refused in words of its own
     config = stored_config(folder, TrainCommandConfig if schema is EvalCommandConfig else schema)
     assert isinstance(config, TrainCommandConfig | PromptCommandConfig | SftCommandConfig | StagedCommandConfig)
+    if not isinstance(config, StagedCommandConfig):
+        config = restarted(config, folder)
     return begin(config, ["mmrl", "train", f"resume={folder}"], resumed=True)
 
 
@@ -118,14 +120,12 @@ def _one(stage: StageConfig, path: Path, before: Path | None, command: Sequence[
                 raise CheckpointError(f"{file} {problem}; restore it from a copy, or start a new run")
             print(f"ended before: {path}")
             return 0
-        if before is not None:
-            refuse_moved(run, stage_after(stage, before))
         return resume(path)
     if path.is_dir():  # a kill came before its config was written
         if not holds_only_leftovers(path):
             raise CheckpointError(f"{path}: has no config.yaml; restore it from a copy, or move the folder away")
         shutil.rmtree(path)
-    made = stage if before is None else stage_after(stage, before)
+    made = stage if before is None else started(stage, before)
     if before is not None:
         check_all([made.in_folder(None)])  # prompts and weights are there only now
     return begin(made.in_folder(str(path)), command)

@@ -62,3 +62,16 @@ def _leaves(section: Mapping[str, object], above: str = "") -> Iterator[str]:
             yield from _leaves(value, f"{above}{key}.")
         else:
             yield f"{above}{key}"
+
+
+def chained(algo: str, folders: Iterable[Path]) -> list[str]:
+    """The algorithms that a choice of `algo=` stands for: itself, or those that its file lists as `stages`.
+
+    Args:
+        folders: of configs, first wins.
+    """
+    import yaml
+
+    path = next((path for folder in folders if (path := folder / "algo" / f"{algo}.yaml").is_file()), None)
+    content = yaml.safe_load(path.read_text(encoding="utf-8")) if path else None
+    return [str(name) for name in (content or {}).get("stages") or [algo]]

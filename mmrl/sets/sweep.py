@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from uuid import uuid4
 
-from mmrl.config import StageConfig, StagedCommandConfig
+from mmrl.config import RootConfig, StageConfig, StagedCommandConfig
+from mmrl.config.base import FETCHED, of_stage
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, print_error
-from mmrl.report.compare import compare_runs
-from mmrl.report.rundir import RunDir
+from mmrl.report.rundir import RunDir, holds_only_leftovers
 from mmrl.report.stats import number
-from mmrl.report.tables import heading, summary_rows
-from mmrl.report.text import align
 from mmrl.run.check import check_all
-from mmrl.run.compare import main_metrics
-from mmrl.run.queue import state_of
-from mmrl.run.settle import run_folder
+from mmrl.run.settle import config_changes, run_folder
+from mmrl.sets.cells import found_set
+from mmrl.sets.page import summary_text
+from mmrl.sets.plan import main_metrics
+from mmrl.sets.queue import State
 from mmrl.system.files import JsonObject
 from mmrl.system.processes import launched
 
@@ -97,9 +98,7 @@ def _show(folders: Sequence[Path]) -> None:
         return
     try:
         # Without the differences of all pairs: a search has many runs.
-        for panel in compare_runs(here, "sweep", main_metrics()).panels:
-            print(f"\n{heading(panel)}\n{align(summary_rows(panel))}")
-        print()
+        print(f"\n{summary_text(found_set('sweep', here, main_metrics()))}\n")
     # All runs have ended by now; which of them cannot be read is printed, and the exit code stays theirs.
     except MmrlError as error:
         print(f"the runs are not shown side by side: {error}", file=sys.stderr)
@@ -151,6 +150,56 @@ def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: B
     # A name of its own for each job: launchers run them at the same time, on machines that share this folder.
     (results / uuid4().hex).write_text(json.dumps({"code": code, "folder": folder and str(Path(folder).absolute())}))
     return _score(Path(folder)) if code == 0 and folder else None
+
+
+def state_of(path: Path, config: RootConfig, key: str) -> State:
+    """What a run directory holds of the run of `config`; leftovers of a start that was killed at once are removed.
+
+    Args:
+        path: the directory, which need not exist.
+        config: of the run that is to be there in the end.
+        key: what the user would set to have another directory, for messages.
+
+    Raises:
+        ConfigError: it holds something else than this run.
+    """
+    if not path.exists():
+        return "new"
+    # Both, as `RunDir.read` wants them: config.yaml alone may be a user's own file.
+    if (path / "config.yaml").is_file() and (path / "journal").is_dir():
+        try:
+            different = differences(RunDir.read(path).config, config)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {path}: its config.yaml: {problem}" for problem in error.problems) from None
+        if different:
+            raise ConfigError(
+                f"{key}: {path} holds a run with other settings: {', '.join(different)}; "
+                f"take another {key}=, or move that folder away"
+            )
+        return "finished" if RunDir.read(path).finished else "unfinished"
+    if path.is_symlink():
+        raise ConfigError(f"{key}: {path} is a link, nothing was touched; take another {key}=, or remove the link")
+    if path.is_dir() and holds_only_leftovers(path):
+        shutil.rmtree(path)
+        return "new"
+    raise ConfigError(f"{key}: {path} holds no run of a sweep, nothing was touched; take another {key}=")
+
+
+def differences(stored: Mapping[str, object], requested: RootConfig) -> list[str]:
+    """Settings in which a run directory's config is another than the one requested, as `path=there (requested: here)`.
+
+    Where it lies and what depends on the machine do not count.
+
+    Raises:
+        ConfigError: the stored config is none that this version understands.
+    """
+    return [
+        f"{path}={there} (requested: {here})"
+        for path, (there, here) in config_changes(stored, requested.model_dump(mode="json")).items()
+        if not of_stage(path).startswith("hardware.")
+        and not (of_stage(path) == "engine.name" and here == "auto")
+        and not (of_stage(path) == "model.path" and FETCHED.get(str(there)) == here)
+    ]
 
 
 def _score(folder: Path) -> float | None:

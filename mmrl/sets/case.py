@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mmrl.config.paper_tables import Case, TableSpec
 from mmrl.errors import MmrlError
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.report.tables import Rows
+from mmrl.sets.cells import CellRun
+from mmrl.sets.spec import Case, SetSpec
 from mmrl.system.files import JsonObject, read_jsonl
-
-if TYPE_CHECKING:
-    from mmrl.report.paper_table import SeedRun
 
 PROMPT_END = 400
 """Characters shown of the end of a prompt, where the question stands."""
@@ -37,7 +34,7 @@ class CaseStudy:
     """Head with the two steps; the scores, then what the program returned, part by part."""
 
 
-def case_study(spec: TableSpec, runs: Iterable[SeedRun]) -> CaseStudy | None:
+def case_study(spec: SetSpec, runs: Iterable[CellRun]) -> CaseStudy | None:
     """Of the first run whose training has two evaluations; None while there is none, or where the table has no case.
 
     The item is `case.item`, or the first one whose last score rises the most.
@@ -48,7 +45,7 @@ def case_study(spec: TableSpec, runs: Iterable[SeedRun]) -> CaseStudy | None:
     return next((one for one in found if one is not None), None)
 
 
-def _of_run(spec: TableSpec, case: Case, evaluation: SeedRun, trained: Path) -> CaseStudy | None:
+def _of_run(spec: SetSpec, case: Case, evaluation: CellRun, trained: Path) -> CaseStudy | None:
     files = {step: path for path in (trained / "eval").glob("step-*.jsonl") if (step := step_of(path)) is not None}
     steps = [step for step in sorted(files) if step >= case.early]
     if len(steps) < 2:

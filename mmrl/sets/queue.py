@@ -1,40 +1,30 @@
 """Runs as child processes, some at a time: what is missing is started, what is unfinished resumed, what is done stays.
 
-A child is `mmrl train …` with a run directory that depends on the run alone, so the same command continues a comparison
-that was killed. Children end when this process ends.
+A child is `mmrl train …` or `mmrl eval …` with a run directory that depends on the run alone, so the same command
+continues a set that was killed. Children end when this process ends.
 """
 
 from __future__ import annotations
 
 import os
-import re
+import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import Literal
 
-from pydantic import ValidationError
-
-from mmrl.config import (
-    EvalCommandConfig,
-    RootConfig,
-    SftCommandConfig,
-    StageConfig,
-    StagedCommandConfig,
-    TrainCommandConfig,
-)
-from mmrl.config.base import FETCHED, Section, of_stage
-from mmrl.config.validate import as_tuples, explain
-from mmrl.errors import ConfigError, DataError
-from mmrl.report.rundir import FOLDERS, LOCK, RunDir
+from mmrl.config import EvalCommandConfig, SftCommandConfig, StageConfig, TrainCommandConfig
+from mmrl.errors import ConfigError
+from mmrl.models.policy import complete_checkpoints
+from mmrl.report.rundir import RunDir, holds_only_leftovers
 from mmrl.report.stats import duration, number, short
-from mmrl.run.settle import config_changes
+from mmrl.sets.spec import Command
 from mmrl.system.child_process import end_with_parent
-from mmrl.system.files import read_jsonl, read_yaml
+from mmrl.system.files import read_jsonl
 
 MMRL = [sys.executable, "-m", "mmrl"]
 """The command of a child, before its words."""
@@ -46,54 +36,31 @@ STOP_S = 120.0
 SHARED_S = 10.0
 """Seconds until a shared file system shows what another machine wrote."""
 LOCK_S = 30.0
-"""Seconds that a run of a comparison killed just now has to let go of its directory."""
-
+"""Seconds that a run of a set killed just now has to let go of its directory."""
+COLLAPSED = 0.5
+"""Share of the best evaluation below which training has collapsed, if it never returns."""
 State = Literal["new", "unfinished", "finished"]
-SectionT = TypeVar("SectionT", bound=Section)
 
 
-def state_of(path: Path, config: RootConfig, key: str) -> State:
-    """What a run directory holds of the run of `config`; leftovers of a start that was killed at once are removed.
+@dataclass(slots=True, kw_only=True)
+class SetRun:
+    """One run of a set: what it is, and how far it has come."""
 
-    Args:
-        path: the directory, which need not exist.
-        config: of the run that is to be there in the end.
-        key: what the user would set to have another directory, for messages.
-
-    Raises:
-        ConfigError: it holds something else than this run.
-    """
-    if not path.exists():
-        return "new"
-    # Both, as `RunDir.read` wants them: config.yaml alone may be a user's own file.
-    if (path / "config.yaml").is_file() and (path / "journal").is_dir():
-        _refuse_other_settings(path, config, key)
-        return "finished" if RunDir.read(path).finished else "unfinished"
-    if path.is_symlink():
-        raise ConfigError(f"{key}: {path} is a link, nothing was touched; take another {key}=, or remove the link")
-    if path.is_dir() and holds_only_leftovers(path):
-        shutil.rmtree(path)
-        return "new"
-    raise ConfigError(f"{key}: {path} holds no run of a comparison, nothing was touched; take another {key}=")
-
-
-@dataclass(slots=True)
-class QueuedRun:
-    """One run of a queue: what it is, and how far it has come."""
-
-    key: ClassVar[str] = "name"
-    """What the user sets to have other folders, for messages."""
-    task: str
-    algo: str
+    command: Command
+    row: str
+    column: str
+    """Empty where one training serves all columns."""
     seed: int
-    overrides: Sequence[str]
-    config: StageConfig | StagedCommandConfig | EvalCommandConfig
+    words: Sequence[str]
+    """Its overrides, without policy= and from=, whose runs may not be there yet."""
+    config: StageConfig | EvalCommandConfig
     path: Path
     metric: str
-    command: str = "train"
-    """What of mmrl runs it: train or eval."""
-    after: QueuedRun | None = None
-    """The run whose policy it starts from."""
+    """The task's main one."""
+    after: SetRun | None = None
+    """The run whose policy it starts from or evaluates."""
+    checkpoint: str = "last"
+    """Which one of `after` is evaluated."""
     code: int | None = None
     """Exit code of its process; 0 for a run that was finished before, None where it did not run."""
     started: float = 0.0
@@ -107,32 +74,65 @@ class QueuedRun:
     @property
     def name(self) -> str:
         """What progress lines call it."""
-        return f"{self.task} {self.algo} seed {self.seed}"
-
-    @property
-    def unit(self) -> str:
-        """What its progress counts."""
-        return "step" if self.command == "train" else "item"
+        return f"{self.command} {self.row}{f' on {self.column}' if self.column else ''}, seed {self.seed}"
 
     @property
     def log(self) -> Path:
         """What the run's process printed."""
         return self.path.with_name(f"{self.path.name}.log")
 
-    def words(self) -> Sequence[str]:
-        """Its overrides, once the run before it has ended."""
-        return self.overrides
+    @property
+    def chain(self) -> list[SetRun]:
+        """The runs that it comes from, the first one first, and itself."""
+        return [*(self.after.chain if self.after is not None else ()), self]
 
-    def state(self) -> State:
-        """What is in its run directory.
+    def all_words(self) -> list[str]:
+        """Its overrides, once the run before it has ended.
 
         Raises:
-            ConfigError: something else than this run.
+            ConfigError: no checkpoint of that run is what the row's rule names.
         """
-        return state_of(self.path, self.config, self.key)
+        if self.after is None:
+            return [*self.words]
+        if self.command == "train":
+            return [*self.words, f"from={self.after.path}"]
+        chosen = self.after.path
+        if self.checkpoint == "before_collapse":
+            chosen = before_collapse(chosen, self.after.metric)
+        return [*self.words, f"policy={chosen}"]
+
+    def typed(self) -> str:
+        """The command that makes it, for a shell."""
+        return " ".join([f"mmrl {self.command}", *map(shlex.quote, [*self.all_words(), f"run.dir={self.path}"])])
+
+    def state(self) -> State:
+        """What is in its run directory, whose name is a digest of its settings, so a run there has these.
+
+        Leftovers of a start that was killed at once are removed.
+
+        Raises:
+            ConfigError: it holds something else than a run.
+        """
+        if not self.path.exists():
+            return "new"
+        # Both, as `RunDir.read` wants them: config.yaml alone may be a user's own file.
+        if (self.path / "config.yaml").is_file() and (self.path / "journal").is_dir():
+            directory = RunDir.read(self.path)
+            # An evaluation without scores is continued: what failed from outside runs again.
+            done = directory.finished and (self.command == "train" or has_scores(directory))
+            return "finished" if done else "unfinished"
+        if self.path.is_dir() and not self.path.is_symlink() and holds_only_leftovers(self.path):
+            shutil.rmtree(self.path)
+            return "new"
+        raise ConfigError(
+            f"{self.path}: expected a run of {self.row}, got something else, which was not touched; move it away"
+        )
 
     def progress(self) -> tuple[int, int, float | None]:
-        """Steps done, steps in all, last evaluation of the main metric."""
+        """Steps done and in all (0: not known), last evaluation of the main metric. Of an evaluation items."""
+        if isinstance(self.config, EvalCommandConfig):
+            files = list((self.path / "eval").glob("step-*.jsonl"))
+            return sum(len(read_jsonl(path)) for path in files), self.config.eval.items or 0, None
         path = self.path / "metrics.jsonl"
         size = path.stat().st_size if path.is_file() else 0
         # The file is read again only when it has grown: the terminal's lines are redrawn twice a second.
@@ -144,16 +144,20 @@ class QueuedRun:
                 value = number(record.get(key)) if key in record else value
             self.cached = (size, (done, value))
         done, value = self.cached[1]
-        config = self.config
         # How many trials an optimiser of prompts makes shows only as it goes.
-        return done, config.train.steps if isinstance(config, TrainCommandConfig | SftCommandConfig) else 0, value
+        return (
+            done,
+            self.config.train.steps if isinstance(self.config, TrainCommandConfig | SftCommandConfig) else 0,
+            value,
+        )
 
     def line(self) -> str:
         """How far it is."""
         done, total, value = self.progress()
         score = f"  {self.metric} {short(value)}" if value is not None else ""
         of = f" of {total}" if total else ""
-        return f"{self.name}: {self.unit} {done}{of}{score}  {duration(time.monotonic() - self.started)}"
+        unit = "step" if self.command == "train" else "item"
+        return f"{self.name}: {unit} {done}{of}{score}  {duration(time.monotonic() - self.started)}"
 
     def trouble(self) -> str:
         """The last error that a failed run printed."""
@@ -181,7 +185,7 @@ class RunQueue:
 
     def __init__(
         self,
-        runs: Sequence[QueuedRun],
+        runs: Sequence[SetRun],
         at_once: int,
         config_dir: str | None,
         say: Callable[[str], None],
@@ -192,7 +196,7 @@ class RunQueue:
         self.runs, self.at_once, self.config_dir = runs, at_once, config_dir
         self.say, self.show, self.on_done = say, show, on_done
         self.through = through
-        self.running: list[tuple[QueuedRun, subprocess.Popen[bytes]]] = []
+        self.running: list[tuple[SetRun, subprocess.Popen[bytes]]] = []
 
     def run(self) -> int:
         """Run all. Returns how many failed.
@@ -216,15 +220,16 @@ class RunQueue:
             raise
         return sum(run.code != 0 for run in self.runs)
 
-    def _start(self, run: QueuedRun) -> None:
+    def _start(self, run: SetRun) -> None:
         if run.after is not None and run.after.code != 0:
-            run.code, run.reason = 1, f"it starts from {run.after.name}, which failed"
+            run.code, run.reason = 1, f"{run.after.name} failed"
             self.say(f"{self._count()} {run.name}: left out: {run.reason}")
             return
         try:
             state = run.state()
             if state == "unfinished":
                 _wait_for_lock(run)
+            words = run.all_words()
         except ConfigError as error:
             run.code, run.reason = error.exit_code, str(error)
             self.say(f"{self._count()} {run.name}: failed: {error}")
@@ -241,7 +246,7 @@ class RunQueue:
             command += ["--config-dir", self.config_dir] if self.config_dir else []
             # A live display would fill the log with its redrawn lines; an evaluation has none.
             quiet = ["run.progress=false"] if run.command == "train" else []
-            command += [*run.words(), f"run.dir={run.path}", *quiet]
+            command += [*words, f"run.dir={run.path}", *quiet]
         run.path.parent.mkdir(parents=True, exist_ok=True)
         # Runs side by side would otherwise each take all CPUs and wait for one another.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.at_once > 1 and not self.through else {}
@@ -260,10 +265,10 @@ class RunQueue:
         # A run that is continued starts with the steps it has, so that no line claims they were just done.
         run.reported = (run.progress()[0], run.started)
         self.running.append((run, process))
-        verb = f"continues from {run.unit} {run.reported[0]}" if state == "unfinished" else "starts"
+        verb = f"continues after {run.reported[0]}" if state == "unfinished" else "starts"
         self.say(f"{self._count()} {run.name}: {verb}")
 
-    def _end(self, run: QueuedRun, code: int) -> None:
+    def _end(self, run: SetRun, code: int) -> None:
         if code == 0 and self.through and not _is_there(run):
             run.reason = f"through: {self.through[0]} has ended, and the run has not; it must stay until then"
             code = 1
@@ -301,7 +306,39 @@ class RunQueue:
                 process.wait()
 
 
-def _is_there(run: QueuedRun) -> bool:
+def has_scores(evaluation: RunDir) -> bool:
+    """Whether an evaluation that has ended has scores: none where too many of its rollouts failed from outside."""
+    return any(name.endswith("_low") for name in evaluation.summary.get("metrics", {}))
+
+
+def before_collapse(run: Path, metric: str) -> Path:
+    """The last checkpoint of a run before its evaluations collapse; the newest one where they do not.
+
+    Training has collapsed where the main metric falls below half of its best and stays there to the end.
+
+    Raises:
+        ConfigError: the run has no checkpoint from before.
+    """
+    directory = RunDir.read(run)
+    key = f"eval/{directory.config['eval']['split']}/{metric}"
+    points = [(int(r["step"]), value) for r in directory.history() if (value := number(r.get(key))) is not None]
+    best, collapse = float("-inf"), None
+    for place, (step, value) in enumerate(points):
+        best = max(best, value)
+        if all(later < COLLAPSED * best for _, later in points[place:]):
+            collapse = step
+            break
+    before = [step for step, _ in points if collapse is None or step < collapse]
+    there = complete_checkpoints(run / "checkpoints")
+    fitting = [
+        path for path in there if collapse is None or int(path.name.rpartition("-")[2]) <= max(before, default=0)
+    ]
+    if not fitting:
+        raise ConfigError(f"{run}: no checkpoint from before its collapse at step {collapse} is left (train.keep)")
+    return fitting[-1]
+
+
+def _is_there(run: SetRun) -> bool:
     """Whether a run has finished, as a machine that shares its folder sees it a little later."""
     until = time.monotonic() + SHARED_S
     while (state := run.state()) != "finished" and time.monotonic() < until:
@@ -309,89 +346,15 @@ def _is_there(run: QueuedRun) -> bool:
     return state == "finished"
 
 
-def _ready(waiting: Sequence[QueuedRun]) -> QueuedRun | None:
+def _ready(waiting: Sequence[SetRun]) -> SetRun | None:
     """The first run that need not wait for another one."""
     return next((run for run in waiting if run.after is None or run.after.code is not None), None)
 
 
-def differences(stored: Mapping[str, object], requested: RootConfig) -> list[str]:
-    """Settings in which a run directory's config is another than the one requested, as `path=there (requested: here)`.
-
-    Where it lies and what depends on the machine do not count.
-
-    Raises:
-        ConfigError: the stored config is none that this version understands.
-    """
-    return [
-        f"{path}={there} (requested: {here})"
-        for path, (there, here) in config_changes(stored, requested.model_dump(mode="json")).items()
-        if not of_stage(path).startswith("hardware.")
-        and not (of_stage(path) == "engine.name" and here == "auto")
-        and not (of_stage(path) == "model.path" and FETCHED.get(str(there)) == here)
-    ]
-
-
-def _refuse_other_settings(path: Path, config: RootConfig, key: str) -> None:
-    try:
-        different = differences(RunDir.read(path).config, config)
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {path}: its config.yaml: {problem}" for problem in error.problems) from None
-    if different:
-        raise ConfigError(
-            f"{key}: {path} holds a run with other settings: {', '.join(different)}; "
-            f"take another {key}=, or move that folder away"
-        )
-
-
-def holds_only_leftovers(path: Path) -> bool:
-    """Whether only what a run makes before its config is there."""
-    # What `RunDir.create` makes, in its order; config.yaml comes last and makes it a run.
-    for entry in path.iterdir():
-        if entry.name in FOLDERS and entry.is_dir() and not any(entry.iterdir()):
-            continue
-        if entry.name in (LOCK, "environment.json") or (entry.name.startswith(".") and entry.suffix == ".tmp"):
-            continue
-        return False
-    return not RunDir(path).in_use
-
-
-def _wait_for_lock(run: QueuedRun) -> None:
-    # A run whose comparison was killed gets SIGTERM from the system and still writes its last checkpoint.
+def _wait_for_lock(run: SetRun) -> None:
+    # A run whose set was killed gets SIGTERM from the system and still writes its last checkpoint.
     until = time.monotonic() + LOCK_S
     while RunDir(run.path).in_use:
         if time.monotonic() > until:
-            raise ConfigError(f"{run.key}: {run.path}: another process has this run; try again once it has ended")
+            raise ConfigError(f"{run.path}: another process has this run; try again once it has ended")
         time.sleep(POLL_S)
-
-
-def read_as(schema: type[SectionT], path: Path, called: str) -> SectionT:
-    """A YAML file that says which runs there are.
-
-    Args:
-        called: the word of the command line that names it.
-
-    Raises:
-        ConfigError: every problem in it, with the file's name.
-    """
-    try:
-        raw = read_yaml(path)
-    except DataError as error:
-        raise ConfigError(f"{called}: {error}") from None
-    if not isinstance(raw, dict):
-        fields = ", ".join(schema.model_fields)
-        raise ConfigError(f"{called}: {path}: got {type(raw).__name__}, expected a mapping with {fields}")
-    try:
-        return schema.model_validate(as_tuples(raw))
-    except ValidationError as error:
-        raise ConfigError(f"{called}: {path}: {problem}" for problem in explain(schema, error)) from None
-
-
-def whole_numbers(texts: Sequence[str], key: str, least: int, problems: list[str]) -> tuple[int, ...]:
-    """The numbers of a word; a problem, and `least`, for each that is none."""
-    fine = [bool(re.fullmatch(r"\d{1,9}", text)) and int(text) >= least for text in texts]
-    problems += [
-        f"{key}: got '{text}', expected a whole number from {least}"
-        for text, is_fine in zip(texts, fine, strict=True)
-        if not is_fine
-    ]
-    return tuple(int(text) if is_fine else least for text, is_fine in zip(texts, fine, strict=True))

@@ -1,6 +1,7 @@
-"""The figure of a paper's table: metrics of its training runs by step, over seeds, or means over the first steps.
+"""The figure of a set: metrics of its training runs by step, over seeds, or means over the first steps.
 
-Part of `report`; `conf/table/<name>.yaml` says what is drawn (`Figure`), `paper_pages` writes it.
+`conf/set/NAME.yaml` says what is drawn (`Figure`). A set without scores has three diagrams for each column by default:
+the main metric, the reward and what its programs do.
 """
 
 from __future__ import annotations
@@ -15,14 +16,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmrl.config.paper_tables import Diagram, Figure
 from mmrl.errors import MmrlError
-from mmrl.report.charts import DASHES, LINES, MARKERS, PAGE, STYLE, LineStyle, draw_band, themed, whole_steps
-from mmrl.report.compare import Band, on_common_steps
-from mmrl.report.paper_table import PaperTable
+from mmrl.report.charts import (
+    DASHES,
+    LINES,
+    MARKERS,
+    PAGE,
+    STYLE,
+    WINDOW,
+    Band,
+    LineStyle,
+    draw_band,
+    themed,
+    whole_steps,
+)
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import History, series, splits_in
+from mmrl.report.stats import History, series, splits_in, trailing_mean
 from mmrl.report.tables import Rows
+from mmrl.sets.cells import BEHAVIOUR, SetResult, on_common_steps
+from mmrl.sets.spec import Diagram, Figure
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -53,11 +65,34 @@ class Drawn:
         return f"{self.row} ({len(self.seeds)})"
 
 
+def default_figure(result: SetResult) -> Figure | None:
+    """The figure of a set that says none: of one without scores, for each column, its metric, reward and behaviour."""
+    if result.spec.figure is not None or result.spec.scores:
+        return result.spec.figure
+    diagrams = []
+    for column in result.columns:
+        rows = result.rows_of(column)
+        begun = [scored for row in rows for scored in result.begun(row, column)]
+        if not begun:
+            continue
+        metric = result.metric(rows[0], column)
+        shown = [of for of in BEHAVIOUR if of.training and any(s.behaviour(of, s.before) is not None for s in begun)]
+        modules = next((scored.overview.modules for scored in begun if scored.overview.modules), ())
+        diagrams.append(Diagram(metric=f"eval/{metric}", label=f"{metric} on {begun[0].overview.split}", column=column))
+        diagrams.append(Diagram(metric="reward/mean", label="training reward", column=column))
+        if shown:
+            diagrams.append(Diagram(metric=shown[0].training, label=shown[0].axis, column=column))
+        elif modules:
+            label = f"{modules[0]}: parsed (share)"
+            diagrams.append(Diagram(metric=f"module/{modules[0]}/format_rate", label=label, column=column))
+    return Figure(diagrams=tuple(diagrams), band="range", window=WINDOW) if diagrams else None
+
+
 @dataclass(frozen=True)
-class PaperFigure:
+class SetFigure:
     """What is drawn, from the runs that are there."""
 
-    table: PaperTable
+    result: SetResult
     figure: Figure
 
     @cached_property
@@ -65,26 +100,26 @@ class PaperFigure:
         """Training run -> its steps, of those that have begun; and which cannot be read."""
         found: dict[Path, History] = {}
         damaged = []
-        trained = [run.trained for runs in self.table.runs.values() for run in runs if run.trained is not None]
+        trained = [run.trained for runs in self.result.runs.values() for run in runs if run.trained is not None]
         for path in dict.fromkeys(trained):
             if (path / "metrics.jsonl").is_file():
                 try:
-                    found[path] = [record for record in RunDir.read(path).history() if record["step"]]
+                    found[path] = RunDir.read(path).history()
                 except MmrlError as error:
                     damaged.append(f"Not drawn: {error}.")
         return found, damaged
 
     def histories(self, row: str, column: str) -> dict[int, History]:
         """Seed -> the steps of its training run."""
-        runs, (read, _) = self.table.runs.get((row, column), ()), self.read
+        runs, (read, _) = self.result.runs.get((row, column), ()), self.read
         return {run.seed: read[run.trained] for run in runs if run.trained is not None and run.trained in read}
 
     @cached_property
     def panels(self) -> list[tuple[str, Diagram, list[Drawn]]]:
         """(title, diagram, its lines); columns that share all their training runs are one."""
         of_column = {
-            column: tuple(run.trained for row in self.table.rows for run in self.table.runs.get((row, column), ()))
-            for column in self.table.columns
+            column: tuple(run.trained for row in self.result.rows for run in self.result.runs.get((row, column), ()))
+            for column in self.result.columns
         }
         trained: dict[str, tuple[Path | None, ...]] = {}
         for column, runs in of_column.items():
@@ -95,16 +130,19 @@ class PaperFigure:
             for diagram in self.figure.diagrams:
                 if not diagram.column or of_column.get(diagram.column) == trained[column]:
                     title = column if len(trained) > 1 else ""
-                    lines = [self._line(row, column, diagram) for row in self.table.rows]
+                    lines = [self._line(row, column, diagram) for row in self.result.rows]
                     made.append((title, diagram, [line for line in lines if line is not None]))
         return made
 
     def _line(self, row: str, column: str, diagram: Diagram) -> Drawn | None:
-        found = {
-            seed: points
-            for seed, history in self.histories(row, column).items()
-            if (points := _points(history, diagram))
-        }
+        found = {}
+        for seed, history in self.histories(row, column).items():
+            # The papers' figures begin at the first step of training.
+            steps, values = _points([record for record in history if record["step"] or not self.scored], diagram)
+            if not diagram.metrics[0].startswith("eval/"):
+                values = trailing_mean(values, self.figure.window)
+            if len(steps):
+                found[seed] = dict(zip(steps.tolist(), values.tolist(), strict=True))
         steps, values = on_common_steps([*found.values()])
         if not len(steps):
             return None
@@ -126,6 +164,11 @@ class PaperFigure:
         return Drawn(row, Band(steps, mean, low, high), tuple(sorted(found)), least, most, plain)
 
     @property
+    def scored(self) -> bool:
+        """Whether the set's scores are evaluations of their own."""
+        return bool(self.result.spec.scores)
+
+    @property
     def empty(self) -> bool:
         """Whether no run has anything to draw yet."""
         return not any(lines for _, _, lines in self.panels)
@@ -140,6 +183,8 @@ class PaperFigure:
             )
             return " ".join([means, *self.read[1]])
         parts = [f"Mean over seeds, whose number follows each name; bands: {band}."]
+        if self.figure.window > 1:
+            parts.append(f"Training curves are means of {self.figure.window} steps.")
         if self.figure.smooth:
             parts.append(
                 f"Lines: moving averages that keep {self.figure.smooth:g} of the value before; dotted: the mean itself."
@@ -149,13 +194,13 @@ class PaperFigure:
         return " ".join([*parts, *self.read[1]])
 
     def files(self) -> dict[str, str | bytes]:
-        """`figure.svg`, `.png`, `.pdf` and the drawn numbers, `.csv`; none before there is anything to draw."""
+        """`figure.svg`, `.png` and the drawn numbers, `.csv`; none before there is anything to draw."""
         if self.empty:
             return {}
-        svg, png, pdf = self._rendered()
+        svg, png = self._rendered()
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(self.numbers())
-        return {"figure.svg": svg, "figure.png": png, "figure.pdf": pdf, "figure.csv": out.getvalue()}
+        return {"figure.svg": svg, "figure.png": png, "figure.csv": out.getvalue()}
 
     def numbers(self) -> Rows:
         """One line per point."""
@@ -176,14 +221,14 @@ class PaperFigure:
             handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
         canvas.legend([*handles.values()], [*handles], loc="outside upper left", ncols=5, fontsize=9)
 
-    def _rendered(self) -> tuple[str, bytes, bytes]:
+    def _rendered(self) -> tuple[str, bytes]:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as Canvas
 
         across = min(ACROSS, len(self.panels))
         down = -(-len(self.panels) // across)
-        style = {row: _style(place) for place, row in enumerate(self.table.rows)}
+        style = {row: _style(place) for place, row in enumerate(self.result.rows)}
         with matplotlib.rc_context(STYLE):
             canvas = Canvas(figsize=(4.4 * across, 3.1 * down), layout="constrained", facecolor=PAGE)
             FigureCanvasAgg(canvas)
@@ -195,19 +240,14 @@ class PaperFigure:
                 draw = _draw_bars if self.figure.kind == "bars" else _draw_curves
                 draw(axes, lines, style, self.figure.scaled)
             self._legend(canvas)
-            svg, png, pdf = io.StringIO(), io.BytesIO(), io.BytesIO()
+            svg, png = io.StringIO(), io.BytesIO()
             canvas.savefig(png, format="png", dpi=130)
-            canvas.savefig(pdf, format="pdf", metadata={"CreationDate": None})
             canvas.savefig(svg, format="svg", metadata={"Date": None})
-        return (
-            themed(svg.getvalue(), f"{self.table.name}: {self.caption}", standalone=True),
-            png.getvalue(),
-            pdf.getvalue(),
-        )
+        return themed(svg.getvalue(), f"{self.result.name}: {self.caption}", standalone=True), png.getvalue()
 
 
-def _points(history: History, diagram: Diagram) -> dict[int, float]:
-    """Step -> value of the first of its metrics that the run has."""
+def _points(history: History, diagram: Diagram) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of the first of its metrics that the run has."""
     for metric in diagram.metrics:
         keys = [metric]
         if metric.startswith("eval/"):
@@ -215,8 +255,8 @@ def _points(history: History, diagram: Diagram) -> dict[int, float]:
         for key in keys:
             steps, values = series(history, key)
             if len(steps):
-                return dict(zip(steps.tolist(), values.tolist(), strict=True))
-    return {}
+                return steps, values
+    return series([], "")
 
 
 def _smoothed(values: np.ndarray, keep: float) -> np.ndarray:

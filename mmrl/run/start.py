@@ -1,0 +1,151 @@
+"""`mmrl train from=RUN`: a run that starts from the policy which another run has made, weights and prompts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from mmrl.config import StartConfig, TrainingConfig
+from mmrl.config.base import value_at
+from mmrl.errors import CheckpointError, ConfigError
+from mmrl.models.policy import (
+    MARKER,
+    Policy,
+    checkpoint_step,
+    newest_checkpoint,
+    prompts_of,
+    require_undamaged,
+    resolve,
+)
+from mmrl.report.rundir import RunDir
+from mmrl.system.files import JsonObject, atomic_dir
+
+ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
+
+
+def sections_of(run: Path) -> JsonObject:
+    """`model` and `task` of a run, which a run that starts from it has too where nothing else is typed.
+
+    Raises:
+        ConfigError: it is no training run.
+    """
+    try:
+        stored = RunDir.read(run).config
+    except CheckpointError as error:
+        raise ConfigError(f"from: {error}") from None
+    if "policy" in stored:
+        raise ConfigError(f"from: {run} is an evaluation, which makes no policy; expected a run of mmrl train")
+    return {name: stored[name] for name in ("model", "task") if isinstance(stored.get(name), Mapping)}
+
+
+def with_typed(section: JsonObject, composed: Mapping[str, object], typed: Collection[str], name: str) -> JsonObject:
+    """A section of the run before, with the keys of it that were typed."""
+    section = {key: value for key, value in section.items() if not (name == "task" and key == "prompts")}
+    for key in typed:
+        if key.startswith(f"{name}."):
+            inner = section
+            *above, last = key.removeprefix(f"{name}.").split(".")
+            for part in above:
+                inner[part] = {**(inner.get(part) or {})}
+                inner = inner[part]
+            inner[last] = value_at(composed, key)
+    return section
+
+
+def made_policy(run: Path) -> Policy:
+    """The policy that a run has made.
+
+    Raises:
+        ConfigError: it has made none yet, or weights that no further run can start from.
+    """
+    try:
+        policy = resolve(str(run), prompts_of(str(run))[1])
+    except ConfigError as error:
+        raise ConfigError(f"from{problem.removeprefix('policy')}" for problem in error.problems) from None
+    if policy.modules:
+        raise ConfigError(
+            f"from: {run} has trained weights for each module apart (model.modules, algo.frozen_serving), "
+            "from which no further run can start"
+        )
+    return policy
+
+
+def started(config: ConfigT, run: Path) -> ConfigT:
+    """A run from the policy that `run` has made: its weights, with an adapter merged into them, and its prompts.
+
+    Raises:
+        ConfigError: as `made_policy`; a file of it is damaged.
+    """
+    policy = made_policy(run)
+    try:
+        require_undamaged(policy)
+    except ConfigError as error:
+        raise ConfigError(f"from{problem.removeprefix('policy')}" for problem in error.problems) from None
+    prompts = policy.prompts
+    path = policy.base if policy.adapter is None else _merged(run, config)
+    changed: dict[str, object] = {
+        "start": StartConfig(run=str(run), weights=_weights_digest(run), prompts=prompts and _digest(Path(prompts)))
+    }
+    if path != config.model.path:
+        changed["model"] = config.model.model_copy(update={"path": path, "revision": None})
+    if prompts is not None:
+        changed["task"] = config.task.model_copy(update={"prompts": prompts})
+    return config.model_copy(update=changed)
+
+
+def restarted(config: ConfigT, folder: Path) -> ConfigT:
+    """The config of a run that is continued, with the run that it started from where that lies now.
+
+    Raises:
+        CheckpointError: what it started from has changed, or is not there.
+    """
+    start = config.start
+    if start is None:
+        return config
+    # A folder with both runs may have been moved as a whole.
+    places = [Path(start.run), folder.absolute().parent / Path(start.run).name]
+    there = [place for place in places if place.is_dir()]
+    for place in there:
+        prompts = prompts_of(str(place))[1]
+        now = StartConfig(run=start.run, weights=_weights_digest(place), prompts=prompts and _digest(Path(prompts)))
+        if now == start:
+            return started(config, place).model_copy(update={"start": start})
+    what = "has another policy now than the one that this run started from" if there else "is not there"
+    raise CheckpointError(f"{folder}: from={there[0] if there else start.run} {what}; restore it, or start a new run")
+
+
+def _merged(run: Path, config: ConfigT) -> str:
+    """The weights of a run with its adapter merged into them: what is trained next gets an adapter of its own.
+
+    So the reference of a KL term is the policy that the run starts from.
+    """
+    from mmrl.models.save import write_merged, write_tokenizer
+
+    checkpoint = run if checkpoint_step(run) is not None else newest_checkpoint(run)
+    assert checkpoint is not None
+    target = checkpoint.parent.parent / "merged" / checkpoint.name
+    target.parent.mkdir(exist_ok=True)
+    if not (target / "config.json").is_file():
+        # Several runs may start from this one at once: the first to be done stays.
+        try:
+            with atomic_dir(target) as folder:
+                write_merged(resolve(str(run)).base, checkpoint, config.model, folder)
+                write_tokenizer(checkpoint, [folder])
+        except OSError:
+            if not (target / "config.json").is_file():
+                raise
+    return str(target)
+
+
+def _weights_digest(run: Path) -> str | None:
+    """SHA-256 of the list of a checkpoint's files with their digests; None where no weights were trained."""
+    policy = resolve(str(run))
+    folders = [Path(text) for text in (policy.adapter, policy.base) if text]
+    marker = next((folder / MARKER for folder in folders if (folder / MARKER).is_file()), None)
+    return _digest(marker) if marker is not None else None
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,410 @@
+"""`mmrl table` and `mmrl compare`: a set of runs, planned, run, and shown; and runs that are there side by side.
+
+Every run lies in a folder named by the digest of its config, so sets share runs, and the same command continues what
+was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from mmrl.errors import ConfigError, Stopped, unknown
+from mmrl.report.overview import damage_named, find_runs
+from mmrl.report.text import align
+from mmrl.run.check import check_all
+from mmrl.run.settle import allocate
+from mmrl.sets.cells import SetResult, found_set
+from mmrl.sets.cost import cost_text
+from mmrl.sets.page import check_docs, set_text, write_docs, write_set
+from mmrl.sets.plan import TOP, Compose, Planner, SetPlan, main_metrics
+from mmrl.sets.queue import RunQueue, SetRun
+from mmrl.sets.spec import Base, Column, Row, SetSpec
+from mmrl.sets.words import read_set, scales_of, set_names
+from mmrl.system.conf import chained, conf_dir, options, user_dirs
+from mmrl.system.files import atomic_write
+from mmrl.system.stop import stoppable
+
+DONE = "done.json"
+DO = ("run", "plan", "show")
+TABLE_KEYS = ("rows", "columns", "seed", "scale", "jobs", "through", "do", "out", "docs")
+"""Keys of the command itself; all others are overrides of its runs."""
+COMPARE_KEYS = (*TABLE_KEYS, "algo", "task", "plan", "name", "runs")
+
+
+@dataclass(frozen=True, slots=True)
+class SetRequest:
+    """The words after `mmrl table` or `mmrl compare`."""
+
+    names: Sequence[str]
+    """Words that are no `KEY=VALUE`."""
+    keys: Mapping[str, str]
+    """The command's own, as typed."""
+    overrides: Sequence[str]
+    """Of every run, as typed."""
+    config_dir: str | None
+
+    @property
+    def folders(self) -> list[Path]:
+        """Of configs, first wins."""
+        return [*user_dirs(self.config_dir), conf_dir()]
+
+    def listed(self, key: str) -> list[str]:
+        """The parts of a list, each once."""
+        text = self.keys.get(key, "").strip("[]")
+        return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def table(request: SetRequest, compose: Compose) -> int:
+    """`mmrl table`. Returns the exit code.
+
+    Raises:
+        ConfigError: every problem of the words, the files or the runs' configs; nothing has started.
+    """
+    if len(request.names) > 1:
+        raise ConfigError(f"table: got {len(request.names)} names, expected one")
+    if request.names:
+        (name,) = request.names
+        return _go(request, name, *read_set(name, request.folders, request.config_dir), compose)
+    if request.keys or request.overrides:
+        raise ConfigError("table: which one? `mmrl table` lists them")
+    print(_listing(request))
+    return 0
+
+
+def compare(request: SetRequest, compose: Compose) -> int:
+    """`mmrl compare`: of run directories, of a set, or of algorithms on tasks. Returns the exit code."""
+    if request.names or "runs" in request.keys:
+        return _look(request)
+    name = request.keys.get("name") or request.keys.get("plan") or "default"
+    problems = _name_problems(name)
+    if plan := request.keys.get("plan"):
+        problems += [
+            f"{key}: has no effect on plan {plan}; choose from it with {other}="
+            for key, other in (("algo", "rows"), ("task", "columns"))
+            if key in request.keys
+        ]
+        if problems:
+            raise ConfigError(problems)
+        return _go(request, name, *read_set(plan, request.folders, request.config_dir), compose)
+    spec, overrides = _typed_set(request, problems)
+    plain = SetRequest(request.names, request.keys, overrides, request.config_dir)
+    return _go(plain, name, spec, Base(), compose)
+
+
+def _typed_set(request: SetRequest, problems: list[str]) -> tuple[SetSpec, list[str]]:
+    """The set of `algo=A,B+C task=T,U`, and the overrides of all its runs."""
+    algos, tasks = request.listed("algo"), request.listed("task") or ["hotpotqa"]
+    known, known_tasks = (options(key, request.config_dir) for key in ("algo", "task"))
+    if not algos:
+        empty = "got an empty list, expected names" if "algo" in request.keys else "missing, expected algorithms"
+        problems.append(f"algo: {empty} (algo=a,b), a plan (plan=mini), or run directories")
+    problems += [unknown("algo", part, known) for algo in algos for part in algo.split("+") if part not in known]
+    problems += [unknown("task", task, known_tasks) for task in tasks if task not in known_tasks]
+    if problems:
+        raise ConfigError(problems)
+    of_stage = [word.lstrip("+") for word in request.overrides if word.lstrip("+").startswith("stage.")]
+    overrides = [word for word in request.overrides if word.lstrip("+") not in of_stage]
+    rows: dict[str, Row] = {}
+    used: set[str] = set()
+    for algo in algos:
+        start = ""
+        names = [one for part in algo.split("+") for one in chained(part, request.folders)]
+        for place, one in enumerate(names, 1):
+            row = algo if place == len(names) else "+".join(names[:place])
+            words = [word.split(".", 2)[2] for word in of_stage if word.split(".")[1] == one]
+            used |= {one} if words else set()
+            if row not in rows or row in algos:
+                made = {"from": start, "shown": row in algos, "train": (f"algo={one}", *words)}
+                rows[row] = Row.model_validate(made)
+            start = row
+    stray = {word.split(".")[1] for word in of_stage} - used
+    if stray:
+        raise ConfigError(unknown("stage", name, sorted({n for row in rows for n in row.split("+")})) for name in stray)
+    columns = {task: Column(train=(f"task={task}",)) for task in tasks}
+    return SetSpec(shows=f"{', '.join(algos)} on {', '.join(tasks)}", rows=rows, columns=columns), overrides
+
+
+def _look(request: SetRequest) -> int:
+    """Runs that are there."""
+    stray = [key for key in request.keys if key not in ("runs", "name", "out", "docs")]
+    stray += [word.partition("=")[0] for word in request.overrides]
+    problems = [f"{key}: has no effect on runs that are there; leave it or the run directories out" for key in stray]
+    paths = [Path(path) for path in dict.fromkeys([*request.names, *request.listed("runs")])]
+    problems += [] if paths else ["runs: got an empty list, expected run directories"]
+    problems += _name_problems(request.keys.get("name", "runs"))
+    if problems:
+        raise ConfigError(problems)
+    runs = find_runs(paths)
+    # A folder of runs is a set by itself and is named by it; single run directories are not.
+    one_folder = len(paths) == 1 and runs[0].resolve() != paths[0].resolve()
+    name = request.keys.get("name") or (paths[0].resolve().name if one_folder else "runs")
+    # Before the runs are read, which takes a while: a document without a place for the table is refused at once.
+    if "docs" in request.keys:
+        check_docs(Path(request.keys["docs"]), name)
+    if "out" in request.keys:
+        out = Path(request.keys["out"])
+    else:
+        out = paths[0] if one_folder else allocate(TOP, f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    with damage_named(" ".join(map(str, paths))):
+        _show(found_set(name, runs, main_metrics()), out, request.keys.get("docs"))
+    return 0
+
+
+def _name_problems(name: str) -> list[str]:
+    fine = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)
+    return [] if fine else [f"name: got '{name}', expected letters, digits, '.', '_' or '-'"]
+
+
+# --- what runs
+
+
+def _go(request: SetRequest, name: str, spec: SetSpec, base: Base, compose: Compose) -> int:
+    """Plan, run or show a set."""
+    keys = request.keys
+    do = keys.get("do", "run")
+    problems = [] if do in DO else [unknown("do", do, DO)]
+    if "through" in keys and do not in ("run", "plan"):
+        problems.append(f"through: has no effect with do={do}")
+    scales = scales_of(spec, base)
+    scale = keys.get("scale", scales[0])
+    if scale not in scales:
+        has = f"words for {', '.join(scales)} alone" if scales != [""] else "no scales"
+        problems.append(f"scale: got {scale}, and {name} has {has}")
+    rows = _chosen("rows", keys.get("rows"), [row for row, of in spec.rows.items() if of.shown], problems)
+    columns = _chosen("columns", keys.get("columns"), list(spec.columns), problems)
+    seeds = whole_numbers(request.listed("seed"), "seed", 0, problems) if "seed" in keys else None
+    if seeds == ():
+        problems.append("seed: got an empty list, expected whole numbers")
+    (at_once,) = whole_numbers([keys.get("jobs", "1")], "jobs", 1, problems)
+    problems += _through_problems(keys.get("through"))
+    problems += [
+        f"{key}: a set has a directory for each run; leave it out"
+        for word in request.overrides
+        if (key := word.lstrip("+").partition("=")[0]) in ("run.dir", "resume")
+    ]
+    if "docs" in keys:
+        problems += _problems_of(lambda: check_docs(Path(keys["docs"]), name))
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    # Side by side on this machine; a scheduler gives each run what it asks for.
+    single = ["hardware.threads=1"] if at_once > 1 and "through" not in keys else []
+    plan = Planner(spec, base, scale, compose, [*single, *request.overrides]).plan(name, rows, columns, seeds)
+    through = shlex.split(keys.get("through", ""))
+    if do == "plan":
+        print(_plan_text(plan, f"{keys['through']} " if through else ""))
+        return 0
+    whole = not {"rows", "columns", "seed"} & set(keys)
+    # A part of a set must not take the place of the whole one's page.
+    folder = TOP / name / scale
+    out = Path(keys["out"]) if "out" in keys else folder if whole else folder / "selected"
+    if do == "show":
+        _show(plan.result(), out, keys.get("docs"), plan)
+        return 0
+    return _run(plan, at_once, through, request.config_dir, out, keys.get("docs"))
+
+
+def whole_numbers(texts: Sequence[str], key: str, least: int, problems: list[str]) -> tuple[int, ...]:
+    """The numbers of a word; a problem, and `least`, for each that is none."""
+    numbers = []
+    for text in texts:
+        fine = bool(re.fullmatch(r"\d{1,9}", text)) and int(text) >= least
+        problems += [] if fine else [f"{key}: got '{text}', expected a whole number from {least}"]
+        numbers.append(int(text) if fine else least)
+    return tuple(numbers)
+
+
+def _through_problems(command: str | None) -> list[str]:
+    """Why runs cannot be started by `through=`."""
+    if command is None:
+        return []
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        return [f"through: got {command!r}, which is no command line: {error}"]
+    if not words or shutil.which(words[0]) is None:
+        return [f"through: got {command!r}, expected a command that is here, such as 'srun --gpus-per-node=8'"]
+    return []
+
+
+def _chosen(key: str, text: str | None, names: Sequence[str], problems: list[str]) -> list[str]:
+    """Names in a list, exact or in lower case without signs; all for None. In the set's order."""
+    if text is None:
+        return list(names)
+    # A name may hold commas and parentheses of its own: the exact one first.
+    parts = [text] if text in names else [part.strip() for part in text.strip("[]").split(",") if part.strip()]
+    by_slug = {_slug(name): name for name in names}
+    problems += [unknown(key, part, names) for part in parts if part not in names and _slug(part) not in by_slug]
+    if not parts:
+        problems.append(f"{key}: got an empty list, expected some of {', '.join(names)}")
+    chosen = {part if part in names else by_slug.get(_slug(part)) for part in parts}
+    return [name for name in names if name in chosen]
+
+
+def _slug(name: str) -> str:
+    # A sign in front tells "*Rewriter" from "-Rewriter".
+    return name[:1].strip().lower() + "-".join(re.findall(r"[a-z0-9.]+", name[1:].lower()))
+
+
+# --- running and showing
+
+
+def _run(
+    plan: SetPlan, at_once: int, through: Sequence[str], config_dir: str | None, out: Path, docs: str | None
+) -> int:
+    problems = [problem for run in plan.runs for problem in _problems_of(run.state)]
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    missing = [run for run in plan.runs if run.state() != "finished"]
+    print(_head(plan, missing), flush=True)
+    if plan.scale not in ("", "mini") and missing:
+        print(cost_text(plan, missing), flush=True)
+    # Of seeds of one row one.
+    first = {(run.command, run.row, run.column): run for run in reversed(missing)}
+    if through:
+        from mmrl.run.plan import problems_elsewhere
+
+        # The data and devices of another machine are checked there, when each run starts.
+        if problems := [problem for run in first.values() for problem in problems_elsewhere(run.config)]:
+            raise ConfigError(dict.fromkeys(problems))
+    else:
+        # What starts from another run is checked when it starts.
+        check_all([run.config.in_folder(None) for run in first.values() if run.after is None])
+
+    def redraw() -> None:
+        try:
+            _written(plan.result(), out, plan)
+        # Hours of training must not end because a page could not be written; the end says so.
+        except Exception as error:
+            print(f"page not written ({type(error).__name__}: {error})", file=sys.stderr)
+
+    with stoppable(), output() as (say, show):
+        try:
+            RunQueue(plan.runs, at_once, config_dir, say, show, redraw, through).run()
+        except KeyboardInterrupt as stop:
+            say("stopped; the same command continues where this one stopped")
+            return stop.exit_code if isinstance(stop, Stopped) else 130
+    _show(plan.result(), out, docs, plan)
+    failed = [run for run in plan.runs if run.code]
+    for run in failed:
+        print(f"error: {run.name}: {run.trouble()}", file=sys.stderr)
+    if failed:
+        print(
+            f"error: {len(failed)} of {len(plan.runs)} runs failed; the same command tries them again", file=sys.stderr
+        )
+    return 1 if failed else 0
+
+
+def _problems_of(check: Callable[[], object]) -> list[str]:
+    try:
+        check()
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def _show(result: SetResult, out: Path, docs: str | None, plan: SetPlan | None = None) -> None:
+    print(set_text(result))
+    files = _written(result, out, plan)
+    if docs is not None:
+        files += write_docs(result, Path(docs))
+    print("\nwritten: " + ", ".join(map(str, files)))
+
+
+def _written(result: SetResult, out: Path, plan: SetPlan | None) -> list[Path]:
+    """The set's pages, and what of it is there for the list of all sets."""
+    files = write_set(result, out)
+    if plan is not None:
+        record = TOP / plan.name / plan.scale / DONE
+        record.parent.mkdir(parents=True, exist_ok=True)
+        done = {**_done(plan.name, plan.scale), **result.seeds_done}
+        atomic_write(record, json.dumps(done, indent=1) + "\n")
+    return files
+
+
+def _head(plan: SetPlan, missing: Sequence[SetRun]) -> str:
+    def counted(runs: Sequence[SetRun]) -> str:
+        kinds = (("train", "training"), ("eval", "evaluation"))
+        counts = [(sum(run.command == command for run in runs), word) for command, word in kinds]
+        texts = [f"{count} {word}{'s' if count != 1 else ''}" for count, word in counts if count]
+        return " and ".join(texts) or "none"
+
+    source = plan.spec.source
+    where = f" (arXiv {source.arxiv}, {source.at})" if source else ""
+    at = f" at scale {plan.scale}" if plan.scale else ""
+    return f"{plan.name}{where}{at}: {counted(plan.runs)}; missing: {counted(missing)}"
+
+
+def _plan_text(plan: SetPlan, through: str) -> str:
+    missing = [run for run in plan.runs if run.state() != "finished"]
+    parts = [_head(plan, missing)]
+    if plan.scale not in ("", "mini"):
+        parts.append(cost_text(plan, missing))
+    alike: dict[tuple[str, str, str], list[SetRun]] = {}
+    for run in plan.runs:
+        alike.setdefault((run.command, run.row, run.column), []).append(run)
+    for (command, row, column), runs in alike.items():
+        seeds = " ".join(f"{run.seed}{'' if run.state() == 'new' else f' ({run.state()})'}" for run in runs)
+        where = f" on {column}" if column else ""
+        parts.append(f"{command} {row}{where}, seeds {seeds}:\n  {through}{runs[0].typed()}")
+    return "\n\n".join(parts)
+
+
+@contextmanager
+def output() -> Iterator[tuple[Callable[[str], None], Callable[[Sequence[str]], None] | None]]:
+    """How to print a line that stays, and lines that are replaced (None without a terminal)."""
+    if not sys.stdout.isatty():
+        yield lambda text: print(text, flush=True), None
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    # Without highlighting: rich would colour numbers and paths within names.
+    console = Console(highlight=False)
+    with Live(console=console, refresh_per_second=2, transient=True) as live:
+        yield lambda text: console.print(Text(text)), lambda lines: live.update(Text("\n".join(lines)))
+
+
+# --- all sets
+
+
+def _listing(request: SetRequest) -> str:
+    rows = [["set", "paper", "rows x cells", "seeds", "done at paper scale", "done at mini scale", "shows"]]
+    for name in set_names(request.folders):
+        spec, base = read_set(name, request.folders, request.config_dir)
+        scales = scales_of(spec, base)
+        cells = len(spec.measured) * sum(spec.rows[row].shown for row, _ in spec.pairs)
+        # A set without scales runs on what its words name.
+        at = ["" if scale in scales else "-" for scale in ("paper", "mini")] if scales != [""] else ["-", ""]
+        for place, scale in enumerate(("paper", "mini")):
+            if not at[place]:
+                at[place] = f"{_cells_done(spec, _done(name, scale if scales != [''] else ''))} / {cells}"
+        paper = f"{spec.source.arxiv} {spec.source.at}" if spec.source else ""
+        shown = sum(row.shown for row in spec.rows.values())
+        size = f"{shown} x {len(spec.cells)}"
+        rows.append([name, paper, size, str(len(spec.seeds)), *at, spec.shows])
+    return align(rows) + "\n\nmmrl table NAME scale=mini runs one here; do=plan says what it will cost"
+
+
+def _cells_done(spec: SetSpec, done: Mapping[str, Sequence[int]]) -> int:
+    """Cells that have all of the set's seeds."""
+    places = [(row, f"{row} on {column}" if column else row) for row, column in spec.pairs if spec.rows[row].shown]
+    return len(spec.measured) * sum(set(spec.seeds_of(row)) <= set(done.get(name, ())) for row, name in places)
+
+
+def _done(name: str, scale: str) -> dict[str, list[int]]:
+    """`ROW on COLUMN` -> seeds that were there when the set was last looked at; empty where it never was."""
+    try:
+        content = json.loads((TOP / name / scale / DONE).read_text(encoding="utf-8"))
+        return {str(place): [int(seed) for seed in seeds] for place, seeds in content.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
