@@ -24,7 +24,7 @@ from mmrl.run.check import check_all
 from mmrl.run.settle import allocate
 from mmrl.sets.cells import SetResult, found_set
 from mmrl.sets.cost import cost_text
-from mmrl.sets.page import check_docs, set_text, write_docs, write_set
+from mmrl.sets.page import SetPage, check_docs
 from mmrl.sets.plan import TOP, Compose, Planner, SetPlan, main_metrics
 from mmrl.sets.queue import RunQueue, SetRun
 from mmrl.sets.spec import Base, Column, Row, SetSpec
@@ -281,7 +281,7 @@ def _run(
 
     def redraw() -> None:
         try:
-            _written(plan.result(), out, plan)
+            _written(SetPage(plan.result()), out, plan)
         # Hours of training must not end because a page could not be written; the end says so.
         except Exception as error:
             print(f"page not written ({type(error).__name__}: {error})", file=sys.stderr)
@@ -312,20 +312,21 @@ def _problems_of(check: Callable[[], object]) -> list[str]:
 
 
 def _show(result: SetResult, out: Path, docs: str | None, plan: SetPlan | None = None) -> None:
-    print(set_text(result))
-    files = _written(result, out, plan)
+    page = SetPage(result)
+    print(page.text())
+    files = _written(page, out, plan)
     if docs is not None:
-        files += write_docs(result, Path(docs))
+        files += page.fill(Path(docs))
     print("\nwritten: " + ", ".join(map(str, files)))
 
 
-def _written(result: SetResult, out: Path, plan: SetPlan | None) -> list[Path]:
+def _written(page: SetPage, out: Path, plan: SetPlan | None) -> list[Path]:
     """The set's pages, and what of it is there for the list of all sets."""
-    files = write_set(result, out)
+    files = page.write(out)
     if plan is not None:
         record = TOP / plan.name / plan.scale / DONE
         record.parent.mkdir(parents=True, exist_ok=True)
-        done = {**_done(plan.name, plan.scale), **result.seeds_done}
+        done = {**_done(plan.name, plan.scale), **page.result.seeds_done}
         atomic_write(record, json.dumps(done, indent=1) + "\n")
     return files
 

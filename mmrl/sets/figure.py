@@ -219,7 +219,7 @@ class SetFigure:
         handles: dict[str, Artist] = {}
         for axes in canvas.axes:
             handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-        canvas.legend([*handles.values()], [*handles], loc="outside upper left", ncols=5, fontsize=9)
+        canvas.legend([*handles.values()], [*handles], loc="outside upper left", ncols=5, fontsize=9, handlelength=3)
 
     def _rendered(self) -> tuple[str, bytes]:
         import matplotlib
