@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 SCALE ?= paper
-TABLES := $(notdir $(basename $(wildcard conf/table/*.yaml)))
+TABLES := $(notdir $(basename $(wildcard conf/set/*-*.yaml)))
 
 .PHONY: help setup train compare real bench bench-retrieval chaos fuzz soak test check house format docs tiny smollm2 clean vllm-cpu test-vllm tables $(TABLES)
 

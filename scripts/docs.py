@@ -26,7 +26,7 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS, ENGINE_SCHEMAS, RETRIEVER_SCHEMAS, TASK_SCHEMAS, TrainCommandConfig
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SftConfig
 from mmrl.config.tasks import BUILT_IN
-from mmrl.run.table_runs import table_names
+from mmrl.sets.words import set_names
 from mmrl.system.conf import conf_dir, options
 from mmrl.tasks import TASKS
 
@@ -79,7 +79,7 @@ def plug_points() -> str:
             f"`{group}=`": [name for name in options(group) if "/" not in name]
             for group in ("model", "hardware", "engine")
         },
-        "the papers' tables": table_names([conf_dir()]),
+        "sets of runs": set_names([conf_dir()]),
     }
     rows = [f"| {kind} | {' '.join(n if ' ' in n else f'`{n}`' for n in own)} |" for kind, own in names.items()]
     return "\n".join(["| | |", "|---|---|", *rows])

@@ -36,6 +36,8 @@ mmrl {version}: train language-model programs by reinforcement learning.
 Usage:
   mmrl train [key=value ...]          train; ends with a table before/after and a report
   mmrl train -m [key=a,b ...]         a sweep: one run for every combination
+  mmrl train from=RUN_DIR [key=value ...]
+                                      start from the policy of another run
   mmrl train resume=RUN_DIR           continue a stopped or killed run to the same numbers
   mmrl train resume=RUN_DIR train.steps=+N
                                       train a run N steps further
@@ -48,8 +50,8 @@ Usage:
   mmrl compare RUN_DIR [RUN_DIR ...]  runs side by side: one figure, tables, which algorithm learned
   mmrl compare algo=A,B seed=0,1,2 [task=T] [jobs=N] [key=value ...]
                                       the same, starting what is missing and resuming what is unfinished
-  mmrl compare plan=mini              the same for all runs of conf/compare/mini.yaml
-  mmrl table [NAME] [scale=mini]      the papers' tables: what is missing is run and shown beside the reported values
+  mmrl compare plan=mini              the same for all runs of conf/set/mini.yaml
+  mmrl table [NAME] [scale=mini]      sets of runs, such as the papers' tables: what is missing is run and shown
   mmrl credit algo=A[,B] rollouts=FILE [--json]
                                       rewards, groups, advantages and weights of recorded rollouts
   mmrl credit run=RUN_DIR step=N [--json]

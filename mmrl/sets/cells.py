@@ -110,7 +110,9 @@ class Scored:
     @property
     def finished(self) -> bool:
         """Whether it has ended with scores."""
-        return self.overview.run.finished and (not self.overview.evaluates or has_scores(self.overview.run))
+        if self.overview.evaluates:
+            return self.overview.run.finished and has_scores(self.overview.run)
+        return bool(self.overview.summary)
 
     @property
     def before(self) -> Sequence[Item]:

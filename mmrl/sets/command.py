@@ -96,13 +96,14 @@ def compare(request: SetRequest, compose: Compose) -> int:
             raise ConfigError(problems)
         return _go(request, name, *read_set(plan, request.folders, request.config_dir), compose)
     spec, overrides = _typed_set(request, problems)
-    plain = SetRequest(request.names, request.keys, overrides, request.config_dir)
-    return _go(plain, name, spec, Base(), compose)
+    keys = {key: text for key, text in request.keys.items() if key != "seed"}
+    return _go(SetRequest((), keys, overrides, request.config_dir), name, spec, Base(), compose)
 
 
 def _typed_set(request: SetRequest, problems: list[str]) -> tuple[SetSpec, list[str]]:
     """The set of `algo=A,B+C task=T,U`, and the overrides of all its runs."""
     algos, tasks = request.listed("algo"), request.listed("task") or ["hotpotqa"]
+    seeds = whole_numbers(request.listed("seed"), "seed", 0, problems) or (0, 1, 2)
     known, known_tasks = (options(key, request.config_dir) for key in ("algo", "task"))
     if not algos:
         empty = "got an empty list, expected names" if "algo" in request.keys else "missing, expected algorithms"
@@ -130,7 +131,8 @@ def _typed_set(request: SetRequest, problems: list[str]) -> tuple[SetSpec, list[
     if stray:
         raise ConfigError(unknown("stage", name, sorted({n for row in rows for n in row.split("+")})) for name in stray)
     columns = {task: Column(train=(f"task={task}",)) for task in tasks}
-    return SetSpec(shows=f"{', '.join(algos)} on {', '.join(tasks)}", rows=rows, columns=columns), overrides
+    shows = f"{', '.join(algos)} on {', '.join(tasks)}"
+    return SetSpec(shows=shows, seeds=seeds, rows=rows, columns=columns), overrides
 
 
 def _look(request: SetRequest) -> int:
@@ -341,7 +343,7 @@ def _head(plan: SetPlan, missing: Sequence[SetRun]) -> str:
     source = plan.spec.source
     where = f" (arXiv {source.arxiv}, {source.at})" if source else ""
     at = f" at scale {plan.scale}" if plan.scale else ""
-    return f"{plan.name}{where}{at}: {counted(plan.runs)}; missing: {counted(missing)}"
+    return f"set {plan.name}{where}{at}: {counted(plan.runs)}; missing: {counted(missing)}"
 
 
 def _plan_text(plan: SetPlan, through: str) -> str:

@@ -107,10 +107,10 @@ def _read(name: str, group: str, folders: Sequence[Path], schema: type[SectionT]
     Raises:
         ConfigError: there is none, or every problem of it.
     """
-    path = next((path for folder in folders if (path := folder / group / f"{name}.yaml").is_file()), None)
-    if path is None:
-        names = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+    names = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+    if name not in names:
         raise ConfigError(unknown(group, name, names))
+    path = next(path for folder in folders if (path := folder / group / f"{name}.yaml").is_file())
     try:
         return schema.model_validate(as_tuples(read_yaml(path)))
     except DataError as error:

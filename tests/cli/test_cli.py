@@ -24,7 +24,7 @@ from mmrl.config.retriever import (
     ServeIndexArguments,
 )
 from mmrl.report.rundir import RunDir
-from mmrl.run.compare import KEYS
+from mmrl.sets.command import COMPARE_KEYS as KEYS
 
 
 def test_help_imports_neither_torch_nor_hydra():
@@ -171,7 +171,7 @@ def test_a_job_that_a_launcher_lost_is_counted_as_not_finished(monkeypatch, tmp_
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(configs, "swept", only_the_first)
-    monkeypatch.setattr("mmrl.run.sweep.check_all", lambda *_: None)
+    monkeypatch.setattr("mmrl.sets.sweep.check_all", lambda *_: None)
     monkeypatch.setattr("mmrl.run.stages.begin", lambda config, command: 0)
     assert main(["train", "-m", "seed=1,2"]) == 1
     said = capsys.readouterr()

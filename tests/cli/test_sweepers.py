@@ -23,7 +23,7 @@ def plays(score):
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mmrl.run.sweep.check_all", lambda *_: None)
+    monkeypatch.setattr("mmrl.sets.sweep.check_all", lambda *_: None)
     return monkeypatch
 
 

@@ -15,7 +15,7 @@ from mmrl.plan.estimate import duration
 from mmrl.plan.shapes import KNOWN, read_shape
 from mmrl.plan.workload import Lengths, parse_lengths, unique_tokens
 from mmrl.run.doctor import _long
-from mmrl.run.table_runs import read_table, words_of
+from mmrl.sets.words import read_set, words_of
 from mmrl.system.conf import conf_dir, later_wins
 from tests.config.effects.training import config_of
 
@@ -385,7 +385,7 @@ def test_rollouts_beside_the_update_cost_the_longer_of_the_two(capsys):
 
 def row(column):
     """The words of the row mmGRPO of the paper's table."""
-    spec, base = read_table("mmgrpo-table1", [conf_dir()])
+    spec, base = read_set("mmgrpo-table1", [conf_dir()])
     return words_of(spec, base, "mmGRPO", column, "paper", "train")
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from mmrl.cli import main
-from mmrl.report.charts import DARK, comparison_figure
-from mmrl.report.compare import compare_runs, evaluation_band, training_band
-from mmrl.report.html import write_comparison, write_docs
+from mmrl.report.charts import DARK
 from mmrl.report.overview import find_runs
 from mmrl.report.rundir import RunDir
-from mmrl.report.tables import against_rows, comparison_text, pair_rows, seed_rows, summary_rows
+from mmrl.sets.cells import found_set
+from mmrl.sets.figure import SetFigure, default_figure
+from mmrl.sets.page import SetPage
 from mmrl.system.conf import later_wins
 from mmrl.system.files import append_jsonl
 from tests.helpers.runs import CONFIG, fake_run
@@ -59,12 +59,23 @@ def made(
     return run.path
 
 
-def group_of(tmp_path, *runs):
+def found(tmp_path, name="x"):
+    return found_set(name, find_runs([tmp_path]), METRICS)
+
+
+def parts(result):
+    """Title -> rows, as mappings by the head."""
+    return {
+        part.title: [dict(zip(part.rows[0], row, strict=True)) for row in part.rows[1:]]
+        for part in SetPage(result).parts
+    }
+
+
+def learns(tmp_path, *runs):
     for number, keywords in enumerate(runs):
         made(tmp_path / f"r{number}", **{"seed": number} | keywords)
-    (panel,) = compare_runs(find_runs([tmp_path]), "x", METRICS).panels
-    (group,) = panel.groups
-    return group
+    (row,) = parts(found(tmp_path))["hotpotqa: f1 on dev"]
+    return row["learns"]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +94,7 @@ def group_of(tmp_path, *runs):
     ],
 )
 def test_learns_as_the_design_says_it(runs, verdict, tmp_path):
-    assert group_of(tmp_path, *runs).verdict == verdict
+    assert learns(tmp_path, *runs) == verdict
 
 
 def test_a_gain_that_may_be_chance_is_not_learning(tmp_path):
@@ -92,69 +103,65 @@ def test_a_gain_that_may_be_chance_is_not_learning(tmp_path):
         right = number < 30 if step == 0 else 30 <= number < 72 if step == 4 else False
         return {"f1": float(right)}
 
-    group = group_of(tmp_path, *[{"facts": noisy}] * 3)
-    found = group.lines[0].difference
-    assert found.difference == pytest.approx(0.06) and found.low < 0 < found.high
-    assert group.verdict == "no (0 of 3 seeds)"
+    assert learns(tmp_path, *[{"facts": noisy}] * 3) == "no (0 of 3 seeds)"
+    gain = found(tmp_path).begun("mhgpo_rr", "hotpotqa")[0].gain("f1")
+    assert gain.difference == pytest.approx(0.06) and gain.low < 0 < gain.high
 
 
 def test_a_runs_interval_is_the_one_of_its_own_report(tmp_path):
     fake_run(tmp_path / "a")
-    (line,) = compare_runs([tmp_path / "a"], "x", METRICS).lines
-    assert line.difference == line.seen.differences[line.metric]
+    result = found(tmp_path)
+    ((row, column),) = result.runs
+    (run,) = result.begun(row, column)
+    metric = result.metric(row, column)
+    assert run.gain(metric) == run.overview.differences[metric]
 
 
-def test_one_panel_per_task_and_runs_of_other_settings_apart(tmp_path):
+def test_one_column_per_task_and_runs_of_other_settings_apart(tmp_path):
     made(tmp_path / "a", algo="mhgpo_rr")
     made(tmp_path / "b", algo="mhgpo_rr", seed=1, group_size=8)
     made(tmp_path / "c", algo="grpo", task="search_agent")
-    panels = {panel.task: panel for panel in compare_runs(find_runs([tmp_path]), "x", {}).panels}
-    assert [group.label for group in panels["hotpotqa"].groups] == [
-        "mhgpo_rr algo.group_size=4",
-        "mhgpo_rr algo.group_size=8",
-    ]
-    assert panels["hotpotqa"].metric == "f1" and panels["search_agent"].metric == "em"
+    result = found(tmp_path)
+    assert result.rows_of("hotpotqa") == ["mhgpo_rr algo.group_size=4", "mhgpo_rr algo.group_size=8"]
+    assert result.metric("grpo", "search_agent") == "em" and result.rows_of("search_agent") == ["grpo"]
 
 
 def test_of_runs_that_repeat_each_other_the_furthest_stays_and_a_note_says_so(tmp_path):
     kept = made(tmp_path / "done")
     left = made(tmp_path / "another", done=False)
-    found = compare_runs(find_runs([tmp_path]), "x", METRICS)
-    assert [line.seen.run.path for line in found.lines] == [kept]
-    assert str(left) in found.notes[0] and found.notes[0] in comparison_text(found)
+    result = found(tmp_path)
+    assert [run.path for runs in result.runs.values() for run in runs] == [kept]
+    assert str(left) in result.notes[0] and "left out" in " ".join(SetPage(result).text().split())
 
 
 def test_tables_show_means_ranges_behaviour_and_states(tmp_path):
     made(tmp_path / "a", after=0.6)
     made(tmp_path / "b", after=0.4, seed=1)
     made(tmp_path / "c", seed=2, done=False)
-    (panel,) = compare_runs(find_runs([tmp_path]), "x", METRICS).panels
-    head, row = summary_rows(panel)
-    shown = dict(zip(head, row, strict=True))
-    assert shown["seeds"] == "2 of 3 done"
-    assert (shown["before"], shown["after"], shown["difference"]) == ("0.200", "0.500", "+0.300")
-    assert shown["lowest to highest seed"] == "+0.200 to +0.400"
-    assert shown["invalid selections"] == "0.50 → 0.10"
-    assert shown["time per run"] == "11 s"  # four steps of 2 s, three evaluations of 1 s
-    seeds = seed_rows(panel)
-    assert [cells[-1] for cells in seeds[1:2]] == ["done"] and "of 4" in seeds[3][-1]
+    shown = parts(found(tmp_path))
+    (row,) = shown["hotpotqa: f1 on dev"]
+    assert row["seeds"] == "2 of 3 done"
+    assert (row["before"], row["after"], row["difference"]) == ("0.200", "0.500", "+0.300")
+    assert row["lowest to highest seed"] == "+0.200 to +0.400"
+    assert row["invalid selections"] == "0.50 → 0.10"
+    assert row["time per run"] == "11 s"  # four steps of 2 s, three evaluations of 1 s
+    states = [row["state"] for row in shown["hotpotqa: f1 on dev, every seed"]]
+    assert states[0] == "done" and "of 4" in states[2]
 
 
 def test_shares_count_items_above_zero(tmp_path):
     made(tmp_path / "a", task="search_agent", facts=lambda n, step, share: {"em": 0.0, "searches": 3.0 * (n < 50)})
-    (panel,) = compare_runs([tmp_path / "a"], "x", METRICS).panels
-    shown = dict(zip(*summary_rows(panel), strict=True))
-    assert shown["searches"] == "0.25 → 0.25"
+    (row,) = parts(found(tmp_path))["search_agent: em on dev"]
+    assert row["searches"] == "0.25 → 0.25"
 
 
-def test_algorithms_are_compared_on_common_seeds_and_items(tmp_path):
+def test_rows_are_compared_on_common_seeds_and_items(tmp_path):
     for seed in (0, 1):
         made(tmp_path / f"a{seed}", algo="mhgpo_fof", after=0.6, seed=seed)
     made(tmp_path / "b1", algo="mhgpo_is", after=0.3, seed=1)
     made(tmp_path / "b2", algo="mhgpo_is", after=0.9, seed=2)
     made(tmp_path / "c", algo="mmgrpo", after=0.9, seed=5)
-    (panel,) = compare_runs(find_runs([tmp_path]), "x", METRICS).panels
-    table = {row[0]: dict(zip(against_rows(panel)[0][1:], row[1:], strict=True)) for row in against_rows(panel)[1:]}
+    table = {row["minus"]: row for row in parts(found(tmp_path))["hotpotqa: f1 on dev, row minus column"]}
     assert table["mhgpo_fof"]["mhgpo_is"] == "+0.300*" and table["mhgpo_is"]["mhgpo_fof"] == "-0.300*"
     assert table["mhgpo_fof"]["mmgrpo"] == "" == table["mmgrpo"]["mmgrpo"]
 
@@ -163,65 +170,59 @@ def test_every_pair_has_its_interval_the_better_first(tmp_path):
     for algo, after in (("mhgpo_fof", 0.3), ("mhgpo_is", 0.6)):
         made(tmp_path / algo, algo=algo, after=after)
     made(tmp_path / "other", algo="mmgrpo", seed=5)
-    comparison = compare_runs(find_runs([tmp_path]), "x", METRICS)
-    (panel,) = comparison.panels
-    head, *pairs = pair_rows(panel)
-    assert len(pairs) == 1, "mmgrpo has no seed in common with the others"
-    shown = dict(zip(head, pairs[0], strict=True))
-    assert shown["pair"] == "mhgpo_is - mhgpo_fof" and shown["difference"] == "+0.300"
-    low, high = map(float, shown["95 % interval"].strip("[]").split(", "))
+    result = found(tmp_path)
+    (pair,) = parts(result)["hotpotqa: f1 on dev, every pair"]  # mmgrpo has no seed in common with the others
+    assert pair["pair"] == "mhgpo_is - mhgpo_fof" and pair["difference"] == "+0.300"
+    low, high = map(float, pair["95 % interval"].strip("[]").split(", "))
     assert 0 < low <= 0.3 <= high
-    assert "mhgpo_is - mhgpo_fof" in comparison_text(comparison)
-    better, worse = (next(g for g in panel.groups if g.label == name) for name in ("mhgpo_is", "mhgpo_fof"))
-    forth, back = panel.against(better, worse), panel.against(worse, better)
+    forth = result.against("mhgpo_is", "mhgpo_fof", "hotpotqa")
+    back = result.against("mhgpo_fof", "mhgpo_is", "hotpotqa")
     assert (forth.low, forth.high) == pytest.approx((-back.high, -back.low)), "one draw, seen from both sides"
 
 
 def test_curves_are_means_with_the_range_of_seeds(tmp_path):
-    group = group_of(tmp_path, {"after": 0.6}, {"after": 0.4})
-    band = evaluation_band(group, "f1")
-    assert band.steps.tolist() == [0, 2, 4]
-    assert (band.low[-1], band.mean[-1], band.high[-1]) == pytest.approx((0.4, 0.5, 0.6))
-    reward = training_band(group, "reward/mean")
-    assert reward.steps.tolist() == [1, 2, 3, 4]
-    assert reward.mean[0] == pytest.approx(0.6) and reward.high[0] - reward.low[0] == pytest.approx(1.0)
-    assert evaluation_band(group, "nothing") is None
-
-
-def test_one_seed_has_the_interval_over_items(tmp_path):
-    band = evaluation_band(group_of(tmp_path, {}), "f1")
-    assert (band.high - band.low) == pytest.approx([0.2, 0.2, 0.2])
+    for seed, after in enumerate((0.6, 0.4)):
+        made(tmp_path / f"r{seed}", seed=seed, after=after)
+    result = found(tmp_path)
+    figure = SetFigure(result, default_figure(result))
+    (_, _, (score,)), (_, _, (reward,)), _ = figure.panels
+    assert score.band.steps.tolist() == [0, 2, 4]
+    assert (score.band.low[-1], score.band.mean[-1], score.band.high[-1]) == pytest.approx((0.4, 0.5, 0.6))
+    assert reward.band.steps.tolist() == [1, 2, 3, 4]
+    assert reward.band.mean[0] == pytest.approx(0.6) and reward.band.high[0] - reward.band.low[0] == pytest.approx(1.0)
+    assert reward.band.mean[3] == pytest.approx(0.75), "a mean of the steps so far, five at most"
 
 
 def test_the_figure_carries_both_themes_and_every_label(tmp_path):
     for number, algo in enumerate(("mhgpo_fof", "mhgpo_is", "<b>")):
         made(tmp_path / f"r{number}", algo=algo)
     made(tmp_path / "none", algo="mmgrpo", before=None, done=False)
-    svg, png = comparison_figure(compare_runs(find_runs([tmp_path]), "x", METRICS))
+    files = SetPage(found(tmp_path)).drawn
+    svg = files["figure.svg"]
     words = " ".join(ElementTree.fromstring(svg).itertext())
-    assert all(name in words for name in ("mhgpo_fof", "mhgpo_is", "<b>", "mmgrpo", "hotpotqa", "f1 on dev", "step"))
+    assert all(name in words for name in ("mhgpo_fof", "mhgpo_is", "<b>", "mmgrpo", "f1 on dev", "step"))
     assert "prefers-color-scheme:dark" in svg
     drawn = svg.partition("</style>")[2]
     assert not [color for color in DARK if color in drawn], "a colour that does not follow the theme"
-    assert png.startswith(b"\x89PNG")
+    assert files["figure.png"].startswith(b"\x89PNG")
 
 
 def test_a_page_is_filled_between_its_marks_and_keeps_the_rest(tmp_path):
-    made(tmp_path / "runs" / "a")
-    found = compare_runs(find_runs([tmp_path / "runs"]), "mini", METRICS)
+    made(tmp_path / "runs" / "a", algo="<b>&")
     page = tmp_path / "comparison.md"
     page.write_text("before\n<!-- generated by mmrl compare: mini -->\nold\n<!-- end of generated part -->\nafter\n")
-    write_docs(found, page)
+    result = found(tmp_path / "runs", "mini")
+    SetPage(result).fill(page)
     first = page.read_text()
-    write_docs(found, page)
+    SetPage(result).fill(page)
     assert page.read_text() == first
     assert first.startswith("before\n") and first.endswith("\nafter\n") and "old" not in first
     for target in re.findall(r"\]\(([^)]+)\)", first):
         assert (tmp_path / target).is_file()
-    assert "| mhgpo_rr |" in first
-    files = write_comparison(found, tmp_path / "out")
-    assert {path.name for path in files} == {"compare.html", "compare.svg", "compare.png"}
-    assert "mhgpo_rr" in files[0].read_text()
+    files = {path.name: path for path in SetPage(result).write(tmp_path / "out")}
+    drawn = {"figure.svg", "figure.png", "figure.csv"}
+    assert set(files) == {"set.html", "set.md", "set.json", "set.csv", "set.tex", *drawn}
+    assert "&lt;b&gt;&amp;" in files["set.html"].read_text() and "<b>&" not in files["set.html"].read_text()
 
 
 def test_the_command_on_a_folder_writes_there(tmp_path, capsys):
@@ -230,9 +231,9 @@ def test_the_command_on_a_folder_writes_there(tmp_path, capsys):
     assert main(["compare", str(tmp_path / "all")]) == 0
     out = capsys.readouterr().out
     assert "undecided (2 of 3 seeds)" in out and "+0.400" in out
-    assert (tmp_path / "all" / "compare.html").is_file()
+    assert (tmp_path / "all" / "set.html").is_file()
     assert main(["compare", f"runs=[{tmp_path / 'all' / 'a'},{tmp_path / 'all' / 'b'}]", f"out={tmp_path / 'o'}"]) == 0
-    assert (tmp_path / "o" / "compare.svg").is_file()
+    assert (tmp_path / "o" / "figure.svg").is_file()
 
 
 def test_mistakes_in_what_is_compared(tmp_path, capsys, monkeypatch):

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmrl.config.paper_tables import Case
-from mmrl.report.paper_case import case_study
-from mmrl.report.paper_table import SeedRun
+from mmrl.sets.case import case_study
+from mmrl.sets.cells import CellRun
+from mmrl.sets.spec import Case
 
 
 def line(item, f1, **prediction):
@@ -26,7 +26,7 @@ def table(tmp_path):
             for n, score in enumerate(of_items)
         ]
         (folder / f"step-{step:06d}-dev.jsonl").write_text("\n".join(lines) + "\n")
-    runs = {("FoF", "HotpotQA"): [SeedRun(0, tmp_path / "gone", "", trained=tmp_path / "trained")]}
+    runs = {("FoF", "HotpotQA"): [CellRun(seed=0, path=tmp_path / "gone", trained=tmp_path / "trained")]}
     spec = SimpleNamespace(scores={"EM": "em", "F1": "f1", "# Docs": "docs"}, counts=("# Docs",))
     return SimpleNamespace(runs=runs, spec=spec)
 
@@ -58,6 +58,6 @@ def test_a_question_of_ones_choice_and_the_next_evaluation_there_is(table):
 def test_without_two_evaluations_there_is_none(table):
     assert case_of(table, Case(early=15)) is None and case_of(table, Case(early=16)) is None
     (run,) = table.runs["FoF", "HotpotQA"]
-    table.runs["FoF", "HotpotQA"] = [SeedRun(0, run.path, "")]  # an untrained row
+    table.runs["FoF", "HotpotQA"] = [CellRun(seed=0, path=run.path)]  # an untrained row
     assert case_of(table, Case(early=5)) is None
     assert case_of(table, None) is None

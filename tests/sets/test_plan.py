@@ -2,25 +2,29 @@
 
 import pytest
 
-from mmrl.cli.configs import table_config
+from mmrl.cli.configs import set_config
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import RunDir
 from mmrl.run.build import evaluation_devices
 from mmrl.run.check import process_problems
-from mmrl.run.table import TableRequest, _planned
-from mmrl.run.table_cost import device_hours
-from mmrl.run.table_runs import before_collapse
+from mmrl.sets.cost import device_hours
+from mmrl.sets.plan import Planner
+from mmrl.sets.queue import before_collapse
+from mmrl.sets.words import read_set
+from mmrl.system.conf import conf_dir
+
+
+def planned(table, row, column=None, scale="paper", typed=()):
+    spec, base = read_set(table, [conf_dir()])
+    planner = Planner(spec, base, scale, lambda command, words: set_config(command, words, None), typed)
+    return planner.plan(table, [row], [column] if column else [*spec.columns], (0,))
 
 
 def test_tables_share_runs(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
-    def planned(table, row, typed=(), **given):
-        request = TableRequest((table,), {"rows": row, "scale": "mini", "seed": "0", **given}, typed, None)
-        return _planned(request, lambda command, words: table_config(command, words, None))
-
     def training(table, row, *typed):
-        return next(run.path for run in planned(table, row, typed).runs if run.command == "train")
+        return next(run.path for run in planned(table, row, None, "mini", typed).runs if run.command == "train")
 
     fof = training("mhgpo-table2", "MHGPO")
     assert fof == training("mhgpo-table6", "4") == training("mhgpo-table4", "MHGPO-FoF composite")
@@ -28,9 +32,9 @@ def test_tables_share_runs(monkeypatch, tmp_path):
     assert training("mhgpo-fig5", "MAPPO", "model.matmul=torch") == training("mhgpo-fig5", "MAPPO")
     assert training("mhgpo-fig5", "MAPPO", "model.matmul=onednn") != training("mhgpo-fig5", "MAPPO")
     # What a training starts from is no part of the evaluation of its result.
-    train, evaluation = planned("mmgrpo-table1", "mmGRPO", columns="PAPILLON qwen3").runs
-    assert "model.path=tiny_prompts" in train.words() and evaluation.after is train
-    assert not any(word.startswith("model.path=") for word in evaluation.words())
+    train, evaluation = planned("mmgrpo-table1", "mmGRPO", "PAPILLON qwen3", "mini").runs
+    assert "model.path=tiny_prompts" in train.all_words() and evaluation.after is train
+    assert not any(word.startswith("model.path=") for word in evaluation.all_words())
 
 
 @pytest.mark.parametrize(
@@ -45,8 +49,7 @@ def test_tables_share_runs(monkeypatch, tmp_path):
 def test_evaluations_of_the_papers_use_the_gpus_that_they_name(monkeypatch, tmp_path, table, row, column, gpus):
     """`mmrl eval` is one process: of a profile with several its server takes all devices, or it is refused."""
     monkeypatch.chdir(tmp_path)
-    request = TableRequest((table,), {"rows": row, "columns": column, "seed": "0"}, (), None)
-    *_, evaluation = _planned(request, lambda command, words: table_config(command, words, None)).runs
+    *_, evaluation = planned(table, row, column).runs
     assert evaluation.command == "eval" and process_problems(evaluation.config) == []
     assert evaluation_devices(evaluation.config.hardware) == gpus
     hours, devices = device_hours(evaluation, 500)

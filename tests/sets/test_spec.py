@@ -1,25 +1,32 @@
-"""conf/table: the papers' facts, stated once each, and what a wrong file is told."""
+"""conf/set: the papers' facts, stated once each, and what a wrong file is told."""
 
+import gzip
+import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from mmrl.cli import main
-from mmrl.cli.configs import table_config
-from mmrl.config.paper_tables import Cell, TableSpec
+from mmrl.cli.configs import set_config
+from mmrl.config import ALGO_SCHEMAS
+from mmrl.config.base import SHIPPED
 from mmrl.config.validate import as_tuples, explain
-from mmrl.run.table import _paper_lines, in_text
-from mmrl.run.table_runs import read_table, table_names, words_of
+from mmrl.errors import ConfigError
+from mmrl.sets.spec import Cell, SetSpec
+from mmrl.sets.words import read_set, scales_of, set_names, words_of
 
 CONF = Path(__file__).parents[2] / "conf"
 PAPERS = Path(os.environ.get("MMRL_PAPERS", CONF.parent.parent / "shared" / "papers"))
 """The papers' texts, which are not part of this repository."""
 P0, P1, P2 = "arXiv 2508.04660", "arXiv 2506.02718", "arXiv 2505.11821"
 
-# (table, row, column, command, stage) -> key -> value, place in the paper or the official code.
+TABLES = [name for name in set_names([CONF]) if read_set(name, [CONF])[0].source is not None]
+
+# (table, row, column, command) -> key -> value, place in the paper or the official code.
 FACTS = {
-    ("mmgrpo-table1", "mmGRPO", "Banking77 qwen3", "train", 0): {
+    ("mmgrpo-table1", "mmGRPO", "Banking77 qwen3", "train"): {
         "train.steps": (750, f"{P0} Sec. 5.2"),
         "train.batch_size": (4, f"{P0} Sec. 5.2"),
         "algo.rollouts": (12, f"{P0} Sec. 5.2"),
@@ -41,7 +48,7 @@ FACTS = {
         "algo.minibatches": (2, f"{P0} Sec. 5.2: accumulation 20, one sample per device"),
         "hardware.processes": (2, f"{P0} Sec. 5.3: 2 H100"),
     },
-    ("mmgrpo-table1", "mmGRPO", "HoVer llama3.1", "train", 0): {
+    ("mmgrpo-table1", "mmGRPO", "HoVer llama3.1", "train"): {
         "algo.beta": (0.04, f"{P0} Sec. 5.2, Llama"),
         "train.grad_clip": (0.5, f"{P0} Sec. 5.2, Llama"),
         "eval.top_p": (0.9, f"{P0} Sec. 5.1, Llama"),
@@ -54,20 +61,19 @@ FACTS = {
         "task.retriever.name": ("colbert", f"{P0} App. D: ColBERTv2"),
         "task.data.train": ("hover_train_release_v1.1.json", "hover-nlp/hover: the hub has a loading script alone"),
     },
-    ("mmgrpo-table1", "BetterTogether", "PAPILLON llama3.1", "train", 0): {
-        "algo.name": ("miprov2+mmgrpo", f"{P0} Sec. 5.2"),
-        "stages.1.algo.beta": (0.04, f"{P0} Sec. 5.2, Llama"),
-        "stages.1.train.grad_clip": (0.5, f"{P0} Sec. 5.2, Llama"),
-        "stages.1.algo.minibatches": (4, f"{P0} Sec. 5.2"),
-        "stages.0.algo.auto": ("medium", f"{P0} Sec. 5.2"),
+    ("mmgrpo-table1", "BetterTogether", "PAPILLON llama3.1", "train"): {
+        "algo.name": ("mmgrpo", f"{P0} Sec. 5.2: from the prompts of MIPROv2"),
+        "algo.beta": (0.04, f"{P0} Sec. 5.2, Llama"),
+        "train.grad_clip": (0.5, f"{P0} Sec. 5.2, Llama"),
+        "algo.minibatches": (4, f"{P0} Sec. 5.2"),
         "task.external.model": ("gpt-4.1-mini-2025-04-14", f"{P0} App. D"),
         "task.judge.model": ("gpt-4.1-mini-2025-04-14", "gepa-ai/gepa-artifact"),
     },
-    ("mmgrpo-table1", "MIPROv2", "Banking77 qwen3", "train", 0): {
+    ("mmgrpo-table1", "MIPROv2", "Banking77 qwen3", "train"): {
         "algo.auto": ("medium", f"{P0} Sec. 5.2"),
         "hardware.processes": (1, f"{P0} Sec. 5.3: 1 H100"),
     },
-    ("mhgpo-table1", "MHGPO-RR", "HotpotQA", "train", 0): {
+    ("mhgpo-table1", "MHGPO-RR", "HotpotQA", "train"): {
         "train.lr": (5e-7, f"{P1} B.2"),
         "train.batch_size": (512, f"{P1} Table 5"),
         "train.steps": (176, f"{P1} B.1: one epoch of 90,447"),
@@ -84,18 +90,18 @@ FACTS = {
         "task.max_context": (8192, "not stated; the model's own limit leaves vLLM no room"),
         "task.retriever.model": ("facebook/contriever", f"{P1} Sec. 4.1"),
     },
-    ("mhgpo-table1", "MAPPO", "HotpotQA", "train", 0): {
+    ("mhgpo-table1", "MAPPO", "HotpotQA", "train"): {
         "algo.critic_lr_factor": (2.0, f"{P1} B.2: 1e-6"),
         "algo.gamma": (1.0, "MMOA-RAG"),
         "hardware.cpu_offload": (True, "policy, reference and critic on 80 GB"),
     },
-    ("mhgpo-table1", "LLM + PPO", "HotpotQA", "train", 0): {
+    ("mhgpo-table1", "LLM + PPO", "HotpotQA", "train"): {
         "train.weight_decay": (0.01, f"{P1} B.2: other parameters are shared"),
         "algo.minibatches": (1, f"{P1} B.2"),
         "train.lr": (5e-7, f"{P1} B.2"),
         "hardware.cpu_offload": (True, "policy, reference and critic on 80 GB"),
     },
-    ("mhgpo-table1", "R1-Searcher(PPO)", "HotpotQA", "train", 0): {
+    ("mhgpo-table1", "R1-Searcher(PPO), first", "HotpotQA", "train"): {
         "task.reward": ("stage1", f"{P1} App. B; RUCAIBox/R1-Searcher"),
         "train.lr": (2e-6, f"{P1} App. B; RUCAIBox/R1-Searcher"),
         "train.batch_size": (15, f"{P1} App. B; RUCAIBox/R1-Searcher"),
@@ -105,17 +111,17 @@ FACTS = {
         "task.max_turns": (10, f"{P1} App. B; RUCAIBox/R1-Searcher"),
         "task.data.train_items": (350, f"{P1} App. B; RUCAIBox/R1-Searcher"),
     },
-    ("mhgpo-table1", "R1-Searcher(GRPO)", "HotpotQA", "train", 1): {
+    ("mhgpo-table1", "R1-Searcher(GRPO)", "HotpotQA", "train"): {
         "task.reward": ("outcome", f"{P1} App. B; RUCAIBox/R1-Searcher"),
         "algo.group_size": (16, f"{P1} App. B; RUCAIBox/R1-Searcher"),
         "train.batch_size": (65, f"{P1} App. B; RUCAIBox/R1-Searcher"),
         "task.data.train_items": (8148, f"{P1} App. B; RUCAIBox/R1-Searcher"),
     },
-    ("mhgpo-table1", "R1-Searcher(GRPO)", "MuSiQue", "eval", 1): {
+    ("mhgpo-table1", "R1-Searcher(GRPO)", "MuSiQue", "eval"): {
         "task.retriever.top_k": (5, f"{P1} App. B; RUCAIBox/R1-Searcher"),
         "task.max_turns": (15, f"{P1} App. B; RUCAIBox/R1-Searcher"),
     },
-    ("mhgpo-table1", "Search-o1", "2Wiki", "eval", 0): {
+    ("mhgpo-table1", "Search-o1", "2Wiki", "eval"): {
         "task.max_turns": (10, f"{P1} App. B; sunnynexus/Search-o1"),
         "task.max_tokens": (8192, f"{P1} App. B; sunnynexus/Search-o1"),
         "task.retriever.top_k": (10, f"{P1} App. B; sunnynexus/Search-o1"),
@@ -125,15 +131,15 @@ FACTS = {
         "task.data.dev": ("RUC-NLPIR/FlashRAG_datasets:2wikimultihopqa:dev", f"{P1} Table 1: 12,576 items"),
         "task.data.dev_items": (None, f"{P1} Table 1: whole counts over 12,576 items"),
     },
-    ("mhgpo-table1", "MAS Qwen2.5-72B", "HotpotQA", "eval", 0): {
+    ("mhgpo-table1", "MAS Qwen2.5-72B", "HotpotQA", "eval"): {
         "engine.args": (("--tensor-parallel-size=8", "--data-parallel-size=1"), "145 GB of weights on GPUs of 80"),
         "model.path": ("Qwen/Qwen2.5-72B-Instruct", f"{P1} Table 1"),
     },
-    ("mhgpo-table2", "*Rewriter", "HotpotQA", "train", 0): {"algo.train_modules": (("rewriter",), f"{P1} Table 2")},
-    ("mhgpo-table3", "Rand()", "MHGPO-RR", "train", 0): {"algo.aggregate": ("random", f"{P1} Table 3")},
-    ("mhgpo-table4", "MAPPO final only", "HotpotQA", "train", 0): {"algo.penalties": (False, f"{P1} Table 4")},
-    ("mhgpo-table6", "6", "HotpotQA", "train", 0): {"algo.group_size": (6, f"{P1} Table 6")},
-    ("turn-table5", "MT-GRPO", "TriviaQA", "train", 0): {
+    ("mhgpo-table2", "*Rewriter", "HotpotQA", "train"): {"algo.train_modules": (("rewriter",), f"{P1} Table 2")},
+    ("mhgpo-table3", "Rand()", "MHGPO-RR", "train"): {"algo.aggregate": ("random", f"{P1} Table 3")},
+    ("mhgpo-table4", "MAPPO final only", "HotpotQA", "train"): {"algo.penalties": (False, f"{P1} Table 4")},
+    ("mhgpo-table6", "6", "HotpotQA", "train"): {"algo.group_size": (6, f"{P1} Table 6")},
+    ("turn-table5", "MT-GRPO", "TriviaQA", "train"): {
         "algo.group_size": (21, f"{P2} E.3"),
         "train.lr": (1e-6, f"{P2} E.3"),
         "train.warmup_steps": (20, "SiliangZeng/Multi-Turn-RL-Agent"),
@@ -149,7 +155,7 @@ FACTS = {
         "hardware.processes": (7, f"{P2} E.3"),
         "hardware.rollout_devices": (1, f"{P2} E.3"),
     },
-    ("turn-table2", "MT-PPO", "NQ", "train", 0): {
+    ("turn-table2", "MT-PPO", "NQ", "train"): {
         "train.lr": (1e-6, f"{P2} C.2"),
         "algo.critic_lr_factor": (10.0, f"{P2} C.2: 1e-5"),
         "train.steps": (500, f"{P2} C.2"),
@@ -172,13 +178,13 @@ FACTS = {
         "eval.temperature": (0.0, "PeterGriffinJin/Search-R1: validation is greedy"),
         "train.keep": (25, f"{P2} Sec. 6.2: the last checkpoint before collapse"),
     },
-    ("turn-table2", "GRPO", "NQ", "train", 0): {
+    ("turn-table2", "GRPO", "NQ", "train"): {
         "algo.group_size": (5, "PeterGriffinJin/Search-R1"),
         "algo.eps": (1e-6, "PeterGriffinJin/Search-R1"),
         "algo.loss_mean": ("token", "PeterGriffinJin/Search-R1"),
     },
-    ("turn-fig4", "lambda 0.0", "NQ", "train", 0): {"task.search_penalty": (0.0, f"{P2} Sec. 6.3")},
-    ("turn-fig6", "MT-PPO", "NQ", "train", 0): {
+    ("turn-fig4", "lambda 0.0", "NQ", "train"): {"task.search_penalty": (0.0, f"{P2} Sec. 6.3")},
+    ("turn-fig6", "MT-PPO", "NQ", "train"): {
         "task.reward": ("judge_turn", f"{P2} C.4"),
         "task.judge.max_tokens": (2048, f"{P2} C.4"),
         "task.judge.concurrency": (64, "quanwei0/Search-R1"),
@@ -187,14 +193,12 @@ FACTS = {
 }
 
 
-def config_of(table, row, column, command, stage, scale="paper"):
-    spec, base = read_table(table, [CONF])
-    words = words_of(spec, base, row, column, scale, command, stage)
-    if command == "eval" and not any(word.startswith("policy=") for word in words):
+def config_of(table, row, column, command, scale="paper"):
+    spec, base = read_set(table, [CONF])
+    words = words_of(spec, base, row, column, scale, command)
+    if command == "eval" and not spec.rows[row].policy:
         words.append("policy=RUN")
-    if command == "train" and stage:
-        words.append("model.path=RUN/checkpoints/checkpoint-20")
-    return table_config(command, words, None)
+    return set_config(command, words, None)
 
 
 @pytest.mark.parametrize("place", FACTS, ids=lambda place: " ".join(map(str, place)))
@@ -208,37 +212,123 @@ def test_the_papers_facts(place):
 
 
 def test_every_reported_value_is_there():
-    specs = [read_table(name, [CONF])[0] for name in table_names([CONF])]
+    specs = [read_set(name, [CONF])[0] for name in TABLES]
     assert sum(len(spec.reported(row)) for spec in specs for row in spec.rows) == 370
     assert sum(len(spec.deviations(row)) for spec in specs for row in spec.rows) == 49
-    first = read_table("mhgpo-table1", [CONF])[0].reported("MHGPO-FoF(os)")
+    first = read_set("mhgpo-table1", [CONF])[0].reported("MHGPO-FoF(os)")
     assert first[Cell("2Wiki", "EM")] == 32.801 and first["OOD"] == 26.109
-    turns = read_table("turn-table2", [CONF])[0].reported("PPO")
+    turns = read_set("turn-table2", [CONF])[0].reported("PPO")
     assert turns[Cell("Musique", "EM")] == 0.199 and turns[Cell("NQ", "format")] == 0.909
 
 
 @pytest.mark.skipif(not PAPERS.is_dir(), reason="the papers' texts are not here (MMRL_PAPERS=FOLDER)")
 def test_every_reported_value_stands_in_the_papers():
-    lines = _paper_lines(str(PAPERS))
-    for name in table_names([CONF]):
-        spec, _ = read_table(name, [CONF])
-        assert [row for row in spec.rows if not in_text(spec, row, lines)] == []
+    texts = [line for path in sorted(PAPERS.glob("*.txt")) for line in path.read_text(errors="replace").splitlines()]
+    number = r"(?<![\w.])\d+\.?\d*"
+    lines = [[float(text) for text in re.findall(number, re.sub(r"<[^>]*>", " ", line))] for line in texts]
+    counted = 0
+    for name in TABLES:
+        spec, _ = read_set(name, [CONF])
+        for row in spec.rows:
+            for numbers in printed(spec, row):
+                counted += len(numbers)
+                assert any(holds(line, numbers) for line in lines if len(line) >= len(numbers)), (name, row)
+    assert counted == 370 + 49
+
+
+def printed(spec, row):
+    """A row's numbers as they stand side by side in a line; of scores printed apart, in one line each."""
+    values, deviations = spec.reported(row), spec.deviations(row)
+    blocks = [[*spec.cells, *spec.means]]
+    if spec.order == "scores":
+        blocks = [
+            [*(c for c in spec.cells if c.score == score), *(m for m, of in spec.means.items() if of == (score,))]
+            for score in spec.scores
+        ]
+    for block in blocks if values else ():
+        yield [n for place in block for n in (values[place], deviations.get(place)) if n is not None]
+
+
+def holds(line, numbers):
+    return any(line[start : start + len(numbers)] == numbers for start in range(len(line) - len(numbers) + 1))
+
+
+@pytest.mark.parametrize("name", set_names([CONF]))
+def test_every_config_of_a_shipped_set_composes(name):
+    spec, base = read_set(name, [CONF])
+    composed = set()
+    for scale in scales_of(spec, base):
+        for row, column in spec.pairs:
+            for command in ("train", "eval") if spec.scores else ("train",):
+                words = words_of(spec, base, row, column, scale, command)
+                if (command == "train" and spec.rows[row].policy) or tuple(words) in composed:
+                    continue
+                composed.add(tuple(words))
+                config = set_config(command, [*words, *(["policy=tiny"] if command == "eval" else [])], None)
+                assert spec.scores or config.eval.items >= 200, "needed to say that it learns"
+
+
+def test_the_words_of_all_runs_are_those_of_the_two_readers_before():
+    """Frozen when comparisons and tables became sets: 827 lists of words, and 63 runs and stages."""
+    before = json.loads(gzip.decompress((Path(__file__).parent / "words_before.json.gz").read_bytes()))
+    compared = 0
+    for place, words in before.items():
+        name, *rest = place.split("|")
+        spec, base = read_set(name, [CONF])
+        if len(rest) == 4:
+            scale, row, column, command = rest
+            if command == "train0":
+                row = spec.rows[row].from_
+            now = words_of(spec, base, row, column, scale, command[:5] if command[0] == "t" else command)
+            compared += 1
+            if command == "train1" and scale == "mini":
+                # A run that starts from another one needs no words for a model of any path.
+                now, words = (set(some) & {"algo=ppo", "algo=grpo", "task.reward=outcome"} for some in (now, words))
+            if row == "BetterTogether" and command == "train":
+                words = stage_words(words, "mmgrpo")
+            assert sorted(now) == sorted(words), place
+            continue
+        task, row = rest
+        typed = next((word for word in words if word.startswith("stages=")), "")
+        stages = typed[8:-1].split(",") if typed else ["miprov2", "mmgrpo"] if row == "better_together" else [""]
+        for stage in reversed(stages):
+            compared += 1
+            now = words_of(spec, base, row, task, "", "train")
+            assert sorted(now) == sorted(stage_words(words, stage) if stage else words), place
+            row = spec.rows[row].from_
+    assert compared == 827 + 63
+
+
+def stage_words(words, stage):
+    """What a stage of `stages=[A,B]` had: the words of all, and its own."""
+    own = [word.removeprefix(f"stage.{stage}.") for word in words if word.startswith(f"stage.{stage}.")]
+    return [*(word for word in words if not word.startswith(("stages=", "stage.", "algo="))), f"algo={stage}", *own]
+
+
+def test_the_shipped_sets_run_every_task_of_the_mini_world_and_every_algorithm():
+    own = [read_set(name, [CONF])[0] for name in set_names([CONF]) if name not in TABLES]
+    tasks = {
+        word[5:] for spec in own for column in spec.columns.values() for word in column.train if word[:5] == "task="
+    }
+    algos = {word[5:] for spec in own for row in spec.rows.values() for word in row.train if word.startswith("algo=")}
+    assert tasks == {task for tasks in SHIPPED.values() for task in tasks}
+    assert algos == {*ALGO_SCHEMAS, "miprov2", "sft"} and all(len(spec.seeds) >= 3 for spec in own)
 
 
 @pytest.mark.parametrize(
-    ("table", "row", "column", "command", "stage"),
+    ("table", "row", "column", "command"),
     [
-        ("mmgrpo-table1", "BetterTogether", "PAPILLON qwen3", "train", 0),
-        ("mhgpo-table1", "R1-Searcher(PPO)", "2Wiki", "train", 1),
-        ("mhgpo-table1", "LLM Qwen2.5-72B", "MuSiQue", "eval", 0),
-        ("turn-table2", "MT-PPO", "PopQA", "eval", 0),
-        ("turn-table5", "GRPO-MR", "TriviaQA", "train", 0),
+        ("mmgrpo-table1", "BetterTogether", "PAPILLON qwen3", "train"),
+        ("mhgpo-table1", "R1-Searcher(PPO)", "2Wiki", "train"),
+        ("mhgpo-table1", "LLM Qwen2.5-72B", "MuSiQue", "eval"),
+        ("turn-table2", "MT-PPO", "PopQA", "eval"),
+        ("turn-table5", "GRPO-MR", "TriviaQA", "train"),
     ],
 )
-def test_the_same_tables_on_the_mini_world(table, row, column, command, stage):
-    config = config_of(table, row, column, command, stage, scale="mini")
+def test_the_same_tables_on_the_mini_world(table, row, column, command):
+    config = config_of(table, row, column, command, scale="mini")
     assert config.task.data.dev == "mini" and config.hardware.name == "cpu"
-    assert config.model.path.startswith("tiny") or stage == 1  # which starts from a checkpoint
+    assert config.model.path.startswith("tiny")
     assert config.eval.items == (240 if command == "eval" else 24)
 
 
@@ -268,29 +358,67 @@ SPEC = {
         ({"claims": [{"more": "one", "than": "two", "cells": ["EN"]}]}, "claims.1.cells: got 'EN'"),
         ({"means": {"AVG": ["F2"]}}, "means.AVG: got 'F2'"),
         ({"means": {"A": ["F1"]}}, "columns, scores, means: A is the name of two of them"),
-        ({"all": {"set": ["task"]}}, "all.set: got task, expected KEY=VALUE"),
+        ({"set": ["task"]}, "set: got task, expected KEY=VALUE"),
         ({"sores": {}}, "sores: unknown key"),
+        ({"rows": {"one": {"from": "tow"}, "two": {}}}, "rows.one.from: got 'tow'"),
+        (
+            {"rows": {"one": {"from": "two"}, "two": {"from": "one"}}},
+            "rows.one.from: one starts from two starts from one",
+        ),
+        ({"rows": {"one": {"from": "two"}, "two": {"policy": "tiny"}}}, "rows.one.from: two has policy="),
+        (
+            {"rows": {"one": {"from": "two", "seeds": [0, 4]}, "two": {}}},
+            "rows.one.from: two has no seed 4, and one has",
+        ),
+        (
+            {"rows": {"one": {"from": "two"}, "two": {}}, "columns": {"A": {}, "B": {"rows": ["one"]}}},
+            "rows.one.from: two has no cell in column B, and one has",
+        ),
+        ({"columns": {"A": {"rows": ["tow"]}, "B": {}}}, "columns.A.rows: got 'tow'"),
+        ({"columns": {"A": {"cells": {"tow": ["x=1"]}}, "B": {}}}, "columns.A.cells: got 'tow'"),
+        ({"scores": {}, "means": {}, "rows": {"one": {"policy": "tiny"}}}, "rows.one.policy: nothing is trained"),
+        ({"source": None}, "rows.one.values: got numbers as printed, and no source says where"),
     ],
 )
 def test_a_wrong_table_is_refused_in_words(changes, said):
     from pydantic import ValidationError
 
     with pytest.raises(ValidationError) as caught:
-        TableSpec.model_validate(as_tuples({**SPEC, **changes}))
-    problems = explain(TableSpec, caught.value)
+        SetSpec.model_validate(as_tuples({**SPEC, **changes}))
+    problems = explain(SetSpec, caught.value)
     assert any(problem.startswith(said) for problem in problems), problems
 
 
 def test_a_right_one_is_not(tmp_path):
-    spec = TableSpec.model_validate(as_tuples(SPEC))
+    spec = SetSpec.model_validate(as_tuples(SPEC))
     assert spec.reported("one")["AVG"] == 3.0 and spec.selected(["AVG"]) == [Cell("A", "F1"), Cell("B", "F1")]
     assert spec.label(Cell("A", "F1")) == "A F1"
 
 
 def test_every_table_stands_in_the_docs():
     text = (CONF.parent / "docs" / "reproducing.md").read_text(encoding="utf-8")
-    families = [name.rpartition("-")[2] for name in table_names([CONF])]
+    families = [name.rpartition("-")[2] for name in TABLES]
     assert [name for name in families if f"-{name}`" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[1, 2]", "rows: missing"),
+        ("rows: {a: {}}", "shows: missing"),
+        ("shows: x\nrows: {a: {seed: 1}}", "rows.a.seed: unknown key; did you mean 'seeds'?"),
+        ("shows: x\nrows: {a: {}}\nalgos: {ppoo: [x=1]}", "set mine: algos: got 'ppoo'"),
+        ("shows: x\nbase: nowhere\nrows: {a: {}}", "set/base: got 'nowhere'"),
+        ("rows: {", "cannot be read"),
+    ],
+)
+def test_a_malformed_set_is_refused_with_its_name(text, says, tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_set("mine", [tmp_path])
+    assert "mine" in str(caught.value) or "nowhere" in str(caught.value)
+    assert says in str(caught.value), str(caught.value)
 
 
 def test_an_experiment_that_is_not_there_names_its_file(capsys):

@@ -1,4 +1,4 @@
-"""Figures of the papers' tables: what is drawn of which runs, with numbers worked by hand."""
+"""Figures of sets: what is drawn of which runs, with numbers worked by hand."""
 
 import csv
 import io
@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from mmrl.config.paper_tables import Figure, TableSpec
-from mmrl.report.paper_figure import PaperFigure
-from mmrl.report.paper_table import SeedRun
+from mmrl.config.validate import as_tuples
+from mmrl.sets.cells import CellRun
+from mmrl.sets.figure import SetFigure
+from mmrl.sets.spec import Figure, SetSpec
 
 
 def run(folder, records):
@@ -25,11 +26,11 @@ def run(folder, records):
 def table(**of):
     """(row, column) -> one training run per seed, as the table of these."""
     runs = {
-        place: [SeedRun(seed, path.parent / "eval", "", trained=path) for seed, path in enumerate(paths)]
+        place: [CellRun(seed=seed, path=path.parent / "eval", trained=path) for seed, path in enumerate(paths)]
         for place, paths in of["runs"].items()
     }
     rows, columns = ([*dict.fromkeys(place[end] for place in runs)] for end in (0, 1))
-    return SimpleNamespace(name="t", rows=rows, columns=columns, runs=runs)
+    return SimpleNamespace(name="t", rows=rows, columns=columns, runs=runs, spec=SimpleNamespace(scores={"F1": "f1"}))
 
 
 def figure(**given):
@@ -52,20 +53,20 @@ def two(tmp_path):
     ("band", "low", "high"), [("range", [0.0, 0.5], [0.2, 0.7]), ("std", [-0.0414214, 0.458579], [0.241421, 0.741421])]
 )
 def test_a_curve_is_the_mean_over_seeds_on_the_steps_that_all_have(two, band, low, high):
-    rows = numbers(PaperFigure(two, figure(band=band)))
+    rows = numbers(SetFigure(two, figure(band=band)))
     assert [(row["step"], row["mean"], row["seeds"]) for row in rows] == [("1", "0.1", "2"), ("2", "0.6", "2")]
     assert [float(row["low"]) for row in rows] == pytest.approx(low)
     assert [float(row["high"]) for row in rows] == pytest.approx(high)
 
 
 def test_a_moving_average_starts_at_the_first_value(two):
-    rows = numbers(PaperFigure(two, figure(smooth=0.9, band="range")))
+    rows = numbers(SetFigure(two, figure(smooth=0.9, band="range")))
     assert [float(row["mean"]) for row in rows] == pytest.approx([0.1, 0.9 * 0.1 + 0.1 * 0.6])
-    assert "keep 0.9" in PaperFigure(two, figure(smooth=0.9)).caption
+    assert "keep 0.9" in SetFigure(two, figure(smooth=0.9)).caption
 
 
 def test_a_scaled_line_runs_from_0_to_1_and_the_legend_has_its_ends(two):
-    drawn = PaperFigure(two, figure(scaled=True))
+    drawn = SetFigure(two, figure(scaled=True))
     assert [row["mean"] for row in numbers(drawn)] == ["0", "1"]
     assert "0.1–0.6" in drawn.files()["figure.svg"]
 
@@ -76,56 +77,55 @@ def test_bars_are_means_over_the_first_steps(tmp_path):
         {"metric": "time/step", "label": "step (s)"},
         {"metric": ["memory/device_share", "memory/rss_mb"], "label": "memory"},
     ]
-    rows = numbers(PaperFigure(table(runs={("RR", "H"): [times]}), figure(kind="bars", first=3, diagrams=diagrams)))
+    rows = numbers(SetFigure(table(runs={("RR", "H"): [times]}), figure(kind="bars", first=3, diagrams=diagrams)))
     assert [(row["diagram"], row["mean"]) for row in rows] == [("step (s)", "2"), ("memory", "100")]
 
 
 def test_evaluations_are_of_the_runs_own_split_and_step_0_is_no_step(tmp_path):
     evaluated = run(tmp_path / "a", {1: {"reward/mean": 0.1}, 5: {"eval/dev/f1": 0.25}})
-    drawn = PaperFigure(table(runs={("RR", "H"): [evaluated]}), figure(diagrams=[{"metric": "eval/f1", "label": "F1"}]))
+    drawn = SetFigure(table(runs={("RR", "H"): [evaluated]}), figure(diagrams=[{"metric": "eval/f1", "label": "F1"}]))
     assert [(row["step"], row["mean"]) for row in numbers(drawn)] == [("5", "0.25")]
 
 
 def test_columns_that_share_their_training_are_drawn_once(tmp_path):
     one, other = (run(tmp_path / name, {1: {"reward/mean": 0.1}}) for name in "ab")
-    shared = PaperFigure(table(runs={("RR", "H"): [one], ("RR", "2Wiki"): [one]}), figure())
-    apart = PaperFigure(table(runs={("RR", "NQ"): [one], ("RR", "H"): [other]}), figure())
+    shared = SetFigure(table(runs={("RR", "H"): [one], ("RR", "2Wiki"): [one]}), figure())
+    apart = SetFigure(table(runs={("RR", "NQ"): [one], ("RR", "H"): [other]}), figure())
     assert [row["column"] for row in numbers(shared)] == [""]
     assert [row["column"] for row in numbers(apart)] == ["NQ", "H"]
     only = figure(diagrams=[{"metric": "reward/mean", "label": "reward", "column": "H"}])
-    assert [row["column"] for row in numbers(PaperFigure(apart.table, only))] == ["H"]
+    assert [row["column"] for row in numbers(SetFigure(apart.result, only))] == ["H"]
     later = figure(diagrams=[{"metric": "reward/mean", "label": "reward", "column": "2Wiki"}])
-    assert len(numbers(PaperFigure(shared.table, later))) == 1, "a column that shares the runs of an earlier one"
+    assert len(numbers(SetFigure(shared.result, later))) == 1, "a column that shares the runs of an earlier one"
 
 
 def test_before_a_run_has_begun_there_is_no_figure(tmp_path):
     nothing = table(runs={("RR", "H"): [tmp_path / "none"]})
-    assert PaperFigure(nothing, figure()).files() == {}
+    assert SetFigure(nothing, figure()).files() == {}
 
 
 def test_a_damaged_run_is_left_out_and_named(tmp_path, two):
     broken = run(tmp_path / "broken", {1: {"reward/mean": 9.0}})
     (broken / "metrics.jsonl").write_text("{\n{\n")
-    two.runs["RR", "HotpotQA"].append(SeedRun(2, tmp_path / "e", "", trained=broken))
-    drawn = PaperFigure(two, figure())
+    two.runs["RR", "HotpotQA"].append(CellRun(seed=2, path=tmp_path / "e", trained=broken))
+    drawn = SetFigure(two, figure())
     assert [row["seeds"] for row in numbers(drawn)] == ["2", "2"]
     assert "Not drawn" in drawn.caption and "broken" in drawn.caption
 
 
 def test_a_row_without_runs_leaves_the_others(tmp_path, two):
     two.rows.append("MAPPO")
-    two.runs["MAPPO", "HotpotQA"] = [SeedRun(0, tmp_path / "e", "", trained=tmp_path / "none")]
-    files = PaperFigure(two, figure()).files()
-    assert set(files) == {"figure.svg", "figure.png", "figure.pdf", "figure.csv"}
-    assert files["figure.png"][:4] == b"\x89PNG" and files["figure.pdf"][:4] == b"%PDF"
-    assert PaperFigure(two, figure()).files()["figure.svg"] == files["figure.svg"], "the same numbers, the same bytes"
+    two.runs["MAPPO", "HotpotQA"] = [CellRun(seed=0, path=tmp_path / "e", trained=tmp_path / "none")]
+    files = SetFigure(two, figure()).files()
+    assert set(files) == {"figure.svg", "figure.png", "figure.csv"}
+    assert files["figure.png"][:4] == b"\x89PNG"
+    assert SetFigure(two, figure()).files()["figure.svg"] == files["figure.svg"], "the same numbers, the same bytes"
 
 
 def test_a_diagram_of_an_unknown_column_is_refused():
     spec = {
         "source": {"arxiv": "0", "at": "Figure 1", "decimals": 1},
         "shows": "x",
-        "base": "own",
         "seeds": [0],
         "columns": {"H": {}},
         "scores": {"F1": "f1"},
@@ -134,4 +134,4 @@ def test_a_diagram_of_an_unknown_column_is_refused():
         "figure": {"diagrams": [{"metric": "reward/mean", "label": "reward", "column": "HotpotQ"}]},
     }
     with pytest.raises(ValidationError, match=r"figure\.diagrams\.1\.column"):
-        TableSpec.model_validate_json(json.dumps(spec))
+        SetSpec.model_validate(as_tuples(spec))
