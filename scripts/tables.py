@@ -1,4 +1,4 @@
-"""Takes the pages of the papers' tables into the docs: `python -m scripts.tables [outputs/tables] [mini]`.
+"""Takes the pages of the papers' tables into the docs: `python -m scripts.tables [outputs/sets] [mini]`.
 
 Of every table that is whole at the scale, its Markdown page and its figure go to docs/tables, and docs/reproducing.md
 gets one line: seeds, and what became of the paper's claims. Tables that are not there keep the page and line they have.
@@ -28,12 +28,13 @@ def natural(name: str) -> list[object]:
 def line_of(name: str, page: dict[str, Any]) -> str:
     """The table's line in docs/reproducing.md."""
     by_verdict: dict[str, list[str]] = {"held": [], "not held": [], "undecided": []}
+    # A claim between rows of two models says nothing at scale mini; its line counts it among the undecided.
     for claim in page["claims"]:
         if claim["interval"] is None:
             continue  # not run: one of its rows has no items
         low, high = claim["interval"]
         where = f" on {', '.join(claim['cells'])}" if claim["cells"] else ""
-        by_verdict[claim["verdict"]].append(
+        by_verdict.get(claim["verdict"], by_verdict["undecided"]).append(
             f"{claim['more']} > {claim['than']}{where} ({claim['difference']:+.3f} [{low:+.3f}, {high:+.3f}])"
         )
     seeds = sorted({len(value["seeds"]) for value in page["values"]})
@@ -51,8 +52,8 @@ def line_of(name: str, page: dict[str, Any]) -> str:
 
 
 def whole(outputs: Path, scale: str) -> Iterator[tuple[str, Path, dict[str, Any]]]:
-    """(name, folder, table.json) of every table whose cells all have their seeds."""
-    for path in sorted(outputs.glob(f"*/{scale}/table.json")):
+    """(name, folder, set.json) of every table whose cells all have their seeds."""
+    for path in sorted(outputs.glob(f"*/{scale}/set.json")):
         page = json.loads(path.read_text(encoding="utf-8"))
         if page["cells_done"] == page["cells"]:
             yield path.parts[-3], path.parent, page
@@ -65,7 +66,7 @@ def lines_in(text: str) -> dict[str, str]:
 
 def main(arguments: list[str]) -> int:
     """Write pages, figures and lines; prints what was taken."""
-    outputs, scale = Path((arguments or ["outputs/tables"])[0]), (arguments[1:] or ["mini"])[0]
+    outputs, scale = Path((arguments or ["outputs/sets"])[0]), (arguments[1:] or ["mini"])[0]
     folder, reproducing = ROOT / "docs" / "tables", ROOT / "docs" / "reproducing.md"
     folder.mkdir(exist_ok=True)
     text = reproducing.read_text(encoding="utf-8")
@@ -73,7 +74,7 @@ def main(arguments: list[str]) -> int:
     taken = list(whole(outputs, scale))
     lines |= {name: line_of(name, page) for name, _, page in taken}
     for name, made, _ in taken:
-        markdown = (made / "table.md").read_text(encoding="utf-8")
+        markdown = (made / "set.md").read_text(encoding="utf-8")
         figure = made / "figure.svg"
         if figure.is_file():
             (folder / f"{name}.svg").write_bytes(figure.read_bytes())

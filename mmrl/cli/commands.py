@@ -196,7 +196,7 @@ def compare(context: typer.Context) -> int:
       seed=0,1,2 jobs=N            seeds; runs at once, one thread each; jobs=1
       name=NAME                    of the page's folder, outputs/sets/NAME
       runs=[DIR,DIR]               the same as run directories alone
-      do=run|plan|show             run; the commands; what is there
+      do=run|plan|show scale= through=   as in `mmrl table`
       out=FOLDER docs=FILE.md      where figure and tables go; a page whose marked part they fill
       any other key                a setting of every run, as in `mmrl train`; stage.A.KEY= of one algorithm
       --config-dir FOLDER          configs of your own

@@ -68,7 +68,7 @@ def begin(config: StageConfig | StagedCommandConfig, command: Sequence[str], res
     """Start a checked run, or continue the one in `run.dir`. Returns the exit code."""
     if isinstance(config, StagedCommandConfig):
         return _in_turn(config, command, resumed)
-    if config.start is not None and config.start.weights is config.start.prompts is None:  # named, not yet read
+    if config.start is not None and not resumed:
         config = started(config, Path(config.start.run))
     if isinstance(config, TrainCommandConfig):
         return weights.train(config, command, resumed)

@@ -251,7 +251,7 @@ def _learns(result: SetResult, row: str, column: str, metric: str) -> str:
 
 def _seed_rows(result: SetResult, column: str, rows: Sequence[str], metric: str) -> Rows:
     """One line per run: paired difference with its interval."""
-    table = [["row", "seed", "items", "before", "after", "difference", "95 % interval", "time", "state", "run"]]
+    table = [["row", "seed", "items", "before", "after", "difference", "95 % interval", "time", "state"]]
     for row in rows:
         for scored in result.begun(row, column):
             gain, start = scored.gain(metric), scored.values(scored.before, metric)
@@ -262,7 +262,7 @@ def _seed_rows(result: SetResult, column: str, rows: Sequence[str], metric: str)
             one = scored.overview
             of = f" of {one.total}" if one.total else ""
             state = "done" if scored.finished else f"{one.state}, step {one.done}{of}"
-            table.append([row, str(scored.seed), *numbers, duration(scored.seconds), state, str(one.run.path)])
+            table.append([row, str(scored.seed), *numbers, duration(scored.seconds), state])
     return table
 
 
@@ -412,7 +412,7 @@ class SetPage:
         }
         return json.dumps(content, indent=1) + "\n"
 
-    def html(self) -> str:
+    def html(self) -> bytes:
         """For a browser."""
         runs = [run for some in self.result.runs.values() for run in some]
         return rendered(

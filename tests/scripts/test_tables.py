@@ -34,8 +34,8 @@ def place(tmp_path, monkeypatch):
     for name, done in (("t10", 2), ("t2", 1)):
         folder = tmp_path / "outputs" / name / "mini"
         folder.mkdir(parents=True)
-        (folder / "table.json").write_text(json.dumps({**PAGE, "cells_done": done}))
-        (folder / "table.md").write_text("# page\n\n![what](figure.png)\n")
+        (folder / "set.json").write_text(json.dumps({**PAGE, "cells_done": done}))
+        (folder / "set.md").write_text("# page\n\n![what](figure.png)\n")
     (tmp_path / "outputs" / "t10" / "mini" / "figure.svg").write_text("<svg/>")
     return tmp_path
 
@@ -55,8 +55,8 @@ def test_whole_tables_are_taken_with_their_figure_and_claims(place):
 
 def test_lines_that_are_there_stay_and_tables_stand_in_natural_order(place):
     tables.main([str(place / "outputs")])
-    (place / "outputs" / "t10" / "mini" / "table.json").unlink()
-    (place / "outputs" / "t2" / "mini" / "table.json").write_text(json.dumps(PAGE))
+    (place / "outputs" / "t10" / "mini" / "set.json").unlink()
+    (place / "outputs" / "t2" / "mini" / "set.json").write_text(json.dumps(PAGE))
     tables.main([str(place / "outputs")])
     lines = tables.lines_in((place / "docs" / "reproducing.md").read_text())
     assert list(lines) == ["t2", "t10"]

@@ -210,7 +210,7 @@ def test_no_name_leads_out_of_its_folder(name, tmp_path, monkeypatch, capsys):
 
 def test_links_in_a_run_directory_are_removed_and_never_followed(tmp_path):
     from mmrl.report.rundir import RunDir
-    from mmrl.run.queue import state_of
+    from mmrl.sets.sweep import state_of
 
     precious = tmp_path / "precious"
     precious.mkdir()
@@ -233,7 +233,7 @@ def test_links_in_a_run_directory_are_removed_and_never_followed(tmp_path):
 
 def test_a_run_directory_that_is_a_link_is_left_alone(tmp_path):
     from mmrl.errors import ConfigError
-    from mmrl.run.queue import state_of
+    from mmrl.sets.sweep import state_of
 
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack, suppress
+from hashlib import sha256
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from mmrl.config import StartConfig
 from mmrl.engines.base import EngineSetup
 from mmrl.engines.vllm.command import resources
 from mmrl.errors import MmrlError, ToolFailure
 from mmrl.models.chat import render_prompt
 from mmrl.models.load import load_model, load_tokenizer
-from mmrl.models.policy import resolve
+from mmrl.models.policy import resolve, write_policy
 from mmrl.report.findings import RunFacts
 from mmrl.report.overview import Overview
 from mmrl.report.progress import Progress
@@ -25,6 +27,7 @@ from mmrl.run.build import server_devices
 from mmrl.run.doctor import look_before
 from mmrl.run.launch import hardware_problems, must_start, wrapping
 from mmrl.run.settle import import_plugins, module_assignment, run_folder, settle
+from mmrl.run.start import restarted
 from mmrl.stages.evaluate import Evaluations, evaluate, evaluation_metrics, too_many_failed
 from mmrl.stages.step_log import StepLog
 from mmrl.tasks import TASKS
@@ -367,6 +370,25 @@ def tracked(name: str, options: Options, folder: Path) -> object:
         return made, opened.calls
 
 
+def continued(name: str, options: Options, folder: Path) -> object:
+    """Where a run that is continued finds what it started from, or why it does not."""
+    start = folder / "start"
+    start.mkdir()
+    (start / "prompts.yaml").write_text("a: b\n", encoding="utf-8")
+    write_policy(start, weights="tiny", prompts=str(start / "prompts.yaml"), task="hotpotqa")
+    known = {"run": "start", "weights": None, "prompts": sha256(b"a: b\n").hexdigest()}
+    typed = {key.removeprefix("start."): value for key, value in options.items() if key.startswith("start.")}
+    config = config_of({key: value for key, value in options.items() if not key.startswith("start.")})
+    config = config.model_copy(update={"start": StartConfig(**{**known, **typed})})
+    try:
+        return Path(str(restarted(config, folder / "run").task.prompts)).name
+    except MmrlError as error:
+        return str(error)
+
+
+acts(TRAIN, "start.run", continued, "start", "gone")
+acts(TRAIN, "start.weights", continued, None, "0" * 64)
+acts(TRAIN, "start.prompts", continued, sha256(b"a: b\n").hexdigest(), None)
 acts(BOTH, "run.dir", placed, None, "outputs/mine")
 acts(TRAIN, "run.name", titled, None, "mine")
 acts(TRAIN, "run.progress", shown, None, True)
