@@ -229,13 +229,54 @@ def test_a_stage_that_lost_its_config_is_not_removed(whole, tmp_path, capsys):
     assert (folder / "stages" / "2_mmgrpo" / "checkpoints").is_dir()
 
 
-def test_a_stage_under_way_is_not_continued_from_a_copy(whole, tmp_path, capsys):
-    """Its first weights are those of the folder that it was started in, which a copy does not hold."""
+def test_a_stage_under_way_goes_on_where_the_whole_was_moved_and_a_changed_start_is_refused(whole, tmp_path, capsys):
     folder = shutil.copytree(whole, tmp_path / "run")
     for name in ("summary.json", "stages/2_mmgrpo/summary.json"):
         (folder / name).unlink()
-    assert main(["train", f"resume={folder}"]) == 2
-    assert "the run was moved, or is continued from another folder" in capsys.readouterr().err
+    checkpoint = folder / "stages" / "1_sft" / "checkpoints" / "checkpoint-2"
+    marker = (checkpoint / "complete.json").read_text()
+    elsewhere = whole.rename(whole.with_name("elsewhere"))
+    try:
+        (checkpoint / "complete.json").write_text(marker.replace('"step": 2', '"step":  2'))
+        assert main(["train", f"resume={folder / 'stages' / '2_mmgrpo'}"]) == 2
+        assert "1_sft has another policy now than the one that this run started from" in capsys.readouterr().err
+        (checkpoint / "complete.json").write_text(marker)
+        assert main(["train", f"resume={folder}"]) == 0
+    finally:
+        elsewhere.rename(whole)
+    assert trained(folder) == trained(whole)
+
+
+def test_from_is_the_same_as_the_next_stage(whole, tmp_path, monkeypatch, capsys):
+    words = [f"from={whole / 'stages' / '1_sft'}", "algo=mmgrpo", "eval.items=6", "train.save_every=1"]
+    words += ["train.steps=1", "train.batch_size=2", "algo.rollouts=2"]
+    assert main(["train", *words, f"run.dir={tmp_path / 'run'}"]) == 0
+    run, stage = RunDir.read(tmp_path / "run"), RunDir.read(whole / "stages" / "2_mmgrpo")
+    assert run.config["task"]["name"] == "banking77", "of the run that it starts from, since none was typed"
+    assert [comparable(record) for record in run.history()] == [comparable(record) for record in stage.history()]
+    weights = [path.checkpoints / "checkpoint-1" / "model.safetensors" for path in (run, stage)]
+    assert len({*digests(weights)}) == 1
+    assert run.config["start"] == {**stage.config["start"], "run": str(whole / "stages" / "1_sft")}
+    assert main(["train", f"from={whole / 'stages' / '1_sft'}", "algo=mmgrpo", "task.labels=7"]) == 2
+    assert "task.labels" in capsys.readouterr().err, "a key of the run's own task is judged as if it were typed"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["from=nowhere"], "from: nowhere"),
+        (["from=nowhere", "resume=x"], "remove from=nowhere"),
+        (["from=EVAL"], "is an evaluation, which makes no policy"),
+        (["from=NEW"], "from: run NEW has no checkpoint yet that is complete"),
+    ],
+)
+def test_a_start_that_is_none_is_refused(words, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    task = {"task": {"name": "banking77"}, "model": {"name": "tiny", "path": "tiny"}}
+    for name, config in (("EVAL", {"policy": "tiny", **task}), ("NEW", {"algo": {"name": "grpo"}, **task})):
+        RunDir.create(tmp_path / name, config, ["mmrl"]).close()
+    assert main(["train", *words]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_what_is_continued_is_the_whole_run(whole):
