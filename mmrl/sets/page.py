@@ -12,7 +12,7 @@ from statistics import fmean
 
 from mmrl.errors import ConfigError
 from mmrl.report.html import rendered
-from mmrl.report.stats import Difference, duration
+from mmrl.report.stats import Difference, duration, fixed, signed
 from mmrl.report.tables import Rows, interval, markdown
 from mmrl.report.text import align, filled
 from mmrl.sets.case import CaseStudy, case_study
@@ -102,7 +102,7 @@ def _grid(result: SetResult, cell: Callable[[Value], str]) -> Rows:
 def _number(result: SetResult, value: float | None) -> str:
     """As the paper prints it; empty for None."""
     decimals = result.spec.source.decimals if result.spec.source else 3
-    return "" if value is None else f"{value:.{decimals}f}"
+    return "" if value is None else fixed(value, decimals)
 
 
 def _ours(result: SetResult) -> Callable[[Value], str]:
@@ -166,8 +166,10 @@ def _claim_rows(result: SetResult) -> Rows:
         verdict = one.verdict + (f"; rests on {', '.join(one.rests_on)}" if one.rests_on else "")
         numbers = ["", "", "", "", ""]
         if one.difference is not None and one.interval is not None:
-            spans = [f"[{span[0]:+.3f}, {span[1]:+.3f}]" if span else "-" for span in (one.interval, one.over_seeds)]
-            numbers = [f"{one.difference:+.3f}", *spans, str(one.seeds), str(one.items)]
+            spans = [
+                f"[{signed(span[0])}, {signed(span[1])}]" if span else "-" for span in (one.interval, one.over_seeds)
+            ]
+            numbers = [signed(one.difference), *spans, str(one.seeds), str(one.items)]
         rows.append([f"{one.claim.more} > {one.claim.than}", on, verdict, *numbers])
     return rows
 
@@ -220,10 +222,10 @@ def _summary_rows(result: SetResult, column: str, rows: Sequence[str], metric: s
             row,
             _learns(result, row, column, metric),
             f"{wanted}" if done == wanted else f"{done} of {wanted} done",
-            _mean([gain.before for gain in gains] or starts, ".3f"),
-            _mean([gain.after for gain in gains], ".3f"),
-            _mean(between, "+.3f"),
-            f"{min(between):+.3f} to {max(between):+.3f}" if len(between) > 1 else "-",
+            _mean([gain.before for gain in gains] or starts),
+            _mean([gain.after for gain in gains]),
+            _mean(between, signed),
+            f"{signed(min(between))} to {signed(max(between))}" if len(between) > 1 else "-",
             duration(fmean(scored.seconds for scored in shown)),
         ]
         table.append([*line, *(_behaviour(shown, of) for of in behaviours)])
@@ -255,9 +257,9 @@ def _seed_rows(result: SetResult, column: str, rows: Sequence[str], metric: str)
     for row in rows:
         for scored in result.begun(row, column):
             gain, start = scored.gain(metric), scored.values(scored.before, metric)
-            numbers = [str(len(start)), _mean([*start.values()], ".3f"), "-", "-", "-"] if start else ["-"] * 5
+            numbers = [str(len(start)), _mean([*start.values()]), "-", "-", "-"] if start else ["-"] * 5
             if gain is not None:
-                numbers = [str(gain.n), f"{gain.before:.3f}", f"{gain.after:.3f}", f"{gain.difference:+.3f}"]
+                numbers = [str(gain.n), fixed(gain.before), fixed(gain.after), signed(gain.difference)]
                 numbers.append(interval(gain))
             one = scored.overview
             of = f" of {one.total}" if one.total else ""
@@ -274,7 +276,7 @@ def _against_rows(rows: Sequence[str], pairs: Mapping[tuple[str, str], Differenc
         if known is None:
             return ""
         sign = 1 if (first, second) in pairs else -1
-        return f"{sign * known.difference:+.3f}{'*' if known.certain else ''}"
+        return f"{signed(sign * known.difference)}{'*' if known.certain else ''}"
 
     return [["minus", *rows], *([first, *(cell(first, second) for second in rows)] for first in rows)]
 
@@ -288,12 +290,12 @@ def _pair_rows(pairs: Mapping[tuple[str, str], Difference | None]) -> Rows:
         low, high, difference = known.low, known.high, known.difference
         if difference < 0:
             first, second, low, high, difference = second, first, -high, -low, -difference
-        table.append([f"{first} - {second}", str(known.n), f"{difference:+.3f}", f"[{low:+.3f}, {high:+.3f}]"])
+        table.append([f"{first} - {second}", str(known.n), signed(difference), f"[{signed(low)}, {signed(high)}]"])
     return table
 
 
-def _mean(values: Sequence[float], form: str) -> str:
-    return format(fmean(values), form) if values else "-"
+def _mean(values: Sequence[float], shown: Callable[[float], str] = fixed) -> str:
+    return shown(fmean(values)) if values else "-"
 
 
 def _behaviour(runs: Sequence[Scored], of: Behaviour) -> str:
