@@ -8,13 +8,13 @@ import shutil
 import pytest
 import torch
 import yaml
-from mmrl.run.queue import state_of
 
 from mmrl.cli import main
 from mmrl.config import TrainCommandConfig
 from mmrl.report.rundir import RunDir
 from mmrl.run.settle import stored_config
 from mmrl.run.train import reread
+from mmrl.sets.sweep import state_of
 from mmrl.system import files
 from mmrl.trainer import checkpoint
 from tests.helpers.runs import contents

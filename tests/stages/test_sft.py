@@ -217,7 +217,10 @@ def test_weights_per_module_are_trained_by_their_own_modules_and_saved_apart(tmp
     assert {part for name in moved for part in ("first", "second") if f".{part}." in name} == {"first", "second"}
     assert all(torch.equal(before[name], alone[name]) for name in before if ".second." in name)
     assert history[1]["adapter/second/lr"] == 1e-2 and history[1]["adapter/first/lr"] == 1e-3
+    # A model that was made in memory has no name; a run's config.yaml says what its adapters are for.
+    (tmp_path / "run" / "config.yaml").write_text("model: {path: tiny}\n", encoding="utf-8")
     policy = resolve(str(path))
+    assert policy.base == "tiny"
     assert policy.modules == {"a": "first", "b": "second"} and set(policy.adapters) == {"first", "second"}
     killed = tmp_path / "killed"
     with pytest.raises(ZeroDivisionError):
