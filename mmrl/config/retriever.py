@@ -253,32 +253,6 @@ class SearchIndexArguments(IndexArguments):
     top_k: int = Field(5, ge=1)
 
 
-class CheckIndexArguments(IndexArguments):
-    """`mmrl index check`."""
-
-    data: str
-    top_k: tuple[int, ...] = Field((2, 5, 10), min_length=1)
-    items: int | None = Field(None, ge=1)
-
-    @field_validator("top_k", mode="before")
-    @classmethod
-    def _numbers(cls, parts: tuple[str, ...]) -> tuple[object, ...]:
-        return tuple(sorted({int(part) if str(part).isdecimal() else part for part in parts}, key=str))
-
-    @field_validator("top_k")
-    @classmethod
-    def _positive(cls, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        if min(numbers) < 1:
-            raise ValueError("expected numbers of passages from 1, such as 2,10")
-        return tuple(sorted(numbers))
-
-
-class IndexInfoArguments(Section):
-    """`mmrl index info`."""
-
-    index: str
-
-
 class ServeIndexArguments(ServerArguments, IndexArguments):
     """`mmrl serve-retriever`."""
 

@@ -11,7 +11,7 @@ COMMANDS = (
     *("plan", "doctor", "compare", "credit") * 3,
     "table",
     *("show", "report", "export", "serve", "serve-retriever", "new-task", "fetch") * 2,
-    *("index build", "index info", "index search", "index check", "index") * 2,
+    *("index build", "index info", "index search", "index") * 2,
     *("worker", "trian", "", "--help", "-V", "help", "-x", "-sc", "index burn"),
 )
 GROUPS = ("task", "algo", "model", "hardware", "engine", "experiment", "task.retriever", "compare")
@@ -76,7 +76,6 @@ OWN = {
     "index build": ("corpus", "index", "retriever", "k1", "b", "model", "encoder", "faiss", "device", "plan"),
     "index search": ("index", "query", "top_k", "device", "candidates"),
     "index info": ("index",),
-    "index check": ("index", "data", "top_k", "items", "device", "batch_size", "candidates"),
     "serve": ("policy", "host", "port", "token_env", "name", "parent", "model", "hardware", "engine"),
     "serve-retriever": ("index", "host", "port", "max_batch", "parent", "device"),
     "new-task": ("kind", "dir", "name"),

@@ -18,7 +18,6 @@ from mmrl.cli.new_task import NewTaskArguments
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.config.retriever import (
     BuildIndexArguments,
-    CheckIndexArguments,
     IndexInfoArguments,
     SearchIndexArguments,
     ServeIndexArguments,
@@ -235,7 +234,7 @@ sys.exit(f"imported {heavy}" if heavy else code)
 """
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "index build", "index info", "index search", "index check"])
+@pytest.mark.parametrize("command", [*COMMANDS, "index build", "index info", "index search"])
 def test_help_of_a_command_is_its_own_and_light(command):
     done = subprocess.run([sys.executable, "-c", LIGHT, *command.split(), "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -254,7 +253,6 @@ def test_help_names_every_key_of_a_command_that_reads_its_own(capsys):
         "index build": BuildIndexArguments,
         "index info": IndexInfoArguments,
         "index search": SearchIndexArguments,
-        "index check": CheckIndexArguments,
         "serve-retriever": ServeIndexArguments,
         "new-task": NewTaskArguments,
     }
