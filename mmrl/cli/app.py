@@ -15,6 +15,5 @@ Flags:
   --cfg job            print the composed config and stop (also: --info, --resolve, --package)"""
 JsonFlag = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
-# Completion is Hydra's (`mmrl -sc`), which knows the configs; Typer's knows the commands alone. Errors and help are
-# plain text: rich would read `run.report_to=[wandb]` as markup.
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+# Errors and help are plain text: rich would read `run.report_to=[wandb]` as markup.
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -93,7 +93,6 @@ MISTAKES = {
         ["train", "task.api_key=abcdefgh1"],
         ["task.api_key: got a text that api_key says is a secret"],
     ),
-    "completion of no shell": (["-sc", "query=tcsh"], ["-sc: got query=tcsh, expected install=bash"]),
     "an algorithm twice": (["credit", "algo=grpo,grpo", "rollouts=x"], ["algo: got 'grpo' more than once"]),
     "an option of one of several algorithms": (
         ["credit", "algo=grpo,mhgpo_rr", "algo.aggregate=max", "rollouts=x"],

@@ -22,8 +22,6 @@ FOUND = {
     "a choice for the whole config": ["train", "task@_global_=hotpotqa"],
     "a folder of Hydra's": ["plan", "hydra.run.dir=tiny"],
     "a key twice": ["train", "seed=1", "seed=2"],
-    "completion with settings": ["-sc", "~.seed=x", "--cfg=job"],
-    "completion of nothing": ["-sc", "hydra=${${seed}}"],
     "two things to print": ["train", "--cfg", "job", "--info"],
     "a section of nothing": ["eval", "--package=train", "policy=tiny"],
     "half of a letter": ["train", "run.name=\udcff"],
