@@ -12,7 +12,7 @@ HYDRA_FLAGS = """\b
 Flags:
   -m                   a sweep: a key takes several values, one run for every combination
   --config-dir FOLDER  configs of your own, before conf/ here and the shipped ones
-  --cfg job            print the composed config and stop (also: --info, --resolve, --package)"""
+  --cfg job            print the composed config and stop"""
 JsonFlag = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 # Errors and help are plain text: rich would read `run.report_to=[wandb]` as markup.

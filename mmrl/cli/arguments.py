@@ -50,7 +50,7 @@ class Words:
             word = rest.pop(0)
             if word.startswith("-"):
                 flag, equals, value = word.partition("=")
-                # `--info seed=1`: the flag's value may be left out, and a setting is never one.
+                # The flag's value may be left out, and a setting is never one.
                 takes_next = flag in with_value and not equals and rest and "=" not in rest[0]
                 flags.append((flag, value if equals else rest.pop(0) if takes_next else None))
             else:
@@ -76,13 +76,13 @@ class CommandLine:
     """Words without a `=`, where the command takes them."""
     multirun: bool = False
     config_dir: str | None = None
-    flags: tuple[str, ...] = ()
-    """Hydra's printing flags with their values."""
+    prints: bool = False
+    """`--cfg job`: the composed config is printed, and nothing runs."""
 
     @property
     def switches(self) -> list[str]:
         """Everything that begins with `-`, for commands that take none of it."""
-        return [*(["-m"] if self.multirun else []), *self.flags]
+        return [*(["-m"] if self.multirun else []), *(["--cfg"] if self.prints else [])]
 
     @property
     def typed(self) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ def train(context: typer.Context) -> int:
         from mmrl.run.stages import resume
 
         return resume(folder)
-    if line.flags:
+    if line.prints:
         configs.print_train(line)
         return 0
     jobs = configs.train_configs(line)
@@ -114,8 +114,8 @@ def evaluate(context: typer.Context) -> int:
         from mmrl.run.eval import resume_evaluation
 
         return resume_evaluation(Path(line.own["resume"]))
-    if line.flags:
-        hydra.print_only("eval", line)
+    if line.prints:
+        hydra.print_job("eval", line)
         return 0
     jobs = configs.configs("eval", EvalCommandConfig, line)
     from mmrl.run.check import check_all

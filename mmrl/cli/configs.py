@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mmrl.cli.arguments import CommandLine
-from mmrl.cli.hydra import composed, import_plugins_of, print_only, through_hydra
+from mmrl.cli.hydra import composed, import_plugins_of, print_job, through_hydra
 from mmrl.cli.overrides import expand, hydra_value, parse, read_line, searched, values_of
 from mmrl.config import (
     EvalCommandConfig,
@@ -86,34 +86,29 @@ def _sweep_problems(line: CommandLine, names: Collection[str], made: Sequence[Ro
 
 
 def print_train(line: CommandLine) -> None:
-    """`mmrl train --cfg job` and the like; nothing runs.
+    """`mmrl train --cfg job`; nothing runs.
 
-    Hydra prints the sections that it has composed. Of several stages no section is what any of them runs with, so what
-    each runs with is printed under the name of its folder.
+    The sections that Hydra has composed are printed. Of several stages no section is what any of them runs with, so
+    what each runs with is printed under the name of its folder.
 
     Raises:
-        ConfigError: as `hydra.print_only`, and of stages every problem.
+        ConfigError: as `hydra.print_job`, and of stages every problem.
     """
-    words, value = list(line.flags), dict(pairwise(line.flags))
-    if value.get("--cfg") == "job" and not line.multirun:
+    if not line.multirun:
         (job,) = expand(line, [])
         raw: Mapping[str, object] = {}
-        with suppress(ConfigError):  # what Hydra makes of that, it says itself
+        with suppress(ConfigError):  # what is wrong with it is said below
             raw = composed("train", job, line.config_dir)
         if raw.get("stages") or raw.get("stage"):
             import yaml  # no other command of this module writes any
 
             config = _train_config(raw, job, line.config_dir, None)
             stages = config.stages if isinstance(config, StagedCommandConfig) else (config,)
-            part = value["--package"] if "--package" in words else None
             mappings = [plain(stage.model_dump(mode="json")) for stage in stages]
-            named = {
-                f"{number}_{value_at(stage, 'algo.name')}": stage if part is None else value_at(stage, part)
-                for number, stage in enumerate(mappings, start=1)
-            }
+            named = {f"{number}_{value_at(stage, 'algo.name')}": stage for number, stage in enumerate(mappings, 1)}
             print(yaml.safe_dump(named, sort_keys=False, allow_unicode=True), end="")
             return
-    print_only("train", line)
+    print_job("train", line)
 
 
 def weight_config(command: str, line: CommandLine) -> TrainCommandConfig:

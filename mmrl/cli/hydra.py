@@ -164,27 +164,26 @@ def _put_user_folders_first(config_dir: str | None) -> None:
     plugins.register(UserConfigs)
 
 
-def print_only(config_name: str, line: CommandLine) -> None:
-    """`--cfg job` and the like: Hydra prints, nothing runs.
+def print_job(config_name: str, line: CommandLine) -> None:
+    """`--cfg job`: print the composed sections, interpolations as they are; nothing runs.
 
     Raises:
         ConfigError: a sweep, or a choice that a group does not have.
     """
-    problems = [f"{line.flags[0]}: prints one job, without -m and with one value for each key"] if line.multirun else []
-    jobs = expand(line, problems)
+    problems = ["--cfg: prints one job, without -m and with one value for each key"] if line.multirun else []
+    words = expand(line, problems)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    # for its problems too: Hydra's main has a traceback for some of them
-    config = _composition(config_name, jobs[0], line.config_dir)
+    config = _composition(config_name, words[0], line.config_dir)
     if config_name == "eval":
         with suppress(OmegaConfBaseException):  # what cannot be resolved is printed as it stands
-            more = parse(of_policy(_sections(config_name, config), jobs[0], line.config_dir), problems)
-            line = replace(line, overrides=(*line.overrides, *more))
-    through_hydra(config_name, line, lambda sections, words: None)
+            more = of_policy(_sections(config_name, config), words[0], line.config_dir)
+            config = _composition(config_name, [*words[0], *more], line.config_dir)
+    print(OmegaConf.to_yaml(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])), end="")
 
 
 def through_hydra(config_name: str, line: CommandLine, job: Job, program: str = "mmrl") -> None:
-    """Let Hydra's own main drive: multirun with any sweeper and launcher, `--cfg`, `--info`."""
+    """Let Hydra's own main drive: multirun with any sweeper and launcher."""
     _put_user_folders_first(line.config_dir)
     GlobalHydra.instance().clear()
 
@@ -194,14 +193,12 @@ def through_hydra(config_name: str, line: CommandLine, job: Job, program: str = 
     # A sweep goes to Hydra unexpanded: which sweeper takes it apart may be an override too.
     words = [forced(override, typed_value(override)) for override in line.overrides]
     # `hydra.main` reads the process's own arguments and has no other way in.
-    saved, sys.argv = sys.argv, [program, *line.flags, *(["-m"] if line.multirun else []), *words]
-    if line.multirun:  # Hydra would print what a sweeper raises, with a traceback, and end the process
-        os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    saved, sys.argv = sys.argv, [program, "-m", *words]
+    # Hydra would print what a sweeper raises, with a traceback, and end the process.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
         hydra_main(config_path=str(conf_dir()), config_name=config_name, version_base="1.3")(call)()
     except (HydraException, OmegaConfBaseException) as error:
-        if not line.multirun:
-            raise
         raise _refusal(error) from None
     finally:
         sys.argv = saved

@@ -24,15 +24,8 @@ from mmrl.system.conf import GROUPS, options
 
 # Listed, since Hydra's own argument parser ends the process at the first flag that it does not know.
 MULTIRUN, CONFIG_DIR = ("-m", "--multirun"), ("--config-dir", "-cd")
-LONG = {"-c": "--cfg", "-i": "--info", "-p": "--package"}
-PRINTING = {
-    "--cfg": ("job", "hydra", "all"),
-    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
-    "--hydra-help": (),
-}
-"""Hydra's own flags that print something and run nothing, and the values that they take."""
-BESIDE_CFG = {"--package": True, "--resolve": False}
-"""Flags that say how `--cfg` prints; whether they take a value."""
+CFG = ("-c", "--cfg")
+"""Hydra's flag that prints the composed config of a job and runs nothing."""
 PLUGINS = (
     ("hydra/launcher", "submitit", "submitit", "hydra-submitit-launcher", "slurm"),
     ("hydra/sweeper", "optuna", "hydra_plugins.hydra_optuna_sweeper", "hydra-optuna-sweeper", "optuna"),
@@ -54,29 +47,27 @@ def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = Fal
     Raises:
         ConfigError: every word that cannot be read.
     """
-    sorted_words = Words.sort(words, with_value=(*CONFIG_DIR, *LONG, "--cfg", "--info", "--package"))
+    sorted_words = Words.sort(words, with_value=(*CONFIG_DIR, *CFG))
     problems = [] if names else [f"{name}: expected key=value" for name in sorted_words.names]
     multirun, config_dir = False, None
-    flags: dict[str, str | None] = {}
-    for typed, value in sorted_words.flags:
-        flag = LONG.get(typed, typed)
+    prints = False
+    for flag, value in sorted_words.flags:
         if flag in MULTIRUN and value is None:
             multirun = True
         elif flag in CONFIG_DIR:
             # an empty value is a mistake to report, not the flag left out
             config_dir = value or ""
             problems += [] if config_dir and Path(config_dir).is_dir() else [f"{flag}: no folder '{config_dir}'"]
-        elif flag in (*PRINTING, *BESIDE_CFG):
-            problems += [f"{flag}: given more than once"] if flag in flags else []
-            flags[flag] = "all" if (flag, value) == ("--info", None) else value
+        elif flag in CFG:
+            problems += [] if value == "job" else [f"--cfg: got {value or 'nothing'}, expected job"]
+            prints = True
         else:
-            known = "-m, --config-dir, --cfg, --info, --hydra-help, --resolve, --package"
-            meant = meant_keys(typed.lstrip("-").replace("-", "_"))
-            after = next((second for first, second in itertools.pairwise(words) if first == typed), "")
+            known = "-m, --config-dir, --cfg job"
+            meant = meant_keys(flag.lstrip("-").replace("-", "_"))
+            after = next((second for first, second in itertools.pairwise(words) if first == flag), "")
             if meant and f"{after}: expected key=value" in problems:  # its value, not a mistake of its own
                 problems.remove(f"{after}: expected key=value")
-            problems.append(f"{typed}: unknown flag{meant and f'{meant} Keys are typed as KEY=VALUE'} (known: {known})")
-    problems += _flag_problems(flags)
+            problems.append(f"{flag}: unknown flag{meant and f'{meant} Keys are typed as KEY=VALUE'} (known: {known})")
     # Own keys are taken out before Hydra parses: a path or a list of names need not be valid Hydra grammar.
     texts, given = [], {}
     for text in sorted_words.settings:
@@ -92,28 +83,11 @@ def read_line(words: Sequence[str], own: Collection[str] = (), names: bool = Fal
         keys = [(o.key_or_group, o.package) for o in overrides if not o.is_delete()]
         keys += [("experiment", None) for text in texts if text in NO_ROW]
         problems += [f"{key}: given more than once" for key, _ in dict.fromkeys(k for k in keys if keys.count(k) > 1)]
-    words_of_flags = [word for flag, value in flags.items() for word in (flag, value) if word is not None]
-    line = CommandLine(tuple(overrides), given, sorted_words.names, multirun, config_dir, tuple(words_of_flags))
+    line = CommandLine(tuple(overrides), given, sorted_words.names, multirun, config_dir, prints)
     problems += _without_effect(line)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return line
-
-
-def _flag_problems(flags: dict[str, str | None]) -> list[str]:
-    """What Hydra's own reader of flags would refuse, with a page of usage or a traceback."""
-    problems = []
-    for flag, value in flags.items():
-        allowed = PRINTING.get(flag, ())
-        if allowed and value not in allowed:
-            problems.append(f"{flag}: got {value or 'nothing'}, expected one of {', '.join(allowed)}")
-        elif not allowed and (value is None) == BESIDE_CFG.get(flag, False):
-            problems.append(f"{flag}: " + (f"got {value}, expected no value" if value else "expected a config section"))
-    problems += [
-        f"{flag}: has no effect without --cfg" for flag in BESIDE_CFG if flag in flags and "--cfg" not in flags
-    ]
-    several = [flag for flag in PRINTING if flag in flags]
-    return problems + ([f"{' '.join(several)}: expected one of them at a time"] if len(several) > 1 else [])
 
 
 def _without_effect(line: CommandLine) -> list[str]:
@@ -122,7 +96,7 @@ def _without_effect(line: CommandLine) -> list[str]:
     fixed = ("hydra.run", "hydra.mode") if line.multirun else ("hydra",)
     return (
         []
-        if line.flags
+        if line.prints
         else [
             f"{key}: has no effect here; a run's folder is run.dir=, and Hydra drives sweeps alone (mmrl train -m)"
             for key in own

@@ -253,6 +253,12 @@ class SearchIndexArguments(IndexArguments):
     top_k: int = Field(5, ge=1)
 
 
+class IndexInfoArguments(Section):
+    """`mmrl index info`."""
+
+    index: str
+
+
 class ServeIndexArguments(ServerArguments, IndexArguments):
     """`mmrl serve-retriever`."""
 

@@ -264,17 +264,9 @@ FLAGS = (
         "--cfg=x",
         "-c",
         "--info",
-        "--info=all",
-        "--info=defaults-tree",
         "-i",
     ),
     *(
-        "--info=config",
-        "--info=plugins",
-        "--info=searchpath",
-        "--resolve",
-        "--package",
-        "--package=train",
         "-p",
         "--hydra-help",
     ),
@@ -357,7 +349,6 @@ def _nearly_right(random: Random, command: str) -> list[str]:
         words.append(f"{random.choice(('', '', '+', '++', '~'))}{random.choice(strange)}={random.choice(VALUES)}")
     if random.random() < 0.4:
         words += random.choice(
-            ("-m", "--cfg job", "--cfg job --resolve", "--info=defaults", "--config-dir=folder")
         ).split(" ")
     random.shuffle(words)
     return words

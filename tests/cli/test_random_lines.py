@@ -18,11 +18,9 @@ def test_random_lines_are_served_or_refused(part):
 FOUND = {
     "a launcher that is a number": ["train", "-m", "hydra/launcher=1e3", "seed=1,2"],
     "a sweeper that is a number": ["train", "-m", "hydra/sweeper=1e3", "seed=1,2"],
-    "resolving nothing": ["train", "--resolve"],
     "a choice for the whole config": ["train", "task@_global_=hotpotqa"],
     "a folder of Hydra's": ["plan", "hydra.run.dir=tiny"],
     "a key twice": ["train", "seed=1", "seed=2"],
-    "two things to print": ["train", "--cfg", "job", "--info"],
     "a section of nothing": ["eval", "--package=train", "policy=tiny"],
     "half of a letter": ["train", "run.name=\udcff"],
     "a mode of Hydra's": ["train", "-m", "hydra.mode=RUN", "seed=1,2"],
