@@ -46,10 +46,9 @@ Usage:
   mmrl table [NAME] [scale=mini]      sets of runs, such as the papers' tables: what is missing is run and shown
   mmrl credit algo=A[,B] rollouts=FILE [--json]
                                       rewards, groups, advantages and weights of recorded rollouts
-  mmrl credit run=RUN_DIR step=N [--json]
-                                      the same of a run's step, as it was trained
-  mmrl replay RUN_DIR [step=N] [algo=A,B]
-                                      every step's credit derived again; what other algorithms would have given
+  mmrl credit run=RUN_DIR [step=N] [algo=A,B]
+                                      the same of a run's step, as it was trained; without a step every step's, derived
+                                      again, and what other algorithms would have given
   mmrl plan [key=value ...] [device=h200] [dry=N]
                                       what a run will do and cost, before it starts
   mmrl doctor [key=value ...] [examples=8] [--json]

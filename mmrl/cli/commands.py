@@ -368,7 +368,6 @@ COMMANDS = (
     "compare",
     "table",
     "credit",
-    "replay",
     "plan",
     "doctor",
     "export",

@@ -205,11 +205,11 @@ def through_hydra(config_name: str, line: CommandLine, job: Job, program: str = 
 
 
 CREDIT = ("rollouts", "run", "step", "algo")
-"""Keys of `mmrl credit` itself; `run` is RUN_DIR of `mmrl replay`."""
+"""Keys of `mmrl credit` itself."""
 
 
-def credit_request(words: Sequence[str], command: str = "credit") -> CreditRequest:
-    """What `mmrl credit` or `mmrl replay` is to credit, each algorithm composed by itself.
+def credit_request(words: Sequence[str]) -> CreditRequest:
+    """What `mmrl credit` is to credit, each algorithm composed by itself.
 
     Raises:
         ConfigError: every problem.
@@ -219,9 +219,9 @@ def credit_request(words: Sequence[str], command: str = "credit") -> CreditReque
     problems = _source_problems(line)
     chosen = _chosen(line, problems)
     if line.switches:
-        problems.append(f"{' '.join(line.switches)}: has no effect on mmrl {command}; several algorithms are algo=A,B")
+        problems.append(f"{' '.join(line.switches)}: has no effect on mmrl credit; several algorithms are algo=A,B")
     stray = {key for key in line.keys if key.partition(".")[0] not in ("algo", "seed", "plugins")}
-    problems += [f"{key}: has no effect on mmrl {command}, which composes algo= alone" for key in sorted(stray)]
+    problems += [f"{key}: has no effect on mmrl credit, which composes algo= alone" for key in sorted(stray)]
     if not (line.own.get("rollouts") or line.own.get("run")) or chosen is None:
         raise ConfigError(problems)
     line = line.without(stray)
@@ -250,11 +250,10 @@ def _source_problems(line: CommandLine) -> list[str]:
     given = [key for key in ("rollouts", "run") if line.own.get(key)]
     if not given:
         problems.append(
-            "rollouts: missing, expected a forest file or a journal step (rollouts=FILE), or a step of a run "
-            "(run=RUN_DIR step=N)"
+            "rollouts: missing, expected a forest file or a journal step (rollouts=FILE), or a run (run=RUN_DIR)"
         )
     elif len(given) == 2:
-        problems.append("rollouts, run: got both, expected one of them: a file, or a step of a run")
+        problems.append("rollouts, run: got both, expected one of them: a file, or a run")
     if "step" in line.own and "run" not in line.own:
         problems.append("step: has no effect without run=RUN_DIR; a file has one step")
     if not re.fullmatch(r"[0-9]{1,9}", line.own.get("step", "0")):

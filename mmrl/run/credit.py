@@ -1,7 +1,8 @@
 """`mmrl credit`: every call of recorded rollouts with its credit under one or several algorithms.
 
 Above `credit` because it runs algorithms; no task, no model, no torch. A step of a run is credited as it was trained:
-with the run's config, its frozen modules, and the examples and mini-batches of that step.
+with the run's config, its frozen modules, and the examples and mini-batches of that step; without a step, every one is
+compared with its journal, and with what other algorithms would have given.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from math import sqrt
 from pathlib import Path
 
 from mmrl.algorithms import assign_credit, minibatches
@@ -22,7 +24,7 @@ from mmrl.records import Call, Forest
 from mmrl.report.forest import VERSION, check_forest
 from mmrl.report.journal import encode_step, load_rollouts, read_step
 from mmrl.report.rundir import RunDir
-from mmrl.report.text import filled, joined, wrapped_rows
+from mmrl.report.text import align, filled, joined, wrapped_rows
 from mmrl.system.files import JsonObject, dumps
 
 TURN_REWARD_SETS = ("outcome", "turn")
@@ -40,6 +42,7 @@ class CreditRequest:
     run: TrainCommandConfig | None = None
     """The config of the run, whose folder is its `run.dir`."""
     step: int | None = None
+    """None: all steps of the run."""
     typed: Sequence[str] = ()
     """The config keys that were typed."""
 
@@ -63,6 +66,8 @@ class Source:
 
 def credit_command(request: CreditRequest, as_json: bool) -> int:
     """Print the credit of each algorithm; 1 where it is to be what a journal has and is not."""
+    if request.run is not None and request.step is None:
+        return _credit_steps(request, as_json)
     source = Source(load_rollouts(request.rollouts)) if request.rollouts is not None else recorded_step(request)
     credits = credit_all(request.algos, source, request.seed, request.typed)
     if as_json:
@@ -117,8 +122,9 @@ def recorded_step(request: CreditRequest) -> Source:
     run, config = RunDir.read(request.run.run.dir), request.run
     steps = run.journal_steps()
     if request.step not in steps:
-        got = "missing" if request.step is None else f"got {request.step}"
-        raise ConfigError(f"step: {got}, expected one of the steps that {run.path} has a journal of: {_spans(steps)}")
+        raise ConfigError(
+            f"step: got {request.step}, expected one of the steps that {run.path} has a journal of: {_spans(steps)}"
+        )
     forest, entries = read_step(run, request.step)
     check_forest(forest, str(run.journal_path(request.step)))
     frozen = module_assignment(config.model, config.algo, forest.modules, config.engine.endpoints).frozen
@@ -378,3 +384,129 @@ def _per_token(values: Sequence[float]) -> str:
     if len(shown) > 1 and len(set(shown)) == 1:
         return f"{shown[0]} x{len(shown)}"
     return " ".join(shown) or "-"
+
+
+# --- all steps of a run
+
+
+Push = dict[str, list[float]]
+"""Call -> per token, advantage × weight over all its entries: what multiplies the gradient of its log-probability."""
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """How another algorithm's credit of a step stands to what was trained; shares are of the calls that both push."""
+
+    algo: str
+    pushed: int
+    """Calls with some weight times advantage that is not 0."""
+    both: int
+    """Of these, calls that the trained credit pushes too."""
+    same: float | None
+    """Share that both push in the same direction, up or down; None: there is no call that both push."""
+    cosine: float | None
+    """Of all tokens' pushes, as vectors; None: one of them is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreditedStep:
+    """A step of a run, credited again."""
+
+    step: int
+    entries: int
+    pushed: int
+    """Calls that were trained with something other than 0."""
+    problem: str
+    """How the credit differs from what was trained on; empty where it is equal, to the bit."""
+    others: tuple[Likeness, ...] = ()
+
+
+def _credit_steps(request: CreditRequest, as_json: bool) -> int:
+    """Print every step's comparison with its journal, and with other algorithms; 1 where a step is not as trained."""
+    run = request.run
+    assert run is not None and run.run.dir is not None  # a stored config is in its folder
+    numbers = RunDir.read(run.run.dir).journal_steps()
+    if not numbers:
+        raise ConfigError(f"step: {run.run.dir} has a journal of no step yet")
+    others = [algo for algo in request.algos if algo != run.algo]
+    steps = [_credited(replace(request, step=number), run.algo, others) for number in numbers]
+    print(json.dumps([asdict(step) for step in steps], indent=1) if as_json else _steps_text(request, steps))
+    wrong = [step for step in steps if step.problem]
+    for step in wrong[:3]:
+        print(f"error: {run.run.dir}: step {step.step}: {step.problem}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _credited(request: CreditRequest, trained: AlgoConfig, others: Sequence[AlgoConfig]) -> CreditedStep:
+    assert request.run is not None and request.step is not None
+    source = recorded_step(request)
+    (own,) = credit_all([trained], source, request.run.seed)
+    pushes = _pushes(own)
+    credits = credit_all(others, source, request.seed, request.typed)
+    return CreditedStep(
+        step=request.step,
+        entries=len(own.entries),
+        pushed=len(pushes),
+        problem=unlike_journal(own, source.entries),
+        others=tuple(_likeness(credit, pushes) for credit in credits),
+    )
+
+
+def _pushes(credit: Credit) -> Push:
+    """Those of calls with something other than 0."""
+    pushes: Push = {}
+    for entry in credit.entries:
+        tokens = [a * w for a, w in zip(entry.advantages, entry.weights, strict=True)]
+        before = pushes.get(entry.call)
+        pushes[entry.call] = tokens if before is None else [a + b for a, b in zip(before, tokens, strict=True)]
+    return {call: tokens for call, tokens in pushes.items() if any(tokens)}
+
+
+def _likeness(credit: Credit, trained: Push) -> Likeness:
+    pushes = _pushes(credit)
+    both = [call for call in pushes if call in trained]
+    same = [sum(pushes[call]) * sum(trained[call]) > 0 for call in both]
+    # A call may have more tokens to one algorithm than to another, which leaves some out: those are 0.
+    product = sum(a * b for call in both for a, b in zip(pushes[call], trained[call], strict=False))
+    lengths = _length(pushes) * _length(trained)
+    return Likeness(
+        algo=credit.algo,
+        pushed=len(pushes),
+        both=len(both),
+        same=sum(same) / len(same) if same else None,
+        cosine=product / lengths if lengths else None,
+    )
+
+
+def _length(pushes: Push) -> float:
+    return sqrt(sum(a * a for tokens in pushes.values() for a in tokens))
+
+
+def _steps_text(request: CreditRequest, steps: Sequence[CreditedStep]) -> str:
+    assert request.run is not None
+    names = [name for other in steps[0].others for name in (other.algo, "", "", "")]
+    columns = ["calls", "both", "same way", "cosine"] * len(steps[0].others)
+    rows = [["", "", "", "", *names]] if names else []
+    rows.append(["step", "entries", "calls", "as trained", *columns])
+    for step in steps:
+        cells = [
+            cell
+            for one in step.others
+            for cell in (str(one.pushed), str(one.both), _share(one.same), _share(one.cosine))
+        ]
+        rows.append([str(step.step), str(step.entries), str(step.pushed), "NO" if step.problem else "yes", *cells])
+    equal = sum(not step.problem for step in steps)
+    width = shutil.get_terminal_size((0, 0)).columns or None
+    facts = [f"{request.run.run.dir}", request.run.algo.name, f"seed {request.run.seed}"]
+    lines = [joined(facts, width), "", align(rows), ""]
+    lines.append(f"{equal} of {len(steps)} steps: the credit derived again equals what was trained on, to the bit")
+    if columns:
+        lines.append(
+            "calls: with credit other than 0; both: of these, those that training credited too; same way: their "
+            "share pushed up or down alike; cosine: of advantage x weight over all tokens"
+        )
+    return "\n".join(lines)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

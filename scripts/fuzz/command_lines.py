@@ -348,8 +348,7 @@ def _nearly_right(random: Random, command: str) -> list[str]:
     for _ in range(random.choice((1, 1, 2))):
         words.append(f"{random.choice(('', '', '+', '++', '~'))}{random.choice(strange)}={random.choice(VALUES)}")
     if random.random() < 0.4:
-        words += random.choice(
-        ).split(" ")
+        words += random.choice(("--cfg job", "--cfg=job", "-m", "--config-dir folder")).split(" ")
     random.shuffle(words)
     return words
 

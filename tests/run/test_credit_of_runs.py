@@ -257,7 +257,6 @@ def test_a_step_that_is_not_what_its_journal_says_is_told(run, tmp_path, capsys)
 MISTAKES = {
     "no such folder": (["run={run}/none", "step=7"], "{run}/none: no such run directory"),
     "no run": (["run={run}/journal", "step=7"], "not a run directory"),
-    "no step": (["run={run}"], "step: missing, expected one of the steps that {run} has a journal of: 7"),
     "another step": (["run={run}", "step=8"], "step: got 8, expected one of the steps that {run} has a journal of: 7"),
     "no number": (["run={run}", "step=x"], "step: got 'x', expected the number of a step"),
     "both": (["run={run}", "step=7", "rollouts=x"], "rollouts, run: got both"),

@@ -1,4 +1,4 @@
-"""`mmrl replay`: a run's credit derived again, and beside it that of other algorithms."""
+"""`mmrl credit run=RUN`: the credit of all steps derived again, and beside it that of other algorithms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.run.test_credit_of_runs import STEP, trained
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of two steps that sampled the same."""
-    folder = tmp_path_factory.mktemp("replay") / "run"
+    folder = tmp_path_factory.mktemp("run") / "run"
     trained(folder, "algo=mhgpo_is", "algo.group_size=3")
     directory = RunDir.read(folder)
     forest, entries = read_step(directory, STEP)
@@ -37,7 +37,7 @@ def credited(run, algo, capsys):
 
 
 def test_every_step_is_what_was_trained_on(run, capsys):
-    assert main(["replay", str(run)]) == 0
+    assert main(["credit", f"run={run}"]) == 0
     shown = capsys.readouterr()
     assert "2 of 2 steps: the credit derived again equals what was trained on, to the bit" in shown.out
     assert [line.split()[0] for line in shown.out.splitlines() if line.endswith("yes")] == ["7", "8"]
@@ -46,8 +46,8 @@ def test_every_step_is_what_was_trained_on(run, capsys):
 
 def test_another_algorithm_on_the_same_rollouts_by_hand(run, capsys):
     mine, other = (credited(run, algo, capsys) for algo in ("mhgpo_is", "grpo"))
-    assert main(["replay", str(run), "algo=grpo", f"step={STEP}", "--json"]) == 0
-    (step,) = json.loads(capsys.readouterr().out)
+    assert main(["credit", f"run={run}", "algo=grpo", "--json"]) == 0
+    step, _ = json.loads(capsys.readouterr().out)
     (found,) = step["others"]
     both = sorted(mine.keys() & other.keys())
     assert 0 < len(both) < len(other) and step["pushed"] == len(mine)
@@ -60,9 +60,9 @@ def test_another_algorithm_on_the_same_rollouts_by_hand(run, capsys):
 
 
 def test_the_runs_own_algorithm_is_compared_where_a_setting_of_it_is_changed(run, capsys):
-    assert main(["replay", str(run), "algo=mhgpo_is", "--json"]) == 0
+    assert main(["credit", f"run={run}", "algo=mhgpo_is", "--json"]) == 0
     assert [step["others"] for step in json.loads(capsys.readouterr().out)] == [[], []]
-    assert main(["replay", str(run), "algo.eps=1.0", "--json"]) == 0
+    assert main(["credit", f"run={run}", "algo.eps=1.0", "--json"]) == 0
     for step in json.loads(capsys.readouterr().out):
         (other,) = step["others"]
         assert step["problem"] == "" and other["same"] == 1 and other["both"] == step["pushed"]
@@ -73,7 +73,7 @@ def test_a_step_that_was_trained_otherwise_is_named(run, tmp_path, capsys):
     forest, entries = read_step(RunDir.read(changed), STEP + 1)
     entries[0] = {**entries[0], "advantages": [value + 1 for value in entries[0]["advantages"]]}
     write_step(RunDir.read(changed), forest, entries)
-    assert main(["replay", str(changed)]) == 1
+    assert main(["credit", f"run={changed}"]) == 1
     shown = capsys.readouterr()
     assert "1 of 2 steps" in shown.out
     assert (
@@ -85,17 +85,15 @@ def test_a_step_that_was_trained_otherwise_is_named(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "RUN_DIR: got none, expected the folder of one training run"),
-        (["a", "b"], "RUN_DIR: got 2, expected"),
-        (["{run}", "step=9"], "step: got 9, expected one of the steps that {run} has a journal of: 7 to 8"),
-        (["{run}", "algo=nothing"], "algo: got 'nothing'"),
-        (["{run}", "task=hover", "-m"], "-m: has no effect on mmrl replay"),
-        (["{run}", "algo=ppo"], "algo=ppo: call "),
-        (["{run}/journal"], "{run}/journal: not a run directory"),
+        ([], "rollouts: missing, expected"),
+        (["run={run}", "algo=nothing"], "algo: got 'nothing'"),
+        (["run={run}", "task=hover", "-m"], "-m: has no effect on mmrl credit"),
+        (["run={run}", "algo=ppo"], "algo=ppo: call "),
+        (["run={run}/journal"], "{run}/journal: not a run directory"),
     ],
 )
 def test_mistakes_are_one_line_each(words, said, run, capsys):
-    assert main(["replay", *(word.format(run=run) for word in words)]) == 2
+    assert main(["credit", *(word.format(run=run) for word in words)]) == 2
     shown = capsys.readouterr()
     assert any(line.startswith("error: " + said.format(run=run)) for line in shown.err.splitlines()), shown.err
     assert "Traceback" not in shown.err and not shown.out
