@@ -75,7 +75,7 @@ class Scripted(FakeEngine):
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A program that cannot be trained as it is; said before a model loads."""
+    """A program that cannot be trained as it is: said before a model loads, or by its rollouts where a run shows it."""
 
     name: str
     source: str
@@ -85,6 +85,8 @@ class Refused:
     why: str
     """For the table: the reason, and what to do instead."""
     adapter: Any = None
+    runs: bool = False
+    """Whether it shows when the program runs: its rollouts fail in the program's own code, with the sentence in it."""
 
 
 def table(works: Sequence[Works], refused: Sequence[Refused]) -> str:
@@ -93,5 +95,6 @@ def table(works: Sequence[Works], refused: Sequence[Refused]) -> str:
     for case in works:
         rows.append(f"| {case.name} | {case.source} | works" + (f": {case.says} |" if case.says else " |"))
     for case in refused:
-        rows.append(f"| {case.name} | {case.source} | refused: {case.why} |")
+        how = "its rollouts fail (`program`)" if case.runs else "refused"
+        rows.append(f"| {case.name} | {case.source} | {how}: {case.why} |")
     return "\n".join(rows)

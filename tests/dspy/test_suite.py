@@ -1,5 +1,6 @@
 """DSPy's own programs: each runs, is recorded token for token, forks, and gets credit; or is refused by name."""
 
+import asyncio
 import re
 from collections import Counter
 
@@ -9,14 +10,18 @@ import pytest
 from mmrl.algorithms import assign_credit
 from mmrl.config.algo import GroupConfig, MmgrpoConfig
 from mmrl.errors import ConfigError
+from mmrl.records import Example
+from mmrl.rollout import with_program
 from mmrl.rollout.dspy.dspy_program import DspyProgram
 from mmrl.rollout.plans import fork_on, independent
+from mmrl.rollout.sample import sample
 from tests.dspy import table
 from tests.dspy.agents import AGENTS
 from tests.dspy.composed import COMPOSED
 from tests.dspy.refused import REFUSED
 from tests.dspy.simple import ATTEMPTS, SIMPLE
 from tests.helpers import TOP
+from tests.helpers.programs import FakeEngine, FakeTask, environment
 
 WORKS = [*SIMPLE, *COMPOSED, *ATTEMPTS, *AGENTS]
 
@@ -61,7 +66,18 @@ def test_a_fork_at_its_last_call_replays_all_others(case):
     assert len(shared) == place and len(engine.requests) == len(forest.calls) == 2 * len(first) - place
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in REFUSED if case.runs], ids=lambda case: case.name)
+def test_what_only_a_run_shows_fails_its_rollouts_with_a_sentence(case):
+    task = with_program(FakeTask(case.make()))
+    engine = FakeEngine(lambda request: task.program.written(request.module, {"draft": "x", "answer": "x"}))
+    example = Example(id="q", inputs={"question": "x"})
+    forest = asyncio.run(sample(environment(task, engine), [(example, independent(1))], "outcome"))
+    (rollout,) = forest.rollouts
+    assert (rollout.error, rollout.reward) == ("program", None)
+    assert case.sentence in rollout.error_message
+
+
+@pytest.mark.parametrize("case", [case for case in REFUSED if not case.runs], ids=lambda case: case.name)
 def test_what_cannot_be_trained_is_refused_by_name(case, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     with dspy.context(adapter=case.adapter), pytest.raises(ConfigError) as caught:
