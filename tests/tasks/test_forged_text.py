@@ -139,8 +139,6 @@ def test_no_text_raises_its_format_or_tool_reward_by_what_the_program_inserts(
         "\u200b",
         "\u00ad",
         "\u2060\u200d",
-        "&#8203;",
-        "&shy;",
     ],
 )
 def test_no_marker_or_invisible_character_hides_a_private_piece(piece: str) -> None:
