@@ -1,7 +1,7 @@
 """A retriever served over HTTP, so that one index in memory serves many workers; also as a child process of mmrl.
 
 - `POST /retrieve`: Search-R1's protocol. `GET /`, also `/api/search` and as a POST: DSPy's (see `protocols`).
-- `GET /health`: what is served; `GET /metrics`: counts and times in Prometheus' text format.
+- `GET /health`: what is served.
 
 Queries that arrive while a search runs are answered together by the next one. FastAPI and uvicorn are imported when
 the server is made; a process that only starts a child needs neither.
@@ -15,8 +15,6 @@ import logging
 import os
 import sys
 import threading
-import time
-from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,8 +43,6 @@ if TYPE_CHECKING:
 START_S = 300.0
 """Longest wait for a child process to listen: it loads its index first."""
 
-BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Upper bounds of the histogram of request times, in seconds."""
 
 log = logging.getLogger("mmrl.retrieval")
 
@@ -64,7 +60,6 @@ class Batches:
         self._waiting: list[tuple[str, int, asyncio.Future[list[Document]]]] = []
         self._driver: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mmrl-search")
-        self.counts: Counter[str] = Counter()
         """Searches, and queries searched."""
 
     # No lock: everything but the search itself runs on the server's one event loop.
@@ -86,8 +81,6 @@ class Batches:
             batch = [item for item in batch if not item[2].done()]
             if not batch:
                 continue
-            self.counts["searches"] += 1
-            self.counts["queries"] += len(batch)
             try:
                 results = await loop.run_in_executor(
                     self._thread, self._retriever.search, [query for query, _, _ in batch], [k for _, k, _ in batch]
@@ -101,48 +94,6 @@ class Batches:
                 if not future.done():
                     future.set_result(documents)
 
-    @property
-    def waiting(self) -> int:
-        """Queries that wait for the search that runs."""
-        return len(self._waiting)
-
-
-class Meter:
-    """Counts of requests by path and status, and a histogram of their times."""
-
-    def __init__(self) -> None:
-        self._requests: Counter[tuple[str, int]] = Counter()
-        self._buckets: Counter[float] = Counter()
-        self._seconds = 0.0
-
-    def add(self, path: str, status: int, seconds: float) -> None:
-        """Count one request."""
-        self._requests[path, status] += 1
-        self._seconds += seconds
-        for bound in BUCKETS:
-            self._buckets[bound] += seconds <= bound
-
-    def text(self, gauges: Mapping[str, float], counters: Mapping[str, float]) -> str:
-        """Prometheus' text format."""
-        # By hand: these few lines would be all that mmrl needs of prometheus-client.
-        total = sum(self._requests.values())
-        lines = ["# TYPE mmrl_retriever_requests_total counter"]
-        lines += [
-            f'mmrl_retriever_requests_total{{path="{path}",status="{status}"}} {count}'
-            for (path, status), count in sorted(self._requests.items())
-        ]
-        lines.append("# TYPE mmrl_retriever_request_seconds histogram")
-        lines += [f'mmrl_retriever_request_seconds_bucket{{le="{b:g}"}} {self._buckets[b]}' for b in BUCKETS]
-        lines.append(f'mmrl_retriever_request_seconds_bucket{{le="+Inf"}} {total}')
-        lines += [
-            f"mmrl_retriever_request_seconds_sum {self._seconds:.6f}",
-            f"mmrl_retriever_request_seconds_count {total}",
-        ]
-        for kind, values in (("gauge", gauges), ("counter", counters)):
-            for name, value in values.items():
-                lines += [f"# TYPE mmrl_retriever_{name} {kind}", f"mmrl_retriever_{name} {value:g}"]
-        return "\n".join(lines) + "\n"
-
 
 def make_app(
     retriever: Retriever, facts: Mapping[str, str | int], *, max_batch: int = 64, token: str | None = None
@@ -151,26 +102,26 @@ def make_app(
 
     Args:
         retriever: what it serves.
-        facts: what `/health` shows beside the status; `documents` (a number) is shown by `/metrics` too.
+        facts: what `/health` shows beside the status.
         max_batch: queries of one search.
         token: every request must bring it (`Authorization: Bearer …`); None: anybody may ask.
     """
     from fastapi import FastAPI
-    from fastapi.responses import JSONResponse, PlainTextResponse
+    from fastapi.responses import JSONResponse
 
     app = FastAPI(title="mmrl retriever", docs_url=None, redoc_url=None)
-    batches, meter = Batches(retriever, max_batch), Meter()
+    batches = Batches(retriever, max_batch)
     if token is not None:
         require_token(app, token, {"error": True, "message": "a token is needed: Authorization: Bearer TOKEN"})
 
-    # Requests are validated in here, not by FastAPI's parameters, whose refusals the meter would not see.
+    # Requests are validated in here, not by FastAPI's parameters, whose refusals have a form of their own.
     async def retrieve(request: Request) -> Response:
         async def search() -> object:
             parsed = read_request(SearchR1Request, await _json(request))
             results = await batches.search(parsed.queries, parsed.topk)
             return {"result": [[search_r1_item(d, parsed.return_scores) for d in result] for result in results]}
 
-        return await _respond(meter, "/retrieve", search())
+        return await _respond(search())
 
     async def dspy(request: Request) -> Response:
         async def search() -> object:
@@ -180,29 +131,23 @@ def make_app(
             (documents,) = await batches.search([parsed.query], parsed.k)
             return {"topk": [dspy_item(d, rank, posted=posted) for rank, d in enumerate(documents, 1)]}
 
-        return await _respond(meter, "/api/search", search())
+        return await _respond(search())
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok", **facts})
-
-    async def metrics(request: Request) -> Response:
-        gauges = {"waiting_queries": float(batches.waiting), "documents": float(facts.get("documents", 0))}
-        counters = {"searches_total": batches.counts["searches"], "queries_total": batches.counts["queries"]}
-        return PlainTextResponse(meter.text(gauges, counters))
 
     app.add_route("/retrieve", retrieve, methods=["POST"])
     for path in ("/", "/api/search"):
         app.add_route(path, dspy, methods=["GET", "POST"])
     app.add_route("/health", health)
-    app.add_route("/metrics", metrics)
     return app
 
 
-async def _respond(meter: Meter, path: str, work: Awaitable[object]) -> Response:
-    """The reply of `work`, or its error, measured."""
+async def _respond(work: Awaitable[object]) -> Response:
+    """The reply of `work`, or its error."""
     from fastapi.responses import JSONResponse, Response
 
-    started, status = time.perf_counter(), 200
+    status = 200
     reply: object
     try:
         reply = await work
@@ -217,7 +162,6 @@ async def _respond(meter: Meter, path: str, work: Awaitable[object]) -> Response
     except UnicodeEncodeError:
         # Half of a UTF-16 pair in a passage: JSON can hold it as an escape alone, which FastAPI does not write.
         response = Response(json.dumps(reply), status_code=status, media_type="application/json")
-    meter.add(path, status, time.perf_counter() - started)
     return response
 
 
