@@ -9,12 +9,11 @@ continues from a stored config that holds no value.
 from __future__ import annotations
 
 import base64
-import functools
 import html
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO, cast
 from urllib.parse import quote, quote_plus
@@ -89,7 +88,6 @@ def add_secret(name: str, value: str, anyway: bool = False) -> None:
     _secrets[value] = name
     made = {form: reference for known, at in _secrets.items() for form, reference in _forms_of(known, at).items()}
     _forms = tuple(sorted(made.items(), key=lambda pair: -len(pair[0])))
-    _anyhow.cache_clear()
 
 
 def add_environment() -> None:
@@ -113,17 +111,6 @@ def hide(text: str) -> str:
     for form, reference in _forms:
         if form in text:
             text = text.replace(form, reference)
-    return text
-
-
-def hide_reply(text: str) -> str:
-    """As `hide`, and in whatever way a server may have spelled each letter: percent codes, escapes, wide letters."""
-    text = hide(text)
-    # No other spelling does without one of these marks, and the patterns below are slow.
-    if not any(mark in text for mark in "%&\\\0"):
-        return text
-    for value, name in list(_secrets.items()):
-        text = _anyhow(value)(f"[{name}]", text)
     return text
 
 
@@ -171,15 +158,14 @@ def _current(match: re.Match[str]) -> str:
 
 
 def _forms_of(value: str, name: str) -> dict[str, str]:
-    """How a value may stand in a text, and what is put there."""
+    """How a value may stand in a text (itself, JSON, HTML, an address, base64), and what is put there."""
     reference, mark = f"${{oc.env:{name}}}", f"[{name}]"
     raw = value.encode("utf-8", "surrogateescape")
     # What a reader of JSON or HTML gets back must be the reference, which `reveal` knows.
     forms = dict.fromkeys((json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]), reference)
-    forms |= {html.escape(value): reference, html.escape(value, quote=False): reference, repr(value)[1:-1]: reference}
-    other = [quote(raw, safe=""), quote(raw), quote_plus(raw), raw.hex(), raw.hex().upper(), raw.decode("latin-1")]
-    other += [base64.b64encode(raw).decode(), base64.urlsafe_b64encode(raw).decode(), repr(raw)[2:-1]]
-    other += [text.lower() for text in other[:3] if "%" in text]
+    forms |= {html.escape(value): reference, html.escape(value, quote=False): reference}
+    other = [quote(raw, safe=""), quote(raw), quote_plus(raw)]
+    other += [text.lower() for text in other if "%" in text]
     for shift in range(3):
         # Of a longer text in base64, three letters hold two to three bytes: those at the ends depend on the neighbours.
         coded = base64.b64encode(b"\0" * shift + raw).decode().rstrip("=")
@@ -187,19 +173,6 @@ def _forms_of(value: str, name: str) -> dict[str, str]:
         other += [inner, inner.replace("+", "-").replace("/", "_")]
     made = {form: mark for form in other if len(form) >= LEAST} | forms
     return made | {value: reference}
-
-
-@functools.cache
-def _anyhow(value: str) -> Callable[[str, str], str]:
-    """Replaces a value, each letter of which may be written in several ways."""
-    letters = []
-    for letter in value[:512]:
-        code, coded = ord(letter), letter.encode("utf-8", "surrogateescape")
-        ways = [re.escape(letter), "".join(f"%{byte:02x}" for byte in coded), f"&#0*{code};", f"&#x0*{code:x};"]
-        ways += [rf"\\u{code:04x}", rf"\\x{code:02x}", rf"\\0*{code:o}"]
-        letters.append(f"(?:{'|'.join(ways)})")
-    pattern = re.compile("\\0*".join(letters), re.IGNORECASE)
-    return lambda mark, text: pattern.sub(mark, text)
 
 
 class HidingStream:

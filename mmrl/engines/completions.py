@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from mmrl.config.endpoint import SENT, Endpoint, EndpointConfig
-from mmrl.secrets import hide_reply
+from mmrl.secrets import hide
 
 if TYPE_CHECKING:
     import httpx
@@ -145,8 +145,8 @@ def read_completion(response: httpx.Response, reasoning: str = "drop") -> Reply:
         completion = _count(usage, "completion_tokens")
         thought = _count(usage, "completion_tokens_details", "reasoning_tokens")
         # after decoding: a server may have spelled the key in escapes
-        answer, finish = hide_reply(text), hide_reply(str(choice.get("finish_reason") or "stop"))
-        shown = with_reasoning(answer, hide_reply(thoughts), reasoning)
+        answer, finish = hide(text), hide(str(choice.get("finish_reason") or "stop"))
+        shown = with_reasoning(answer, hide(thoughts), reasoning)
         return Reply(
             text=shown,
             finish=finish,

@@ -33,7 +33,7 @@ from mmrl.engines.completions import (
     request_body,
 )
 from mmrl.errors import ConfigError, EngineFailure
-from mmrl.secrets import add_secret, hide_reply
+from mmrl.secrets import add_secret, hide
 from mmrl.system.breaker import Breaker
 from mmrl.system.portal import IoScope
 from mmrl.system.replies import ACCEPTED, QUOTED, ReplyTooLarge, ReplyUnreadable, retry_after, whole
@@ -315,7 +315,7 @@ class OpenAIChat:
     def _safe(self, text: str) -> str:
         """The text of a server's reply, cut short, without the key: some servers quote it."""
         text = " ".join(text.split())
-        return hide_reply(text)[:QUOTED]
+        return hide(text)[:QUOTED]
 
 
 class _NoCompletion(Exception):

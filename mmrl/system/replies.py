@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mmrl.secrets import hide_reply
+from mmrl.secrets import hide
 
 if TYPE_CHECKING:
     import httpx
@@ -115,7 +115,7 @@ async def refuse_large_redirect(reply: httpx.Response) -> None:
 def quoted(text: str) -> str:
     """The beginning of a server's text on one line, without secrets, for an error or a log line."""
     # Cut before it is split, which takes seconds for megabytes, and again once secrets are hidden: half a one is none.
-    shown = hide_reply(" ".join(text[: 64 * QUOTED].split()))[:QUOTED]
+    shown = hide(" ".join(text[: 64 * QUOTED].split()))[:QUOTED]
     return "".join(character if character.isprintable() else "\ufffd" for character in shown)
 
 

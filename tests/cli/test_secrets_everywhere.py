@@ -17,16 +17,10 @@ KEY = "sk-Distinctive-0123456789-kEy"
 GATE = "gate/Pass+word=9876&distinct"
 SPELLINGS = {
     "plain": lambda value: value,
-    "json": lambda value: "".join(f"\\u{ord(letter):04x}" for letter in value),
     "percent": lambda value: quote(value, safe=""),
-    "every letter in percent": lambda value: "".join(f"%{ord(letter):02X}" for letter in value),
     "html": html.escape,
-    "letters in html": lambda value: "".join(f"&#{ord(letter)};" for letter in value),
     "base64": lambda value: base64.b64encode(value.encode()).decode(),
     "a header in base64": lambda value: base64.b64encode(f"Bearer {value}".encode()).decode(),
-    "hexadecimal": lambda value: value.encode().hex(),
-    "utf-16": lambda value: value.encode("utf-16").decode("latin-1"),
-    "capitals": str.upper,
 }
 
 
