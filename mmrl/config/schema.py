@@ -193,7 +193,7 @@ class RunConfig(Section):
         None, description="live display: true everywhere, false nowhere (plain lines); null: in a terminal"
     )
     doctor: Literal["auto"] | bool = Field(
-        "auto", description="play a few examples before training and say what is wrong; auto: in runs of over an hour"
+        "auto", description="play a few examples before training and say what is wrong; auto: before runs on GPUs"
     )
 
 

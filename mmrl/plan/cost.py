@@ -102,10 +102,6 @@ def known_gpu(gpu: Gpu) -> Device:
     return replace(row, memory=gpu.memory)
 
 
-SLOW_CPU = Device(name="cpu", flops=5e9, bandwidth=2e9, memory=GIB, utilisation=0.35)
-"""Slower than a core of any machine in use: what is short on it need not be measured."""
-
-
 def measured_cpu(threads: int) -> Device:
     """This machine's CPU: a float32 matrix product and a copy, best of several."""
     import torch

@@ -1,7 +1,6 @@
 """What the report's rollout browser shows: calls of every step, compressed, read by the page's script on demand.
 
-`html` puts the blocks into `report.html` and `templates/browser.js` draws them. The page shows some examples of some
-steps without script; this is the rest of the journal, as far as the limits go.
+`html` puts the blocks into `report.html` and `templates/browser.js` draws them: the journal, as far as the limits go.
 """
 
 from __future__ import annotations
@@ -54,12 +53,15 @@ class Block:
     """base64 of gzip of JSON: `prompts`, and `examples` with their calls in the order of the trees."""
 
 
-def blocks(run: RunDir, split: str | None, texts: TokenTexts, *, parts: bool = False) -> list[Block]:
+def blocks(
+    run: RunDir, split: str | None, texts: TokenTexts, *, parts: bool = False, damaged: list[str] | None = None
+) -> list[Block]:
     """Blocks of a run's journal within `ROLLOUTS` and `SIZE`, in the order of steps; damaged ones are left out.
 
     Args:
         split: whose evaluations are shown too, where they have journals.
         parts: the run is an evaluation, whose journals are numbered parts of it.
+        damaged: gets a sentence for each that cannot be read.
     """
     places: list[tuple[int, str | None]] = [(step, None) for step in run.journal_steps()]
     places += [(step, split) for step in run.journal_steps(split)] if split else []
@@ -70,8 +72,10 @@ def blocks(run: RunDir, split: str | None, texts: TokenTexts, *, parts: bool = F
             break
         try:
             forest, entries = read_step(run, place[0], evaluation=place[1])
-        except MmrlError:
-            continue  # the page says so where the step is shown without script
+        except MmrlError as error:
+            if damaged is not None:
+                damaged.append(str(error))
+            continue
         step, of = place
         where = f"step {step}" if of is None else f"{of}, part {step + 1}" if parts else f"{of} after step {step}"
         one = block(forest, entries, texts, f"{of or 'train'}-{step}", where)

@@ -1,25 +1,23 @@
 """Pages for people: `report.html` of a run, and what all pages share.
 
-No network; readable without script, on a phone and in the dark. Markup is in `templates/`, rendered by Jinja with
-autoescape: what comes from a config, a model or a data set cannot become markup. The one script, the rollout browser's,
-is named by its digest in the page's policy, so no other one runs.
+No network; numbers and figures without script, on a phone and in the dark. Markup is in `templates/`, rendered by
+Jinja with autoescape: what comes from a config, a model or a data set cannot become markup. The one script, the rollout
+browser's, is named by its digest in the page's policy, so no other one runs.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from mmrl.errors import MmrlError
 from mmrl.models.load import located
-from mmrl.records import Forest
 from mmrl.report import browser
 from mmrl.report.charts import (
     THEME_CSS,
@@ -28,39 +26,21 @@ from mmrl.report.charts import (
     reward_curve,
 )
 from mmrl.report.items import item_rows, score_rows
-from mmrl.report.journal import read_step
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.report.stage_costs import stage_facts, stage_rows
 from mmrl.report.stats import Difference, History, duration, fixed, learning, modules_in, number, series, short, signed
 from mmrl.report.tables import interval
 from mmrl.report.trees import (
-    EntryFields,
     TokenTexts,
-    View,
     clean,
-    largest_advantage,
-    rollout_line,
-    shown_call,
-    telling_examples,
-    trees,
 )
 from mmrl.secrets import hide
 from mmrl.system.files import atomic_write
 from mmrl.system.objects import readable
 
-EXAMPLES = 3
-"""Examples shown of the first and of the last step; of steps between them one."""
 ITEMS = 200
 """Items shown of an evaluation."""
-STEPS = 16
-"""Steps whose rollouts are shown, spread over the run."""
-ROLLOUT_LIMIT = 3_000_000
-"""Characters of rollouts after which no further step goes into the page."""
-PROMPT_LIMIT = 6000
-"""Characters of a prompt that go into the page; a sixth of it of steps between the first and the last."""
-NODE_LIMIT = 40
-"""Calls shown of one example."""
 MODULE_LABELS = {
     "reward": "reward of the module's calls",
     "penalty": "module penalty",
@@ -86,7 +66,8 @@ TIMES = ("generate", "retrieve", "credit", "update", "overhead")
 def write_report(seen: Overview) -> Path:
     """Write `report.html` into the run directory; returns its path."""
     texts = _token_texts(seen)
-    blocks, script = browser.blocks(seen.run, seen.split, texts, parts=seen.evaluates), _script()
+    damaged: list[str] = []
+    blocks, script = browser.blocks(seen.run, seen.split, texts, parts=seen.evaluates, damaged=damaged), _script()
     page = rendered(
         "run.html",
         blocks=blocks,
@@ -112,8 +93,8 @@ def write_report(seen: Overview) -> Path:
             for stage, records in seen.module_steps
         ],
         health=_drawn(_health_curves(seen)),
-        journals=_journals(seen, texts),
-        journalled=len(seen.run.journal_steps()),
+        damaged=damaged,
+        newest=max(seen.run.journal_steps(), default=0),
         times=_times(seen),
         command=clean(" ".join(map(str, seen.environment.get("command", [])))),
         config=yaml.safe_dump(dict(seen.config), sort_keys=False, allow_unicode=True),
@@ -270,46 +251,3 @@ def _times(seen: Overview) -> list[list[str]]:
 def _token_texts(seen: Overview) -> TokenTexts:
     base = str(seen.get("model.path", ""))
     return TokenTexts.of([*sorted(seen.run.checkpoints.glob("checkpoint-*")), Path(located(base))])
-
-
-def _journals(seen: Overview, texts: TokenTexts) -> list[dict[str, object]]:
-    """Some examples of steps spread over the run, as far as the page goes; always of the first and the last."""
-    steps = seen.run.journal_steps()
-    most = min(STEPS, len(steps))
-    spread = sorted({steps[round(place * (len(steps) - 1) / max(most - 1, 1))] for place in range(most)})
-    room = ROLLOUT_LIMIT
-    shown: dict[int, dict[str, object]] = {}
-    # The ends first: they are shown whatever is between them.
-    for step in sorted(spread, key=lambda step: step not in (spread[0], spread[-1])):
-        ends = step in (spread[0], spread[-1])
-        if room <= 0 and not ends:
-            break
-        try:
-            forest, entries = read_step(seen.run, step)
-        except MmrlError as error:
-            shown[step] = {"step": step, "error": error}
-            continue
-        view = View(texts, largest_advantage(entries), PROMPT_LIMIT if ends else PROMPT_LIMIT // 6)
-        chosen = telling_examples(forest, EXAMPLES if ends else 1)
-        examples = [_example(forest, entries, example, view) for example in chosen]
-        facts = f"{len(forest.examples)} examples, {len(forest.rollouts)} rollouts"
-        last = step == spread[-1]
-        shown[step] = {"step": step, "error": None, "facts": facts, "last": last, "examples": examples}
-        room -= view.written
-    return [shown[step] for step in sorted(shown)]
-
-
-def _example(forest: Forest, entries: Sequence[EntryFields], example: str, view: View) -> dict[str, object]:
-    rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    mean = f"mean reward {short(fmean(rewards))}" if rewards else "no reward"
-    # One counter for all trees of the example; a list, since the recursion shares it.
-    left = [NODE_LIMIT]
-    calls = [c for node in trees(forest, entries, example) if (c := shown_call(node, left, view)) is not None]
-    return {
-        "name": clean(example),
-        "facts": f"{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}, {mean}",
-        "calls": calls,
-        "hidden": max(-left[0], 0),
-        "without_calls": [rollout_line(rollout) for rollout in rollouts if rollout.leaf is None],
-    }

@@ -338,65 +338,6 @@ def _wrap(text: str, indent: str, width: int, lines: list[str]) -> None:
     lines += [indent + line for line in wrapped]
 
 
-# --- for a page
-
-
-@dataclass(frozen=True, slots=True)
-class ShownCall:
-    """One call and what follows it, as text for the template."""
-
-    name: str
-    facts: str
-    state: str
-    """Empty, or that the reply could not be parsed."""
-    prompt: str
-    completion: Sequence[Piece]
-    credit: Sequence[str]
-    outcomes: Sequence[str]
-    below: Sequence[ShownCall]
-
-
-@dataclass(slots=True)
-class View:
-    """How a step's calls are shown."""
-
-    texts: TokenTexts
-    largest: float
-    """Advantage of the deepest colour."""
-    prompt: int
-    """Characters of a prompt."""
-    written: int = 0
-    """Characters so far."""
-
-
-def shown_call(node: Node, left: list[int], view: View) -> ShownCall | None:
-    """A call for the page; `left` counts down the calls that may still be shown."""
-    left[0] -= 1
-    # Children first: a call over the limit stays where a call below it is shown.
-    is_shown = left[0] >= 0
-    below = [shown for child in node.children if (shown := shown_call(child, left, view)) is not None]
-    if not is_shown and not below:
-        return None
-    call = node.call
-    facts = [f"{call.completion_tokens} tokens", call.finish]
-    facts += [f"penalty {short(call.penalty)}"] if call.penalty else []
-    facts += [f"{key} {short(value)}" for key, value in call.facts.items() if number(value) is not None]
-    prompt = abridged(visible(call.prompt_text), view.prompt // 4, view.prompt * 3 // 4)
-    pieces = coloured(call, node.entries, view.texts, view.largest)
-    # Markup and credit come on top of the texts.
-    view.written += 600 + len(prompt) + sum(30 + len(text) for text, _ in pieces)
-    return ShownCall(
-        name=call_name(call),
-        facts=" · ".join(facts),
-        state=node.state,
-        prompt=prompt,
-        completion=pieces,
-        credit=[credit_line(entry) for entry in node.entries],
-        outcomes=[rollout_line(rollout) for rollout in node.rollouts],
-        below=below,
-    )
-
-
 def visible(value: str) -> str:
     """Text with its line ends, other control characters made visible."""
     return "\n".join(clean(line) for line in value.replace("\r\n", "\n").split("\n"))

@@ -35,14 +35,11 @@ from mmrl.run.settle import settle
 from mmrl.stages.step_log import StepLog
 from mmrl.system.artifacts import cache_root
 from mmrl.system.files import atomic_write, dumps, plain
-from mmrl.tasks.base import Task
 
 EXAMPLES, FEW = 8, 4
 """Examples that `mmrl doctor` plays, and `mmrl train` before a long run."""
 FILE = "doctor.json"
 """In a run directory: the findings before training."""
-LONG = 1.0
-"""Hours from which on a run is looked at before it trains."""
 
 
 def examples_of(values: Mapping[str, str]) -> int:
@@ -135,50 +132,27 @@ def look_before(built: BuiltRun, log: StepLog, checkpoint: Path | None) -> None:
     """
     if checkpoint is not None:
         return
-    config, task = built.collector.config, built.collector.task
-    needed, reason = log.processes.first(_needed(config, task, log.rundir.path / FILE))
-    if not needed:
-        if reason:
-            log.progress.note(reason)
+    config = built.collector.config
+    if not log.processes.first(_needed(config, log.rundir.path / FILE)):
         return
-    facts, forest = _examined(built, FEW)
+    facts, _ = _examined(built, FEW)
     findings = find(facts)
-    if config.run.doctor == "auto":
-        # Declared lengths are mostly too long; what was played tells, as it does `mmrl plan`.
-        needed, reason = log.processes.first(_long(config, task, forest))
-    if needed and log.processes.main:
-        log.progress.note(f"before training ({reason}):\n{report(facts, findings)}")
+    if log.processes.main:
+        log.progress.note(f"before training (run.doctor=false leaves this out):\n{report(facts, findings)}")
         atomic_write(log.rundir.path / FILE, dumps(as_object(facts, findings), indent=1) + "\n")
 
 
-def _needed(config: TrainCommandConfig, task: Task, made: Path) -> tuple[bool, str]:
-    """Whether to look, and why; or why that is not known.
+def _needed(config: TrainCommandConfig, made: Path) -> bool:
+    """Whether to look.
 
     Args:
         made: what a start of this run that was killed may have left.
     """
     # A resumed start would print the same findings again, and they cost rollouts.
     if made.exists():
-        return False, ""
-    if config.run.doctor != "auto":
-        return config.run.doctor, "run.doctor=true"
-    return _long(config, task)
-
-
-def _long(config: TrainCommandConfig, task: Task, forest: Forest | None = None) -> tuple[bool, str]:
-    """Whether a run takes over an hour, and the sentence for it; or why that is not known."""
-    # Here, since it is of no use to most runs.
-    from mmrl.plan.estimate import duration
-    from mmrl.run.plan import hours
-
-    try:
-        estimate = hours(config, task, forest)
-    except ConfigError as error:
-        why = f"the length of this run is not known ({error})"
-        return False, f"{why}; run.doctor=true looks for what is wrong before it trains"
-    if estimate <= LONG:
-        return False, ""
-    return True, f"it will take about {duration(3600 * estimate)}; run.doctor=false leaves this out"
+        return False
+    # What runs on a CPU is small, and mostly seen to its end.
+    return config.hardware.device != "cpu" if config.run.doctor == "auto" else config.run.doctor
 
 
 # --- without a run: the machine

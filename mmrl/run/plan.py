@@ -22,7 +22,7 @@ from mmrl.config.tasks import BUILT_IN, Banking77Config, CorpusConfig, JudgedCon
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.load import model_path
 from mmrl.plan.cost import NAMES as DEVICES
-from mmrl.plan.cost import SLOW_CPU, Device, gpus, known_gpu, measured_cpu
+from mmrl.plan.cost import Device, gpus, known_gpu
 from mmrl.plan.cost import device as find_device
 from mmrl.plan.estimate import Plan
 from mmrl.plan.evaluation import declared_rollout, evaluation_seconds, mean_rollout
@@ -38,7 +38,6 @@ from mmrl.plan.workload import (
     undeclared,
     without_endpoints,
 )
-from mmrl.records import Forest
 from mmrl.run.build import build_task, evaluation_devices, reward_set
 from mmrl.run.check import plan_problems, process_problems
 from mmrl.run.settle import settle
@@ -228,35 +227,6 @@ def _items(config: TrainCommandConfig, task: Task, counted: bool) -> int | None:
 
 def _fewest(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def hours(config: TrainCommandConfig, task: Task, forest: Forest | None = None) -> float:
-    """About how long a settled run will take on the devices of this machine.
-
-    Args:
-        forest: rollouts of a few examples that tokens are counted in; None: from declared lengths, which are those of
-            the papers' models and data, so mostly too long.
-
-    Raises:
-        ConfigError: the sizes of its model are not known.
-    """
-    shape, loads = shape_of(config.model), declared(config, task.program.modules, {})
-    if forest is not None:
-        loads = loads_of(forest, trained_calls(forest, config), config.train.batch_size / len(forest.examples))
-    if strange := _strange_targets(config, shape):
-        raise ConfigError(strange)
-    loads = without_endpoints(loads, config.engine.endpoints or {})
-
-    def on(device: Device) -> float:
-        plan = Plan(config=config, shape=shape, device=device, loads=loads, source="", rollout={})
-        return config.train.steps * plan.step_seconds() / 3600
-
-    if config.hardware.device != "cpu":
-        # The first stands for all: the GPUs of one machine are mostly of one kind.
-        return on(known_gpu(gpus()[0]))
-    longest = on(SLOW_CPU)
-    # Measuring takes a quarter of a second, which a short run need not wait for.
-    return longest if longest < 1 else on(measured_cpu(config.hardware.threads or 1))
 
 
 def _strange_targets(config: TrainCommandConfig, shape: Shape) -> list[str]:

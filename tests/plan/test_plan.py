@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -14,10 +13,8 @@ from mmrl.plan.cost import GIB, GPUS, Gpu, device, known_gpu
 from mmrl.plan.estimate import duration
 from mmrl.plan.shapes import KNOWN, read_shape
 from mmrl.plan.workload import Lengths, parse_lengths, unique_tokens
-from mmrl.run.doctor import _long
 from mmrl.sets.words import read_set, words_of
 from mmrl.system.conf import conf_dir, later_wins
-from tests.config.effects.training import config_of
 
 
 def planned(capsys, *arguments):
@@ -217,9 +214,6 @@ def test_a_gpu_of_unknown_speed_is_no_h100(name, capsys, monkeypatch):
     assert said in capsys.readouterr().err
     assert main(["plan", LENGTHS, "hardware=gpu1", "device=a100"]) == 0
     assert " of 79 GiB per device\n" in capsys.readouterr().out
-    settled = config_of({"hardware.device": "cuda", "hardware.name": "gpu1"})
-    look, why = _long(settled, SimpleNamespace(program=SimpleNamespace(modules=("rewriter",))))
-    assert not look and name in why and "run.doctor=true" in why
 
 
 def test_text_names_modules_memory_and_time(capsys):

@@ -11,9 +11,8 @@ import pytest
 from mmrl.cli import main
 from mmrl.cli.hydra import composed
 from mmrl.errors import EngineFailure, LengthFailure, MmrlError, ParseFailure
-from mmrl.plan.cost import Device
 from mmrl.report.findings import find
-from mmrl.run.doctor import _long, _needed
+from mmrl.run.doctor import _needed
 from mmrl.stages.checkup import examine
 from mmrl.stages.weights import WeightStage
 from tests.config.effects.training import collector_of, config_of
@@ -207,25 +206,17 @@ def test_examples_must_be_a_number(text, capsys):
     assert f"examples: got '{text}', expected a number" in capsys.readouterr().err
 
 
-def test_runs_of_over_an_hour_are_looked_at_and_others_are_not(tmp_path, monkeypatch):
-    task, made = SimpleNamespace(program=Chain()), tmp_path / "doctor.json"
-    settled = config_of({"hardware.device": "cpu", "hardware.threads": 1})
-    # A core that does a hundredth of what any does: a run of one step is short on it, one of many is not.
-    slow = Device(name="cpu", flops=1e9, bandwidth=1e9, memory=2**30, utilisation=1.0)
-    monkeypatch.setattr("mmrl.run.plan.measured_cpu", lambda threads: slow)
+def test_runs_on_gpus_are_looked_at_and_others_where_it_is_asked_for(tmp_path):
+    made = tmp_path / "doctor.json"
 
-    def wanted(**train):
-        return _needed(settled.model_copy(update={"train": settled.train.model_copy(update=train)}), task, made)
+    def needed(device, doctor):
+        config = config_of({"hardware.device": device})
+        return _needed(config.model_copy(update={"run": config.run.model_copy(update={"doctor": doctor})}), made)
 
-    assert wanted(steps=1, batch_size=1) == (False, "")
-    look, why = wanted(steps=100_000)
-    assert look and "run.doctor=false" in why and ("hours" in why or "days" in why)
-    # Declared lengths are the papers'; those of the played rollouts may say that it is short.
-    steps = settled.model_copy(update={"train": settled.train.model_copy(update={"steps": 20, "batch_size": 4})})
-    _, played = examine(stage_of(Engine(seeded_letter), Searcher()), 4)
-    assert _long(steps, task)[0] and not _long(steps, task, played)[0]
+    wanted = [needed(device, doctor) for device in ("cpu", "cuda") for doctor in ("auto", True, False)]
+    assert wanted == [False, True, False, True, True, False]
     made.write_text("{}")
-    assert wanted(steps=100_000) == (False, ""), "a start that was killed has looked already"
+    assert not needed("cuda", True), "a start that was killed has looked already"
 
 
 def test_the_machine_is_described_and_no_key_is_shown(monkeypatch, capsys):
