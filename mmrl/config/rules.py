@@ -119,7 +119,7 @@ def _one_revision(at: At) -> bool:
     """Whether the weights are in a folder, which has no revisions."""
     source = Path(str(at("policy") if _weights_elsewhere(at) else at("model.path")))
     saved = (source / "config.json").is_file() or (not _EVAL(at) and source.is_dir())
-    return saved or str(source) in (*SHIPPED, *FETCHED) or source.suffix.lower() == ".gguf"
+    return saved or str(source) in (*SHIPPED, *FETCHED)
 
 
 def _unsent(setting: str) -> Callable[[At], bool]:

@@ -59,7 +59,7 @@ class ModelConfig(Section):
     """The policy's weights."""
 
     name: str = Field(description="set by model=; shown in reports")
-    path: str = Field(description="`tiny` (the shipped model that plays the task), a folder, a GGUF file, or a hub id")
+    path: str = Field(description="`tiny` (the shipped model that plays the task), a folder, or a hub id")
     revision: str | None = Field(None, description="branch, tag or commit of a hub id; null: its newest")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: bfloat16 where the device computes in it, else float32"

