@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmrl.config.base import FETCHED
-from mmrl.models.gguf import FACTS
 from mmrl.system.artifacts import cache_root
+
+FACTS = "mmrl.json"
+"""Of a fetched model's folder: what it is and where it comes from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

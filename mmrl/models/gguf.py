@@ -10,9 +10,8 @@ import json
 from pathlib import Path
 
 from mmrl.errors import ConfigError
+from mmrl.models.fetched import FACTS
 
-FACTS = "mmrl.json"
-"""Of a fetched model's folder: what it is and where it comes from."""
 _CONTROL = 3
 """Kind of tokens that no text contains."""
 

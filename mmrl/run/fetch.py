@@ -21,8 +21,8 @@ from pathlib import Path, PurePosixPath
 from filelock import FileLock
 
 from mmrl.errors import ConfigError, MmrlError, unknown
-from mmrl.models.fetched import PACKAGES, Package, facts_of
-from mmrl.models.gguf import FACTS, convert
+from mmrl.models.fetched import FACTS, PACKAGES, Package, facts_of
+from mmrl.models.gguf import convert
 from mmrl.report.tables import align
 from mmrl.system.bar import progress
 from mmrl.system.files import atomic_dir, user_path
