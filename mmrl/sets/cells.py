@@ -566,7 +566,8 @@ def student_t(freedom: int) -> float:
         return exact[freedom - 1]
     # Fisher's expansion in 1/freedom, from here on right to four digits.
     z = NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
 def _mean(values: Iterable[float]) -> float:
