@@ -30,7 +30,7 @@ import dspy
 from dspy.teleprompt import Teleprompter
 
 from mmrl.cli.overrides import hydra_value
-from mmrl.config import EvalCommandConfig, StageConfig, StagedCommandConfig
+from mmrl.config import EvalCommandConfig, RootConfig, StageConfig
 from mmrl.config.base import SHIPPED
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.models.policy import prompts_of
@@ -153,7 +153,7 @@ class MMRL(Teleprompter):
     def _resume(self, student: dspy.Module, train: list[dspy.Example], dev: list[dspy.Example], folder: Path) -> Path:
         """Continue a run with the objects that it was given."""
         from mmrl.run.build import forget_task
-        from mmrl.run.settle import schema_of, stored_config
+        from mmrl.run.settle import stored_config
         from mmrl.run.stages import resume
 
         run = RunDir.read(folder)
@@ -170,7 +170,7 @@ class MMRL(Teleprompter):
         objects = {"train": train, "dev": dev, "program": student.deepcopy(), "metric": self.metric}
         for what, value in objects.items():
             put(stored[what].partition(":")[2], value)
-        config = stored_config(folder, schema_of(run.config))
+        config = stored_config(folder, RootConfig)
         # Its task may have been built in this process already, from the objects of before.
         forget_task(config.task, config.seed)
         _refuse_failure(resume(folder), str(folder))
@@ -189,10 +189,10 @@ def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
     """
     from mmrl.run.build import fixed_engine
     from mmrl.run.check import served
-    from mmrl.run.settle import schema_of, settle, stored_config
+    from mmrl.run.settle import settle, stored_config
 
     folder = Path(run_dir)
-    config = stored_config(folder, schema_of(RunDir.read(folder).config))
+    config = stored_config(folder, RootConfig)
     # With the limits and the engine of training: the program is to speak as it did there.
     shared = {name: getattr(config, name) for name in ("seed", "task", "model", "hardware", "engine", "eval", "run")}
     evaluation = settle(EvalCommandConfig(policy=str(folder), plugins=config.plugins, **shared))
@@ -280,7 +280,7 @@ def _interrupts_raised() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _placed(config: StageConfig | StagedCommandConfig) -> StageConfig | StagedCommandConfig:
+def _placed(config: StageConfig) -> StageConfig:
     """With its run directory, which the program that is returned names."""
     from mmrl.run.build import check_model
     from mmrl.run.settle import run_folder

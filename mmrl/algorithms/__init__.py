@@ -17,7 +17,6 @@ from mmrl.algorithms.mmgrpo import Mmgrpo
 from mmrl.algorithms.mt_grpo import MtGrpo, MtGrpoVariable
 from mmrl.algorithms.ppo import Mappo, Ppo
 from mmrl.config import AlgoConfig
-from mmrl.config.algo import MhgpoConfig
 from mmrl.credit.entries import Credit, Group
 from mmrl.records import Forest
 from mmrl.rollout.plans import Tree
@@ -91,9 +90,7 @@ def assign_credit(
         frozen: modules left out of the loss (`model.modules`). MHGPO counts them out of n as its own frozen modules;
             elsewhere the other modules' weights stay as they are.
     """
-    # MHGPO divides by n, the number of trained slots, so it must know; elsewhere a frozen module's share is just lost.
-    if frozen and isinstance(algo, MhgpoConfig):
-        algo = algo.model_copy(update={"freeze_modules": tuple(dict.fromkeys((*algo.freeze_modules, *frozen)))})
+    algo = algo.leaving_out(frozen)
     credit = ALGORITHMS[algo.name].credit(_without_kl(forest, frozen), algo, seed, minibatch)
     if credit.groups is not None:
         credit = replace(credit, metrics={**_group_metrics(forest, credit.groups), **credit.metrics})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmrl.config import AlgoConfig
-from mmrl.config.algo import FACTOR, MappoConfig, MhgpoConfig, MhgpoRrConfig
+from mmrl.config.algo import FACTOR, MhgpoConfig, MhgpoRrConfig
 from mmrl.errors import unknown
 
 TURN_SETS = ("turn", "judge_turn")
@@ -36,14 +36,14 @@ def scale_problems(algo: AlgoConfig, modules: Sequence[str]) -> list[str]:
     """Factors of modules that the program does not have, or that are not finite."""
     problems = []
     # Only the algorithms that back rewards up know penalties of modules.
-    penalty_scale = algo.penalty_scale if isinstance(algo, MhgpoConfig | MappoConfig) else None
+    penalty_scale = getattr(algo, "penalty_scale", None)
     for key, factors in (("advantage_scale", algo.advantage_scale), ("penalty_scale", penalty_scale)):
         for name, factor in (factors or {}).items():
             if name not in modules:
                 problems.append(unknown(f"algo.{key}", name, modules))
             if not 0 <= factor <= FACTOR:  # NaN compares false
                 problems.append(f"algo.{key}.{name}: got {factor}, expected a finite number from 0 to {FACTOR:g}")
-            if key == "advantage_scale" and isinstance(algo, MhgpoConfig) and not algo.trains(name):
+            if key == "advantage_scale" and not algo.trains(name):
                 problems.append(f"algo.{key}.{name}: got {factor}, which has no effect: the module is not trained")
     return problems
 

@@ -63,7 +63,7 @@ def train(context: typer.Context) -> int:
         overrides.refuse_beside_resume(line, "train.steps")
         folder = Path(line.own["resume"])
         if line.overrides:
-            from mmrl.run.train import extend
+            from mmrl.run.session import extend
 
             extend(folder, overrides.typed_value(line.overrides[0]) or "")
         from mmrl.run.stages import resume
@@ -346,7 +346,7 @@ def new_task(context: typer.Context) -> int:
 def worker() -> int:
     """One process of a run of several; `mmrl train` starts it, with its job in an environment variable."""
     from mmrl.run.launch import JOB
-    from mmrl.run.train import work
+    from mmrl.run.session import work
 
     try:
         if JOB not in os.environ:

@@ -23,7 +23,8 @@ from mmrl.config.schema import (
     StartConfig,
     TrainCommandConfig,
     TrainConfig,
-    TrainingConfig,
+    WeightsConfig,
+    schema_of,
     stage_schema,
 )
 from mmrl.config.tasks import TASK_SCHEMAS, DataConfig, JudgeConfig, TaskConfig
@@ -56,7 +57,8 @@ __all__ = [
     "TaskConfig",
     "TrainCommandConfig",
     "TrainConfig",
-    "TrainingConfig",
+    "WeightsConfig",
+    "schema_of",
     "stage_schema",
     "validate",
     "validate_stored",

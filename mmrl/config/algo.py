@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Collection
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from mmrl.config.base import Section, Temperature, no_lookalike
+from mmrl.config.base import MethodConfig, Temperature, no_lookalike
 from mmrl.config.rules import checked
 from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.errors import ConfigError
@@ -18,10 +19,9 @@ MOST_SAMPLES = 100_000
 """Largest group: beyond it a typing error is likelier than a wish."""
 
 
-class AlgoConfig(Section):
+class AlgoConfig(MethodConfig):
     """What every algorithm has."""
 
-    name: str
     epochs: int = Field(1, ge=1, description="passes over a batch of rollouts")
     minibatches: int = Field(1, ge=1, description="optimizer steps per pass; the batch is split by example")
     clip: float = Field(0.2, gt=0, lt=1, description="epsilon of the clipped ratio")
@@ -58,6 +58,15 @@ class AlgoConfig(Section):
             raise ConfigError(f"algo: got the section of '{algo.name}', expected one of type {cls.__name__}")
         return algo
 
+    def leaving_out(self, modules: Collection[str]) -> AlgoConfig:
+        """This section where the modules are out of the loss."""
+        return self
+
+    @property
+    def refills(self) -> int:
+        """Most rounds in which further examples replace those without signal."""
+        return 0
+
     @model_validator(mode="after")
     def _effects(self) -> Self:
         return checked(self, "algo")
@@ -84,6 +93,11 @@ class GroupConfig(AlgoConfig):
     )
 
     @property
+    def refills(self) -> int:
+        """Most rounds in which further examples replace those without signal."""
+        return self.refill_rounds if self.zero_variance == "refill" else 0
+
+    @property
     def drops_constant(self) -> bool:
         """Whether groups with equal rewards count as not sampled."""
         return self.zero_variance != "keep"
@@ -108,6 +122,15 @@ class MhgpoConfig(GroupConfig):
         """Whether the module is in the loss."""
         chosen = self.train_modules is None or module in self.train_modules
         return chosen and module not in self.freeze_modules
+
+    def leaving_out(self, modules: Collection[str]) -> AlgoConfig:
+        """MHGPO divides by the number of trained slots, so it must know of every module that is left out."""
+        return self.model_copy(update={"freeze_modules": tuple(dict.fromkeys((*self.freeze_modules, *modules)))})
+
+    @property
+    def serves_initial(self) -> bool:
+        """Whether modules out of the loss act with the initial weights."""
+        return self.frozen_serving
 
 
 class MhgpoIsConfig(MhgpoConfig):
@@ -298,6 +321,7 @@ class MappoConfig(CriticConfig):
 class TurnCriticConfig(CriticConfig):
     """What PPO and MT-PPO share: a rollout's calls form one sequence."""
 
+    values_rollouts: ClassVar[bool] = True
     obs: Literal["skip", "all"] = Field("skip", description="tokens that the estimation runs over: sampled, or all")
     position: Literal["last_generated", "turn_end"] = Field(
         "last_generated", description="token that carries a turn's reward; turn_end: its last observation token"

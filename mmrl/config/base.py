@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, ClassVar, Self, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -47,6 +47,23 @@ class Section(BaseModel):
 
 
 SectionT = TypeVar("SectionT", bound=Section)
+
+
+class MethodConfig(Section):
+    """`algo.*` of any stage."""
+
+    name: str
+    values_rollouts: ClassVar[bool] = False
+    """Whether a critic values whole rollouts, with what other weights have written in them."""
+
+    def trains(self, module: str) -> bool:
+        """Whether the module is in the loss."""
+        return True
+
+    @property
+    def serves_initial(self) -> bool:
+        """Whether modules out of the loss act with the initial weights."""
+        return False
 
 
 def by_name(

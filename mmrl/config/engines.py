@@ -22,9 +22,19 @@ class EngineConfig(Section):
     )
 
     @property
+    def in_process(self) -> TransformersConfig:
+        """How this process decodes itself: as this section says, else by the defaults."""
+        return TransformersConfig()
+
+    @property
+    def as_vllm(self) -> VllmConfig | None:
+        """This section, where vLLM samples."""
+        return None
+
+    @property
     def server(self) -> str | None:
         """Address of a server that runs already, so that mmrl starts none and knows nothing of its devices."""
-        return None
+        return getattr(self, "url", None)
 
 
 class TransformersConfig(EngineConfig):
@@ -38,6 +48,11 @@ class TransformersConfig(EngineConfig):
     )
     batch_tokens: int = Field(65536, ge=64, description="prompt tokens (padded) generated for at once")
 
+    @property
+    def in_process(self) -> TransformersConfig:
+        """See `EngineConfig.in_process`."""
+        return self
+
 
 class VllmConfig(EngineConfig):
     """What the two engines that run vLLM share."""
@@ -48,6 +63,11 @@ class VllmConfig(EngineConfig):
     gpu_memory: float = Field(0.4, gt=0, le=1, description="share of a GPU's memory")
     kv_cache_gb: int = Field(1, ge=1, description="on the CPU: memory of the KV cache")
     args: tuple[str, ...] = Field((), description="further arguments of vLLM, e.g. [--max-num-seqs=64]")
+
+    @property
+    def as_vllm(self) -> VllmConfig:
+        """See `EngineConfig.as_vllm`."""
+        return self
 
 
 class VllmServerConfig(VllmConfig):
@@ -60,11 +80,6 @@ class VllmServerConfig(VllmConfig):
     start_timeout_s: float = Field(900.0, gt=0, description="until the server is healthy")
     restarts: int = Field(2, ge=0, description="starts of a server that died, per policy version")
     sync_timeout_s: float = Field(300.0, gt=0, description="limit of one push of new weights")
-
-    @property
-    def server(self) -> str | None:
-        """See `EngineConfig.server`."""
-        return self.url
 
 
 class VllmColocatedConfig(VllmConfig):

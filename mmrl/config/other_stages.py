@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import math
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from mmrl.config.base import Section, Temperature
+from mmrl.config.base import MethodConfig, Section, Temperature
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.rules import checked
 
 Auto = Literal["light", "medium", "heavy"]
 SMALLEST_MINIBATCHED = 50
 """Validation examples up to which DSPy's MIPROv2 evaluates every trial on all of them."""
+AUTO_VALIDATION = {"light": 100, "medium": 300, "heavy": 1000}
+"""DSPy's numbers of validation examples for MIPROv2's `auto`."""
 
 
-class PromptConfig(Section):
+class PromptConfig(MethodConfig):
     """What every optimiser of prompts has.
 
     Rollouts are sampled as in evaluation (`eval.temperature`, `eval.top_p`, `eval.top_k`, `eval.parse_retries`).
     """
 
-    name: str
     validation: float = Field(
         0.8, gt=0, lt=1, description="share of the train split, its end, that candidates are compared on"
     )
     validation_items: int | None = Field(None, ge=1, description="most examples of it; null: 1000, as in MIPROv2")
+    shuffles: ClassVar[bool] = False
+    """Whether the order of its train part comes from the run's seed, since DSPy has none for it."""
+
+    def expected_trials(self, modules: int, validation: int) -> int:
+        """About how many trials it makes, for a progress bar; 0: as many as its budget of rollouts allows.
+
+        Args:
+            modules: of the program.
+            validation: examples that candidates are compared on.
+        """
+        return 0
+
+    @property
+    def drawn(self) -> int | None:
+        """How many validation examples DSPy draws; None: it takes all."""
+        return None
+
+    def minibatch_of(self, validation: int) -> int | None:
+        """Examples of a trial, where trials are no evaluations on all of so many."""
+        return None
 
 
 class BootstrapConfig(PromptConfig):
@@ -44,6 +66,9 @@ class BootstrapConfig(PromptConfig):
     bootstrap_ahead: int = Field(
         8, ge=1, description="examples rolled out at once for demonstrations, twice as many whenever more are needed"
     )
+
+    plain_demos: ClassVar[int] = 4
+    """DSPy's default of `max_labeled_demos`."""
 
     @field_validator("metric_threshold")
     @classmethod
@@ -92,6 +117,28 @@ class Miprov2Config(BootstrapConfig, ProposingConfig):
     fewshot_aware_proposer: bool = Field(True, description="the prompt model sees demonstrations")
     init_temperature: float = Field(1.0, ge=0, description="of the prompt model when it writes an instruction")
 
+    def expected_trials(self, modules: int, validation: int) -> int:
+        """See `PromptConfig.expected_trials`."""
+        trials = self.num_trials
+        if trials is None:
+            candidates = {"light": 6, "medium": 12, "heavy": 18}[self.auto or "medium"]
+            # As DSPy counts: instructions are one choice of a module, demonstrations another.
+            sets = 2 if self.max_bootstrapped_demos else 1
+            trials = int(max(2 * sets * modules * math.log2(candidates), 1.5 * candidates))
+        every = self.minibatch_full_eval_steps
+        # The start comes first; where trials are minibatches, the best so far is evaluated on all every so often.
+        return 1 + trials + (trials // every + bool(trials % every) if self.minibatch_of(validation) else 0)
+
+    @property
+    def drawn(self) -> int | None:
+        """See `PromptConfig.drawn`."""
+        return AUTO_VALIDATION[self.auto] if self.auto is not None else None
+
+    def minibatch_of(self, validation: int) -> int | None:
+        """See `PromptConfig.minibatch_of`."""
+        split = self.minibatch if self.minibatch is not None else validation > SMALLEST_MINIBATCHED
+        return self.minibatch_size if split else None
+
     @model_validator(mode="after")
     def _counts(self) -> Self:
         own = ("num_candidates", "num_instruct_candidates", "num_trials", "minibatch")
@@ -135,6 +182,13 @@ class BootstrapFewshotConfig(BootstrapConfig):
     stop_at_score: float | None = Field(
         None, description="end with the first candidate whose validation reward, times 100, is this; null: try all"
     )
+    shuffles: ClassVar[bool] = True
+    plain_demos: ClassVar[int] = 16
+
+    def expected_trials(self, modules: int, validation: int) -> int:
+        """See `PromptConfig.expected_trials`."""
+        # Besides: the start, demonstrations by label alone, and one bootstrapping in the order of the examples.
+        return self.num_candidate_programs + 3
 
 
 class GepaConfig(PromptConfig, ProposingConfig):
@@ -191,7 +245,7 @@ SFT = "sft"
 """Its name after `algo=`."""
 
 
-class SftConfig(Section):
+class SftConfig(MethodConfig):
     """Supervised training: on demonstrations of the task, on a file, or on the policy's own best rollouts."""
 
     name: Literal["sft"]

@@ -5,7 +5,7 @@ And what `mmrl index` and `mmrl serve-retriever` take, whose keys are those of t
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,6 +16,8 @@ from mmrl.config.rules import checked
 class RetrieverConfig(Section):
     """What every retriever has."""
 
+    encodes: ClassVar[bool] = False
+    """Whether texts become vectors."""
     name: Literal["bm25", "dense", "colbert", "remote"] = Field(
         "bm25", description="which one (docs/retrieval.md); dense and colbert need the extra `dense`"
     )
@@ -26,22 +28,22 @@ class RetrieverConfig(Section):
     @property
     def index_folder(self) -> str | None:
         """Folder of a built index that is searched; None: the task's corpus is, or a server's."""
-        return None
+        return getattr(self, "index", None)
 
     @property
     def address(self) -> str | None:
         """Of a server that is searched."""
-        return None
+        return getattr(self, "url", None)
 
     @property
     def in_child(self) -> bool:
         """Whether mmrl starts a process that searches."""
-        return False
+        return getattr(self, "process", "inline") == "child"
 
     @property
     def cache_folder(self) -> str | None:
         """Where what is made of a corpus is cached; None: the default."""
-        return None
+        return getattr(self, "cache_dir", None)
 
     @property
     def brings_passages(self) -> bool:
@@ -71,21 +73,6 @@ class LocalRetrieverConfig(HttpRetrieverConfig):
     )
     index: str | None = Field(None, description="folder made by `mmrl index build`; it brings its own corpus")
     cache_dir: str | None = Field(None, description="index cache; null: $MMRL_CACHE or ~/.cache/mmrl")
-
-    @property
-    def index_folder(self) -> str | None:
-        """See `RetrieverConfig`."""
-        return self.index
-
-    @property
-    def cache_folder(self) -> str | None:
-        """See `RetrieverConfig`."""
-        return self.cache_dir
-
-    @property
-    def in_child(self) -> bool:
-        """See `RetrieverConfig`."""
-        return self.process == "child"
 
     # Which of its own keys a retriever reads depends on process and index; which keys it has cannot say that.
     @model_validator(mode="after")
@@ -125,6 +112,7 @@ class Bm25Config(LocalRetrieverConfig):
 class EncoderRetrieverConfig(LocalRetrieverConfig):
     """What retrievers with an encoder share."""
 
+    encodes: ClassVar[bool] = True
     model: str | None = Field(
         None,
         description="encoder: folder, hub id, or `minilm` (mmrl fetch); null: facebook/contriever (dense), "
@@ -173,11 +161,6 @@ class RemoteRetrieverConfig(HttpRetrieverConfig):
         "search_r1", description="POST /retrieve as in Search-R1, or GET ?query=&k= as DSPy's ColBERT server"
     )
     token_env: str | None = Field(None, description="environment variable with the server's token; null: none is sent")
-
-    @property
-    def address(self) -> str | None:
-        """See `RetrieverConfig`."""
-        return self.url
 
     @field_validator("url")
     @classmethod

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self, TypeAlias
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
-from mmrl.config.base import Section, Temperature, by_name
+from mmrl.config.base import MethodConfig, Section, Temperature, by_name, value_at
 from mmrl.config.engines import ENGINE_SCHEMAS, EngineConfig
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, PromptConfig, SftConfig
 from mmrl.config.rules import WITH_PROJECTS
@@ -197,9 +198,23 @@ class RunConfig(Section):
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What sets one kind of run apart; rooms that treat kinds differently have a table by `name`."""
+
+    name: str
+    weights: bool = False
+    """Whether it trains weights, in steps with checkpoints."""
+    credit: bool = False
+    """Whether it is reinforcement learning, whose calls get credit and whose work several processes share."""
+    refusal: str = ""
+    """Why a command that takes other kinds cannot use such a run; `{folder}` and `{stages}` are the run's."""
+
+
 class RootConfig(Section):
     """What `train` and `eval` share."""
 
+    kind: ClassVar[Kind]
     seed: int = Field(0, ge=0, le=LARGEST_SEED, description="of every random choice: data order, sampling, new weights")
     # SerializeAsAny: config.yaml has the keys of the schema in use, not those of the annotated base class
     task: Annotated[SerializeAsAny[TaskConfig], BeforeValidator(by_name(TASK_SCHEMAS, PluginTaskConfig))]
@@ -236,38 +251,54 @@ class StartConfig(Section):
     prompts: str | None = Field(None, description="SHA-256 of its prompts; null: the task's own")
 
 
-class TrainingConfig(RootConfig):
-    """What all kinds of training share."""
+class StageConfig(RootConfig):
+    """`mmrl train`, whatever improves the policy."""
 
     start: StartConfig | None = Field(None, description="written by from=RUN")
+    algo: SerializeAsAny[MethodConfig]
+
+    @property
+    def in_turn(self) -> tuple[StageConfig, ...]:
+        """The stages that the run goes through: mostly itself alone."""
+        return (self,)
 
 
-class TrainCommandConfig(TrainingConfig):
-    """`mmrl train`."""
+class WeightsConfig(StageConfig):
+    """What stages have that train weights."""
 
-    # no schema for other names: a plugin that adds an algorithm adds its schema too
-    algo: Annotated[SerializeAsAny[AlgoConfig], BeforeValidator(by_name(ALGO_SCHEMAS))]
     train: TrainConfig
 
 
-class PromptCommandConfig(TrainingConfig):
+class TrainCommandConfig(WeightsConfig):
+    """`mmrl train` of a stage that trains weights by reinforcement learning."""
+
+    kind: ClassVar[Kind] = Kind(
+        name="rl",
+        weights=True,
+        credit=True,
+        refusal="this is a run of mmrl train; continue it with: mmrl train resume={folder}",
+    )
+    # no schema for other names: a plugin that adds an algorithm adds its schema too
+    algo: Annotated[SerializeAsAny[AlgoConfig], BeforeValidator(by_name(ALGO_SCHEMAS))]
+
+
+class PromptCommandConfig(StageConfig):
     """`mmrl train` of a stage that optimises prompts."""
 
+    kind: ClassVar[Kind] = Kind(name="prompts", refusal="this run has optimised prompts and trained no weights")
     algo: Annotated[SerializeAsAny[PromptConfig], BeforeValidator(by_name(PROMPT_SCHEMAS))]
 
 
-class SftCommandConfig(TrainingConfig):
+class SftCommandConfig(WeightsConfig):
     """`mmrl train` of a supervised stage."""
 
+    kind: ClassVar[Kind] = Kind(
+        name="sft", weights=True, refusal="this run is supervised (algo=sft), so its calls have no credit"
+    )
     algo: SftConfig
-    train: TrainConfig
 
 
-StageConfig: TypeAlias = TrainCommandConfig | PromptCommandConfig | SftCommandConfig
-"""One stage of a run: it trains weights, optimises prompts, or is supervised."""
-
-
-def stage_schema(name: object) -> type[TrainCommandConfig] | type[PromptCommandConfig] | type[SftCommandConfig]:
+def stage_schema(name: object) -> type[StageConfig]:
     """The schema of `mmrl train algo=name`; for unknown names that of the algorithms, which refuses them."""
     # a damaged file may hold anything
     if isinstance(name, str) and name in PROMPT_SCHEMAS:
@@ -276,32 +307,38 @@ def stage_schema(name: object) -> type[TrainCommandConfig] | type[PromptCommandC
 
 
 def _stage(raw: object) -> object:
-    if not isinstance(raw, Mapping):
-        return raw
-    algo = raw.get("algo")
-    return stage_schema(algo.get("name") if isinstance(algo, Mapping) else None).model_validate(dict(raw))
+    return stage_schema(value_at(raw, "algo.name")).model_validate(dict(raw)) if isinstance(raw, Mapping) else raw
 
 
-class Method(Section):
-    """What a run of several stages is called."""
-
-    name: str
-
-
-class StagedCommandConfig(RootConfig):
+class StagedCommandConfig(StageConfig):
     """`mmrl train stages=[A,B]`: stages one after the other, each from the policy that the one before has made.
 
     The sections that all commands have are the first stage's.
     """
 
-    algo: Method
-    stages: tuple[Annotated[SerializeAsAny[RootConfig], BeforeValidator(_stage)], ...] = Field(
+    kind: ClassVar[Kind] = Kind(name="stages", refusal="this is a run of several stages; give one of them: {stages}")
+    stages: tuple[Annotated[SerializeAsAny[StageConfig], BeforeValidator(_stage)], ...] = Field(
         min_length=1, description="names of algo= in the order of the stages, each a run of its own"
     )
+
+    @property
+    def in_turn(self) -> tuple[StageConfig, ...]:
+        """The stages."""
+        return self.stages
 
 
 class EvalCommandConfig(RootConfig):
     """`mmrl eval`."""
 
+    kind: ClassVar[Kind] = Kind(
+        name="eval", refusal="this is a run of mmrl eval; continue it with: mmrl eval resume={folder}"
+    )
     policy: str = Field(description="a run directory, a checkpoint, an adapter, a model folder, `tiny`, or a hub id")
     split: Literal["train", "dev", "test"] = Field("dev", description="whose examples are evaluated")
+
+
+def schema_of(config: Mapping[str, object]) -> type[RootConfig]:
+    """The schema of a command's config, as composed or as a run has stored it."""
+    if "policy" in config:
+        return EvalCommandConfig
+    return StagedCommandConfig if "stages" in config else stage_schema(value_at(config, "algo.name"))

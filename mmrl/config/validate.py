@@ -8,12 +8,12 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig, MmgrpoConfig
+from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
 from mmrl.config.base import shipped_for, shown, under_tiny, value_at
 from mmrl.config.engines import ENGINE_SCHEMAS
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
 from mmrl.config.retriever import RETRIEVER_SCHEMAS
-from mmrl.config.schema import EvalCommandConfig, HardwareConfig, RootConfig, TrainCommandConfig
+from mmrl.config.schema import HardwareConfig, RootConfig, TrainCommandConfig
 from mmrl.config.tasks import TASK_SCHEMAS, TaskConfig, task_schema
 from mmrl.errors import ConfigError, nearest, unknown
 from mmrl.secrets import holder, reveal, secret_name, user_in_address
@@ -108,12 +108,12 @@ def _with_shipped(config: ConfigT) -> ConfigT:
     changed: dict[str, object] = {}
     if config.model.path == "tiny":
         changed["model"] = config.model.model_copy(update={"path": shipped})
-    if isinstance(config, EvalCommandConfig) and config.policy == "tiny":
+    if value_at(config, "policy") == "tiny":
         changed["policy"] = shipped
-    algo = config.algo if isinstance(config, TrainCommandConfig) else None
-    if isinstance(algo, MmgrpoConfig) and algo.teachers:
-        teachers = [t.model_copy(update={"policy": shipped}) if t.policy == "tiny" else t for t in algo.teachers]
-        changed["algo"] = algo.model_copy(update={"teachers": tuple(teachers)})
+    algo: Any = getattr(config, "algo", None)
+    if teachers := getattr(algo, "teachers", None):
+        there = tuple(t.model_copy(update={"policy": shipped}) if t.policy == "tiny" else t for t in teachers)
+        changed["algo"] = algo.model_copy(update={"teachers": there})
     return config.model_copy(update=changed) if changed else config
 
 

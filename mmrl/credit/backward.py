@@ -36,7 +36,7 @@ def backward(forest: Forest, algo: MhgpoConfig | MappoConfig, seed: int = 0) -> 
     Returns:
         Call id -> reward, with parts `shared` and `penalty`; in the order of the forest's calls.
     """
-    aggregate, propagate = (algo.aggregate, algo.propagate) if isinstance(algo, MhgpoConfig) else ("mean", "shared")
+    aggregate, propagate = getattr(algo, "aggregate", "mean"), getattr(algo, "propagate", "shared")
     ending: dict[str, list[float]] = {}
     for scored in scored_rollouts(forest):
         ending.setdefault(scored.path[-1].id, []).append(scored.reward)

@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from mmrl.config import EngineConfig
-from mmrl.config.engines import VllmConfig
 from mmrl.engines.base import Completion, Engine, EngineSetup, NullEngine, Request, Sampling
 from mmrl.errors import ConfigError, unknown
 
@@ -105,11 +104,10 @@ def problems(
             f"engine: {name} serves one set of full weights, and some modules keep the initial ones; use "
             "engine=transformers, or train adapters (model.lora)"
         )
-    if name.startswith("vllm"):
+    if (vllm := config.as_vllm) is not None:
         from mmrl.engines.vllm.command import rank_problems, sleep_problems, vllm_problems
 
-        assert isinstance(config, VllmConfig)
-        sentences += vllm_problems(config.model_copy(update={"name": name})) + sleep_problems(config, device)
+        sentences += vllm_problems(vllm.model_copy(update={"name": name})) + sleep_problems(vllm, device)
         sentences += rank_problems(rank)
     return sentences
 
@@ -131,16 +129,16 @@ def staleness_problems(config: EngineConfig, name: str, sampling: tuple[float, f
             "train.staleness: got 1 with engine=vllm_colocated, which takes turns with the trainer on one device; use "
             "engine=vllm_server, or train.staleness=0"
         ]
-    if isinstance(config, VllmConfig):
+    if (vllm := config.as_vllm) is not None:
         from mmrl.engines.vllm.command import exact, logprobs_mode
 
         temperature, top_p, top_k = sampling
         trained = Sampling(max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k)
-        if not exact(logprobs_mode(config, [sampling]), trained):
+        if not exact(logprobs_mode(vllm, [sampling]), trained):
             return [
                 "train.staleness: got 1, which is corrected by recorded log-probabilities, and vLLM can record none "
                 f"with algo.temperature={temperature:g}, algo.top_p={top_p:g}, algo.top_k={top_k} and "
-                f"engine.logprobs={config.logprobs} (docs/engines.md); use algo.top_p=1 and algo.top_k=0, or "
+                f"engine.logprobs={vllm.logprobs} (docs/engines.md); use algo.top_p=1 and algo.top_k=0, or "
                 "train.staleness=0"
             ]
     return []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from mmrl.config import EngineConfig
 from mmrl.config.endpoint import EndpointConfig
@@ -206,8 +206,7 @@ def with_endpoints(engine: Engine, config: EngineConfig, tokenizer: PreTrainedTo
 
 def named(config: EngineConfig, model: str) -> EndpointConfig:
     """`engine.endpoint` with the model that `policy=` names."""
-    assert isinstance(config, OpenAIConfig)
-    return EndpointConfig(model=model, **config.endpoint.model_dump())
+    return EndpointConfig(model=model, **cast("OpenAIConfig", config).endpoint.model_dump())
 
 
 def unreachable(endpoints: Mapping[str, EndpointConfig]) -> list[str]:

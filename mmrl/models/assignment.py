@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from mmrl.config import AlgoConfig, ModelConfig, ModuleWeights
-from mmrl.config.algo import MhgpoConfig, TurnCriticConfig
 from mmrl.config.other_stages import SftConfig
 from mmrl.errors import unknown
 from mmrl.models.policy import INITIAL, TRAINED, describe_weights
@@ -57,7 +56,7 @@ class ModuleAssignment:
     @cached_property
     def initial(self) -> tuple[str, ...]:
         """Modules that `algo.frozen_serving` lets act with the initial weights."""
-        if not isinstance(self.algo, MhgpoConfig) or not self.algo.frozen_serving:
+        if not self.algo.serves_initial:
             return ()
         return tuple(m for m in self.modules if not self.algo.trains(m))
 
@@ -77,7 +76,7 @@ class ModuleAssignment:
     def untrained(self) -> frozenset[str]:
         """All modules that are out of the loss, whoever says so."""
         algo = self.algo
-        by_algo = {m for m in self.modules if isinstance(algo, MhgpoConfig) and not algo.trains(m)}
+        by_algo = {m for m in self.modules if not algo.trains(m)}
         return frozenset({*self.frozen, *by_algo})
 
     @property
@@ -142,7 +141,7 @@ class ModuleAssignment:
             for m in self.answered
             if m in modules
         ]
-        if self.answered and isinstance(self.algo, TurnCriticConfig):
+        if self.answered and self.algo.values_rollouts:
             problems.append(
                 f"engine.endpoints: the critic of {self.algo.name} values whole rollouts and would not learn an "
                 "endpoint's part of them; use algo=mappo, which values each call on its own"
@@ -152,7 +151,7 @@ class ModuleAssignment:
         return problems
 
     def _serving_problems(self) -> list[str]:
-        if isinstance(self.algo, MhgpoConfig) and self.algo.frozen_serving and not self.initial:
+        if self.algo.serves_initial and not self.initial:
             return ["algo.frozen_serving: has no effect without a frozen module; set algo.freeze_modules"]
         return []
 
@@ -203,7 +202,7 @@ class ModuleAssignment:
                     f"{path}.frozen: its adapter '{adapter}' is trained by {', '.join(others)}; "
                     "freeze all of them, or give it another adapter"
                 )
-            if isinstance(self.algo, TurnCriticConfig):
+            if self.algo.values_rollouts:
                 problems.append(
                     f"{path}.frozen: the critic of {self.algo.name} values whole rollouts and would not learn the "
                     "frozen module's part of them; use algo=mappo, which values each call on its own"

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from mmrl.config import RootConfig, TrainCommandConfig
-from mmrl.config.algo import CriticConfig
-from mmrl.config.engines import TransformersConfig, VllmColocatedConfig, VllmConfig
 from mmrl.errors import ConfigError, unknown
 from mmrl.plan.shapes import Shape
 from mmrl.plan.workload import Load
@@ -207,7 +205,7 @@ def weight_layout(config: TrainCommandConfig, shape: Shape) -> WeightLayout:
         trained_parameters=parameters,
         weights_width=TRAINED_WIDTH if lora is None else width,
         copies=1 if lora is None and config.algo.beta > 0 else 0,
-        critic=config.algo.critic if isinstance(config.algo, CriticConfig) else None,
+        critic=getattr(config.algo, "critic", None),
         processes=processes,
         weights_over=processes if sharding in ("fsdp2", "zero3") else 1,
         states_over=processes if sharding != "none" else 1,
@@ -267,11 +265,7 @@ def host_memory(config: TrainCommandConfig, shape: Shape) -> float:
 
 def sleeps(config: TrainCommandConfig) -> bool:
     """Whether vLLM gives its memory back during the update."""
-    return (
-        isinstance(config.engine, VllmColocatedConfig)
-        and config.hardware.device != "cpu"
-        and config.engine.sleep is not False
-    )
+    return config.hardware.device != "cpu" and getattr(config.engine, "sleep", False) is not False
 
 
 def _states(config: TrainCommandConfig, shape: Shape, made: WeightLayout) -> dict[str, float]:
@@ -300,15 +294,14 @@ def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load, device: 
     if engine.server is not None:
         return {}
     made = weight_layout(config, shape)
-    if isinstance(engine, TransformersConfig):
-        held = min((load.prompt_unique + load.completion) / made.generating, float(engine.batch_tokens))
+    if (vllm := engine.as_vllm) is None:
+        held = min((load.prompt_unique + load.completion) / made.generating, float(engine.in_process.batch_tokens))
         return {"KV cache": held * shape.kv_bytes(made.width)}
-    assert isinstance(engine, VllmConfig), "endpoints train nothing, so no plan has one"
     # Whole on each device that generates: mmrl's vLLM uses no tensor parallelism.
     copy = float(shape.parameters * made.width)
     if device.name == "cpu":
-        return {"KV cache": float(engine.kv_cache_gb * GIB), "engine's copy": copy}
-    return {"KV cache": max(0.0, engine.gpu_memory * device.memory - copy), "engine's copy": copy}
+        return {"KV cache": float(vllm.kv_cache_gb * GIB), "engine's copy": copy}
+    return {"KV cache": max(0.0, vllm.gpu_memory * device.memory - copy), "engine's copy": copy}
 
 
 def pack_tokens(

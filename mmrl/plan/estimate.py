@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from mmrl.config import TrainCommandConfig
-from mmrl.config.engines import TransformersConfig, VllmConfig
 from mmrl.errors import ConfigError
 from mmrl.plan.cost import (
     GIB,
@@ -102,7 +101,7 @@ class Plan:
                 + self._smaller(parts)
             )
         engine = self.config.engine
-        share = engine.gpu_memory if isinstance(engine, VllmConfig) else 1.0
+        share = engine.as_vllm.gpu_memory if engine.as_vllm is not None else 1.0
         copy = (self.rollout_memory() or parts).get("engine's copy", 0.0) if self.device.name != "cpu" else 0.0
         if copy > self.device.memory:
             warnings.append(
@@ -146,11 +145,9 @@ class Plan:
             (
                 parts.get("KV cache", 0.0),
                 True,
-                f"engine.gpu_memory below {engine.gpu_memory:g}"
-                if isinstance(engine, VllmConfig)
-                else f"engine.batch_tokens below {engine.batch_tokens}"
-                if isinstance(engine, TransformersConfig)
-                else "",
+                f"engine.batch_tokens below {engine.in_process.batch_tokens}"
+                if engine.as_vllm is None
+                else f"engine.gpu_memory below {engine.as_vllm.gpu_memory:g}",
             ),
         ]
         # The largest part first: a saving elsewhere would not make the run fit.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mmrl.config import RootConfig, TrainCommandConfig
-from mmrl.config.engines import TransformersConfig, VllmConfig
+from mmrl.config.engines import VllmConfig
 from mmrl.errors import ConfigError
 from mmrl.plan.cost import GIB, Device, computing_width, generation_seconds
 from mmrl.plan.shapes import Shape
@@ -81,9 +81,10 @@ def evaluation_seconds(
     """
     engine, width = config.engine, computing_width(config)
     copy = float(shape.parameters * width)
-    if engine.server is not None or not isinstance(engine, TransformersConfig | VllmConfig):
+    vllm = engine.as_vllm
+    if engine.server is not None or engine.name == "openai":
         return 0.0
-    if isinstance(engine, VllmConfig) and any("tensor-parallel-size" in word for word in engine.args):
+    if vllm is not None and any("tensor-parallel-size" in word for word in vllm.args):
         # All devices together are one.
         device = replace(
             device, memory=devices * device.memory, bandwidth=devices * device.bandwidth, flops=devices * device.flops
@@ -93,10 +94,10 @@ def evaluation_seconds(
     for load in rollout.values():
         if load.calls:
             longest = (load.prompt + load.completion) / load.calls
-            if isinstance(engine, TransformersConfig):
-                room = max(longest, engine.batch_tokens)
+            if vllm is None:
+                room = max(longest, engine.in_process.batch_tokens)
             else:
-                room = _cache_room(engine, device, copy) / shape.kv_bytes(width)
+                room = _cache_room(vllm, device, copy) / shape.kv_bytes(width)
                 if room < longest:
                     key = "kv_cache_gb" if device.name == "cpu" else "gpu_memory"
                     raise ConfigError(

@@ -14,8 +14,6 @@ from fractions import Fraction
 
 from mmrl.algorithms import ALGORITHMS, assign_credit
 from mmrl.config import RootConfig, TrainCommandConfig
-from mmrl.config.algo import MhgpoConfig, TurnCriticConfig
-from mmrl.config.engines import TransformersConfig
 from mmrl.errors import ConfigError
 from mmrl.records import Call, Forest
 from mmrl.rollout.plans import Tree
@@ -180,7 +178,7 @@ def _trees(
 def _is_trained(config: TrainCommandConfig, tree: Tree, module: str) -> bool:
     """Whether calls of `module` in `tree` enter the loss."""
     algo = config.algo
-    if isinstance(algo, MhgpoConfig) and not algo.trains(module):
+    if not algo.trains(module):
         return False
     if module in (config.engine.endpoints or ()):
         return False
@@ -257,7 +255,7 @@ def trained_calls(forest: Forest, config: TrainCommandConfig) -> set[str]:
         )
         for key, call in forest.calls.items()
     }
-    if isinstance(config.algo, TurnCriticConfig) and config.algo.obs != "all":
+    if getattr(config.algo, "obs", "all") != "all":
         calls = {k: replace(call, values=(0.0,) * call.completion_tokens) for k, call in calls.items()}
     # Zeros for what only a critic or a reference model would know: who is trained does not depend on them.
     frozen = [module for module, given in (config.model.modules or {}).items() if given.frozen]
@@ -284,7 +282,7 @@ def dry_rollouts(config: TrainCommandConfig, task: Task, reward_set: str, exampl
     engine = engine_class("transformers")(
         load_model(weights, "cuda" if cuda else "cpu").eval(),
         tokenizer,
-        config.engine if isinstance(config.engine, TransformersConfig) else TransformersConfig(),
+        config.engine.in_process,
         max_context=config.task.max_context,
         threads=config.hardware.threads,
     )

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from filelock import FileLock
 
@@ -84,16 +84,28 @@ def spec_of(config: RetrieverConfig, section: str = "task.retriever.") -> IndexS
     Raises:
         DataError: nothing says how the encoder's vectors are made.
     """
-    if isinstance(config, Bm25Config):
-        settings = config.model_dump(include={"k1", "b", "stemmer", "stopwords"})
-        return IndexSpec(kind="bm25", settings=settings)
-    if isinstance(config, DenseConfig):
-        model = config.model or dense.DEFAULT_MODEL
-        treatment = treatment_of(config, model, section)
-        return IndexSpec(kind="dense", settings={"model": model, **treatment.settings(), "faiss": config.faiss})
-    assert isinstance(config, ColbertConfig), "a remote retriever has no index"
-    model = config.model or colbert.DEFAULT_MODEL
-    return IndexSpec(kind="colbert", settings={"model": model, "faiss": config.faiss})
+    return IndexSpec(kind=config.name, settings=SETTINGS[config.name](config, section))
+
+
+def _bm25_settings(config: Bm25Config, section: str) -> Settings:
+    return config.model_dump(include={"k1", "b", "stemmer", "stopwords"})
+
+
+def _dense_settings(config: DenseConfig, section: str) -> Settings:
+    model = config.model or dense.DEFAULT_MODEL
+    return {"model": model, **treatment_of(config, model, section).settings(), "faiss": config.faiss}
+
+
+def _colbert_settings(config: ColbertConfig, section: str) -> Settings:
+    return {"model": config.model or colbert.DEFAULT_MODEL, "faiss": config.faiss}
+
+
+SETTINGS: Mapping[str, Callable[[Any, str], Settings]] = {
+    "bm25": _bm25_settings,
+    "dense": _dense_settings,
+    "colbert": _colbert_settings,
+}
+"""Retriever with an index -> what its index is made with."""
 
 
 def _analysis(settings: Settings) -> bm25.Analysis:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from mmrl.config import RetrieverConfig
 from mmrl.config.retriever import (
     Bm25Config,
-    DenseConfig,
     EncoderRetrieverConfig,
     HttpRetrieverConfig,
     LocalRetrieverConfig,
@@ -68,15 +68,16 @@ def retriever_problems(config: RetrieverConfig) -> list[str]:
             problems += index_problems("task.retriever.index", read_info(user_path(config.index_folder)))
         except DataError as error:
             problems += error.problems
-    elif isinstance(config, EncoderRetrieverConfig):
-        problems += encoder_and_treatment_problems(config)
-    if isinstance(config, RemoteRetrieverConfig):
+    elif config.encodes:
+        problems += encoder_and_treatment_problems(cast("EncoderRetrieverConfig", config))
+    if config.address is not None:
+        remote = cast("RemoteRetrieverConfig", config)
         try:
-            probe(config)
+            probe(remote)
         except ConfigError as error:
             problems += error.problems
         except RetrievalFailure as failure:
-            problems.append(f"task.retriever.url: {failure}; expected a server of the {config.protocol} protocol there")
+            problems.append(f"task.retriever.url: {failure}; expected a server of the {remote.protocol} protocol there")
     return problems
 
 
@@ -87,7 +88,7 @@ def encoder_and_treatment_problems(config: EncoderRetrieverConfig, section: str 
         config: of a dense or ColBERT retriever.
         section: what stands before its keys in messages.
     """
-    default = dense.DEFAULT_MODEL if isinstance(config, DenseConfig) else colbert.DEFAULT_MODEL
+    default = {"dense": dense.DEFAULT_MODEL, "colbert": colbert.DEFAULT_MODEL}[config.name]
     if problems := encoder_problems(f"{section}model", config.model or default):
         return problems
     try:
@@ -150,8 +151,7 @@ def open_retriever(config: RetrieverConfig, documents: Sequence[Document]) -> Re
     return RETRIEVERS["child" if config.in_child else config.name](config, documents)
 
 
-def _bm25(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
-    assert isinstance(config, Bm25Config)
+def _bm25(config: Bm25Config, documents: Sequence[Document]) -> Retriever:
     if config.index is not None:
         return _indexed(config, documents)
     analysis = Analysis(stemmer=config.stemmer, stopwords=config.stopwords)
@@ -159,8 +159,7 @@ def _bm25(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
     return Bm25Retriever(documents, k1=config.k1, b=config.b, analysis=analysis, cache=cache)
 
 
-def _indexed(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
-    assert isinstance(config, LocalRetrieverConfig)
+def _indexed(config: LocalRetrieverConfig, documents: Sequence[Document]) -> Retriever:
     folder = _folder(config, documents)
     # Only the options that this retriever's schema has: the others keep their defaults.
     runtime = config.model_dump(include=set(RUNTIME))
@@ -186,8 +185,7 @@ def _http(config: HttpRetrieverConfig) -> HttpOptions:
     }
 
 
-def _remote(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
-    assert isinstance(config, RemoteRetrieverConfig)
+def _remote(config: RemoteRetrieverConfig, documents: Sequence[Document]) -> Retriever:
     return RemoteRetriever(config.url, protocol=config.protocol, token=_token(config), **_http(config))
 
 
@@ -195,13 +193,12 @@ def _token(config: RemoteRetrieverConfig) -> str | None:
     return None if config.token_env is None else token_of(config.token_env, "task.retriever.token_env")
 
 
-def _child(config: RetrieverConfig, documents: Sequence[Document]) -> Retriever:
-    assert isinstance(config, LocalRetrieverConfig)
+def _child(config: LocalRetrieverConfig, documents: Sequence[Document]) -> Retriever:
     arguments = [f"{option}={value}" for option, value in config.model_dump(include=set(RUNTIME)).items()]
     return ChildRetriever(_folder(config, documents), arguments, **_http(config))
 
 
-RETRIEVERS: Mapping[str, Callable[[RetrieverConfig, Sequence[Document]], Retriever]] = {
+RETRIEVERS: Mapping[str, Callable[[Any, Sequence[Document]], Retriever]] = {
     "bm25": _bm25,
     "dense": _indexed,
     "colbert": _indexed,

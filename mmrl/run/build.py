@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms.checks import TURN_SETS
@@ -18,13 +17,15 @@ from mmrl.config import (
     AlgoConfig,
     HardwareConfig,
     ModelConfig,
+    PromptCommandConfig,
     RootConfig,
+    SftCommandConfig,
+    StageConfig,
     TaskConfig,
     TrainCommandConfig,
+    WeightsConfig,
 )
-from mmrl.config.algo import MmgrpoConfig
 from mmrl.config.base import MINI
-from mmrl.config.engines import TransformersConfig
 from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.engines import EngineSetup, NullEngine, build_engine, engine_class, needs_model
 from mmrl.engines.base import Engine
@@ -36,6 +37,7 @@ from mmrl.rollout import with_program
 from mmrl.rollout.teachers import LoadedTeacher
 from mmrl.run.settle import module_assignment
 from mmrl.stages import Stage
+from mmrl.stages.prompts.split import split
 from mmrl.system.files import plain
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
@@ -45,10 +47,12 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from mmrl.config.other_stages import PromptConfig
     from mmrl.models.load import ServedWeights
-    from mmrl.stages.collect import Collector
-    from mmrl.stages.evaluate import Evaluations
+    from mmrl.stages.prompts.stage import PromptStage
+    from mmrl.stages.sft import SftStage
     from mmrl.stages.step_log import StepLog
+    from mmrl.stages.weights import WeightStage
 
 _TASKS: dict[tuple[str, int], Task] = {}
 
@@ -115,58 +119,43 @@ def check_model(model: ModelConfig) -> None:
     refuse_targets(model)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltRun:
-    """The parts of a training run."""
-
-    collector: Collector
-    stages: Sequence[Stage]
-    """In the order in which a run goes through them."""
-    evaluations: Evaluations
-    engines: Sequence[Engine]
-    """The policy's first, then those of teachers."""
-    assignment: ModuleAssignment
-
-    def describe(self) -> dict[str, str]:
-        """Facts for the summary."""
-        facts = {**self.evaluations.facts, **self.assignment.describe()}
-        return facts | {key: fact for engine in self.engines for key, fact in engine.describe().items()}
-
-    def close(self) -> None:
-        """End what the stages have begun, then free the engines; each is tried, whatever the others raise."""
-        with ExitStack() as stack:
-            # An exit stack runs backwards: the stages end before the engines that they sample from.
-            for engine in self.engines:
-                stack.callback(engine.close)
-            for stage in self.stages:
-                stack.callback(stage.close)
-
-
 RECORD = "run"
 """Key of `extra.json` in a checkpoint: what the run's config and other files were at its step."""
 
 
-def build_run(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> BuiltRun:
+def steps_of(config: StageConfig, task: Task) -> int:
+    """Steps of a stage; of prompts about as many trials as an optimiser makes, 0 where it does not say."""
+    if isinstance(config, WeightsConfig):
+        return config.train.steps
+    algo = cast("PromptConfig", config.algo)
+    _, validation = split(algo, task.examples("train"), config.seed)
+    return algo.expected_trials(len(task.program.modules), len(validation))
+
+
+def build_stage(config: StageConfig, task: Task, log: StepLog, checkpoint: Path | None) -> Stage:
     """Load the policy and everything around it."""
     import torch
 
+    # Before any torch work: the number of threads decides the order of float sums.
+    torch.set_num_threads(config.hardware.threads or 1)
+    return STAGES[config.kind.name](config, task, log, checkpoint)
+
+
+def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> WeightStage:
     from mmrl.models.load import load_policy
     from mmrl.stages.collect import Collector
-    from mmrl.stages.evaluate import Evaluations
     from mmrl.stages.weights import WeightStage
     from mmrl.trainer.adapters import make_adapters
     from mmrl.trainer.settings import Settings
     from mmrl.trainer.trl_trainer import MmrlTrainer
 
-    # Before any torch work: the number of threads decides the order of float sums.
-    torch.set_num_threads(config.hardware.threads or 1)
+    log.prefetched = bool(config.train.staleness)
     assignment = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints)
     # Where one process samples for all, the others serve nothing, so they need no copy of the initial weights.
     serves = log.processes.main or not log.processes.one_samples
     initial = config.model.path if assignment.copied and serves else None
     policy = Policy(base=config.model.path, modules=assignment.served, initial=initial)
     model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
-    stored = plain(config.model_dump(mode="json"))  # without secrets
     trainer = MmrlTrainer(
         model,
         tokenizer,
@@ -176,7 +165,7 @@ def build_run(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
         next_batch=lambda step: stage.next_batch(step),
         on_step_end=lambda step, update: stage.on_step_end(step, update),
         resume_from=checkpoint,
-        extra=lambda step: {**assignment.record(), RECORD: {"config": stored, **log.rundir.recorded()}},
+        extra=_recorded(config, assignment, log),
         adapters=make_adapters(assignment),
     )
     engines: Sequence[Engine] = [NullEngine()]
@@ -195,12 +184,59 @@ def build_run(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
         log=log,
         teachers=teachers,
     )
-    examples, facts = evaluated(task, config, config.eval.split)
-    evaluations = Evaluations(examples=examples, facts=facts, last_step=config.train.steps, collector=collector)
-    stage = WeightStage(engines=engines, collector=collector, evaluations=evaluations, frozen=assignment.frozen)
-    return BuiltRun(
-        collector=collector, stages=[stage], evaluations=evaluations, engines=engines, assignment=assignment
+    stage = WeightStage(engines=engines, collector=collector, frozen=assignment.frozen, facts=assignment.describe())
+    return stage
+
+
+def _build_sft(config: SftCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> SftStage:
+    from mmrl.models.load import load_policy
+    from mmrl.stages.sft import SftStage, trainable
+
+    hardware, model = config.hardware, config.model
+    assignment = module_assignment(model, config.algo, task.program.modules, config.engine.endpoints)
+    loaded, tokenizer, serving = load_policy(Policy(base=model.path, modules=assignment.served), model, hardware.device)
+    policy = trainable(loaded, config, assignment)
+    setup = _setup(config, serving, log.rundir.path)
+    return SftStage(
+        config=config,
+        task=task,
+        tokenizer=tokenizer,
+        # In this process, whatever engine the profile names: it samples from the very weights that are trained.
+        engine=build_engine(config.engine.in_process, policy, tokenizer, setup),
+        reward_set=reward_set(task, config.task.reward),
+        log=log,
+        model=policy,
+        assignment=assignment,
+        extra=_recorded(config, assignment, log),
     )
+
+
+def _build_prompts(config: PromptCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> PromptStage:
+    from mmrl.stages.prompts.stage import PromptStage
+
+    resources, start = ExitStack(), Policy(base=config.model.path)
+    serving = fixed_engine(config, start, log.rundir.path, devices=server_devices(config.hardware))
+    engine, tokenizer = resources.enter_context(serving)
+    return PromptStage(
+        config=config,
+        task=task,
+        engine=engine,
+        tokenizer=tokenizer,
+        reward_set=reward_set(task, config.task.reward),
+        log=log,
+        resources=resources,
+        task_with=lambda prompts: build_task(config.task, config.seed, prompts),
+    )
+
+
+STAGES: Mapping[str, Callable[..., Stage]] = {"rl": _build_rl, "sft": _build_sft, "prompts": _build_prompts}
+"""Kind of a stage (`config.schema.Kind`) -> what builds it."""
+
+
+def _recorded(config: RootConfig, assignment: ModuleAssignment, log: StepLog) -> Callable[[int], Mapping[str, object]]:
+    """What a checkpoint says of the run, by step."""
+    stored = plain(config.model_dump(mode="json"))  # without secrets
+    return lambda step: {**assignment.record(), RECORD: {"config": stored, **log.rundir.recorded()}}
 
 
 def _build_engines(
@@ -213,16 +249,8 @@ def _build_engines(
 ) -> tuple[list[Engine], dict[str, LoadedTeacher]]:
     """The engine that samples the policy, then those of teachers; and the teachers by name."""
     algo, hardware = config.algo, config.hardware
-    setup = EngineSetup(
-        max_context=config.task.max_context,
-        threads=hardware.threads,
-        **serving,
-        weights=config.model,
-        device=hardware.device,
-        devices=server_devices(hardware),
-        folder=folder,
-        samplings=((algo.temperature, algo.top_p, algo.top_k),),
-    )
+    samplings = ((algo.temperature, algo.top_p, algo.top_k),)
+    setup = _setup(config, serving, folder, devices=server_devices(hardware), samplings=samplings)
     # In this process an engine samples from the very module that is trained (wrapped by peft where there is an
     # adapter), so no weights are copied between updates.
     engine = build_engine(config.engine, model, tokenizer, setup)
@@ -231,11 +259,12 @@ def _build_engines(
         from mmrl.models.load import load_policy
 
         # In this process, whatever engine serves the student, whose keys may say nothing of this decode loop.
-        decoding = config.engine if isinstance(config.engine, TransformersConfig) else TransformersConfig()
         fixed, its_tokenizer, serving = load_policy(policy, config.model, hardware.device)
         fixed.eval().requires_grad_(False)
         build, limit = engine_class("transformers"), config.task.max_context
-        served = build(fixed, its_tokenizer, decoding, max_context=limit, threads=hardware.threads, **serving)
+        served = build(
+            fixed, its_tokenizer, config.engine.in_process, max_context=limit, threads=hardware.threads, **serving
+        )
         return served, its_tokenizer
 
     student = LoadedTeacher(task=task, engine=engine, tokenizer=tokenizer, shares_vocabulary=True)
@@ -248,6 +277,12 @@ def _build_engines(
         raise
     different = {id(e): e for e in (engine, *(teacher.engine for teacher in teachers.values()))}
     return list(different.values()), teachers
+
+
+def _setup(config: RootConfig, serving: ServedWeights, folder: Path, **more: Any) -> EngineSetup:
+    """What an engine gets beside its section: of the config, unless `more` says otherwise."""
+    shared = {"max_context": config.task.max_context, "threads": config.hardware.threads, "folder": folder, **serving}
+    return EngineSetup(**{**shared, "weights": config.model, "device": config.hardware.device, **more})
 
 
 def server_devices(hardware: HardwareConfig) -> tuple[int, ...]:
@@ -265,9 +300,7 @@ def evaluation_devices(hardware: HardwareConfig) -> tuple[int, ...]:
 
 def teachers_apart(algo: AlgoConfig) -> list[TeacherConfig]:
     """The teachers of mmGRPO that are not the student."""
-    if not isinstance(algo, MmgrpoConfig):
-        return []
-    return [teacher for teacher in algo.teachers or () if teacher.name != STUDENT]
+    return [teacher for teacher in getattr(algo, "teachers", None) or () if teacher.name != STUDENT]
 
 
 def teacher_policy(teacher: TeacherConfig) -> Policy | None:
@@ -339,17 +372,8 @@ def fixed_engine(
         model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
     else:
         tokenizer = load_tokenizer(weights)
-    setup = EngineSetup(
-        max_context=config.task.max_context,
-        threads=config.hardware.threads,
-        **serving,
-        weights=weights,
-        folders=policy.adapters or ({"default": policy.adapter} if policy.adapter is not None else {}),
-        device=config.hardware.device,
-        devices=devices,
-        folder=folder,
-        served=served,
-    )
+    folders = policy.adapters or ({"default": policy.adapter} if policy.adapter is not None else {})
+    setup = _setup(config, serving, folder, weights=weights, folders=folders, devices=devices, served=served)
     engine = build_engine(config.engine, model, tokenizer, setup)
     try:
         # Every completion carries the version of the policy that sampled it.

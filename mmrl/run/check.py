@@ -6,26 +6,26 @@ makes the part of it that is the same on every machine (`plan_problems`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from mmrl import engines
 from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms import problems as algorithm_problems
 from mmrl.algorithms.checks import TURN_SETS
 from mmrl.config import (
-    AlgoConfig,
     EvalCommandConfig,
     PromptCommandConfig,
     RootConfig,
     SftCommandConfig,
+    StageConfig,
     StagedCommandConfig,
     TaskConfig,
     TrainCommandConfig,
 )
-from mmrl.config.algo import GroupConfig, MmgrpoConfig
+from mmrl.config.base import value_at
 from mmrl.config.endpoint import EndpointConfig
-from mmrl.config.other_stages import ProposingConfig
 from mmrl.config.rules import Facts, across_sections, engine_name, without_effect
 from mmrl.config.teacher import TeacherConfig
 from mmrl.engines.endpoint_engine import named, unreachable
@@ -69,37 +69,29 @@ def check(config: RootConfig, typed: Collection[str] = ()) -> list[str]:
     problems = _directory_problems(config.run.dir)
     if isinstance(config, StagedCommandConfig):
         return problems + _stages_problems(config, typed)
-    if isinstance(config, TrainCommandConfig | PromptCommandConfig | SftCommandConfig):
-        typed = _typed_of(typed, config.algo.name, 1)
-    key, weights = (
-        ("policy", config.policy) if isinstance(config, EvalCommandConfig) else ("model.path", config.model.path)
-    )
+    algo, policy = value_at(config, "algo.name"), value_at(config, "policy")
+    if algo is not None:
+        typed = _typed_of(typed, str(algo), 1)
     if engine_name(config) != "openai":
+        key, weights = ("policy", str(policy)) if policy is not None else ("model.path", config.model.path)
         problems += weights_problems(key, weights, config.model.revision)
     # A task refuses what it cannot be built from (prompts, a program, files) by a `ConfigError` of its own.
     try:
         task = build_task(config.task, config.seed)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
-    if config.task.reward is not None and config.task.reward not in task.reward_sets:
-        problems.append(unknown("task.reward", config.task.reward, task.reward_sets))
+    chosen, credited = config.task.reward, str(algo) if config.kind.credit else ""
+    if chosen is not None and chosen not in task.reward_sets:
+        problems.append(unknown("task.reward", chosen, task.reward_sets))
     # Where the reward set is wrong there is none to judge the other options by.
-    elif not isinstance(config, TrainCommandConfig) or not turns_missing(config, task):
+    elif not turns_missing(chosen, credited, task):
         facts = Facts(
-            reward_set=reward_set(
-                task, config.task.reward, config.algo.name if isinstance(config, TrainCommandConfig) else ""
-            ),
+            reward_set=reward_set(task, chosen, credited),
             absent_features=task.absent_features,
             modules=len(task.program.modules),
         )
         problems += without_effect(config, typed, facts)
-    problems += task.server_problems()
-    if isinstance(config, PromptCommandConfig | SftCommandConfig):
-        return problems + _stage_problems(config, task)
-    if isinstance(config, EvalCommandConfig):
-        return problems + _evaluation_problems(config, task)
-    assert isinstance(config, TrainCommandConfig)
-    return problems + plan_problems(config, task) + _training_problems(config, task)
+    return problems + task.server_problems() + OF_KIND[config.kind.name](config, task)
 
 
 def _stages_problems(config: StagedCommandConfig, typed: Collection[str]) -> list[str]:
@@ -111,11 +103,10 @@ def _stages_problems(config: StagedCommandConfig, typed: Collection[str]) -> lis
             "start them one by one, each from the run before (model.path=, task.prompts=)"
         )
     for number, stage in enumerate(config.stages, start=1):
-        assert isinstance(stage, TrainCommandConfig | PromptCommandConfig | SftCommandConfig)
         name = stage.algo.name
         keys = _typed_of(typed, name, number)
         last = number == len(config.stages)
-        if stage.model.modules is not None and not last and not isinstance(stage, PromptCommandConfig):
+        if stage.model.modules is not None and not last and stage.kind.weights:
             problems.append(
                 f"stages: stage {number} ({name}) trains weights for each module apart (model.modules), from which no "
                 "further stage can start; make it the last one"
@@ -135,30 +126,35 @@ def _typed_of(typed: Collection[str], name: str, number: int) -> list[str]:
     return keys + [key.removeprefix(prefix) for key in typed for prefix in own if key.startswith(prefix)]
 
 
-def _stage_problems(config: PromptCommandConfig | SftCommandConfig, task: Task) -> list[str]:
-    """What stands against a stage that optimises prompts, or a supervised one."""
+def _stage_problems(config: StageConfig, task: Task) -> list[str]:
+    """What stands against a stage without credit."""
     problems = across_sections(config) + endpoint_problems(config, task) + missing_packages(config.hardware)
-    problems += missing_trackers(config.run.report_to) + split_problems(
-        config.task, task, config.eval.split, "eval.split"
-    )
-    if isinstance(config, PromptCommandConfig) or config.algo.source != "file":
-        problems += split_problems(config.task, task, "train", "task.data.train")
-    if isinstance(config, PromptCommandConfig):
-        from mmrl.stages.prompts.split import prompt_problems
+    problems += missing_trackers(config.run.report_to)
+    return problems + split_problems(config.task, task, config.eval.split, "eval.split")
 
-        name = engine_name(config)
-        model = config.algo.prompt_model if isinstance(config.algo, ProposingConfig) else None
-        problems += unreachable({} if model is None else {"algo.prompt_model": model})
-        if name == "openai":
-            # `policy=` names it in an evaluation; a run of this kind has no such key
-            problems.append(
-                "engine: openai, whose model nothing names in a run that optimises prompts; give the endpoint for each "
-                "module: engine.endpoints.MODULE.model=NAME"
-            )
-        problems += engines.problems(config.engine, name, training=False, copied=False, device=config.hardware.device)
-        return problems + prompt_problems(config, task) + endpoints_away(config)
+
+def _prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
+    from mmrl.stages.prompts.split import prompt_problems
+
+    problems = _stage_problems(config, task) + split_problems(config.task, task, "train", "task.data.train")
+    name, model = engine_name(config), getattr(config.algo, "prompt_model", None)
+    problems += unreachable({} if model is None else {"algo.prompt_model": model})
+    if name == "openai":
+        # `policy=` names it in an evaluation; a run of this kind has no such key
+        problems.append(
+            "engine: openai, whose model nothing names in a run that optimises prompts; give the endpoint for each "
+            "module: engine.endpoints.MODULE.model=NAME"
+        )
+    problems += engines.problems(config.engine, name, training=False, copied=False, device=config.hardware.device)
+    return problems + prompt_problems(config, task) + endpoints_away(config)
+
+
+def _supervised_problems(config: SftCommandConfig, task: Task) -> list[str]:
     from mmrl.stages.sft_data import sft_problems
 
+    problems = _stage_problems(config, task)
+    if config.algo.source != "file":
+        problems += split_problems(config.task, task, "train", "task.data.train")
     assignment = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints)
     return problems + assignment.problems() + sft_problems(config, task, tuple(assignment.untrained))
 
@@ -211,12 +207,12 @@ def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     if engine_name(config) == "openai":
         problems += engines.problems(config.engine, "openai", training=True)
     problems += endpoint_problems(config, task) + staleness_problems(config)
-    return problems + turns_missing(config, task) + text_problems(config, task)
+    return problems + turns_missing(config.task.reward, config.algo.name, task) + text_problems(config, task)
 
 
 def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    """What `plan_problems` leaves out: packages, servers and teachers that are not there, splits that are too small."""
-    problems = missing_packages(config.hardware) + missing_trackers(config.run.report_to)
+    """Those of a plan; packages, servers and teachers that are not there, splits that are too small."""
+    problems = plan_problems(config, task) + missing_packages(config.hardware) + missing_trackers(config.run.report_to)
     assignment = module_assignment(config.model, config.algo, task.program.modules, config.engine.endpoints)
     problems += engines.problems(
         config.engine,
@@ -232,7 +228,7 @@ def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
         problems.append("task.data.train: got null, and mmrl train needs it; expected a file or a hub id")
     elif size > available:
         problems.append(f"train.batch_size: got {size}, the train split has {available} examples")
-    if samples_dynamically(config.algo) and size == available:
+    if config.algo.refills and size == available:
         problems.append(
             f"algo.zero_variance: got refill, which has no effect with train.batch_size={available}, all of the train "
             "split: no other example is left to sample; use algo.zero_variance=drop, or a smaller batch"
@@ -251,11 +247,6 @@ def split_problems(config: TaskConfig, task: Task, split: str, key: str) -> list
             f"{' or '.join(there)}"
         ]
     return [] if task.examples(split) else [f"{key}: the {split} split has no examples; set task.data.{split}"]
-
-
-def samples_dynamically(algo: AlgoConfig) -> bool:
-    """Whether examples without signal are replaced."""
-    return isinstance(algo, GroupConfig) and algo.zero_variance == "refill"
 
 
 def policy_problems(config: EvalCommandConfig, task: Task) -> list[str]:
@@ -291,8 +282,8 @@ def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
         unknown(key, module, task.program.modules) for module in endpoints if module not in task.program.modules
     ]
     samplings = {"eval.top_k": config.eval.top_k}
-    if isinstance(config, TrainCommandConfig):
-        samplings["algo.top_k"] = config.algo.top_k
+    if config.kind.credit:
+        samplings["algo.top_k"] = cast("TrainCommandConfig", config).algo.top_k
         # Training: `ModuleAssignment.problems` lists unknown modules already.
         problems = []
     problems += [f"{what}: got {k}, and an endpoint takes no top_k; use 0" for what, k in samplings.items() if k > 0]
@@ -308,8 +299,8 @@ def endpoints_away(config: RootConfig) -> list[str]:
     """Why no request to the endpoints that answer for modules can succeed; asks each at most one token."""
     endpoints = config.engine.endpoints or {}
     needed = {f"engine.endpoints.{module}": settings for module, settings in endpoints.items()}
-    if engine_name(config) == "openai" and isinstance(config, EvalCommandConfig):
-        needed["engine.endpoint"] = named(config.engine, config.policy)
+    if engine_name(config) == "openai" and (policy := value_at(config, "policy")) is not None:
+        needed["engine.endpoint"] = named(config.engine, str(policy))
     return unreachable(needed)
 
 
@@ -318,7 +309,7 @@ def staleness_problems(config: TrainCommandConfig) -> list[str]:
     if not config.train.staleness:
         return []
     algo, problems = config.algo, []
-    if samples_dynamically(algo):
+    if algo.refills:
         problems.append(
             "train.staleness: got 1 with algo.zero_variance=refill, which samples further examples once a batch is "
             "credited; use algo.zero_variance=drop, or train.staleness=0"
@@ -329,8 +320,7 @@ def staleness_problems(config: TrainCommandConfig) -> list[str]:
 
 def text_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     """The one sentence for `algo.reserialise` on a program that cannot write its outputs again."""
-    algo = config.algo
-    if not isinstance(algo, MmgrpoConfig) or not algo.reserialise or isinstance(task.program, Canonical):
+    if not getattr(config.algo, "reserialise", False) or isinstance(task.program, Canonical):
         return []
     return [
         f"algo.reserialise: task {task.name} has no canonical text of what its modules write; leave it out, or give "
@@ -338,17 +328,16 @@ def text_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     ]
 
 
-def turns_missing(config: TrainCommandConfig, task: Task) -> list[str]:
-    """The one sentence for a reward set without the turn rewards that the algorithm needs."""
-    chosen = config.task.reward
-    if chosen is None or chosen in TURN_SETS or not ALGORITHMS[config.algo.name].needs_turn_rewards:
+def turns_missing(chosen: str | None, algo: str, task: Task) -> list[str]:
+    """The one sentence for a reward set without the turn rewards that the algorithm needs; `algo` empty: none does."""
+    if chosen is None or chosen in TURN_SETS or not algo or not ALGORITHMS[algo].needs_turn_rewards:
         return []
     if chosen not in task.reward_sets:
         # An unknown reward set has its own sentence in `check`; a second one would only distract.
         return []
     offered = [name for name in TURN_SETS if name in task.reward_sets]
     instead = f"use task.reward={offered[0]}, or leave it out" if offered else "use an algorithm without turn rewards"
-    return [f"task.reward: got {chosen}, which has no turn rewards, and algo={config.algo.name} needs them; {instead}"]
+    return [f"task.reward: got {chosen}, which has no turn rewards, and algo={algo} needs them; {instead}"]
 
 
 def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:
@@ -387,3 +376,12 @@ def _teacher_endpoint_problems(
             "an endpoint that takes messages cannot; give the teacher a policy instead"
         )
     return problems + unreachable({f"{where}.endpoint": endpoint})
+
+
+OF_KIND: Mapping[str, Callable[[Any, Task], list[str]]] = {
+    "rl": _training_problems,
+    "sft": _supervised_problems,
+    "prompts": _prompt_problems,
+    "eval": _evaluation_problems,
+}
+"""Kind of a config (`config.schema.Kind`) -> what stands against a run of it."""

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import psutil
 from rich.console import Console
@@ -29,12 +30,15 @@ from mmrl.report.findings import RunFacts, as_object, find, report
 from mmrl.report.machine import cpu_name, unmet, versions
 from mmrl.report.text import align
 from mmrl.run import fetch
-from mmrl.run.build import BuiltRun, build_run, build_task, check_model
+from mmrl.run.build import build_stage, build_task, check_model
 from mmrl.run.launch import released
 from mmrl.run.settle import settle
 from mmrl.stages.step_log import StepLog
 from mmrl.system.artifacts import cache_root
 from mmrl.system.files import atomic_write, dumps, plain
+
+if TYPE_CHECKING:
+    from mmrl.stages.weights import WeightStage
 
 EXAMPLES, FEW = 8, 4
 """Examples that `mmrl doctor` plays, and `mmrl train` before a long run."""
@@ -99,22 +103,20 @@ def _played(config: TrainCommandConfig, examples: int) -> RunFacts:
         released(task),
     ):
         log = StepLog(rundir=rundir, progress=progress, trackers=Trackers({}), stop=stop)
-        built = build_run(config, task, log, None)
+        stage = cast("WeightStage", build_stage(config, task, log, None))
         try:
-            return _examined(built, examples)[0]
+            return _examined(stage, examples)[0]
         finally:
-            built.close()
+            stage.close()
 
 
-def _examined(built: BuiltRun, examples: int) -> tuple[RunFacts, Forest]:
+def _examined(stage: WeightStage, examples: int) -> tuple[RunFacts, Forest]:
     # It imports torch, which a refused config need not wait for.
     import numpy
     import torch
 
     from mmrl.stages.checkup import examine
-    from mmrl.stages.weights import WeightStage
 
-    (stage,) = (stage for stage in built.stages if isinstance(stage, WeightStage))
     # A program of the user's may draw from the global sources; what the run draws from them stays as it would be.
     drawn, array_draws = random.getstate(), numpy.random.get_state()
     try:
@@ -125,17 +127,15 @@ def _examined(built: BuiltRun, examples: int) -> tuple[RunFacts, Forest]:
         numpy.random.set_state(array_draws)
 
 
-def look_before(built: BuiltRun, log: StepLog, checkpoint: Path | None) -> None:
+def look_before(stage: WeightStage, log: StepLog) -> None:
     """Before training: play a few examples where `run.doctor` says so, print and keep the findings.
 
     It stops no run: what so few examples show is for a person to judge.
     """
-    if checkpoint is not None:
-        return
-    config = built.collector.config
+    config = stage.config
     if not log.processes.first(_needed(config, log.rundir.path / FILE)):
         return
-    facts, _ = _examined(built, FEW)
+    facts, _ = _examined(stage, FEW)
     findings = find(facts)
     if log.processes.main:
         log.progress.note(f"before training (run.doctor=false leaves this out):\n{report(facts, findings)}")

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from mmrl.config.retriever import (
     BuildIndexArguments,
@@ -49,8 +50,8 @@ def build(given: BuildIndexArguments) -> int:
     problems = packages_missing(section)
     if folder.exists():
         problems.append(f"index: {folder} exists, and is left as it is; choose another folder or remove it yourself")
-    if not problems and isinstance(section, EncoderRetrieverConfig):
-        problems += encoder_and_treatment_problems(section, "")
+    if not problems and section.encodes:
+        problems += encoder_and_treatment_problems(cast("EncoderRetrieverConfig", section), "")
     try:
         corpus = Corpus(given.corpus)
     except DataError as error:

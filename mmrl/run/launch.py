@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from mmrl.config import HardwareConfig, TrainCommandConfig
-from mmrl.config.algo import CriticConfig
 from mmrl.config.rules import engine_name
 from mmrl.errors import ConfigError
 from mmrl.system.child_process import end_with_parent, free_port
@@ -226,7 +225,7 @@ def device_problems(config: TrainCommandConfig) -> list[str]:
         config.hardware,
         engine_name(config),
         modules=config.model.modules is not None,
-        critic=config.algo.critic if isinstance(config.algo, CriticConfig) else None,
+        critic=getattr(config.algo, "critic", None),
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from mmrl.config import (
     EvalCommandConfig,
@@ -13,12 +14,11 @@ from mmrl.config import (
     RootConfig,
     SftCommandConfig,
     StageConfig,
-    StagedCommandConfig,
     TaskConfig,
     TrainCommandConfig,
 )
 from mmrl.config.retriever import Bm25Config
-from mmrl.config.tasks import BUILT_IN, Banking77Config, CorpusConfig, JudgedConfig, PapillonConfig
+from mmrl.config.tasks import BUILT_IN
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.load import model_path
 from mmrl.plan.cost import NAMES as DEVICES
@@ -41,7 +41,7 @@ from mmrl.plan.workload import (
 from mmrl.run.build import build_task, evaluation_devices, reward_set
 from mmrl.run.check import plan_problems, process_problems
 from mmrl.run.settle import settle
-from mmrl.stages.prompts.split import expected_trials, prompt_problems, split
+from mmrl.stages.prompts.split import prompt_problems, split
 from mmrl.stages.sft_data import sft_problems
 from mmrl.tasks.base import Task
 
@@ -73,24 +73,19 @@ class PlanRequest:
         return cls(parse_lengths(lengths), None if dry is None else int(dry), values.get("device"))
 
 
-def planned(config: StageConfig | StagedCommandConfig, request: PlanRequest, *, as_json: bool) -> str:
+def planned(config: StageConfig, request: PlanRequest, *, as_json: bool) -> str:
     """What a run of any kind of stages will do and cost, as text or as JSON.
 
     Raises:
         ConfigError: as `make_plan`, of every stage.
     """
-    if isinstance(config, TrainCommandConfig):
-        plan = make_plan(config, request)
+    if config.kind.credit:
+        plan = make_plan(cast("TrainCommandConfig", config), request)
         return plan.as_json() if as_json else plan.text()
-    stages = config.stages if isinstance(config, StagedCommandConfig) else (config,)
     texts, objects, problems = [], [], []
-    for number, stage in enumerate(stages, start=1):
+    for number, stage in enumerate(config.in_turn, start=1):
         try:
-            if isinstance(stage, PromptCommandConfig | SftCommandConfig):
-                text, content = _other_stage(stage)
-            else:
-                assert isinstance(stage, TrainCommandConfig)
-                text, content = (plan := make_plan(stage, request)).text(), json.loads(plan.as_json())
+            text, content = OF_KIND[stage.kind.name](stage, request)
         except ConfigError as error:
             problems += [f"stage {number}: {problem}" for problem in error.problems]
             continue
@@ -101,27 +96,49 @@ def planned(config: StageConfig | StagedCommandConfig, request: PlanRequest, *, 
     return json.dumps({"version": 1, "stages": objects}, indent=1) if as_json else "\n\n".join(texts)
 
 
-def _other_stage(config: PromptCommandConfig | SftCommandConfig) -> tuple[str, dict[str, object]]:
-    """What a stage does that optimises prompts, or a supervised one: counts, as text and as an object."""
-    where = f"{config.algo.name} on {config.task.name} with {config.model.path}"
+Counted = tuple[str, dict[str, object]]
+"""What a stage does, as text and as an object."""
+
+
+def _plan_rl(config: TrainCommandConfig, request: PlanRequest) -> Counted:
+    plan = make_plan(config, request)
+    return plan.text(), json.loads(plan.as_json())
+
+
+def _plan_sft(config: SftCommandConfig, request: PlanRequest) -> Counted:
+    if problems := sft_problems(config, build_task(config.task, config.seed)):
+        raise ConfigError(problems)
+    steps, size = config.train.steps, config.train.batch_size
+    return f"{_where(config)}: {steps} steps of {size} sequences", {"steps": steps, "sequences": steps * size}
+
+
+def _plan_prompts(config: PromptCommandConfig, request: PlanRequest) -> Counted:
     task = build_task(config.task, config.seed)
-    if isinstance(config, SftCommandConfig):
-        if problems := sft_problems(config, task):
-            raise ConfigError(problems)
-        steps, size = config.train.steps, config.train.batch_size
-        return f"{where}: {steps} steps of {size} sequences", {"steps": steps, "sequences": steps * size}
     if problems := prompt_problems(config, task):
         raise ConfigError(problems)
     train, validation = split(config.algo, task.examples("train"), config.seed)
     modules = len(task.program.modules)
-    trials, most = expected_trials(config.algo, modules, len(validation)), len(validation)
+    trials, most = config.algo.expected_trials(modules, len(validation)), len(validation)
     facts: dict[str, object] = {"trials": trials, "train_examples": len(train), "validation_examples": most}
     if not trials:
-        return f"{where}: as many rollouts as its budget allows", facts
+        return f"{_where(config)}: as many rollouts as its budget allows", facts
     # At most: rollouts of a candidate that was tried before come from the store.
     facts["rollouts_at_most"] = rollouts = trials * most + len(train)
-    text = f"{where}: about {trials} trials on {most} validation examples and {len(train)} for demonstrations, at most"
-    return f"{text} {rollouts:,} rollouts of {modules} modules; the same one is never run twice", facts
+    text = f"about {trials} trials on {most} validation examples and {len(train)} for demonstrations, at most"
+    text = f"{text} {rollouts:,} rollouts of {modules} modules; the same one is never run twice"
+    return f"{_where(config)}: {text}", facts
+
+
+def _where(config: StageConfig) -> str:
+    return f"{config.algo.name} on {config.task.name} with {config.model.path}"
+
+
+OF_KIND: Mapping[str, Callable[[Any, PlanRequest], Counted]] = {
+    "rl": _plan_rl,
+    "sft": _plan_sft,
+    "prompts": _plan_prompts,
+}
+"""Kind of a stage (`config.schema.Kind`) -> what it does."""
 
 
 def make_plan(config: TrainCommandConfig, request: PlanRequest) -> Plan:
@@ -175,18 +192,19 @@ def _device(config: TrainCommandConfig, name: str | None) -> Device:
 
 def problems_elsewhere(config: RootConfig) -> list[str]:
     """What stands against a run on another machine: without its data, weights, devices and servers."""
-    if isinstance(config, StagedCommandConfig):
-        return [problem for stage in config.stages for problem in problems_elsewhere(stage)]
+    if stages := getattr(config, "stages", ()):
+        return [problem for stage in stages for problem in problems_elsewhere(stage)]
     try:
         task = build_task(on_mini_world(config.task), config.seed)
     except ConfigError as error:
         return list(error.problems)
     reward = config.task.reward
     problems = [unknown("task.reward", reward, task.reward_sets)] if reward not in (None, *task.reward_sets) else []
-    if isinstance(config, EvalCommandConfig):
-        return problems + process_problems(config)
-    if isinstance(config, TrainCommandConfig) and not problems:
-        return plan_problems(settle(config, "cpu" if config.hardware.device == "cpu" else "cuda", planned=True), task)
+    if config.kind.name == "eval":
+        return problems + process_problems(cast("EvalCommandConfig", config))
+    if config.kind.credit and not problems:
+        settled = settle(config, "cpu" if config.hardware.device == "cpu" else "cuda", planned=True)
+        return plan_problems(cast("TrainCommandConfig", settled), task)
     return problems
 
 
@@ -262,12 +280,10 @@ def on_mini_world(task: TaskConfig) -> TaskConfig:
     data = task.data.model_copy(update={"train": "mini", "dev": "mini", "test": "mini"})
     # What is left out needs a download, a server or a key, and the plan needs none of their contents.
     plain: dict[str, object] = {"data": data}
-    if isinstance(task, Banking77Config):
-        plain["labels"] = None
-    if isinstance(task, CorpusConfig):
-        plain |= {"corpus": None, "retriever": Bm25Config(top_k=task.retriever.top_k)}
-    if isinstance(task, JudgedConfig) and task.judge is not None:
-        plain["judge"] = task.judge.model_copy(update={"key_env": None})
-    if isinstance(task, PapillonConfig) and task.external is not None:
-        plain["external"] = task.external.model_copy(update={"key_env": None})
+    plain |= {key: None for key in ("labels", "corpus") if hasattr(task, key)}
+    if (retriever := getattr(task, "retriever", None)) is not None:
+        plain["retriever"] = Bm25Config(top_k=retriever.top_k)
+    for key in ("judge", "external"):
+        if (endpoint := getattr(task, key, None)) is not None:
+            plain[key] = endpoint.model_copy(update={"key_env": None})
     return task.model_copy(update=plain)

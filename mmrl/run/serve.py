@@ -13,7 +13,6 @@ from pydantic import Field
 from mmrl import engines
 from mmrl.config import EvalCommandConfig
 from mmrl.config.base import ServerArguments
-from mmrl.config.engines import TransformersConfig
 from mmrl.config.rules import engine_name
 from mmrl.errors import ConfigError
 from mmrl.models.policy import Policy, require_undamaged, resolve
@@ -43,7 +42,7 @@ def serve_policy(config: EvalCommandConfig, given: ServeArguments, typed: Collec
     # The model's own limit and not a task's; requests join a batch whenever they come.
     task = config.task.model_copy(update={"max_context": None})
     config = settle(config.model_copy(update={"task": task}))
-    if isinstance(config.engine, TransformersConfig):
+    if hasattr(config.engine, "schedule"):
         # Training waits for all programs so that batches repeat; here a request would wait for others that never
         # come.
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"schedule": "greedy"})})

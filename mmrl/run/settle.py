@@ -11,19 +11,18 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from mmrl.config import (
     AlgoConfig,
     EndpointConfig,
     EvalCommandConfig,
     ModelConfig,
-    PromptCommandConfig,
     RootConfig,
     SftCommandConfig,
-    StagedCommandConfig,
+    StageConfig,
     TrainCommandConfig,
-    stage_schema,
+    schema_of,
     validate_stored,
 )
 from mmrl.config.base import flattened, of_stage, value_at
@@ -88,8 +87,8 @@ def settle(config: ConfigT, device: str | None = None, planned: bool = False) ->
         # Named, so that a run which goes on elsewhere, or once the hub answers, never changes its weights.
         "model": model.model_copy(update={"path": at_hand(model.path, model.revision)}),
     }
-    if isinstance(config, EvalCommandConfig):
-        update["policy"] = at_hand(config.policy, model.revision)
+    if (policy := value_at(config, "policy")) is not None:
+        update["policy"] = at_hand(str(policy), model.revision)
     return config.model_copy(update=update)
 
 
@@ -195,16 +194,6 @@ def refuse_changes(run: RunDir, stored: Mapping[str, object], now: Mapping[str, 
     return [shown[path] for path in allowed]
 
 
-def schema_of(stored: Mapping[str, object]) -> type[RootConfig]:
-    """The schema of a run's `config.yaml`."""
-    if "policy" in stored:
-        return EvalCommandConfig
-    if "stages" in stored:
-        return StagedCommandConfig
-    algo = stored.get("algo")
-    return stage_schema(algo.get("name") if isinstance(algo, Mapping) else None)
-
-
 def weight_run(path: Path) -> tuple[RunDir, TrainCommandConfig | SftCommandConfig]:
     """The run that has trained the weights of the policy at `path`, and its config with the policy's prompts.
 
@@ -214,22 +203,20 @@ def weight_run(path: Path) -> tuple[RunDir, TrainCommandConfig | SftCommandConfi
         CheckpointError: no weights were trained, or it is no training run.
     """
     run = RunDir.read(path)
-    config = stored_config(path, schema_of(run.config), reading=True) if "policy" not in run.config else None
-    if isinstance(config, StagedCommandConfig):
-        trained = [stage for stage in stage_folders(path) if newest_checkpoint(stage) is not None]
-        if not trained:
-            raise CheckpointError(f"{path}: none of its stages has trained weights yet")
-        run, config = weight_run(trained[-1])
-        task = config.task.model_copy(update={"prompts": prompts_of(str(path))[1]})
-        config = config.model_copy(update={"task": task})
-    if isinstance(config, PromptCommandConfig):
-        raise CheckpointError(
-            f"{path}: this run has optimised prompts and trained no weights; its prompts are "
-            f"{prompts_of(str(path))[1] or 'the ones that it started with'}"
-        )
-    if not isinstance(config, TrainCommandConfig | SftCommandConfig):
+    if "policy" in run.config:
         raise CheckpointError(f"{path}: this is an evaluation, which has no weights; give the run that it evaluated")
-    return run, config
+    config = stored_config(path, StageConfig, reading=True)
+    if config.kind.weights:
+        return run, cast("TrainCommandConfig | SftCommandConfig", config)
+    prompts = prompts_of(str(path))[1]
+    if config.in_turn == (config,):
+        now = prompts or "the ones that it started with"
+        raise CheckpointError(f"{path}: {config.kind.refusal}; its prompts are {now}")
+    trained = [stage for stage in stage_folders(path) if newest_checkpoint(stage) is not None]
+    if not trained:
+        raise CheckpointError(f"{path}: none of its stages has trained weights yet")
+    run, last = weight_run(trained[-1])
+    return run, last.model_copy(update={"task": last.task.model_copy(update={"prompts": prompts})})
 
 
 def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False) -> ConfigT:
@@ -239,27 +226,20 @@ def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False)
     stderr before it is imported.
 
     Args:
+        schema: of the runs that are wanted; `RootConfig`: any.
         reading: nothing is to be run: plugins are imported where a name in the config is not built in, else not.
 
     Raises:
-        CheckpointError: it is no run, or one of the other command.
+        CheckpointError: it is no run, or one of another kind.
         ConfigError: this version does not understand it.
     """
     # No lock is taken here: the processes of the run take it, and may be others than this one.
     stored = RunDir.read(folder).config
     there = schema_of(stored)
-    if (there is EvalCommandConfig) != (schema is EvalCommandConfig):
-        other = "eval" if there is EvalCommandConfig else "train"
-        raise CheckpointError(
-            f"{folder}: this is a run of mmrl {other}; continue it with: mmrl {other} resume={folder}"
-        )
-    if there is StagedCommandConfig and schema is not there:
+    if not issubclass(there, schema):
+        said = (TrainCommandConfig if schema is EvalCommandConfig else there).kind.refusal
         stages = ", ".join(map(str, stage_folders(folder))) or "none has begun"
-        raise CheckpointError(f"{folder}: this is a run of several stages; give one of them: {stages}")
-    if there is PromptCommandConfig and schema is not there:
-        raise CheckpointError(f"{folder}: this run has optimised prompts and trained no weights")
-    if there is SftCommandConfig and schema is not there:
-        raise CheckpointError(f"{folder}: this run is supervised (algo=sft), so its calls have no credit")
+        raise CheckpointError(f"{folder}: {said.format(folder=folder, stages=stages)}")
     plugins = stored.get("plugins", ())
     # anything but names is for validation to refuse
     packages = [name for name in plugins if isinstance(name, str)] if isinstance(plugins, list) else []
@@ -269,7 +249,7 @@ def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False)
     import_plugins(packages)
     # The folder as typed, not as stored: a run directory may have been moved.
     try:
-        return validate_stored(schema, stored).in_folder(str(folder))
+        return validate_stored(there, stored).in_folder(str(folder))
     except ConfigError as error:
         raise ConfigError(f"{folder}/config.yaml: {problem}" for problem in error.problems) from None
 

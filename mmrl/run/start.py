@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from mmrl.config import StartConfig, TrainingConfig
+from mmrl.config import StageConfig, StartConfig
 from mmrl.config.base import value_at
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.policy import (
@@ -22,7 +22,7 @@ from mmrl.models.policy import (
 from mmrl.report.rundir import RunDir
 from mmrl.system.files import JsonObject, atomic_dir
 
-ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
+ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
 
 def sections_of(run: Path) -> JsonObject:

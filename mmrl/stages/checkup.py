@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from mmrl.config.algo import CriticConfig
 from mmrl.credit.entries import Credit
 from mmrl.engines.base import total_usage
 from mmrl.errors import MmrlError
@@ -119,7 +118,7 @@ def _failed(forest: Forest) -> dict[str, tuple[int, str]]:
 def _credit(stage: WeightStage, forest: Forest) -> Credit | None:
     """What the run's algorithm makes of the rollouts; None where there is nothing that it compares."""
     # A critic has no groups, and its values would cost a forward of all rollouts.
-    if isinstance(stage.collector.config.algo, CriticConfig) or all(r.reward is None for r in forest.rollouts):
+    if hasattr(stage.collector.config.algo, "critic") or all(r.reward is None for r in forest.rollouts):
         return None
     return stage.credit(forest)
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 from mmrl import rng
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import AlgoConfig, EvalConfig, TrainCommandConfig
-from mmrl.config.algo import GroupConfig, MmgrpoConfig
 from mmrl.credit.entries import Credit
 from mmrl.engines.base import Engine
 from mmrl.errors import TooManyFailures, failed_how
@@ -189,11 +188,11 @@ class Collector:
             return SampledBatch(examples=examples, forest=forest, metrics=lag_metrics(forest, step))
         self.sync(step - 1)
         algo = self.config.algo
-        if isinstance(algo, GroupConfig) and algo.zero_variance == "refill":
+        if algo.refills:
             # The key has the step and not the time, so that a resumed step refills with the same examples.
             key = (self.config.seed, step)
             sampler = partial(self._sample, step=step)
-            batch = dynamic_sampling(examples, self.examples, sampler, credit, rounds=algo.refill_rounds, key=key)
+            batch = dynamic_sampling(examples, self.examples, sampler, credit, rounds=algo.refills, key=key)
         else:
             batch = SampledBatch(examples=examples, forest=self._sample(examples, step))
         # Until the next batch the trainer needs the memory that a server on the same GPU would hold.
@@ -282,7 +281,7 @@ class Collector:
         # On the whole forest, so that all processes stop together.
         check_failures(forest, self.config.train.max_failed_share, f"step {step}")
         algo, program = self.config.algo, self.task.program
-        if isinstance(algo, MmgrpoConfig) and algo.reserialise and isinstance(program, Canonical):
+        if getattr(algo, "reserialise", False) and isinstance(program, Canonical):
             encode = partial(encode_text, self.tokenizer)
             forest = reserialised(forest, program, encode, self.tokenizer.eos_token_id)
         return forest

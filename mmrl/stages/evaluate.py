@@ -9,19 +9,20 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from mmrl import rng
-from mmrl.config import EvalConfig, RootConfig
+from mmrl.config import EvalConfig
 from mmrl.errors import MODEL_CAUSED, DataError, TooManyFailures, failed_how
 from mmrl.records import Example, Forest
 from mmrl.report.stats import bootstrap_interval
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
+from mmrl.stages import Stage
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import failed_share, module_metrics, never
 from mmrl.system.files import append_jsonl, atomic_write, dumps, read_jsonl, repair_jsonl
@@ -84,58 +85,27 @@ def evaluate(
     return [done[example.id] for example in chosen if example.id in done]
 
 
-class Player(Protocol):
-    """What plays the rollouts of a run's evaluations: a weight stage's collector, or another stage's."""
-
-    @property
-    def config(self) -> RootConfig:
-        """The run's."""
-        ...
-
-    @property
-    def reward_set(self) -> str:
-        """Of the run."""
-        ...
-
-    @property
-    def log(self) -> StepLog:
-        """The run's."""
-        ...
-
-    def environment(self, phase: EvalConfig, key: rng.Key, /) -> Environment:
-        """What the rollouts of an evaluation share, with the policy of now."""
-        ...
-
-    @property
-    def sync(self) -> Callable[[int], None]:
-        """Has the policy after so many steps served. (steps)"""
-        ...
-
-
 @dataclass(slots=True, kw_only=True)
 class Evaluations:
     """The evaluations of a training run on `eval.split`; per-item results stay in the run directory."""
 
     examples: Sequence[Example]
     """The split."""
-    facts: Mapping[str, str] = field(default_factory=dict)
-    """What the summary says of the examples."""
     last_step: int
     """`train.steps`, after which the policy is always evaluated."""
-    collector: Player
-    """What samples in training evaluates too: the same task, engine and weights."""
+    stage: Stage
     _failure: str = ""
     """What `too_many_failed` said of the last evaluation."""
 
     @property
     def log(self) -> StepLog:
         """The run's."""
-        return self.collector.log
+        return self.stage.log
 
     @property
     def settings(self) -> EvalConfig:
         """The run's."""
-        return self.collector.config.eval
+        return self.stage.config.eval
 
     def baseline(self) -> list[Item]:
         """Evaluate before training; on a resumed run, read back the results of then.
@@ -179,7 +149,7 @@ class Evaluations:
             failure for item in items for failure in zip(failed_kinds([item]), item.get("messages", ()), strict=False)
         ]
         self.log.note_own_code(f"evaluation on {split} at step {step}", failures, len(items) * self.settings.samples)
-        metrics = evaluation_metrics(items, self.settings, self.collector.config.seed)
+        metrics = evaluation_metrics(items, self.settings, self.stage.config.seed)
         self._failure = too_many_failed(items, self.settings)
         if self._failure:
             metrics = without_scores(metrics)
@@ -194,16 +164,16 @@ class Evaluations:
         """Per-item results after `step` steps, evaluated now or read back; not kept if too much of them failed."""
 
         def environment(key: rng.Key) -> Environment:
-            self.collector.sync(step)  # not before: a resumed run whose items are all there need not push old weights
-            return self.collector.environment(self.settings, key)
+            self.stage.sync(step)  # not before: a resumed run whose items are all there need not push old weights
+            return self.stage.environment(self.settings, key)
 
         results = self.log.rundir.eval_path(step, self.settings.split)
         items = evaluate(
             environment,
             self.examples,
             self.settings,
-            self.collector.config.seed,
-            self.collector.reward_set,
+            self.stage.config.seed,
+            self.stage.reward_set,
             results,
             processes=self.log.processes,
         )

@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, cast
 from peft import get_peft_model
 from transformers import set_seed
 
-from mmrl.config import SftCommandConfig
+from mmrl import rng
+from mmrl.config import EvalConfig, SftCommandConfig
+from mmrl.config.other_stages import SftConfig
 from mmrl.engines.base import Engine
 from mmrl.errors import ConfigError, DataError
 from mmrl.models.assignment import ModuleAssignment
-from mmrl.models.policy import newest_checkpoint
 from mmrl.records import Example, Forest
 from mmrl.report.journal import read_step, write_step
-from mmrl.rollout.environment import make_environment, sampling_settings
+from mmrl.rollout.environment import Environment, make_environment, sampling_settings
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.stages.collect import check_failures
-from mmrl.stages.evaluate import chunks
+from mmrl.stages.evaluate import Evaluations, chunks
 from mmrl.stages.sft_data import best_rollouts, read_examples
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import rollout_metrics
@@ -66,15 +67,14 @@ def trainable(
 
 @dataclass(slots=True, kw_only=True)
 class SftStage:
-    """Trains a policy on given completions.
+    """Trains a policy on given completions. Implements `mmrl.stages.Stage`.
 
     Args:
-        model: from `trainable`, with the weights before training; holds the trained ones after `run`.
+        model: from `trainable`, with the weights before training; holds the trained ones after `improve`.
         engine: serves `model`; samples the rollouts of `algo.source=rollouts`.
         reward_set: which of the task's reward sets scores them.
         log: the run's.
-        extra: given the step, what else a checkpoint's `extra.json` says.
-        evaluate: the metrics of an evaluation after so many steps, where `eval.every` says that one is due.
+        extra: given the step, what a checkpoint's `extra.json` says.
     """
 
     config: SftCommandConfig
@@ -86,15 +86,21 @@ class SftStage:
     reward_set: str
     log: StepLog
     extra: Callable[[int], Mapping[str, object]] = lambda step: {}
-    evaluate: Callable[[int], Mapping[str, float]] = lambda step: {}
+    evaluations: Evaluations = field(init=False)
     facts: dict[str, float] = field(default_factory=dict)
     """What the sequences came to, by the names of docs/metrics.md."""
 
-    def run(self, resumed: bool) -> Path:
-        """Train to `train.steps`, from the newest complete checkpoint where there is one.
+    def environment(self, phase: EvalConfig | SftConfig, key: rng.Key) -> Environment:
+        """What rollouts share: those of an evaluation, or those that are trained on."""
+        settings = sampling_settings(phase, self.config.task)
+        return make_environment(self.task, self.engine, self.tokenizer, settings, key)
 
-        Returns:
-            The checkpoint after the last step.
+    def sync(self, version: int) -> None:
+        """The engine samples from the very weights that are trained: only their number is new."""
+        self.engine.set_version(version)
+
+    def improve(self, evaluations: Evaluations, checkpoint: Path | None) -> None:
+        """Train to `train.steps`, from a checkpoint where there is one.
 
         Raises:
             ConfigError: there is nothing to train on.
@@ -102,11 +108,10 @@ class SftStage:
             CheckpointError: the checkpoint belongs to other sequences.
             Stopped: the run is to end; what was trained is saved.
         """
-        config, folder = self.config, self.log.rundir.checkpoints
-        start = newest_checkpoint(folder) if resumed else None
-        encoded = self._fitting(self._sampled() if config.algo.source == "rollouts" else self._given())
+        self.evaluations = evaluations
+        encoded = self._fitting(self._sampled() if self.config.algo.source == "rollouts" else self._given())
         self.log.progress.note(self._said(encoded))
-        if start is None:
+        if checkpoint is None:
             self.log.rundir.append_metrics(0, self.facts)
         self.log.begin()
         # A stop waits for the end of the step under way, whose checkpoint is saved first.
@@ -116,21 +121,25 @@ class SftStage:
                 self.tokenizer,
                 encoded,
                 self._settings(),
-                folder,
-                start=start,
+                self.log.rundir.checkpoints,
+                start=checkpoint,
                 adapters=make_adapters(self.assignment),
                 on_step=self._on_step,
                 stopping=lambda: self.log.stop.requested,
-                extra=lambda step: {**self.assignment.record(), **self.extra(step)},
+                extra=self.extra,
             )
         self.model.eval()
         self.log.obey_stop()
-        return folder / f"checkpoint-{config.train.steps}"
+
+    def close(self) -> None:
+        """Free the engine."""
+        self.engine.close()
 
     def describe(self) -> dict[str, str]:
-        """Facts for the summary, once `run` has begun."""
+        """Facts for the summary, once `improve` has begun."""
         facts = {key.removeprefix("sft/"): f"{value:,.0f}" for key, value in self.facts.items() if key in _SHOWN}
-        return {"supervised": ", ".join(f"{value} {_SHOWN[f'sft/{key}']}" for key, value in facts.items())}
+        supervised = ", ".join(f"{value} {_SHOWN[f'sft/{key}']}" for key, value in facts.items())
+        return {"supervised": supervised, **self.assignment.describe(), **self.engine.describe()}
 
     def _settings(self) -> WarmStartSettings:
         train, algo, model = self.config.train, self.config.algo, self.config.model
@@ -211,9 +220,8 @@ class SftStage:
     def _roll_out(self, examples: Sequence[Example]) -> Forest:
         """`algo.rollouts` independent rollouts of each example."""
         self.model.eval()
-        settings = sampling_settings(self.config.algo, self.config.task)
         # One key for all chunks: what is sampled of an example does not depend on where a chunk begins.
-        env = make_environment(self.task, self.engine, self.tokenizer, settings, (self.config.seed, "sft"))
+        env = self.environment(self.config.algo, (self.config.seed, "sft"))
         plans = [(example, independent(self.config.algo.rollouts)) for example in examples]
         return asyncio.run(sample(env, plans, self.reward_set))
 
@@ -260,9 +268,8 @@ class SftStage:
         # Nothing is sampled in a step of this stage.
         metrics = {name: value for name, value in metrics.items() if name not in _NOT_HERE}
         metrics["rate/tokens_per_s"] = update["train/tokens_forwarded"] / metrics["time/step"]
-        every = self.config.eval.every
-        if every and step % every == 0 and step < self.config.train.steps:
-            metrics |= self.evaluate(step)
+        if self.evaluations.due(step) and step < self.config.train.steps:
+            metrics |= self.evaluations.metrics(step)
         self.log.write(step, metrics)
         self.log.begin()
 

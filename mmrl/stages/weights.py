@@ -10,12 +10,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mmrl import rng
 from mmrl.algorithms import assign_credit, minibatches
+from mmrl.config import EvalConfig, TrainCommandConfig
 from mmrl.credit.entries import Credit
 from mmrl.engines.base import Engine, total_usage
 from mmrl.errors import SyncFailure
 from mmrl.records import Forest
 from mmrl.report.journal import JournalWriter
+from mmrl.report.stats import modules_in
+from mmrl.rollout.environment import Environment
 from mmrl.stages.collect import Collector, train_calls
 from mmrl.stages.evaluate import Evaluations
 from mmrl.stages.step_log import StepLog
@@ -27,23 +31,39 @@ from mmrl.trainer.objective import StepBatch
 class WeightStage:
     """Trains a policy's weights. Implements `mmrl.stages.Stage`."""
 
-    name: str = "weights"
     frozen: Sequence[str] = ()
     """Modules that are out of the loss, whatever the algorithm says."""
     engines: Sequence[Engine]
     """The one that samples first, then those of teachers."""
     collector: Collector
-    evaluations: Evaluations
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Which module speaks with which weights, for the summary."""
+    evaluations: Evaluations = field(init=False)
     journal: JournalWriter = field(default_factory=JournalWriter)
     """Writes what a step sampled while it trains."""
+
+    @property
+    def config(self) -> TrainCommandConfig:
+        """The run's."""
+        return self.collector.config
+
+    @property
+    def reward_set(self) -> str:
+        """The run's."""
+        return self.collector.reward_set
 
     @property
     def log(self) -> StepLog:
         """The run's."""
         return self.collector.log
 
-    def run(self, checkpoint: Path | None) -> None:
+    def environment(self, phase: EvalConfig, key: rng.Key) -> Environment:
+        """What samples in training evaluates too: the same task, engine and weights."""
+        return self.collector.environment(phase, key)
+
+    def improve(self, evaluations: Evaluations, checkpoint: Path | None) -> None:
         """Train to `train.steps`, from a checkpoint where there is one; a stop (`system.stop`) saves first."""
+        self.evaluations = evaluations
         with self.log.stop.held():
             self.collector.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         self.log.obey_stop()
@@ -107,6 +127,15 @@ class WeightStage:
         for usage in self.log.processes.gather(total_usage([*self.engines, self.collector.task])):
             totals |= {name: totals.get(name, 0.0) + count for name, count in usage.items()}
         return totals
+
+    def describe(self) -> dict[str, str]:
+        """Facts for the summary."""
+        facts = {**self.facts, **{key: fact for engine in self.engines for key, fact in engine.describe().items()}}
+        called = modules_in(self.log.rundir.history())
+        # Nothing has trained them.
+        if unused := [module for module in self.collector.task.program.modules if module not in called]:
+            facts["never called"] = f"{', '.join(unused)} (in no step of training)"
+        return facts
 
     def close(self) -> None:
         """Cancel what is being sampled ahead, and free the engines; each is tried, whatever the others raise."""

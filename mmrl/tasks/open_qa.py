@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from mmrl.config.base import MINI, SPLITS
 from mmrl.config.retriever import Bm25Config, RetrieverConfig
-from mmrl.config.tasks import AgentJudgedConfig, CorpusConfig, OpenQaConfig
+from mmrl.config.tasks import AgentJudgedConfig, OpenQaConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Call, Example
 from mmrl.retrieval.base import Document
@@ -76,8 +76,8 @@ class OpenQaTask(BaseTask, ABC):
             given = config.prompts
             self.all_prompts = load_prompts(self.templates, given and str(prompts_file(given, config.name)))
             problems += self.demonstration_problems()
-            if "judge" in self.templates and isinstance(config, AgentJudgedConfig):
-                self.judge = build_judge(config, self.all_prompts.texts)
+            if "judge" in self.templates and hasattr(config, "judge"):
+                self.judge = build_judge(cast("AgentJudgedConfig", config), self.all_prompts.texts)
         except ConfigError as error:
             problems += error.problems
         records: dict[str, list[Record]] = {}
@@ -91,8 +91,8 @@ class OpenQaTask(BaseTask, ABC):
             except DataError as error:
                 problems += error.problems
         problems += self._corpus_problems(records)
-        if isinstance(config, CorpusConfig):
-            problems += retriever_problems(config.retriever)
+        if self.searches:
+            problems += retriever_problems(self.retriever)
         if problems:
             raise ConfigError(problems)
         self.search_tool = SearchTool(self.retriever, self._corpora(records))
@@ -161,12 +161,12 @@ class OpenQaTask(BaseTask, ABC):
     @property
     def corpus(self) -> str | None:
         """`task.corpus`, for tasks that search."""
-        return self.config.corpus if isinstance(self.config, CorpusConfig) else None
+        return getattr(self.config, "corpus", None)
 
     @property
     def retriever(self) -> RetrieverConfig:
         """`task.retriever`, for tasks that search; the others have a search tool without documents."""
-        return self.config.retriever if isinstance(self.config, CorpusConfig) else Bm25Config()
+        return getattr(self.config, "retriever", None) or Bm25Config()
 
     def _corpus_problems(self, records: Mapping[str, Sequence[Record]]) -> list[str]:
         if not self.searches:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 from peft import PeftModel
 
-from mmrl.config.algo import TurnCriticConfig
 from mmrl.errors import MmrlError
 from mmrl.records import Call, Forest
 from mmrl.trainer.adapters import Adapters
@@ -259,7 +258,7 @@ def annotate(forwards: Forwards, forest: Forest) -> Forest:
     if settings.algo.beta > 0:
         # Credit needs them where the KL term is part of the reward; where it is in the loss, the update reuses them.
         references = forwards.policy_logprobs(plain, reference=True)
-    if isinstance(critic, TurnCriticConfig) and critic.obs == "all":
+    if getattr(critic, "obs", "skip") == "all":
         plain = [_continued(call, observation_ids(forest, call)) for call in calls]
     values = forwards.values(plain)
     annotated = {

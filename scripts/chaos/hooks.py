@@ -24,7 +24,7 @@ from typing import Any
 PHASES: dict[str, tuple[str, ...]] = {
     "create": ("mmrl.report.rundir:RunDir.create",),
     "open": ("mmrl.report.rundir:RunDir.open", "mmrl.report.rundir:RunDir.truncate_after"),
-    "build": ("mmrl.run.build:build_run",),
+    "build": ("mmrl.run.build:build_stage",),
     "collect": ("mmrl.stages.collect:Collector.collect",),
     "rollout": ("mmrl.rollout.sample:sample",),
     "credit": ("mmrl.stages.weights:WeightStage.credit",),

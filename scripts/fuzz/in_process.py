@@ -99,7 +99,7 @@ def nothing_runs() -> Iterator[None]:
 
 
 _STAND_INS: Mapping[str, object] = {
-    "mmrl.run.train.train": 0,
+    "mmrl.run.session.begin": 0,
     "mmrl.run.eval.evaluate_policy": 0,
     "mmrl.run.eval.evaluate_columns": 0,
     "mmrl.run.eval.resume_evaluation": 0,

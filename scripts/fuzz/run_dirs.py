@@ -176,7 +176,7 @@ def run(run_dir: Path, example: str = "q0") -> str | None:
         for command in some:
             words = [word.format(run=run_dir, example=example) for word in command]
             # A run that can be continued would be.
-            with mock.patch("mmrl.run.train.train", lambda *_, **__: 0):
+            with mock.patch("mmrl.run.session.begin", lambda *_, **__: 0):
                 if finding := call(words, Path(here)):
                     return finding
     return None if _digest(run_dir) == before else f"{run_dir}: a command that only looks has changed the run"

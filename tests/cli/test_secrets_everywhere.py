@@ -132,7 +132,7 @@ def test_a_secret_that_looks_like_none_is_not_repeated(capsys):
 
 def test_the_directory_of_a_training_run_has_references_and_a_resume_has_the_values(monkeypatch, tmp_path, capsys):
     seen = []
-    monkeypatch.setattr("mmrl.run.train._run", lambda config, run, checkpoint, processes: seen.append(config) or 0)
+    monkeypatch.setattr("mmrl.run.session.session", lambda config, run, checkpoint, processes: seen.append(config) or 0)
     words = ["run.dir=run", "run.name='n ${oc.env:MINE}'", "hardware=cpu", "task.prompts='${oc.env:PROMPTS}'"]
     (tmp_path / "prompts-of-mine.yaml").write_text("{}")
     monkeypatch.setenv("PROMPTS", str(tmp_path / "prompts-of-mine.yaml"))  # a folder of this machine is no secret

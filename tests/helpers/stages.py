@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -28,8 +29,10 @@ from mmrl.engines.base import Completion, Engine
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.chat import encode_text
 from mmrl.models.load import load_tokenizer
+from mmrl.models.policy import newest_checkpoint
 from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task
+from mmrl.stages.evaluate import Evaluations
 from mmrl.stages.prompts.stage import PromptStage
 from mmrl.stages.sft import SftStage, trainable
 from mmrl.stages.step_log import StepLog
@@ -154,8 +157,8 @@ def prompt_stage(folder: Path, task: Any, engine: Any, algo: str, seed: int = 3,
         engine=engine,
         tokenizer=load_tokenizer(MODEL),
         reward_set="outcome",
-        rundir=rundir,
         log=log,
+        task_with=lambda prompts: built,
     )
 
 
@@ -164,7 +167,7 @@ def optimised(folder: Path, task: Any, algo: str = "miprov2", answer: Any = None
     engine = ScriptedEngine(answer or better_with_demonstrations(task[1]))
     stage = prompt_stage(folder, task, engine, algo, **options)
     with stage.rundir:
-        return stage.run(), engine
+        return stage.search(), engine
 
 
 def lines(path: Path) -> list[Any]:
@@ -245,15 +248,24 @@ def stage_of(folder, options=(), task=None, engine=None, stopping=None, **more):
         engine=engine or FakeEngine(seeded_letter),
         reward_set="outcome",
         log=log,
+        extra=lambda step: assignment.record(),
         **more,
     )
     rundir.close()
     return stage, notes
 
 
-def run(folder, options=(), resumed=False, **more):
+def train(stage, resumed=False, evaluate=lambda step: {}):
+    """Train to the end; the checkpoint after the last step."""
+    evaluations = Evaluations(examples=(), last_step=stage.config.train.steps, stage=stage)
+    with patch.object(Evaluations, "metrics", lambda self, step: evaluate(step)):
+        stage.improve(evaluations, newest_checkpoint(stage.log.rundir.path) if resumed else None)
+    return newest_checkpoint(stage.log.rundir.path)
+
+
+def run(folder, options=(), resumed=False, evaluate=lambda step: {}, **more):
     stage, _ = stage_of(folder, options, **more)
-    path = stage.run(resumed)
+    path = train(stage, resumed, evaluate)
     return path, weights(stage.model), stage.log.rundir.history()
 
 

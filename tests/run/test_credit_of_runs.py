@@ -114,7 +114,7 @@ def trained(folder, *options):
             collect=collect,
             prefetch=Prefetch(),
         )
-        stage = WeightStage(engines=[], collector=collector, evaluations=None, frozen=frozen)
+        stage = WeightStage(engines=[], collector=collector, frozen=frozen)
         batch = stage.next_batch(STEP)
         stage.close()
     assert batch.calls

@@ -12,8 +12,8 @@ import yaml
 from mmrl.cli import main
 from mmrl.config import TrainCommandConfig
 from mmrl.report.rundir import RunDir
+from mmrl.run.session import reread
 from mmrl.run.settle import stored_config
-from mmrl.run.train import reread
 from mmrl.sets.sweep import state_of
 from mmrl.system import files
 from mmrl.trainer import checkpoint
@@ -240,7 +240,7 @@ def test_a_changed_config_is_refused_unless_it_says_where_the_run_runs(run, caps
     ],
 )
 def test_garbage_in_a_file_of_the_run(name, data, code, run, capsys, monkeypatch):
-    monkeypatch.setattr("mmrl.run.train._run", lambda *args: 0)
+    monkeypatch.setattr("mmrl.run.session.session", lambda *args: 0)
     (run / name).write_text(data)
     assert main(["train", f"resume={run}"]) == code
     shown = capsys.readouterr().err

@@ -63,7 +63,7 @@ def stage_of(engine, program, options=None, **task):
     )
     collector.trainer = SimpleNamespace(forwards=forwards)
     collector.tokenizer = SimpleNamespace(model_max_length=10**30)
-    return WeightStage(engines=[engine], collector=collector, evaluations=SimpleNamespace())
+    return WeightStage(engines=[engine], collector=collector)
 
 
 def found(engine=None, program=None, options=None, **task):

@@ -305,7 +305,7 @@ def test_a_killed_process_ends_the_run_and_it_continues(tmp_path):
 
 
 def test_a_run_resumed_where_its_gpu_is_not_is_refused(random_model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mmrl.run.train.build_run", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("mmrl.run.session.build_stage", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     assert (
         main(
             [

@@ -208,7 +208,7 @@ def test_a_run_stopped_while_its_engine_starts_says_how_to_go_on(
     def stop(*args):
         raise error
 
-    monkeypatch.setattr("mmrl.run.train.build_run", stop)
+    monkeypatch.setattr("mmrl.run.session.build_stage", stop)
     assert main(command(random_model, tmp_path / "run")) == code
     shown = capsys.readouterr()
     assert (f"mmrl train resume={tmp_path / 'run'}" in " ".join((shown.out + shown.err).split())) == said

@@ -147,7 +147,7 @@ def test_the_evaluations_of_a_run_go_without_scores_where_too_much_failed_and_th
             sync=lambda step: None,
             environment=lambda settings, key: environment(task, engine, key=key),
         )
-        run = Evaluations(examples=task.examples("dev"), last_step=2, collector=collector)
+        run = Evaluations(examples=task.examples("dev"), last_step=2, stage=collector)
         down[0] = True
         with pytest.raises(TooManyFailures, match=r"^evaluation before training: 100% of .*tool 16; the first"):
             run.baseline()

@@ -71,7 +71,7 @@ def test_an_evaluation_prints_it_too(tmp_path, monkeypatch):
             environment=lambda phase, key: environment(task, FakeEngine(seeded_letter), key=key),
         )
         examples = [example for example in task.examples("train") if example.id in ("q0", "q1")]
-        metrics = Evaluations(examples=examples, last_step=2, collector=collector).metrics(0)
+        metrics = Evaluations(examples=examples, last_step=2, stage=collector).metrics(0)
     (note,) = notes
     assert note.startswith("evaluation on dev at step 0: 50% of the rollouts") and PLACE in note
     assert metrics["eval/dev/failed/program"] == 0.5

@@ -115,7 +115,7 @@ def test_trials_in_which_every_rollout_fails_ring_an_alarm_with_a_reply(tmp_path
     stage = prompt_stage(tmp_path / "run", task, ScriptedEngine(lost_by_demonstrations), "miprov2", **MIPRO)
     stage.log.progress.note = notes.append
     with stage.rundir:
-        result = stage.run()
+        result = stage.search()
     trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
     lost = [trial for trial in trials if trial["failed"] == {"parse": trial["items"]}]
     assert 1 < len(lost) == result.unusable < len(trials) and trials[0] not in lost
@@ -281,6 +281,6 @@ def test_two_examples_with_the_same_inputs_differ_by_their_labels(tmp_path, task
     engine = ScriptedEngine(better_with_demonstrations(made))
     stage = prompt_stage(tmp_path / "run", (config, made), engine, "bootstrap_fewshot", num_candidate_programs=0)
     with stage.rundir:
-        stage.run()
+        stage.search()
     stored = [r["example"] for line in lines(tmp_path / "run/prompts/rollouts.jsonl") for r in line["rollouts"]]
     assert "twin" in stored and first.id in stored

@@ -103,7 +103,7 @@ def test_a_stage_killed_at_any_batch_goes_on_to_the_same_files(tmp_path, task, w
         stage = prompt_stage(killed, task, own, "miprov2", **MIPRO)
         with stage.rundir:
             try:
-                again = stage.run()
+                again = stage.search()
             except KeyboardInterrupt:
                 runs += 1
         sent += len(own.requests)

@@ -18,7 +18,7 @@ from mmrl.stages.sft_data import best_rollouts, read_examples
 from mmrl.trainer import checkpoint
 from tests.helpers.forests import Grow
 from tests.helpers.programs import FakeEngine, make_dspy, seeded_letter
-from tests.helpers.stages import CHAT, LORA, MINE, OWN, TOKENIZER, config_of, run, stage_of, weights, written
+from tests.helpers.stages import CHAT, LORA, MINE, OWN, TOKENIZER, config_of, run, stage_of, train, weights, written
 
 # --- what is trained on
 
@@ -30,7 +30,7 @@ def test_demonstrations_of_the_task_are_trained_as_a_rollout_would_send_them(tmp
     last = sequences["example q7"]
     assert last.prompt_ids == render_prompt(TOKENIZER, [{"role": "user", "content": "train7 again"}])
     assert last.completion_ids == (*encode_text(TOKENIZER, "7"), TOKENIZER.eos_token_id)
-    path = stage.run(False)
+    path = train(stage)
     assert path == tmp_path / "run/checkpoints/checkpoint-4" and checkpoint.unusable(path) == ""
     assert notes == ["training on 16 sequences from demonstrations of the task: a 8, b 8"]
     history = stage.log.rundir.history()
@@ -139,7 +139,7 @@ def test_modules_are_chosen_and_mixed(tmp_path):
 def test_sequences_longer_than_the_context_are_counted_and_named(tmp_path):
     long = {"messages": [{"role": "user", "content": "the cat " * 400}, CHAT["messages"][1]]}
     stage, notes = stage_of(tmp_path / "run", written(tmp_path / "chat.jsonl", CHAT, long))
-    stage.run(False)
+    train(stage)
     assert notes[0].startswith(
         "warning: 1 of 2 sequences have more than the 256 tokens of the context and are left out:"
     )
@@ -149,7 +149,7 @@ def test_sequences_longer_than_the_context_are_counted_and_named(tmp_path):
         tmp_path / "short", {**written(tmp_path / "chat.jsonl", CHAT), "task.name": "dspy", "task.max_context": 16}
     )
     with pytest.raises(DataError, match="nothing is left to train on"):
-        stage.run(False)
+        train(stage)
 
 
 # --- the checkpoint, and a stage that was killed
@@ -182,7 +182,7 @@ def test_a_stop_saves_the_step_under_way(tmp_path):
     folder = tmp_path / "run"
     stage, _ = stage_of(folder, stopping=3)
     with pytest.raises(Stopped):
-        stage.run(False)
+        train(stage)
     assert newest_checkpoint(folder).name == "checkpoint-3"
     _, continued, _ = run(folder, resumed=True)
     _, whole, _ = run(tmp_path / "whole")

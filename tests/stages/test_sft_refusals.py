@@ -6,7 +6,7 @@ from mmrl.config.rules import Facts, without_effect
 from mmrl.errors import ConfigError, DataError, ToolFailure, TooManyFailures
 from mmrl.stages.sft_data import read_examples, sft_problems
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, make_dspy, seeded_letter
-from tests.helpers.stages import CHAT, LORA, MINE, OWN, Teachable, config_of, stage_of, written
+from tests.helpers.stages import CHAT, LORA, MINE, OWN, Teachable, config_of, stage_of, train, written
 
 
 def problems(options, task=None, frozen=()):
@@ -131,10 +131,10 @@ def test_rollouts_that_fail_stop_the_stage(tmp_path):
 
     stage, _ = stage_of(tmp_path / "run", OWN, engine=Broken(seeded_letter))
     with pytest.raises(TooManyFailures, match=r"algo.source=rollouts: 100% of the rollouts failed"):
-        stage.run(False)
+        train(stage)
     stage, _ = stage_of(tmp_path / "poor", {**OWN, "algo.min_reward": 5.0})
     with pytest.raises(ConfigError, match=r"algo.min_reward: none of the 32 rollouts has 5 or more"):
-        stage.run(False)
+        train(stage)
 
 
 def test_packing_is_refused_where_prompts_are_trained_too():

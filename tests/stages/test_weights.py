@@ -102,7 +102,6 @@ def test_a_push_that_fails_on_the_main_process_stops_all_at_the_same_point(rank,
     stage = WeightStage(
         engines=[engine()],
         collector=SimpleNamespace(prefetch=Prefetch(), trainer=NoShards(), log=log),
-        evaluations=None,
     )
     with pytest.raises(SyncFailure, match="the server says no"):
         stage.sync(1)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmrl.config.base import address_problem
-from mmrl.config.engines import VllmColocatedConfig, VllmConfig, VllmServerConfig
+from mmrl.config.engines import VllmConfig
 from mmrl.engines.base import EngineSetup, Sampling
 from mmrl.engines.embedded.batch_rows import context_limit
 from mmrl.errors import ConfigError
@@ -46,13 +46,11 @@ def vllm_problems(config: VllmConfig) -> list[str]:
             f"engine.args: got {reserved[0].partition('=')[0]}; the server that mmrl starts is for 127.0.0.1 alone: "
             "whoever reaches it can replace its weights; start a server of your own and set engine.url"
         ]
-    if isinstance(config, VllmServerConfig) and config.python is not None:
-        if shutil.which(config.python) is None:
-            return [f"engine.python: got '{config.python}', expected an interpreter that has vLLM"]
-        if not _has_vllm(config.python):
-            return [
-                f"engine.python: got '{config.python}', which cannot find vLLM; expected an interpreter that has it"
-            ]
+    if (python := getattr(config, "python", None)) is not None:
+        if shutil.which(python) is None:
+            return [f"engine.python: got '{python}', expected an interpreter that has vLLM"]
+        if not _has_vllm(python):
+            return [f"engine.python: got '{python}', which cannot find vLLM; expected an interpreter that has it"]
         return []
     if importlib.util.find_spec("vllm") is None and config.name == "vllm_colocated":
         return [
@@ -80,7 +78,7 @@ def _has_vllm(python: str) -> bool:
 
 def sleep_problems(config: VllmConfig, device: str) -> list[str]:
     """Why vLLM cannot sleep as configured."""
-    if isinstance(config, VllmColocatedConfig) and config.sleep and device == "cpu":
+    if getattr(config, "sleep", None) and device == "cpu":
         return ["engine.sleep: got true, vLLM has no sleep mode on a CPU; leave it out"]
     return []
 

@@ -17,7 +17,6 @@ from dspy.teleprompt.gepa.gepa import GEPA
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 
 from mmrl.config.other_stages import (
-    BootstrapConfig,
     BootstrapFewshotConfig,
     GepaConfig,
     Miprov2Config,
@@ -25,7 +24,7 @@ from mmrl.config.other_stages import (
 )
 from mmrl.stages.prompts.model import PromptLM, Writer
 from mmrl.stages.prompts.rollouts import Played, Rollouts, TaskLM, on_rollouts, replaced
-from mmrl.stages.prompts.split import labeled_demos, minibatched
+from mmrl.stages.prompts.split import labeled_demos
 from mmrl.stages.prompts.students import Student
 from mmrl.tasks.base import Task
 
@@ -57,8 +56,12 @@ def optimise(algo: PromptConfig, bench: Bench) -> dspy.Module:
     Raises:
         Abort: a rollout or a completion could not be had.
     """
-    run = {"miprov2": _miprov2, "bootstrap_fewshot": _bootstrap_fewshot, "gepa": _gepa}[algo.name]
-    ahead = algo.bootstrap_ahead if isinstance(algo, BootstrapConfig) else 1
+    run: Any = {
+        "miprov2": _miprov2,
+        "bootstrap_fewshot": _bootstrap_fewshot,
+        "gepa": _gepa,
+    }[algo.name]
+    ahead = getattr(algo, "bootstrap_ahead", 1)
     # Only optimisers that bootstrap know beforehand which example comes next.
     with on_rollouts(bench.rollouts, bench.log, ahead):
         return run(algo, bench)
@@ -88,8 +91,8 @@ def worth_showing(threshold: float | None) -> Metric:
     return metric
 
 
-def _miprov2(algo: PromptConfig, bench: Bench) -> dspy.Module:
-    assert isinstance(algo, Miprov2Config) and bench.writer is not None
+def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
+    assert bench.writer is not None
     optimiser = MIPROv2(
         metric=worth_showing(algo.metric_threshold),
         prompt_model=PromptLM(bench.writer, algo.init_temperature),
@@ -112,7 +115,7 @@ def _miprov2(algo: PromptConfig, bench: Bench) -> dspy.Module:
             trainset=bench.train,
             valset=bench.validation,
             num_trials=algo.num_trials,
-            minibatch=minibatched(algo, len(bench.validation)),
+            minibatch=algo.minibatch_of(len(bench.validation)) is not None,
             minibatch_size=algo.minibatch_size,
             minibatch_full_eval_steps=algo.minibatch_full_eval_steps,
             program_aware_proposer=algo.program_aware_proposer,
@@ -124,8 +127,7 @@ def _miprov2(algo: PromptConfig, bench: Bench) -> dspy.Module:
     return program
 
 
-def _bootstrap_fewshot(algo: PromptConfig, bench: Bench) -> dspy.Module:
-    assert isinstance(algo, BootstrapFewshotConfig)
+def _bootstrap_fewshot(algo: BootstrapFewshotConfig, bench: Bench) -> dspy.Module:
     optimiser = BootstrapFewShotWithRandomSearch(
         metric=worth_showing(algo.metric_threshold),
         max_bootstrapped_demos=algo.max_bootstrapped_demos,
@@ -141,8 +143,8 @@ def _bootstrap_fewshot(algo: PromptConfig, bench: Bench) -> dspy.Module:
     return program
 
 
-def _gepa(algo: PromptConfig, bench: Bench) -> dspy.Module:
-    assert isinstance(algo, GepaConfig) and bench.writer is not None
+def _gepa(algo: GepaConfig, bench: Bench) -> dspy.Module:
+    assert bench.writer is not None
     bench.rollouts.shows_failures = algo.add_format_failure_as_feedback
 
     def metric(

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -24,14 +25,17 @@ from typing import TYPE_CHECKING
 
 import dspy
 
-from mmrl.config import PromptCommandConfig
-from mmrl.config.other_stages import ProposingConfig
+from mmrl import rng
+from mmrl.config import EvalConfig, PromptCommandConfig
 from mmrl.engines.base import Engine
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import MODEL_CAUSED
+from mmrl.models.policy import POLICY, write_policy
 from mmrl.records import Example
 from mmrl.report.rundir import RunDir
 from mmrl.report.trials import COMPLETIONS, FOLDER, PROPOSALS, ROLLOUTS, STORED, TRIALS, nothing_went_well
+from mmrl.rollout.environment import Environment, make_environment, sampling_settings
+from mmrl.stages.evaluate import Evaluations
 from mmrl.stages.prompts.model import Writer, WriterUsage
 from mmrl.stages.prompts.optimisers import Bench, optimise
 from mmrl.stages.prompts.rollouts import Abort, Rollouts
@@ -91,27 +95,65 @@ class PromptResult:
 
 @dataclass(kw_only=True)
 class PromptStage:
-    """One optimisation of prompts.
+    """One optimisation of prompts. Implements `mmrl.stages.Stage`.
 
-    `run` again on the same run directory, in any process, goes on where it was: DSPy's optimiser runs from its seed,
-    and all that is stored is answered from the store.
+    `improve` again on the same run directory, in any process, goes on where it was: DSPy's optimiser runs from its
+    seed, and all that is stored is answered from the store.
     """
 
     config: PromptCommandConfig
     task: Task
-    """With the prompts to start from."""
+    """With the prompts of now."""
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     reward_set: str
-    rundir: RunDir
     log: StepLog
+    task_with: Callable[[str], Task]
+    """The task with a file of prompts."""
+    resources: ExitStack = field(default_factory=ExitStack)
+    """What ends with the stage: the engine."""
+    result: PromptResult = field(init=False)
     trials: int = field(init=False, default=0)
     unusable: int = field(init=False, default=0)
     _best: float | None = field(init=False, default=None)
     _spent: dict[str, float] = field(init=False, default_factory=dict)
 
-    def run(self) -> PromptResult:
-        """Optimise.
+    @property
+    def rundir(self) -> RunDir:
+        """The run's."""
+        return self.log.rundir
+
+    def environment(self, phase: EvalConfig, key: rng.Key) -> Environment:
+        """What the rollouts of an evaluation share, with the prompts of now."""
+        settings = sampling_settings(phase, self.config.task)
+        return make_environment(self.task, self.engine, self.tokenizer, settings, key)
+
+    def sync(self, version: int) -> None:
+        """The weights stay."""
+
+    def improve(self, evaluations: Evaluations, checkpoint: Path | None) -> None:
+        """Optimise, and go on with the best prompts; raises as `search`."""
+        self.result = result = self.search()
+        # Known only now: the optimiser decides how many trials it makes.
+        evaluations.last_step = max(1, result.trials)
+        if result.improved:
+            self.task = self.task_with(str(result.prompts))
+        kept = str(result.prompts) if result.improved else self.config.task.prompts
+        write_policy(self.rundir.path, weights=self.config.model.path, prompts=kept, task=self.task.name)
+        # A further stage begins with these files, perhaps days later.
+        self.rundir.ledger.note(self.rundir.path / POLICY)
+        self.rundir.ledger.note(result.prompts)
+
+    def describe(self) -> dict[str, str]:
+        """Facts for the summary, after `improve`."""
+        return {**self.result.describe(), **self.engine.describe()}
+
+    def close(self) -> None:
+        """Free the engine."""
+        self.resources.close()
+
+    def search(self) -> PromptResult:
+        """Run the optimiser.
 
         Raises:
             TooManyFailures: more than `eval.max_failed_share` of a batch failed by no doing of the model.
@@ -186,21 +228,18 @@ class PromptStage:
         )
 
     def _endpoint(self) -> OpenAIChat | None:
-        algo = self.config.algo
-        if not isinstance(algo, ProposingConfig) or algo.prompt_model is None:
-            return None
-        return OpenAIChat(algo.prompt_model, "algo.prompt_model")
+        model = getattr(self.config.algo, "prompt_model", None)
+        return None if model is None else OpenAIChat(model, "algo.prompt_model")
 
     def _make_writer(self, folder: Path, endpoint: OpenAIChat | None) -> Writer | None:
-        algo = self.config.algo
-        if not isinstance(algo, ProposingConfig):
-            return None
+        if (most := getattr(self.config.algo, "prompt_max_tokens", None)) is None:
+            return None  # it proposes nothing
         return Writer(
             engine=self.engine,
             tokenizer=self.tokenizer,
             module=self.task.program.modules[0],
             endpoint=endpoint,
-            max_tokens=algo.prompt_max_tokens,
+            max_tokens=most,
             seed=self.config.seed,
             store=Store(folder / COMPLETIONS, STORED[COMPLETIONS]),
         )

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmrl.config.base import SPLITS
-from mmrl.config.tasks import SampleConfig, TaskConfig
+from mmrl.config.tasks import TaskConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Example
 from mmrl.system.files import user_path
@@ -107,7 +107,7 @@ class DspyTask(BaseTask, ABC):
         for split, spec in self.sources.items():
             splits_of.setdefault(Source("", spec).identity(split), []).append(split)
         what = "all of" if self.parts else "both"
-        sampled = isinstance(self.config, SampleConfig) and self.config.sample == "paper"
+        sampled = getattr(self.config, "sample", None) == "paper"
         apart = self.parts if sampled else frozenset[str]()
         return [
             f"task.data: {' and '.join(splits)} are {what} {self.sources[splits[0]]}; "

@@ -254,7 +254,7 @@ def evaluated_split(name: str, options: Options, folder: Path) -> object:
     quiet: Any = SimpleNamespace(status=lambda text: None, evaluation=lambda *arguments: None)
     collector.log.rundir, collector.log.progress = rundir, quiet
     examples = collector.task.examples(config.eval.split)
-    run = Evaluations(examples=examples, last_step=9, collector=collector)
+    run = Evaluations(examples=examples, last_step=9, stage=collector)
     return sorted(run.metrics(0)), [step for step in range(1, 10) if run.due(step)]
 
 
@@ -345,8 +345,8 @@ def looked(name: str, options: Options, folder: Path) -> object:
         run: Any = SimpleNamespace(path=folder)
         progress: Any = SimpleNamespace(note=notes.append)
         log = StepLog(rundir=run, progress=progress, trackers=SimpleNamespace())  # type: ignore[arg-type]
-        built: Any = SimpleNamespace(collector=SimpleNamespace(config=config_of(options), task=FakeTask(Chain())))
-        look_before(built, log, None)
+        built: Any = SimpleNamespace(config=config_of(options), collector=SimpleNamespace(task=FakeTask(Chain())))
+        look_before(built, log)
     return bool(notes), [path.name for path in folder.iterdir()]
 
 

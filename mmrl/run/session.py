@@ -1,4 +1,4 @@
-"""`mmrl train`: check, settle, build, evaluate, run the stages in turn, evaluate again, summarise.
+"""One run of `mmrl train`, whatever improves its policy: check, settle, build, evaluate, improve, evaluate, summarise.
 
 Called by `cli` once `check` has passed. Every process of a run goes this way; the main one writes and prints.
 """
@@ -12,51 +12,57 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 
 from mmrl import engines
-from mmrl.config import HardwareConfig, RunConfig, SftCommandConfig, TrainCommandConfig, validate_stored
+from mmrl.config import (
+    HardwareConfig,
+    RunConfig,
+    StageConfig,
+    TrainCommandConfig,
+    WeightsConfig,
+    schema_of,
+    validate_stored,
+)
+from mmrl.config.base import value_at
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.models.policy import damage
 from mmrl.report.rundir import RunDir, step_of
-from mmrl.report.stats import modules_in
-from mmrl.run.build import RECORD, BuiltRun, build_run, build_task, check_model
+from mmrl.run.build import RECORD, build_stage, build_task, check_model, evaluated, steps_of
 from mmrl.run.check import check_all
 from mmrl.run.doctor import look_before
 from mmrl.run.launch import adopt, must_start, released, start
-from mmrl.run.settle import (
-    import_plugins,
-    refuse_changes,
-    run_folder,
-    schema_of,
-    settle,
-    stored_config,
-)
+from mmrl.run.settle import import_plugins, refuse_changes, run_folder, settle, stored_config
+from mmrl.stages import Stage
 from mmrl.system.files import JsonObject, plain
+from mmrl.system.json_lines import stored_lines
 from mmrl.system.processes import ALONE, Processes, join, launched, lost_a_process
 from mmrl.system.stop import print_resume, stoppable
-from mmrl.tasks.base import Task
+
+if TYPE_CHECKING:
+    from mmrl.stages.weights import WeightStage
 
 STEADY = ("constant", "constant_with_warmup")
 """Schedules that do not depend on the number of steps."""
 
 
-def train(config: TrainCommandConfig, command: Sequence[str], resumed: bool = False) -> int:
-    """Start a run, or continue the one in `run.dir`. Returns the exit code.
+def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) -> int:
+    """Start a checked run of one stage, or continue the one in `run.dir`. Returns the exit code.
 
     Args:
         command: what was typed, for the run directory.
-        resumed: continue from the newest complete checkpoint, to the numbers that the run would have had.
+        resumed: continue from where it was, to the numbers that the run would have had.
     """
     config = settle(config)
     # Before a folder is made: a model that cannot be had must leave none behind. A run that is continued has had it.
     if not resumed:
         check_model(config.model)
-    hardware = config.hardware
+    hardware, several = config.hardware, config.kind.credit
     # Several processes and no launcher: this one only starts them and waits, so it must not join them.
-    starts = must_start(hardware.processes, hardware.nodes)
-    processes = ALONE if starts else _join(hardware, config.engine.name)
+    starts = several and must_start(hardware.processes, hardware.nodes)
+    processes = _join(hardware, config.engine.name) if several and not starts else ALONE
     if processes.main:  # or every process of a launcher would make a folder of its own
         suffix = f"_s{config.seed}"
         config = config.in_folder(run_folder(config.run.dir, config.task.name, config.algo.name, suffix=suffix))
@@ -66,23 +72,40 @@ def train(config: TrainCommandConfig, command: Sequence[str], resumed: bool = Fa
     assert folder is not None
     if starts:
         return start({"config": stored, "command": list(command), "resumed": resumed}, hardware, folder)
-    if not resumed:
-        with _created(folder, stored, command, processes) as rundir:
-            return _run(config, rundir, None, processes)
-    with _reopened(Path(folder), processes) as rundir:
-        checkpoint: Path | None = None
-        if processes.main:
-            from mmrl.trainer.checkpoint import prune  # it imports torch, which a refused config need not wait for
+    with _opened(folder, stored, command, processes, resumed) as rundir:
+        checkpoint = processes.first(_rewind(config, rundir) if resumed and processes.main else None)
+        # It was killed while its report was drawn, which alone is missing.
+        if checkpoint is not None and processes.first(bool(rundir.summary)):
+            if processes.main:
+                from mmrl.report.html import report_run
 
-            # Data and servers may have changed since; its own folder is full by now, which must not count.
-            check_all([config.in_folder(None)])
-            with storage(rundir.path):
-                checkpoint = reread(stored, config.train.steps, rundir)
-                prune(rundir.checkpoints, config.train.keep, config.train.saves_after)
-        checkpoint = processes.first(checkpoint)
-        if step_number(checkpoint) == config.train.steps and processes.first(bool(rundir.summary)):
-            return _report(rundir) if processes.main else 0
-        return _run(config, rundir, checkpoint, processes)
+                print(f"report         {report_run(rundir.path)}")
+            return 0
+        return session(config, rundir, checkpoint, processes)
+
+
+def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
+    """Take a run's files back to the checkpoint that it goes on from; None without one.
+
+    Prompts have none: their optimiser runs again from its seed, a store answers what it has had before, and the trials
+    that are in the history stay there.
+    """
+    # Data and servers may have changed since; its own folder is full by now, which must not count.
+    check_all([config.in_folder(None)])
+    with storage(rundir.path):
+        if not isinstance(config, WeightsConfig):
+            from mmrl.report.trials import FOLDER, STORED
+
+            # Before a model loads; the stage would come to it later.
+            for name, key in STORED.items():
+                stored_lines(rundir.path / FOLDER / name, key)
+            (rundir.path / "summary.json").unlink(missing_ok=True)
+            return None
+        from mmrl.trainer.checkpoint import prune  # it imports torch, which a refused config need not wait for
+
+        checkpoint = reread(plain(config.model_dump(mode="json")), config.train.steps, rundir)
+        prune(rundir.checkpoints, config.train.keep, config.train.saves_after)
+        return checkpoint
 
 
 def extend(folder: Path, typed: str) -> None:
@@ -101,8 +124,8 @@ def extend(folder: Path, typed: str) -> None:
         ConfigError: no such number, or a schedule that depends on it.
         CheckpointError: it is no training run, or another process has it.
     """
-    supervised = schema_of(RunDir.read(folder).config) is SftCommandConfig
-    schema: type[TrainCommandConfig | SftCommandConfig] = SftCommandConfig if supervised else TrainCommandConfig
+    there = schema_of(RunDir.read(folder).config)
+    schema = there if issubclass(there, WeightsConfig) else TrainCommandConfig
     config = stored_config(folder, schema, reading=True).train
     if not re.fullmatch(r"\+?[0-9]{1,9}", typed):
         raise ConfigError(f"train.steps: got '{typed}', expected +N (further steps) or a number of steps")
@@ -130,7 +153,7 @@ def work(job: JsonObject) -> int:
     """One process of a run that `start` has started: begin it, or continue it."""
     import_plugins(job["config"].get("plugins", ()))
     try:
-        return train(validate_stored(TrainCommandConfig, job["config"]), job["command"], job["resumed"])
+        return begin(validate_stored(TrainCommandConfig, job["config"]), job["command"], job["resumed"])
     except RuntimeError as error:
         if not lost_a_process(error):
             raise
@@ -146,29 +169,24 @@ def _join(hardware: HardwareConfig, engine: str) -> Processes:
 
 
 @contextmanager
-def _created(folder: str, config: JsonObject, command: Sequence[str], processes: Processes) -> Iterator[RunDir]:
-    """The directory of a new run, locked by the main process."""
-    if not processes.main:
-        processes.barrier()  # the main process has made the folder
-        yield RunDir.read(folder)
-        return
-    with RunDir.create(folder, config, command) as rundir:
-        processes.barrier()
-        yield rundir
-
-
-@contextmanager
-def _reopened(folder: Path, processes: Processes) -> Iterator[RunDir]:
-    """The directory of a run that is continued, locked by the main process.
+def _opened(
+    folder: str, config: JsonObject, command: Sequence[str], processes: Processes, resumed: bool
+) -> Iterator[RunDir]:
+    """The directory of a run, new or continued, locked by the main process.
 
     Raises:
         CheckpointError: the run is finished, or another process has it.
     """
     if not processes.main:
+        if not resumed:
+            processes.barrier()  # the main process has made the folder
         yield RunDir.read(folder)
         return
-    with RunDir.open(folder, command=["mmrl", "train", f"resume={folder}"]) as rundir:
-        if rundir.finished:
+    again = ["mmrl", "train", f"resume={folder}"]
+    with RunDir.open(folder, again) if resumed else RunDir.create(folder, config, command) as rundir:
+        if not resumed:
+            processes.barrier()
+        elif rundir.finished:
             raise CheckpointError(f"{folder}: this run is finished; look at it with: mmrl show {folder}")
         yield rundir
 
@@ -235,30 +253,23 @@ def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
     return checkpoint
 
 
-def _report(rundir: RunDir) -> int:
-    """Write what alone is missing of a run that was killed while its report was drawn."""
-    from mmrl.report.html import report_run
-
-    print(f"report         {report_run(rundir.path)}")
-    return 0
-
-
 def step_number(checkpoint: Path | None) -> int:
     """Steps done at `checkpoint-<steps>`; 0 without one."""
     return int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
 
 
-def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, processes: Processes) -> int:
-    """Build the parts, evaluate, go through the stages, evaluate, report."""
+def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, processes: Processes = ALONE) -> int:
+    """Build the stage, evaluate, improve, evaluate, report."""
     # Here, since they import numpy and rich, which a refused config need not wait for.
     from mmrl.report.console import finish
     from mmrl.report.progress import Progress
     from mmrl.report.trackers import trackers
+    from mmrl.stages.evaluate import Evaluations
     from mmrl.stages.step_log import StepLog
 
     started = time.perf_counter()
     task = build_task(config.task, config.seed)
-    metric, steps, done = task.main_metric, config.train.steps, step_number(checkpoint)
+    metric, steps, done = task.main_metric, steps_of(config, task), step_number(checkpoint)
     # What the other processes would show or send, the main one does: they have a quiet display and no trackers.
     shown, console = (config.run, None) if processes.main else (RunConfig(), Console(quiet=True))
     name = shown.name or f"{config.algo.name}-{task.name}-s{config.seed}"
@@ -270,30 +281,33 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
         released(task),
         trackers(shown, rundir, **sent, warn=progress.note) as opened,
     ):
+        begun = f"continuing from step {done}" if done else "continuing" if rundir.history() else "starting"
         place = f"{config.model.name} ({config.hardware.device}, {config.hardware.threads} threads)"
-        work = f"{config.algo.name} on {task.name} with {place}, {steps} steps of {config.train.batch_size} examples"
-        progress.note(_start_text(work, task, rundir.path, done))
+        size = f", {steps} steps of {value_at(config, 'train.batch_size')} examples" if config.kind.weights else ""
+        facts = ", ".join(f"{key} {value}" for key, value in task.describe().items())
+        work = f"{config.algo.name} on {task.name} with {place}{size}"
+        progress.note(f"{begun}: {work}\n{facts}\nrun directory: {rundir.path}")
         log = StepLog(rundir=rundir, progress=progress, trackers=opened, processes=processes, stop=stop)
-        log.prefetched = bool(config.train.staleness)
         # None while the parts are built: what fails then has nothing to close.
-        built: BuiltRun | None = None
+        stage: Stage | None = None
         try:
             with storage(rundir.path):
-                built = build_run(config, task, log, checkpoint)
+                stage = build_stage(config, task, log, checkpoint)
                 try:
-                    look_before(built, log, checkpoint)
-                    before = built.evaluations.baseline()
-                    for stage in built.stages:
-                        stage.run(checkpoint)
-                    after = built.evaluations.final()
+                    examples, drawn = evaluated(task, config, config.eval.split)
+                    evaluations = Evaluations(examples=examples, last_step=steps, stage=stage)
+                    if config.kind.credit and checkpoint is None:
+                        look_before(cast("WeightStage", stage), log)
+                    before = evaluations.baseline()
+                    stage.improve(evaluations, checkpoint)
+                    after = evaluations.final()
                 finally:
-                    built.close()
+                    stage.close()
                 if not processes.main:
                     return 0
-                facts = {**task.describe(), **built.describe(), **_never_called(task.program.modules, rundir)}
                 text = finish(
                     rundir,
-                    facts,
+                    {**task.describe(), **drawn, **stage.describe()},
                     before,
                     after,
                     seed=config.seed,
@@ -303,21 +317,9 @@ def _run(config: TrainCommandConfig, rundir: RunDir, checkpoint: Path | None, pr
                     main_metric=metric,
                 )
         except (MmrlError, KeyboardInterrupt) as error:
-            if built is not None or not isinstance(error, ConfigError):  # a wrong setting would stop it again
+            # A wrong setting would stop it again; a damaged file has its own way out, in the error.
+            if not isinstance(error, CheckpointError) and (stage is not None or not isinstance(error, ConfigError)):
                 print_resume(error, f"mmrl train resume={rundir.resumed_as}", progress.note)
             raise
     print(text)
     return 0 if rundir.finished else 1
-
-
-def _never_called(modules: Sequence[str], rundir: RunDir) -> dict[str, str]:
-    """A fact for the summary where modules of the program have made no call in any step: nothing trained them."""
-    never = [module for module in modules if module not in modules_in(rundir.history())]
-    return {"never called": f"{', '.join(never)} (in no step of training)"} if never else {}
-
-
-def _start_text(work: str, task: Task, folder: Path, done: int) -> str:
-    """What is about to happen, in three lines."""
-    facts = ", ".join(f"{key} {value}" for key, value in task.describe().items())
-    verb = f"continuing from step {done}" if done else "starting"
-    return f"{verb}: {work}\n{facts}\nrun directory: {folder}"
