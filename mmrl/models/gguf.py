@@ -40,7 +40,9 @@ def convert(file: Path, folder: Path, end_of_turn: str) -> None:
         if (facts["ggml.pre"], facts["general.architecture"]) != ("smollm", "llama") or end_of_turn not in template:
             raise ValueError("it is not SmolLM2's")
         tokenizer = Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(tokens)}, merges=merges))
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
+        )
     # A damaged file raises whatever its first wrong byte leads to.
     except Exception as error:
         raise ConfigError(f"no model can be made of {file.name}: {type(error).__name__}: {error}") from None

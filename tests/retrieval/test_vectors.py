@@ -38,9 +38,6 @@ from tests.helpers.engines import DOCUMENTS, QUERIES, by_hand
 pytest.importorskip("faiss")
 
 
-QUESTION = {"_id": "a", "question": "river", "answer": "x", "supporting_facts": [["Thing", 0]], "context": []}
-
-
 def dense_spec(model, encoder="contriever", faiss="flat"):
     return spec_of(DenseConfig(name="dense", model=model, encoder=encoder, faiss=faiss))
 
@@ -125,11 +122,6 @@ def test_the_time_of_a_search_is_without_the_loading_of_the_encoder(model, colbe
     shown = capfd.readouterr()
     assert "Loading weights" not in shown.err + shown.out
     assert float(re.search(r"^2 passages in ([\d.]+) ms$", shown.out, re.M)[1]) < 1000
-    (data := tmp_path / "data.json").write_text(json.dumps([QUESTION]))
-    assert main(["index", "check", f"index={tmp_path / 'index'}", f"data={data}", "top_k=2"]) == 0
-    shown = capfd.readouterr()
-    assert "Loading weights" not in shown.err + shown.out
-    assert float(re.search(r"^searched in ([\d.]+) s$", shown.out, re.M)[1]) < 1
 
 
 @pytest.mark.parametrize("form", ["flat", "hnsw"])
