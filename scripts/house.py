@@ -44,7 +44,7 @@ PACKAGE = "mmrl"
 LOOP = ("mmrl.stages.weights",)  # the module that holds the weight stage's loop
 GRPO = ("mmrl.algorithms.grpo",)
 GRPO_ROOMS = ("mmrl.algorithms", "mmrl.credit", "mmrl.rollout.plans")
-TRIP = (("mmrl.run.session", "begin", "config"), ("mmrl.run.train", "train", "config"))  # module, function, parameter
+TRIP = (("mmrl.run.session", "begin", "config"), ("mmrl.run", "train", "config"))  # module, function, parameter
 DIALECT = {"found", "told", "asked", "said", "aloud", "kept", "lay", "plant", "wanted", "retell", "taught"}
 
 ALL = (RUN, TYPING, LAZY)
