@@ -7,13 +7,29 @@ for the end of one, and does not cut digits apart as SmolLM2 does.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 from mmrl.errors import ConfigError
 from mmrl.models.fetched import FACTS
 
 _CONTROL = 3
 """Kind of tokens that no text contains."""
+
+
+def package() -> Any:
+    """The package `gguf`, which takes along another one where that is installed (with vLLM), and fails with it."""
+    present = "mistral_common" in sys.modules
+    if not present:
+        sys.modules["mistral_common"] = None  # type: ignore[assignment]  # as importlib has it: not to be imported
+    try:
+        import gguf
+
+        return gguf
+    finally:
+        if not present:
+            del sys.modules["mistral_common"]
 
 
 def convert(file: Path, folder: Path, end_of_turn: str) -> None:
@@ -27,12 +43,11 @@ def convert(file: Path, folder: Path, end_of_turn: str) -> None:
         ConfigError: it is damaged, or another file.
     """
     import torch
-    from gguf import GGUFReader
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     try:
-        fields = GGUFReader(file).fields
+        fields = package().GGUFReader(file).fields
         facts = {name.removeprefix("tokenizer."): field.contents() for name, field in fields.items()}
         tokens, kinds = facts["ggml.tokens"], facts["ggml.token_type"]
         merges = [tuple(merge.split(" ", 1)) for merge in facts["ggml.merges"]]

@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
-import gguf
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from mmrl.models.gguf import package
 
 
 def llama_like(folder, source):
@@ -36,6 +37,7 @@ def write_gguf(path, source, *, quant=None, eos="<|im_end|>", **facts):
     saved = json.loads((Path(source) / "tokenizer.json").read_text())["model"]
     tokens = [tokenizer.convert_ids_to_tokens(n) for n in range(config.vocab_size)]
     heads, keys = config.num_attention_heads, config.num_key_value_heads
+    gguf = package()
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
