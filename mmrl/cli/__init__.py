@@ -151,8 +151,8 @@ def _dispatch(words: Sequence[str]) -> int:
             for key in pasted
         )
     if "_MMRL_COMPLETE" in os.environ or words[:1] in (["--install-completion"], ["--show-completion"]):
-        app(words, standalone_mode=False, prog_name="mmrl")
-        return 0
+        asked: int = app(words, standalone_mode=False, prog_name="mmrl")
+        return asked
     # Typer's page of all commands knows nothing of the config groups, so the first word is looked at here.
     first = words[0] if words else "--help"
     if first in ("-h", "--help", "help"):
