@@ -34,7 +34,7 @@ from mmrl.config import EvalCommandConfig, RootConfig, StageConfig
 from mmrl.config.base import SHIPPED
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.models.policy import prompts_of
-from mmrl.report.rundir import RunDir
+from mmrl.report.rundir import RunDir, rows_of
 from mmrl.rollout.dspy.policy_lm import PolicyLM, ServedPolicy, speak
 from mmrl.secrets import HidingStream, add_environment
 from mmrl.system.objects import is_given, put, readable
@@ -111,7 +111,7 @@ class MMRL(Teleprompter):
                 return self._resume(student, train, dev, resume)
             from mmrl.cli import configs, overrides
             from mmrl.run.check import check_all
-            from mmrl.run.stages import begin
+            from mmrl.sets.chain import begin
 
             words = self.words(student, train, dev)
             line = overrides.read_line(words)
@@ -123,7 +123,7 @@ class MMRL(Teleprompter):
                 )
             check_all([config], line.keys)
             config = _placed(config)
-            _refuse_failure(begin(config, ["mmrl", "train", *words]), str(config.run.dir))
+            _refuse_failure(begin(config, ["mmrl", "train", *words], here=True), str(config.run.dir))
             return Path(str(config.run.dir))
 
     def words(self, student: dspy.Module, train: Sequence[dspy.Example], dev: Sequence[dspy.Example]) -> list[str]:
@@ -154,9 +154,10 @@ class MMRL(Teleprompter):
         """Continue a run with the objects that it was given."""
         from mmrl.run.build import forget_task
         from mmrl.run.settle import stored_config
-        from mmrl.run.stages import resume
+        from mmrl.run.start import resume
 
-        run = RunDir.read(folder)
+        in_turn = rows_of(folder)
+        run = RunDir.read(in_turn[0] if in_turn else folder)
         task = run.config.get("task") or {}
         stored = {"train": str((task.get("data") or {}).get("train")), "dev": str((task.get("data") or {}).get("dev"))}
         stored |= {"program": str(task.get("program")), "metric": str(task.get("metric"))}
@@ -170,10 +171,17 @@ class MMRL(Teleprompter):
         objects = {"train": train, "dev": dev, "program": student.deepcopy(), "metric": self.metric}
         for what, value in objects.items():
             put(stored[what].partition(":")[2], value)
-        config = stored_config(folder, RootConfig)
+        config = stored_config(run.path, RootConfig)
         # Its task may have been built in this process already, from the objects of before.
         forget_task(config.task, config.seed)
-        _refuse_failure(resume(folder), str(folder))
+        if in_turn:
+            from mmrl.cli.configs import stored_chain
+            from mmrl.sets.chain import go_on
+
+            code = go_on(folder, stored_chain(folder), here=True)
+        else:
+            code = resume(folder)
+        _refuse_failure(code, str(folder))
         return folder
 
 
@@ -192,7 +200,7 @@ def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
     from mmrl.run.settle import settle, stored_config
 
     folder = Path(run_dir)
-    config = stored_config(folder, RootConfig)
+    config = stored_config(rows[-1] if (rows := rows_of(folder)) else folder, RootConfig)
     # With the limits and the engine of training: the program is to speak as it did there.
     shared = {name: getattr(config, name) for name in ("seed", "task", "model", "hardware", "engine", "eval", "run")}
     evaluation = settle(EvalCommandConfig(policy=str(folder), plugins=config.plugins, **shared))

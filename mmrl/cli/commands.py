@@ -34,8 +34,8 @@ def train(context: typer.Context) -> int:
     \b
     Keys (docs/configuration.md lists them all):
       task= algo= model= hardware= engine=   what a run is composed of; `mmrl --help` lists the choices
-      stages=[A,B] stage.A.KEY=              several stages, each from the policy before, by their names after algo=;
-                                             and settings of one of them
+      stages=[A,B] stage.A.KEY=              runs that start from one another, by their names after algo=; settings
+                                             of one of them
       experiment=                            settings of your own under one name: conf/experiment/NAME.yaml
       train.* algo.* task.* model.* eval.*   any setting of these parts: train.steps=100 algo.group_size=8
       seed=                                  of every random choice
@@ -66,7 +66,13 @@ def train(context: typer.Context) -> int:
             from mmrl.run.session import extend
 
             extend(folder, overrides.typed_value(line.overrides[0]) or "")
-        from mmrl.run.stages import resume
+        from mmrl.models.policy import SET
+
+        if (folder / SET).is_file():
+            from mmrl.sets.chain import go_on
+
+            return go_on(folder, configs.stored_chain(folder))
+        from mmrl.run.start import resume
 
         return resume(folder)
     if line.prints:
@@ -80,7 +86,7 @@ def train(context: typer.Context) -> int:
         searched = overrides.searched(line)
         return sweep(jobs, line.keys, command, lambda job: configs.swept(line, job), searched=searched)
     from mmrl.run.check import check_all
-    from mmrl.run.stages import begin
+    from mmrl.sets.chain import begin
 
     check_all(jobs, line.keys)
     return begin(jobs[0], command)
@@ -151,6 +157,13 @@ def show(context: typer.Context, as_json: JsonFlag = False) -> int:
     given = read_arguments("mmrl show", ShowArguments, context.args, name="run_dir", called="RUN_DIR")
     path = Path(given.run_dir)
     if not as_json:
+        from mmrl.models.policy import SET
+
+        if given.example is None and given.step is None and (path / SET).is_file():
+            from mmrl.sets.chain import chain_page
+
+            print(chain_page(path).text())
+            return 0
         from mmrl.report.console import show_run
 
         print(show_run(path, example=given.example, step=given.step))
@@ -176,10 +189,17 @@ def report(context: typer.Context) -> int:
       mmrl report outputs/hotpotqa/mhgpo_rr/RUN
     """
     from mmrl.cli.arguments import ReportArguments, read_arguments
+    from mmrl.models.policy import SET
     from mmrl.report.html import report_run
 
     given = read_arguments("mmrl report", ReportArguments, context.args, name="run_dir", called="RUN_DIR")
-    print(report_run(Path(given.run_dir)))
+    path = Path(given.run_dir)
+    if (path / SET).is_file():
+        from mmrl.sets.chain import chain_page
+
+        print(chain_page(path).write(path)[0])
+        return 0
+    print(report_run(path))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""From the words of a command to its validated configs, one per job; of `mmrl train` also of several stages.
+"""From the words of a command to its validated configs, one per job; of `mmrl train` also of runs in turn.
 
 A stage `A` of `stages=[A,B]` is what the same words with `algo=A` would be, and with what `stage.A.KEY=` (or
 `stage.1.KEY=`) says. In a sweep over algorithms that is for the jobs with such a stage.
@@ -46,7 +46,7 @@ def configs(command: str, schema: type[ConfigT], line: CommandLine) -> list[Conf
 
 
 def train_configs(line: CommandLine) -> list[StageConfig | StagedCommandConfig]:
-    """Those of `mmrl train`, whose jobs may be of several stages, or of one that trains no weights."""
+    """Those of `mmrl train`, whose jobs may be of several stages in turn, or of one that trains no weights."""
 
     in_sweep: set[str] | None = set() if line.multirun else None
     typed, line = line, _after(line)
@@ -258,24 +258,51 @@ def _train_config(
     if "algo" in typed and "stages" in typed:
         problems.append(f"algo: has no effect beside stages=[{','.join(listed)}]; leave one of them out")
     stages: list[StageConfig] = []
+    of_rows: list[tuple[str, ...]] = []
     for number, name in enumerate(listed, start=1):
         of_stage = _words_of(own, name, number)
         problems += _shared_problems([key for key, _ in of_stage], name, number)
         kept = _without(words, ("algo", "stages", "stage"), of_stage)
-        mapping = composed("train", [*kept, f"algo={name}", *(word for _, word in of_stage)], config_dir)
+        if "train" not in stage_schema(name).model_fields:
+            # What was typed for all stages holds for those that have it.
+            kept = [word for word in kept if not _is_of(word, ("train",))]
+        row = [*kept, f"algo={name}", *(word for _, word in of_stage)]
+        mapping = composed("train", row, config_dir)
         if mapping.pop("stages", None) and name not in (SFT, *PROMPT_SCHEMAS) and "name" not in _section(mapping):
             problems.append(f"stages: got {name}, which stands for several stages itself; list them")
             continue
         mapping.pop("stage", None)
         try:
             stages.append(_stage(mapping, [key for key, _ in of_stage]))
+            of_rows.append(tuple(row))
         except ConfigError as error:
             problems += [f"stage {number} ({name}): {problem}" for problem in error.problems]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
+    return _staged(stages, of_rows, config_dir)
+
+
+def _staged(
+    stages: Sequence[StageConfig], words: Sequence[Sequence[str]], config_dir: str | None
+) -> StagedCommandConfig:
     shared = {name: getattr(stages[0], name) for name in RootConfig.model_fields}
-    method = {"name": "+".join(listed)}
-    return StagedCommandConfig.model_validate({**shared, "algo": method, "stages": tuple(stages)})
+    method = {"name": "+".join(stage.algo.name for stage in stages)}
+    of_rows = tuple(map(tuple, words))
+    rows = {"stages": tuple(stages), "words": of_rows, "config_dir": config_dir}
+    return StagedCommandConfig.model_validate({**shared, "algo": method, **rows})
+
+
+def stored_chain(folder: Path) -> StagedCommandConfig:
+    """The runs of `folder/set.yaml`, which `mmrl train stages=[A,B]` has written.
+
+    Raises:
+        ConfigError: every problem of the file, or of its words.
+    """
+    from mmrl.sets.chain import read_rows
+
+    rows, config_dir = read_rows(folder)
+    stages = [configured(words, config_dir) for words in rows]
+    return _staged(stages, rows, config_dir).in_folder(str(folder))
 
 
 def _one_stage(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, Self, TypeVar
 from urllib.parse import parse_qsl, urlsplit
@@ -180,11 +179,6 @@ def flattened(config: Mapping[str, object], prefix: str = "") -> dict[str, objec
         else:
             flat[f"{prefix}{key}"] = repr(value) if isinstance(value, Mapping) else _hashable(value)
     return flat
-
-
-def of_stage(path: str) -> str:
-    """A config path as it is within its stage: `stages.2.train.lr` is the second one's `train.lr`."""
-    return re.sub(r"^stages\.\d+\.", "", path)
 
 
 def _hashable(value: object) -> object:

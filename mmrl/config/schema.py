@@ -208,7 +208,7 @@ class Kind:
     credit: bool = False
     """Whether it is reinforcement learning, whose calls get credit and whose work several processes share."""
     refusal: str = ""
-    """Why a command that takes other kinds cannot use such a run; `{folder}` and `{stages}` are the run's."""
+    """Why a command that takes other kinds cannot use such a run; `{folder}` is the run's."""
 
 
 class RootConfig(Section):
@@ -306,20 +306,16 @@ def stage_schema(name: object) -> type[StageConfig]:
     return SftCommandConfig if name == SFT else TrainCommandConfig
 
 
-def _stage(raw: object) -> object:
-    return stage_schema(value_at(raw, "algo.name")).model_validate(dict(raw)) if isinstance(raw, Mapping) else raw
-
-
 class StagedCommandConfig(StageConfig):
-    """`mmrl train stages=[A,B]`: stages one after the other, each from the policy that the one before has made.
+    """`mmrl train stages=[A,B]`: runs one after the other, each from the policy that the one before has made.
 
-    The sections that all commands have are the first stage's.
+    A set in a folder of its own (`sets.chain`). The sections that all commands have are the first run's.
     """
 
-    kind: ClassVar[Kind] = Kind(name="stages", refusal="this is a run of several stages; give one of them: {stages}")
-    stages: tuple[Annotated[SerializeAsAny[StageConfig], BeforeValidator(_stage)], ...] = Field(
-        min_length=1, description="names of algo= in the order of the stages, each a run of its own"
-    )
+    kind: ClassVar[Kind] = Kind(name="stages")
+    stages: tuple[SerializeAsAny[StageConfig], ...] = Field(min_length=1)
+    words: tuple[tuple[str, ...], ...] = Field(description="of each stage: the overrides that compose it")
+    config_dir: str | None = Field(None, description="of the words")
 
     @property
     def in_turn(self) -> tuple[StageConfig, ...]:
@@ -339,6 +335,4 @@ class EvalCommandConfig(RootConfig):
 
 def schema_of(config: Mapping[str, object]) -> type[RootConfig]:
     """The schema of a command's config, as composed or as a run has stored it."""
-    if "policy" in config:
-        return EvalCommandConfig
-    return StagedCommandConfig if "stages" in config else stage_schema(value_at(config, "algo.name"))
+    return EvalCommandConfig if "policy" in config else stage_schema(value_at(config, "algo.name"))

@@ -287,4 +287,4 @@ def _fields_at(schema: type[BaseModel], location: Collection[str], raw: Mapping[
         if not models:
             return []
         schema = models[0]
-    return list(schema.model_fields)
+    return [field.alias or name for name, field in schema.model_fields.items()]

@@ -24,8 +24,8 @@ MARKER = "complete.json"
 """Of a checkpoint: names, sizes and SHA-256 of its files, written last."""
 EXTRA = "extra.json"
 """Of a checkpoint: what else was stored with it, such as which module speaks with which weights."""
-STAGES = "stages"
-"""Folder of a run of several stages: each is a run of its own, in a folder there."""
+SET = "set.yaml"
+"""Of a set of runs that start from one another, beside their folders (`mmrl train stages=[A,B]`)."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 TRAINED, INITIAL = "trained", "initial"
@@ -249,10 +249,10 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
     if not folder.is_dir():
         raise ConfigError(f"policy: got '{text}', expected a run, checkpoint, adapter, model folder or hub id")
     if (folder / POLICY).is_file():
-        # A run of prompts has the weights that it started with, one of several stages has those of the last stage.
+        # A run of prompts has the weights that it started with, a set of runs in turn those of its last one.
         return replace(resolve(_weights_of(folder)), prompts=prompts or prompts_of(text)[1])
-    if (folder / "config.yaml").is_file():
-        if _run_section(text, "algo").get("name") in PROMPT_SCHEMAS or (folder / STAGES).is_dir():
+    if (folder / SET).is_file() or (folder / "config.yaml").is_file():
+        if (folder / SET).is_file() or _run_section(text, "algo").get("name") in PROMPT_SCHEMAS:
             raise ConfigError(f"policy: run {text} has not ended; continue it with: mmrl train resume={text}")
         # The same test as a resume: a run that was killed while it saved is evaluated as it would go on.
         newest = newest_checkpoint(folder)

@@ -22,7 +22,6 @@ from mmrl.report.html import write_report
 from mmrl.report.items import evaluation_text, example_text, step_text
 from mmrl.report.overview import Item, Overview, damage_named
 from mmrl.report.rundir import RunDir
-from mmrl.report.stage_costs import stage_facts, stage_rows
 from mmrl.report.stats import (
     ASCII_BLOCKS,
     BLOCKS,
@@ -85,9 +84,7 @@ def overview_text(seen: Overview, width: int = 100) -> str:
     parts += [_evaluation_table(seen, split, width) for split in _splits(seen)]
     if seen.differences:
         parts.append("first against last evaluation, " + before_after_table(seen.differences, seen.split, width))
-    parts += [_module_table(stage, records, width) for stage, records in seen.module_steps]
-    if facts := stage_facts(seen.run.path):
-        parts.append(f"stages\n{align(stage_rows(facts))}")
+    parts += [_module_table(seen.training, width)] if seen.modules else []
     parts += [alarm_text(seen.alarms, width), fill(seen.unscored, max(width, 40))]
     parts.append(prompts_text(seen.run.path, width))
     parts.append(_further(seen))
@@ -169,7 +166,7 @@ def _evaluation_table(seen: Overview, split: str, width: int) -> str:
     return f"evaluations on {split} (with 95 % intervals)\n{align(rows, width=width)}"
 
 
-def _module_table(stage: str, records: History, width: int) -> str:
+def _module_table(records: History, width: int) -> str:
     first, last = records[0], records[-1]
     facts = [fact for fact in MODULE_FACTS if fact in module_facts(records)]
     rows = [["", *facts, ""]]
@@ -179,8 +176,7 @@ def _module_table(stage: str, records: History, width: int) -> str:
             old, new = short(first.get(f"module/{name}/{fact}")), short(last.get(f"module/{name}/{fact}"))
             cells.append(new if old == new else f"{old}→{new}")
         rows.append([name, *cells, ""])
-    head = f"modules of {stage}" if stage else "modules"
-    return f"{head}, step {first['step']} → step {last['step']}\n{align(rows, width=width)}"
+    return f"modules, step {first['step']} → step {last['step']}\n{align(rows, width=width)}"
 
 
 def _further(seen: Overview) -> str:
@@ -237,8 +233,6 @@ def finish(
         "\n".join(fill(sentence, width) for sentence in seen.kind) + ("\n" + facts_table(facts) if facts else ""),
         before_after_table(differences, split, width),
     ]
-    if stages := stage_facts(run.path):
-        parts.append(f"stages\n{align(stage_rows(stages))}")
     if curve:
         first, last, top = (short(curve[key]) for key in ("first", "last", "best"))
         parts.append(
@@ -270,7 +264,6 @@ def _summary(seen: Overview, differences: Mapping[str, Difference], results: Map
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "split": results["split"],
         "main_metric": results["main_metric"],
-        **({"stages": stages} if (stages := stage_facts(seen.run.path)) else {}),
         "comparison": {
             name: asdict(difference) | {"certain": difference.certain} for name, difference in differences.items()
         },

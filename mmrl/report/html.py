@@ -28,7 +28,6 @@ from mmrl.report.charts import (
 from mmrl.report.items import item_rows, score_rows
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
-from mmrl.report.stage_costs import stage_facts, stage_rows
 from mmrl.report.stats import Difference, History, duration, fixed, learning, modules_in, number, series, short, signed
 from mmrl.report.tables import interval
 from mmrl.report.trees import (
@@ -79,7 +78,6 @@ def write_report(seen: Overview) -> Path:
         kind=seen.kind,
         details=list((seen.summary.get("facts") or {}).items()),
         split=seen.split,
-        stages=stage_rows(facts) if (facts := stage_facts(seen.run.path)) else [],
         tiles=[_tile(name, difference) for name, difference in list(seen.differences.items())[:3]],
         differences=[_difference_row(name, difference) for name, difference in seen.differences.items()],
         scores=list(_scores(seen)) if seen.evaluates else [],
@@ -88,10 +86,8 @@ def write_report(seen: Overview) -> Path:
         trained=bool(seen.training),
         curves=_drawn(_curves(seen)),
         module_curves=_drawn(_module_curves(seen)),
-        modules=[
-            (stage, records[0]["step"], records[-1]["step"], _module_rows(records))
-            for stage, records in seen.module_steps
-        ],
+        modules=_module_rows(seen.training) if seen.modules else [],
+        steps=[record["step"] for record in seen.training],
         health=_drawn(_health_curves(seen)),
         damaged=damaged,
         newest=max(seen.run.journal_steps(), default=0),

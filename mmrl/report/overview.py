@@ -9,7 +9,7 @@ import os
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,7 +18,6 @@ from mmrl.config.base import FETCHED, SHIPPED
 from mmrl.errors import CheckpointError, ConfigError, DataError, MmrlError
 from mmrl.report.alarms import Alarm, Thresholds, alarms
 from mmrl.report.rundir import RunDir, step_of
-from mmrl.report.stage_costs import stage_folders
 from mmrl.report.stats import (
     FIRST,
     Difference,
@@ -217,33 +216,10 @@ class Overview:
         return self.get("train.steps")
 
     @cached_property
-    def stages(self) -> list[tuple[str, int, Overview]]:
-        """Of a run of several stages those that have begun: folder, steps of those before, what is known of it."""
-        known, before = [], 0
-        for path in stage_folders(self.run.path):
-            if (path / "config.yaml").is_file():  # else a kill came before it was written
-                stage = Overview.of(RunDir.read(path))
-                known.append((path.name, before, stage))
-                before += stage.done
-        return known
-
-    @cached_property
     def alarms(self) -> list[Alarm]:
-        """All that rang; of each stage by itself, since means over steps of two stages say nothing."""
-        if not self.stages:
-            raised = [*alarms(self.training), *trial_alarms(self.run.path)]
-            return sorted(raised, key=lambda alarm: (alarm.step, alarm.name, alarm.key))
-        return [
-            replace(
-                alarm,
-                step=before + alarm.step,
-                # What was on at the end of a stage has ended with it.
-                until=before + (alarm.until or stage.done) if stage.summary or alarm.until else None,
-                message=f"stage {name}: {alarm.message}",
-            )
-            for name, before, stage in self.stages
-            for alarm in stage.alarms
-        ]
+        """All that rang."""
+        raised = [*alarms(self.training), *trial_alarms(self.run.path)]
+        return sorted(raised, key=lambda alarm: (alarm.step, alarm.name, alarm.key))
 
     @property
     def unscored(self) -> str:
@@ -267,16 +243,6 @@ class Overview:
         steps, window = len(self.training), Thresholds().window
         few = f"; most look at means over {window} steps, and this run has {steps}" if steps < window else ""
         return self.unscored or f"No alarm rang{few}."
-
-    @cached_property
-    def module_steps(self) -> list[tuple[str, list[JsonObject]]]:
-        """The steps with metrics of modules, of each stage under its folder's name; empty where there are none."""
-        parts = [(name, before, stage.training) for name, before, stage in self.stages] or [("", 0, self.training)]
-        return [
-            (name, [{**record, "step": before + record["step"]} for record in records])
-            for name, before, records in parts
-            if modules_in(records)
-        ]
 
     @cached_property
     def modules(self) -> tuple[str, ...]:

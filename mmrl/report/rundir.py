@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import yaml
 
 from mmrl.errors import CheckpointError, ConfigError, DataError, storage_error
+from mmrl.models.policy import SET
 from mmrl.report.machine import describe_environment
 from mmrl.system.files import (
     JsonObject,
@@ -67,6 +68,14 @@ def step_of(path: Path) -> int | None:
     """The step in a file name like `step-000012.jsonl.gz`; None without one."""
     match = _STEP.search(path.name)
     return int(match.group(1)) if match else None
+
+
+def rows_of(path: Path) -> list[Path]:
+    """The runs of a set in one folder (`mmrl train stages=[A,B]`) that have begun, in order; [] for other folders."""
+    if not (path / SET).is_file():
+        return []
+    folders = [below for below in path.glob("*_*/") if below.name.partition("_")[0].isdigit()]
+    return sorted(folders, key=lambda below: int(below.name.partition("_")[0]))
 
 
 class RunDir:
@@ -150,6 +159,9 @@ class RunDir:
         if not path.is_dir():
             kind = "is a file, expected a run directory" if path.exists() else "no such run directory"
             raise CheckpointError(f"{path}: {kind}")
+        if (path / SET).is_file():
+            runs = ", ".join(map(str, rows_of(path))) or "none has begun"
+            raise CheckpointError(f"{path}: is a set of runs that start from one another; give one of them: {runs}")
         config, journal = (path / "config.yaml").is_file(), (path / "journal").is_dir()
         if not config or not journal:
             missing = "journal/" if config else "config.yaml"
@@ -183,9 +195,8 @@ class RunDir:
 
     @property
     def resumed_as(self) -> Path:
-        """What a user continues: the run itself, or the run of several stages that it is a stage of."""
-        above = self.path.parent.parent
-        return above if self.path.parent.name == "stages" and (above / "config.yaml").is_file() else self.path
+        """What a user continues: the run itself, or the set in whose folder it lies (`mmrl train stages=[A,B]`)."""
+        return self.path.parent if (self.path.parent / SET).is_file() else self.path
 
     @property
     def config(self) -> JsonObject:

@@ -100,7 +100,7 @@ def _stages_problems(config: StagedCommandConfig, typed: Collection[str]) -> lis
     if config.hardware.nodes > 1:
         problems.append(
             f"stages: profile '{config.hardware.name}' has several machines, and stages are started by one process; "
-            "start them one by one, each from the run before (model.path=, task.prompts=)"
+            "start them one by one, each with from=RUN"
         )
     for number, stage in enumerate(config.stages, start=1):
         name = stage.algo.name

@@ -49,7 +49,7 @@ STEADY = ("constant", "constant_with_warmup")
 
 
 def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) -> int:
-    """Start a checked run of one stage, or continue the one in `run.dir`. Returns the exit code.
+    """Start a checked run, or continue the one in `run.dir`. Returns the exit code.
 
     Args:
         command: what was typed, for the run directory.

@@ -1,7 +1,6 @@
 """The door of a run: its config settled once on this machine, its directory placed once, its plugins imported.
 
-Called by `cli` and by every command that runs something; what comes after takes the config as it is. A further stage
-of a run gets its config here too, from the policy of the stage before.
+Called by `cli` and by every command that runs something; what comes after takes the config as it is.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ from mmrl.config import (
     schema_of,
     validate_stored,
 )
-from mmrl.config.base import flattened, of_stage, value_at
+from mmrl.config.base import flattened, value_at
 from mmrl.config.other_stages import SftConfig
 from mmrl.config.validate import CHOICES
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.hub import at_hand
 from mmrl.models.policy import newest_checkpoint, prompts_of
-from mmrl.report.rundir import RunDir
-from mmrl.report.stage_costs import stage_folders
+from mmrl.report.rundir import RunDir, rows_of
 from mmrl.system.files import plain
 from mmrl.system.objects import OBJECT, import_module, is_given
 
@@ -163,7 +161,7 @@ def config_changes(stored: Mapping[str, object], now: Mapping[str, object]) -> d
     return {
         path: (there.get(path, "absent"), here.get(path, "absent"))
         for path in dict.fromkeys([*here, *there])
-        if there.get(path) != here.get(path) and not of_stage(path).startswith("run.")
+        if there.get(path) != here.get(path) and not path.startswith("run.")
     }
 
 
@@ -197,26 +195,26 @@ def refuse_changes(run: RunDir, stored: Mapping[str, object], now: Mapping[str, 
 def weight_run(path: Path) -> tuple[RunDir, TrainCommandConfig | SftCommandConfig]:
     """The run that has trained the weights of the policy at `path`, and its config with the policy's prompts.
 
-    Of a run of several stages, the last stage that has trained weights.
+    Of runs that start from one another (`mmrl train stages=[A,B]`), the last that has trained weights.
 
     Raises:
         CheckpointError: no weights were trained, or it is no training run.
     """
+    prompts = prompts_of(str(path))[1]
+    if rows := rows_of(path):
+        trained = [row for row in rows if newest_checkpoint(row) is not None]
+        if not trained:
+            raise CheckpointError(f"{path}: none of its runs has trained weights yet")
+        run, last = weight_run(trained[-1])
+        return run, last.model_copy(update={"task": last.task.model_copy(update={"prompts": prompts})})
     run = RunDir.read(path)
     if "policy" in run.config:
         raise CheckpointError(f"{path}: this is an evaluation, which has no weights; give the run that it evaluated")
     config = stored_config(path, StageConfig, reading=True)
-    if config.kind.weights:
-        return run, cast("TrainCommandConfig | SftCommandConfig", config)
-    prompts = prompts_of(str(path))[1]
-    if config.in_turn == (config,):
+    if not config.kind.weights:
         now = prompts or "the ones that it started with"
         raise CheckpointError(f"{path}: {config.kind.refusal}; its prompts are {now}")
-    trained = [stage for stage in stage_folders(path) if newest_checkpoint(stage) is not None]
-    if not trained:
-        raise CheckpointError(f"{path}: none of its stages has trained weights yet")
-    run, last = weight_run(trained[-1])
-    return run, last.model_copy(update={"task": last.task.model_copy(update={"prompts": prompts})})
+    return run, cast("TrainCommandConfig | SftCommandConfig", config)
 
 
 def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False) -> ConfigT:
@@ -238,8 +236,7 @@ def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False)
     there = schema_of(stored)
     if not issubclass(there, schema):
         said = (TrainCommandConfig if schema is EvalCommandConfig else there).kind.refusal
-        stages = ", ".join(map(str, stage_folders(folder))) or "none has begun"
-        raise CheckpointError(f"{folder}: {said.format(folder=folder, stages=stages)}")
+        raise CheckpointError(f"{folder}: {said.format(folder=folder)}")
     plugins = stored.get("plugins", ())
     # anything but names is for validation to refuse
     packages = [name for name in plugins if isinstance(name, str)] if isinstance(plugins, list) else []
@@ -277,5 +274,4 @@ def _needs_plugins(stored: Mapping[str, object]) -> bool:
     """Whether a name that chooses a section's schema is none of those that are known by now."""
     known = {path: {*schemas, "auto"} for path, schemas in CHOICES.items()}
     names = {path: value_at(stored, f"{path}.name") for path in known}
-    # a run of several stages is named after all of its algorithms
-    return any(part not in known[path] for path, name in names.items() if name for part in str(name).split("+"))
+    return any(name not in known[path] for path, name in names.items() if name)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmrl.config.base import flattened, of_stage
+from mmrl.config.base import flattened
 from mmrl.errors import MmrlError
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
@@ -30,8 +30,9 @@ from mmrl.report.stats import (
 )
 from mmrl.sets.queue import has_scores
 from mmrl.sets.spec import Cell, Claim, SetSpec
+from mmrl.system.files import JsonObject
 
-VARYING = ("seed", "run.", "hardware.", "engine.", "plugins", "policy", "from", "task.prompts", "model.")
+VARYING = ("seed", "run.", "hardware.", "engine.", "plugins", "policy", "start.", "task.prompts", "model.")
 """Config paths in which runs of one row may differ: where weights and prompts lie, and the machine."""
 SCALE_NOTES = {
     "": "",
@@ -62,6 +63,16 @@ class Behaviour(NamedTuple):
     """Label of that curve's axis."""
 
 
+COUNTS = {
+    "rollouts": ("rollouts/count", "prompts/rollouts"),
+    "calls": ("rollouts/calls", "prompts/calls", "prompts/writer/requests"),
+    "tokens sampled": ("rollouts/tokens", "prompts/completion_tokens", "prompts/writer/completion_tokens"),
+    "tokens trained": ("train/tokens",),
+    "seconds": ("time/step", "time/eval"),
+}
+"""What a run costs -> metrics of its steps that are summed; those of the model that writes instructions among them."""
+MONEY = ("endpoint/cost", "endpoint/judge/cost", "endpoint/external/cost")
+"""Counted since the process started, so the last value of each start is its cost."""
 BEHAVIOUR = (
     Behaviour("calls the tool", "tool_calls", True, "task/tool_calls", "tool calls per rollout"),
     Behaviour("searches", "searches", True, "task/searches", "searches per rollout"),
@@ -104,8 +115,8 @@ class Scored:
     overview: Overview
     first: Overview
     """Of the run that the chain began with, which is mostly the same."""
-    seconds: float
-    """Time of all steps and evaluations of the chain, over all starts."""
+    costs: Mapping[str, float]
+    """Of all runs of the chain, over all their starts: `COUNTS`, seconds and USD."""
 
     @property
     def finished(self) -> bool:
@@ -267,7 +278,7 @@ class SetResult:
             for run in runs:
                 try:
                     chain = [one for path in run.chain or (run.path,) if (one := overview(path)) is not None]
-                    scored = Scored(run.seed, chain[-1], chain[0], _seconds(chain)) if overview(run.path) else None
+                    scored = Scored(run.seed, chain[-1], chain[0], _costs(chain)) if overview(run.path) else None
                 except MmrlError as error:
                     troubles.append(f"{where}, seed {run.seed}: {error}")
                     continue
@@ -520,10 +531,26 @@ class SetResult:
         return [*troubles, *self.more_notes, *shared, *starts, *rules, *own, *self.spec.notes]
 
 
-def _seconds(chain: Sequence[Overview]) -> float:
+def _costs(chain: Sequence[Overview]) -> dict[str, float]:
+    def total(records: Sequence[JsonObject], keys: Sequence[str]) -> float:
+        return sum(value for record in records for key in keys if (value := number(record.get(key))) is not None)
+
     records = [record for one in chain for record in one.history]
-    times = (number(record.get(key)) for record in records for key in ("time/step", "time/eval"))
-    return sum(value for value in times if value is not None)
+    paid = sum(_paid([number(record.get(key)) for record in one.history]) for one in chain for key in MONEY)
+    return {
+        **{name: total(records, keys) for name, keys in COUNTS.items()},
+        "USD": paid + total(records, ["prompts/writer/cost"]),
+    }
+
+
+def _paid(values: Sequence[float | None]) -> float:
+    """The sum over process starts of a count that each start begins anew."""
+    paid, last = 0.0, 0.0
+    for value in values:
+        if value is not None:
+            # It is less than before where a process started again.
+            paid, last = paid + (last if value < last else 0.0), value
+    return paid + last
 
 
 def _verdict(items: Interval, seeds: Interval | None, count: int) -> str:
@@ -579,8 +606,7 @@ def _mean(values: Iterable[float]) -> float:
 def _differing(known: Sequence[Overview]) -> list[str]:
     """Config paths in which runs of one cell differ and must not."""
     flat = [
-        {path: value for path, value in flattened(one.config).items() if not of_stage(path).startswith(VARYING)}
-        for one in known
+        {path: value for path, value in flattened(one.config).items() if not path.startswith(VARYING)} for one in known
     ]
     paths = dict.fromkeys(path for values in flat for path in values)
     return [path for path in paths if len({repr(values.get(path)) for values in flat}) > 1]
@@ -600,7 +626,9 @@ def _listed(texts: Iterable[str]) -> str:
 # --- runs that are there
 
 
-def found_set(name: str, paths: Sequence[Path], main_metrics: Mapping[str, str]) -> SetResult:
+def found_set(
+    name: str, paths: Sequence[Path], main_metrics: Mapping[str, str], shows: str = "runs side by side"
+) -> SetResult:
     """A set of runs that exist: a row per algorithm (and config), a column per task and split.
 
     Args:
@@ -629,12 +657,14 @@ def found_set(name: str, paths: Sequence[Path], main_metrics: Mapping[str, str])
             by_row.setdefault(row, []).append(one)
         for row, same in by_row.items():
             runs[row, column] = [
-                CellRun(seed=int(one.get("seed", 0)), path=one.run.path, trained=one.run.path)
+                CellRun(
+                    seed=int(one.get("seed", 0)), path=one.run.path, trained=one.run.path, chain=_chain(one.run.path)
+                )
                 for one in _one_per_seed(row, same, notes)
             ]
             metrics[row, column] = {"score": metric}
     columns = {name: Column(rows=tuple(row for row, at in runs if at == name)) for _, name in runs}
-    spec = SetSpec(shows="runs side by side", rows={row: Row() for row, _ in runs}, columns=columns)
+    spec = SetSpec(shows=shows, rows={row: Row() for row, _ in runs}, columns=columns)
     return SetResult(
         name=name,
         spec=spec,
@@ -647,15 +677,31 @@ def found_set(name: str, paths: Sequence[Path], main_metrics: Mapping[str, str])
     )
 
 
-NOT_VARIANTS = ("seed", "run.", "hardware.", "engine.", "plugins", "train.save_every", "train.keep")
+NOT_VARIANTS = ("seed", "run.", "hardware.", "engine.", "plugins", "train.save_every", "train.keep", "start")
 """Config paths that may differ between runs of one row: they do not change what is learned."""
+
+
+def _chain(path: Path) -> tuple[Path, ...]:
+    """The runs that a run comes from, the first one first, and itself; those that are there."""
+    start = RunDir.read(path).config.get("start")
+    if start is None:
+        return (path,)
+    run = Path(start["run"])
+    # A folder with both may have been moved as a whole.
+    before = next((place for place in (run, path.parent / run.name) if (place / "config.yaml").is_file()), None)
+    return (*_chain(before), path) if before is not None else (path,)
 
 
 def _labels(members: Sequence[Overview]) -> Iterator[str]:
     """The algorithm's name, with the config values in which its runs differ."""
-    names = [str(one.get("algo.name", "?")) for one in members]
+    names = ["+".join(str(RunDir.read(run).config["algo"]["name"]) for run in _chain(one.run.path)) for one in members]
+    started = (*NOT_VARIANTS, "model.path", "model.revision", "task.prompts")
     flat = [
-        {path: value for path, value in flattened(one.config).items() if not of_stage(path).startswith(NOT_VARIANTS)}
+        {
+            path: value
+            for path, value in flattened(one.config).items()
+            if not path.startswith(started if one.get("start") else NOT_VARIANTS)
+        }
         for one in members
     ]
     for name, values in zip(names, flat, strict=True):

@@ -35,6 +35,7 @@ from mmrl.report.stats import History, series, splits_in, trailing_mean
 from mmrl.report.tables import Rows
 from mmrl.sets.cells import BEHAVIOUR, SetResult, on_common_steps
 from mmrl.sets.spec import Diagram, Figure
+from mmrl.system.files import JsonObject
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -100,8 +101,8 @@ class SetFigure:
         """Training run -> its steps, of those that have begun; and which cannot be read."""
         found: dict[Path, History] = {}
         damaged = []
-        trained = [run.trained for runs in self.result.runs.values() for run in runs if run.trained is not None]
-        for path in dict.fromkeys(trained):
+        every = [run for runs in self.result.runs.values() for run in runs if run.trained is not None]
+        for path in dict.fromkeys(path for run in every for path in (*run.chain, run.trained) if path is not None):
             if (path / "metrics.jsonl").is_file():
                 try:
                     found[path] = RunDir.read(path).history()
@@ -110,9 +111,14 @@ class SetFigure:
         return found, damaged
 
     def histories(self, row: str, column: str) -> dict[int, History]:
-        """Seed -> the steps of its training run."""
+        """Seed -> the steps of its training run; of a set without scores, of all runs that it comes from in turn."""
         runs, (read, _) = self.result.runs.get((row, column), ()), self.read
-        return {run.seed: read[run.trained] for run in runs if run.trained is not None and run.trained in read}
+        known: dict[int, History] = {}
+        for run in runs:
+            if run.trained is not None and run.trained in read:
+                chain = () if self.scored else run.chain
+                known[run.seed] = _in_turn([read[path] for path in chain or (run.trained,) if path in read])
+        return known
 
     @cached_property
     def panels(self) -> list[tuple[str, Diagram, list[Drawn]]]:
@@ -244,6 +250,17 @@ class SetFigure:
             canvas.savefig(png, format="png", dpi=130)
             canvas.savefig(svg, format="svg", metadata={"Date": None})
         return themed(svg.getvalue(), f"{self.result.name}: {self.caption}", standalone=True), png.getvalue()
+
+
+def _in_turn(histories: Sequence[History]) -> History:
+    """The steps of runs that start from one another, counted on; where one begins, the end of the one before stays."""
+    lines: dict[int, JsonObject] = {}
+    for history in histories:
+        done = max(lines, default=0)
+        for record in history:
+            step = done + int(record["step"])
+            lines[step] = {**record, **lines.get(step, {}), "step": step}
+    return list(lines.values())
 
 
 def _points(history: History, diagram: Diagram) -> tuple[np.ndarray, np.ndarray]:

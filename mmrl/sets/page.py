@@ -12,7 +12,7 @@ from statistics import fmean
 
 from mmrl.errors import ConfigError
 from mmrl.report.html import rendered
-from mmrl.report.stats import Difference, duration, fixed, signed
+from mmrl.report.stats import Difference, duration, fixed, short, signed
 from mmrl.report.tables import Rows, interval, markdown
 from mmrl.report.text import align, filled
 from mmrl.sets.case import CaseStudy, case_study
@@ -42,6 +42,7 @@ LEARNS = (
     "between the evaluation before training and the one after it, and each seed's paired bootstrap 95 % interval "
     "excludes 0."
 )
+COSTS = "Training and its evaluations, mean over seeds; of a row that starts from another with what that has cost."
 CLAIMS = (
     "Claims: mean difference of shares (1 is 100 %), paired on items over the seeds of both rows. Held where both the "
     f"95 % bootstrap interval over items and the 95 % t interval over the means of {LEAST_SEEDS} or more seeds lie "
@@ -200,7 +201,11 @@ def _training_parts(result: SetResult, column: str, rows: Sequence[str], pairs: 
         differences = {pair: result.against(*pair, column) for pair in combinations(done, 2)}
         parts.append(Part(f"{title}, row minus column", _against_rows(done, differences), AGAINST))
         parts.append(Part(f"{title}, every pair", _pair_rows(differences), folded=True))
-    parts.append(Part(f"{title}, every seed", _seed_rows(result, column, rows, metric), folded=True))
+    several = any(len(result.runs[row, column]) > 1 for row in rows)
+    parts.append(Part(f"{title}, every seed", _seed_rows(result, column, rows, metric), folded=several))
+    parts.append(
+        Part(f"{column}: cost of a run" if column else "Cost of a run", _cost_rows(result, column, rows), COSTS)
+    )
     return parts
 
 
@@ -226,10 +231,25 @@ def _summary_rows(result: SetResult, column: str, rows: Sequence[str], metric: s
             _mean([gain.after for gain in gains]),
             _mean(between, signed),
             f"{signed(min(between))} to {signed(max(between))}" if len(between) > 1 else "-",
-            duration(fmean(scored.seconds for scored in shown)),
+            duration(fmean(scored.costs["seconds"] for scored in shown)),
         ]
         table.append([*line, *(_behaviour(shown, of) for of in behaviours)])
     return table
+
+
+def _cost_rows(result: SetResult, column: str, rows: Sequence[str]) -> Rows:
+    """One line per row: what its runs have cost so far, in the mean."""
+    costs = {row: [scored.costs for scored in result.begun(row, column)] for row in rows}
+    means = {row: {name: fmean(one[name] for one in of) for name in of[0]} for row, of in costs.items()}
+    names = [name for name in next(iter(means.values())) if any(of[name] for of in means.values())]
+    shown = {"seconds": duration, "USD": "{:.2f}".format}
+    cells = {
+        row: [shown.get(name, short)(of[name]) if of[name] else "0" for name in names] for row, of in means.items()
+    }
+    return [
+        ["row", *("time" if name == "seconds" else name for name in names)],
+        *([row, *of] for row, of in cells.items()),
+    ]
 
 
 def _learns(result: SetResult, row: str, column: str, metric: str) -> str:
@@ -264,7 +284,7 @@ def _seed_rows(result: SetResult, column: str, rows: Sequence[str], metric: str)
             one = scored.overview
             of = f" of {one.total}" if one.total else ""
             state = "done" if scored.finished else f"{one.state}, step {one.done}{of}"
-            table.append([row, str(scored.seed), *numbers, duration(scored.seconds), state])
+            table.append([row, str(scored.seed), *numbers, duration(scored.costs["seconds"]), state])
     return table
 
 
@@ -275,8 +295,8 @@ def _against_rows(rows: Sequence[str], pairs: Mapping[tuple[str, str], Differenc
         known = pairs.get((first, second)) or pairs.get((second, first))
         if known is None:
             return ""
-        sign = 1 if (first, second) in pairs else -1
-        return f"{signed(sign * known.difference)}{'*' if known.certain else ''}"
+        difference = known.difference if (first, second) in pairs else 0.0 - known.difference
+        return f"{signed(difference)}{'*' if known.certain else ''}"
 
     return [["minus", *rows], *([first, *(cell(first, second) for second in rows)] for first in rows)]
 

@@ -15,7 +15,7 @@ from mmrl.sets.cells import CellRun, SetResult
 from mmrl.sets.queue import SetRun
 from mmrl.sets.spec import MAIN, Base, Command, SetSpec
 from mmrl.sets.words import TRAINING_ALONE, is_below, words_of
-from mmrl.system.conf import later_wins
+from mmrl.system.conf import later_wins, options
 from mmrl.tasks import TASKS
 
 TOP = Path("outputs") / "sets"
@@ -84,6 +84,7 @@ class Planner:
 
     Args:
         typed: overrides of every run, as typed; an evaluation has those that it can take.
+        folder: of the rows' runs, by their names; None: `RUNS`, by task, algorithm and digest.
     """
 
     spec: SetSpec
@@ -91,6 +92,7 @@ class Planner:
     scale: str
     compose: Compose
     typed: Sequence[str]
+    folder: Path | None = None
     runs: dict[Path, SetRun] = field(default_factory=dict)
     composed: dict[tuple[str, ...], Config] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -167,7 +169,10 @@ class Planner:
             raise ConfigError(
                 f"model: got {name} ({path}), and {start}, from which it starts, is {first_name} ({first_path})"
             )
-        words = [word for word in words if not word.startswith("model.path=")]
+        # Its own model and task: `from=` alone would take those of the run before with all of their settings.
+        for group, name in (("model", config.model.name), ("task", config.task.name)):
+            if name in options(group) and not any(word.startswith(f"{group}=") for word in words):
+                words = [f"{group}={name}", *words]
         return self._run("train", row, column, seed, words, config, before, {"of": before.path.name})
 
     def _words(self, row: str, column: str, command: Command) -> list[str]:
@@ -193,6 +198,8 @@ class Planner:
     ) -> SetRun:
         algo = "eval" if isinstance(config, EvalCommandConfig) else config.algo.name
         path = RUNS / config.task.name / algo / f"s{seed}-{digest(config, identity)}"
+        if self.folder is not None:
+            path = self.folder / row
         if path not in self.runs:
             self.runs[path] = SetRun(
                 command=command,

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -166,7 +167,8 @@ class SetRun:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
         # Of a run that was killed there is no error line: then its last words are the best hint.
         errors = [line for line in lines if line.startswith("error: ")] or [line for line in lines if line.strip()]
-        return f"exit code {self.code}{f', {errors[-1].strip()[:300]}' if errors else ''} (log: {self.log})"
+        said = f", {errors[-1].strip()[:300]} (log: {self.log})" if errors else ""
+        return f"exit code {self.code}{said}"
 
 
 class RunQueue:
@@ -181,6 +183,7 @@ class RunQueue:
         on_done: called after each run that ended well.
         through: a command that starts a child somewhere else and ends with it (`srun --gpus-per-node=8`), before its
             words; its machine is then not this one.
+        attached: what the children print goes to the terminal, with their live displays, and not into logs.
     """
 
     def __init__(
@@ -192,10 +195,11 @@ class RunQueue:
         show: Callable[[Sequence[str]], None] | None = None,
         on_done: Callable[[], None] = lambda: None,
         through: Sequence[str] = (),
+        attached: bool = False,
     ):
         self.runs, self.at_once, self.config_dir = runs, at_once, config_dir
         self.say, self.show, self.on_done = say, show, on_done
-        self.through = through
+        self.through, self.attached = through, attached
         self.running: list[tuple[SetRun, subprocess.Popen[bytes]]] = []
 
     def run(self) -> int:
@@ -245,18 +249,18 @@ class RunQueue:
         else:
             command += ["--config-dir", self.config_dir] if self.config_dir else []
             # A live display would fill the log with its redrawn lines; an evaluation has none.
-            quiet = ["run.progress=false"] if run.command == "train" else []
+            quiet = ["run.progress=false"] if run.command == "train" and not self.attached else []
             command += [*words, f"run.dir={run.path}", *quiet]
         run.path.parent.mkdir(parents=True, exist_ok=True)
         # Runs side by side would otherwise each take all CPUs and wait for one another.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.at_once > 1 and not self.through else {}
         # Appended to: the log of a run that was continued tells its whole story.
-        with open(run.log, "ab") as log:
+        with nullcontext() if self.attached else open(run.log, "ab") as log:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=subprocess.STDOUT,
+                stderr=log and subprocess.STDOUT,
                 env={**os.environ, **threads},
                 start_new_session=True,  # Ctrl-C reaches this process alone, which then stops each run in turn
                 preexec_fn=end_with_parent,
@@ -281,6 +285,8 @@ class RunQueue:
 
     def _report(self) -> None:
         """Live lines in a terminal; elsewhere a line per run and minute, if it got on."""
+        if self.attached:
+            return
         if self.show is not None:
             self.show([run.line() for run, _ in self.running])
             return

@@ -187,6 +187,7 @@ class SetSpec(Base):
     figure: Figure | None = None
     case: Case | None = None
     notes: tuple[str, ...] = ()
+    config_dir: str | None = Field(None, description="written by mmrl train stages=: the --config-dir of its words")
 
     @property
     def measured(self) -> Mapping[str, str]:

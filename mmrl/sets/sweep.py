@@ -12,13 +12,15 @@ from tempfile import TemporaryDirectory
 from uuid import uuid4
 
 from mmrl.config import RootConfig, StageConfig, StagedCommandConfig
-from mmrl.config.base import FETCHED, of_stage
+from mmrl.config.base import FETCHED
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, print_error
-from mmrl.report.rundir import RunDir, holds_only_leftovers
+from mmrl.models.policy import SET
+from mmrl.report.rundir import RunDir, holds_only_leftovers, rows_of
 from mmrl.report.stats import number
 from mmrl.run.check import check_all
 from mmrl.run.settle import config_changes, run_folder
 from mmrl.sets.cells import found_set
+from mmrl.sets.chain import begin, differs, resume, state_of_chain
 from mmrl.sets.page import summary_text
 from mmrl.sets.plan import main_metrics
 from mmrl.sets.queue import State
@@ -88,12 +90,12 @@ def _results(folder: Path) -> list[JsonObject]:
 def _show(folders: Sequence[Path]) -> None:
     """Print the runs side by side, those of them that lie on this machine."""
     here = []
-    for folder in dict.fromkeys(folders):
+    for run in dict.fromkeys(run for folder in folders for run in rows_of(folder) or [folder]):
         try:
-            RunDir.read(folder)
+            RunDir.read(run)
         except CheckpointError:
             continue
-        here.append(folder)
+        here.append(run)
     if len(here) < 2:
         return
     try:
@@ -124,8 +126,6 @@ def _check_sweep(configs: Sequence[StageConfig | StagedCommandConfig], typed: Co
 
 def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: Build) -> float | None:
     """One job of a sweep, in this process or in one that a launcher has started. Returns its main metric."""
-    from mmrl.run.stages import begin, resume
-
     folder, made = "", False
     try:
         config = build()
@@ -141,7 +141,7 @@ def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: B
             print(f"finished before, kept: {folder}")
             code = 0
         else:
-            code = resume(Path(folder)) if state == "unfinished" else begin(config, command)
+            code = resume(Path(folder), config) if state == "unfinished" else begin(config, command)
     except MmrlError as error:
         print_error(error)
         code = error.exit_code
@@ -165,6 +165,10 @@ def state_of(path: Path, config: RootConfig, key: str) -> State:
     """
     if not path.exists():
         return "new"
+    if isinstance(config, StagedCommandConfig) and (path / SET).is_file():
+        if differs(path, config):
+            raise ConfigError(f"{key}: {path} holds a set with other words; take another {key}=, or move it away")
+        return state_of_chain(path)
     # Both, as `RunDir.read` wants them: config.yaml alone may be a user's own file.
     if (path / "config.yaml").is_file() and (path / "journal").is_dir():
         try:
@@ -196,16 +200,16 @@ def differences(stored: Mapping[str, object], requested: RootConfig) -> list[str
     return [
         f"{path}={there} (requested: {here})"
         for path, (there, here) in config_changes(stored, requested.model_dump(mode="json")).items()
-        if not of_stage(path).startswith("hardware.")
-        and not (of_stage(path) == "engine.name" and here == "auto")
-        and not (of_stage(path) == "model.path" and FETCHED.get(str(there)) == here)
+        if not path.startswith("hardware.")
+        and not (path == "engine.name" and here == "auto")
+        and not (path == "model.path" and FETCHED.get(str(there)) == here)
     ]
 
 
 def _score(folder: Path) -> float | None:
     """The main metric of the evaluation after training; None where none was made."""
     try:
-        summary = RunDir.read(folder).summary
+        summary = RunDir.read((rows_of(folder) or [folder])[-1]).summary
     except CheckpointError:
         return None
     compared = summary.get("comparison", {}).get(summary.get("main_metric"), {})

@@ -110,10 +110,18 @@ def _read(name: str, group: str, folders: Sequence[Path], schema: type[SectionT]
     names = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
     if name not in names:
         raise ConfigError(unknown(group, name, names))
-    path = next(path for folder in folders if (path := folder / group / f"{name}.yaml").is_file())
+    return read_file(next(path for folder in folders if (path := folder / group / f"{name}.yaml").is_file()), schema)
+
+
+def read_file(path: Path, schema: type[SectionT]) -> SectionT:
+    """A file of a set.
+
+    Raises:
+        ConfigError: it cannot be read, or every problem of it.
+    """
     try:
         return schema.model_validate(as_tuples(read_yaml(path)))
     except DataError as error:
-        raise ConfigError(f"{group}: {error}") from None
+        raise ConfigError(f"{FOLDER}: {error}") from None
     except ValidationError as error:
         raise ConfigError(f"{path}: {problem}" for problem in explain(schema, error)) from None

@@ -28,6 +28,17 @@ MARKS = (
     ),
     *(f"{RUN}/summary.json", ""),
 )
+CHAIN = (
+    *(f"{RUN}/set.yaml", f"{RUN}/1_miprov2/config.yaml", f"{RUN}/1_miprov2/prompts/trials.jsonl", f"{RUN}/policy.json"),
+    *(f"{RUN}/2_sft/config.yaml", f"{RUN}/2_sft/checkpoints/.*", f"{RUN}/2_sft/summary.json"),
+    *(
+        f"{RUN}/3_mmgrpo/config.yaml",
+        f"{RUN}/3_mmgrpo/journal/*",
+        f"{RUN}/3_mmgrpo/checkpoints/c*",
+        f"{RUN}/set.html",
+        "",
+    ),
+)
 CACHE = "../hf/hub/models--chaos--tiny"
 """Of the hub's client, beside the folder of a run."""
 
@@ -111,7 +122,8 @@ CASES: dict[str, Case] = {
         stop=None,
         ranks=(0, 1, None),
     ),
-    "stages": Case(words=STAGES, again=("train", f"resume={RUN}"), share=2),
+    # Each of its runs is a process, so it is struck from outside.
+    "stages": Case(words=STAGES, again=("train", f"resume={RUN}"), share=2, fresh=True, marks=CHAIN),
     "eval": Case(words=EVAL, again=("eval", f"resume={RUN}"), share=2, stop=("summary", 1)),
     "index": Case(
         words=BUILD,

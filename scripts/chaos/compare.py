@@ -10,7 +10,9 @@ from typing import Any
 
 from mmrl.report.rundir import comparable
 
-PER_START = ("environment.json", "run.lock", "optimiser.log")
+PAGES = ("set.html", "set.md", "set.json", "figure.svg")
+"""Of a set, with the time at which they were made."""
+PER_START = ("environment.json", "run.lock", "optimiser.log", *PAGES)
 """Files that say who ran where and when."""
 SERVED = "run/engine"
 """Of a run with a server: its log, and the weights that it was given last, whose names count the pushes of a start."""

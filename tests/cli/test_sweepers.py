@@ -28,7 +28,7 @@ def quick(monkeypatch, tmp_path):
 
 
 def test_a_sweep_gives_its_sweeper_the_main_metric_and_prints_its_runs_side_by_side(quick, tmp_path, capsys):
-    quick.setattr("mmrl.run.stages.begin", plays(lambda config: config.train.lr))
+    quick.setattr("mmrl.sets.sweep.begin", plays(lambda config: config.train.lr))
     given = []
     from mmrl.cli import configs
 
@@ -52,7 +52,7 @@ def test_a_search_of_four_trials_goes_where_the_metric_is_best(quick, tmp_path, 
         "hydra_plugins.hydra_optuna_sweeper",
         reason="needs optuna and hydra-optuna-sweeper (pip install 'mmrl[optuna]')",
     )
-    quick.setattr("mmrl.run.stages.begin", plays(lambda config: config.train.lr * config.train.batch_size))
+    quick.setattr("mmrl.sets.sweep.begin", plays(lambda config: config.train.lr * config.train.batch_size))
     search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.sampler.seed=1"]
     search += [
         "hydra.sweeper.direction=maximize",
@@ -81,7 +81,7 @@ def test_a_search_in_which_every_trial_fails_says_so_and_is_no_traceback(quick, 
     def fails(config, command):
         raise ConfigError("model.path: no weights")
 
-    quick.setattr("mmrl.run.stages.begin", fails)
+    quick.setattr("mmrl.sets.sweep.begin", fails)
     search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", f"hydra.sweep.dir={tmp_path}/study"]
     assert main(["train", "-m", *search, "train.lr=interval(0.1,0.2)"]) == 2
     printed = capsys.readouterr()

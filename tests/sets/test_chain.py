@@ -1,4 +1,4 @@
-"""Runs of several stages: how they are composed, gone through, stopped, continued, shown and used."""
+"""`stages=[A,B]`: how its runs are composed, gone through, stopped, continued, shown and used."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from mmrl.config import (
 )
 from mmrl.errors import ConfigError
 from mmrl.models.policy import prompts_of, resolve, write_policy
-from mmrl.report.console import show_run
-from mmrl.report.html import report_run
-from mmrl.report.rundir import RunDir, comparable
-from mmrl.report.stage_costs import stage_facts, stage_rows
+from mmrl.report.rundir import RunDir, comparable, rows_of
 from mmrl.run.check import check
+from mmrl.run.settle import weight_run
+from mmrl.sets.cells import found_set
+from mmrl.sets.chain import begin, chain_page
+from mmrl.sets.page import parts_of
 from mmrl.system.files import append_jsonl, digests, plain
 
 SMALL = [
@@ -153,46 +154,91 @@ def test_an_endpoint_without_a_models_name_is_refused():
 
 
 def trained(folder: Path) -> dict[str, object]:
-    """What two runs must share."""
-    run = RunDir.read(folder)
-    stages = sorted((folder / "stages").iterdir())
-    weights = [path / "model.safetensors" for stage in stages for path in sorted((stage / "checkpoints").glob("ch*"))]
+    """What two chains must share."""
+    rows = rows_of(folder)
+    weights = [path / "model.safetensors" for row in rows for path in sorted((row / "checkpoints").glob("ch*"))]
     return {
-        "history": [comparable(record) for record in run.history()],
-        "of stages": [[comparable(record) for record in RunDir.read(path).history()] for path in stages],
+        "rows": [row.name for row in rows],
+        "steps": [[comparable(record) for record in RunDir.read(row).history()] for row in rows],
         "weights": digests(weights),
-        "items": [path.read_bytes() for path in sorted((folder / "eval").iterdir())],
-        "gains": [{key: fact[key] for key in ("stage", "steps", "before", "after")} for fact in stage_facts(folder)],
+        "items": [path.read_bytes() for row in rows for path in sorted((row / "eval").iterdir())],
+        "page": [row[:7] for row in chain_page(folder).parts[0].rows],  # without times
     }
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("staged") / "run"
+    folder = tmp_path_factory.mktemp("chain") / "run"
     assert main(["train", "stages=[sft,mmgrpo]", *SMALL, f"run.dir={folder}"]) == 0
     return folder
 
 
-def test_the_second_stage_starts_from_what_the_first_has_made(whole):
-    first, second = (RunDir.read(whole / "stages" / name) for name in ("1_sft", "2_mmgrpo"))
+def test_the_second_run_starts_from_what_the_first_has_made(whole):
+    first, second = map(RunDir.read, rows_of(whole))
+    assert [first.path.name, second.path.name] == ["1_sft", "2_mmgrpo"]
     assert second.config["model"]["path"] == str(first.checkpoints / "checkpoint-2")
-    # one policy, evaluated where one stage ends and where the next begins
+    # one policy, evaluated where one run ends and where the next begins
     assert first.eval_path(2, "dev").read_text() == second.eval_path(0, "dev").read_text()
-    run = RunDir.read(whole)
-    assert [record["step"] for record in run.history()] == [0, 1, 2, 3]
-    assert run.eval_path(3, "dev").read_text() == second.eval_path(1, "dev").read_text()
-    assert [fact["stage"] for fact in run.summary["stages"]] == ["1_sft", "2_mmgrpo"]
     assert resolve(str(whole)).base == str(second.checkpoints / "checkpoint-1")
-    assert "stages" in (whole / "report.html").read_text().lower()
+    assert weight_run(whole)[0].path == second.path
+    assert RunDir.read(first.path).resumed_as == whole, "what is continued is the whole"
 
 
-def test_a_finished_run_is_not_run_again(whole, capsys):
+def test_its_file_has_what_each_run_was_started_with(whole):
+    content = yaml.safe_load((whole / "set.yaml").read_text())
+    shared = ["task=banking77", "eval.items=6", "train.save_every=1"]
+    assert content == {
+        "shows": "sft+mmgrpo on banking77",
+        "seeds": [0],
+        "rows": {
+            "1_sft": {"train": [*shared, "algo=sft", "train.steps=2", "train.batch_size=2"]},
+            "2_mmgrpo": {
+                "from": "1_sft",
+                "train": [*shared, "algo=mmgrpo", "train.steps=1", "train.batch_size=2", "algo.rollouts=2"],
+            },
+        },
+    }
+
+
+def test_its_page_has_a_row_for_the_policy_after_each_run(whole, capsys):
+    """Before: the policy that the first run began with; steps of a curve count on."""
+    page = (whole / "set.html").read_text(encoding="utf-8")
+    assert main(["show", str(whole)]) == 0
+    shown = capsys.readouterr().out
+    for text in (page, shown):
+        assert "sft+mmgrpo on banking77" in text
+    first, second = (line for line in chain_page(whole).parts[0].rows if line[0].startswith("sft"))
+    items = [json.loads(line) for line in (whole / "1_sft" / "eval" / "step-000000-dev.jsonl").read_text().splitlines()]
+    before = f"{sum(item['metrics']['em'] for item in items) / len(items):.3f}"
+    assert (first[0], second[0]) == ("sft", "sft+mmgrpo")
+    assert first[3] == second[3] == before
+    steps = [line.split(",")[2:4] for line in (whole / "figure.csv").read_text().splitlines() if ",em on dev," in line]
+    assert steps == [["sft", "0"], ["sft", "2"], ["sft+mmgrpo", "0"], ["sft+mmgrpo", "2"], ["sft+mmgrpo", "3"]]
+    (whole / "set.html").unlink()
+    assert main(["report", str(whole)]) == 0
+    assert (whole / "set.html").is_file()
+
+
+def test_a_finished_chain_is_not_run_again(whole, capsys):
     assert main(["train", f"resume={whole}"]) == 2
-    assert "this run is finished" in capsys.readouterr().err
+    assert "this set is finished" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["credit", "run={}", "step=1"], "is a set of runs that start from one another; give one of them: {}/1_sft"),
+        (["train", "stages=[sft,mmgrpo]", "task=banking77", "run.dir={}"], "exists and is not empty"),
+        (["train", "from={}/3_x"], "3_x: no such run directory"),
+    ],
+)
+def test_a_chain_in_place_of_a_run_is_refused_with_its_runs(words, says, whole, capsys):
+    assert main([word.format(whole) for word in words]) == 2
+    assert says.format(whole) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stopped", ["1_sft", "2_mmgrpo"])
-def test_a_run_stopped_in_any_stage_goes_on_to_the_same_numbers(stopped, whole, tmp_path, monkeypatch, capsys):
+def test_a_chain_stopped_in_any_run_goes_on_to_the_same_numbers(stopped, whole, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
     write = RunDir.append_metrics
 
@@ -202,42 +248,40 @@ def test_a_run_stopped_in_any_stage_goes_on_to_the_same_numbers(stopped, whole, 
             raise KeyboardInterrupt
 
     monkeypatch.setattr(RunDir, "append_metrics", dies)
-    assert main(["train", "stages=[sft,mmgrpo]", *SMALL, f"run.dir={folder}"]) == 130
+    with pytest.raises(KeyboardInterrupt):  # in this process, which a test can break into
+        begin(staged("stages=[sft,mmgrpo]", *SMALL, f"run.dir={folder}"), ["mmrl"], here=True)
     monkeypatch.setattr(RunDir, "append_metrics", write)
-    before = {path: path.stat().st_mtime_ns for path in (folder / "stages" / "1_sft").rglob("*") if path.is_file()}
-    capsys.readouterr()
+    before = {path: path.stat().st_mtime_ns for path in (folder / "1_sft").rglob("*") if path.is_file()}
+    assert f"mmrl train resume={folder}\n" in "".join(capsys.readouterr()), "the whole, not the run that was under way"
     assert main(["train", f"resume={folder}"]) == 0
     if stopped == "2_mmgrpo":
         kept = {path: path.stat().st_mtime_ns for path in before}
-        assert kept == before, "a stage that has ended is left as it is"
-        assert "ended before" in capsys.readouterr().out
+        assert kept == before, "a run that has ended is left as it is"
     assert trained(folder) == trained(whole)
 
 
-def test_a_run_that_was_moved_has_its_policy(whole, tmp_path):
+def test_a_chain_that_was_moved_has_its_policy(whole, tmp_path):
     moved = shutil.copytree(whole, tmp_path / "moved")
-    assert resolve(str(moved)).base == str(moved / "stages" / "2_mmgrpo" / "checkpoints" / "checkpoint-1")
+    assert resolve(str(moved)).base == str(moved / "2_mmgrpo" / "checkpoints" / "checkpoint-1")
 
 
-def test_a_stage_that_lost_its_config_is_not_removed(whole, tmp_path, capsys):
+def test_a_run_that_lost_its_config_is_not_removed(whole, tmp_path, capsys):
     folder = shutil.copytree(whole, tmp_path / "run")
-    for name in ("summary.json", "stages/2_mmgrpo/config.yaml"):
-        (folder / name).unlink()
+    (folder / "2_mmgrpo" / "config.yaml").unlink()
     assert main(["train", f"resume={folder}"]) == 2
-    assert "2_mmgrpo: has no config.yaml; restore it from a copy" in capsys.readouterr().err
-    assert (folder / "stages" / "2_mmgrpo" / "checkpoints").is_dir()
+    assert "2_mmgrpo: expected a run of 2_mmgrpo, got something else, which was not touched" in capsys.readouterr().err
+    assert (folder / "2_mmgrpo" / "checkpoints").is_dir()
 
 
-def test_a_stage_under_way_goes_on_where_the_whole_was_moved_and_a_changed_start_is_refused(whole, tmp_path, capsys):
+def test_a_run_under_way_goes_on_where_the_whole_was_moved_and_a_changed_start_is_refused(whole, tmp_path, capsys):
     folder = shutil.copytree(whole, tmp_path / "run")
-    for name in ("summary.json", "stages/2_mmgrpo/summary.json"):
-        (folder / name).unlink()
-    checkpoint = folder / "stages" / "1_sft" / "checkpoints" / "checkpoint-2"
+    (folder / "2_mmgrpo" / "summary.json").unlink()
+    checkpoint = folder / "1_sft" / "checkpoints" / "checkpoint-2"
     marker = (checkpoint / "complete.json").read_text()
     elsewhere = whole.rename(whole.with_name("elsewhere"))
     try:
         (checkpoint / "complete.json").write_text(marker.replace('"step": 2', '"step":  2'))
-        assert main(["train", f"resume={folder / 'stages' / '2_mmgrpo'}"]) == 2
+        assert main(["train", f"resume={folder / '2_mmgrpo'}"]) == 2
         assert "1_sft has another policy now than the one that this run started from" in capsys.readouterr().err
         (checkpoint / "complete.json").write_text(marker)
         assert main(["train", f"resume={folder}"]) == 0
@@ -246,17 +290,40 @@ def test_a_stage_under_way_goes_on_where_the_whole_was_moved_and_a_changed_start
     assert trained(folder) == trained(whole)
 
 
-def test_from_is_the_same_as_the_next_stage(whole, tmp_path, monkeypatch, capsys):
-    words = [f"from={whole / 'stages' / '1_sft'}", "algo=mmgrpo", "eval.items=6", "train.save_every=1"]
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("rows: {1_sft: {train: [algo=sft]}}", "shows: missing"),
+        ("shows: x\nrows: {1_sft: {tain: [algo=sft]}}", "rows.1_sft.tain: unknown key"),
+        ("shows: x\nrows: {1_sft: {train: [algo=sfd]}}", "sfd"),
+        ("shows: x\nrows: {2_sft: {from: 1_x, train: [algo=sft]}}", "rows.2_sft.from: got '1_x'"),
+        ("rows: [", "set.yaml"),
+    ],
+)
+def test_a_damaged_file_of_a_chain_is_named(content, says, tmp_path, capsys):
+    (tmp_path / "set.yaml").write_text(content)
+    assert main(["train", f"resume={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert says in error and "Traceback" not in error
+
+
+def test_a_chain_in_which_nothing_has_begun_says_how_to_begin(tmp_path, capsys):
+    (tmp_path / "set.yaml").write_text("shows: x\nrows: {1_sft: {train: [algo=sft]}}")
+    assert main(["show", str(tmp_path)]) == 2
+    assert f"none of its runs has begun; continue it with: mmrl train resume={tmp_path}" in capsys.readouterr().err
+
+
+def test_from_is_the_same_as_the_next_run(whole, tmp_path, monkeypatch, capsys):
+    words = [f"from={whole / '1_sft'}", "algo=mmgrpo", "eval.items=6", "train.save_every=1"]
     words += ["train.steps=1", "train.batch_size=2", "algo.rollouts=2"]
     assert main(["train", *words, f"run.dir={tmp_path / 'run'}"]) == 0
-    run, stage = RunDir.read(tmp_path / "run"), RunDir.read(whole / "stages" / "2_mmgrpo")
+    run, stage = RunDir.read(tmp_path / "run"), RunDir.read(whole / "2_mmgrpo")
     assert run.config["task"]["name"] == "banking77", "of the run that it starts from, since none was typed"
     assert [comparable(record) for record in run.history()] == [comparable(record) for record in stage.history()]
     weights = [path.checkpoints / "checkpoint-1" / "model.safetensors" for path in (run, stage)]
     assert len({*digests(weights)}) == 1
-    assert run.config["start"] == {**stage.config["start"], "run": str(whole / "stages" / "1_sft")}
-    assert main(["train", f"from={whole / 'stages' / '1_sft'}", "algo=mmgrpo", "task.labels=7"]) == 2
+    assert run.config["start"] == {**stage.config["start"], "run": str(whole / "1_sft")}
+    assert main(["train", f"from={whole / '1_sft'}", "algo=mmgrpo", "task.labels=7"]) == 2
     assert "task.labels" in capsys.readouterr().err, "a key of the run's own task is judged as if it were typed"
 
 
@@ -278,15 +345,11 @@ def test_a_start_that_is_none_is_refused(words, says, tmp_path, monkeypatch, cap
     assert says in capsys.readouterr().err
 
 
-def test_what_is_continued_is_the_whole_run(whole):
-    assert RunDir.read(whole / "stages" / "1_sft").resumed_as == whole == RunDir.read(whole).resumed_as
-
-
 def test_a_policy_is_evaluated_with_the_prompts_that_it_was_made_with(whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "run")
     prompts = folder / "prompts.json"
     prompts.write_text("{}")
-    write_policy(folder, weights=str(folder / "stages" / "2_mmgrpo"), prompts=str(prompts), task="banking77")
+    write_policy(folder, weights=str(folder / "2_mmgrpo"), prompts=str(prompts), task="banking77")
     assert prompts_of(str(folder)) == ("banking77", str(prompts))
 
     def of(*words: str) -> str | None:
@@ -316,11 +379,10 @@ def test_prompts_with_which_weights_were_trained_belong_to_them(tmp_path):
         assert prompts_of(str(folder)) == ("banking77", "mine.json")
 
 
-def test_a_run_without_an_ended_stage_has_no_policy(tmp_path):
-    with RunDir.create(tmp_path / "run", staged("stages=[sft,mmgrpo]").model_dump(mode="json"), ["mmrl"]):
-        (tmp_path / "run" / "stages").mkdir()
-        with pytest.raises(ConfigError, match="has not ended; continue it with"):
-            resolve(str(tmp_path / "run"))
+def test_a_chain_without_an_ended_run_has_no_policy(tmp_path):
+    (tmp_path / "set.yaml").write_text("rows: {}")
+    with pytest.raises(ConfigError, match="has not ended; continue it with"):
+        resolve(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -333,9 +395,8 @@ def test_a_damaged_policy_file_is_named(content, tmp_path):
         resolve(str(tmp_path))
 
 
-def test_costs_and_gains_by_hand(tmp_path):
-    """Two stages: counts are summed over steps, money over the starts of a process, each of which counts from 0."""
-    config = staged("stages=[miprov2,mmgrpo]", "task=banking77").model_dump(mode="json")
+def test_costs_by_hand(tmp_path):
+    """Counts are summed over steps, money over the starts of a process, each of which counts from 0."""
     lines = [
         [
             {"step": 1, "prompts/rollouts": 30.0, "prompts/calls": 33.0, "prompts/completion_tokens": 90.0},
@@ -349,19 +410,19 @@ def test_costs_and_gains_by_hand(tmp_path):
             {"step": 3, "rollouts/count": 8.0, "rollouts/calls": 8.0, "rollouts/tokens": 10.0, "endpoint/cost": 0.5},
         ],
     ]
-    gain = {"n": 4, "before": 0.25, "after": 0.5, "difference": 0.25, "low": 0.0, "high": 0.5}
-    for name, records in zip(("1_miprov2", "2_mmgrpo"), lines, strict=True):
-        with RunDir.create(tmp_path / "stages" / name, config, ["mmrl"]) as run:
+    stages = staged("stages=[miprov2,mmgrpo]", "task=banking77").stages
+    paths = [tmp_path / "1_miprov2", tmp_path / "2_mmgrpo"]
+    for path, config, records in zip(paths, stages, lines, strict=True):
+        start = {"run": str(paths[0])} if path == paths[1] else None
+        with RunDir.create(path, {**config.model_dump(mode="json"), "start": start}, ["mmrl"]) as run:
             append_jsonl(run.metrics_path, records)
-            if name == "1_miprov2":
-                run.write_summary({"seconds": 90.0, "main_metric": "em", "comparison": {"em": gain}})
-    first, second = stage_facts(tmp_path)
-    assert (first["rollouts"], first["calls"], first["tokens"], first["cost"]) == (42, 49, 105, 0.25)
-    assert (second["rollouts"], second["calls"], second["tokens"], second["cost"]) == (24, 24, 100, 1.25)
-    header, one, two = stage_rows([first, second])
-    assert header[:2] == ["stage", "em"] and header[-1] == "USD"
-    assert one[1:4] == ["0.250 → 0.500", "+0.250", "+0.000 to +0.500"] and one[-1] == "0.25"
-    assert two[1:4] == ["", "", ""] and two[-2:] == ["7.0 s, not ended", "1.25"]
+    result = found_set("x", paths, {})
+    first, second = (result.begun(row, "banking77")[0].costs for row in ("miprov2", "miprov2+mmgrpo"))
+    assert [*first.values()] == [42.0, 49.0, 105.0, 0.0, 0.0, 0.25]
+    assert [*second.values()] == [42 + 24, 49 + 24, 105 + 100, 0.0, 7.0, 0.25 + 1.25]
+    cost = parts_of(result)[-1].rows
+    assert cost[0] == ["row", "rollouts", "calls", "tokens sampled", "time", "USD"], "nothing was trained"
+    assert cost[2] == ["miprov2+mmgrpo", "66", "73", "205", "7.0 s", "1.50"]
 
 
 @pytest.mark.parametrize(
@@ -384,38 +445,3 @@ def test_a_damaged_file_of_a_prompt_stage_is_named_first_with_what_to_do(name, c
     first, *further = capsys.readouterr().err.splitlines()
     assert f"{run.path}/prompts/{says}" in first and not further
     assert first.endswith(f"restore {run.path}/prompts from a copy, or delete it to optimise from the start")
-
-
-def test_modules_and_alarms_are_shown_of_each_stage(tmp_path):
-    """By the steps of the whole run; no mean is over the steps of two stages."""
-    config = staged("stages=[miprov2,mmgrpo]", "task=banking77").model_dump(mode="json")
-    modules = [{"module/a/reward": value, "module/a/format_rate": 0.0} for value in (0.25, 0.5, 0.5, 0.5, 0.75)]
-    lines = [
-        [{"step": step, "prompts/score": 0.0} for step in (1, 2, 3)],
-        [{"step": step, "reward/mean": 1.0, **metrics} for step, metrics in enumerate(modules, start=1)],
-    ]
-    for name, records in zip(("1_miprov2", "2_mmgrpo"), lines, strict=True):
-        with RunDir.create(tmp_path / "stages" / name, config, ["mmrl"]) as stage:
-            append_jsonl(stage.metrics_path, records)
-    unusable = {"module": "a", "reply": "hm", "message": "no fields"}
-    trial = {"candidate": "c", "score": 0.0, "items": 2, "full": True, "best": 0.0, "modules": {}}
-    bad = {"failed": {"parse": 2}, "unusable": unusable}
-    trials = [{"trial": 1, **trial, "failed": {}}, {"trial": 2, **trial, **bad}, {"trial": 3, **trial, **bad}]
-    (tmp_path / "stages" / "1_miprov2" / "prompts").mkdir()
-    append_jsonl(tmp_path / "stages" / "1_miprov2" / "prompts" / "trials.jsonl", trials)
-    (tmp_path / "stages" / "1_miprov2" / "summary.json").write_text('{"seconds": 1}')
-    with RunDir.create(tmp_path / "run", config, ["mmrl"]) as run:
-        shutil.move(tmp_path / "stages", run.path / "stages")
-        append_jsonl(run.metrics_path, [*lines[0], *({**line, "step": 3 + line["step"]} for line in lines[1])])
-    text = " ".join(show_run(run.path).split())
-    assert "modules of 2_mmgrpo, step 4 → step 8" in text and "0.250→0.750" in text
-    assert "trials_fail from step 2 to 3 (prompts/score): stage 1_miprov2: all 2 rollouts of trial 2 failed" in text
-    assert "never_parses from step 8 on (module/a/format_rate): stage 2_mmgrpo: none of the replies" in text
-    page = report_run(run.path).read_text(encoding="utf-8")
-    assert "all numbers of 2_mmgrpo, step 4 → step 8" in page and "stage 1_miprov2: all 2 rollouts" in page
-
-
-def test_a_stage_alone_is_stored_and_read_back(whole):
-    config = RunDir.read(whole).config
-    assert [stage["algo"]["name"] for stage in config["stages"]] == ["sft", "mmgrpo"]
-    assert json.loads(json.dumps(config)) == config

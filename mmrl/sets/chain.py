@@ -1,0 +1,154 @@
+"""`mmrl train stages=[A,B]`: a set whose rows start from one another, in a folder of its own.
+
+RUN/set.yaml              the words of each row, from which a stopped set goes on
+RUN/1_A, RUN/2_B          the rows' run directories
+RUN/policy.json           the policy of the last row that has ended
+RUN/set.html, …           the set's page
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from mmrl.config import StageConfig, StagedCommandConfig, StartConfig
+from mmrl.errors import CheckpointError, storage
+from mmrl.models.policy import SET, prompts_of, write_policy
+from mmrl.report.overview import damage_named
+from mmrl.report.rundir import refuse_full, rows_of
+from mmrl.run.settle import run_folder
+from mmrl.run.start import begin as begin_run
+from mmrl.run.start import resume as resume_run
+from mmrl.sets.cells import found_set
+from mmrl.sets.page import SetPage
+from mmrl.sets.plan import Planner, SetPlan, main_metrics
+from mmrl.sets.queue import RunQueue, SetRun, State
+from mmrl.sets.spec import Base, SetSpec
+from mmrl.sets.words import read_file
+from mmrl.system.conf import later_wins
+from mmrl.system.files import JsonObject, atomic_write, read_yaml
+from mmrl.system.stop import stoppable
+
+NOT_ITS_OWN = ("seed", "run.dir")
+"""Keys of its words that the set itself says for each run."""
+
+
+def begin(config: StageConfig, command: Sequence[str], *, here: bool = False) -> int:
+    """Start a checked run or chain of runs. Returns the exit code.
+
+    Args:
+        here: in this process, whose objects no other has.
+    """
+    if not isinstance(config, StagedCommandConfig):
+        return begin_run(config, command)
+    folder = Path(run_folder(config.run.dir, config.task.name, config.algo.name, suffix=f"_s{config.seed}"))
+    refuse_full(folder)
+    with storage(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write(folder / SET, yaml.safe_dump(_written(config), sort_keys=False, allow_unicode=True, width=1000))
+    return go_on(folder, config, command, here=here)
+
+
+def resume(folder: Path, config: StageConfig) -> int:
+    """Continue a run or chain of runs that was stopped. Returns the exit code."""
+    return go_on(folder, config) if isinstance(config, StagedCommandConfig) else resume_run(folder)
+
+
+def differs(folder: Path, config: StagedCommandConfig) -> bool:
+    """Whether the chain in a folder is another one than `config` asks for."""
+    return read_yaml(folder / SET) != _written(config)
+
+
+def _written(config: StagedCommandConfig) -> JsonObject:
+    """The content of `set.yaml`."""
+    names = [f"{number}_{stage.algo.name}" for number, stage in enumerate(config.stages, 1)]
+    rows = {}
+    for before, name, words in zip(["", *names], names, config.words, strict=False):
+        typed = later_wins(word.lstrip("+") for word in words)
+        kept = [word for word in typed if word.partition("=")[0] not in NOT_ITS_OWN]
+        rows[name] = {**({"from": before} if before else {}), "train": kept}
+    folder = {"config_dir": str(Path(config.config_dir).resolve())} if config.config_dir else {}
+    return {"shows": f"{config.algo.name} on {config.task.name}", "seeds": [config.seed], **folder, "rows": rows}
+
+
+def read_rows(folder: Path) -> tuple[list[list[str]], str | None]:
+    """The words of each row of a chain, and the folder of configs that they need.
+
+    Raises:
+        ConfigError: every problem of the file.
+    """
+    spec = read_file(folder / SET, SetSpec)
+    words = [[*row.train, f"seed={spec.seeds[0]}"] for row in spec.rows.values()]
+    return words, spec.config_dir
+
+
+def chain_plan(folder: Path, config: StagedCommandConfig) -> SetPlan:
+    """The runs of a chain."""
+    spec = read_file(folder / SET, SetSpec)
+    configs = iter(config.stages)
+    planner = Planner(spec, Base(), "", lambda command, words: next(configs), (), folder=folder)
+    return planner.plan(folder.name, [*spec.rows], [*spec.columns], None)
+
+
+def chain_page(folder: Path) -> SetPage:
+    """The page of the runs of a chain that have begun.
+
+    Raises:
+        CheckpointError: none has; or a file of one is damaged.
+    """
+    begun = [path for path in rows_of(folder) if (path / "config.yaml").is_file()]
+    if not begun:
+        raise CheckpointError(f"{folder}: none of its runs has begun; continue it with: mmrl train resume={folder}")
+    with damage_named(folder):
+        shows = read_file(folder / SET, SetSpec).shows
+        return SetPage(found_set(folder.resolve().name, begun, main_metrics(), shows))
+
+
+def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = (), *, here: bool = False) -> int:
+    """Run what is missing of a chain, one run after the other. Returns the exit code of the one that failed.
+
+    Raises:
+        CheckpointError: it is finished.
+        ConfigError: a row's folder holds something else.
+    """
+    plan = chain_plan(folder, config)
+    if all(run.state() == "finished" for run in plan.runs):
+        raise CheckpointError(f"{folder}: this set is finished; look at it with: mmrl show {folder}")
+
+    def ended() -> None:
+        done = [run.path for run in plan.runs if run.state() == "finished"]
+        with storage(folder):
+            # After every run: what was killed between two can be evaluated and exported.
+            write_policy(folder, weights=str(done[-1]), prompts=prompts_of(str(done[-1]))[1], task=config.task.name)
+            chain_page(folder).write(folder)
+
+    if here:
+        for run in plan.runs:
+            run.code = 0 if run.state() == "finished" else _in_this_process(run, command)
+            if run.code:
+                break
+            ended()
+    else:
+        with stoppable():
+            RunQueue(plan.runs, 1, config.config_dir, print, on_done=ended, attached=True).run()
+    code = next((run.code for run in plan.runs if run.code), 0)
+    if not code:
+        further = f"page           {folder / 'set.html'}\nevaluate       mmrl eval policy={folder}"
+        print(f"\n{chain_page(folder).text()}\n\n{further}")
+    return code
+
+
+def _in_this_process(run: SetRun, command: Sequence[str]) -> int:
+    if run.state() == "unfinished":
+        return resume_run(run.path)
+    assert isinstance(run.config, StageConfig)
+    start = StartConfig(run=str(run.after.path)) if run.after is not None else None
+    return begin_run(run.config.model_copy(update={"start": start}).in_folder(str(run.path)), command)
+
+
+def state_of_chain(folder: Path) -> State:
+    """Whether all rows have ended."""
+    rows = [folder / name for name in read_file(folder / SET, SetSpec).rows]
+    return "finished" if all((path / "summary.json").is_file() for path in rows) else "unfinished"
