@@ -86,9 +86,11 @@ def train(context: typer.Context) -> int:
         searched = overrides.searched(line)
         return sweep(jobs, line.keys, command, lambda job: configs.swept(line, job), searched=searched)
     from mmrl.run.check import check_all
-    from mmrl.sets.chain import begin
 
     check_all(jobs, line.keys)
+    # After the checks: it imports pandas, which a refused command need not wait for.
+    from mmrl.sets.chain import begin
+
     return begin(jobs[0], command)
 
 

@@ -26,7 +26,7 @@ from mmrl.config import (
     validate,
 )
 from mmrl.config.base import value_at
-from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
+from mmrl.config.other_stages import PROMPT_SCHEMAS, SftConfig
 from mmrl.config.schema import stage_schema
 from mmrl.errors import ConfigError, unknown
 from mmrl.system.conf import GROUPS, options
@@ -245,41 +245,58 @@ def _train_config(
         ConfigError: every problem.
     """
     # Not what a row (`experiment=`) sets: of `algo` and `train` that belongs to the algorithm that the row is about.
-    typed = [word.lstrip("+~").partition("=")[0] for word in words]
+    typed = [_key(word) for word in words]
     sections = dict(raw)
     names, own = sections.pop("stages", None), sections.pop("stage", None) or {}
     if names is None and not own and in_sweep is None:
         return _stage(sections, typed)
     listed = [_chosen(words, sections)] if names is None else _listed(names, config_dir)
     own = _owned(own, listed, in_sweep)
-    if names is None:
-        return _one_stage(sections, words, typed, own, listed[0], config_dir)
-    problems = [f"{key}: say of which stage: stage.{listed[0]}.{key}" for key in typed if key.startswith("algo.")]
-    if "algo" in typed and "stages" in typed:
-        problems.append(f"algo: has no effect beside stages=[{','.join(listed)}]; leave one of them out")
+    problems: list[str] = []
+    if names is not None:
+        problems += [f"{key}: say of which stage: stage.{listed[0]}.{key}" for key in typed if key.startswith("algo.")]
+        if "algo" in typed and "stages" in typed:
+            problems.append(f"algo: has no effect beside stages=[{','.join(listed)}]; leave one of them out")
     stages: list[StageConfig] = []
-    of_rows: list[tuple[str, ...]] = []
+    rows: list[list[str]] = []
     for number, name in enumerate(listed, start=1):
         of_stage = _words_of(own, name, number)
-        problems += _shared_problems([key for key, _ in of_stage], name, number)
-        kept = _without(words, ("algo", "stages", "stage"), of_stage)
-        if "train" not in stage_schema(name).model_fields:
-            # What was typed for all stages holds for those that have it.
-            kept = [word for word in kept if not _is_of(word, ("train",))]
-        row = [*kept, f"algo={name}", *(word for _, word in of_stage)]
+        problems += _shared_problems(of_stage, name, number)
+        elsewhere = {"stage"} if names is None else {"stage", "stages", "algo"}
+        if names is not None and "train" not in stage_schema(name).model_fields:
+            elsewhere.add("train")  # what was typed for all stages holds for those that have it
+        kept = [
+            word
+            for word in words
+            if not _is_of(word, elsewhere) and not (_key(word) in of_stage and _key(word) in GROUPS)
+        ]
+        row = [*kept, *([f"algo={name}"] if names is not None else []), *of_stage.values()]
         mapping = composed("train", row, config_dir)
-        if mapping.pop("stages", None) and name not in (SFT, *PROMPT_SCHEMAS) and "name" not in _section(mapping):
+        if names is not None and mapping.pop("stages", None) and "name" not in _section(mapping):
             problems.append(f"stages: got {name}, which stands for several stages itself; list them")
             continue
         mapping.pop("stage", None)
         try:
-            stages.append(_stage(mapping, [key for key, _ in of_stage]))
-            of_rows.append(tuple(row))
+            stages.append(_stage(mapping, [_key(word) for word in row]))
+            rows.append(row)
         except ConfigError as error:
-            problems += [f"stage {number} ({name}): {problem}" for problem in error.problems]
+            problems += _as_typed(error, of_stage, typed, number, name if names is not None else "")
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    return _staged(stages, of_rows, config_dir)
+    return stages[0] if names is None else _staged(stages, rows, config_dir)
+
+
+def _as_typed(
+    error: ConfigError, of_stage: Collection[str], typed: Collection[str], number: int, name: str
+) -> list[str]:
+    """Problems by the keys that were typed for a stage; others under its number and name, where there are several."""
+    problems = []
+    for problem in error.problems:
+        key = problem.partition(":")[0]
+        by_name = next((word for word in typed if word.startswith("stage.") and word.endswith(f".{key}")), "")
+        where = f"stage {number} ({name}): " if name else ""
+        problems.append(f"{by_name}{problem.removeprefix(key)}" if key in of_stage and by_name else f"{where}{problem}")
+    return problems
 
 
 def _staged(
@@ -303,34 +320,6 @@ def stored_chain(folder: Path) -> StagedCommandConfig:
     rows, config_dir = read_rows(folder)
     stages = [configured(words, config_dir) for words in rows]
     return _staged(stages, rows, config_dir).in_folder(str(folder))
-
-
-def _one_stage(
-    sections: Mapping[str, object],
-    words: Sequence[str],
-    typed: Collection[str],
-    own: Mapping[str, object],
-    name: str,
-    config_dir: str | None,
-) -> StageConfig:
-    """A run of one stage, with what `stage.*` says of it."""
-    of_stage = _words_of(own, name, 1)
-    keys = [key for key, _ in of_stage]
-    if problems := _shared_problems(keys, name, 1):
-        raise ConfigError(dict.fromkeys(problems))
-    if not of_stage:
-        return _stage(sections, typed)
-    mapping = composed("train", [*_without(words, ("stage",), of_stage), *(word for _, word in of_stage)], config_dir)
-    mapping.pop("stage", None)
-    try:
-        return _stage(mapping, [*(key for key in typed if key.partition(".")[0] != "stage"), *keys])
-    except ConfigError as error:
-        by_number = {key for key in keys if f"stage.1.{key}" in typed}
-        as_typed = {key: f"stage.{1 if key in by_number else name}.{key}" for key in keys}
-        heads = [(problem.partition(":")[0], problem) for problem in error.problems]
-        raise ConfigError(
-            f"{as_typed[head]}{problem.removeprefix(head)}" if head in as_typed else problem for head, problem in heads
-        ) from None
 
 
 def _stage(sections: Mapping[str, object], typed: Collection[str]) -> StageConfig:
@@ -369,7 +358,7 @@ def _section(sections: Mapping[str, object]) -> Mapping[str, object]:
 
 def _chosen(words: Sequence[str], sections: Mapping[str, object]) -> str:
     """The name that a job of one stage has after `algo=`."""
-    names = [word.partition("=")[2] for word in words if word.lstrip("+").partition("=")[0] == "algo"]
+    names = [word.partition("=")[2] for word in words if _key(word) == "algo"]
     return names[-1].strip("'\"") if names else str(_section(sections).get("name"))
 
 
@@ -416,16 +405,16 @@ def _no_such_stage(key: str, names: Sequence[str], numbers: Sequence[str]) -> st
     return f"stage.{key}: no such stage (stages: {', '.join(names)}; also by number: {', '.join(numbers)})"
 
 
-def _words_of(own: Mapping[str, object], name: str, number: int) -> list[tuple[str, str]]:
-    """What `stage.*` says of one stage: keys, and the words that set them; the number's come last, so they win."""
-    said = [*_flat(own.get(name) or {}), *_flat(own.get(str(number)) or {})]
-    return [
-        (key, f"{key}={value}" if key in GROUPS and isinstance(value, str) else f"++{key}={hydra_value(key, value)}")
-        for key, value in dict(said).items()
-    ]
+def _words_of(own: Mapping[str, object], name: str, number: int) -> dict[str, str]:
+    """What `stage.*` says of one stage: key -> the word that sets it; by number wins over by name."""
+    said = dict([*_flat(own.get(name) or {}), *_flat(own.get(str(number)) or {})])
+    return {
+        key: f"{key}={value}" if key in GROUPS and isinstance(value, str) else f"++{key}={hydra_value(key, value)}"
+        for key, value in said.items()
+    }
 
 
-def _shared_problems(keys: Sequence[str], name: str, number: int) -> list[str]:
+def _shared_problems(keys: Collection[str], name: str, number: int) -> list[str]:
     """Keys of `stage.*` that all stages share, and weights that a later stage has from the one before."""
     problems = []
     for key in keys:
@@ -438,16 +427,14 @@ def _shared_problems(keys: Sequence[str], name: str, number: int) -> list[str]:
     return problems
 
 
-def _without(words: Sequence[str], sections: Collection[str], of_stage: Sequence[tuple[str, str]]) -> list[str]:
-    """The words but for those of some sections, and for choices of a group that the stage makes itself."""
-    own = {key for key, _ in of_stage if key in GROUPS}
-    return [word for word in words if not _is_of(word, sections) and word.lstrip("+").partition("=")[0] not in own]
+def _key(word: str) -> str:
+    """The key that an override sets."""
+    return word.lstrip("+~").partition("=")[0].partition("@")[0]
 
 
 def _is_of(word: str, sections: Collection[str]) -> bool:
     """Whether an override sets one of the sections, or something in it."""
-    key = word.lstrip("+~").partition("=")[0].partition("@")[0]
-    return key.partition(".")[0] in sections
+    return _key(word).partition(".")[0] in sections
 
 
 def _flat(section: object, above: str = "") -> Iterator[tuple[str, object]]:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from statistics import fmean
 from typing import TypeAlias
 
 import numpy as np
@@ -251,26 +250,6 @@ class Difference:
         return "unchanged" if self.low == self.high == 0 else "may be chance"
 
 
-def over_seeds(by_seed: Sequence[Mapping[str, float]]) -> tuple[list[str], np.ndarray]:
-    """Items that all seeds have, and each one's mean over the seeds."""
-    shared = sorted(set.intersection(*(set(items) for items in by_seed)))
-    values = np.array([fmean(items[item] for items in by_seed) for item in shared])
-    # A module that was not called on an item says nothing of it.
-    return shared, values[~np.isnan(values)]
-
-
-def paired_items(more: Mapping[int, Mapping[str, float]], than: Mapping[int, Mapping[str, float]]) -> np.ndarray:
-    """Differences per item, of means over the seeds that both have."""
-    seeds = sorted(set(more) & set(than))
-    # Rows that are not trained have one seed, which stands for all.
-    first, second = ([side[seed] for seed in seeds] if seeds else list(side.values()) for side in (more, than))
-    if len(than) == 1 or len(more) == 1:
-        first, second = list(more.values()), list(than.values())
-    shared = sorted(set.intersection(*(set(items) for items in (*first, *second))))
-    values = np.array([fmean(i[item] for i in first) - fmean(i[item] for i in second) for item in shared])
-    return values[~np.isnan(values)] if len(values) else values
-
-
 def stratified_interval(
     strata: Mapping[str, np.ndarray], weights: Mapping[str, float], key: Sequence[str]
 ) -> tuple[float, float] | None:
@@ -284,7 +263,8 @@ def stratified_interval(
     if not strata or any(not len(values) for values in strata.values()):
         return None
     means = sum(
-        weights[name] * bootstrap_means(values, (0, "table", *key, name), 1000) for name, values in strata.items()
+        weights[name] * bootstrap_means(np.asarray(values), (0, "table", *key, name), 1000)
+        for name, values in strata.items()
     )
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)

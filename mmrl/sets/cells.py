@@ -15,6 +15,7 @@ from statistics import NormalDist, fmean, stdev
 from typing import NamedTuple
 
 import numpy as np
+import pandas
 
 from mmrl.config.base import flattened
 from mmrl.errors import MmrlError
@@ -23,9 +24,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.stats import (
     Difference,
     number,
-    over_seeds,
     paired_difference,
-    paired_items,
     stratified_interval,
 )
 from mmrl.sets.queue import has_scores
@@ -45,8 +44,6 @@ LEAST_ITEMS, LEAST_SEEDS, LEAST_GAIN = 200, 3, 0.05
 Place = Cell | str
 """A cell, or the name of a mean."""
 Interval = tuple[float, float]
-BySeed = Mapping[int, Mapping[str, float]]
-"""Seed -> item -> score."""
 
 
 class Behaviour(NamedTuple):
@@ -352,30 +349,25 @@ class SetResult:
         cells = [place] if isinstance(place, Cell) else spec.selected(spec.means[place])
         together = self._together([row], cells)
         strata = self._strata(row, together)
-        # Seeds that every cell of a mean has.
-        seeds = sorted(set.intersection(*(set(by_seed) for by_seed in strata.values()))) if strata else []
         percent = spec.source is not None and spec.source.percent
         unit = 100.0 if percent and not (isinstance(place, Cell) and place.score in spec.counts) else 1.0
         weights = {column: len(group) / len(cells) for column, group in together.items()}
-        values = {
-            seed: unit * sum(weight * _mean(strata[column][seed].values()) for column, weight in weights.items())
-            for seed in seeds
-        }
-        arrays = {column: over_seeds([strata[column][seed] for seed in seeds]) for column in strata} if seeds else {}
-        interval = stratified_interval({c: a[1] * unit for c, a in arrays.items()}, weights, (row, str(place)))
+        means = unit * _seed_means(strata, weights)
+        items = {column: _item_means(block.loc[means.index]) for column, block in strata.items()} if len(means) else {}
+        interval = stratified_interval({c: unit * m for c, m in items.items()}, weights, (row, str(place)))
         paper = spec.reported(row).get(place)
         agrees = None
-        if self.scale == "paper" and paper is not None and values and interval is not None:
-            near = abs(fmean(values.values()) - paper) <= spec.agree.within
-            agrees = near or (spec.agree.interval and interval[0] <= paper <= interval[1])
+        if self.scale == "paper" and paper is not None and interval is not None:
+            near = abs(means.mean() - paper) <= spec.agree.within
+            agrees = bool(near or (spec.agree.interval and interval[0] <= paper <= interval[1]))
         return Value(
             row=row,
             place=place,
             label=spec.label(place) if isinstance(place, Cell) else place,
-            seeds=values,
+            seeds={int(seed): float(mean) for seed, mean in means.items()},
             wanted=len(next((self.runs[row, cell.column] for cell in cells if (row, cell.column) in self.runs), ())),
             interval=interval,
-            items=sum(len(array[0]) for array in arrays.values()),
+            items=sum(map(len, items.values())),
             paper=paper,
             paper_std=spec.deviations(row).get(place),
             agrees=agrees,
@@ -394,25 +386,27 @@ class SetResult:
             together.setdefault(first.setdefault(asked or cell.column, cell.column), []).append(cell)
         return together
 
-    def _strata(self, row: str, together: Mapping[str, Sequence[Cell]]) -> dict[str, dict[int, dict[str, float]]]:
-        """Column -> seed -> item -> mean of its cells' scores; empty where a column has no evaluation."""
-        strata: dict[str, dict[int, dict[str, float]]] = {}
+    def _block(self, row: str, column: str, metric: str) -> pandas.DataFrame:
+        """(seeds, items) of a cell after training; NaN where a module was not called on an item."""
+        finished = self.finished(row, column)
+        return pandas.DataFrame.from_dict(
+            {seed: one.values(one.after, metric) for seed, one in finished.items()}, orient="index", dtype=float
+        )
+
+    def _strata(self, row: str, together: Mapping[str, Sequence[Cell]]) -> dict[str, pandas.DataFrame]:
+        """Column -> (seeds, items), the mean of its cells' scores; empty where a column has no evaluation."""
+        strata: dict[str, pandas.DataFrame] = {}
         for column, group in together.items():
-            made = [
-                (by_seed, self.metrics[row, cell.column][cell.score])
+            blocks = [
+                self._block(row, cell.column, self.metrics[row, cell.column][cell.score])
                 for cell in group
-                if (by_seed := self.finished(row, cell.column))
+                if self.finished(row, cell.column)
             ]
-            seeds = sorted(set.intersection(*(set(by_seed) for by_seed, _ in made))) if len(made) == len(group) else []
-            if not seeds:
+            seeds = sorted(set.intersection(*(set(block.index) for block in blocks))) if blocks else []
+            if not seeds or len(blocks) < len(group):
                 return {}
-            strata[column] = {}
-            for seed in seeds:
-                of_cells = [by_seed[seed].values(by_seed[seed].after, metric) for by_seed, metric in made]
-                shared = sorted(set().union(*of_cells))
-                strata[column][seed] = {
-                    item: fmean(values.get(item, float("nan")) for values in of_cells) for item in shared
-                }
+            first, *others = (block.loc[seeds] for block in blocks)
+            strata[column] = sum(others, first) / len(blocks)
         return strata
 
     # --- row against row
@@ -423,18 +417,14 @@ class SetResult:
         An item's score is its mean over the seeds that both finished; the interval is over items. None without a seed
         or an item in common.
         """
-        ours, theirs = self.finished(first, column), self.finished(second, column)
-        seeds = sorted(ours.keys() & theirs.keys())
-        scores = [
-            [scored[seed].values(scored[seed].after, self.metric(row, column)) for seed in seeds]
-            for row, scored in ((first, ours), (second, theirs))
-        ]
-        shared = sorted(set.intersection(*(set(by_item) for side in scores for by_item in side))) if seeds else []
+        blocks = [self._block(row, column, self.metric(row, column)) for row in (first, second)]
+        seeds = sorted(set(blocks[0].index) & set(blocks[1].index))
+        mine, others = (_item_means(block.loc[seeds]) for block in blocks)
+        shared = sorted(mine.index.intersection(others.index))
         if not shared:
             return None
-        mine, others = ([fmean(by_item[item] for by_item in side) for item in shared] for side in scores)
         # The same draws either way round, so that one interval is the other's mirror image.
-        return paired_difference(others, mine, (0, "compare", *sorted((first, second))))
+        return paired_difference(others[shared], mine[shared], (0, "compare", *sorted((first, second))))
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
@@ -450,7 +440,7 @@ class SetResult:
         if not more or not than:
             return Verdict(claim, "not run")
         weights = {column: len(group) / len(cells) for column, group in together.items()}
-        pairs = {column: paired_items(more[column], than[column]) for column in more}
+        pairs = {column: _paired(more[column], than[column]) for column in more}
         if any(not len(values) for values in pairs.values()):
             return Verdict(claim, "not run")
         difference = float(sum(weight * pairs[column].mean() for column, weight in weights.items()))
@@ -562,28 +552,42 @@ def _verdict(items: Interval, seeds: Interval | None, count: int) -> str:
     return "not held" if items[1] < 0 and seeds[1] < 0 else "undecided"
 
 
+def _seed_means(strata: Mapping[str, pandas.DataFrame], weights: Mapping[str, float]) -> pandas.Series[float]:
+    """Seed -> weighted mean over the strata, of seeds that all of them have."""
+    means = [weights[column] * block.mean(axis=1) for column, block in strata.items()]
+    return pandas.concat(means, axis=1).sum(axis=1, skipna=False).dropna() if means else pandas.Series(dtype=float)
+
+
+def _item_means(block: pandas.DataFrame) -> pandas.Series[float]:
+    """Item -> mean over the seeds, of items that all of them have."""
+    return block.mean(skipna=False).dropna().sort_index()
+
+
+def _paired(more: pandas.DataFrame, than: pandas.DataFrame) -> pandas.Series[float]:
+    """Differences per item, of means over the seeds that both have."""
+    seeds = more.index.intersection(than.index)
+    # Rows that are not trained have one seed, which stands for all.
+    if len(seeds) and 1 not in (len(more), len(than)):
+        more, than = more.loc[seeds], than.loc[seeds]
+    return (_item_means(more) - _item_means(than)).dropna()
+
+
 def _between_seeds(
-    more: Mapping[str, BySeed], than: Mapping[str, BySeed], weights: Mapping[str, float]
+    more: Mapping[str, pandas.DataFrame], than: Mapping[str, pandas.DataFrame], weights: Mapping[str, float]
 ) -> tuple[int, Interval | None]:
     """How many seeds, and the 95 % t interval of the mean over their differences; None for fewer than two.
 
     A row that is not trained has one seed, which is compared with each of the other row's.
     """
-
-    def means(side: Mapping[str, BySeed]) -> dict[int, float]:
-        seeds = set.intersection(*(set(by_seed) for by_seed in side.values()))
-        return {seed: sum(weight * _mean(side[c][seed].values()) for c, weight in weights.items()) for seed in seeds}
-
-    first, second = means(more), means(than)
-    if len(first) == 1:
-        first = dict.fromkeys(second, *first.values())
-    if len(second) == 1:
-        second = dict.fromkeys(first, *second.values())
-    values = [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
+    first, second = _seed_means(more, weights), _seed_means(than, weights)
+    if 1 in (len(first), len(second)):
+        values = (first - second.iloc[0] if len(second) == 1 else first.iloc[0] - second).to_numpy()
+    else:
+        values = (first - second).dropna().to_numpy()
     if len(values) < 2:
         return len(values), None
-    half = student_t(len(values) - 1) * stdev(values) / len(values) ** 0.5
-    return len(values), (fmean(values) - half, fmean(values) + half)
+    half = student_t(len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
+    return len(values), (float(values.mean() - half), float(values.mean() + half))
 
 
 def student_t(freedom: int) -> float:
@@ -595,12 +599,6 @@ def student_t(freedom: int) -> float:
     z = NormalDist().inv_cdf(0.975)
     terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
     return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
-
-
-def _mean(values: Iterable[float]) -> float:
-    """Over items; what a module that was not called says of an item is left out."""
-    known = [value for value in values if value == value]
-    return fmean(known) if known else 0.0
 
 
 def _differing(known: Sequence[Overview]) -> list[str]:

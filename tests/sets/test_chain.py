@@ -99,7 +99,7 @@ def test_settings_of_a_stage_by_number_win_over_those_by_name():
         (["-m", "algo=miprov2,mmgrpo", "stage.grpo.train.steps=4"], "stage.grpo: no such stage (stages: miprov2, mmg"),
         (["-m", "algo=miprov2,mmgrpo", "stage.mmgrpo.train.steps=4,8"], "runs without such a stage would be the same"),
         (["stages=[sft,better_together]"], "stages: got better_together, which stands for several stages itself"),
-        (["stages=[sft,mmgrpo]", "stage.mmgrpo.train.lrr=1"], "stage 2 (mmgrpo): train.lrr: unknown key"),
+        (["stages=[sft,mmgrpo]", "stage.mmgrpo.train.lrr=1"], "stage.mmgrpo.train.lrr: unknown key"),
         (["stages=[miprov2,mmgrpo]", "stage.miprov2.train.steps=1"], "train.steps: has no effect with algo=miprov2"),
         (["algo=miprov2", "train.steps=1"], "train.steps: has no effect with algo=miprov2, which trains no weights"),
         (["algo=miprov2", "algo.group_size=1"], "algo.group_size"),
