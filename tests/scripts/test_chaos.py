@@ -57,7 +57,7 @@ def test_runs_that_differ_in_times_and_pids_are_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
-        ({"config.yaml": b"seed: 1\n"}, "config.yaml: 8 and 8 bytes differ"),
+        ({"config.yaml": b"seed: 1\n"}, "config.yaml: other settings"),
         ({"metrics.jsonl": b'{"step": 1, "reward/mean": 0.5}\n'}, "metrics.jsonl: 1 lines, expected 2"),
         ({"metrics.jsonl": b'{"step": 1, "reward/mean": 0.25}\n'}, "metrics.jsonl: line 1 differs in reward/mean"),
         ({"summary.json": b'{"seconds": 1.0, "steps": 3}'}, "summary.json: differs in steps"),
