@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from mmrl.errors import MmrlError
 from mmrl.records import Forest
 from mmrl.report.journal import read_step
-from mmrl.report.rundir import RunDir
+from mmrl.report.overview import Item, Overview
 from mmrl.report.stats import number, short
 from mmrl.report.trees import (
     EntryFields,
     Node,
     TokenTexts,
     abridged,
+    asked_lines,
     call_name,
     clean,
     coloured,
@@ -31,6 +32,7 @@ from mmrl.report.trees import (
     visible,
 )
 from mmrl.secrets import hide
+from mmrl.system.files import JsonObject
 
 ROLLOUTS = 10_000
 """Rollouts that go into a page, and"""
@@ -53,36 +55,43 @@ class Block:
     """base64 of gzip of JSON: `prompts`, and `examples` with their calls in the order of the trees."""
 
 
-def blocks(
-    run: RunDir, split: str | None, texts: TokenTexts, *, parts: bool = False, damaged: list[str] | None = None
-) -> list[Block]:
-    """Blocks of a run's journal within `ROLLOUTS` and `SIZE`, in the order of steps; damaged ones are left out.
+def blocks(seen: Overview, texts: TokenTexts, damaged: list[str]) -> list[Block]:
+    """Blocks of a run within `ROLLOUTS` and `SIZE`, in the order of steps; damaged ones are left out.
+
+    A block is the journal of a training step; an evaluation of a training run, with what was predicted for each item;
+    or a part of an `mmrl eval`, with its calls.
 
     Args:
-        split: whose evaluations are shown too, where they have journals.
-        parts: the run is an evaluation, whose journals are numbered parts of it.
         damaged: gets a sentence for each that cannot be read.
     """
+    run, split = seen.run, seen.split
+    examples = run.examples
+    evaluated = {} if seen.evaluates else seen.items.get(split, {})
     places: list[tuple[int, str | None]] = [(step, None) for step in run.journal_steps()]
-    places += [(step, split) for step in run.journal_steps(split)] if split else []
+    places += [(step, split) for step in (run.journal_steps(split) if seen.evaluates else evaluated)]
     made: dict[tuple[int, str | None], Block] = {}
     rollouts = size = 0
     for count, place in enumerate(spread(places)):
         if count > 1 and (rollouts >= ROLLOUTS or size >= SIZE):
             break
-        try:
-            forest, entries = read_step(run, place[0], evaluation=place[1])
-        except MmrlError as error:
-            if damaged is not None:
-                damaged.append(str(error))
-            continue
         step, of = place
-        where = f"step {step}" if of is None else f"{of}, part {step + 1}" if parts else f"{of} after step {step}"
-        one = block(forest, entries, texts, f"{of or 'train'}-{step}", where)
-        if count > 1 and (rollouts + len(forest.rollouts) > ROLLOUTS or size + len(one.data) > SIZE):
+        key, where = f"{of or 'train'}-{step}", f"step {step}" if of is None else f"{of}, part {step + 1}"
+        asked = {name: text for (at, name), text in examples.items() if at == (of or "train")}
+        if of is not None and not seen.evaluates:
+            items = evaluated[step]
+            where = f"{of} after step {step}" if step else f"{of} before training"
+            one, count_of = item_block(items, asked, key, where, seen.main_metric or "reward"), len(items)
+        else:
+            try:
+                forest, entries = read_step(run, step, evaluation=of)
+            except MmrlError as error:
+                damaged.append(str(error))
+                continue
+            one, count_of = block(forest, entries, texts, asked, key, where), len(forest.rollouts)
+        if count > 1 and (rollouts + count_of > ROLLOUTS or size + len(one.data) > SIZE):
             continue
         made[place] = one
-        rollouts += len(forest.rollouts)
+        rollouts += count_of
         size += len(one.data)
     return [made[place] for place in sorted(made, key=lambda place: (place[0], place[1] or ""))]
 
@@ -100,7 +109,37 @@ def spread(places: Sequence[tuple[int, str | None]]) -> Iterator[tuple[int, str 
         stride = max(stride // 2, 1)
 
 
-def block(forest: Forest, entries: Sequence[EntryFields], texts: TokenTexts, key: str, where: str) -> Block:
+def item_block(items: Sequence[Item], asked: Mapping[str, JsonObject], key: str, where: str, metric: str) -> Block:
+    """An evaluation as the script reads it: each item's scores and a prediction; `where` says what it is."""
+    examples = []
+    for item in items:
+        prediction = (item.get("predictions") or [""])[0]
+        fields = prediction if isinstance(prediction, Mapping) else {"prediction": prediction}
+        lines = [f"{name}: {abridged(clean(value), 400, 200)}" for name, value in fields.items()]
+        lines.append(" · ".join(f"{name} {short(value)}" for name, value in item["metrics"].items()))
+        lines += [f"failed: {', '.join(map(clean, item['errors']))}"] if item.get("errors") else []
+        examples.append(
+            {
+                "id": clean(item["id"]) or "(empty)",
+                "asked": asked_lines(asked.get(item["id"])),
+                "scored": metric,
+                "rewards": [number(item["metrics"].get(metric))],
+                "failed": int(bool(item.get("errors"))),
+                "calls": [],
+                "lost": lines,
+            }
+        )
+    return _packed(key, f"{where}: {len(items)} items", [], examples)
+
+
+def block(
+    forest: Forest,
+    entries: Sequence[EntryFields],
+    texts: TokenTexts,
+    asked: Mapping[str, JsonObject],
+    key: str,
+    where: str,
+) -> Block:
     """One step as the script reads it; `where` says what it is."""
     prompts: dict[str, int] = {}
     largest = largest_advantage(entries)
@@ -115,6 +154,8 @@ def block(forest: Forest, entries: Sequence[EntryFields], texts: TokenTexts, key
     examples = [
         {
             "id": name,
+            "asked": asked_lines(asked.get(example)),
+            "scored": "reward",
             "rewards": [number(rollout.reward) for rollout in forest.rollouts if rollout.example == example],
             "failed": sum(rollout.error is not None for rollout in forest.rollouts if rollout.example == example),
             "calls": list(_calls(trees(forest, entries, example), prompts, texts, largest, groups)),
@@ -122,12 +163,16 @@ def block(forest: Forest, entries: Sequence[EntryFields], texts: TokenTexts, key
         }
         for name, example in zip(names, forest.examples, strict=True)
     ]
+    return _packed(key, f"{where}: {len(examples)} examples, {len(forest.rollouts)} rollouts", list(prompts), examples)
+
+
+def _packed(key: str, label: str, prompts: Sequence[str], examples: Sequence[Mapping[str, object]]) -> Block:
     # Secrets are hidden here: no reader of the page's bytes would see them in what is compressed.
-    text = hide(json.dumps({"prompts": list(prompts), "examples": examples}, allow_nan=False))
+    text = hide(json.dumps({"prompts": prompts, "examples": examples}, allow_nan=False))
     return Block(
         key=key,
-        label=f"{where}: {len(examples)} examples, {len(forest.rollouts)} rollouts",
-        examples=hide(json.dumps(names)),
+        label=label,
+        examples=hide(json.dumps([example["id"] for example in examples])),
         # Without the time of writing: the same run makes the same page.
         data=base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode(),
     )

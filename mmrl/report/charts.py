@@ -101,7 +101,10 @@ def reward_curve(history: History) -> str:
     if not len(values):
         return ""
     with _axes(f"training {name}") as (axes, result):
-        axes.plot(*_thin(steps, values), color=LINES[0], alpha=0.35, linewidth=1, label="per step")
+        faint = 0.35 if len(values) > 1 else 1
+        axes.plot(
+            *_thin(steps, values), color=LINES[0], alpha=faint, linewidth=1, marker=_point(values), label="per step"
+        )
         # Below one window the mean would only repeat the points.
         if len(values) > WINDOW:
             mean = trailing_mean(values, WINDOW)
@@ -149,10 +152,15 @@ def lines_over_steps(history: History, keys: Mapping[str, str], label: str) -> s
         layers = _layers([means for _, means in drawn.values()])
         for index, (name, means) in enumerate(drawn.items()):
             color, dash = LINES[index % len(LINES)], DASHES[index // len(LINES) % len(DASHES)]
-            axes.plot(*means, color=color, linestyle=dash, label=_label(name), **layers[index])
+            axes.plot(*means, color=color, linestyle=dash, marker=_point(means[1]), label=_label(name), **layers[index])
         if len(curves) > 1:
             _legend(axes)
     return result[0]
+
+
+def _point(values: np.ndarray) -> str:
+    """The marker of a curve: a line of one point would not be seen."""
+    return "o" if len(values) == 1 else ""
 
 
 def _layers(curves: Sequence[np.ndarray]) -> list[dict[str, Any]]:

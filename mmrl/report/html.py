@@ -66,11 +66,12 @@ def write_report(seen: Overview) -> Path:
     """Write `report.html` into the run directory; returns its path."""
     texts = _token_texts(seen)
     damaged: list[str] = []
-    blocks, script = browser.blocks(seen.run, seen.split, texts, parts=seen.evaluates, damaged=damaged), _script()
+    blocks, script = browser.blocks(seen, texts, damaged), _script()
     page = rendered(
         "run.html",
         blocks=blocks,
-        all_blocks=len(seen.run.journal_steps()) + len(seen.run.journal_steps(seen.split)),
+        all_blocks=len(seen.run.journal_steps())
+        + len(seen.run.journal_steps(seen.split) if seen.evaluates else seen.items.get(seen.split, {})),
         script=script,
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         title=seen.name,

@@ -18,7 +18,8 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.stats import FIRST, number, short
 from mmrl.report.tables import facts_table
 from mmrl.report.text import align
-from mmrl.report.trees import clean, render_example, shown_prediction
+from mmrl.report.trees import asked_lines, clean, render_example, shown_prediction
+from mmrl.system.files import JsonObject
 
 WORST = 10
 """Items that an overview lists."""
@@ -145,11 +146,12 @@ def example_text(run: RunDir, example: str, step: int | None, width: int) -> str
     for at in steps:
         forest, entries = read_step(run, at)
         if example in forest.examples:
-            return render_example(forest, entries, example, width)
+            return render_example(forest, entries, example, width, run.examples.get(("train", example)))
         ids |= dict.fromkeys(forest.examples)
     results = {key: item for key, items in evaluated.items() for item in items if item["id"] == example}
     if results:
-        return "\n\n".join([_item_text(example, results, width), *_item_trees(run, example, results, width)])
+        texts = run.examples.get((next(iter(results))[0], example))
+        return "\n\n".join([_item_text(example, results, width, texts), *_item_trees(run, example, results, width)])
     listed = list(ids)
     ids |= dict.fromkeys(item["id"] for items in evaluated.values() for item in items)
     if step is not None:
@@ -162,11 +164,11 @@ def example_text(run: RunDir, example: str, step: int | None, width: int) -> str
     raise ConfigError(f"example: got '{example}', which {where} has{nearest(example, list(ids))}{way}")
 
 
-def _item_text(example: str, results: Mapping[tuple[str, int], Item], width: int) -> str:
+def _item_text(example: str, results: Mapping[tuple[str, int], Item], width: int, texts: JsonObject | None) -> str:
     """Scores and prediction of an item in each evaluation."""
     names = metric_names(list(results.values()))[:COLUMNS]
     rows = _item_rows("evaluation", {f"{split}, step {step}": item for (split, step), item in results.items()}, names)
-    return f"item {clean(example)}\n{align(rows, width=width)}"
+    return "\n".join([f"item {clean(example)}", *asked_lines(texts), align(rows, width=width)])
 
 
 def _item_trees(run: RunDir, example: str, results: Mapping[tuple[str, int], Item], width: int) -> list[str]:

@@ -18,7 +18,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ import yaml
 
 from mmrl.errors import CheckpointError, ConfigError, DataError, storage_error
 from mmrl.models.policy import SET
+from mmrl.records import Example
 from mmrl.report.machine import describe_environment
 from mmrl.system.files import (
     JsonObject,
@@ -43,7 +44,9 @@ from mmrl.system.files import (
 )
 from mmrl.system.json_lines import LINES_DIFFER, Appended, Ledger
 
-LOCK, SEGMENTS = "run.lock", "segments.jsonl"
+LOCK, SEGMENTS, EXAMPLES = "run.lock", "segments.jsonl", "examples.jsonl"
+LONGEST = 600
+"""Characters that are kept of a text of an example."""
 FOLDERS = ("journal", "eval", "checkpoints")
 NOT_COMPARED = ("time/", "rate/", "memory/", "endpoint/")
 """Metric families that a clock or the machine decides; all others are bit-equal on the same inputs."""
@@ -78,6 +81,17 @@ def rows_of(path: Path) -> list[Path]:
     return sorted(folders, key=lambda below: int(below.name.partition("_")[0]))
 
 
+def _texts(values: Mapping[str, object]) -> dict[str, str]:
+    """What a person reads of an example: its texts, numbers and lists of them, without the name of a corpus."""
+    found = {}
+    for name, value in values.items():
+        parts = value if isinstance(value, list | tuple) else [value]
+        if name != "corpus" and parts and all(isinstance(part, str | int | float) for part in parts):
+            text = "; ".join(map(str, parts))
+            found[name] = text if len(text) <= LONGEST else f"{text[:LONGEST]} […{len(text) - LONGEST} characters…]"
+    return found
+
+
 class RunDir:
     """An open run directory. Make one with `create` (new run), `open` (resume, holds the lock) or `read`."""
 
@@ -85,6 +99,7 @@ class RunDir:
         self.path = path
         self.metrics = Appended(path / "metrics.jsonl")
         self.ledger = Ledger(path)
+        self._noted: set[tuple[str, str]] | None = None
         self._lock: int | None = None
 
     @classmethod
@@ -139,6 +154,7 @@ class RunDir:
         repair_jsonl(run.metrics_path)
         repair_jsonl(run.ledger.file.path)
         repair_jsonl(run.path / SEGMENTS)
+        repair_jsonl(run.path / EXAMPLES)
         if command:
             facts = run.environment
             if not facts and (run.path / "environment.json").exists():
@@ -167,6 +183,26 @@ class RunDir:
             missing = "journal/" if config else "config.yaml"
             raise CheckpointError(f"{path}: not a run directory (no {missing} in it){_run_below(path)}")
         return cls(path)
+
+    # --- its examples
+
+    def note_examples(self, split: str, examples: Iterable[Example]) -> None:
+        """Append those that are not there yet to `examples.jsonl`: what was asked, and what the reward goes by."""
+        if self._noted is None:
+            self._noted = set(self.examples)
+        lines: list[JsonObject] = []
+        for example in examples:
+            if (split, example.id) not in self._noted:
+                self._noted.add((split, example.id))
+                texts = {"asked": _texts(example.inputs), "gold": _texts(example.metadata)}
+                lines.append({"split": split, "id": example.id, **texts})
+        if lines:
+            append_jsonl(self.path / EXAMPLES, lines)
+
+    @property
+    def examples(self) -> dict[tuple[str, str], JsonObject]:
+        """(split, id) -> `asked` and `gold`, texts by name; of what was trained on or evaluated."""
+        return {(str(line["split"]), str(line["id"])): line for line in read_jsonl(self.path / EXAMPLES)}
 
     # --- what is in it
 

@@ -256,18 +256,34 @@ def rollout_line(rollout: Rollout) -> str:
     line = f"{rollout.id} reward {short(rollout.reward)}{made_of(rollout.reward, rollout.parts)}"
     if rollout.error is not None:
         line += f" · {rollout.error} failure: {clean(rollout.error_message)}"
-    for name, value in rollout.metrics.items():
-        line += f" · {name} {short(value)}"
+    # A metric that is a part of the reward too stands there.
+    metrics = {name: value for name, value in rollout.metrics.items() if rollout.parts.get(name) != value}
+    if metrics:
+        line += " · metrics: " + ", ".join(f"{name} {short(value)}" for name, value in metrics.items())
     if rollout.fork:
         line += f" · forked at {rollout.fork}"
     return line + f" · prediction {abridged(clean(rollout.prediction), 100, 60)}"
 
 
-def render_example(forest: Forest, entries: Sequence[EntryFields] | None, example: str, width: int = 100) -> str:
+def asked_lines(texts: JsonObject | None) -> list[str]:
+    """What an example asked, a line for each input, and what its reward goes by; [] where that was not kept."""
+    asked, gold = ((texts or {}).get(key) or {} for key in ("asked", "gold"))
+    parts = " · ".join(f"{name} {clean(text)}" for name, text in gold.items() if text)
+    return [f"{name}: {clean(text)}" for name, text in asked.items()] + ([f"gold: {parts}"] if parts else [])
+
+
+def render_example(
+    forest: Forest,
+    entries: Sequence[EntryFields] | None,
+    example: str,
+    width: int = 100,
+    texts: JsonObject | None = None,
+) -> str:
     """The trees of one example as text.
 
     Args:
         entries: None: of an evaluation, which gives no credit.
+        texts: of `RunDir.examples`.
 
     Raises:
         ConfigError: the step has no such example.
@@ -275,7 +291,9 @@ def render_example(forest: Forest, entries: Sequence[EntryFields] | None, exampl
     check_example(forest, example)
     rollouts = [rollout for rollout in forest.rollouts if rollout.example == example]
     where = f"example {example} · step {forest.step} · " if entries is not None else ""
-    lines = [f"{where}{len(rollouts)} rollout{'s' if len(rollouts) > 1 or where else ''}"]
+    lines = [f"{where}{len(rollouts)} rollout{'s' if len(rollouts) != 1 else ''}"]
+    for line in asked_lines(texts):
+        _wrap(line, "", width, lines)
     for root in trees(forest, entries or (), example):
         lines += [""]
         _render(root, "", "", None, width, lines, credited=entries is not None)

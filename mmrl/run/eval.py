@@ -115,6 +115,7 @@ def _items(
     results = rundir.eval_path(policy.step or 0, config.split)
     # What the journal says of items with an infrastructure failure stays; they are written beside it the second time.
     _drop_damaged(rundir, config.split)
+    rundir.note_examples(config.split, examples[: config.eval.items])
     again = drop_failed(results) > 0
     if again:
         rundir.ledger.note(results)

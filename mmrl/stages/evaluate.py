@@ -183,6 +183,7 @@ class Evaluations:
                 results.unlink()
             else:
                 self.log.rundir.ledger.note(results)
+                self.log.rundir.note_examples(self.settings.split, self.examples[: self.settings.items])
         return items
 
 

@@ -15,7 +15,7 @@ import psutil
 
 from mmrl.credit.entries import Entry
 from mmrl.errors import OWN_CODE, Stopped
-from mmrl.records import Forest
+from mmrl.records import Example, Forest
 from mmrl.report.advice import ADVICE, FAILURES
 from mmrl.report.journal import JournalWriter
 from mmrl.report.progress import Progress
@@ -92,10 +92,13 @@ class StepLog:
         yield
         self.add(part, time.perf_counter() - started)
 
-    def keep(self, journal: JournalWriter, forest: Forest, entries: Sequence[Entry]) -> None:
+    def keep(
+        self, journal: JournalWriter, forest: Forest, entries: Sequence[Entry], examples: Sequence[Example]
+    ) -> None:
         """Begin to journal the rollouts of the step under way, and send some of its calls to the trackers."""
         if not self.processes.main:
             return
+        self.rundir.note_examples("train", examples)
         journal.write(self.rundir, forest, entries)
         if self.trackers.calls:
             self.trackers.log_calls(forest.step, shown_calls(forest, entries, self.trackers.calls))

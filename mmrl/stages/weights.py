@@ -80,7 +80,7 @@ class WeightStage:
         metrics |= credit_metrics(trained, credit.entries) | dict(credit.metrics)
         self.log.metrics = metrics | dict(batch.metrics)
         # Written by a thread while the trainer works: compressing a large batch takes as long as an update.
-        self.log.keep(self.journal, batch.forest, credit.entries)
+        self.log.keep(self.journal, batch.forest, credit.entries, batch.examples)
         calls = train_calls(trained, credit, minibatch)
         return StepBatch(step=step, calls=calls, minibatches=count, metrics={})
 

@@ -11,11 +11,14 @@ from dataclasses import replace
 import pytest
 
 from mmrl import secrets
+from mmrl.records import Example
 from mmrl.report import browser
+from mmrl.report.console import show_run
 from mmrl.report.html import report_run
 from mmrl.report.journal import write_step
+from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
-from mmrl.report.trees import TokenTexts
+from mmrl.report.trees import TokenTexts, asked_lines
 from tests.helpers.runs import CONFIG, fake_run, forest
 
 PLAIN = TokenTexts(None)
@@ -27,7 +30,7 @@ def content(block):
 
 def test_a_block_has_every_example_and_call_of_its_step():
     made, entries = forest(3)
-    one = browser.block(made, entries, PLAIN, "train-3", "step 3")
+    one = browser.block(made, entries, PLAIN, {}, "train-3", "step 3")
     assert one.key == "train-3" and one.label.startswith(f"step 3: {len(made.examples)} examples")
     seen = content(one)
     assert [example["id"] for example in seen["examples"]] == list(made.examples) == json.loads(one.examples)
@@ -41,7 +44,7 @@ def test_a_block_has_every_example_and_call_of_its_step():
     assert all(0 <= call["prompt"] < len(seen["prompts"]) for call in calls)
     grouped = [call for call in calls if call["groups"]]
     assert grouped and all("advantage" in " ".join(call["credit"]) for call in grouped)
-    assert browser.block(made, entries, PLAIN, "train-3", "step 3") == one
+    assert browser.block(made, entries, PLAIN, {}, "train-3", "step 3") == one
 
 
 def test_secrets_are_hidden_before_they_are_compressed(monkeypatch):
@@ -49,7 +52,7 @@ def test_secrets_are_hidden_before_they_are_compressed(monkeypatch):
     text = next(call.text for call in made.calls.values() if len(call.text) > 8)
     assert browser.hide is secrets.hide
     monkeypatch.setattr(browser, "hide", lambda shown: shown.replace(json.dumps(text)[1:-1], "HIDDEN"))
-    assert "HIDDEN" in json.dumps(content(browser.block(made, entries, PLAIN, "train-1", "step 1")))
+    assert "HIDDEN" in json.dumps(content(browser.block(made, entries, PLAIN, {}, "train-1", "step 1")))
 
 
 @pytest.mark.parametrize(("count", "first"), [(1, [1]), (2, [1, 2]), (9, [1, 9, 5, 3, 7]), (10, [1, 10])])
@@ -69,7 +72,7 @@ def test_a_page_has_at_most_so_many_rollouts_and_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(browser, "ROLLOUTS", 3 * each)
     page = report_run(run.path).read_text()
     assert re.findall(r'data-block="train-([0-9]+)"', page) == ["1", "5", "9"]
-    assert "3 of 9 journals are in this page" in page
+    assert "3 of 9 steps and evaluations are in this page" in page
 
 
 def test_ids_that_would_look_the_same_stay_apart():
@@ -79,7 +82,7 @@ def test_ids_that_would_look_the_same_stay_apart():
     calls = {name: replace(call, example=renamed.get(call.example, call.example)) for name, call in made.calls.items()}
     rollouts = tuple(replace(one, example=renamed.get(one.example, one.example)) for one in made.rollouts)
     odd = replace(made, calls=calls, rollouts=rollouts)
-    ids = [example["id"] for example in content(browser.block(odd, [], PLAIN, "train-1", "step 1"))["examples"]]
+    ids = [example["id"] for example in content(browser.block(odd, [], PLAIN, {}, "train-1", "step 1"))["examples"]]
     assert ids[:3] == ["a \u23ce b #1", "a \u23ce b #2", "(empty)"] and len(set(ids)) == len(ids)
 
 
@@ -88,26 +91,59 @@ def test_the_ends_are_there_whatever_their_size_and_damaged_steps_are_left_out(t
     for step in range(1, 6):
         write_step(run, *forest(step))
     run.journal_path(3).write_bytes(b"no gzip")
-    keys = [block.key for block in browser.blocks(run, None, PLAIN)]
+    damaged = []
+    keys = [block.key for block in browser.blocks(Overview.of(run), PLAIN, damaged)]
     assert keys == ["train-1", "train-2", "train-4", "train-5"]
+    assert len(damaged) == 1 and "step-000003" in damaged[0]
     monkeypatch.setattr(browser, "SIZE", 10)
-    assert [block.key for block in browser.blocks(run, None, PLAIN)] == ["train-1", "train-5"]
+    assert [block.key for block in browser.blocks(Overview.of(run), PLAIN, [])] == ["train-1", "train-5"]
     run.close()
 
 
 def test_parts_of_an_evaluation_have_names_of_their_own(tmp_path):
-    run = RunDir.create(tmp_path / "run", CONFIG, [])
+    run = RunDir.create(tmp_path / "run", {**CONFIG, "policy": "tiny", "split": "dev"}, [])
     for part in range(2):
         write_step(run, forest(1)[0], (), evaluation="dev")
         run.journal_path(1, "dev").rename(run.journal_path(part, "dev"))
-    made = browser.blocks(run, "dev", PLAIN, parts=True)
+    made = browser.blocks(Overview.of(run), PLAIN, [])
     assert [(block.key, block.label.split(":")[0]) for block in made] == [
         ("dev-0", "dev, part 1"),
         ("dev-1", "dev, part 2"),
     ]
-    after = browser.blocks(run, "dev", PLAIN)
-    assert after[1].label.startswith("dev after step 1:")
     run.close()
+
+
+def test_what_was_asked_and_what_is_right_stands_at_an_example(tmp_path):
+    """Written once for each, whatever is trained or evaluated again; a corpus and what is no text is left out."""
+    run = RunDir.create(tmp_path / "run", CONFIG, [])
+    asked = {"question": "Who wrote\nit?", "corpus": "mini", "index": object()}
+    gold = {"answers": ["Ada", "A. L."], "hops": 2, "label": "", "long": "x" * 700}
+    made = [Example(id=name, inputs=asked, metadata=gold) for name in ("q0", "q1")]
+    run.note_examples("train", made[:1])
+    run.note_examples("train", made)
+    RunDir.read(run.path).note_examples("dev", made[:1])
+    assert [*run.examples] == [("train", "q0"), ("train", "q1"), ("dev", "q0")]
+    assert run.examples["train", "q0"]["asked"] == {"question": "Who wrote\nit?"}
+    question, right = asked_lines(run.examples["train", "q0"])
+    assert question == "question: Who wrote \u23ce it?"
+    assert right.startswith("gold: answers Ada; A. L. · hops 2 · long xxx") and right.endswith("[…100 characters…]")
+    write_step(run, *forest(1))
+    one = browser.blocks(Overview.of(run), PLAIN, [])[0]
+    assert content(one)["examples"][0]["asked"] == [question, right]
+    assert "question: Who wrote" in show_run(run.path, example="q0", step=1)
+    run.close()
+
+
+def test_items_of_evaluations_are_in_the_page_with_scores_and_predictions(tmp_path):
+    run = fake_run(tmp_path / "run")
+    made = {block.key: block for block in browser.blocks(Overview.of(run), PLAIN, [])}
+    steps = sorted(Overview.of(run).items["dev"])
+    assert [key for key in made if key.startswith("dev")] == [f"dev-{step}" for step in steps]
+    assert made["dev-0"].label.startswith("dev before training: 60 items")
+    first = content(made["dev-0"])["examples"][0]
+    item = Overview.of(run).items["dev"][0][0]
+    assert (first["id"], first["scored"], first["rewards"]) == (item["id"], "em", [item["metrics"]["em"]])
+    assert first["calls"] == [] and any("em " in line for line in first["lost"])
 
 
 def test_a_run_without_journals_has_no_browser(tmp_path):
@@ -137,10 +173,14 @@ def test_chromium_shows_an_example_of_two_steps_side_by_side(tmp_path):
     both = shown(f"step=train-{steps[-1]}&example={example}&beside=train-{steps[0]}")
     left, _, right = both.partition('<div id="b-right"')
     assert not both.startswith(" hidden")
-    assert f"<h3>step {steps[-1]}</h3>" in left and f"<h3>step {steps[0]}</h3>" in right
+    assert f"<h3>step {steps[0]}</h3>" in left and f"<h3>step {steps[-1]}</h3>" in right, "the earlier one first"
     assert left.count('class="call"') == right.count('class="call"') > 0
     assert re.search(r'<span class="(up|down)[1-4]">', left)
     # What a model wrote is text here too.
     assert "<script>alert" not in both
     # An address that names nothing shows the last step, and an example whose rollouts differ.
-    assert f"<h3>step {steps[-1]}</h3>" in shown("step=train-99&example=none")
+    nothing = shown("step=train-99&example=none")
+    assert f"<h3>step {steps[-1]}</h3>" in nothing and "train-99 is not in this page" in nothing
+    # An item of an evaluation stands beside itself before training.
+    left, _, right = shown("step=dev-40&example=item-3").partition('<div id="b-right"')
+    assert "<h3>dev before training</h3>" in left and "<h3>dev after step 40</h3>" in right

@@ -74,7 +74,7 @@ def test_the_tree_of_an_example(run):
     assert "asked: as above" in text
     assert "reward 0.750 = shared 0.800 + penalty -0.050 · group q0|rewriter (n 2, mean 0.500, std 0.300)" in text
     assert "advantage +0.830" in text
-    assert "⇒ q0/1 reward 0.000 = answer 0.000 · em 0.000" in text
+    assert "⇒ q0/1 reward 0.000 = answer 0.000 · metrics: em 0.000" in text
     assert "characters…]" in text.replace("\n│       ", "")
 
 

@@ -11,7 +11,7 @@
   const blocks = new Map([...document.querySelectorAll("script[data-block]")].map((one) => [one.dataset.block, one]));
   const known = new Map([...blocks].map(([key, one]) => [key, JSON.parse(one.dataset.examples)]));
   const loaded = new Map();
-  const MEMBERS = 40;  // lines of a group on hover
+  const MEMBERS = 40;  // lines of a group
   const [step, beside, module, search] = ["b-step", "b-beside", "b-module", "b-search"].map(byId);
   const [low, high, failed, list] = ["b-low", "b-high", "b-failed", "b-list"].map(byId);
   const columns = [byId("b-left"), byId("b-right")];
@@ -34,17 +34,18 @@
     if (failed.checked && !example.failed && example.calls.every((call) => !call.state)) return false;
     if (module.value && !example.calls.some((call) => call.module === module.value)) return false;
     const wanted = search.value.trim().toLowerCase();
-    if (!wanted || example.id.toLowerCase().includes(wanted)) return true;
-    return example.calls.some((call) => call.pieces.map(([text]) => text).join("").toLowerCase().includes(wanted));
+    const replies = example.calls.map((call) => call.pieces.map(([text]) => text).join(""));
+    return [example.id, ...example.asked, ...replies, ...example.lost].some((text) => text.toLowerCase().includes(wanted));
   };
 
   const rounded = (value) => String(Math.round(value * 1000) / 1000);
   const summary = (example) => {
     const rewards = example.rewards.filter((reward) => reward !== null);
     const ends = [Math.min(...rewards), Math.max(...rewards)].map(rounded);
-    const range = !rewards.length ? "no reward" : "reward " + (ends[0] === ends[1] ? ends[0] : ends.join(" to "));
+    const range = !rewards.length ? `no ${example.scored}` : `${example.scored} ` + (ends[0] === ends[1] ? ends[0] : ends.join(" to "));
     const errors = example.failed ? `, ${example.failed} failed` : "";
-    return `${example.id} · ${example.rewards.length} rollouts, ${range}${errors}`;
+    const count = example.calls.length ? `${example.rewards.length} rollouts, ` : "";
+    return `${example.id} · ${count}${range}${errors}`;
   };
 
   const drawCall = (call, prompts, groups) => {
@@ -66,9 +67,13 @@
     for (const line of call.credit) item.append(make("div", "small soft", line));
     if (!call.credit.length) item.append(make("div", "small soft", "no credit"));
     for (const line of call.outcomes) item.append(make("div", "outcome small", line));
-    // What it was compared with: on hover, as text and as an outline.
-    const lines = call.groups.flatMap((group) => ["", `group ${group}:`, ...groups.get(group).slice(0, MEMBERS)]);
-    item.title = [...call.credit, ...lines].join("\n");
+    // What it was compared with: as text, and on hover as an outline.
+    const lines = call.groups.flatMap((group) => [`group ${group}:`, ...groups.get(group).slice(0, MEMBERS)]);
+    if (lines.length) {
+      const folded = make("details", "small");
+      folded.append(make("summary", "soft", "compared with"), make("pre", "", lines.join("\n")));
+      item.append(folded);
+    }
     const mark = (on) => item.parentElement.querySelectorAll(".call").forEach((one) =>
       one.classList.toggle("member", on && JSON.parse(one.dataset.groups).some((group) => call.groups.includes(group))));
     item.addEventListener("mouseenter", () => mark(true));
@@ -78,7 +83,7 @@
 
   const draw = async (column, key, id) => {
     const { prompts, examples } = await load(key);
-    if (id !== list.value || key !== (column === columns[0] ? step : beside).value) return;
+    if (id !== list.value || ![step.value, beside.value].includes(key)) return;  // another one was chosen meanwhile
     const groups = new Map();
     for (const { id: name, calls } of examples) {
       for (const call of calls) {
@@ -94,7 +99,8 @@
     if (!example) return column.replaceChildren(heading, make("p", "soft", "This step does not have the example."));
     const calls = example.calls.map((call) => drawCall(call, prompts, groups));
     const lost = example.lost.map((line) => make("div", "outcome small", line));
-    column.replaceChildren(heading, make("p", "small soft", summary(example)), ...calls, ...lost);
+    const asked = example.asked.map((line) => make("div", "asked", line));
+    column.replaceChildren(heading, make("p", "small soft", summary(example)), ...asked, ...calls, ...lost);
   };
 
   const option = (value, text) => {
@@ -112,15 +118,23 @@
     const count = others.length ? `nothing (${others.length} other steps have it)` : "nothing: no other step has it";
     beside.replaceChildren(option("", count));
     for (const key of others) beside.append(option(key, blocks.get(key).dataset.label.split(":")[0]));
-    beside.value = others.includes(before) ? before : "";
+    // An evaluation's item beside itself before training, or of that one after it.
+    const alike = others.filter((key) => kind(key) === kind(step.value));
+    const other = kind(step.value) === "train" ? "" : first(step.value) ? alike.at(-1) : alike[0];
+    beside.value = others.includes(before) ? before : other ?? "";
     await drawBoth();
   };
+  const kind = (key) => key.replace(/-\d+$/, "");
+  const first = (key) => [...known.keys()].find((one) => kind(one) === kind(key)) === key;
 
-  // What an address names after its # is shown first: step, example, beside.
+  // What an address names after its # is shown, and scrolled to: step, example, beside.
   const start = async () => {
     const place = new URLSearchParams(location.hash.slice(1));
-    if (blocks.has(place.get("step"))) step.value = place.get("step");
+    const named = blocks.has(place.get("step"));
+    if (named) step.value = place.get("step");
     await chooseStep();
+    if (named) byId("browser").scrollIntoView();
+    else if (place.get("step")) byId("b-count").textContent += `; ${place.get("step")} is not in this page`;
     if (![...list.options].some((one) => one.value === place.get("example"))) return;
     list.value = place.get("example");
     await chooseExample();
@@ -129,11 +143,14 @@
     await drawBoth();
   };
 
+  let chosen = false;  // by a reader: until then the address stays as it is
   const drawBoth = async () => {
     const place = { step: step.value, example: list.value, beside: beside.value };
-    await draw(columns[0], place.step, place.example);
-    columns[1].hidden = !place.beside;
-    if (place.beside) await draw(columns[1], place.beside, place.example);
+    // The earlier one on the left.
+    const keys = [...known.keys()].filter((key) => key === place.step || key === place.beside);
+    columns[1].hidden = keys.length < 2;
+    for (const [at, key] of keys.entries()) await draw(columns[at], key, place.example);
+    if (!chosen) return;
     try {
       history.replaceState(null, "", `#${new URLSearchParams(place)}`);
     } catch {
@@ -151,6 +168,7 @@
     const telling = passing.find((example) => new Set(example.rewards).size > 1) ?? passing[0];
     if (telling) list.value = passing.some((example) => example.id === before) ? before : telling.id;
     await chooseExample();
+    if (!passing.length) columns[0].replaceChildren(make("p", "soft", "No example of this step passes the filters."));
   };
 
   const chooseStep = async () => {
@@ -173,7 +191,9 @@
 
   if (!blocks.size || typeof DecompressionStream === "undefined") return;
   step.append(...[...blocks].map(([key, one]) => option(key, one.dataset.label)));
-  step.selectedIndex = step.options.length - 1;
+  step.value = [...blocks.keys()].findLast((key) => kind(key) === "train") ?? [...blocks.keys()].at(-1);
+  for (const one of [step, list, beside]) one.addEventListener("change", () => { chosen = true; });
+  addEventListener("hashchange", start);
   step.addEventListener("change", chooseStep);
   list.addEventListener("change", chooseExample);
   beside.addEventListener("change", drawBoth);
