@@ -9,16 +9,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mmrl.config.base import FETCHED, SHIPPED
 from mmrl.config.other_stages import SFT
 from mmrl.models.load import located
 from mmrl.report.overview import Item, Overview
 from mmrl.report.stats import Difference, compare_items, number, short, signed
-from mmrl.report.tables import interval, markdown
+from mmrl.report.tables import Rows, interval, markdown
 from mmrl.system.files import JsonObject
 from mmrl.system.objects import readable
 
@@ -30,9 +32,6 @@ PAPERS: Mapping[str, str] = {
     **dict.fromkeys(("grpo_mr", "mt_grpo", "mt_grpo_variable", "mt_ppo"), "2505.11821"),
 }
 """Algorithm -> arXiv number of the paper that it comes from."""
-UNKNOWN_LICENCE = (
-    "The licence of `{base}` is not known to mmrl: no licence stands in its own card. Look it up before you share this."
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,24 +59,47 @@ class CardFacts:
 
 def model_card(seen: Overview, facts: CardFacts) -> str:
     """The text of `README.md`."""
-    base, revision = str(seen.get("model.path", "?")), seen.get("model.revision")
+    base, revision, split = str(seen.get("model.path", "?")), seen.get("model.revision"), seen.split
     named = f"`{shown_path(base)}`" + (f" at `{revision}`" if revision else "")
-    algorithm, task = str(seen.get("algo.name", "?")), str(seen.get("task.name", "?"))
-    parts = [
-        front_matter(seen, facts),
-        f"# {facts.title}",
-        f"{named}, trained for {facts.step} steps {_how(algorithm)} on the task `{task}`, with "
-        f"mmrl {_version(seen)}. {facts.holds}",
-    ]
-    if facts.snippets:
-        parts += ["## Use", *(f"{name}:\n\n```python\n{code}\n```" for name, code in facts.snippets.items())]
-    parts += ["## Results", *_results(seen, facts.step)]
-    parts += ["## Program and prompts", *_program(seen, facts)]
-    parts += ["## Training", _training(seen, facts, named), "### Hyperparameters", _settings(seen)]
-    parts += ["## How it was made", _made(seen)]
-    licence = f"That of the base model: `{facts.licence}`." if facts.licence else UNKNOWN_LICENCE
-    parts += ["## Licence", licence.format(base=shown_path(base))]
-    return readable("\n\n".join(parts)) + "\n"
+    compared = _compared(seen, facts.step)
+    temperature = seen.get("eval.temperature", 0.0)
+    sections = {name: seen.config[name] for name in ("algo", "train", "task", "model", "eval") if name in seen.config}
+    text = (
+        _templates()
+        .get_template("card.md")
+        .render(
+            facts=facts,
+            front=front_matter(seen, facts),
+            base=named,
+            base_name=shown_path(base),
+            how=_how(str(seen.get("algo.name", "?"))),
+            task=str(seen.get("task.name", "?")),
+            version=_version(seen),
+            split=split,
+            compared=_result_rows(seen, facts.step, compared) if compared is not None else None,
+            count=next((difference.n for difference in (compared or {}).values()), 0),
+            samples=int(seen.get("eval.samples", 1)),
+            sampled=f"temperature {temperature}" if temperature else "greedy",
+            evaluated=sorted(seen.items.get(split, {})),
+            note=[sentence for sentence in seen.kind if sentence.startswith("Data: the embedded mini world")],
+            speaks=[["module", "speaks with"], *([f"`{module}`", what] for module, what in facts.modules.items())],
+            modules=seen.modules,
+            training=_training(seen, facts, named),
+            settings=yaml.safe_dump(_published(sections), sort_keys=False, allow_unicode=True).rstrip("\n"),
+            made=_made(seen),
+        )
+    )
+    return readable(text)
+
+
+@cache
+def _templates() -> Environment:
+    """Of text, in which nothing is escaped."""
+    templates = Environment(
+        loader=PackageLoader("mmrl.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    templates.filters["table"] = markdown
+    return templates
 
 
 def checkpoint_card(config: JsonObject, step: int) -> str:
@@ -136,7 +158,7 @@ def front_matter(seen: Overview, facts: CardFacts) -> str:
     )
     if is_hub_id(base):
         data["base_model_relation"] = "adapter" if facts.kind == "adapter" else "finetune"
-    return f"---\n{data.to_yaml()}\n---"
+    return data.to_yaml()
 
 
 def _on_hub(base: str) -> str:
@@ -178,30 +200,23 @@ def _version(seen: Overview) -> str:
     return str(seen.environment.get("versions", {}).get("mmrl", "?"))
 
 
-def _results(seen: Overview, step: int) -> list[str]:
-    """Before and after with intervals, on the split that the run evaluates on."""
-    split = seen.split
-    evaluated: Mapping[int, Sequence[Item]] = seen.items.get(split, {})
-    note = [sentence for sentence in seen.kind if sentence.startswith("Data: the embedded mini world")]
+def _compared(seen: Overview, step: int) -> dict[str, Difference] | None:
+    """Metric -> the evaluation at `step` against the one before training; None where one was not made."""
+    evaluated: Mapping[int, Sequence[Item]] = seen.items.get(seen.split, {})
     if 0 not in evaluated or step not in evaluated:
-        there = ", ".join(map(str, sorted(evaluated))) or "none"
-        return [f"Step {step} was not evaluated on {split} (evaluated steps: {there}).", *note]
+        return None
     resamples = int(seen.get("eval.bootstrap", 1000))
-    compared = compare_items(evaluated[0], evaluated[step], int(seen.get("seed", 0)), resamples, seen.main_metric)
+    return compare_items(evaluated[0], evaluated[step], int(seen.get("seed", 0)), resamples, seen.main_metric)
+
+
+def _result_rows(seen: Overview, step: int, compared: Mapping[str, Difference]) -> Rows:
     records = {record["step"]: record for record in seen.history}
     rows = [["metric", "before", "after", "difference", ""]]
-    for name, difference in compared.items():
-        key = f"eval/{split}/{name}"
-        rows.append([f"`{name}`", *(_interval(records.get(at, {}), key) for at in (0, step)), *_difference(difference)])
-    count = next(iter(compared.values())).n if compared else 0
-    samples = int(seen.get("eval.samples", 1))
-    how = "greedy" if not seen.get("eval.temperature", 0.0) else f"temperature {seen.get('eval.temperature')}"
-    return [
-        f"Split `{split}`, {count} items, {samples} sample{'s' if samples > 1 else ''} each ({how}); means with 95 % "
-        "bootstrap intervals over items, differences paired by item. Before: the base model in the same program.",
-        markdown(rows),
-        *note,
-    ]
+    for name, change in compared.items():
+        key = f"eval/{seen.split}/{name}"
+        ends = [_interval(records.get(at, {}), key) for at in (0, step)]
+        rows.append([f"`{name}`", *ends, f"{signed(change.difference)} {interval(change)}", change.verdict])
+    return rows
 
 
 def _interval(record: JsonObject, key: str) -> str:
@@ -210,28 +225,12 @@ def _interval(record: JsonObject, key: str) -> str:
     return value if low is None or high is None else f"{value} [{short(low)}, {short(high)}]"
 
 
-def _difference(compared: Difference) -> list[str]:
-    return [f"{signed(compared.difference)} {interval(compared)}", compared.verdict]
-
-
-def _program(seen: Overview, facts: CardFacts) -> list[str]:
-    """The program's modules, which weights each speaks with, and the prompts."""
-    parts = []
-    if facts.modules:
-        parts.append(markdown([["module", "speaks with"], *([f"`{m}`", what] for m, what in facts.modules.items())]))
-    elif seen.modules:
-        parts.append(f"Modules that share these weights: {', '.join(f'`{module}`' for module in seen.modules)}.")
-    if facts.prompts:
-        return [*parts, *facts.prompts]
-    return [*parts, f"Prompts: those that the task `{seen.get('task.name')}` of mmrl {_version(seen)} ships with."]
-
-
-def _training(seen: Overview, facts: CardFacts, base: str) -> str:
+def _training(seen: Overview, facts: CardFacts, base: str) -> Rows:
     sources = seen.get("task.data") or {}
     data = {split: shown_path(str(source)) for split, source in sources.items() if split in ("train", seen.split)}
     counts = seen.summary.get("facts") or {}
     of = "sequences" if seen.get("algo.name") == SFT else "examples"
-    rows = [
+    return [
         ["", ""],
         ["base model", base],
         ["parameters trained", _trained(seen)],
@@ -242,7 +241,6 @@ def _training(seen: Overview, facts: CardFacts, base: str) -> str:
         ["steps", f"{facts.step} of {seen.get('train.steps')}, {seen.get('train.batch_size')} {of} each"],
         ["seed", str(seen.get("seed"))],
     ]
-    return markdown(rows)
 
 
 def _counted(source: str, count: object) -> str:
@@ -257,12 +255,6 @@ def _trained(seen: Overview) -> str:
     return f"LoRA, r {lora.get('r')}, alpha {lora.get('alpha')}, on {', '.join(lora.get('targets') or ())}"
 
 
-def _settings(seen: Overview) -> str:
-    """The config of the run, but for what belongs to its machine."""
-    sections = {name: seen.config[name] for name in ("algo", "train", "task", "model", "eval") if name in seen.config}
-    return f"```yaml\n{yaml.safe_dump(_published(sections), sort_keys=False, allow_unicode=True)}```"
-
-
 def _published(value: object) -> object:
     """A config without folders of this machine and addresses of its servers."""
     if isinstance(value, dict):
@@ -275,7 +267,7 @@ def _published(value: object) -> object:
     return shown_path(value) if isinstance(value, str) and "/" in value else value
 
 
-def _made(seen: Overview) -> str:
+def _made(seen: Overview) -> Rows:
     environment = seen.environment
     versions = environment.get("versions") or {}
     source, folder = environment.get("mmrl_git"), environment.get("git")
@@ -283,13 +275,13 @@ def _made(seen: Overview) -> str:
     rows = [["", ""], ["command", f"`{shlex.join(words)}`"], ["mmrl", f"{_version(seen)}{_commit(source)}"]]
     if folder and folder != source:
         rows.append(["started in a repository at", _commit(folder).removeprefix(", commit ")])
-    rows += [
+    return [
+        *rows,
         ["versions", ", ".join(f"{name} {version}" for name, version in versions.items() if name != "mmrl")],
         ["Python", str(environment.get("python", "?"))],
         ["started", str(environment.get("started", "?"))],
         ["hardware", f"{seen.get('hardware.name', '?')}, {seen.get('hardware.device', '?')}"],
     ]
-    return markdown(rows)
 
 
 def _word(word: str) -> str:
@@ -307,7 +299,7 @@ def _commit(state: object) -> str:
 ADDRESS = "http://127.0.0.1:8000/v1"
 """Where `mmrl serve` listens where no other address is set."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-ASK = '[{"role": "user", "content": "Hello"}]'
+"""Those of adapters that vLLM takes."""
 
 
 def snippets(
@@ -324,58 +316,24 @@ def snippets(
         program: `task.prompt_layout` of the folder's `program.json`; None: it has none.
     """
     weights = f"{folder}/{names[0]}" if names else str(folder)
-    yield (
-        "transformers",
-        (
-            "from transformers import pipeline\n"
-            f'chat = pipeline("text-generation", model="{weights}")\n'
-            f'print(chat({ASK}, max_new_tokens=64, do_sample=False, return_full_text=False)[0]["generated_text"])'
-        ),
-    )
-    yield "vLLM", _vllm(weights, base, rank)
-    # Whole models of several modules are served one at a time.
-    policy = weights if names and not modules else str(folder)
-    served = f"policy/{modules[0]}" if modules else "policy"
-    yield "DSPy", f"import dspy  # after: mmrl serve policy={policy}\n{_dspy(folder, served, bool(modules), program)}"
-    yield (
-        "openai",
-        (
-            f"from openai import OpenAI  # after: mmrl serve policy={policy}\n"
-            f'client = OpenAI(base_url="{ADDRESS}", api_key="none")\n'
-            f'print(client.chat.completions.create(model="{served}", messages={ASK}).choices[0].message.content)'
-        ),
-    )
-
-
-def _dspy(folder: Path, served: str, apart: bool, program: str | None) -> str:
-    shared = program == "shared_first"
-    first = "from mmrl.tasks.dspy.fields import shared_first\n" if shared else ""
-    adapter = "adapter=shared_first(dspy.ChatAdapter())" if shared else ""
-    loaded = f'program = Program(); program.load("{folder}/program.json")  # Program: your dspy.Module'
-    # DSPy's cache knows policies by name alone, and the next one served has the same name.
-    where = f'api_base="{ADDRESS}", api_key="none", cache=False'
-    if program and apart:
-        each = "for name, predictor in program.named_predictors():"
-        layout = f"{first}dspy.configure({adapter})\n" if shared else ""
-        return f'{layout}{loaded}\n{each} predictor.lm = dspy.LM(f"openai/policy/{{name}}", {where})'
-    example = loaded if program else 'print(dspy.Predict("question -> answer")(question="Hello").answer)'
-    configured = ", ".join(filter(None, (f'lm=dspy.LM("openai/{served}", {where})', adapter)))
-    return f"{first}dspy.configure({configured})\n{example}"
-
-
-def _vllm(weights: str, base: str, rank: int | None) -> str:
-    if rank is None:
-        return (
-            "from vllm import LLM, SamplingParams\n"
-            f'model = LLM("{weights}")\n'
-            f"print(model.chat({ASK}, SamplingParams(max_tokens=64))[0].outputs[0].text)"
+    code = (
+        _templates()
+        .get_template("snippets.jinja")
+        .make_module(
+            {
+                "folder": folder,
+                "weights": weights,
+                "lora": Path(weights).name,
+                "base": located(base) if base in SHIPPED or base in FETCHED else base,
+                "rank": None if rank is None else next((known for known in RANKS if known >= rank), rank),
+                # Whole models of several modules are served one at a time.
+                "policy": weights if names and not modules else str(folder),
+                "served": f"policy/{modules[0]}" if modules else "policy",
+                "apart": bool(modules),
+                "program": program,
+                "address": ADDRESS,
+            }
         )
-    source = located(base) if base in SHIPPED or base in FETCHED else base
-    # vLLM takes some ranks alone
-    most = next((known for known in RANKS if known >= rank), rank)
-    return (
-        "from vllm import LLM, SamplingParams; from vllm.lora.request import LoRARequest\n"
-        f'model = LLM("{source}", tokenizer="{weights}", enable_lora=True, max_lora_rank={most})\n'
-        f'lora = LoRARequest("{Path(weights).name}", 1, "{weights}")\n'
-        f"print(model.chat({ASK}, SamplingParams(max_tokens=64), lora_request=lora)[0].outputs[0].text)"
     )
+    for name, macro in (("transformers", "transformers"), ("vLLM", "vllm"), ("DSPy", "dspy"), ("openai", "openai")):
+        yield name, str(getattr(code, macro)())
