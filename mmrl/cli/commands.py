@@ -101,7 +101,7 @@ def evaluate(context: typer.Context) -> int:
     \b
     Keys (docs/configuration.md lists them all):
       policy=                        what is evaluated; `tiny`: the shipped model
-      task= split=train|dev|test     on which examples; split=dev
+      task= split=train|dev|test     on which examples; without task= as in the policy's own run; split=dev
       eval.items= eval.samples=      how many examples, and how often each; also eval.temperature=
       model= hardware= engine=       how the policy is loaded and samples
       experiment= seed= run.dir=     as in `mmrl train`

@@ -42,7 +42,15 @@ OF_A_STAGE = ("algo", "train", "model", "hardware", "engine", "eval.every", "run
 
 def configs(command: str, schema: type[ConfigT], line: CommandLine) -> list[ConfigT]:
     """Every job's config, validated; the problems of all jobs together, each once."""
-    return _configs(command, line, lambda raw, job: validate(schema, raw))
+
+    def build(raw: Mapping[str, object], job: Sequence[str]) -> ConfigT:
+        if command == "eval" and isinstance(raw.get("policy"), str):
+            from mmrl.run.start import of_its_run
+
+            raw = of_its_run(raw, [_key(word) for word in job])
+        return validate(schema, raw)
+
+    return _configs(command, line, build)
 
 
 def train_configs(line: CommandLine) -> list[StageConfig | StagedCommandConfig]:

@@ -125,24 +125,29 @@ def describe_weights(modules: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def other_task(text: str, evaluated: str) -> dict[str, str]:
-    """The fact for a summary that says that a run's policy was trained on another task than the evaluated one.
-
-    Else whoever leaves out `task=` evaluates on its default and takes the numbers for those of the run's task.
-    """
+    """The fact for a summary that says that a run's policy was trained on another task than the evaluated one."""
     name = _run_section(text, "task").get("name")
-    return {"trained on": f"{name} (to evaluate on that: task={name})"} if name not in (None, evaluated) else {}
+    return {"trained on": str(name)} if name not in (None, evaluated) else {}
 
 
-def _run_section(text: str, section: str) -> Mapping[str, object]:
-    """A section of the config of the run that a policy comes from; empty where it comes from none."""
+def run_config(text: str) -> Mapping[str, object]:
+    """The config of the run that a policy comes from; empty where it comes from none."""
     folder = Path(text).resolve()
     if text in SHIPPED or not folder.is_dir():
         return {}
+    if (folder / SET).is_file() and (folder / POLICY).is_file():
+        folder = Path(_written(folder)["weights"]).resolve()  # the last of the runs
     for run in (folder, *list(folder.parents)[:3]):  # a run, a checkpoint in it, one adapter of that
         if (run / "config.yaml").is_file() and (run / "checkpoints").is_dir():
-            stored = value_at(read_yaml(run / "config.yaml"), section)
+            stored = read_yaml(run / "config.yaml")
             return stored if isinstance(stored, Mapping) else {}
     return {}
+
+
+def _run_section(text: str, section: str) -> Mapping[str, object]:
+    """A section of it."""
+    stored = value_at(run_config(text), section)
+    return stored if isinstance(stored, Mapping) else {}
 
 
 def is_shipped(text: str) -> bool:

@@ -8,14 +8,12 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
 
-from mmrl.config import EndpointConfig
 from mmrl.errors import MODEL_CAUSED, failed_how
 from mmrl.report.alarms import Alarm
 from mmrl.report.html import write_report
@@ -40,7 +38,6 @@ from mmrl.report.stats import (
 from mmrl.report.tables import before_after_table, facts_table
 from mmrl.report.text import align
 from mmrl.report.trials import prompts_text
-from mmrl.system.conf import row_keys
 
 MODULE_FACTS: tuple[str, ...] = ("calls", "reward", "penalty", "format_rate", "length", "entropy", "surprise", "kl")
 MODULE_FACTS += ("clip_share", "loss", "token_accuracy")
@@ -317,76 +314,7 @@ def further(run: RunDir, seen: Overview, trouble: str = "") -> str:
 
 
 def evaluation_command(seen: Overview) -> str:
-    """The command that evaluates the run on its own task, as its user set that task up.
-
-    `mmrl eval` composes a config of its own, so what was typed, or set by a row (`experiment=`), of `plugins`,
-    `model=` and `task.*` is to be typed again, by the values of this run (the command of a sweep has several).
-    """
-    command = seen.run.environment.get("command", ())
-    typed = dict.fromkeys(_set_by(command))
-    # A task of the user's own folder of configs is not called what the task it sets up is called.
-    chosen = [word.removeprefix("task=") for word in command if word.startswith("task=") and "," not in word]
-    words = [f"policy={seen.run.path}", f"task={(chosen or [seen.get('task.name')])[-1]}"]
-    if "model" in typed and seen.get("model.name") != "tiny":
-        words.append(f"model={seen.get('model.name')}")
-    for key in typed:
-        section, _, name = key.partition(".")
-        again = section == "task" and name and name.partition(".")[0] not in NOT_AGAIN
-        if (again or key == "plugins") and (value := _as_typed(seen.get(key))) is not None:
-            words.append(f"{key}={value}")
-    if endpoints := seen.get("engine.endpoints"):
-        words.append(f"engine.endpoints={_endpoints(endpoints)}")
-    return " ".join(["mmrl eval", *(shlex.quote(word) for word in [*words, *_held_out(seen)])])
-
-
-def _set_by(command: Sequence[str]) -> Iterator[str]:
-    """The config keys that a command line set, those of its rows included."""
-    # A row may come from the user's own folder of configs.
-    folder = next((after for word, after in pairwise(command) if word in ("--config-dir", "-cd")), None)
-    for word in command:
-        key, _, value = word.lstrip("+").partition("=")
-        yield key
-        for row in value.split(",") if key == "experiment" else ():
-            yield from row_keys(row, folder)
-
-
-NOT_AGAIN = ("data", "reward", "search_penalty", "final_penalty", "em_needs_format", "outcome_rewards", "judge")
-"""Parts of `task` that an evaluation gets otherwise (`data`) or that shape rewards in training alone."""
-
-
-def _as_typed(value: object) -> str | None:
-    """A config value as one types it; None for a section."""
-    if isinstance(value, Mapping):
-        return None
-    if isinstance(value, list | tuple):
-        return f"[{','.join(str(item) for item in value)}]"
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
-
-
-def _endpoints(given: Mapping[str, Mapping[str, object]]) -> str:
-    """`engine.endpoints` as one types it, without what is at its default."""
-    fields = EndpointConfig.model_fields
-    sections = []
-    for module, endpoint in given.items():
-        # a stored list is a tuple in the schema
-        defaults = {key: list(d) if isinstance(d := field.default, tuple) else d for key, field in fields.items()}
-        typed = {key: value for key, value in endpoint.items() if value != defaults.get(key)}
-        sections.append(f"{module}: {_in_braces(typed)}")
-    return f"{{{', '.join(sections)}}}"
-
-
-def _in_braces(value: object) -> str:
-    """A value at any depth as one types it inside of braces."""
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_in_braces(item)}' for key, item in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_in_braces(item) for item in value)}]"
-    return f"'{value}'" if isinstance(value, str) else str(_as_typed(value))
-
-
-def _held_out(seen: Overview) -> list[str]:
-    """What to evaluate on next: test; of the user's own data dev or train where there is no test."""
-    for split in ("test", "dev", "train"):
-        if (source := seen.get(f"task.data.{split}")) not in (None, "mini"):
-            return [f"task.data.{split}={source}", f"split={split}"]
-    return ["split=test"]
+    """The command that evaluates the run's policy on its task: on test, or, of the user's data, dev or train."""
+    mine = [split for split in ("test", "dev", "train") if seen.get(f"task.data.{split}") not in (None, "mini")]
+    split = mine[0] if mine else "test"
+    return f"mmrl eval policy={shlex.quote(str(seen.run.path))} split={split}"

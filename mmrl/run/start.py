@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from mmrl.config import StageConfig, StartConfig
 from mmrl.config.base import value_at
+from mmrl.config.validate import as_tuples
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.policy import (
     MARKER,
@@ -18,10 +19,11 @@ from mmrl.models.policy import (
     prompts_of,
     require_undamaged,
     resolve,
+    run_config,
 )
 from mmrl.report.rundir import RunDir
 from mmrl.run import session
-from mmrl.run.settle import stored_config
+from mmrl.run.settle import announce_code, import_plugins, stored_config
 from mmrl.system.files import JsonObject, atomic_dir
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
@@ -67,6 +69,32 @@ def with_typed(section: JsonObject, composed: Mapping[str, object], typed: Colle
                 inner = inner[part]
             inner[last] = value_at(composed, key)
     return section
+
+
+def of_its_run(sections: Mapping[str, object], typed: Collection[str]) -> JsonObject:
+    """The sections of an evaluation, with its policy's own task, plugins and endpoints where none is typed.
+
+    Args:
+        sections: composed of what was typed.
+        typed: its keys.
+    """
+    policy = str(sections.get("policy"))
+    stored = run_config(policy)
+    task, plugins = stored.get("task"), stored.get("plugins")
+    if "task" in typed or not isinstance(task, Mapping):
+        return dict(sections)
+    packages = plugins if isinstance(plugins, list) else []
+    announce_code(Path(policy), stored, packages, program=True)
+    import_plugins(packages)
+    inherited = with_typed({**task}, sections, typed, "task")
+    name, prompts = prompts_of(policy)
+    if prompts is not None and name == task.get("name"):
+        inherited.setdefault("prompts", prompts)
+    made = {**sections, "task": as_tuples(inherited)}
+    endpoints, engine = value_at(stored, "engine.endpoints"), sections.get("engine")
+    if endpoints and isinstance(engine, Mapping) and not any(key.startswith("engine.endpoints") for key in typed):
+        made["engine"] = {**engine, "endpoints": as_tuples(endpoints)}
+    return {**made, **({"plugins": as_tuples(packages)} if packages and "plugins" not in typed else {})}
 
 
 def made_policy(run: Path) -> Policy:

@@ -1,12 +1,11 @@
 """Where configs lie, which choices each group has and what a row (`experiment=`) sets, without Hydra.
 
-Apart from `config`, whose import loads pydantic: `mmrl --help` lists choices and is to be there at once. A finished run
-names what its row had set.
+Apart from `config`, whose import loads pydantic: `mmrl --help` lists choices and is to be there at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 GROUPS = ("task", "algo", "model", "hardware", "engine", "experiment")
@@ -41,27 +40,6 @@ def options(group: str, config_dir: str | None = None) -> list[str]:
 def later_wins(words: Iterable[str]) -> list[str]:
     """Overrides with each key once, at its first place and with its last value: a command line takes no key twice."""
     return list({word.partition("=")[0].lstrip("+"): word for word in words}.values())
-
-
-def row_keys(row: str, config_dir: str | None = None) -> list[str]:
-    """What the file of `experiment=row` sets: config keys, and a group that it chooses by its name; [] without one."""
-    import yaml
-
-    for folder in [*user_dirs(config_dir), conf_dir()]:
-        path = folder / "experiment" / f"{row}.yaml"
-        if path.is_file():
-            content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-            chosen = [key for item in content.pop("defaults", ()) if isinstance(item, Mapping) for key in item]
-            return [*(key.removeprefix("override ").strip("/") for key in chosen), *_leaves(content)]
-    return []
-
-
-def _leaves(section: Mapping[str, object], above: str = "") -> Iterator[str]:
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}"
 
 
 def chained(algo: str, folders: Iterable[Path]) -> list[str]:

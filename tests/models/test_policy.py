@@ -50,7 +50,7 @@ def test_a_policy_of_another_task_is_told(tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text("model: {path: tiny}\ntask: {name: search_agent}\n")
     newest = checkpoint(tmp_path, 5)
     (newest / "agent").mkdir()
-    told = {"trained on": "search_agent (to evaluate on that: task=search_agent)"}
+    told = {"trained on": "search_agent"}
     for folder in (tmp_path, newest, newest / "agent"):
         assert other_task(str(folder), "hotpotqa") == told
         assert other_task(str(folder), "search_agent") == {}

@@ -205,9 +205,9 @@ def test_the_end_of_a_run(tmp_path):
     ("data", "says"),
     [
         ({"dev": "mini", "test": "mini"}, "split=test"),
-        ({"dev": "dev.json", "test": "test.json"}, "task.data.test=test.json split=test"),
-        ({"dev": "dev.json", "test": "mini"}, "task.data.dev=dev.json split=dev"),
-        ({"train": "train.json", "dev": None, "test": None}, "task.data.train=train.json split=train"),
+        ({"dev": "dev.json", "test": "test.json"}, "split=test"),
+        ({"dev": "dev.json", "test": "mini"}, "split=dev"),
+        ({"train": "train.json", "dev": None, "test": None}, "split=train"),
     ],
 )
 def test_the_command_that_evaluates_again_stays_on_the_users_data(tmp_path, data, says):
@@ -215,41 +215,7 @@ def test_the_command_that_evaluates_again_stays_on_the_users_data(tmp_path, data
     config = run.config
     config["task"]["data"] = data
     (run.path / "config.yaml").write_text(yaml.safe_dump(config))
-    assert f"evaluate       mmrl eval policy={run.path} task=hotpotqa {says}" in finished(run).splitlines()
-
-
-def test_the_command_that_evaluates_again_has_what_was_typed_of_the_task(tmp_path):
-    run = fake_run(tmp_path / "run")
-    config, environment = run.config, run.environment
-    task = {"program": "mine:P", "inputs": ["question"], "chain_of_thought": True, "final_penalty": 0.0}
-    config["task"] = {**config["task"], **task, "top_k": 9}
-    config["plugins"] = ["mine"]
-    (run.path / "config.yaml").write_text(yaml.safe_dump(config))
-    typed = [f"task.{name}=x,y" for name in task] + ["++plugins=[mine]", "train.steps=3", "model=tiny"]
-    (run.path / "environment.json").write_text(json.dumps({**environment, "command": ["mmrl", "train", "-m", *typed]}))
-    (line,) = [line for line in finished(run).splitlines() if line.startswith("evaluate")]
-    assert line.split("task=hotpotqa ")[1] == (
-        "task.program=mine:P 'task.inputs=[question]' task.chain_of_thought=true 'plugins=[mine]' split=test"
-    )
-
-
-def test_the_command_that_evaluates_again_has_what_a_row_set_of_the_task(tmp_path):
-    """The row's own values where the command line did not replace them; rows of a `--config-dir` count as well."""
-    row = tmp_path / "conf" / "experiment" / "mine" / "row.yaml"
-    row.parent.mkdir(parents=True)
-    row.write_text(
-        "# @package _global_\ndefaults:\n  - override /task: hotpotqa\n  - override /model: big\n"
-        "task:\n  max_tokens: 100\n  retriever:\n    top_k: 5\n  data: {dev: file.json}\nalgo: {beta: 0.1}\n"
-    )
-    run = fake_run(tmp_path / "run")
-    config, environment = run.config, run.environment
-    config["task"] = {**config["task"], "max_tokens": 7, "retriever": {"top_k": 5, "kind": "bm25"}}
-    config["model"] = {**config["model"], "name": "big"}
-    (run.path / "config.yaml").write_text(yaml.safe_dump(config))
-    typed = ["--config-dir", str(tmp_path / "conf"), "experiment=mine/row", "task.max_tokens=7"]
-    (run.path / "environment.json").write_text(json.dumps({**environment, "command": ["mmrl", "train", *typed]}))
-    (line,) = [line for line in finished(run).splitlines() if line.startswith("evaluate")]
-    assert line.split("task=hotpotqa ")[1] == "model=big task.max_tokens=7 task.retriever.top_k=5 split=test"
+    assert f"evaluate       mmrl eval policy={run.path} {says}" in finished(run).splitlines()
 
 
 def test_a_failed_drawing_does_not_lose_the_summary(tmp_path, monkeypatch):

@@ -1,0 +1,62 @@
+"""`mmrl eval policy=RUN` without `task=`: the task as the run had it."""
+
+import pytest
+
+from mmrl.cli.configs import configs, train_configs
+from mmrl.cli.overrides import read_line
+from mmrl.config import EvalCommandConfig
+from mmrl.models.policy import write_policy
+from mmrl.report.rundir import RunDir
+from mmrl.system.files import plain
+
+
+def run_of(folder, *words):
+    (config,) = train_configs(read_line(words))
+    RunDir.create(folder, plain(config.model_dump(mode="json")), ["mmrl"]).close()
+    return config
+
+
+def evaluation(*words):
+    (config,) = configs("eval", EvalCommandConfig, read_line(words))
+    return config
+
+
+def test_it_has_the_runs_task_with_what_is_typed(tmp_path):
+    words = ["task=search_agent", "task.max_turns=3", "task.dataset=nq", "algo=mt_grpo", "task.retriever.top_k=7"]
+    trained = run_of(tmp_path, *words)
+    config = evaluation(f"policy={tmp_path}", "task.max_turns=2", "eval.items=5")
+    assert config.task == trained.task.model_copy(update={"max_turns": 2})
+    assert evaluation(f"policy={tmp_path}", "task=search_agent").task.max_turns != 3, "a task that is typed is that one"
+    assert evaluation("policy=tiny").task.name == "hotpotqa"
+
+
+def test_prompts_are_those_of_the_policy(tmp_path):
+    run_of(tmp_path, "task=banking77", "algo=mmgrpo", "task.prompts=old.json")
+    write_policy(tmp_path, weights="tiny_dspy", prompts="new.json", task="banking77")
+    assert evaluation(f"policy={tmp_path}").task.prompts == "new.json"
+    assert evaluation(f"policy={tmp_path}", "task.prompts=typed.json").task.prompts == "typed.json"
+
+
+def test_endpoints_answer_as_they_did(tmp_path):
+    endpoints = "engine.endpoints={reranker: {url: 'http://localhost:1/v1', model: big, key_env: null}}"
+    trained = run_of(tmp_path, "task=hotpotqa", endpoints)
+    assert evaluation(f"policy={tmp_path}").engine.endpoints == trained.engine.endpoints
+    assert evaluation(f"policy={tmp_path}", "engine.endpoints=null").engine.endpoints is None
+
+
+def test_packages_of_the_run_are_imported_and_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine_of_a_run.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    run_of(tmp_path / "run", "task=hotpotqa", "plugins=[mine_of_a_run]")
+    assert evaluation(f"policy={tmp_path / 'run'}").plugins == ("mine_of_a_run",)
+    assert "names code that is imported and run now: plugins=mine_of_a_run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("typed", ["task.labelz=2", "task.data.dev=nowhere.json"])
+def test_a_wrong_key_is_judged_as_if_the_task_were_typed(typed, tmp_path):
+    from mmrl.errors import ConfigError
+    from mmrl.run.check import check_all
+
+    run_of(tmp_path, "task=hotpotqa")
+    with pytest.raises(ConfigError, match=typed.partition("=")[0]):
+        check_all([evaluation(f"policy={tmp_path}", typed)])
