@@ -205,9 +205,9 @@ def _after(line: CommandLine) -> CommandLine:
     """The words of a run that starts from another (`from=RUN`), with that one's model and task where none is typed."""
     if "from" not in line.own:
         return line
-    from mmrl.run.start import sections_of
+    from mmrl.run.start import run_of, sections_of
 
-    stored = sections_of(Path(line.own["from"]))
+    stored = sections_of(run_of(Path(line.own["from"])))
     names = {group: stored[group].get("name") for group in stored if group not in line.keys}
     words = [f"{group}={name}" for group, name in names.items() if name in options(group, line.config_dir)]
     return replace(line, overrides=(*parse(words, []), *line.overrides))
@@ -217,11 +217,14 @@ def _from(line: CommandLine, build: Callable[[Mapping[str, object]], ConfigT], r
     """The config of a job; where it starts from another run, with the sections of that one which were not typed."""
     if "from" not in line.own:
         return build(raw)
-    from mmrl.run.start import made_policy, sections_of, with_typed
+    from mmrl.run.start import made_policy, run_of, sections_of, with_typed
 
-    run = Path(line.own["from"])
+    run = run_of(Path(line.own["from"]))
     stored = sections_of(run)
     sections = {name: with_typed(stored[name], raw, line.keys, name) for name in stored if name not in line.keys}
+    if "model" in sections and value_at(raw, "model.path") is not None:
+        # The path of a run that has itself started from another is no setting; the policy's weights take its place.
+        sections["model"]["path"] = value_at(raw, "model.path")
     config = build({**raw, **sections})
     if isinstance(config, StagedCommandConfig):
         raise ConfigError(f"from: {config.algo.name} is several runs, each from the one before")

@@ -21,7 +21,7 @@ from mmrl.models.policy import (
     resolve,
     run_config,
 )
-from mmrl.report.rundir import RunDir
+from mmrl.report.rundir import RunDir, rows_of
 from mmrl.run import session
 from mmrl.run.settle import announce_code, import_plugins, stored_config
 from mmrl.system.files import JsonObject, atomic_dir
@@ -55,6 +55,12 @@ def sections_of(run: Path) -> JsonObject:
     if "policy" in stored:
         raise ConfigError(f"from: {run} is an evaluation, which makes no policy; expected a run of mmrl train")
     return {name: stored[name] for name in ("model", "task") if isinstance(stored.get(name), Mapping)}
+
+
+def run_of(path: Path) -> Path:
+    """The run whose policy a folder has: the folder itself, or of runs in turn the last that has ended."""
+    ended = [row for row in rows_of(path) if (row / "summary.json").is_file()]
+    return ended[-1] if ended else path
 
 
 def with_typed(section: JsonObject, composed: Mapping[str, object], typed: Collection[str], name: str) -> JsonObject:

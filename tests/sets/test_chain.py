@@ -219,6 +219,13 @@ def test_its_page_has_a_row_for_the_policy_after_each_run(whole, capsys):
     assert (whole / "set.html").is_file()
 
 
+def test_a_run_starts_from_a_chain_as_from_its_last_run(whole):
+    (first,) = train_configs(read_line([f"from={whole}", "algo=mmgrpo"], own=("from",)))
+    (second,) = train_configs(read_line([f"from={whole / '2_mmgrpo'}", "algo=mmgrpo"], own=("from",)))
+    assert first == second and first.start.run == str(whole / "2_mmgrpo")
+    assert first.model.path == "tiny_dspy", "of the model's name; the weights come with the start"
+
+
 def test_a_finished_chain_is_not_run_again(whole, capsys):
     assert main(["train", f"resume={whole}"]) == 2
     assert "this set is finished" in capsys.readouterr().err
