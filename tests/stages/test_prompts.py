@@ -1,6 +1,7 @@
-"""Prompt stages: DSPy's optimisers on whole batches of rollouts, resumed to the same files, nothing paid for twice."""
+"""Prompt stages: DSPy's optimisers on mmrl's rollouts, resumed to the same files, nothing stored paid for twice."""
 
 import asyncio
+import copy
 import json
 import logging
 import shutil
@@ -20,7 +21,10 @@ from mmrl.rollout.environment import make_environment, sampling_settings
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import sample
 from mmrl.run.build import build_task
+from mmrl.stages.prompts.rollouts import Ahead
+from mmrl.stages.prompts.stored_rollouts import Loop
 from mmrl.system import json_lines as store
+from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.built_in import Banking77
 from tests.helpers.stages import (
     MIPRO,
@@ -36,6 +40,16 @@ from tests.helpers.stages import (
 )
 
 FILES = ("prompts.json", *(f"prompts/{n}.jsonl" for n in ("trials", "proposals", "rollouts", "completions")))
+
+
+def content(path):
+    """What is in a file; rollouts are stored as they end, in no order."""
+    data = path.read_bytes() if path.exists() else b""
+    return sorted(data.splitlines()) if path.name == "rollouts.jsonl" else data
+
+
+def keys(folder):
+    return [one["key"] for line in lines(folder / "prompts" / "rollouts.jsonl") for one in line["rollouts"]]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +80,49 @@ def test_the_best_candidate_on_all_validation_examples_is_the_result(whole):
     assert [record["step"] for record in RunDir.read(folder).history()] == list(range(1, len(trials) + 1))
 
 
-def test_all_programs_of_a_batch_are_in_flight_at_once(whole):
-    assert whole[2].most == 19
+class SlowEngine(ScriptedEngine):
+    async def generate(self, request):
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        await asyncio.sleep(0.2)
+        self.waiting -= 1
+        return await super().generate(request)
+
+
+@pytest.mark.parametrize(("algo", "most"), [("miprov2", 19), ("bootstrap_fewshot", 19), ("gepa", 12)])
+def test_rollouts_of_an_evaluation_are_in_flight_at_once(tmp_path, task, algo, most):
+    engine = SlowEngine(better_with_demonstrations(task[1]))
+    options = MIPRO if algo == "miprov2" else OPTIMISERS[algo]
+    with (stage := prompt_stage(tmp_path / "run", task, engine, algo, **options)).rundir:
+        stage.search()
+    assert engine.most == most
+
+
+@pytest.mark.parametrize("labeled", [0, 2])
+@pytest.mark.parametrize("algo", ["miprov2", "bootstrap_fewshot"])
+def test_bootstrapping_rolls_out_ahead_what_dspy_asks_for_next(tmp_path, task, monkeypatch, algo, labeled):
+    """Where nothing goes well, every bootstrapping goes through all examples: whatever is ahead is needed later."""
+    config, built = task
+    worthless = copy.copy(built)
+    worthless.score = lambda *_: Score(reward=0.0)
+    options = {**(MIPRO if algo == "miprov2" else OPTIMISERS[algo]), "max_labeled_demos": labeled}
+    found, sizes, batch = {}, set(), Ahead.batch
+
+    def noted(self, *args):
+        needs = batch(self, *args)
+        sizes.add(len(needs))
+        return needs
+
+    monkeypatch.setattr(Ahead, "batch", noted)
+    for size in (1, 2):
+        engine = ScriptedEngine(better_with_demonstrations(built))
+        stage = prompt_stage(tmp_path / f"{size}", (config, worthless), engine, algo, bootstrap_ahead=size, **options)
+        with stage.rundir:
+            stage.search()
+        trials = lines(tmp_path / f"{size}" / "prompts" / "trials.jsonl")
+        found[size] = (sorted(keys(tmp_path / f"{size}")), [trial["modules"] for trial in trials])
+    # of 5 examples two, and then the other three
+    assert found[1] == found[2] and sizes == {1, 2, 3}
 
 
 def test_what_is_paid_for_is_what_was_sent(whole):
@@ -79,11 +134,11 @@ def test_what_is_paid_for_is_what_was_sent(whole):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_stage_killed_at_any_batch_goes_on_to_the_same_files(tmp_path, task, whole, monkeypatch, when):
-    folder, result, engine = whole
-    append, sent, runs = store.append_jsonl, 0, 0
+    folder, result, _ = whole
+    append, runs = store.append_jsonl, 0
 
     def killing(path, records):
-        # after some batches: before the last of them is stored, or right after it
+        # before one of them is stored, or right after it
         if path.name in ("rollouts.jsonl", "completions.jsonl"):
             killing.left -= 1
             if killing.left == 0 and when == "before":
@@ -98,7 +153,7 @@ def test_a_stage_killed_at_any_batch_goes_on_to_the_same_files(tmp_path, task, w
     killed = tmp_path / "run"
     again = None
     while again is None:
-        killing.left = 6
+        killing.left = 20
         own = ScriptedEngine(better_with_demonstrations(task[1]))
         stage = prompt_stage(killed, task, own, "miprov2", **MIPRO)
         with stage.rundir:
@@ -106,15 +161,14 @@ def test_a_stage_killed_at_any_batch_goes_on_to_the_same_files(tmp_path, task, w
                 again = stage.search()
             except KeyboardInterrupt:
                 runs += 1
-        sent += len(own.requests)
     assert runs > 2
     for name in FILES:
-        assert (killed / name).read_bytes() == (folder / name).read_bytes(), name
+        assert content(killed / name) == content(folder / name), name
+    stored = keys(killed)
+    assert len(stored) == len(set(stored)), "nothing that was stored is paid for again"
     assert again == type(again)(**{**{f: getattr(result, f) for f in result.__slots__}, "prompts": again.prompts})
     metrics = [[comparable(record) for record in RunDir.read(path).history()] for path in (folder, killed)]
     assert metrics[0] == metrics[1]
-    if when == "after":
-        assert sent == len(engine.requests), "nothing that was stored is paid for again"
 
 
 def test_a_stage_that_is_run_again_sends_nothing(whole, task):
@@ -206,7 +260,7 @@ def test_every_optimiser_ends_and_goes_on_after_a_kill(tmp_path, task, monkeypat
     def killing(path, records):
         written = append(path, records)
         stored.append(path)
-        if len(stored) == 6:
+        if len(stored) == 30:
             raise KeyboardInterrupt
         return written
 
@@ -217,8 +271,7 @@ def test_every_optimiser_ends_and_goes_on_after_a_kill(tmp_path, task, monkeypat
     assert 0 < len(rest.requests) < len(engine.requests)
     assert (again.best, again.trials) == (result.best, result.trials)
     for name in FILES:
-        one, other = (tmp_path / folder / name for folder in ("whole", "killed"))
-        assert one.exists() == other.exists() and (not one.exists() or one.read_bytes() == other.read_bytes()), name
+        assert content(tmp_path / "whole" / name) == content(tmp_path / "killed" / name), name
 
 
 @pytest.mark.parametrize(("temperature", "requests"), [(0.0, 1), (1.0, 2)])
@@ -229,8 +282,9 @@ def test_an_equal_request_to_the_prompt_model_is_sent_again_only_where_it_may_di
         engine = ScriptedEngine(lambda messages, temperature, seed: f"{seed}")
         stage = prompt_stage(tmp_path / "run", task, engine, "miprov2", **MIPRO)
         with stage.rundir:
-            writer = stage._make_writer(tmp_path / "run", None)
-            texts = [writer.write([{"role": "user", "content": "Propose."}], temperature, None) for _ in range(2)]
+            writer = stage._make_writer(tmp_path / "run", None, loop := Loop())
+            sent = [{"role": "user", "content": "Propose."}]
+            texts = loop.run(lambda: [writer.write(sent, temperature, None) for _ in range(2)])
         return texts, writer.usage.requests, len(engine.requests)
 
     texts, used, sent = made()

@@ -6,7 +6,6 @@ optimiser which is run again gets the same ones and none is paid for twice.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import LengthFailure
 from mmrl.models.chat import decode_text, render_prompt
 from mmrl.rollout.dspy.host import messages_of
-from mmrl.stages.prompts.rollouts import Abort
+from mmrl.stages.prompts.stored_rollouts import Loop
 from mmrl.system.files import JsonObject
 from mmrl.system.json_lines import Store
 from mmrl.tasks.base import Message
@@ -64,6 +63,7 @@ class Writer:
     max_tokens: int
     seed: int
     store: Store
+    loop: Loop
     usage: WriterUsage = field(default_factory=WriterUsage)
     _stored: dict[str, JsonObject] = field(default_factory=dict)
     _times: Counter[str] = field(default_factory=Counter)
@@ -79,8 +79,14 @@ class Writer:
 
         Raises:
             ContextWindowExceededError: the prompt alone is too long for the policy.
-            Abort: no completion could be had.
         """
+        record = self.loop.wait(self._written(messages, temperature, number))
+        # Stored like a reply: an optimiser that is run again must meet it at the same place.
+        if record["error"]:
+            raise ContextWindowExceededError(record["error"])
+        return str(record["text"])
+
+    async def _written(self, messages: Sequence[Message], temperature: float, number: int | None) -> JsonObject:
         sent = json.dumps(list(map(dict, messages)))
         request = f"{rng.digest(sent, repr(temperature), number):032x}"
         # Asked for again, an equal request is to have another completion: its number makes the key, here and in a
@@ -91,21 +97,13 @@ class Writer:
         if key not in self._stored:
             # From the key alone: how much came from the store before it changes no draw.
             seed = rng.digest(self.seed, "prompt_model", key)
-            try:
-                made = asyncio.run(self._made(messages, temperature, seed))
-                options = {"temperature": temperature, "number": number}
-                line = {"key": key, **options, "messages": list(map(dict, messages)), **made}
-                self._stored[key] = self.store.append(line)
-            except Exception as error:
-                # DSPy takes an `Exception` for a bad proposal and goes on with the next.
-                raise Abort(error) from error
-        record = self._stored[key]
+            made = await self._made(messages, temperature, seed)
+            options = {"temperature": temperature, "number": number}
+            line = {"key": key, **options, "messages": list(map(dict, messages)), **made}
+            self._stored[key] = self.store.append(line)
         if not again:
-            self.usage.add(record)
-        # Stored like a reply: an optimiser that is run again must meet it at the same place.
-        if record["error"]:
-            raise ContextWindowExceededError(record["error"])
-        return str(record["text"])
+            self.usage.add(self._stored[key])
+        return self._stored[key]
 
     async def _made(self, messages: Sequence[Message], temperature: float, seed: int) -> JsonObject:
         if self.endpoint is not None:

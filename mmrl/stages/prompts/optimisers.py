@@ -1,30 +1,33 @@
-"""DSPy's optimisers as `algo.*` says: their own classes, on mmrl's rollouts and prompt model.
+"""DSPy's optimisers as `algo.*` says, on mmrl's rollouts and prompt model.
 
 A proposal of the prompt model that cannot be used is noted, and ends no search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TextIO
+from typing import Any
 
 import dspy
 from dspy.propose import GroundedProposer
-from dspy.teleprompt import BootstrapFewShotWithRandomSearch, MIPROv2, mipro_optimizer_v2
+from dspy.teleprompt import BootstrapFewShotWithRandomSearch, MIPROv2
 from dspy.teleprompt.gepa.gepa import GEPA
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
+from dspy.teleprompt.mipro_optimizer_v2 import AUTO_RUN_SETTINGS, BOOTSTRAPPED_FEWSHOT_EXAMPLES_IN_CONTEXT
 
 from mmrl.config.other_stages import (
+    BootstrapConfig,
     BootstrapFewshotConfig,
     GepaConfig,
     Miprov2Config,
     PromptConfig,
 )
 from mmrl.stages.prompts.model import PromptLM, Writer
-from mmrl.stages.prompts.rollouts import Played, Rollouts, TaskLM, on_rollouts, replaced
+from mmrl.stages.prompts.rollouts import THREADS, Ahead, Played, Rollouts, TaskLM, TrainExample, optimising
 from mmrl.stages.prompts.split import labeled_demos
+from mmrl.stages.prompts.stored_rollouts import Need
 from mmrl.stages.prompts.students import Student
 from mmrl.tasks.base import Task
 
@@ -40,31 +43,43 @@ class Bench:
     task: Task
     rollouts: Rollouts
     student: Student
-    train: list[dspy.Example]
-    validation: list[dspy.Example]
+    train: list[TrainExample]
+    validation: list[TrainExample]
     seed: int
     writer: Writer | None
     """None for an optimiser that proposes no instructions."""
     note: Note
-    log: TextIO
-    """What DSPy prints."""
+    on_batch: Callable[[Sequence[Need]], None]
+    """Called with the rollouts of each evaluation."""
 
 
 def optimise(algo: PromptConfig, bench: Bench) -> dspy.Module:
     """The program that an optimiser of DSPy returns.
 
     Raises:
-        Abort: a rollout or a completion could not be had.
+        Exception: a rollout or a completion could not be had.
     """
     run: Any = {
         "miprov2": _miprov2,
         "bootstrap_fewshot": _bootstrap_fewshot,
         "gepa": _gepa,
     }[algo.name]
-    ahead = getattr(algo, "bootstrap_ahead", 1)
-    # Only optimisers that bootstrap know beforehand which example comes next.
-    with on_rollouts(bench.rollouts, bench.log, ahead):
-        return run(algo, bench)
+    program, loop = None, bench.rollouts.sampler.loop
+    try:
+        with optimising(bench.rollouts.sampler, bench.on_batch):
+            program = run(algo, bench)
+    except Exception:
+        if loop.failure is None:
+            raise
+    # Whatever DSPy has made of it.
+    if loop.failure is not None:
+        raise loop.failure
+    return program
+
+
+def _ahead(algo: BootstrapConfig, bench: Bench, orders: Iterator[list[TrainExample]]) -> Ahead:
+    labeled = labeled_demos(algo, bench.task)
+    return Ahead(student=bench.student.module, orders=orders, labeled=labeled, first=algo.bootstrap_ahead)
 
 
 def score(example: dspy.Example, prediction: Played, trace: object = None) -> float:
@@ -93,7 +108,9 @@ def worth_showing(threshold: float | None) -> Metric:
 
 def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
     assert bench.writer is not None
-    optimiser = MIPROv2(
+    bench.rollouts.ahead = _ahead(algo, bench, _mipro_orders(algo, bench))
+    optimiser = _Mipro(
+        bench,
         metric=worth_showing(algo.metric_threshold),
         prompt_model=PromptLM(bench.writer, algo.init_temperature),
         task_model=TaskLM(),
@@ -101,6 +118,7 @@ def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
         max_labeled_demos=labeled_demos(algo, bench.task),
         auto=algo.auto,
         num_candidates=algo.num_candidates,
+        num_threads=THREADS,
         seed=bench.seed,
         init_temperature=algo.init_temperature,
         track_stats=False,
@@ -109,31 +127,49 @@ def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
     if algo.num_instruct_candidates is not None:
         # DSPy has it as an attribute alone, which its constructor sets to the number of all candidates.
         optimiser.num_instruct_candidates = algo.num_instruct_candidates
-    with replaced(mipro_optimizer_v2, "GroundedProposer", partial(_Proposer, bench)):
-        program: dspy.Module = optimiser.compile(
-            bench.student.module,
-            trainset=bench.train,
-            valset=bench.validation,
-            num_trials=algo.num_trials,
-            minibatch=algo.minibatch_of(len(bench.validation)) is not None,
-            minibatch_size=algo.minibatch_size,
-            minibatch_full_eval_steps=algo.minibatch_full_eval_steps,
-            program_aware_proposer=algo.program_aware_proposer,
-            data_aware_proposer=algo.data_aware_proposer,
-            view_data_batch_size=algo.view_data_batch_size,
-            tip_aware_proposer=algo.tip_aware_proposer,
-            fewshot_aware_proposer=algo.fewshot_aware_proposer,
-        )
+    program: dspy.Module = optimiser.compile(
+        bench.student.module,
+        trainset=bench.train,
+        valset=bench.validation,
+        num_trials=algo.num_trials,
+        minibatch=algo.minibatch_of(len(bench.validation)) is not None,
+        minibatch_size=algo.minibatch_size,
+        minibatch_full_eval_steps=algo.minibatch_full_eval_steps,
+        program_aware_proposer=algo.program_aware_proposer,
+        data_aware_proposer=algo.data_aware_proposer,
+        view_data_batch_size=algo.view_data_batch_size,
+        tip_aware_proposer=algo.tip_aware_proposer,
+        fewshot_aware_proposer=algo.fewshot_aware_proposer,
+    )
     return program
 
 
+def _mipro_orders(algo: Miprov2Config, bench: Bench) -> Iterator[list[TrainExample]]:
+    """The orders of the train part in which MIPROv2 bootstraps, by its own draws."""
+    rng, labeled, bootstrapped = random.Random(bench.seed), labeled_demos(algo, bench.task), algo.max_bootstrapped_demos
+    if algo.auto is not None:
+        size = AUTO_RUN_SETTINGS[algo.auto]["val_size"]
+        rng.sample(range(len(bench.validation)), min(size, len(bench.validation)))
+    sets = algo.num_candidates if algo.auto is None else AUTO_RUN_SETTINGS[algo.auto]["n"]
+    most = bootstrapped if bootstrapped or labeled else BOOTSTRAPPED_FEWSHOT_EXAMPLES_IN_CONTEXT
+    # The first set has no demonstrations, the second has plain examples alone, if there are to be any.
+    for number in range(2 if labeled else 1, sets or 0):
+        order = list(bench.train)
+        if number != 2:
+            rng.shuffle(order)
+            rng.randint(1, most)
+        yield order
+
+
 def _bootstrap_fewshot(algo: BootstrapFewshotConfig, bench: Bench) -> dspy.Module:
+    bench.rollouts.ahead = _ahead(algo, bench, _random_search_orders(algo, bench))
     optimiser = BootstrapFewShotWithRandomSearch(
         metric=worth_showing(algo.metric_threshold),
         max_bootstrapped_demos=algo.max_bootstrapped_demos,
         max_labeled_demos=labeled_demos(algo, bench.task),
         max_rounds=algo.max_rounds,
         num_candidate_programs=algo.num_candidate_programs,
+        num_threads=THREADS,
         stop_at_score=algo.stop_at_score,
         metric_threshold=algo.metric_threshold,
     )
@@ -141,6 +177,15 @@ def _bootstrap_fewshot(algo: BootstrapFewshotConfig, bench: Bench) -> dspy.Modul
         bench.student.module, trainset=bench.train, valset=bench.validation, labeled_sample=algo.labeled_sample
     )
     return program
+
+
+def _random_search_orders(algo: BootstrapFewshotConfig, bench: Bench) -> Iterator[list[TrainExample]]:
+    """The orders of the train part in which DSPy's random search bootstraps."""
+    yield bench.train
+    for number in range(algo.num_candidate_programs):
+        order = list(bench.train)
+        random.Random(number).shuffle(order)
+        yield order
 
 
 def _gepa(algo: GepaConfig, bench: Bench) -> dspy.Module:
@@ -167,12 +212,12 @@ def _gepa(algo: GepaConfig, bench: Bench) -> dspy.Module:
         component_selector=algo.component_selector,
         use_merge=algo.use_merge,
         max_merge_invocations=algo.max_merge_invocations,
-        # Rollouts of a batch are sampled at once before this code runs; its threads would only change their order.
-        num_threads=1,
+        num_threads=THREADS,
         failure_score=bench.rollouts.sampler.failure_score,
         perfect_score=algo.perfect_score,
         warn_on_score_mismatch=False,
         seed=bench.seed,
+        gepa_kwargs={"stop_callbacks": lambda state: bench.rollouts.sampler.loop.failure is not None},
     )
     program: dspy.Module = optimiser.compile(bench.student.module, trainset=bench.train, valset=bench.validation)
     return program
@@ -195,6 +240,55 @@ def with_feedback(example: dspy.Example, prediction: Played, trace: object = Non
     for name, value in example.labels().items():
         lines.append(f"{name} of this example: {str(value)[:LONGEST]}")
     return dspy.Prediction(score=float(result["score"]), feedback="\n".join(lines))
+
+
+class _Mipro(MIPROv2):
+    """MIPROv2 with `_Proposer`."""
+
+    def __init__(self, bench: Bench, **options: Any):
+        super().__init__(**options)
+        self._bench = bench
+
+    def _propose_instructions(
+        self,
+        program: dspy.Module,
+        trainset: list[dspy.Example],
+        demo_candidates: Any,
+        view_data_batch_size: int,
+        program_aware_proposer: bool,
+        data_aware_proposer: bool,
+        tip_aware_proposer: bool,
+        fewshot_aware_proposer: bool,
+        num_instruct_candidates: int,
+    ) -> dict[int, list[str]]:
+        proposer = _Proposer(
+            self._bench,
+            program=program,
+            trainset=trainset,
+            prompt_model=self.prompt_model,
+            view_data_batch_size=view_data_batch_size,
+            program_aware=program_aware_proposer,
+            use_dataset_summary=data_aware_proposer,
+            use_task_demos=fewshot_aware_proposer,
+            num_demos_in_context=BOOTSTRAPPED_FEWSHOT_EXAMPLES_IN_CONTEXT,
+            use_tip=tip_aware_proposer,
+            set_tip_randomly=tip_aware_proposer,
+            use_instruct_history=False,
+            set_history_randomly=False,
+            rng=self.rng,
+            init_temperature=self.init_temperature,
+        )
+        proposed: dict[int, list[str]] = proposer.propose_instructions_for_program(
+            trainset=trainset,
+            program=program,
+            demo_candidates=demo_candidates,
+            N=num_instruct_candidates,
+            trial_logs={},
+        )
+        # The start is a candidate too.
+        for number, predictor in enumerate(program.predictors()):
+            proposed[number][0] = predictor.signature.instructions
+        return proposed
 
 
 class _Proposer(GroundedProposer):

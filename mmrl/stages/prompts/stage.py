@@ -14,14 +14,15 @@ Writes below the run directory:
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import dspy
 
@@ -38,9 +39,9 @@ from mmrl.rollout.environment import Environment, make_environment, sampling_set
 from mmrl.stages.evaluate import Evaluations
 from mmrl.stages.prompts.model import Writer, WriterUsage
 from mmrl.stages.prompts.optimisers import Bench, optimise
-from mmrl.stages.prompts.rollouts import Abort, Rollouts
+from mmrl.stages.prompts.rollouts import Rollouts, TrainExample
 from mmrl.stages.prompts.split import compared, split
-from mmrl.stages.prompts.stored_rollouts import Need, Sampler, Usage
+from mmrl.stages.prompts.stored_rollouts import Loop, Need, Sampler, Usage
 from mmrl.stages.prompts.students import State, state_of, student_of
 from mmrl.stages.step_log import StepLog
 from mmrl.system.files import JsonObject, atomic_write, dumps
@@ -167,33 +168,37 @@ class PromptStage:
         # A resumed stage makes its trials again, from the store: those that have a record get no second one.
         self._logged = {int(record["step"]) for record in self.rundir.history()}
         self._table, self._proposals = (Table(folder / name, STORED[name]) for name in (TRIALS, PROPOSALS))
-        self._sampler = sampler = self._make_sampler(folder)
-        rollouts = Rollouts(sampler, self._on_batch)
+        loop = Loop()
+        self._sampler = sampler = self._make_sampler(folder, loop)
+        self._before = self._seconds()
+        rollouts = Rollouts(sampler)
         self._validation = frozenset(example.id for example in validation)
         sampler.student = student = student_of(self.task, rollouts.forward)
         # An optimiser may change the module that it is given.
         start = student.module.deepcopy()
         self._note_prompts("start", start)
         endpoint = self._endpoint()
-        self._writer = self._make_writer(folder, endpoint)
+        self._writer = self._make_writer(folder, endpoint, loop)
+        bench = Bench(
+            task=self.task,
+            rollouts=rollouts,
+            student=student,
+            train=[TrainExample.of(example) for example in train],
+            validation=[TrainExample.of(example) for example in held],
+            seed=self.config.seed,
+            writer=self._writer,
+            note=self._note,
+            on_batch=self._trial,
+        )
+
+        def searched() -> tuple[dspy.Module, dict[str, float]]:
+            program = optimise(algo, bench)
+            return program, self._scores(validation, start=start, best=program)
+
         try:
             # Appended: what a start that was killed has printed stays.
-            with open(folder / "optimiser.log", "a", encoding="utf-8") as log:
-                bench = Bench(
-                    task=self.task,
-                    rollouts=rollouts,
-                    student=student,
-                    train=rollouts.given(train),
-                    validation=rollouts.given(held),
-                    seed=self.config.seed,
-                    writer=self._writer,
-                    note=self._note,
-                    log=log,
-                )
-                program = optimise(algo, bench)
-            scores = self._scores(validation, start=start, best=program)
-        except Abort as abort:
-            raise abort.cause from abort.cause.__cause__  # out of DSPy's code: an error like any other
+            with open(folder / "optimiser.log", "a", encoding="utf-8") as log, printing_to(log):
+                program, scores = loop.run(searched)
         finally:
             if endpoint is not None:
                 endpoint.close()
@@ -213,9 +218,9 @@ class PromptStage:
             writer=self._writer.usage if self._writer is not None else WriterUsage(),
         )
 
-    def _make_sampler(self, folder: Path) -> Sampler:
+    def _make_sampler(self, folder: Path, loop: Loop) -> Sampler:
         return Sampler(
-            examples=self.task.examples("train"),
+            examples={example.id: example for example in self.task.examples("train")},
             task=self.config.task,
             settings=self.config.eval,
             seed=self.config.seed,
@@ -224,14 +229,14 @@ class PromptStage:
             reward_set=self.reward_set,
             failure_score=self.task.failure_score,
             store=Store(folder / ROLLOUTS, STORED[ROLLOUTS]),
-            log=self.log,
+            loop=loop,
         )
 
     def _endpoint(self) -> OpenAIChat | None:
         model = getattr(self.config.algo, "prompt_model", None)
         return None if model is None else OpenAIChat(model, "algo.prompt_model")
 
-    def _make_writer(self, folder: Path, endpoint: OpenAIChat | None) -> Writer | None:
+    def _make_writer(self, folder: Path, endpoint: OpenAIChat | None, loop: Loop) -> Writer | None:
         if (most := getattr(self.config.algo, "prompt_max_tokens", None)) is None:
             return None  # it proposes nothing
         return Writer(
@@ -242,6 +247,7 @@ class PromptStage:
             max_tokens=most,
             seed=self.config.seed,
             store=Store(folder / COMPLETIONS, STORED[COMPLETIONS]),
+            loop=loop,
         )
 
     def _note_prompts(self, name: str, module: dspy.Module, **facts: object) -> None:
@@ -269,26 +275,28 @@ class PromptStage:
         for name, module in modules.items():
             needs = self._sampler.needs(module, validation)
             self._sampler.obtain(needs)
+            self._sampler.check(needs)
             scores[name] = self._score(needs)
         return scores
 
     # --- trials
 
     def _note(self, module: str, proposal: str, problem: str) -> None:
-        self._proposals.add({"module": module, "instructions": proposal, "usable": not problem, "problem": problem})
+        # What failed by an error that ends the search is no proposal.
+        if self._sampler.loop.failure is None:
+            with self._sampler.loop.noting():
+                line = {"module": module, "instructions": proposal, "usable": not problem, "problem": problem}
+                self._proposals.add(line)
 
     def _score(self, needs: Sequence[Need]) -> float:
         return fmean(float(self._sampler.results[need.key]["score"]) for need in needs)
 
-    def _on_batch(self, needs: Sequence[Need]) -> None:
-        """A batch of DSPy's is a trial."""
-        try:
-            self._trial(needs)
-        except Exception as error:
-            # DSPy's code is on the way up, and would take it for a bad candidate.
-            raise Abort(error) from error
-
     def _trial(self, needs: Sequence[Need]) -> None:
+        """An evaluation of DSPy's is a trial."""
+        self._sampler.check(needs)
+        for part, seconds in self._seconds().items():
+            self.log.add(part, seconds - self._before[part])
+        self._before = self._seconds()
         self.trials += 1
         score, results = self._score(needs), [self._sampler.results[need.key] for need in needs]
         # Scores on minibatches are noisier: no best is taken from them.
@@ -329,6 +337,10 @@ class PromptStage:
             self.log.write(self.trials, record)
         self.log.begin()
 
+    def _seconds(self) -> dict[str, float]:
+        """Parts of the time of trials, so far."""
+        return {"generate": self.engine.busy_s, "rollout": self._sampler.sampling.seconds}
+
     def _paid(self) -> dict[str, float]:
         """What was paid for since the trial before."""
         # Both count from the beginning of the stage, also what came from the store: so a resume has the same records.
@@ -338,6 +350,23 @@ class PromptStage:
         spent = {name: count - self._spent.get(name, 0.0) for name, count in now.items()}
         self._spent = now
         return spent
+
+
+@contextmanager
+def printing_to(log: TextIO) -> Iterator[None]:
+    """Inside, a file gets what is printed: DSPy prints much of its progress, and its bars and its logger too."""
+    import optuna
+
+    # Optuna's own handler has the standard error of the moment in which it was first imported.
+    optuna.logging.disable_default_handler()
+    handler, logger = logging.StreamHandler(log), logging.getLogger("optuna")
+    logger.addHandler(handler)
+    try:
+        with redirect_stdout(log), redirect_stderr(log):
+            yield
+    finally:
+        logger.removeHandler(handler)
+        optuna.logging.enable_default_handler()
 
 
 def _example(results: Sequence[JsonObject]) -> JsonObject:

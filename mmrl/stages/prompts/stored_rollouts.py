@@ -1,35 +1,37 @@
-"""The rollouts that an optimiser needs: sampled all at once, stored before they are used, each paid for once."""
+"""The rollouts that an optimiser needs: each stored before it is used, and paid for once."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import dspy
 
 from mmrl import rng
 from mmrl.config import EvalConfig, TaskConfig
-from mmrl.engines.base import Completion, Engine, Request
-from mmrl.errors import TooManyFailures, failed_how
+from mmrl.engines.base import Engine
+from mmrl.errors import MODEL_CAUSED, TooManyFailures, failed_how
 from mmrl.records import Example, Forest, Rollout
-from mmrl.rollout.environment import make_environment, sampling_settings
+from mmrl.rollout.environment import Stopwatch, make_environment, sampling_settings
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import sample
 from mmrl.stages.evaluate import CHUNK
 from mmrl.stages.prompts.students import Candidate, State, Student, as_json, state_of
-from mmrl.stages.step_log import StepLog
-from mmrl.stages.step_metrics import failed_share
-from mmrl.system.files import JsonObject
+from mmrl.system.files import JsonObject, plain
 from mmrl.system.json_lines import Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 Draw = tuple[float | None, int | None]
 """A temperature and DSPy's number of the sample."""
 AS_EVALUATED: Draw = (None, None)
@@ -71,35 +73,65 @@ class Usage:
         self.completion_tokens += result["completion_tokens"]
 
 
-class _InOrder(Engine):
-    """An engine for one of several candidates whose rollouts are sampled at once.
+class Loop:
+    """The event loop of a search: rollouts run on it, in the main thread, while the optimiser waits in threads.
 
-    Their requests have equal names, and the order of a batch must not be that of arrival.
+    The first error ends the search: whatever is asked for later raises it too. DSPy takes an exception for a bad
+    candidate and goes on, so that whoever runs it looks at `failure`.
     """
 
-    def __init__(self, engine: Engine, number: int):
-        self.engine, self.number = engine, number
-        self.repeats_greedy = engine.repeats_greedy
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self._lock = threading.Lock()
+        self._waiting: set[Future[Any]] = set()
 
-    async def generate(self, request: Request) -> Completion:
-        """See `Engine.generate`."""
-        return await self.engine.generate(replace(request, order=(self.number, *request.order)))
+    def run(self, function: Callable[[], T]) -> T:
+        """The result of `function`, which runs in a thread and calls `wait`."""
+        with ThreadPoolExecutor(1, "mmrl-search") as pool:
+            try:
+                return asyncio.run(self._served(pool, function))
+            finally:
+                with self._lock:
+                    self.failure = self.failure or RuntimeError("the search has ended")
+                # What came as the loop was stopped: nothing else would wake its threads.
+                for future in list(self._waiting):
+                    future.cancel()
 
-    def enter(self) -> None:
-        """See `Engine.enter`."""
-        self.engine.enter()
+    async def _served(self, pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+        # Rollouts have DSPy's settings of now and not the optimiser's: a metric may call the LM that is configured.
+        self._loop, self._context = asyncio.get_running_loop(), copy_context()
+        return await asyncio.wrap_future(pool.submit(copy_context().run, function))
 
-    def leave(self) -> None:
-        """See `Engine.leave`."""
-        self.engine.leave()
+    def wait(self, work: Coroutine[object, object, T]) -> T:
+        """The result of `work` on the loop; called from any other thread, which it blocks."""
+        with self._lock:
+            if self.failure is not None:
+                work.close()
+                raise self.failure
+            future = self._context.copy().run(asyncio.run_coroutine_threadsafe, work, self._loop)
+            self._waiting.add(future)
+        with self.noting():
+            try:
+                return future.result()
+            finally:
+                self._waiting.discard(future)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note an error that leaves the block."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
 
 
 @dataclass(slots=True, kw_only=True)
 class Sampler:
     """Samples and stores the rollouts of one stage."""
 
-    examples: Sequence[Example]
-    """The train split."""
+    examples: Mapping[str, Example]
+    """The train split, by id."""
     task: TaskConfig
     settings: EvalConfig
     """Rollouts are sampled as in evaluation."""
@@ -109,18 +141,21 @@ class Sampler:
     reward_set: str
     failure_score: float
     store: Store
-    log: StepLog
+    loop: Loop
     student: Student = field(init=False)
-    aside: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Around sampling: there the user's code runs, and not DSPy's optimiser."""
     usage: Usage = field(default_factory=Usage)
     """Of what this process has needed, whether it was sampled now or before a kill."""
+    sampling: Stopwatch = field(default_factory=Stopwatch)
     states: dict[str, State] = field(default_factory=dict)
     """Digest -> state of each candidate so far."""
     results: dict[str, JsonObject] = field(default_factory=dict)
     """Key -> result of each rollout that this process has needed."""
     _stored: dict[str, JsonObject] = field(default_factory=dict)
+    _failed: dict[str, Rollout] = field(default_factory=dict)
+    """Key -> rollout that failed by no doing of the model, until `check` of its batch."""
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _candidates: dict[str, Candidate] = field(default_factory=dict)
+    _places: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, CHUNK))
 
     def __post_init__(self) -> None:
         for line in self.store.lines:
@@ -138,77 +173,56 @@ class Sampler:
         self.states.setdefault(digest, state)
         return digest
 
-    def obtain(self, needs: Sequence[Need]) -> None:
-        """Have the results of all of these: from the store, or sampled now, all at once.
+    def obtain(self, needs: Iterable[Need]) -> None:
+        """Have the results of all of these, from the store or sampled now, all at once; blocks a thread of DSPy's."""
+        if missing := [need for need in needs if need.key not in self.results]:
+            self.loop.wait(self._obtained(missing))
 
-        Raises:
-            TooManyFailures: more than `eval.max_failed_share` failed by no doing of the model; they are not stored.
-        """
-        new = list({need.key: need for need in needs if need.key not in self.results}.values())
-        missing = [need for need in new if need.key not in self._stored]
-        for start in range(0, len(missing), CHUNK):
-            with self.aside():
-                sampled = asyncio.run(self._sampled(missing[start : start + CHUNK]))
-            # Before any of them is used: what an optimiser has seen is never sampled again.
-            line = self.store.append({"rollouts": sampled})
-            self._stored |= {result["key"]: result for result in line["rollouts"]}
-        for need in new:
-            self.results[need.key] = self._stored[need.key]
-            self.usage.add(self.results[need.key])
-
-    async def _sampled(self, needs: Sequence[Need]) -> list[JsonObject]:
-        """One rollout each, all in flight at once."""
-        started, busy = time.perf_counter(), self.engine.busy_s
-        groups: dict[tuple[str, Draw], list[Need]] = {}
+    async def _obtained(self, needs: Sequence[Need]) -> None:
         for need in needs:
-            groups.setdefault((need.candidate, need.draw), []).append(need)
-        tasks = []
-        # Until all have begun: no batch may start without those that begin last.
-        self.engine.enter()
-        try:
-            for number, ((digest, draw), members) in enumerate(groups.items()):
-                tasks.append(asyncio.create_task(self._group(number, digest, draw, members)))
-            await asyncio.sleep(0)
-        finally:
-            self.engine.leave()
-        try:
-            sampled = await asyncio.gather(*tasks)
-        # Where one has failed, the others must not go on sampling for nobody.
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        self.log.add("generate", self.engine.busy_s - busy)
-        self.log.add("rollout", time.perf_counter() - started)
-        self._check_failures([rollout for _, forest in sampled for rollout in forest.rollouts])
-        results: list[JsonObject] = []
-        # By candidate, then by example: the order of a stored line must not be that in which rollouts ended.
-        for ((digest, draw), members), (played, forest) in zip(groups.items(), sampled, strict=True):
-            rollouts = {rollout.example: rollout for rollout in forest.rollouts}
-            results += [
-                {"key": need.key, "candidate": digest[:12], "temperature": draw[0], "number": draw[1]}
-                | self._result(played, forest, rollouts[need.example])
-                for need in members
-            ]
-        return results
+            # DSPy asks again where a thread takes long.
+            if need.key not in self._tasks:
+                self._tasks[need.key] = asyncio.create_task(self._obtain(need))
+        await asyncio.gather(*(self._tasks[need.key] for need in needs))
 
-    async def _group(self, number: int, digest: str, draw: Draw, needs: Sequence[Need]) -> tuple[Candidate, Forest]:
-        """Rollouts of one candidate."""
-        if digest not in self._candidates:
+    async def _obtain(self, need: Need) -> None:
+        if need.key not in self._stored:
+            async with self._places:
+                candidate, forest = await self._sampled(need)
+            (rollout,) = forest.rollouts
+            temperature, number = need.draw
+            facts = {"key": need.key, "candidate": need.candidate[:12], "temperature": temperature, "number": number}
+            result = facts | self._result(candidate, forest, rollout)
+            if rollout.reward is None:
+                self._failed[need.key] = rollout
+                self._stored[need.key] = plain(result)
+            else:
+                self._store(result)
+        self.results[need.key] = self._stored[need.key]
+        self.usage.add(self.results[need.key])
+
+    def _store(self, result: JsonObject) -> None:
+        # Before it is used: what an optimiser has seen is never sampled again.
+        (self._stored[result["key"]],) = self.store.append({"rollouts": [result]})["rollouts"]
+
+    async def _sampled(self, need: Need) -> tuple[Candidate, Forest]:
+        if need.candidate not in self._candidates:
             # Each is a copy of the program, and whatever it holds: the oldest go.
             if len(self._candidates) >= MOST_CANDIDATES:
                 self._candidates.pop(next(iter(self._candidates)))
-            self._candidates[digest] = self.student.candidate(self.states[digest])
-        candidate = self._candidates[digest]
+            self._candidates[need.candidate] = self.student.candidate(self.states[need.candidate])
+        candidate = self._candidates[need.candidate]
         settings = sampling_settings(self.settings, self.task)
-        if draw[0] is not None:
-            settings = replace(settings, temperature=draw[0])
+        if need.draw[0] is not None:
+            settings = replace(settings, temperature=need.draw[0])
         # Without the candidate: candidates are compared on the same draws.
-        key: rng.Key = (self.seed, "prompts", *_plain(draw))
-        env = make_environment(candidate.task, _InOrder(self.engine, number), self.tokenizer, settings, key)
-        by_id = {example.id: example for example in self.examples}
-        plans = [(by_id[need.example], (Tree(),)) for need in needs]
-        return candidate, await sample(env, plans, self.reward_set)
+        key: rng.Key = (self.seed, "prompts", *_plain(need.draw))
+        env = make_environment(candidate.task, self.engine, self.tokenizer, settings, key)
+        started = self.sampling.start()
+        try:
+            return candidate, await sample(env, [(self.examples[need.example], (Tree(),))], self.reward_set)
+        finally:
+            self.sampling.end(started)
 
     def _result(self, candidate: Candidate, forest: Forest, rollout: Rollout) -> JsonObject:
         calls = forest.path(rollout)
@@ -226,18 +240,27 @@ class Sampler:
             "completion_tokens": sum(call.completion_tokens for call in calls),
         }
 
-    def _check_failures(self, rollouts: Sequence[Rollout]) -> None:
-        # Before anything is stored: a resume samples the whole batch again.
-        share, limit = failed_share(rollouts), self.settings.max_failed_share
-        if share <= limit:
+    def check(self, needs: Sequence[Need]) -> None:
+        """Store what failed of a batch by no doing of the model: only now is it known not to be too much.
+
+        Raises:
+            TooManyFailures: more than `eval.max_failed_share` of the batch; a resume samples it again.
+        """
+        failed = [(need.key, self._failed.pop(need.key)) for need in needs if need.key in self._failed]
+        if not failed:
             return
-        failed = [rollout for rollout in rollouts if rollout.reward is None]
-        how, first = failed_how(rollout.error or "" for rollout in failed), failed[0]
-        trace = f"\n{first.error_traceback.rstrip()}" if first.error_traceback else ""
-        raise TooManyFailures(
-            f"{share:.0%} of the rollouts of a batch failed {how}, more than eval.max_failed_share={limit:.0%}; "
-            f"the first: {first.error} in {first.id}: {first.error_message}{trace}"
-        )
+        kinds = [kind for need in needs if (kind := self.results[need.key]["error"]) not in (None, *MODEL_CAUSED)]
+        share, limit = len(kinds) / len(needs), self.settings.max_failed_share
+        if share > limit:
+            first = failed[0][1]
+            trace = f"\n{first.error_traceback.rstrip()}" if first.error_traceback else ""
+            raise TooManyFailures(
+                f"{share:.0%} of the rollouts of a batch failed {failed_how(kinds)}, more than "
+                f"eval.max_failed_share={limit:.0%}; the first: {first.error} in {first.id}: "
+                f"{first.error_message}{trace}"
+            )
+        for key, _ in failed:
+            self._store(self._stored[key])
 
 
 def _plain(draw: Draw) -> tuple[str | None, int | None]:

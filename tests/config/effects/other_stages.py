@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
-
-from dspy.teleprompt import BootstrapFewShot
 
 from mmrl.config.other_stages import PROMPT_SCHEMAS, PromptConfig
 from mmrl.engines.base import Completion, Request
@@ -18,13 +15,14 @@ from mmrl.records import Example
 from mmrl.stages.prompts import optimisers
 from mmrl.stages.prompts.optimisers import Bench, optimise
 from mmrl.stages.prompts.split import split
+from mmrl.stages.prompts.stored_rollouts import Loop
 from tests.config.effects import Options, acts, nested, refused
 from tests.config.effects.endpoints import VALUES, Server, _given, _traced, answering
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, seeded_letter
 from tests.helpers.stages import CHAT, OWN, ScriptedEngine, Teachable, banking, prompt_stage, run, stage_of
 
 CLASSES = {
-    "miprov2": "MIPROv2",
+    "miprov2": "_Mipro",
     "bootstrap_fewshot": "BootstrapFewShotWithRandomSearch",
     "gepa": "GEPA",
 }
@@ -38,42 +36,22 @@ def section(name: str, options: Options) -> PromptConfig:
     return PROMPT_SCHEMAS[name].model_validate({"name": name, **nested(options)})
 
 
-class Looked(Exception):
-    """A bootstrapping has looked ahead."""
-
-
-class FakeRollouts:
-    """Notes how far ahead a bootstrapping looks."""
-
-    shows_failures = False
-
-    def __init__(self) -> None:
-        self.sampler = SimpleNamespace(failure_score=0.0, aside=None)
-        self.following = 0
-
-    def ahead(self, function: Any, item: Any, following: Any) -> bool:
-        self.following = len(following)
-        raise Looked
-
-
 def received(name: str, options: Options, folder: Path) -> object:
     """What DSPy's own class is given, and how far its bootstrapping looks ahead."""
     got: list[object] = []
 
     class Recorder:
-        def __init__(self, **given: Any):
+        def __init__(self, *bench: Any, **given: Any):
             self.strategies: list[Any] = []
             got.append(given)
 
         def compile(self, student: Any, **given: Any) -> Any:
             got.extend([given, vars(self).copy()])
-            try:
-                trainset = list(range(1000))
-                BootstrapFewShot._bootstrap_one_example(SimpleNamespace(trainset=trainset, max_rounds=1), trainset[0])
-            except (Looked, AttributeError):  # the latter: an optimiser without bootstrapping
-                pass
 
-    rollouts: Any = FakeRollouts()
+    loop = SimpleNamespace(failure=None)
+    rollouts: Any = SimpleNamespace(
+        ahead=None, shows_failures=False, sampler=SimpleNamespace(failure_score=0.0, loop=loop)
+    )
     bench = Bench(
         task=FakeTask(None),
         rollouts=rollouts,
@@ -83,7 +61,7 @@ def received(name: str, options: Options, folder: Path) -> object:
         seed=0,
         writer=SimpleNamespace(max_tokens=5),  # type: ignore[arg-type]
         note=lambda *_: None,
-        log=io.StringIO(),
+        on_batch=lambda *_: None,
     )
     with patch.object(optimisers, CLASSES[name], Recorder):
         optimise(section(name, options), bench)
@@ -95,7 +73,7 @@ def received(name: str, options: Options, folder: Path) -> object:
         for given in got
         if isinstance(given, dict)
     ]
-    return plain, lms, rollouts.following, rollouts.shows_failures
+    return plain, lms, rollouts.ahead and rollouts.ahead.first, rollouts.shows_failures
 
 
 def metric(name: str, options: Options, folder: Path) -> object:
@@ -125,9 +103,9 @@ def requests(name: str, options: Options, folder: Path) -> object:
     engine = Engine(lambda request: "")
     stage = prompt_stage(folder / "run", banking(4), engine, name, **options)
     with stage.rundir:
-        writer = stage._make_writer(folder, None)
+        writer = stage._make_writer(folder, None, loop := Loop())
         assert writer is not None
-        writer.write([{"role": "user", "content": "Write."}], 1.0, None)
+        loop.run(lambda: writer.write([{"role": "user", "content": "Write."}], 1.0, None))
     return [request.sampling for request in engine.requests]
 
 
