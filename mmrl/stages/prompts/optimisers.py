@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import dspy
@@ -18,15 +19,14 @@ from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 from dspy.teleprompt.mipro_optimizer_v2 import AUTO_RUN_SETTINGS, BOOTSTRAPPED_FEWSHOT_EXAMPLES_IN_CONTEXT
 
 from mmrl.config.other_stages import (
-    BootstrapConfig,
     BootstrapFewshotConfig,
     GepaConfig,
     Miprov2Config,
     PromptConfig,
 )
 from mmrl.stages.prompts.model import PromptLM, Writer
-from mmrl.stages.prompts.rollouts import THREADS, Ahead, Played, Rollouts, TaskLM, TrainExample, optimising
-from mmrl.stages.prompts.split import labeled_demos
+from mmrl.stages.prompts.rollouts import THREADS, Ahead, Evaluated, Played, Rollouts, TrainExample
+from mmrl.stages.prompts.split import compared, labeled_demos
 from mmrl.stages.prompts.stored_rollouts import Need
 from mmrl.stages.prompts.students import Student
 from mmrl.tasks.base import Task
@@ -64,9 +64,17 @@ def optimise(algo: PromptConfig, bench: Bench) -> dspy.Module:
         "bootstrap_fewshot": _bootstrap_fewshot,
         "gepa": _gepa,
     }[algo.name]
-    program, loop = None, bench.rollouts.sampler.loop
+    sampler = bench.rollouts.sampler
+    program, loop = None, sampler.loop
+    settings = {
+        # Optimisers copy it with the options that they sample with. Never called: a rollout has an LM of its own.
+        "lm": dspy.LM("mmrl", cache=False),
+        "callbacks": [*(dspy.settings.callbacks or ()), Evaluated(loop, bench.on_batch)],
+        # A failed rollout is no error here; an error is no candidate's, and ends the search.
+        "max_errors": 1,
+    }
     try:
-        with optimising(bench.rollouts.sampler, bench.on_batch):
+        with dspy.context(**settings, trace=None, disable_history=True, track_usage=False):
             program = run(algo, bench)
     except Exception:
         if loop.failure is None:
@@ -75,11 +83,6 @@ def optimise(algo: PromptConfig, bench: Bench) -> dspy.Module:
     if loop.failure is not None:
         raise loop.failure
     return program
-
-
-def _ahead(algo: BootstrapConfig, bench: Bench, orders: Iterator[list[TrainExample]]) -> Ahead:
-    labeled = labeled_demos(algo, bench.task)
-    return Ahead(student=bench.student.module, orders=orders, labeled=labeled, first=algo.bootstrap_ahead)
 
 
 def score(example: dspy.Example, prediction: Played, trace: object = None) -> float:
@@ -108,14 +111,14 @@ def worth_showing(threshold: float | None) -> Metric:
 
 def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
     assert bench.writer is not None
-    bench.rollouts.ahead = _ahead(algo, bench, _mipro_orders(algo, bench))
+    labeled = labeled_demos(algo, bench.task)
+    bench.rollouts.ahead = Ahead(bench.student.module, _mipro_orders(algo, bench), labeled, algo.bootstrap_ahead)
     optimiser = _Mipro(
         bench,
         metric=worth_showing(algo.metric_threshold),
         prompt_model=PromptLM(bench.writer, algo.init_temperature),
-        task_model=TaskLM(),
         max_bootstrapped_demos=algo.max_bootstrapped_demos,
-        max_labeled_demos=labeled_demos(algo, bench.task),
+        max_labeled_demos=labeled,
         auto=algo.auto,
         num_candidates=algo.num_candidates,
         num_threads=THREADS,
@@ -147,13 +150,11 @@ def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
 def _mipro_orders(algo: Miprov2Config, bench: Bench) -> Iterator[list[TrainExample]]:
     """The orders of the train part in which MIPROv2 bootstraps, by its own draws."""
     rng, labeled, bootstrapped = random.Random(bench.seed), labeled_demos(algo, bench.task), algo.max_bootstrapped_demos
-    if algo.auto is not None:
-        size = AUTO_RUN_SETTINGS[algo.auto]["val_size"]
-        rng.sample(range(len(bench.validation)), min(size, len(bench.validation)))
-    sets = algo.num_candidates if algo.auto is None else AUTO_RUN_SETTINGS[algo.auto]["n"]
+    compared(algo, bench.validation, rng)
+    sets = algo.num_candidates or AUTO_RUN_SETTINGS[str(algo.auto)]["n"]
     most = bootstrapped if bootstrapped or labeled else BOOTSTRAPPED_FEWSHOT_EXAMPLES_IN_CONTEXT
     # The first set has no demonstrations, the second has plain examples alone, if there are to be any.
-    for number in range(2 if labeled else 1, sets or 0):
+    for number in range(2 if labeled else 1, sets):
         order = list(bench.train)
         if number != 2:
             rng.shuffle(order)
@@ -162,11 +163,14 @@ def _mipro_orders(algo: Miprov2Config, bench: Bench) -> Iterator[list[TrainExamp
 
 
 def _bootstrap_fewshot(algo: BootstrapFewshotConfig, bench: Bench) -> dspy.Module:
-    bench.rollouts.ahead = _ahead(algo, bench, _random_search_orders(algo, bench))
+    labeled = labeled_demos(algo, bench.task)
+    bench.rollouts.ahead = Ahead(
+        bench.student.module, _random_search_orders(algo, bench), labeled, algo.bootstrap_ahead
+    )
     optimiser = BootstrapFewShotWithRandomSearch(
         metric=worth_showing(algo.metric_threshold),
         max_bootstrapped_demos=algo.max_bootstrapped_demos,
-        max_labeled_demos=labeled_demos(algo, bench.task),
+        max_labeled_demos=labeled,
         max_rounds=algo.max_rounds,
         num_candidate_programs=algo.num_candidate_programs,
         num_threads=THREADS,
@@ -243,48 +247,34 @@ def with_feedback(example: dspy.Example, prediction: Played, trace: object = Non
 
 
 class _Mipro(MIPROv2):
-    """MIPROv2 with `_Proposer`."""
+    """MIPROv2 with `_Proposer`; DSPy's own ends the whole search at a reply that does not parse."""
 
     def __init__(self, bench: Bench, **options: Any):
         super().__init__(**options)
         self._bench = bench
 
     def _propose_instructions(
-        self,
-        program: dspy.Module,
-        trainset: list[dspy.Example],
-        demo_candidates: Any,
-        view_data_batch_size: int,
-        program_aware_proposer: bool,
-        data_aware_proposer: bool,
-        tip_aware_proposer: bool,
-        fewshot_aware_proposer: bool,
-        num_instruct_candidates: int,
-    ) -> dict[int, list[str]]:
+        self, program: Any, trainset: Any, demos: Any, batch: int, *aware: bool, num_instruct_candidates: int
+    ) -> Any:
+        of_program, of_data, of_tips, of_demos = aware
         proposer = _Proposer(
-            self._bench,
+            prompt_model=self.prompt_model,
             program=program,
             trainset=trainset,
-            prompt_model=self.prompt_model,
-            view_data_batch_size=view_data_batch_size,
-            program_aware=program_aware_proposer,
-            use_dataset_summary=data_aware_proposer,
-            use_task_demos=fewshot_aware_proposer,
+            view_data_batch_size=batch,
+            use_dataset_summary=of_data,
+            program_aware=of_program,
+            use_task_demos=of_demos,
             num_demos_in_context=BOOTSTRAPPED_FEWSHOT_EXAMPLES_IN_CONTEXT,
-            use_tip=tip_aware_proposer,
-            set_tip_randomly=tip_aware_proposer,
+            use_tip=of_tips,
+            set_tip_randomly=of_tips,
             use_instruct_history=False,
             set_history_randomly=False,
             rng=self.rng,
             init_temperature=self.init_temperature,
         )
-        proposed: dict[int, list[str]] = proposer.propose_instructions_for_program(
-            trainset=trainset,
-            program=program,
-            demo_candidates=demo_candidates,
-            N=num_instruct_candidates,
-            trial_logs={},
-        )
+        proposer.bench = self._bench
+        proposed = proposer.propose_instructions_for_program(trainset, program, demos, {}, num_instruct_candidates)
         # The start is a candidate too.
         for number, predictor in enumerate(program.predictors()):
             proposed[number][0] = predictor.signature.instructions
@@ -292,29 +282,16 @@ class _Mipro(MIPROv2):
 
 
 class _Proposer(GroundedProposer):
-    """MIPROv2's proposer, where a proposal that cannot be used leaves the instruction as it is.
+    """MIPROv2's proposer, where a proposal that cannot be used leaves the instruction as it is."""
 
-    DSPy's own ends the whole search at a reply that does not parse.
-    """
-
-    def __init__(self, bench: Bench, **options: Any):
-        self._bench = bench
-        super().__init__(**options)
+    bench: Bench
 
     def propose_instruction_for_predictor(
         self, program: dspy.Module, predictor: Any, pred_i: int, **options: Any
     ) -> str:
         """See `GroundedProposer.propose_instruction_for_predictor`."""
-        proposal, problem = "", ""
-        try:
-            proposal = super().propose_instruction_for_predictor(
-                program=program, predictor=predictor, pred_i=pred_i, **options
-            )
-        # A reply without the fields that DSPy reads, or a prompt that is too long: a model's failure, not the run's.
-        except Exception as error:
-            problem = _unusable(error)
-        name = program.named_predictors()[pred_i][0]
-        return proposal if _usable(self._bench, name, proposal, problem) else str(predictor.signature.instructions)
+        propose = partial(super().propose_instruction_for_predictor, program, predictor, pred_i, **options)
+        return _usable(self.bench, program.named_predictors()[pred_i][0], propose) or predictor.signature.instructions
 
 
 class _Rewriter(InstructionProposer):
@@ -326,25 +303,23 @@ class _Rewriter(InstructionProposer):
 
     def __call__(self, candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
         """See `InstructionProposer.__call__`."""
-        texts: dict[str, str] = {}
-        for name in components_to_update:
-            proposal, problem = "", ""
-            try:
-                proposal = super().__call__(candidate, reflective_dataset, [name]).get(name, "")
-            except Exception as error:
-                problem = _unusable(error)
-            if _usable(self._bench, name, proposal, problem):
-                texts[name] = proposal
-        return texts
+        call = super().__call__
+        texts = {
+            name: _usable(self._bench, name, lambda: call(candidate, reflective_dataset, [name]).get(name, ""))  # noqa: B023 - called at once
+            for name in components_to_update
+        }
+        return {name: text for name, text in texts.items() if text}
 
 
-def _usable(bench: Bench, module: str, proposal: str, problem: str) -> bool:
-    """Whether a module can have the proposed instructions; the proposal is noted."""
+def _usable(bench: Bench, module: str, propose: Callable[[], str]) -> str:
+    """The proposed instructions of a module, empty where it cannot have them; the proposal is noted."""
+    proposal, problem = "", ""
+    try:
+        proposal = propose()
+    # A reply without the fields that DSPy reads, or a prompt that is too long: a model's failure, not the run's.
+    except Exception as error:
+        # DSPy's messages quote the whole reply, which is among the completions.
+        problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     problem = problem or ("" if proposal.strip() else "empty") or bench.student.problem(module, proposal)
     bench.note(module, proposal, problem)
-    return not problem
-
-
-def _unusable(error: Exception) -> str:
-    # DSPy's messages quote the whole reply, which is among the completions.
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return "" if problem else proposal

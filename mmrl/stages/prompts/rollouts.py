@@ -7,7 +7,6 @@ ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from dspy.utils.callback import BaseCallback
 
 from mmrl.records import Example
 from mmrl.stages.evaluate import CHUNK
-from mmrl.stages.prompts.stored_rollouts import AS_EVALUATED, Need, Sampler
+from mmrl.stages.prompts.stored_rollouts import AS_EVALUATED, Loop, Need, Sampler
 from mmrl.stages.prompts.students import as_json
 from mmrl.system.files import JsonObject
 
@@ -64,7 +63,7 @@ class TrainExample(dspy.Example):
         return dspy.Example(base=super().inputs().toDict(), **{ID: self._id}).with_inputs(*self._input_keys, ID)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Ahead:
     """What DSPy's bootstrapping needs next: it goes through examples one by one, which are rolled out together here.
 
@@ -149,30 +148,16 @@ def _draw(module: dspy.Module) -> tuple[float | None, int | None]:
     return AS_EVALUATED if temperature is None else (temperature, options.get("rollout_id"))
 
 
-class TaskLM(dspy.BaseLM):
-    """The place of the task's model in DSPy's settings: optimisers copy it with the options that they sample with.
-
-    Never called itself: a rollout has an LM of its own.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(model="mmrl", cache=False)
-
-    def __call__(self, prompt: str | None = None, *, messages: Any = None, **options: Mapping[str, Any]) -> list[str]:
-        """Never."""
-        raise TypeError("a request outside of a rollout")
-
-
 @dataclass
 class Evaluated(BaseCallback):
     """Calls a function with the rollouts of each evaluation of DSPy's."""
 
-    sampler: Sampler
+    loop: Loop
     on_batch: Callable[[Sequence[Need]], None]
 
     def on_evaluate_end(self, call_id: str, outputs: Any | None, exception: BaseException | None = None) -> None:
         """See `BaseCallback`."""
-        if outputs is None or self.sampler.loop.failure is not None:
+        if outputs is None or self.loop.failure is not None:
             return
         # With a trace beside it where GEPA asked for one.
         played = [found[0] if isinstance(found, tuple) else found for _, found, _ in outputs.results]
@@ -180,18 +165,4 @@ class Evaluated(BaseCallback):
         async def called() -> None:
             self.on_batch([prediction.rollout_need for prediction in played])
 
-        self.sampler.loop.wait(called())
-
-
-@contextmanager
-def optimising(sampler: Sampler, on_batch: Callable[[Sequence[Need]], None]) -> Iterator[None]:
-    """Inside, DSPy's optimisers run on rollouts.
-
-    Args:
-        on_batch: called with the rollouts of each evaluation.
-    """
-    callbacks = [*(dspy.settings.callbacks or ()), Evaluated(sampler, on_batch)]
-    # A failed rollout is no error here; an error is no candidate's, and ends the search.
-    settings = {"max_errors": 1, "disable_history": True, "track_usage": False}
-    with dspy.context(lm=TaskLM(), trace=None, callbacks=callbacks, **settings):
-        yield
+        self.loop.wait(called())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import TypeVar
 
 from mmrl import rng
 from mmrl.config import PromptCommandConfig
@@ -18,6 +19,7 @@ from mmrl.records import Example
 from mmrl.tasks.base import Task
 from mmrl.tasks.prompts import PromptedTask
 
+T = TypeVar("T")
 MOST_VALIDATION = 1000
 """DSPy's limit for MIPROv2, where `algo.validation_items` says nothing."""
 
@@ -38,13 +40,16 @@ def split(config: PromptConfig, examples: Sequence[Example], seed: int) -> tuple
     return train, validation
 
 
-def compared(config: PromptConfig, validation: Sequence[Example], seed: int) -> list[Example]:
-    """The examples of the validation part that a full evaluation has: with MIPROv2's `auto`, DSPy draws them."""
+def compared(config: PromptConfig, validation: Sequence[T], draws: random.Random) -> list[T]:
+    """The examples of the validation part that a full evaluation has: with MIPROv2's `auto`, DSPy draws them.
+
+    Args:
+        draws: a generator with the run's seed, of which these are the first draws.
+    """
     if config.drawn is None:
         return list(validation)
-    # DSPy's own draw, the first one of its generator.
     size = min(config.drawn, len(validation))
-    return [validation[i] for i in random.Random(seed).sample(range(len(validation)), size)]
+    return [validation[i] for i in draws.sample(range(len(validation)), size)]
 
 
 def labeled_demos(config: BootstrapConfig, task: Task) -> int:
@@ -75,7 +80,7 @@ def prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
             f"{have}, of which algo.validation={algo.validation:g} leaves {parts}; algo={algo.name} needs at least one "
             "of each: give more examples"
         ]
-    count = len(compared(algo, validation, config.seed))
+    count = len(compared(algo, validation, random.Random(config.seed)))
     if (size := algo.minibatch_of(count)) is not None and size > count:
         return [
             f"algo.minibatch_size: got {size}, more than the {count} validation examples "

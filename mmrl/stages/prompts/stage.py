@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
@@ -163,7 +164,7 @@ class PromptStage:
         """
         folder, algo = self.rundir.path / FOLDER, self.config.algo
         train, held = split(algo, self.task.examples("train"), self.config.seed)
-        validation = compared(algo, held, self.config.seed)
+        validation = compared(algo, held, random.Random(self.config.seed))
         self.log.begin()
         # A resumed stage makes its trials again, from the store: those that have a record get no second one.
         self._logged = {int(record["step"]) for record in self.rundir.history()}

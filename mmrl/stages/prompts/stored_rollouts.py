@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import dspy
@@ -154,12 +154,14 @@ class Sampler:
     _failed: dict[str, Rollout] = field(default_factory=dict)
     """Key -> rollout that failed by no doing of the model, until `check` of its batch."""
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    _candidates: dict[str, Candidate] = field(default_factory=dict)
+    _candidate: Callable[[str], Candidate] = field(init=False)
     _places: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, CHUNK))
 
     def __post_init__(self) -> None:
         for line in self.store.lines:
             self._stored |= {result["key"]: result for result in line["rollouts"]}
+        # Each is a copy of the program, and whatever it holds: the oldest go.
+        self._candidate = lru_cache(MOST_CANDIDATES)(lambda digest: self.student.candidate(self.states[digest]))
 
     def needs(self, module: dspy.Module, examples: Iterable[Example]) -> list[Need]:
         """Rollouts of a program's prompts as an evaluation would sample them."""
@@ -206,12 +208,7 @@ class Sampler:
         (self._stored[result["key"]],) = self.store.append({"rollouts": [result]})["rollouts"]
 
     async def _sampled(self, need: Need) -> tuple[Candidate, Forest]:
-        if need.candidate not in self._candidates:
-            # Each is a copy of the program, and whatever it holds: the oldest go.
-            if len(self._candidates) >= MOST_CANDIDATES:
-                self._candidates.pop(next(iter(self._candidates)))
-            self._candidates[need.candidate] = self.student.candidate(self.states[need.candidate])
-        candidate = self._candidates[need.candidate]
+        candidate = self._candidate(need.candidate)
         settings = sampling_settings(self.settings, self.task)
         if need.draw[0] is not None:
             settings = replace(settings, temperature=need.draw[0])
