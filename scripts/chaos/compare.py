@@ -49,6 +49,8 @@ def _reader(name: str) -> Callable[[Path, Path], str]:
         return _metrics
     if last == "digests.jsonl":
         return lambda one, two: "" if _ledger(one) == _ledger(two) else "says another digest of some file"
+    if name.endswith("prompts/rollouts.jsonl"):
+        return lambda one, two: "" if sorted(_lines(one)) == sorted(_lines(two)) else "holds other rollouts"
     if last in WITHOUT:
         return lambda one, two: _objects(one, two, WITHOUT[last])
     if last == "config.yaml":
@@ -58,6 +60,10 @@ def _reader(name: str) -> Callable[[Path, Path], str]:
     if last.endswith((".pt", ".pth", ".bin")):
         return _tensors
     return lambda one, two: f"{one.stat().st_size} and {two.stat().st_size} bytes differ"
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -79,12 +85,12 @@ WITHOUT: dict[str, tuple[str, ...]] = {
 
 def _ledger(path: Path) -> dict[str, tuple[int, str]]:
     """The last digest of each file; one that is said twice is the same."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [json.loads(line) for line in _lines(path)]
     return {line["file"]: (line["bytes"], line["sha256"]) for line in lines}
 
 
 def _metrics(one: Path, two: Path) -> str:
-    lines = [[comparable(json.loads(line)) for line in path.read_text().splitlines()] for path in (one, two)]
+    lines = [[comparable(json.loads(line)) for line in _lines(path)] for path in (one, two)]
     for number, (expected, actual) in enumerate(itertools.zip_longest(*lines), start=1):
         if expected is None or actual is None:
             return f"{len(lines[1])} lines, expected {len(lines[0])}"

@@ -1,6 +1,7 @@
 """Prompt stages where something is off: unusable proposals, rollouts that fail, nothing better, too few examples."""
 
 import copy
+import itertools
 import json
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 
 from mmrl.config import DataConfig, PromptCommandConfig
 from mmrl.config.tasks import PluginTaskConfig
-from mmrl.errors import TooManyFailures
+from mmrl.errors import EngineFailure, TooManyFailures
 from mmrl.report.console import show_run
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
@@ -173,6 +174,43 @@ def test_a_reward_that_raises_or_is_no_number_ends_the_stage_with_its_place(tmp_
         with pytest.raises(TooManyFailures, match=r"eval\.max_failed_share=50%; the first: reward in"):
             optimised(tmp_path / f"{number}", (config, made), answer=better_with_demonstrations(built), **MIPRO)
         assert not (tmp_path / f"{number}" / "prompts" / "rollouts.jsonl").exists(), "a resume samples them again"
+
+
+@pytest.mark.parametrize("algo", ["miprov2", *OPTIMISERS])
+@pytest.mark.parametrize("working", [3, 40])
+def test_an_engine_that_fails_ends_the_stage_and_is_no_score(tmp_path, task, algo, working):
+    answer, requests = better_with_demonstrations(task[1]), itertools.count()
+
+    def failing(messages, temperature, seed):
+        if proposal(messages, seed) is None and next(requests) >= working:
+            return EngineFailure("no server")
+        return answer(messages, temperature, seed)
+
+    options = MIPRO if algo == "miprov2" else OPTIMISERS[algo]
+    stage = prompt_stage(tmp_path / "run", task, ScriptedEngine(failing), algo, **options)
+    none = stage.config.eval.model_copy(update={"max_failed_share": 0.0})
+    stage.config = stage.config.model_copy(update={"eval": none})
+    with stage.rundir, pytest.raises(TooManyFailures, match=r"the first: engine in .*no server"):
+        stage.search()
+    table = tmp_path / "run" / "prompts" / "trials.jsonl"
+    assert not any(trial["failed"] for trial in (lines(table) if table.exists() else ()))
+    again, _ = optimised(tmp_path / "run", task, algo, **options)
+    undisturbed, _ = optimised(tmp_path / "undisturbed", task, algo, **options)
+    assert (again.best, again.trials, again.student) == (undisturbed.best, undisturbed.trials, undisturbed.student)
+
+
+@pytest.mark.parametrize("algo", ["miprov2", "gepa"])
+def test_a_prompt_model_that_fails_ends_the_stage_and_is_no_proposal(tmp_path, task, algo):
+    answer = better_with_demonstrations(task[1])
+
+    def failing(messages, temperature, seed):
+        failed = "proposed_instruction ## ]]" in messages[-1]["content"] or "`new_inst" in messages[0]["content"]
+        return EngineFailure("no server") if failed else answer(messages, temperature, seed)
+
+    options = MIPRO if algo == "miprov2" else OPTIMISERS[algo]
+    with pytest.raises(EngineFailure, match="no server"):
+        optimised(tmp_path / "run", task, algo, failing, **options)
+    assert not (tmp_path / "run" / "prompts" / "proposals.jsonl").exists()
 
 
 def test_too_few_examples_are_refused_with_their_numbers(task):
