@@ -170,7 +170,18 @@ class PromptStage:
         self._logged = {int(record["step"]) for record in self.rundir.history()}
         self._table, self._proposals = (Table(folder / name, STORED[name]) for name in (TRIALS, PROPOSALS))
         loop = Loop()
-        self._sampler = sampler = self._make_sampler(folder, loop)
+        self._sampler = sampler = Sampler(
+            examples={example.id: example for example in self.task.examples("train")},
+            task=self.config.task,
+            settings=self.config.eval,
+            seed=self.config.seed,
+            engine=self.engine,
+            tokenizer=self.tokenizer,
+            reward_set=self.reward_set,
+            failure_score=self.task.failure_score,
+            store=Store(folder / ROLLOUTS, STORED[ROLLOUTS]),
+            loop=loop,
+        )
         self._before = self._seconds()
         rollouts = Rollouts(sampler)
         self._validation = frozenset(example.id for example in validation)
@@ -217,20 +228,6 @@ class PromptStage:
             validation=len(validation),
             student=sampler.usage,
             writer=self._writer.usage if self._writer is not None else WriterUsage(),
-        )
-
-    def _make_sampler(self, folder: Path, loop: Loop) -> Sampler:
-        return Sampler(
-            examples={example.id: example for example in self.task.examples("train")},
-            task=self.config.task,
-            settings=self.config.eval,
-            seed=self.config.seed,
-            engine=self.engine,
-            tokenizer=self.tokenizer,
-            reward_set=self.reward_set,
-            failure_score=self.task.failure_score,
-            store=Store(folder / ROLLOUTS, STORED[ROLLOUTS]),
-            loop=loop,
         )
 
     def _endpoint(self) -> OpenAIChat | None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
@@ -87,20 +87,21 @@ class Loop:
 
     def run(self, function: Callable[[], T]) -> T:
         """The result of `function`, which runs in a thread and calls `wait`."""
-        with ThreadPoolExecutor(1, "mmrl-search") as pool:
-            try:
-                return asyncio.run(self._served(pool, function))
-            finally:
-                with self._lock:
-                    self.failure = self.failure or RuntimeError("the search has ended")
-                # What came as the loop was stopped: nothing else would wake its threads.
-                for future in list(self._waiting):
-                    future.cancel()
+        try:
+            return asyncio.run(self._served(function))
+        finally:
+            # What was asked for as the loop was stopped: nothing else would wake its threads.
+            for future in list(self._waiting):
+                future.cancel()
 
-    async def _served(self, pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+    async def _served(self, function: Callable[[], T]) -> T:
         # Rollouts have DSPy's settings of now and not the optimiser's: a metric may call the LM that is configured.
         self._loop, self._context = asyncio.get_running_loop(), copy_context()
-        return await asyncio.wrap_future(pool.submit(copy_context().run, function))
+        try:
+            return await asyncio.to_thread(function)
+        finally:
+            with self._lock:
+                self.failure = self.failure or RuntimeError("the search has ended")
 
     def wait(self, work: Coroutine[object, object, T]) -> T:
         """The result of `work` on the loop; called from any other thread, which it blocks."""
