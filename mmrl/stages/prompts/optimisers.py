@@ -64,8 +64,7 @@ def optimise(algo: PromptConfig, bench: Bench) -> dspy.Module:
         "bootstrap_fewshot": _bootstrap_fewshot,
         "gepa": _gepa,
     }[algo.name]
-    sampler = bench.rollouts.sampler
-    program, loop = None, sampler.loop
+    program, loop = None, bench.rollouts.sampler.loop
     settings = {
         # Optimisers copy it with the options that they sample with. Never called: a rollout has an LM of its own.
         "lm": dspy.LM("mmrl", cache=False),
@@ -303,11 +302,9 @@ class _Rewriter(InstructionProposer):
 
     def __call__(self, candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
         """See `InstructionProposer.__call__`."""
-        call = super().__call__
-        texts = {
-            name: _usable(self._bench, name, lambda: call(candidate, reflective_dataset, [name]).get(name, ""))  # noqa: B023 - called at once
-            for name in components_to_update
-        }
+        rewrite, texts = partial(super().__call__, candidate, reflective_dataset), {}
+        for name in components_to_update:
+            texts[name] = _usable(self._bench, name, lambda name=name: rewrite([name]).get(name, ""))  # type: ignore[misc]
         return {name: text for name, text in texts.items() if text}
 
 

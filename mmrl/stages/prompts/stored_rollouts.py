@@ -147,6 +147,7 @@ class Sampler:
     usage: Usage = field(default_factory=Usage)
     """Of what this process has needed, whether it was sampled now or before a kill."""
     sampling: Stopwatch = field(default_factory=Stopwatch)
+    """How long rollouts ran."""
     states: dict[str, State] = field(default_factory=dict)
     """Digest -> state of each candidate so far."""
     results: dict[str, JsonObject] = field(default_factory=dict)
