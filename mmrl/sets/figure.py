@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 ACROSS = 3
 """Diagrams side by side."""
+LABEL = 30
+"""Letters of a line beside an axis; more do not fit its height."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +243,7 @@ class SetFigure:
             FigureCanvasAgg(canvas)
             for place, (title, diagram, lines) in enumerate(self.panels):
                 axes = canvas.add_subplot(down, across, place + 1)
-                axes.set(ylabel=diagram.label)
+                axes.set(ylabel=fill(diagram.label, LABEL))
                 if title:
                     axes.set_title(title, loc="left", fontweight="bold", fontsize=12)
                 draw = _draw_bars if self.figure.kind == "bars" else _draw_curves
