@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from mmrl.config.base import MethodConfig, Temperature, no_lookalike
-from mmrl.config.rules import checked
+from mmrl.config.base import Idle, MethodConfig, Temperature, no_lookalike
 from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.errors import ConfigError
 
@@ -46,6 +45,7 @@ class AlgoConfig(MethodConfig):
     advantage_scale: dict[str, float] | None = Field(
         None, description="module: factor of its advantages; 1 where none is given"
     )
+    idle: ClassVar[list[Idle]] = [Idle("loss_length", "loss_mean!=constant")]
 
     @classmethod
     def of(cls, algo: AlgoConfig) -> Self:
@@ -67,10 +67,6 @@ class AlgoConfig(MethodConfig):
         """Most rounds in which further examples replace those without signal."""
         return 0
 
-    @model_validator(mode="after")
-    def _effects(self) -> Self:
-        return checked(self, "algo")
-
 
 class GroupConfig(AlgoConfig):
     """What group-relative algorithms have."""
@@ -91,6 +87,7 @@ class GroupConfig(AlgoConfig):
     refill_rounds: int = Field(
         4, ge=1, description="most rounds of further sampling in a step, for zero_variance=refill"
     )
+    idle: ClassVar[list[Idle]] = [Idle("refill_rounds", "zero_variance!=refill"), Idle("std_over", "scale!=true")]
 
     @property
     def refills(self) -> int:
@@ -117,6 +114,7 @@ class MhgpoConfig(GroupConfig):
     frozen_serving: bool = Field(
         False, description="modules out of the loss act with the initial weights; false: with the current ones"
     )
+    idle: ClassVar[list[Idle]] = [Idle("penalty_scale", "penalties=false")]
 
     def trains(self, module: str) -> bool:
         """Whether the module is in the loss."""
@@ -249,6 +247,13 @@ class MmgrpoConfig(GroupConfig):
     )
     max_context: int | None = Field(8192, ge=1, description="longest prompt + completion that is trained on")
     overlong: Literal["datapoint", "trajectory"] = Field("datapoint", description="what a longer one takes along")
+    idle: ClassVar[list[Idle]] = [
+        Idle("filler fill_source", "padding_mode!=fill"),
+        Idle("filler", "fill_source!=rollout"),
+        Idle("failing_index", "padding_mode!=ragged"),
+        Idle("failing_index", "failing_traces=trajectory"),
+        Idle("overlong", "max_context=null", "; set max_context or leave it out"),
+    ]
 
     @field_validator("failing_index", mode="before")
     @classmethod
@@ -316,6 +321,7 @@ class MappoConfig(CriticConfig):
         None, description="module: factor of its penalty (R_spe); 1 where none is given"
     )
     whiten: Literal["trained", "none"] = Field("trained", description="tokens that advantages are whitened over")
+    idle: ClassVar[list[Idle]] = [Idle("penalty_scale", "penalties=false")]
 
 
 class TurnCriticConfig(CriticConfig):
@@ -329,6 +335,11 @@ class TurnCriticConfig(CriticConfig):
     whiten: Literal["trained", "all", "none"] = Field(
         "trained", description="tokens that advantages are whitened over; all: observations too"
     )
+    # obs=skip leaves observation tokens out of the sequence, so nothing can be placed or averaged on them
+    idle: ClassVar[list[Idle]] = [
+        Idle("position", "obs=skip", ", which passes over observation tokens: turn_end needs obs=all"),
+        Idle("whiten", "obs=skip whiten=all", ", which passes over observation tokens: all needs obs=all"),
+    ]
 
 
 class PpoConfig(TurnCriticConfig):

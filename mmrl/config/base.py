@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Mapping
-from typing import Annotated, ClassVar, Self, TypeVar
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, ClassVar, NamedTuple, Self, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -29,8 +30,38 @@ def sampled_or_greedy(temperature: float) -> float:
 Temperature = Annotated[float, AfterValidator(sampled_or_greedy)]
 
 
+class Idle(NamedTuple):
+    """Keys that have no effect where all terms of `when` hold: refused, never ignored."""
+
+    keys: str
+    """Their paths, with spaces between."""
+    when: str
+    """`key=a|b`, `key!=a`, `key~a` (a list with it), `key!~a`, with spaces between."""
+    why: str = ""
+    """Goes on after "with key=value" of the first term, or after "has no effect" where it begins with a letter."""
+
+    def problem(self, sections: object, key: str) -> str | None:
+        """The sentence for a key of these; None where it has an effect."""
+        terms = [re.split(r"(!?[=~])", term, maxsplit=1) for term in self.when.split()]
+        if not all(_holds(value_at(sections, path), sign, wanted) for path, sign, wanted in terms):
+            return None
+        path, sign, wanted = terms[0]
+        value = value_at(sections, key)
+        # a whole section would bury the sentence
+        got = "" if isinstance(value, Mapping | BaseModel) else f"got {shown(value)}, which "
+        instead = f"; set {path}={wanted} or leave it out" if sign == "!=" else "; leave one of the two out"
+        cause = f"{wanted} in {path}" if sign == "~" else f"{path}={shown(value_at(sections, path))}"
+        why = self.why if self.why[:1].isalpha() else f"with {cause}{self.why or instead}"
+        return f"{key}: {got}has no effect {why}"
+
+
+def _holds(value: object, sign: str, wanted: str) -> bool:
+    found = wanted in str(value) if sign[-1] == "~" else shown(value) in wanted.split("|")
+    return found != sign.startswith("!")
+
+
 class Section(BaseModel):
-    """A frozen section of the config; unknown keys are errors."""
+    """A frozen section of the config; unknown keys are errors, and so are values that another one switches off."""
 
     # Validators are built at first use: a command needs a few of the dozens of sections that this package has.
     model_config = ConfigDict(
@@ -43,6 +74,15 @@ class Section(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
+    idle: ClassVar[list[Idle]] = []
+    """Of the class that declares the keys; the default of a key is no choice."""
+
+    @model_validator(mode="after")
+    def _no_idle_keys(self) -> Self:
+        kinds = reversed(type(self).__mro__)
+        if problems := idle_values((rule for kind in kinds for rule in vars(kind).get("idle", ())), self):
+            raise ValueError(*problems)
+        return self
 
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -183,6 +223,12 @@ def flattened(config: Mapping[str, object], prefix: str = "") -> dict[str, objec
 
 def _hashable(value: object) -> object:
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+
+
+def idle_values(rules: Iterable[Idle], sections: Mapping[str, object] | BaseModel) -> list[str]:
+    """One sentence for each key without effect that has another value than its default."""
+    keys = [(rule, key) for rule in rules for key in rule.keys.split() if not is_default(sections, key)]
+    return [text for rule, key in keys if (text := rule.problem(sections, key))]
 
 
 def is_default(sections: Mapping[str, object] | BaseModel, path: str) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from mmrl.config.base import Section, address_problem
+from mmrl.config.base import Idle, Section, address_problem
 from mmrl.secrets import holder, secret_name
 
 SENT = ("temperature", "top_p", "seed", "max_tokens")
@@ -52,6 +52,7 @@ class Endpoint(Section):
     price_in: float = Field(0.0, ge=0, description="USD per million prompt tokens, for the cost counter")
     price_cached: float | None = Field(None, ge=0, description="of those from the endpoint's cache; null: price_in")
     price_out: float = Field(0.0, ge=0, description="USD per million completion tokens, reasoning included")
+    idle: ClassVar[list[Idle]] = [Idle("max_tokens_field", "omit~max_tokens")]
 
     @field_validator("url")
     @classmethod
@@ -112,8 +113,6 @@ class Endpoint(Section):
         ]
         if self.key_env is not None and any(name.lower() == "authorization" for name in self.extra_headers):
             problems.append(f"extra_headers: got 'Authorization' beside key_env={self.key_env}; set key_env=null")
-        if self.max_tokens_field != "auto" and "max_tokens" in self.omit:
-            problems.append(f"max_tokens_field: got {self.max_tokens_field} with max_tokens in omit; leave one out")
         if problems:
             raise ValueError(*problems)
         return self

@@ -7,9 +7,8 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from mmrl.config.base import MethodConfig, Section, Temperature
+from mmrl.config.base import Idle, MethodConfig, Section, Temperature
 from mmrl.config.endpoint import EndpointConfig
-from mmrl.config.rules import checked
 
 Auto = Literal["light", "medium", "heavy"]
 SMALLEST_MINIBATCHED = 50
@@ -116,6 +115,7 @@ class Miprov2Config(BootstrapConfig, ProposingConfig):
     tip_aware_proposer: bool = Field(True, description="the prompt model gets one of DSPy's tips, drawn each time")
     fewshot_aware_proposer: bool = Field(True, description="the prompt model sees demonstrations")
     init_temperature: float = Field(1.0, ge=0, description="of the prompt model when it writes an instruction")
+    idle: ClassVar[list[Idle]] = [Idle("num_candidates num_instruct_candidates num_trials minibatch", "auto!=null")]
 
     def expected_trials(self, modules: int, validation: int) -> int:
         """See `PromptConfig.expected_trials`."""
@@ -141,13 +141,8 @@ class Miprov2Config(BootstrapConfig, ProposingConfig):
 
     @model_validator(mode="after")
     def _counts(self) -> Self:
-        own = ("num_candidates", "num_instruct_candidates", "num_trials", "minibatch")
-        if self.auto is not None:
-            given = [name for name in own if name in self.model_fields_set and vars(self)[name] is not None]
-            problems = [f"{name}: has no effect with auto={self.auto}; set auto=null" for name in given]
-        else:
-            missing = [name for name in ("num_candidates", "num_trials") if vars(self)[name] is None]
-            problems = [f"{name}: got null with auto=null, expected a number" for name in missing]
+        numbers = {} if self.auto else {"num_candidates": self.num_candidates, "num_trials": self.num_trials}
+        problems = [f"{name}: got null with auto=null, expected a number" for name, n in numbers.items() if n is None]
         if self.max_bootstrapped_demos == 0 and self.max_labeled_demos != 0:
             # DSPy draws a number of demonstrations between 1 and this one
             problems.append(
@@ -220,6 +215,7 @@ class GepaConfig(PromptConfig, ProposingConfig):
     use_merge: bool = Field(True, description="instructions of two candidates are merged")
     max_merge_invocations: int | None = Field(5, ge=1, description="merges that are tried; null: no limit")
     prompt_temperature: float = Field(1.0, ge=0, description="of the prompt model")
+    idle: ClassVar[list[Idle]] = [Idle("max_merge_invocations", "use_merge=false")]
 
     @model_validator(mode="after")
     def _budget(self) -> Self:
@@ -229,8 +225,6 @@ class GepaConfig(PromptConfig, ProposingConfig):
             raise ValueError(
                 f"got {', '.join(given) or 'no budget'}, expected one of {', '.join(budgets)} (and the others null)"
             )
-        if not self.use_merge and "max_merge_invocations" in self.model_fields_set and self.max_merge_invocations != 5:
-            raise ValueError("max_merge_invocations: has no effect with use_merge=false; leave it out")
         return self
 
 
@@ -273,9 +267,13 @@ class SftConfig(MethodConfig):
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling of the rollouts; 1: off")
     top_k: int = Field(0, ge=0, description="the same among the k likeliest tokens; 0: off")
     parse_retries: int = Field(0, ge=0, le=10, description="extra attempts after a parse failure in the rollouts")
+    idle: ClassVar[list[Idle]] = [
+        Idle("file", "source!=file"),
+        Idle("rollouts min_reward per_example temperature top_p top_k parse_retries", "source!=rollouts"),
+    ]
 
     @model_validator(mode="after")
-    def _effects(self) -> Self:
+    def _given(self) -> Self:
         problems = []
         if self.source == "file" and self.file is None:
             problems.append("file: missing, expected the examples to train on: algo.file=FILE")
@@ -286,4 +284,4 @@ class SftConfig(MethodConfig):
         ]
         if problems:
             raise ValueError(*problems)
-        return checked(self, "algo")
+        return self

@@ -9,8 +9,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from mmrl.config.base import Section, ServerArguments, address_problem
-from mmrl.config.rules import checked
+from mmrl.config.base import Idle, Section, ServerArguments, address_problem
 
 
 class RetrieverConfig(Section):
@@ -73,11 +72,14 @@ class LocalRetrieverConfig(HttpRetrieverConfig):
     )
     index: str | None = Field(None, description="folder made by `mmrl index build`; it brings its own corpus")
     cache_dir: str | None = Field(None, description="index cache; null: $MMRL_CACHE or ~/.cache/mmrl")
-
-    # Which of its own keys a retriever reads depends on process and index; which keys it has cannot say that.
-    @model_validator(mode="after")
-    def _effects(self) -> Self:
-        return checked(self, "task.retriever")
+    idle: ClassVar[list[Idle]] = [
+        Idle("timeout_s retries concurrency cache_size", "process=inline", "; set process=child or leave it out"),
+        Idle(
+            "k1 b stemmer stopwords model encoder pooling normalise query_prompt passage_prompt faiss cache_dir",
+            "index!=null",
+            ", which was built with its own",
+        ),
+    ]
 
 
 # fmt: off

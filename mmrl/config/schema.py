@@ -12,7 +12,6 @@ from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
 from mmrl.config.base import MethodConfig, Section, Temperature, by_name, value_at
 from mmrl.config.engines import ENGINE_SCHEMAS, EngineConfig
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, PromptConfig, SftConfig
-from mmrl.config.rules import WITH_PROJECTS
 from mmrl.config.tasks import TASK_SCHEMAS, PluginTaskConfig, TaskConfig
 
 LARGEST_SEED = 2**32 - 1
@@ -172,6 +171,8 @@ class EvalConfig(Section):
 
 TrackerName = Literal["wandb", "tensorboard", "mlflow", "comet_ml", "trackio", "aim", "clearml", "dvclive", "swanlab"]
 """The trackers of `accelerate.tracking`."""
+WITH_PROJECTS = ("wandb", "mlflow", "comet_ml", "trackio", "clearml", "swanlab")
+"""Those that keep runs in projects; TensorBoard, Aim and DVCLive keep them in the run directory."""
 
 
 class RunConfig(Section):

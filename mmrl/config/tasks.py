@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from mmrl.config.algo import FACTOR
-from mmrl.config.base import MINI, SPLITS, Section, by_name, no_lookalike
+from mmrl.config.base import MINI, SPLITS, Idle, Section, by_name, no_lookalike
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.retriever import RETRIEVER_SCHEMAS, Bm25Config, RetrieverConfig
 
@@ -64,31 +64,14 @@ class JudgeEndpointConfig(EndpointConfig):
     max_tokens: int = Field(2048, ge=1, description="completion limit of a reply, reasoning included")
     temperature: float | None = Field(None, ge=0, description="null: the endpoint's own")
     retries: int = Field(2, ge=0, le=10, description="further requests after a reply that cannot be read")
-
-    @model_validator(mode="after")
-    def _sent(self) -> Self:
-        given = {"temperature": self.temperature, "max_tokens": self.max_tokens}
-        fields = type(self).model_fields
-        problems = [
-            f"{name}: got {value}, which has no effect with {name} in omit; leave one of the two out"
-            for name, value in given.items()
-            if name in self.omit and value != fields[name].default
-        ]
-        if problems:
-            raise ValueError(*problems)
-        return self
+    idle: ClassVar[list[Idle]] = [Idle("temperature", "omit~temperature"), Idle("max_tokens", "omit~max_tokens")]
 
 
 class ExternalConfig(EndpointConfig):
     """The untrusted external model of `papillon`."""
 
     temperature: float | None = Field(None, ge=0, description="null: the endpoint's own")
-
-    @model_validator(mode="after")
-    def _sent(self) -> Self:
-        if self.temperature is not None and "temperature" in self.omit:
-            raise ValueError("temperature: has no effect with temperature in omit; leave one of the two out")
-        return self
+    idle: ClassVar[list[Idle]] = [Idle("temperature", "omit~temperature")]
 
 
 class JudgeConfig(JudgeEndpointConfig):

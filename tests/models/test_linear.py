@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mmrl.cli import main
 from mmrl.config import ModelConfig
 from mmrl.config.schema import LoraConfig
 from mmrl.engines.embedded.decode import NativeLoop
@@ -188,18 +187,3 @@ def test_merging_into_a_base_of_another_type_computes_in_that_type(tmp_path):
     run = ModelConfig(name="x", path=str(tmp_path / "base"), matmul="onednn", chat_template="plain")
     made = write_merged(str(tmp_path / "base"), tmp_path / "adapter", run, tmp_path / "merged")
     assert made == "bfloat16" and (tmp_path / "merged" / "model.safetensors").is_file()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("train", "model.dtype=bfloat16"),
-        ("train", "hardware=gpu1"),
-        ("train", "task=banking77", "algo=miprov2", "engine=vllm_server"),
-        ("eval", "policy=tiny", "engine=vllm_server"),
-    ],
-)
-def test_typed_where_it_does_nothing_it_is_refused_before_anything_loads(words, capsys, monkeypatch):
-    monkeypatch.setattr("mmrl.models.load.load_model", None)
-    assert main([*words, "model.matmul=onednn"]) == 2
-    assert "model.matmul: got onednn, which has no effect here; it is for float32" in capsys.readouterr().err

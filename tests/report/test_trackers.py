@@ -16,8 +16,7 @@ from mmrl import secrets as hidden
 from mmrl.cli.configs import configs
 from mmrl.cli.overrides import read_line
 from mmrl.config import RunConfig, TrainCommandConfig
-from mmrl.config.rules import WITH_PROJECTS
-from mmrl.config.schema import TrackerName
+from mmrl.config.schema import WITH_PROJECTS, TrackerName
 from mmrl.credit.entries import Entry
 from mmrl.errors import ConfigError
 from mmrl.report.trackers import Trackers, missing_trackers, open_trackers, trackers, without_secrets
