@@ -133,19 +133,12 @@ def _sections(config_name: str, config: DictConfig) -> dict[str, object]:
     assert isinstance(raw, dict)
     left_out = {"experiment", "hydra", *(("train", "algo") if config_name == "eval" else ())}
     left_out |= {key for key in ("stages", "stage") if raw.get(key) in (None, {})}
-    sections = {str(key): _plain(value) for key, value in raw.items() if key not in left_out and value != "???"}
+    sections = {str(key): as_tuples(value) for key, value in raw.items() if key not in left_out and value != "???"}
     plugins = sections.get("plugins")
     # anything but a list is for validation to refuse
     if isinstance(plugins, tuple) and plugins:
         _import_plugins([package for package in plugins if isinstance(package, str)])
     return sections
-
-
-def _plain(value: object) -> object:
-    """Lists as tuples, missing values (`???`) left out: what strict pydantic models take."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items() if item != "???"}
-    return tuple(_plain(item) for item in value) if isinstance(value, list) else value
 
 
 def _put_user_folders_first(config_dir: str | None) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import ChainMap
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, TypeVar, get_args, get_origin
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
-from mmrl.config.base import shipped_for, shown, under_tiny, value_at
+from mmrl.config.base import flattened, shipped_for, shown, under_tiny, value_at
 from mmrl.config.engines import ENGINE_SCHEMAS
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
 from mmrl.config.retriever import RETRIEVER_SCHEMAS
@@ -19,8 +20,6 @@ from mmrl.errors import ConfigError, nearest, unknown
 from mmrl.secrets import holder, reveal, secret_name, user_in_address
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
-KEY_PLACES = {"key_env": "key_env", "endpoint": "endpoint.key_env", "judge": "judge.key_env"}
-"""Key of a section -> where, from that section, the variable is named that holds a service's key."""
 CHOICES: Mapping[str, Mapping[str, type[BaseModel]]] = {
     "algo": ChainMap[str, type[Any]](ALGO_SCHEMAS, PROMPT_SCHEMAS, {SFT: SftConfig}),  # live: plugins add to it
     "task": TASK_SCHEMAS,
@@ -28,6 +27,8 @@ CHOICES: Mapping[str, Mapping[str, type[BaseModel]]] = {
     "engine": ENGINE_SCHEMAS,
 }
 """Sections whose `name` picks their schema."""
+_HALF = re.compile(r"(?<!\\)\\ud[89a-f]")
+"""A lone surrogate, as `repr` writes it."""
 
 
 def validate(schema: type[ConfigT], raw: Mapping[str, object], *, stored: bool = False) -> ConfigT:
@@ -36,14 +37,12 @@ def validate(schema: type[ConfigT], raw: Mapping[str, object], *, stored: bool =
     Raises:
         ConfigError: every problem in one go, each starting with the path that the user would type.
     """
-    problems = _typed_secrets(schema, raw)
-    half = [
-        f"{path or 'config'}: got a text with half a character ({value!r:.60}), which no file can hold"
-        for path, value in _texts("", raw)
-        if any("\ud800" <= character <= "\udfff" for character in value)
-    ]
+    problems = _typed_secrets(raw)
+    half = [path for path, value in flattened(raw).items() if _HALF.search(repr((path, value)))]
     if half:  # pydantic could not even name such a key
-        raise ConfigError(problems + half)
+        raise ConfigError(
+            problems + [f"{path}: got a text with half a character, which no file can hold" for path in half]
+        )
     problems += [] if stored else under_tiny(value_at(raw, "model.name"), value_at(raw, "model.path"))
     try:
         config = schema.model_validate(dict(raw))
@@ -56,23 +55,18 @@ def validate(schema: type[ConfigT], raw: Mapping[str, object], *, stored: bool =
     return _with_shipped(config)
 
 
-def _typed_secrets(schema: type[BaseModel], raw: Mapping[str, object]) -> list[str]:
+def _typed_secrets(raw: Mapping[str, object]) -> list[str]:
     """Secrets among the values, which every run directory would keep, and where they belong."""
     problems = []
-    for path, value in _leaves("", raw):
-        above, _, key = path.rpartition(".")
-        why, to_put = "which every run directory would keep; put it into an environment variable", ""
-        if value in ("", "null") or holder(value) is not None:
+    for path, value in flattened(raw).items():
+        key, text = path.rpartition(".")[2], shown(value)
+        why = f"which every run directory would keep; put it into an environment variable: {path}=${{oc.env:NAME}}"
+        if text in ("", "null") or holder(text) is not None:
             continue
         if secret_name(key):
-            fields = _fields_at(schema, above.split(".") if above else [], raw) or []
-            place = next((f"{above}.{way}" for name, way in KEY_PLACES.items() if name in fields), None)
-            to_put = f" and name that: {place or 'engine.endpoint.key_env'}=NAME" if key not in fields else ""
-            problems.append(
-                f"{path}: got a text that {key} says is a secret, {why}{to_put or f': {path}=${{oc.env:NAME}}'}"
-            )
-        elif user_in_address(value):
-            problems.append(f"{path}: got an address with a user or password, {why}: '{path}=${{oc.env:NAME}}'")
+            problems.append(f"{path}: got a text that {key} says is a secret, {why}, or of an endpoint key_env=NAME")
+        elif user_in_address(text):
+            problems.append(f"{path}: got an address with a user or password, {why}")
     return problems
 
 
@@ -95,9 +89,9 @@ def validate_stored(schema: type[ConfigT], stored: Mapping[str, object]) -> Conf
 
 
 def as_tuples(value: object) -> object:
-    """Lists as tuples all the way down: what strict models take."""
+    """Lists as tuples, missing values (`???`) left out: what strict models take."""
     if isinstance(value, dict):
-        return {key: as_tuples(item) for key, item in value.items()}
+        return {str(key): as_tuples(item) for key, item in value.items() if item != "???"}
     return tuple(as_tuples(item) for item in value) if isinstance(value, list) else value
 
 
@@ -158,7 +152,7 @@ def explain(
         parts = [*([prefix] if prefix else []), *(str(part) for part in item["loc"])]
         path, kind = ".".join(parts), item["type"]
         if kind == "extra_forbidden":
-            sentences += _unknown_key(schema, parts, item["input"], raw or {}, bool(prefix))
+            sentences += _unknown_key(schema, parts, item["input"], raw or {})
         elif kind == "missing":
             how = "expected model.path=FOLDER_OR_HUB_ID" if path == "model.path" else "a value is required"
             sentences.append(f"{path}: missing, {how}")
@@ -169,37 +163,28 @@ def explain(
                     f"{path}: {message}" if message.startswith("got ") else f"{path}.{message}".lstrip(".")
                 )
         else:
-            sentences.append(f"{path}: got {item['input']!r}, expected {_expected(kind, item['msg'], path)}")
+            section = f"a section: {path}.KEY=VALUE"
+            words = {"model_type": section, "dict_type": section, "tuple_type": f"a list: {path}=[a,b]"}
+            plain = item["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+            sentences.append(f"{path}: got {item['input']!r}, expected {words.get(kind, plain)}")
     return sentences
-
-
-def _expected(kind: str, message: str, path: str) -> str:
-    """What pydantic expected, in the words of the command line instead of Python's."""
-    if kind in ("model_type", "model_attributes_type", "dict_type", "mapping_type"):
-        return f"a section: {path}.KEY=VALUE"
-    if kind == "tuple_type":
-        return f"a list: {path}=[a,b]"
-    if kind == "bool_type":
-        return "true or false"
-    return message.removeprefix("Input should be ").removeprefix("a valid ")
 
 
 LABELS = {"task": "task ", "engine": "engine=", "task.retriever": "task.retriever.name="}
 
 
-def _unknown_key(
-    schema: type[BaseModel], parts: list[str], value: object, raw: Mapping[str, object], below: bool
-) -> Iterator[str]:
+def _unknown_key(schema: type[BaseModel], parts: list[str], value: object, raw: Mapping[str, object]) -> Iterator[str]:
     """What to say of a key that is not in its section's schema."""
     path, above, key = ".".join(parts), ".".join(parts[:-1]), parts[-1]
-    fields = _fields_at(schema, parts[1:-1] if below else parts[:-1], raw)
+    fields = _fields_at(schema, parts[:-1], raw)
     if fields is None:
         return  # the name that chooses the schema is wrong itself, and is reported
     having = [name for name, other in CHOICES.get(above, {}).items() if key in other.model_fields]
     if having:
         name, users = _chosen_name(raw, above), ", ".join(having)
-        for leaf, typed in _leaves(path, value):
-            got = "" if above == "algo" else f"got {typed}, which "
+        # One sentence for each key that was typed: `task.judge.url`, not the section around it.
+        for leaf, typed in flattened({path: value}).items():
+            got = "" if above == "algo" else f"got {shown(typed)}, which "
             yield f"{leaf}: {got}has no effect with {LABELS.get(above, '')}{name}; it is an option of {users}"
     else:
         meant = nearest(key, fields) if above else meant_keys(key) or nearest(key, fields)
@@ -210,34 +195,10 @@ def meant_keys(key: str) -> str:
     """`"; did you mean train.steps?"` for a key that was typed without its section, or an empty string."""
     found = []
     for section, field in TrainCommandConfig.model_fields.items():
-        plain = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
-        kinds = [*CHOICES.get(section, {}).values()] or plain
-        if any(issubclass(kind, BaseModel) and key in kind.model_fields for kind in kinds):
+        kinds = CHOICES.get(section, {}).values() or _sections_of(field.annotation)
+        if any(key in kind.model_fields for kind in kinds):
             found.append(f"{section}.{key}")
     return f"; did you mean {' or '.join(found)}?" if found else ""
-
-
-def _leaves(path: str, value: object) -> Iterator[tuple[str, str]]:
-    """Keys at and below `path` with their values as one types them."""
-    # One sentence for each key that was typed: `task.judge.url`, not the section around it.
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _leaves(f"{path}.{key}", item)
-    else:
-        yield path.lstrip("."), shown(value)
-
-
-def _texts(path: str, value: object) -> Iterator[tuple[str, str]]:
-    """All texts at and below `path`, keys among them; those of lists by the list's key."""
-    if isinstance(value, str):
-        yield path.lstrip("."), value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield path.lstrip("."), str(key)
-            yield from _texts(f"{path}.{key}", item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(path, item)
 
 
 def _chosen_name(raw: Mapping[str, object], path: str) -> str:
@@ -253,38 +214,26 @@ def _chosen_name(raw: Mapping[str, object], path: str) -> str:
     return str(name)
 
 
-def _chosen_schema(raw: Mapping[str, object], path: str) -> type[BaseModel] | None:
-    """The schema at `path`, a section of `CHOICES`; None where no schema has the name in use."""
-    name = _chosen_name(raw, path)
-    return task_schema(name) if path == "task" else CHOICES[path].get(name)
-
-
-def _fields_at(schema: type[BaseModel], location: Collection[str], raw: Mapping[str, object]) -> list[str] | None:
-    """Field names of the section at `location` below `schema`; None where its schema is not known.
-
-    A mapping of sections takes one part of the location for its key.
-    """
-    parts, path = list(location), ""
-    while parts:
-        part = parts.pop(0)
-        field = schema.model_fields.get(part)
+def _fields_at(schema: type[BaseModel], location: Iterable[str], raw: Mapping[str, object]) -> list[str] | None:
+    """Field names of the section at `location` below `schema`; None where its schema is not known."""
+    path = ""
+    for part in location:
         path = f"{path}.{part}".lstrip(".")
-        if field is None:
-            return []
         if path in CHOICES:
             # the annotation names the base class; the config's name says which subclass validated
-            chosen = _chosen_schema(raw, path)
+            name = _chosen_name(raw, path)
+            chosen = task_schema(name) if path == "task" else CHOICES[path].get(name)
             if chosen is None:
                 return None
             schema = chosen
-            continue
-        # Optional sections and mappings of sections hide the model among the arguments of their type.
-        candidates = [field.annotation, *get_args(field.annotation)]
-        mapped = [get_args(c)[1] for c in candidates if get_origin(c) is dict]
-        if mapped and parts:
-            parts.pop(0)
-        models = [c for c in [*mapped, *candidates] if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not models:
-            return []
-        schema = models[0]
+        elif part in schema.model_fields:  # else a key of a mapping of sections, or a number in a list of them
+            schema = next(_sections_of(schema.model_fields[part].annotation), schema)
     return [field.alias or name for name, field in schema.model_fields.items()]
+
+
+def _sections_of(annotation: object) -> Iterator[type[BaseModel]]:
+    """The schemas in a type: optional sections, mappings and lists of sections have theirs among its arguments."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _sections_of(argument)

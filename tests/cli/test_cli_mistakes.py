@@ -37,7 +37,7 @@ MISTAKES = {
             "task.data: got 'mini', expected a section: task.data.KEY=VALUE",
             "model.modules: got 5, expected a section: model.modules.KEY=VALUE",
             "run.report_to: got 'wandb', expected a list: run.report_to=[a,b]",
-            "task.em_needs_format: got 'maybe', expected true or false",
+            "task.em_needs_format: got 'maybe', expected boolean",
         ],
     ),
     "one line for each option without effect": (

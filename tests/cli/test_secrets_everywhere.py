@@ -118,9 +118,9 @@ def test_a_secret_that_looks_like_none_is_not_repeated(capsys):
         "plugins=[my-own-secret]": "plugins: got 1 that is none, expected names of packages",
         "model.path=https://me:my-own-secret@host/m": "model.path: got an address with a user or password",
         "model.path=https://my-own-secret@host/m": "model.path: got an address with a user or password",
-        "engine.api_key=my-own-secret": "and name that: engine.endpoint.key_env=NAME",
-        "engine.endpoints={x: {model: m, api_key: my-own-secret}}": "and name that: engine.endpoints.x.key_env=NAME",
-        "api_key=my-own-secret": "and name that: engine.endpoint.key_env=NAME",
+        "engine.api_key=my-own-secret": "engine.api_key=${oc.env:NAME}, or of an endpoint key_env=NAME",
+        "engine.endpoints={x: {model: m, api_key: my-own-secret}}": "engine.endpoints.x.api_key=${oc.env:NAME}, or of",
+        "api_key=my-own-secret": "api_key=${oc.env:NAME}, or of an endpoint key_env=NAME",
     }
     for word, expected in words.items():
         assert main(["train", word]) == 2
