@@ -132,9 +132,9 @@ def index_build(context: typer.Context) -> int:
       mmrl index build corpus=passages.jsonl index=indexes/e5 retriever=dense model=intfloat/e5-base-v2 plan=true
     """
     from mmrl.cli.arguments import read_arguments
-    from mmrl.config.retriever import BuildIndexArguments
+    from mmrl.config.retriever import build_schema
 
-    given = read_arguments("mmrl index build", BuildIndexArguments, context.args)
+    given = read_arguments("mmrl index build", build_schema(context.args), context.args)
     from mmrl.run.index import build
 
     return build(given)

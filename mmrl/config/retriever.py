@@ -5,9 +5,10 @@ And what `mmrl index` and `mmrl serve-retriever` take, whose keys are those of t
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from collections.abc import Collection
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator
 
 from mmrl.config.base import Idle, Section, ServerArguments, address_problem
 
@@ -24,30 +25,14 @@ class RetrieverConfig(Section):
     dedup: bool = Field(False, description="drop a document that an earlier query already brought")
     snippet_words: int = Field(100, ge=1, description="a document's text is cut to this many words in prompts")
 
-    @property
-    def index_folder(self) -> str | None:
-        """Folder of a built index that is searched; None: the task's corpus is, or a server's."""
-        return getattr(self, "index", None)
-
-    @property
-    def address(self) -> str | None:
-        """Of a server that is searched."""
-        return getattr(self, "url", None)
-
-    @property
-    def in_child(self) -> bool:
-        """Whether mmrl starts a process that searches."""
-        return getattr(self, "process", "inline") == "child"
-
-    @property
-    def cache_folder(self) -> str | None:
-        """Where what is made of a corpus is cached; None: the default."""
-        return getattr(self, "cache_dir", None)
+    def get(self, key: str) -> Any:
+        """The value of a key; None for a retriever that has none such (`index`, `url`, `process`, `cache_dir`)."""
+        return getattr(self, key, None)
 
     @property
     def brings_passages(self) -> bool:
         """Whether it searches passages of its own instead of the task's corpus."""
-        return self.index_folder is not None or self.address is not None
+        return self.get("index") is not None or self.get("url") is not None
 
     def changed(self, key: str) -> bool:
         """Whether a key was given another value than its default."""
@@ -191,44 +176,26 @@ class IndexArguments(Section):
 
 
 class BuildIndexArguments(Section):
-    """`mmrl index build`."""
+    """`mmrl index build`, beside what the retriever's own schema says of the index (`build_schema`)."""
 
     corpus: tuple[str, ...]
     index: str
     retriever: Literal["bm25", "dense", "colbert"] = "bm25"
-    k1: float = Field(0.9, gt=0)
-    b: float = Field(0.4, ge=0, le=1)
-    stemmer: Stemmer = "none"
-    stopwords: Stopwords = "english"
-    model: str | None = None
-    encoder: Literal["own", "contriever", "e5"] | None = None
-    pooling: Pooling | None = None
-    normalise: bool | None = None
-    query_prompt: str | None = None
-    passage_prompt: str | None = None
-    faiss: Literal["flat", "hnsw"] = "flat"
-    device: Literal["cpu", "cuda"] = "cpu"
-    batch_size: int = Field(32, ge=1)
     plan: bool = Field(False, description="print sizes and stop")
-
-    @model_validator(mode="after")
-    def _options(self) -> Self:
-        read = RETRIEVER_SCHEMAS[self.retriever].model_fields
-        options = [name for name in type(self).model_fields if name not in ("corpus", "index", "retriever", "plan")]
-        wrong = [
-            f"{option}: got {getattr(self, option)}, which has no effect with retriever={self.retriever}"
-            for option in options
-            if option not in read and getattr(self, option) != type(self).model_fields[option].default
-        ]
-        if wrong:
-            raise ValueError(*wrong)
-        return self
 
     def section(self) -> RetrieverConfig:
         """The same as a `task.retriever` section."""
         schema = RETRIEVER_SCHEMAS[self.retriever]
-        given = self.model_dump(exclude={"retriever", "corpus", "index", "plan"})
-        return schema(name=self.retriever, **{name: given[name] for name in given if name in schema.model_fields})
+        return schema(name=self.retriever, **self.model_dump(exclude=set(BuildIndexArguments.model_fields)))
+
+
+def build_schema(words: Collection[str]) -> type[BuildIndexArguments]:
+    """The keys of `mmrl index build` with the retriever that its words name."""
+    name = next((word.partition("=")[2] for word in words if word.startswith("retriever=")), "bm25")
+    fields = RETRIEVER_SCHEMAS.get(name, Bm25Config).model_fields
+    searching = {*LocalRetrieverConfig.model_fields, "candidates"}
+    more: dict[str, Any] = {key: (field.annotation, field) for key, field in fields.items() if key not in searching}
+    return create_model("BuildIndexArguments", __base__=BuildIndexArguments, **more)
 
 
 class SearchIndexArguments(IndexArguments):

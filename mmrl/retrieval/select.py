@@ -46,8 +46,7 @@ def open_index_corpus(config: RetrieverConfig) -> PassageStore:
     Raises:
         DataError: no such index, a damaged one, or one of another kind than `task.retriever.name`.
     """
-    assert config.index_folder is not None
-    folder = user_path(config.index_folder)
+    folder = user_path(config.get("index"))
     info = read_info(folder)
     if info.kind != config.name:
         raise DataError(
@@ -60,17 +59,17 @@ def open_index_corpus(config: RetrieverConfig) -> PassageStore:
 def retriever_problems(config: RetrieverConfig) -> list[str]:
     """What is known to be wrong before a search: missing packages, an unusable index, a server that is not there."""
     problems = packages_missing(config)
-    if config.in_child:
+    if config.get("process") == "child":
         problems += server_problems("task.retriever.process: child")
-    if config.index_folder is not None:
+    if config.get("index") is not None:
         try:
             open_index_corpus(config)
-            problems += index_problems("task.retriever.index", read_info(user_path(config.index_folder)))
+            problems += index_problems("task.retriever.index", read_info(user_path(config.get("index"))))
         except DataError as error:
             problems += error.problems
     elif config.encodes:
         problems += encoder_and_treatment_problems(cast("EncoderRetrieverConfig", config))
-    if config.address is not None:
+    if config.get("url") is not None:
         remote = cast("RemoteRetrieverConfig", config)
         try:
             probe(remote)
@@ -148,7 +147,7 @@ def open_retriever(config: RetrieverConfig, documents: Sequence[Document]) -> Re
     Raises:
         DataError: an index that cannot be opened or built.
     """
-    return RETRIEVERS["child" if config.in_child else config.name](config, documents)
+    return RETRIEVERS["child" if config.get("process") == "child" else config.name](config, documents)
 
 
 def _bm25(config: Bm25Config, documents: Sequence[Document]) -> Retriever:

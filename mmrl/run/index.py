@@ -72,9 +72,8 @@ def build(given: BuildIndexArguments) -> int:
             corpus.passages,
             sources=given.corpus,
             stamp=corpus.stamp(),
-            device=given.device,
-            batch_size=given.batch_size,
             on_corpus=lambda passages: print(_corpus_text(spec, passages), flush=True),
+            **section.model_dump(include={"device", "batch_size"}),
         )
     except OSError as error:
         raise ConfigError(f"mmrl index build: cannot build {folder}: {error}; the same command goes on") from None

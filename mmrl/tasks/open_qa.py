@@ -172,7 +172,7 @@ class OpenQaTask(BaseTask, ABC):
         if not self.searches:
             return []
         if self.retriever.brings_passages:
-            owner = "task.retriever.name=remote" if self.retriever.address is not None else "task.retriever.index"
+            owner = "task.retriever.name=remote" if self.retriever.get("url") is not None else "task.retriever.index"
             given = self.corpus is not None
             return [f"task.corpus: has no effect with {owner}, which brings its own passages"] if given else []
         if self.corpus is not None or not records:

@@ -34,9 +34,9 @@ def named_corpus(retriever: RetrieverConfig, corpus: str | None) -> dict[str, Se
     Raises:
         DataError: an index or a file that cannot be used.
     """
-    if retriever.address is not None:
+    if retriever.get("url") is not None:
         return {"remote": ()}
-    if retriever.index_folder is not None:
+    if retriever.get("index") is not None:
         return {"index": open_index_corpus(retriever)}
     if corpus == "mini":
         return {"mini": mini_corpus()}
@@ -105,7 +105,7 @@ class SearchTool:
 
     def coverage(self, splits: Mapping[str, Sequence[Example]]) -> dict[str, float]:
         """Split -> share of its examples that the corpus can answer; absent where that is not known."""
-        return coverage(splits, self.corpora, cache_root(self.config.cache_folder))
+        return coverage(splits, self.corpora, cache_root(self.config.get("cache_dir")))
 
     def describe_counts(self) -> str:
         """Requests to retrievers behind HTTP, in brackets; empty for those in process."""
@@ -115,10 +115,10 @@ class SearchTool:
 
     def describe(self) -> str:
         """Which retriever, its budget, where it searches, and its requests."""
-        where = self.config.index_folder or self.config.address
+        where = self.config.get("index") or self.config.get("url")
         return (
             f"{self.config.name}, {self.config.top_k} documents"
             + (f", {where}" if where else "")
-            + (", child process" if self.config.in_child else "")
+            + (", child process" if self.config.get("process") == "child" else "")
             + self.describe_counts()
         )

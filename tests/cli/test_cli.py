@@ -16,12 +16,7 @@ from mmrl.cli.arguments import ExportArguments, FetchArguments, ShowArguments
 from mmrl.cli.configs import configured
 from mmrl.cli.new_task import NewTaskArguments
 from mmrl.config import ALGO_SCHEMAS
-from mmrl.config.retriever import (
-    BuildIndexArguments,
-    IndexInfoArguments,
-    SearchIndexArguments,
-    ServeIndexArguments,
-)
+from mmrl.config.retriever import IndexInfoArguments, SearchIndexArguments, ServeIndexArguments, build_schema
 from mmrl.report.rundir import RunDir
 from mmrl.sets.command import COMPARE_KEYS as KEYS
 
@@ -250,7 +245,7 @@ def test_help_names_every_key_of_a_command_that_reads_its_own(capsys):
         "show": ShowArguments,
         "export": ExportArguments,
         "fetch": FetchArguments,
-        "index build": BuildIndexArguments,
+        "index build": build_schema(["retriever=dense"]),
         "index info": IndexInfoArguments,
         "index search": SearchIndexArguments,
         "serve-retriever": ServeIndexArguments,
