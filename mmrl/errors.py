@@ -197,21 +197,9 @@ def failed_how(kinds: Iterable[str]) -> str:
     return code if own == {True} else f"from outside causes and {code}" if True in own else "from outside causes"
 
 
-_ROOM, _RIGHTS = "free some space there and run it again", "see that it may be written, and run it again"
-_REMEDIES = {
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: _ROOM,
-    errno.EFBIG: _ROOM,
-    errno.EROFS: _RIGHTS,
-    errno.EACCES: _RIGHTS,
-    errno.EPERM: _RIGHTS,
-    errno.EIO: "the disk is failing; copy what is there and run it again elsewhere",
-    errno.EISDIR: "a folder stands where a file belongs; move it away",
-    errno.ENOTDIR: "a file stands where a folder belongs; move it away",
-    errno.EEXIST: "something else stands there; move it away",
-    errno.ENOENT: "put it back and run it again",
-}
-"""What to do about a file that the operating system refuses; other errors are bugs, or have types of their own."""
+_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_PLACE = (*(errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO), errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
+"""Of a file that the operating system refuses; other errors are bugs, or have types of their own."""
 
 
 _TORCH_CANNOT_WRITE = ("PytorchStreamWriter", "iostream", "unexpected pos")
@@ -233,11 +221,11 @@ def storage_error(error: Exception, path: object = None) -> StorageError | None:
         number, reason = int(match.group(1)), os.strerror(int(match.group(1)))
     elif isinstance(error, RuntimeError) and any(words in str(error) for words in _TORCH_CANNOT_WRITE):
         number, reason = errno.ENOSPC, os.strerror(errno.ENOSPC)
-    remedy = _REMEDIES.get(number)
-    # A full disk is always one; of the others only those that name a file (a pipe or socket has none).
-    if remedy is None or (place is None and number not in (errno.ENOSPC, errno.EDQUOT, errno.EIO)):
+    # A full or failing disk is always one; of the others only those that name a file (a pipe or socket has none).
+    if number not in _ROOM + _PLACE or (place is None and number not in (errno.ENOSPC, errno.EDQUOT, errno.EIO)):
         return None
-    return StorageError(f"{'the output' if place is None else place}: {reason}; {remedy}")
+    remedy = "free some space there" if number in _ROOM else "see that a file can be read and written there"
+    return StorageError(f"{'the output' if place is None else place}: {reason}; {remedy}, and run it again")
 
 
 @contextmanager

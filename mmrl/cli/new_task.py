@@ -33,10 +33,6 @@ DSPY_NOTE = (
 MAX_TOKENS = {"async": "8", "dspy": "64"}
 PROGRAM = {"async": "function.txt", "dspy": "dspy.txt"}
 
-# `task=null` would choose no task, `task=true` a truth value.
-NO_NAMES = frozenset({"null", "true", "false", "nan", "inf"})
-"""What the command line reads as a value."""
-
 
 class NewTaskArguments(Section):
     """`mmrl new-task`."""
@@ -64,18 +60,16 @@ def create(words: Sequence[str]) -> int:
 
 def name_problems(name: str, top: Path) -> list[str]:
     """Why a package and task of that name cannot be written into `top`, one sentence each."""
-    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
+    # `task=null` would choose no task, `task=true` a truth value.
+    value = name.lower() in ("null", "true", "false", "nan", "inf")
+    if value or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         return [f"mmrl new-task: got '{name}', expected a name for a Python package: letters, digits, _"]
-    if name.lower() in NO_NAMES:
-        return [f"mmrl new-task: '{name}' is a value and no name where task={name} is typed; expected another name"]
     shipped = {path.stem for path in (conf_dir() / "task").glob("*.yaml")}
     if name in shipped | set(BUILT_IN):
         return [f"mmrl new-task: '{name}' is a task of mmrl's own; expected another name"]
     taken = [path for path in (top / name, top / "conf" / "task" / f"{name}.yaml") if path.exists()]
     if taken:
         return [f"mmrl new-task: {path} exists, and nothing is overwritten; expected another name" for path in taken]
-    if (top / "conf").exists() and not (top / "conf").is_dir():
-        return [f"mmrl new-task: {top / 'conf'} is a file, expected a folder or nothing"]
     # The current folder is searched last when plugins are imported, so an installed package of that name would win.
     if importlib.util.find_spec(name) is not None:
         return [f"mmrl new-task: '{name}' is an installed Python package, which would hide the task's; another name"]

@@ -159,16 +159,14 @@ def expand(line: CommandLine, problems: list[str]) -> list[list[str]]:
         # Where a search begins and where it ends, in all of its keys at once: what is wrong with a value is reported
         # before anything runs, and the sweeper cannot make more jobs than that known beforehand.
         axes = {key: [axis[0], axis[-1]] for key, axis in axes.items()}
-        columns = list(zip(*axes.values(), strict=True))
-        unlike = columns if any(one != other for one, other in axes.values()) else columns[:1]
-        return [
-            [forced(override, value) for override, value in job if not _left_out(override, value, line, problems)]
-            for job in unlike
-        ]
-    # The last key varies fastest, as in Hydra's own sweeper, so that the jobs of a sweep have the same numbers there.
+        jobs = list(zip(*axes.values(), strict=True))
+        jobs = jobs if any(first != last for first, last in axes.values()) else jobs[:1]
+    else:
+        # The last key varies fastest, as in Hydra's own sweeper, so that jobs have the same numbers there.
+        jobs = list(itertools.product(*axes.values()))
     return [
         [forced(override, value) for override, value in job if not _left_out(override, value, line, problems)]
-        for job in itertools.product(*axes.values())
+        for job in jobs
     ]
 
 
@@ -252,7 +250,7 @@ def of_policy(sections: Mapping[str, object], words: Sequence[str], config_dir: 
     typed = {word.partition("=")[0].lstrip("+~") for word in words}
     if policy is None and isinstance(model, Mapping) and typed & {"model", "model.path"}:
         # the model itself, as it is before any training
-        return [f"++policy={_quoted(model['path'])}"] if isinstance(model.get("path"), str) else []
+        return [f"++policy={hydra_value('policy', model['path'])}"] if isinstance(model.get("path"), str) else []
     if not isinstance(model, Mapping) or not isinstance(policy, str):
         return []
     elsewhere = value_at(sections, "engine.name") == "openai"  # then it is the name of an endpoint's model
@@ -265,17 +263,12 @@ def of_policy(sections: Mapping[str, object], words: Sequence[str], config_dir: 
     if model.get("path") is None or (more and name == "hf"):
         # an endpoint's texts are read by a tokenizer that is here
         keys = {"path": "tiny" if elsewhere else policy, **keys}
-    more += [f"++model.{key}={_quoted(value)}" for key, value in keys.items() if f"model.{key}" not in typed]
+    more += [f"++model.{key}={hydra_value(key, value)}" for key, value in keys.items() if f"model.{key}" not in typed]
     task, prompts = prompts_of(policy) if not elsewhere else (None, None)
     # Weights that were trained with prompts of their own are evaluated with these, on the task that they are for.
     if prompts is not None and value_at(sections, "task.name") == task and "task.prompts" not in typed:
-        more.append(f"++task.prompts={_quoted(prompts)}")
+        more.append(f"++task.prompts={hydra_value('task.prompts', prompts)}")
     return more
-
-
-def _quoted(value: object) -> str:
-    """A config value in Hydra's grammar."""
-    return "'" + value.replace("'", "\\'") + "'" if isinstance(value, str) else str(value).lower()
 
 
 def refuse_beside_resume(line: CommandLine, *allowed: str) -> None:

@@ -238,33 +238,22 @@ def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, crit
         critic: kind of the algorithm's critic, if it has one. FSDP2 shards it beside the policy; DeepSpeed takes one
             model, and DDP wants every trained weight in every backward pass, so no second adapter.
     """
-    problems = []
     # Over all machines: what the processes share does not depend on where they run.
-    total = hardware.processes * hardware.nodes
-    if hardware.sharding != "none" and hardware.device == "cpu":
-        problems.append(
-            f"hardware.sharding: got {hardware.sharding}, which accelerate does not do on a CPU; use none "
-            "(every process holds the whole model)"
-        )
-    if hardware.sharding != "none" and engine == "transformers":
-        problems.append(
-            f"hardware.sharding: got {hardware.sharding}, but engine=transformers samples from the whole weights; use "
-            "engine=vllm_server"
-        )
-    if hardware.sharding.startswith("zero") and critic:
-        problems.append(
-            f"hardware.sharding: got {hardware.sharding}, under which a critic cannot be trained (DeepSpeed takes one "
-            "model); use fsdp2, or none (every process holds the whole model)"
-        )
+    total, sharding = hardware.processes * hardware.nodes, hardware.sharding
+    whole = "none (every process holds the whole model)"
+    sharded = {
+        f"accelerate does not do on a CPU; use {whole}": sharding != "none" and hardware.device == "cpu",
+        "engine=transformers cannot sample from; use engine=vllm_server": sharding != "none"
+        and engine == "transformers",
+        f"DeepSpeed cannot train a critic under; use fsdp2, or {whole}": sharding.startswith("zero") and bool(critic),
+    }
+    problems = [f"hardware.sharding: got {sharding}, which {why}" for why, wrong in sharded.items() if wrong]
     if total > 1 and engine == "vllm_colocated":
+        profile = f"profile '{hardware.name}' has {total}"
+        problems.append(f"engine: vllm_colocated runs in one process, {profile}; use engine=vllm_server")
+    if total > 1 and critic == "adapter" and sharding == "none":
         problems.append(
-            f"engine: vllm_colocated runs in one process, profile '{hardware.name}' has {total}; use "
-            "engine=vllm_server, which one server answers for all of them"
-        )
-    if total > 1 and critic == "adapter" and hardware.sharding == "none":
-        problems.append(
-            f"algo.critic: got adapter, which needs one process or hardware.sharding=fsdp2 (this run has {total}, and "
-            "none); use separate or head"
+            "algo.critic: got adapter, which needs one process or hardware.sharding=fsdp2; use separate or head"
         )
     if total > 1 and modules:
         problems.append(f"hardware.processes: got {total} in all, weights per module need 1")

@@ -5,7 +5,6 @@ import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
@@ -265,29 +264,19 @@ def test_an_index_folder_keeps_how_words_are_read(tmp_path):
 
 
 def test_long_work_says_how_far_it_is(monkeypatch, capfd):
-    clock = iter([0.0, 4.0, 11.0, 12.0, 22.0, 40.0, 41.0])
-    monkeypatch.setattr("mmrl.system.bar.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("mmrl.system.bar.EVERY_S", 0.0)
     with progress("encoding", 4000) as advance:
-        for piece in (500, 500, 500, 500, 2000):
-            advance(piece)
-    assert capfd.readouterr().err.splitlines() == [
-        "encoding: 1,000 of 4,000 passages, less than a minute left",
-        "encoding: 2,000 of 4,000 passages, less than a minute left",
-    ]
-    monkeypatch.setattr("mmrl.system.bar.time", SimpleNamespace(monotonic=iter([0.0, 100.0]).__next__))
+        advance(1000)
+    assert "encoding:  25%" in (said := capfd.readouterr().err) and "1000/4000" in said
     with progress("writing") as advance:
         advance(7)
-    assert capfd.readouterr().err == "writing: 7 passages\n"
+    assert "writing: 7 passages" in capfd.readouterr().err
 
 
-def test_building_tells_progress_in_a_terminal_too(monkeypatch, capfd):
+def test_building_tells_progress(monkeypatch, capfd):
     Bm25Retriever(corpus())
     assert capfd.readouterr().err == ""
     monkeypatch.setattr("mmrl.retrieval.bm25.COUNTED", 2)
     monkeypatch.setattr("mmrl.system.bar.EVERY_S", 0.0)
     Bm25Retriever(corpus())
-    assert capfd.readouterr().err.startswith("reading words for BM25: 2 of 5 passages")
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the captured stream for a terminal
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert len(Bm25Retriever(corpus()).search(["lamp"], [5])[0]) == 2
-    assert "reading words for BM25" in capfd.readouterr().err
+    assert "reading words for BM25:  40%" in capfd.readouterr().err
