@@ -96,17 +96,7 @@ def _composition(config_name: str, overrides: Sequence[str], config_dir: str | N
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name=config_name):
             return compose(config_name, overrides=list(overrides))
     # Hydra has errors of its own for some words alone; others are what its parsers happen to run into.
-    except (
-        HydraException,
-        OmegaConfBaseException,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        OSError,
-    ) as error:
-        raise _refusal(error) from None
-    except (AssertionError, RecursionError) as error:
+    except Exception as error:
         raise _refusal(error) from None
     finally:
         GlobalHydra.instance().hydra = driving

@@ -272,16 +272,11 @@ class MmgrpoConfig(GroupConfig):
         counts = [teacher.rollouts for teacher in self.teachers if teacher.rollouts is not None]
         if len(set(names)) < len(names):
             raise ValueError(f"teachers: got {', '.join(names)}, expected a different name for each")
-        if counts and len(counts) < len(names):
-            raise ValueError("teachers: got rollouts for some of them, expected it for all or for none")
-        if counts and sum(counts) != self.rollouts:
+        even = bool(names) and self.rollouts % len(names) == 0
+        if not (len(counts) == len(names) and sum(counts) == self.rollouts if counts else even):
             raise ValueError(
-                f"teachers: got {sum(counts)} rollouts in all, expected counts that sum to rollouts={self.rollouts}"
-            )
-        if not counts and (not names or self.rollouts % len(names)):
-            raise ValueError(
-                f"teachers: got {len(names)} names, expected a number that divides rollouts={self.rollouts}; "
-                "or give rollouts for each"
+                f"teachers: got {len(names)} with {counts} rollouts, expected rollouts for each that sum to "
+                f"rollouts={self.rollouts}, or for none and a number of teachers that divides it"
             )
         return self
 

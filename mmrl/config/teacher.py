@@ -27,16 +27,13 @@ class TeacherConfig(Section):
     @model_validator(mode="after")
     def _policy(self) -> Self:
         # A teacher has to differ from the student in something, else its rollouts are the student's under another name.
-        other = self.policy is not None or self.endpoint is not None or self.prompts is not None
+        other = [key for key in ("policy", "endpoint", "prompts") if getattr(self, key) is not None]
         if self.name == STUDENT and other:
-            raise ValueError(
-                f"got a policy, an endpoint or prompts for {STUDENT}, which is the policy in training; leave them out"
-            )
+            raise ValueError(f"got {' and '.join(other)} for {STUDENT}, the policy in training; leave them out")
         if self.name != STUDENT and not other:
             raise ValueError(
-                f"got neither policy, endpoint nor prompts for '{self.name}', so it would be the student; set one, or "
-                f"name it {STUDENT}"
+                f"got neither policy, endpoint nor prompts for '{self.name}'; set one, or name it {STUDENT}"
             )
-        if self.policy is not None and self.endpoint is not None:
+        if "policy" in other and "endpoint" in other:
             raise ValueError(f"got a policy and an endpoint for '{self.name}'; leave one of the two out")
         return self

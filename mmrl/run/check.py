@@ -98,19 +98,15 @@ def _stages_problems(config: StagedCommandConfig, typed: Collection[str]) -> lis
     """Problems of each stage, and of their order. Prompts and weights of earlier stages are not there yet."""
     problems = []
     if config.hardware.nodes > 1:
-        problems.append(
-            f"stages: profile '{config.hardware.name}' has several machines, and stages are started by one process; "
-            "start them one by one, each with from=RUN"
-        )
+        profile = config.hardware.name
+        problems.append(f"stages: profile '{profile}' has several machines; start them one by one, each with from=RUN")
     for number, stage in enumerate(config.stages, start=1):
         name = stage.algo.name
         keys = _typed_of(typed, name, number)
         last = number == len(config.stages)
         if stage.model.modules is not None and not last and stage.kind.weights:
-            problems.append(
-                f"stages: stage {number} ({name}) trains weights for each module apart (model.modules), from which no "
-                "further stage can start; make it the last one"
-            )
+            apart = f"stage {number} ({name}) trains weights for each module apart"
+            problems.append(f"stages: {apart} (model.modules), from which no stage can start; make it the last one")
         try:
             found = check(stage.in_folder(None), keys)
         except ConfigError as error:
@@ -141,10 +137,7 @@ def _prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
     problems += unreachable({} if model is None else {"algo.prompt_model": model})
     if name == "openai":
         # `policy=` names it in an evaluation; a run of this kind has no such key
-        problems.append(
-            "engine: openai, whose model nothing names in a run that optimises prompts; give the endpoint for each "
-            "module: engine.endpoints.MODULE.model=NAME"
-        )
+        problems.append("engine: openai, whose model nothing names here; set engine.endpoints.MODULE.model=NAME")
     problems += engines.problems(config.engine, name, training=False, copied=False, device=config.hardware.device)
     return problems + prompt_problems(config, task) + endpoints_away(config)
 
@@ -189,10 +182,8 @@ def process_problems(config: EvalCommandConfig) -> list[str]:
     if hardware.nodes > 1:
         return [f"hardware: profile '{hardware.name}' has several machines, mmrl eval runs in one process of one"]
     if hardware.processes > 1 and (hardware.device == "cpu" or engine_name(config) != "vllm_server"):
-        return [
-            f"hardware: profile '{hardware.name}' has several processes, mmrl eval runs in one; take a profile of one "
-            "(hardware=gpu1), or on GPUs engine=vllm_server, which serves with all of them"
-        ]
+        instead = "take hardware=gpu1, or on GPUs engine=vllm_server"
+        return [f"hardware: profile '{hardware.name}' has several processes, mmrl eval runs in one; {instead}"]
     return []
 
 
@@ -229,10 +220,8 @@ def _training_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     elif size > available:
         problems.append(f"train.batch_size: got {size}, the train split has {available} examples")
     if config.algo.refills and size == available:
-        problems.append(
-            f"algo.zero_variance: got refill, which has no effect with train.batch_size={available}, all of the train "
-            "split: no other example is left to sample; use algo.zero_variance=drop, or a smaller batch"
-        )
+        whole = f"train.batch_size={available}, all of the train split; use algo.zero_variance=drop"
+        problems.append(f"algo.zero_variance: got refill, which has no effect with {whole}, or a smaller batch")
     if config.algo.minibatches > size:
         problems.append(f"algo.minibatches: got {config.algo.minibatches}, expected at most train.batch_size={size}")
     return problems + split_problems(config.task, task, config.eval.split, "eval.split")
@@ -310,10 +299,7 @@ def staleness_problems(config: TrainCommandConfig) -> list[str]:
         return []
     algo, problems = config.algo, []
     if algo.refills:
-        problems.append(
-            "train.staleness: got 1 with algo.zero_variance=refill, which samples further examples once a batch is "
-            "credited; use algo.zero_variance=drop, or train.staleness=0"
-        )
+        problems.append("train.staleness: got 1 with algo.zero_variance=refill, which samples later; use =drop")
     sampling = (algo.temperature, algo.top_p, algo.top_k)
     return problems + engines.staleness_problems(config.engine, engine_name(config), sampling)
 

@@ -123,14 +123,17 @@ def test_a_student_that_asks_for_what_the_teacher_never_said_has_diverged():
 @pytest.mark.parametrize(
     ("teachers", "says"),
     [
-        (({"name": "a", "prompts": "p", "rollouts": 3},), "teachers: got 3 rollouts in all"),
-        (({"name": "a", "prompts": "p", "rollouts": 2}, {"name": "student"}), "for all or for none"),
+        (({"name": "a", "prompts": "p", "rollouts": 3},), r"got 1 with \[3\] rollouts"),
+        (({"name": "a", "prompts": "p", "rollouts": 2}, {"name": "student"}), "or for none"),
         (({"name": "a", "prompts": "p"}, {"name": "a", "policy": "tiny"}), "a different name for each"),
-        (tuple({"name": f"t{i}", "prompts": "p"} for i in range(3)), "a number that divides rollouts=4"),
-        (({"name": "a"},), "so it would be the student"),
+        (
+            tuple({"name": f"t{i}", "prompts": "p"} for i in range(3)),
+            "rollouts=4, or for none and a number of teachers that divides it",
+        ),
+        (({"name": "a"},), "got neither policy"),
         (({"name": "student", "policy": "tiny"},), "leave them out"),
         (({"name": "a", "prompts": "p", "rollouts": 0}, {"name": "student", "rollouts": 4}), "greater than or equal"),
-        ((), "expected a number that divides"),
+        ((), "got 0 with"),
     ],
 )
 def test_teachers_that_do_not_add_up_are_refused(teachers, says):
