@@ -299,7 +299,8 @@ def staleness_problems(config: TrainCommandConfig) -> list[str]:
         return []
     algo, problems = config.algo, []
     if algo.refills:
-        problems.append("train.staleness: got 1 with algo.zero_variance=refill, which samples later; use =drop")
+        late = "algo.zero_variance=refill, which samples after credit; use algo.zero_variance=drop"
+        problems.append(f"train.staleness: got 1 with {late}")
     sampling = (algo.temperature, algo.top_p, algo.top_k)
     return problems + engines.staleness_problems(config.engine, engine_name(config), sampling)
 
