@@ -190,25 +190,38 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog, checkpoint: 
 
 def _build_sft(config: SftCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> SftStage:
     from mmrl.models.load import load_policy
-    from mmrl.stages.sft import SftStage, trainable
+    from mmrl.stages.sft import SftStage
+    from mmrl.trainer.adapters import make_adapters
+    from mmrl.trainer.settings import Settings
+    from mmrl.trainer.trl_trainer import MmrlTrainer
 
     hardware, model = config.hardware, config.model
     assignment = module_assignment(model, config.algo, task.program.modules, config.engine.endpoints)
     loaded, tokenizer, serving = load_policy(Policy(base=model.path, modules=assignment.served), model, hardware.device)
-    policy = trainable(loaded, config, assignment)
+    recorded = _recorded(config, assignment, log)
+    trainer = MmrlTrainer(
+        loaded,
+        tokenizer,
+        Settings.supervised(config.train, model, config.seed),
+        output_dir=log.rundir.checkpoints,
+        next_batch=lambda step: stage.next_batch(step),
+        on_step_end=lambda step, update: stage.on_step_end(step, update),
+        extra=lambda step: {**recorded(step), **stage.recorded()},
+        adapters=make_adapters(assignment),
+    )
     setup = _setup(config, serving, log.rundir.path)
-    return SftStage(
+    stage = SftStage(
         config=config,
         task=task,
         tokenizer=tokenizer,
         # In this process, whatever engine the profile names: it samples from the very weights that are trained.
-        engine=build_engine(config.engine.in_process, policy, tokenizer, setup),
+        engine=build_engine(config.engine.in_process, trainer.model, tokenizer, setup),
         reward_set=reward_set(task, config.task.reward),
         log=log,
-        model=policy,
+        trainer=trainer,
         assignment=assignment,
-        extra=_recorded(config, assignment, log),
     )
+    return stage
 
 
 def _build_prompts(config: PromptCommandConfig, task: Task, log: StepLog, checkpoint: Path | None) -> PromptStage:

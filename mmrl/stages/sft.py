@@ -1,4 +1,6 @@
-"""The supervised stage: demonstrations, a user's file or the policy's own best rollouts -> TRL's SFT -> a checkpoint.
+"""The supervised stage: demonstrations, a user's file or the policy's own best rollouts -> updates -> a checkpoint.
+
+A supervised step is the trainer's objective with advantage 1 and ratio 1 (`sft_steps`).
 
 Its rollouts are mmrl's own, and what is trained of them are the sampled token ids. They are written to the journal
 before anything is trained, so that a stage that was killed samples none of them again.
@@ -8,21 +10,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
-
-from peft import get_peft_model
-from transformers import set_seed
+from typing import TYPE_CHECKING
 
 from mmrl import rng
 from mmrl.config import EvalConfig, SftCommandConfig
 from mmrl.config.other_stages import SftConfig
 from mmrl.engines.base import Engine
-from mmrl.errors import ConfigError, DataError
+from mmrl.errors import CheckpointError, ConfigError, DataError
 from mmrl.models.assignment import ModuleAssignment
-from mmrl.records import Example, Forest
+from mmrl.models.policy import checkpoint_step
+from mmrl.records import Call, Example, Forest
 from mmrl.report.journal import read_step, write_step
 from mmrl.rollout.environment import Environment, make_environment, sampling_settings
 from mmrl.rollout.plans import independent
@@ -30,39 +31,23 @@ from mmrl.rollout.sample import sample
 from mmrl.stages.collect import check_failures
 from mmrl.stages.evaluate import Evaluations, chunks
 from mmrl.stages.sft_data import best_rollouts, read_examples
+from mmrl.stages.sft_steps import digest, encode, order, plain_call, step_batch, tokens_of
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import rollout_metrics
-from mmrl.stages.warmup import Encoded, context_length, encode_one, fit
 from mmrl.tasks.base import Task
-from mmrl.trainer.adapters import make_adapters
-from mmrl.trainer.packing import token_budget
-from mmrl.trainer.settings import lora_config
-from mmrl.trainer.supervised import WarmStartSettings
+from mmrl.trainer.checkpoint import saved_extra
+from mmrl.trainer.objective import StepBatch
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
+
+    from mmrl.trainer.trl_trainer import MmrlTrainer
+
+FINGERPRINT = "warmup"
+"""Key of `extra.json` in a checkpoint: the sequences that made it."""
 
 NAMED = 5
 """Sequences that are too long which are named; the others are counted."""
-
-
-def trainable(
-    model: PreTrainedModel, config: SftCommandConfig, assignment: ModuleAssignment
-) -> PreTrainedModel | PeftModel:
-    """The policy of a supervised stage: `model` with its LoRA adapters, or as it is; an engine samples from it.
-
-    Raises:
-        ConfigError: names of adapters that the model's parts have too.
-    """
-    if config.model.lora is None:
-        return model
-    lora, adapters = lora_config(config.model.lora, model), make_adapters(assignment)
-    if adapters is not None:
-        return adapters.attach(model, lora, config.seed)
-    # peft draws the start of an adapter from the global source.
-    set_seed(config.seed % 2**32)
-    return cast("PeftModel", get_peft_model(model, lora))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,25 +55,29 @@ class SftStage:
     """Trains a policy on given completions. Implements `mmrl.stages.Stage`.
 
     Args:
-        model: from `trainable`, with the weights before training; holds the trained ones after `improve`.
-        engine: serves `model`; samples the rollouts of `algo.source=rollouts`.
+        trainer: holds the policy, before and after `improve`; calls `next_batch`, `on_step_end` and `recorded`.
+        engine: serves that very policy; samples the rollouts of `algo.source=rollouts`.
         reward_set: which of the task's reward sets scores them.
         log: the run's.
-        extra: given the step, what a checkpoint's `extra.json` says.
     """
 
     config: SftCommandConfig
     task: Task
-    model: PreTrainedModel | PeftModel
+    trainer: MmrlTrainer
     tokenizer: PreTrainedTokenizerBase
     assignment: ModuleAssignment
     engine: Engine
     reward_set: str
     log: StepLog
-    extra: Callable[[int], Mapping[str, object]] = lambda step: {}
     evaluations: Evaluations = field(init=False)
     facts: dict[str, float] = field(default_factory=dict)
     """What the sequences came to, by the names of docs/metrics.md."""
+    calls: Sequence[Call] = ()
+    """What is trained on."""
+    data: str = ""
+    """Digest of it."""
+    rows: Iterator[int] = field(init=False)
+    """Indices into `calls`, from the next step on."""
 
     def environment(self, phase: EvalConfig | SftConfig, key: rng.Key) -> Environment:
         """What rollouts share: those of an evaluation, or those that are trained on."""
@@ -109,27 +98,34 @@ class SftStage:
             Stopped: the run is to end; what was trained is saved.
         """
         self.evaluations = evaluations
-        encoded = self._fitting(self._sampled() if self.config.algo.source == "rollouts" else self._given())
-        self.log.progress.note(self._said(encoded))
+        algo, done = self.config.algo, 0
+        self.calls = self._fitting(self._sampled() if algo.source == "rollouts" else self._given())
+        self.data = digest(self.calls)
+        self.log.progress.note(self._said())
         if checkpoint is None:
             self.log.rundir.append_metrics(0, self.facts)
-        self.log.begin()
-        # A stop waits for the end of the step under way, whose checkpoint is saved first.
-        with self.log.stop.held():
-            fit(
-                self.model,
-                self.tokenizer,
-                encoded,
-                self._settings(),
-                self.log.rundir.checkpoints,
-                start=checkpoint,
-                adapters=make_adapters(self.assignment),
-                on_step=self._on_step,
-                stopping=lambda: self.log.stop.requested,
-                extra=self.extra,
+        elif saved_extra(checkpoint).get(FINGERPRINT, {}).get("data") != self.data:
+            raise CheckpointError(
+                f"{checkpoint}: made with other data; continue with the same, or start in an empty folder"
             )
-        self.model.eval()
+        else:
+            done = checkpoint_step(checkpoint) or 0
+        rows = order(self.calls, algo.modules or {}, self.config.seed)
+        self.rows = islice(rows, done * self.config.train.batch_size, None)
+        with self.log.stop.held():
+            self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         self.log.obey_stop()
+
+    def next_batch(self, step: int) -> StepBatch:
+        """The calls of step number `step`; a stop ends the run here, and the trainer saves first."""
+        self.log.obey_stop()
+        self.log.begin()
+        chosen = [self.calls[row] for row in islice(self.rows, self.config.train.batch_size)]
+        return step_batch(step, chosen, self.config.algo.prompt_weight)
+
+    def recorded(self) -> Mapping[str, object]:
+        """What a checkpoint says of the sequences."""
+        return {FINGERPRINT: {"data": self.data}}
 
     def close(self) -> None:
         """Free the engine."""
@@ -141,40 +137,12 @@ class SftStage:
         supervised = ", ".join(f"{value} {_SHOWN[f'sft/{key}']}" for key, value in facts.items())
         return {"supervised": supervised, **self.assignment.describe(), **self.engine.describe()}
 
-    def _settings(self) -> WarmStartSettings:
-        train, algo, model = self.config.train, self.config.algo, self.config.model
-        return WarmStartSettings(
-            steps=train.steps,
-            examples=train.batch_size,
-            batch_tokens=token_budget(
-                train.microbatch_tokens,
-                cast("PreTrainedModel", self.model),
-                checkpointing=model.gradient_checkpointing,
-            ),
-            prompt_weight=algo.prompt_weight,
-            lr=train.lr,
-            schedule=train.schedule,
-            warmup_steps=train.warmup_steps,
-            weight_decay=train.weight_decay,
-            adam_beta1=train.adam_beta1,
-            adam_beta2=train.adam_beta2,
-            grad_clip=train.grad_clip,
-            gradient_checkpointing=model.gradient_checkpointing,
-            packing=train.packing,
-            mix=algo.modules or {},
-            seed=self.config.seed,
-            save_every=train.save_every,
-            keep=train.keep,
-            # never: transformers' own means begin anew where a run is continued; metrics.jsonl has each step
-            log_every=train.steps + 1,
-        )
-
-    def _given(self) -> list[tuple[str, Encoded]]:
+    def _given(self) -> list[tuple[str, Call]]:
         """The sequences of the task's demonstrations or of the file, each with its place."""
         examples = read_examples(self.config, self.task, tuple(self.assignment.untrained))
-        return [(item.where, encode_one(self.tokenizer, item.demonstration)) for item in examples]
+        return [(item.where, encode(self.tokenizer, item.demonstration)) for item in examples]
 
-    def _sampled(self) -> list[tuple[str, Encoded]]:
+    def _sampled(self) -> list[tuple[str, Call]]:
         """The calls of the best rollouts, as they were sampled, each with its id."""
         algo, untrained = self.config.algo, self.assignment.untrained
         forest = self._rollouts()
@@ -196,7 +164,7 @@ class SftStage:
         ]
         if not calls:
             raise ConfigError(f"algo.modules: no rollout that is trained on calls {', '.join(algo.modules or ())}")
-        return [(f"call {call.id}", Encoded(call.module, call.prompt_ids, call.completion_ids)) for call in calls]
+        return [(f"call {call.id}", plain_call(call.module, call.prompt_ids, call.completion_ids)) for call in calls]
 
     def _rollouts(self) -> Forest:
         """All rollouts of the train split, sampled now or read back from the journal."""
@@ -219,24 +187,23 @@ class SftStage:
 
     def _roll_out(self, examples: Sequence[Example]) -> Forest:
         """`algo.rollouts` independent rollouts of each example."""
-        self.model.eval()
         # One key for all chunks: what is sampled of an example does not depend on where a chunk begins.
         env = self.environment(self.config.algo, (self.config.seed, "sft"))
         plans = [(example, independent(self.config.algo.rollouts)) for example in examples]
         return asyncio.run(sample(env, plans, self.reward_set))
 
-    def _fitting(self, sequences: Sequence[tuple[str, Encoded]]) -> list[Encoded]:
+    def _fitting(self, sequences: Sequence[tuple[str, Call]]) -> list[Call]:
         """The sequences that fit into the context; the others are counted, and some of them named.
 
         Raises:
             DataError: none fits.
         """
-        limits = [limit for limit in (context_length(self.model), self.config.task.max_context) if limit is not None]
-        limit = min(limits, default=None)
-        longer = [(where, item) for where, item in sequences if limit is not None and len(item) > limit]
+        longest = getattr(self.trainer.forwards.policy.config.get_text_config(), "max_position_embeddings", None)
+        limit = min((limit for limit in (longest, self.config.task.max_context) if limit is not None), default=None)
+        longer = [(where, item) for where, item in sequences if limit is not None and tokens_of(item) > limit]
         if longer:
             named = ", ".join(
-                f"{where} ({item.module or 'no module'}, {len(item):,})" for where, item in longer[:NAMED]
+                f"{where} ({item.module or 'no module'}, {tokens_of(item):,})" for where, item in longer[:NAMED]
             )
             text = (
                 f"{len(longer)} of {len(sequences)} sequences have more than the {limit:,} tokens of the context and "
@@ -255,15 +222,15 @@ class SftStage:
         }
         return fitting
 
-    def _said(self, encoded: Sequence[Encoded]) -> str:
+    def _said(self) -> str:
         """What is trained on, in one line."""
-        counts = Counter(item.module or "no module" for item in encoded)
+        counts = Counter(item.module or "no module" for item in self.calls)
         of = {"task": "demonstrations of the task", "file": str(self.config.algo.file), "rollouts": "own rollouts"}
         shown = ", ".join(f"{module} {count}" for module, count in counts.items())
-        return f"training on {len(encoded)} sequences from {of[self.config.algo.source]}: {shown}"
+        return f"training on {len(self.calls)} sequences from {of[self.config.algo.source]}: {shown}"
 
-    def _on_step(self, step: int, update: dict[str, float]) -> None:
-        """The record of a step, with an evaluation where one is due; the next step begins."""
+    def on_step_end(self, step: int, update: Mapping[str, float]) -> None:
+        """The record of a step, with an evaluation where one is due."""
         metrics = self.log.record(update)
         # Nothing is sampled in a step of this stage.
         metrics = {name: value for name, value in metrics.items() if name not in _NOT_HERE}
@@ -271,7 +238,6 @@ class SftStage:
         if self.evaluations.due(step) and step < self.config.train.steps:
             metrics |= self.evaluations.metrics(step)
         self.log.write(step, metrics)
-        self.log.begin()
 
 
 _SHOWN = {
@@ -281,4 +247,4 @@ _SHOWN = {
     "sft/tokens": "trained tokens",
     "sft/too_long": "too long",
 }
-_NOT_HERE = frozenset(f"time/{part}" for part in ("generate", "retrieve", "rollout", "annotate", "tokenize"))
+_NOT_HERE = {"train/calls_skipped"} | {f"time/{p}" for p in ("generate", "retrieve", "rollout", "annotate", "tokenize")}

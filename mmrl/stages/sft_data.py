@@ -15,6 +15,7 @@ from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Forest, Rollout
 from mmrl.tasks.base import Demonstrating, Demonstration, FieldProgram, Message, Task
 from mmrl.tasks.data.rows import Row, Source
+from mmrl.trainer.settings import Settings
 
 ROLES = ("system", "user", "assistant")
 SHOWN = 5
@@ -44,13 +45,7 @@ def sft_problems(config: SftCommandConfig, task: Task, frozen: Sequence[str] = (
     ]
     if config.hardware.processes * config.hardware.nodes != 1:
         problems.append(f"hardware: profile '{config.hardware.name}' has several processes, algo=sft trains in one")
-    if config.model.dtype == "float16":
-        problems.append("model.dtype: float16 cannot be trained safely, expected bfloat16, float32 or auto")
-    if 0 < config.train.steps <= config.train.warmup_steps:
-        problems.append(
-            f"train.warmup_steps: got {config.train.warmup_steps}, expected less than the run's {config.train.steps} "
-            "optimizer steps"
-        )
+    problems += Settings.supervised(config.train, config.model, config.seed).problems()
     if algo.source != "file" and not task.examples("train"):
         problems.append("task.data.train: there are no train examples; set task.data.train, or algo.source=file")
     elif not problems and algo.source != "rollouts":

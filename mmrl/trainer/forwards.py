@@ -217,13 +217,13 @@ class Forwards:
         with self.with_adapter(pack), self.critic.active(), self.autocast():
             return self.critic.values(pack)
 
-    def score(self, model: torch.nn.Module, pack: Pack, *, entropy: bool = False) -> Scores:
-        """Log-probabilities, hidden states and entropies of the pack's scored positions, with gradient if enabled."""
+    def score(self, model: torch.nn.Module, pack: Pack, *, entropy: bool = False, hits: bool = False) -> Scores:
+        """What `logprobs.score` says of the pack's scored positions, with gradient if enabled."""
         plain = self.accelerator.unwrap_model(model)
         # Recomputed in the backward pass, the last layer would be the whole one again.
         last = () if pack.tree is None or self.settings.model.gradient_checkpointing else last_parts(plain)
         head = plain.get_output_embeddings()
-        return score(model, head, pack, self.settings.algo.temperature, entropy=entropy, last=last)
+        return score(model, head, pack, self.settings.algo.temperature, entropy=entropy, hits=hits, last=last)
 
     def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
         """Join the processes' tensors: `sum`, or `max` of scalars."""

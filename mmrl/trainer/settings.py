@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
 from mmrl.config import LoraConfig as LoraSection
 from mmrl.config.algo import CriticConfig
+from mmrl.config.other_stages import SFT
 from mmrl.config.rules import across_sections
 from mmrl.errors import ConfigError
 
@@ -33,6 +34,16 @@ class Settings:
     algo: AlgoConfig
     model: ModelConfig
     seed: int
+
+    @classmethod
+    def supervised(cls, train: TrainConfig, model: ModelConfig, seed: int) -> Settings:
+        """Those of supervised steps: whatever advantage is handed in, the ratio is 1 and there is no reference."""
+        return cls(train=train, algo=AlgoConfig(name=SFT, ratio_one=True, beta=0.0), model=model, seed=seed)
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the trainer reports likelihood and accuracy, of which reinforcement learning has no use."""
+        return self.algo.name == SFT
 
     @property
     def updates(self) -> int:

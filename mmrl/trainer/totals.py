@@ -7,9 +7,7 @@ split into packs and processes.
 from __future__ import annotations
 
 import math
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,9 +17,10 @@ from mmrl.trainer.objective import TokenLoss
 from mmrl.trainer.packing import Pack
 
 # Columns of `StepTotals.sums`: per entry token a count and three sums; then per scored token, once for each optimizer
-# step that trains it, a count and a sum.
-_COLUMNS = ("entries", "clip_share", "ratio_mean", "kl", "tokens", "entropy")
-_TOKENS, _ENTROPY = _COLUMNS.index("tokens"), _COLUMNS.index("entropy")
+# step that trains it, a count and a sum; and of supervised steps its negative log-likelihood and whether it is the
+# likeliest.
+_COLUMNS = ("entries", "clip_share", "ratio_mean", "kl", "tokens", "entropy", "nll", "hits")
+_TOKENS, _ENTROPY, _NLL, _HITS = range(4, 8)
 
 
 class StepTotals:
@@ -45,7 +44,7 @@ class StepTotals:
         self.with_kl = False
         self.corrections = torch.zeros(len(self.modules), 2, dtype=torch.float64, device=device)
         """Of truncated importance sampling, over entry tokens: sum of weights, and how many were truncated."""
-        self.with_tis = False
+        self.with_tis = self.supervised = False
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.adapter_norms: list[dict[str, float]] = []
@@ -68,7 +67,14 @@ class StepTotals:
             columns.append(loss.kl)
         for column, values in enumerate(columns):
             self.sums[:, column].index_add_(0, of_entry, values.double())
-        self.sums[:, _TOKENS].index_add_(0, pack.modules, torch.ones_like(scores.logprobs).double())
+        counted = torch.ones_like(scores.logprobs).double()
+        if scores.hits is not None:
+            self.supervised = True
+            measured = [train.measured for train in pack.calls for _ in train.call.completion_ids]
+            counted = torch.tensor(measured).to(counted)
+            self.sums[:, _NLL].index_add_(0, pack.modules, -scores.logprobs.double() * counted)
+            self.sums[:, _HITS].index_add_(0, pack.modules, scores.hits.double() * counted)
+        self.sums[:, _TOKENS].index_add_(0, pack.modules, counted)
         if loss.correction is not None:
             self.with_tis = True
             for column, values in enumerate((loss.correction.weights, loss.correction.truncated)):
@@ -111,8 +117,10 @@ class StepTotals:
             metrics[f"adapter/{name}/grad_norm"] = math.fsum(norms[name] for norms in self.adapter_norms) / updates
         metrics |= {f"adapter/{name}/lr": lr for name, lr in self.adapter_lr.items()}
         totals = [sum(column) for column in zip(*sums, strict=True)] if sums else []
-        for prefix, row in [("train", totals), *((f"module/{m}", r) for m, r in zip(self.modules, sums, strict=True))]:
-            metrics |= {f"{prefix}/{name}": value for name, value in self._means(row).items()}
+        modules = [(f"module/{m}", row) for m, row in zip(self.modules, sums, strict=True) if m]
+        for prefix, row in [("train", totals), *modules]:
+            # The loss of a supervised step that trains prompts too is more than its mean over completions.
+            metrics |= {f"{prefix}/{name}": value for name, value in self._means(row).items()} | metrics
         # Every process must come this far with the same calls of `reduce`, whatever its own modules did.
         return metrics | self._tis(reduce(self.corrections, "sum").tolist(), [row[0] for row in sums])
 
@@ -131,63 +139,13 @@ class StepTotals:
         """Means of one row of the sums (or of their total); empty where nothing was trained."""
         if not row or not row[0]:
             return {}
-        entries, clipped, ratio, kl, tokens, entropy = row
+        entries, clipped, ratio, kl, tokens, entropy, nll, hits = row
+        if self.supervised:
+            return {"loss": nll / tokens, "token_accuracy": hits / tokens}
         means = {"clip_share": clipped / entries, "ratio_mean": ratio / entries, "entropy": entropy / tokens}
         if self.with_kl:
             means["kl"] = kl / entries
         return means
-
-
-class SupervisedTotals:
-    """What the batches of one supervised step add up to."""
-
-    def __init__(self) -> None:
-        self.loss = 0.0
-        self.forwarded = 0
-        self.sequences = 0
-        self.tokens, self.nll, self.correct = Counter[str](), Counter[str](), Counter[str]()
-        """By module: trained tokens; their negative log-likelihood in nats; those that are the likeliest."""
-        self.norms: dict[str, float] = {}
-        self.lr = 0.0
-        self.started = time.perf_counter()
-
-    def add(
-        self, modules: Sequence[str], tokens: torch.Tensor, nll: torch.Tensor, correct: torch.Tensor, forwarded: int
-    ) -> None:
-        """Add a batch of B sequences.
-
-        Args:
-            modules: of each sequence.
-            tokens, nll, correct: [B]; trained tokens, and sums over them.
-            forwarded: tokens of the batch, padding and prompts included.
-        """
-        counts = tokens.tolist()
-        for module, count, loss, hits in zip(modules, counts, nll.tolist(), correct.tolist(), strict=True):
-            self.tokens[module] += count
-            self.nll[module] += loss
-            self.correct[module] += hits
-        self.forwarded += forwarded
-        self.sequences += len(counts)
-
-    def metrics(self, norm: float, adapter_lr: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of the step (docs/metrics.md)."""
-        tokens = sum(self.tokens.values())
-        metrics = {
-            "train/loss": self.loss,
-            "train/token_accuracy": sum(self.correct.values()) / tokens,
-            "train/grad_norm": norm,
-            "train/lr": self.lr,
-            "train/sequences": float(self.sequences),
-            "train/tokens": float(tokens),
-            "train/tokens_forwarded": float(self.forwarded),
-            "time/update": time.perf_counter() - self.started,
-        }
-        for module, count in self.tokens.items():
-            if module:
-                metrics[f"module/{module}/loss"] = self.nll[module] / count
-                metrics[f"module/{module}/token_accuracy"] = self.correct[module] / count
-        metrics |= {f"adapter/{name}/grad_norm": value for name, value in self.norms.items()}
-        return metrics | {f"adapter/{name}/lr": value for name, value in adapter_lr.items()}
 
 
 def finite(value: float, what: str, step: int) -> float:

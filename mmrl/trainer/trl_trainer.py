@@ -267,7 +267,8 @@ class MmrlTrainer(GRPOTrainer):
             pack.ref = self.forwards.reference(pack)
         model.train()
         with self.forwards.autocast():
-            scores = self.forwards.score(model, pack, entropy=True)
+            supervised = self.settings.is_supervised
+            scores = self.forwards.score(model, pack, entropy=not supervised, hits=supervised)
         if first and not pack.filler:
             self.totals.add_gap(pack, scores.logprobs)
         at = pack.entry_index  # (E,) into the pack's N scored positions
@@ -293,6 +294,9 @@ class MmrlTrainer(GRPOTrainer):
         self.totals.add(pack, scores, result)
         if self.critic is not None:
             self.critic.train_on(pack, scores.hidden, self.accelerator, self.forwards.autocast())
+        if supervised:
+            # With a ratio of 1 the objective's own value is constant; its gradient is that of the log-likelihood.
+            return -(pack.weights * scores.logprobs[at].detach()).sum().double()
         return result.loss.detach().double()
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor | float | None:

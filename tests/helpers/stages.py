@@ -34,9 +34,12 @@ from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task
 from mmrl.stages.evaluate import Evaluations
 from mmrl.stages.prompts.stage import PromptStage
-from mmrl.stages.sft import SftStage, trainable
+from mmrl.stages.sft import SftStage
 from mmrl.stages.step_log import StepLog
 from mmrl.tasks.base import Demonstration
+from mmrl.trainer.adapters import make_adapters
+from mmrl.trainer.settings import Settings
+from mmrl.trainer.trl_trainer import MmrlTrainer
 from tests.config.effects import nested
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, seeded_letter
 from tests.models.test_models import make_tokenizer
@@ -239,16 +242,25 @@ def stage_of(folder, options=(), task=None, engine=None, stopping=None, **more):
         progress.step = lambda step, metrics: setattr(log.stop, "requested", step == stopping)
     task = task or Teachable(Chain(("a", "b")))
     assignment = ModuleAssignment(model=config.model, algo=config.algo, modules=tuple(task.program.modules))
+    trainer = MmrlTrainer(
+        new_model(),
+        TOKENIZER,
+        Settings.supervised(config.train, config.model, config.seed),
+        output_dir=rundir.checkpoints,
+        next_batch=lambda step: stage.next_batch(step),
+        on_step_end=lambda step, update: stage.on_step_end(step, update),
+        extra=lambda step: {**assignment.record(), **stage.recorded()},
+        adapters=make_adapters(assignment),
+    )
     stage = SftStage(
         config=config,
         task=task,
-        model=trainable(new_model(), config, assignment),
+        trainer=trainer,
         tokenizer=TOKENIZER,
         assignment=assignment,
         engine=engine or FakeEngine(seeded_letter),
         reward_set="outcome",
         log=log,
-        extra=lambda step: assignment.record(),
         **more,
     )
     rundir.close()
@@ -266,7 +278,7 @@ def train(stage, resumed=False, evaluate=lambda step: {}):
 def run(folder, options=(), resumed=False, evaluate=lambda step: {}, **more):
     stage, _ = stage_of(folder, options, **more)
     path = train(stage, resumed, evaluate)
-    return path, weights(stage.model), stage.log.rundir.history()
+    return path, weights(stage.trainer.model), stage.log.rundir.history()
 
 
 def written(path, *records):

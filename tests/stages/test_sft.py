@@ -166,7 +166,7 @@ def test_a_killed_stage_continues_to_the_same_weights(tmp_path, options):
     again, continued, resumed = run(killed, options, resumed=True)
     assert all(torch.equal(whole[name], continued[name]) for name in whole)
     assert not all(
-        torch.equal(whole[name], first) for name, first in weights(stage_of(killed, options)[0].model).items()
+        torch.equal(whole[name], first) for name, first in weights(stage_of(killed, options)[0].trainer.model).items()
     )
     exact = {name for name in history[4] if not name.startswith(("time/", "rate/", "memory/"))}
     assert [{name: record[name] for name in exact & set(record)} for record in resumed] == [
@@ -210,7 +210,7 @@ def test_sampled_rollouts_are_never_sampled_again(tmp_path, monkeypatch):
 
 def test_weights_per_module_are_trained_by_their_own_modules_and_saved_apart(tmp_path):
     options = {**LORA, "model.modules": {"a": {"adapter": "first"}, "b": {"adapter": "second", "lr": 1e-2}}}
-    before = weights(stage_of(tmp_path / "start", options)[0].model)
+    before = weights(stage_of(tmp_path / "start", options)[0].trainer.model)
     path, after, history = run(tmp_path / "run", options)
     _, alone, _ = run(tmp_path / "alone", {**options, "algo.modules": {"a": 1.0}})
     moved = {name for name in before if "lora_B" in name and not torch.equal(before[name], after[name])}
