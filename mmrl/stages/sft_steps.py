@@ -7,6 +7,7 @@ by `stages.sft`.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -44,9 +45,17 @@ def tokens_of(call: Call) -> int:
 
 
 def order(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterator[int]:
-    """Indices into `calls` without end: one pass after the other, each in a new order.
+    """Indices into `calls` without end: one pass after the other (`passes`), each in a new order.
 
     A step may take the end of a pass and the start of the next: all steps are of one size, and no call is left out.
+    """
+    for rows, draws in passes(calls, mix, seed):
+        draws.shuffle(rows)
+        yield from rows
+
+
+def passes(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterator[tuple[list[int], random.Random]]:
+    """The indices into `calls` that a pass has, in their order, and its source of draws; pass after pass without end.
 
     Args:
         mix: module -> how often a pass has each of its calls, relative to 1 for modules not named; rounded up or down
@@ -55,12 +64,11 @@ def order(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterato
     for number in count():
         # Ahead of time and a pure function of the seed: what was killed continues with the same steps.
         draws = rng.stream(seed, "warmup", number)
-        rows = []
+        rows: list[int] = []
         for index, call in enumerate(calls):
             share = mix.get(call.module, 1.0)
             rows += [index] * (int(share) + (draws.random() < share - int(share)))
-        draws.shuffle(rows)
-        yield from rows
+        yield rows, draws
 
 
 def step_batch(step: int, calls: Sequence[Call], prompt_weight: float = 0.0) -> StepBatch:

@@ -35,11 +35,12 @@ from mmrl.config.tasks import task_schema
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.models.chat import decode_text, render_observation, render_prompt
 from mmrl.models.load import ASSETS
+from mmrl.records import Call
 from mmrl.rollout import with_program
 from mmrl.rollout.environment import Environment, SamplingSettings
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
-from mmrl.stages.warmup import Encoded, WarmStartSettings, encode, warm_start
+from mmrl.stages.sft_steps import encode
 from mmrl.tasks import TASKS as FACTORIES
 from mmrl.tasks.agents.qa_direct import DirectQaTask
 from mmrl.tasks.base import Demonstration, Task
@@ -56,6 +57,7 @@ from scripts.tiny_model.phrases import extend
 from scripts.tiny_model.recipes import RECIPES, Phase
 from scripts.tiny_model.shots import varied
 from scripts.tiny_model.tokenizer import load_or_train_tokenizer
+from scripts.tiny_model.warm_start import WarmStart, warm_start
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,7 +79,7 @@ def main() -> None:
     say(f"{len(demonstrations)} demonstrations from {len(worlds)} worlds in {time.monotonic() - started:.0f} s")
     model, tokenizer = start(args, work, demonstrations, worlds)
     own = build_tasks(args.tasks, WORLD_SEED)
-    dev = encode(tokenizer, [d for task in own for d in demonstrate(task, "dev", args.dev_items)])
+    dev = [encode(tokenizer, d) for task in own for d in demonstrate(task, "dev", args.dev_items)]
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}; {lengths(dev)}")
     watcher = Watcher(tokenizer, own, dev, args)
     modules = {demonstration.module for demonstration in demonstrations}
@@ -85,7 +87,7 @@ def main() -> None:
         if not steps:
             continue
         say(f"phase {phase.name}: {steps} steps")
-        settings = WarmStartSettings(
+        settings = WarmStart(
             steps=steps,
             batch_tokens=args.batch_tokens,
             batches=phase.batches,
@@ -103,7 +105,6 @@ def main() -> None:
             shown_in(phase, args.tasks, worlds) or demonstrations,
             settings,
             work / phase.name,
-            resume=True,
             callbacks=[watcher],
         )
     model.eval()
@@ -267,7 +268,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> Q
 class Watcher(TrainerCallback):
     """Checks on dev at each checkpoint, prints, and stops when the time is up."""
 
-    def __init__(self, tokenizer: Any, tasks: Sequence[Task], dev: Sequence[Encoded], args: argparse.Namespace):
+    def __init__(self, tokenizer: Any, tasks: Sequence[Task], dev: Sequence[Call], args: argparse.Namespace):
         self.tokenizer, self.tasks, self.dev, self.args = tokenizer, tasks, dev, args
         self.started = time.monotonic()
 
@@ -294,7 +295,7 @@ class Watcher(TrainerCallback):
 
 
 @torch.no_grad()
-def exact_shares(model: Any, encoded: Sequence[Encoded]) -> dict[str, float]:
+def exact_shares(model: Any, encoded: Sequence[Call]) -> dict[str, float]:
     """Module -> share of completions that greedy decoding would give exactly (every token is the argmax)."""
     hits: dict[str, list[float]] = defaultdict(list)
     for item in encoded:
@@ -329,9 +330,9 @@ def play(model: Any, tokenizer: Any, task: Task, items: int | None) -> dict[str,
     return found
 
 
-def lengths(encoded: Sequence[Encoded]) -> str:
+def lengths(encoded: Sequence[Call]) -> str:
     """Mean prompt + completion tokens per module."""
-    by_module: dict[str, list[Encoded]] = defaultdict(list)
+    by_module: dict[str, list[Call]] = defaultdict(list)
     for item in encoded:
         by_module[item.module].append(item)
     return "  ".join(

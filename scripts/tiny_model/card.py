@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mmrl.models.policy import newest_checkpoint
-from mmrl.stages.warmup import FINGERPRINT
+from mmrl.stages.sft import FINGERPRINT
 from mmrl.trainer.checkpoint import saved_extra
 from scripts.tiny_model.drills import MODULE as DRILL
 from scripts.tiny_model.mini.world import WORLD_SEED

@@ -9,7 +9,7 @@ from mmrl.engines.base import Completion
 from mmrl.models.chat import decode_text, encode_text, render_observation, render_prompt
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
-from mmrl.stages.warmup import encode
+from mmrl.stages.sft_steps import encode
 from mmrl.tasks import TASKS
 from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers.programs import EXAMPLE, FakeEngine, default_config, environment, make
@@ -38,7 +38,7 @@ def replayed(name, items=60):
         task = TASKS[name](default_config(name, max_observation=2000, max_completion=4000, max_tokens=400), 0)
     examples = [example for example in task.examples("dev")[:items] if demonstrations(task, example)]
     taught = [shown for example in examples for shown in demonstrations(task, example)]
-    known = {item.prompt_ids: item.completion_ids[:-1] for item in encode(tokenizer, taught)}
+    known = {item.prompt_ids: item.completion_ids[:-1] for item in (encode(tokenizer, one) for one in taught)}
     env = environment(task, Known(lambda request: known.get(request.prompt_ids, (1,))))
     env.render, env.extend = partial(render_prompt, tokenizer), partial(render_observation, tokenizer)
     env.decode = partial(decode_text, tokenizer)
@@ -81,7 +81,7 @@ def test_a_demonstrations_history_is_seen_and_not_trained():
     tokenizer = make_tokenizer()
     task = TASKS["search_agent"](default_config("search_agent"), 0)
     shown = demonstrations(task, next(e for e in task.examples("dev") if e.metadata["type"] == "bridge"))
-    first, second, third = encode(tokenizer, shown)
+    first, second, third = (encode(tokenizer, one) for one in shown)
     assert third.prompt_ids[: len(second.prompt_ids)] == second.prompt_ids
     assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
     assert tuple(encode_text(tokenizer, shown[2].completion)) == third.completion_ids[:-1]
