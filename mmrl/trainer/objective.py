@@ -1,7 +1,8 @@
 """What the trainer receives, and the one objective over it.
 
-Part of `trainer`; made by the weight stage from a forest and its credit. Blind to algorithms: every paper's rewards,
-groups and normalisation have become an advantage and a weight per token before they come here.
+Part of `trainer`; made by the weight stage from a forest and its credit, and by the supervised stage with advantage 1.
+Blind to algorithms: every paper's rewards, groups and normalisation have become an advantage and a weight per token
+before they come here.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
-from mmrl.config import LoraConfig as LoraSection
 from mmrl.config.algo import CriticConfig
 from mmrl.config.other_stages import SFT
 from mmrl.config.rules import across_sections
@@ -37,7 +36,7 @@ class Settings:
 
     @classmethod
     def supervised(cls, train: TrainConfig, model: ModelConfig, seed: int) -> Settings:
-        """Those of supervised steps: whatever advantage is handed in, the ratio is 1 and there is no reference."""
+        """Settings of supervised steps, whose tokens have advantage 1: the ratio is 1, and there is no reference."""
         return cls(train=train, algo=AlgoConfig(name=SFT, ratio_one=True, beta=0.0), model=model, seed=seed)
 
     @property
@@ -105,7 +104,17 @@ class Settings:
 
     def lora(self, model: PreTrainedModel, *, dropout: bool = True) -> LoraConfig | None:
         """peft's `LoraConfig` for `model`, or None when all parameters are trained."""
-        return None if self.model.lora is None else lora_config(self.model.lora, model, dropout=dropout)
+        from peft import LoraConfig
+
+        if (lora := self.model.lora) is None:
+            return None
+        return LoraConfig(
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout if dropout else 0.0,
+            target_modules=linear_layers(model) if lora.everywhere else list(lora.targets),
+            task_type="CAUSAL_LM",
+        )
 
     def arguments(self, folder: Path, *, on_cpu: bool, autocast: bool, dense: bool) -> dict[str, Any]:
         """Arguments of TRL's `GRPOConfig`.
@@ -162,19 +171,6 @@ class Settings:
             "eval_strategy": "no",
             "push_to_hub": False,
         }
-
-
-def lora_config(lora: LoraSection, model: PreTrainedModel, *, dropout: bool = True) -> LoraConfig:
-    """peft's `LoraConfig` for `model` from a `model.lora` section."""
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout if dropout else 0.0,
-        target_modules=linear_layers(model) if lora.everywhere else list(lora.targets),
-        task_type="CAUSAL_LM",
-    )
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
