@@ -128,7 +128,6 @@ TYPED = (
     Idle("algo.eps algo.ddof", "algo.scale!=true"),
     Idle("algo.kl", "algo.beta=0.0", "; set algo.beta"),
     Idle("train.old_logprobs train.tis train.staleness", "algo.name=sft", "with algo=sft, which has no old policy"),
-    Idle("train.packing", "algo.prompt_weight!=null|0.0", ": prompts are trained too, so sequences are padded"),
     Idle(
         "engine hardware.engine",
         "algo.name=sft facts.engine!=transformers",
