@@ -256,7 +256,10 @@ def test_folders_in_the_place_of_files(run, capsys):
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").mkdir()
     assert main(["train", f"resume={run}"]) == 1
-    assert f"error: {run}/metrics.jsonl: Is a directory; a folder stands" in capsys.readouterr().err
+    assert (
+        f"error: {run}/metrics.jsonl: Is a directory; see that a file can be read and written there"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_damaged_checkpoint_is_not_evaluated(run, tmp_path, capsys):

@@ -50,7 +50,7 @@ def test_teachers_that_cannot_be_had_are_refused_together(random_model, tmp_path
     assert "algo.teachers: a: policy: got './nowhere'" in err and "algo.teachers: b: task.prompts" in err
     assert not (tmp_path / "run").exists()
     assert main(arguments(random_model, tmp_path, "[{name:a,rollouts:4}]")) == 2
-    assert "so it would be the student" in capsys.readouterr().err
+    assert "got neither policy, endpoint nor prompts for 'a'; set one, or name it student" in capsys.readouterr().err
 
 
 def test_a_teacher_may_be_a_model_behind_an_endpoint(random_model, tmp_path, capsys):
@@ -81,7 +81,7 @@ def test_a_teacher_behind_an_endpoint_that_cannot_work_is_refused(random_model, 
     cases = {
         "[{name:student},{name:gpt,endpoint:{model:big}}]": "algo.teachers: gpt.endpoint.key_env: the environment",
         "[{name:student},{name:gpt,policy:x/y,endpoint:{model:big}}]": "a policy and an endpoint for 'gpt'",
-        "[{name:student,endpoint:{model:big}}]": "got a policy, an endpoint or prompts for student",
+        "[{name:student,endpoint:{model:big}}]": "got endpoint for student, the policy in training; leave them out",
     }
     for teachers, says in cases.items():
         assert main(arguments(random_model, tmp_path, teachers)) == 2

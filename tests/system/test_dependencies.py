@@ -10,7 +10,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 LOADED_BY_OTHERS = {
-    "optuna": "DSPy's MIPROv2",
     "deepspeed": "accelerate",
     "hydra-submitit-launcher": "Hydra",
     "hydra-optuna-sweeper": "Hydra",

@@ -249,7 +249,8 @@ def evaluated_split(name: str, options: Options, folder: Path) -> object:
     """Names of the metrics of a training run's evaluations."""
     config = config_of(options)
     ledger = SimpleNamespace(note=lambda path: None)
-    rundir: Any = SimpleNamespace(eval_path=lambda step, split: folder / f"{split}.jsonl", ledger=ledger)
+    path, note = (lambda step, split: folder / f"{split}.jsonl"), (lambda split, examples: None)
+    rundir: Any = SimpleNamespace(eval_path=path, ledger=ledger, note_examples=note)
     collector = collector_of(config, FakeEngine(seeded_letter))
     quiet: Any = SimpleNamespace(status=lambda text: None, evaluation=lambda *arguments: None)
     collector.log.rundir, collector.log.progress = rundir, quiet
