@@ -22,7 +22,7 @@ from mmrl.run.settle import run_folder
 from mmrl.run.start import begin as begin_run
 from mmrl.run.start import resume as resume_run
 from mmrl.sets.cells import found_set
-from mmrl.sets.page import SetPage
+from mmrl.sets.page import SetPage, redrawn
 from mmrl.sets.plan import Planner, SetPlan, main_metrics
 from mmrl.sets.queue import RunQueue, SetRun, State
 from mmrl.sets.spec import Base, SetSpec
@@ -117,12 +117,14 @@ def go_on(folder: Path, config: StagedCommandConfig, command: Sequence[str] = ()
     if all(run.state() == "finished" for run in plan.runs):
         raise CheckpointError(f"{folder}: this set is finished; look at it with: mmrl show {folder}")
 
+    redraw = redrawn(lambda: chain_page(folder).write(folder))
+
     def ended() -> None:
         done = [run.path for run in plan.runs if run.state() == "finished"]
         with storage(folder):
             # After every run: what was killed between two can be evaluated and exported.
             write_policy(folder, weights=str(done[-1]), prompts=prompts_of(str(done[-1]))[1], task=config.task.name)
-            chain_page(folder).write(folder)
+        redraw()
 
     if here:
         for run in plan.runs:

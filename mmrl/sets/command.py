@@ -24,7 +24,7 @@ from mmrl.run.check import check_all
 from mmrl.run.settle import allocate
 from mmrl.sets.cells import SetResult, found_set
 from mmrl.sets.cost import cost_text
-from mmrl.sets.page import SetPage, check_docs
+from mmrl.sets.page import SetPage, check_docs, redrawn
 from mmrl.sets.plan import TOP, Compose, Planner, SetPlan, main_metrics
 from mmrl.sets.queue import RunQueue, SetRun
 from mmrl.sets.spec import Base, Column, Row, SetSpec
@@ -281,13 +281,7 @@ def _run(
         # What starts from another run is checked when it starts.
         check_all([run.config.in_folder(None) for run in first.values() if run.after is None])
 
-    def redraw() -> None:
-        try:
-            _written(SetPage(plan.result()), out, plan)
-        # Hours of training must not end because a page could not be written; the end says so.
-        except Exception as error:
-            print(f"page not written ({type(error).__name__}: {error})", file=sys.stderr)
-
+    redraw = redrawn(lambda: _written(SetPage(plan.result()), out, plan))
     with stoppable(), output() as (say, show):
         try:
             RunQueue(plan.runs, at_once, config_dir, say, show, redraw, through).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -486,6 +487,18 @@ class SetPage:
         body = self.markdown(f"figures/set-{name}.svg", level=3)
         atomic_write(page, f"{head}{begin}\n{body}\n{END}{rest.partition(END)[2]}")
         return [page, *paths]
+
+
+def redrawn(write: Callable[[], object]) -> Callable[[], None]:
+    """`write` for a page while runs go on, which must not end because one could not be written: that is printed."""
+
+    def redraw() -> None:
+        try:
+            write()
+        except Exception as error:
+            print(f"page not written ({type(error).__name__}: {error})", file=sys.stderr)
+
+    return redraw
 
 
 def summary_text(result: SetResult) -> str:

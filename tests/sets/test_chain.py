@@ -267,6 +267,16 @@ def test_a_chain_stopped_in_any_run_goes_on_to_the_same_numbers(stopped, whole, 
     assert trained(folder) == trained(whole)
 
 
+def test_a_page_that_cannot_be_drawn_ends_no_chain(tmp_path, monkeypatch, capsys):
+    def broken(*_):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr("mmrl.sets.page.SetPage.write", broken)
+    config = staged("stages=[sft,mmgrpo]", *SMALL, f"run.dir={tmp_path / 'run'}")
+    assert begin(config, ["mmrl"], here=True) == 0
+    assert capsys.readouterr().err.count("page not written (RuntimeError: no fonts)") == 2
+
+
 def test_a_chain_that_was_moved_has_its_policy(whole, tmp_path):
     moved = shutil.copytree(whole, tmp_path / "moved")
     assert resolve(str(moved)).base == str(moved / "2_mmgrpo" / "checkpoints" / "checkpoint-1")
