@@ -134,10 +134,3 @@ def test_rollouts_that_fail_stop_the_stage(tmp_path):
     stage, _ = stage_of(tmp_path / "poor", {**OWN, "algo.min_reward": 5.0})
     with pytest.raises(ConfigError, match=r"algo.min_reward: none of the 32 rollouts has 5 or more"):
         train(stage)
-
-
-def test_packing_is_refused_where_prompts_are_trained_too():
-    facts, typed = Facts(reward_set="outcome"), {"train.packing"}
-    assert without_effect(config_of({"train.packing": "trie"}), typed, facts) == []
-    (problem,) = without_effect(config_of({"train.packing": "trie", "algo.prompt_weight": 0.5}), typed, facts)
-    assert problem.startswith("train.packing: got trie, which has no effect with algo.prompt_weight")
