@@ -141,6 +141,8 @@ def test_a_server_killed_while_it_generates_is_started_again(served: Any, tokeni
 
     async def with_a_kill() -> list[Completion]:
         sampling = [Sampling(max_tokens=400, temperature=1.0, seed=seed, stop=("never said",)) for seed in range(8)]
+        # Halted first, so that none of them is answered before the kill.
+        os.killpg(engine._process.pid, signal.SIGSTOP)
         asked = [
             asyncio.create_task(engine.generate(Request(prompt_ids=prompt, sampling=one, module="m")))
             for one in sampling
