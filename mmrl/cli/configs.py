@@ -111,8 +111,7 @@ def print_train(line: CommandLine) -> None:
             import yaml  # no other command of this module writes any
 
             config = _train_config(raw, job, line.config_dir, None)
-            stages = config.stages if isinstance(config, StagedCommandConfig) else (config,)
-            mappings = [plain(stage.model_dump(mode="json")) for stage in stages]
+            mappings = [plain(stage.model_dump(mode="json")) for stage in config.in_turn]
             named = {f"{number}_{value_at(stage, 'algo.name')}": stage for number, stage in enumerate(mappings, 1)}
             print(yaml.safe_dump(named, sort_keys=False, allow_unicode=True), end="")
             return
@@ -186,7 +185,7 @@ def set_config(command: str, words: Sequence[str], config_dir: str | None) -> St
         line = replace(read_line(words, once=False), config_dir=config_dir)
         return configs("eval", EvalCommandConfig, line)[0]
     config = configured(words, config_dir)
-    if isinstance(config, StagedCommandConfig):
+    if config.kind.name == "stages":
         raise ConfigError(f"algo: got {config.algo.name}, and a row of a set is one stage; make it rows with from:")
     return config
 
@@ -226,8 +225,8 @@ def _from(line: CommandLine, build: Callable[[Mapping[str, object]], ConfigT], r
         # The path of a run that has itself started from another is no setting; the policy's weights take its place.
         sections["model"]["path"] = value_at(raw, "model.path")
     config = build({**raw, **sections})
-    if isinstance(config, StagedCommandConfig):
-        raise ConfigError(f"from: {config.algo.name} is several runs, each from the one before")
+    if config.kind.name == "stages":
+        raise ConfigError(f"from: {value_at(config, 'algo.name')} is several runs, each from the one before")
     made_policy(run)
     return config.model_copy(update={"start": StartConfig(run=str(run))})
 

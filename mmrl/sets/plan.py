@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmrl.config import EvalCommandConfig, RootConfig, StageConfig
+from mmrl.config.base import value_at
 from mmrl.errors import ConfigError
 from mmrl.sets.cells import CellRun, SetResult
 from mmrl.sets.queue import SetRun
@@ -196,7 +197,7 @@ class Planner:
         after: SetRun | None,
         identity: Mapping[str, object],
     ) -> SetRun:
-        algo = "eval" if isinstance(config, EvalCommandConfig) else config.algo.name
+        algo = str(value_at(config, "algo.name") or "eval")
         path = RUNS / config.task.name / algo / f"s{seed}-{digest(config, identity)}"
         if self.folder is not None:
             path = self.folder / row

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mmrl.config import EvalCommandConfig, SftCommandConfig, StageConfig, TrainCommandConfig
+from mmrl.config import EvalCommandConfig, StageConfig
+from mmrl.config.base import value_at
 from mmrl.errors import ConfigError
 from mmrl.models.policy import complete_checkpoints
 from mmrl.report.rundir import RunDir, holds_only_leftovers
@@ -131,7 +132,7 @@ class SetRun:
 
     def progress(self) -> tuple[int, int, float | None]:
         """Steps done and in all (0: not known), last evaluation of the main metric. Of an evaluation items."""
-        if isinstance(self.config, EvalCommandConfig):
+        if self.command == "eval":
             files = list((self.path / "eval").glob("step-*.jsonl"))
             return sum(len(read_jsonl(path)) for path in files), self.config.eval.items or 0, None
         path = self.path / "metrics.jsonl"
@@ -148,7 +149,7 @@ class SetRun:
         # How many trials an optimiser of prompts makes shows only as it goes.
         return (
             done,
-            self.config.train.steps if isinstance(self.config, TrainCommandConfig | SftCommandConfig) else 0,
+            steps if isinstance(steps := value_at(self.config, "train.steps"), int) else 0,
             value,
         )
 

@@ -1,7 +1,5 @@
 """Data sets of the hub: columns, splits, a hub that does not answer; local parquet stands for what is fetched."""
 
-import time
-
 import pyarrow.parquet
 import pytest
 
@@ -126,10 +124,9 @@ def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(monkeypatch, ca
     from huggingface_hub import constants
 
     monkeypatch.setattr("mmrl.tasks.data.rows.hub_answers", lambda: False)
-    before, started = constants.HF_HUB_OFFLINE, time.perf_counter()
+    before = constants.HF_HUB_OFFLINE
     with pytest.raises(DataError, match="the hub does not answer"):
         load("nobody/none-like-this")
-    assert time.perf_counter() - started < 8, "its client alone retries for 25 s"
     assert "Retrying" not in capfd.readouterr().err and before == constants.HF_HUB_OFFLINE
 
 

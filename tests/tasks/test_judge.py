@@ -1,7 +1,6 @@
 """The language model judge: what it is shown, how its replies are read, and what becomes of a bad one."""
 
 import asyncio
-import time
 
 import pytest
 from hypothesis import given
@@ -14,6 +13,7 @@ from mmrl.tasks.agents.judge import TEMPLATES as JUDGE_TEMPLATES
 from mmrl.tasks.agents.judge import Judge, JudgedTurn, build_judge, escape, read_outcome, read_turns, salvage_turns
 from tests.helpers.programs import default_config, make, play
 from tests.helpers.servers import Scripted, chat_reply, serving
+from tests.helpers.watch import terminates
 
 SEARCH = "<think> look </think>\n<search> Lisbon </search>"
 ANSWER = "<think> so </think>\n<answer> Tagus </answer>"
@@ -307,12 +307,11 @@ def test_prompts_can_be_replaced(tmp_path):
     assert server.seen[0].body["messages"][0]["content"].startswith("Well? <prompt>")
 
 
-def test_long_nonsense_is_read_in_no_time_and_never_raises():
-    for reply in ("<score>" * 100_000, "<score>Turn" + "9" * 5000 + ": 1\nTurn2: 1</score>", "<score>" + "9" * 5000):
-        started = time.perf_counter()
-        assert read_outcome(reply) is None and read_turns(reply, 2) is None
-        assert salvage_turns(reply, 2) in ((0.0, 0.0), (0.0, 1.0))
-        assert time.perf_counter() - started < 2
+def test_long_nonsense_is_read_once_and_never_raises():
+    for reply in ("<score>" * 500_000, "<score>Turn" + "9" * 5000 + ": 1\nTurn2: 1</score>", "<score>" + "9" * 5000):
+        with terminates():
+            assert read_outcome(reply) is None and read_turns(reply, 2) is None
+            assert salvage_turns(reply, 2) in ((0.0, 0.0), (0.0, 1.0))
 
 
 def test_digits_of_other_scripts_are_no_score():

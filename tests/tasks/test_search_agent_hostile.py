@@ -1,7 +1,5 @@
 """The search agent under hostile text, from its tools and from its policy: nothing ends, forges or breaks a turn."""
 
-import time
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -11,6 +9,7 @@ from mmrl.tasks.agents.rewards import (
 )
 from mmrl.tasks.agents.tags import disarm, tag_sequence
 from tests.helpers.programs import make, play
+from tests.helpers.watch import terminates
 from tests.tasks.test_search_agent import ASK, ROOMY, WRONG, approx, turn_rewards
 
 PIECES = [f"<{slash}{name}>" for name in SEARCH_TAGS for slash in ("", "/")]
@@ -45,17 +44,12 @@ def test_disarmed_text_has_no_tag_however_it_is_cut(left, right):
     assert tag_sequence(shown.upper(), [name.upper() for name in SEARCH_TAGS]) == []
 
 
-def test_long_runs_of_spaces_are_disarmed_in_no_time():
-    started = time.perf_counter()
-    for text in (
-        "<" + " " * 50_000,
-        "< " * 50_000,
-        "<" + " " * 50_000 + "/" + " " * 50_000 + "think>",
-        "<think " * 50_000,
-    ):
-        assert tag_sequence(disarm(text, SEARCH_TAGS), SEARCH_TAGS) == []
+def test_long_runs_of_spaces_are_read_once():
+    n = 500_000
+    with terminates():
+        for text in ("<" + " " * n, "< " * n, "<" + " " * n + "/" + " " * n + "think>", "<think " * n):
+            assert tag_sequence(disarm(text, SEARCH_TAGS), SEARCH_TAGS) == []
     assert disarm("<  /  think >", SEARCH_TAGS) == "(  /  think )"
-    assert time.perf_counter() - started < 2
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

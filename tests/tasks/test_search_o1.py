@@ -1,5 +1,4 @@
 import json
-import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +10,7 @@ from mmrl.tasks.agents.tags import disarm_markers, last_block
 from mmrl.tasks.base import Task
 from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers.programs import DOCUMENTS, default_config, make, play
+from tests.helpers.watch import terminates
 
 ASK = f"look it up {QUERY[0]} Lisbon {QUERY[1]}"
 ANSWER = r"so it is \boxed{Tagus}"
@@ -161,8 +161,7 @@ def test_demonstrations_have_the_prompts_of_a_run_and_earn_everything():
     assert played >= 18
 
 
-def test_boxes_that_never_close_are_read_in_no_time():
-    started = time.perf_counter()
-    assert boxed("\\boxed{one} " + "\\boxed{" * 20_000) == "one"
+def test_boxes_that_never_close_are_read_once():
+    with terminates():
+        assert boxed("\\boxed{one} " + "\\boxed{" * 500_000) == "one"
     assert boxed("\\boxed{a \\boxed{b} c") == "b"
-    assert time.perf_counter() - started < 2
